@@ -1,0 +1,31 @@
+// cli/flags.h — what all verbs share in reading their flags.
+
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <CLI/CLI.hpp>
+
+namespace tessera::cli {
+
+/// Turns `--snake_case=x` into `--snake-case=x`; other words stay as they are.
+std::string with_dashes(const std::string& word);
+
+/// Splits the words at the first one that is neither a flag nor a flag's value (or at `--`): flags
+/// of the verb, and the words of the program it runs. Throws UsageError for an unknown flag.
+struct SplitWords {
+  std::vector<std::string> flags;
+  std::vector<std::string> rest;
+};
+SplitWords split_words(const CLI::App& app, const std::vector<std::string>& words);
+
+/// Lets `app` read the flags. Throws UsageError with one line, or launch::LaunchError for a
+/// configuration file that cannot be used.
+void read_flags(CLI::App& app, std::vector<std::string> flags);
+
+/// Returns the long names of all flags of `app`, with their dashes.
+std::vector<std::string> long_flags(const CLI::App& app);
+
+}  // namespace tessera::cli

@@ -1,0 +1,121 @@
+// The `tessera` program: finds the verb and hands over.
+
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
+
+#include "tessera/core/version.h"
+#include "tessera/launch/exit_code.h"
+#include "tessera/launch/launch_error.h"
+#include "usage.h"
+#include "verb.h"
+
+namespace tessera::cli {
+
+std::span<const Verb* const> verbs() {
+  static constexpr const Verb* kVerbs[] = {&kRunVerb, &kCompletionVerb};
+  return kVerbs;
+}
+
+namespace {
+
+std::string program_help() {
+  std::string text =
+      "tessera: one training job over many processes\n"
+      "\n"
+      "  tessera run -n 4 -- ./train --epochs 3       start four ranks of a program\n"
+      "  tessera run -n 2 train.py                    the same for Python\n"
+      "\n"
+      "verbs\n";
+  char line[160];
+  for (const Verb* verb : verbs()) {
+    std::snprintf(line, sizeof(line), "  %-12.*s %.*s\n", static_cast<int>(verb->name.size()),
+                  verb->name.data(), static_cast<int>(verb->summary.size()), verb->summary.data());
+    text += line;
+  }
+  return text +
+         "  help         show the help of a verb: tessera help run\n"
+         "\n"
+         "flags\n"
+         "  -h, --help   this text; after a verb, the verb's own\n"
+         "  --version    the version of this program\n"
+         "\n"
+         "exit codes: 0 good, 2 wrong usage, 69 hosts not reached, 70 internal, 128+n signal n;\n"
+         "a rank's own code is passed through. More: docs/launch.md\n";
+}
+
+const Verb* find_verb(const std::string& name) {
+  for (const Verb* verb : verbs()) {
+    if (verb->name == name) return verb;
+  }
+  return nullptr;
+}
+
+[[noreturn]] void throw_unknown_verb(const std::string& word) {
+  std::vector<std::string> known = {"help"};
+  for (const Verb* verb : verbs()) known.emplace_back(verb->name);
+  if (word.starts_with("-")) {
+    throw UsageError("unknown flag " + word + suggestion(word, {"--help", "--version"}));
+  }
+  throw UsageError("unknown verb '" + word + "'" + suggestion(word, known));
+}
+
+void print(std::string_view text) { std::fwrite(text.data(), 1, text.size(), stdout); }
+
+int dispatch(const std::vector<std::string>& words) {
+  if (words.empty() || words[0] == "--help" || words[0] == "-h") {
+    print(program_help());
+    return words.empty() ? launch::kExitUsage : launch::kExitOk;
+  }
+  if (words[0] == "--version") {
+    std::printf("tessera %d.%d.%d\n", kVersionMajor, kVersionMinor, kVersionPatch);
+    return launch::kExitOk;
+  }
+  if (words[0] == "help") {
+    if (words.size() == 1) {
+      print(program_help());
+      return launch::kExitOk;
+    }
+    const Verb* verb = find_verb(words[1]);
+    if (verb == nullptr) throw_unknown_verb(words[1]);
+    print(verb->help);
+    return launch::kExitOk;
+  }
+  const Verb* verb = find_verb(words[0]);
+  if (verb == nullptr) throw_unknown_verb(words[0]);
+  return verb->run({words.begin() + 1, words.end()});
+}
+
+void print_error(const std::string& text) {
+  const char* no_color = std::getenv("NO_COLOR");
+  const bool use_color =
+      isatty(STDERR_FILENO) == 1 && (no_color == nullptr || *no_color == '\0');
+  if (use_color && text.starts_with("error:")) {
+    std::fprintf(stderr, "\x1b[1;31merror:\x1b[0m%s", text.c_str() + 6);
+  } else {
+    std::fputs(text.c_str(), stderr);
+  }
+}
+
+}  // namespace
+}  // namespace tessera::cli
+
+int main(int argc, char** argv) {
+  using namespace tessera;
+  try {
+    return cli::dispatch({argv + 1, argv + argc});
+  } catch (const cli::UsageError& error) {
+    cli::print_error(std::string("error: ") + error.what() + "\n");
+    return launch::kExitUsage;
+  } catch (const launch::LaunchError& error) {
+    cli::print_error(error.text());
+    return error.exit_code();
+  } catch (const std::exception& error) {
+    cli::print_error(std::string("error: internal: ") + error.what() +
+                     "\n  why: this is a defect of tessera"
+                     "\n  try: report it with the command line\n");
+    return launch::kExitInternal;
+  }
+}

@@ -1,0 +1,287 @@
+// tessera run — starts the ranks of a program, on this host or on several.
+
+#include <cstdio>
+#include <stdexcept>
+
+#include "flags.h"
+#include "tessera/launch/exit_code.h"
+#include "tessera/launch/job.h"
+#include "tessera/launch/options.h"
+#include "usage.h"
+#include "verb.h"
+
+namespace tessera::cli {
+namespace {
+
+constexpr std::string_view kHelp =
+    R"(tessera run [flags] [--] program [arguments]
+
+  tessera run -n 4 -- ./train --epochs 3        four ranks on this host
+  tessera run -n 2 train.py                     Python, by the python3 of PATH
+  tessera run -n 4 --max-restarts 3 --log-dir runs -- ./train
+  tessera run -n 8 --nnodes 2 --node-rank 0 --rdzv-endpoint 10.0.0.1:29500 -- ./train
+
+ranks
+  -n, --nproc-per-node N    ranks on this host: a number, auto, cpu or gpu (default 1)
+  -m, --module              program is a Python module
+  --no-python               execute a *.py file itself
+  --max-restarts K          start all ranks again after a failure, K times at most (0)
+hosts
+  --nnodes K --node-rank R  K hosts in all, this is the R-th, counted from 0
+  --rdzv-endpoint H:P       where node 0 listens; on one host, where the store does
+  --master-addr, --master-port   the same in two words
+  --rdzv-id ID              hosts with another id are refused
+  --rdzv-timeout S          wait this long for the other hosts (600)
+  --standalone              one host, loopback only: the default
+output
+  --log-dir DIR             keep DIR/<run>/attempt_K/<rank>/{stdout,stderr}.log and error.json
+  --tee, --redirects V      to console and file, or file only: 0 none, 1 stdout, 2 stderr,
+                            3 both, or a value per local rank as in 0:3,1:2
+  --local-ranks-filter L    show only these local ranks on the console, as in 0,2
+  --no-prefix               lines without [rank N]
+  --json                    the failure report as one line of JSON
+ending
+  --shutdown-timeout S      from SIGTERM to SIGKILL (10)
+  --failure-grace S         after a failure the others may end by themselves this long
+                            (0.05 if the ranks use the store, else 0)
+configuration
+  --config FILE             read flags from a TOML file; --print-config shows the result
+  --role NAME --rdzv-backend B --rdzv-conf C --monitor-interval S --start-method M
+                            accepted as torchrun does
+More: docs/launch.md
+)";
+
+// The words as given; they get their meaning, and their errors, in `options_from`.
+struct Words {
+  std::string num_local_ranks = "1";
+  std::string num_nodes = "1";
+  std::string node_rank = "0";
+  std::string endpoint;
+  std::string master_address;
+  std::string master_port;
+  std::string rendezvous_id;
+  std::string rendezvous_timeout = "600";
+  std::string rendezvous_backend = "c10d";
+  std::string rendezvous_conf;
+  std::string max_restarts = "0";
+  std::string role = "default";
+  std::string log_dir;
+  std::string tee;
+  std::string redirects;
+  std::string shown_ranks;
+  std::string shutdown_timeout = "10";
+  std::string failure_grace;
+  std::string monitor_interval = "0.1";
+  std::string start_method = "spawn";
+  bool is_module = false;
+  bool no_python = false;
+  bool no_prefix = false;
+  bool is_standalone = false;
+  bool json_report = false;
+  bool print_config = false;
+  bool wants_help = false;
+};
+
+void define_flags(CLI::App& app, Words& words) {
+  app.set_help_flag();
+  const auto value = [&](const char* name, std::string& target) {
+    app.add_option(name, target)->capture_default_str()->take_last();
+  };
+  value("-n,--nproc-per-node", words.num_local_ranks);
+  value("--nnodes", words.num_nodes);
+  value("--node-rank", words.node_rank);
+  value("--rdzv-endpoint", words.endpoint);
+  value("--master-addr", words.master_address);
+  value("--master-port", words.master_port);
+  value("--rdzv-id", words.rendezvous_id);
+  value("--rdzv-timeout", words.rendezvous_timeout);
+  value("--rdzv-backend", words.rendezvous_backend);
+  value("--rdzv-conf", words.rendezvous_conf);
+  value("--max-restarts", words.max_restarts);
+  value("--role", words.role);
+  value("--log-dir", words.log_dir);
+  value("--tee,-t", words.tee);
+  value("--redirects,-r", words.redirects);
+  value("--local-ranks-filter", words.shown_ranks);
+  value("--shutdown-timeout", words.shutdown_timeout);
+  value("--failure-grace", words.failure_grace);
+  value("--monitor-interval", words.monitor_interval);
+  value("--start-method", words.start_method);
+  app.add_flag("-m,--module", words.is_module);
+  app.add_flag("--no-python", words.no_python);
+  app.add_flag("--no-prefix", words.no_prefix);
+  app.add_flag("--standalone", words.is_standalone);
+  app.add_flag("--json", words.json_report);
+  app.add_flag("--print-config", words.print_config)->configurable(false);
+  app.add_flag("-h,--help", words.wants_help)->configurable(false);
+  app.set_config("--config")->configurable(false);
+  app.allow_config_extras(false);
+}
+
+// Gives the name of the flag to a message about its value.
+template <class Parse>
+auto parsed(const char* flag, Parse parse) {
+  try {
+    return parse();
+  } catch (const std::invalid_argument& error) {
+    throw UsageError(std::string("run: ") + flag + ": " + error.what());
+  }
+}
+
+// torchrun writes MIN:MAX for a changing number of hosts, which tessera run does not offer.
+std::string fixed_node_count(const std::string& text) {
+  const size_t colon = text.find(':');
+  if (colon == std::string::npos) return text;
+  if (text.substr(0, colon) == text.substr(colon + 1)) return text.substr(0, colon);
+  throw std::invalid_argument("the number of hosts is fixed; write one number, not " + text);
+}
+
+void read_rendezvous_conf(const std::string& text, launch::RunOptions& options) {
+  for (size_t begin = 0; begin < text.size();) {
+    const size_t end = std::min(text.find(',', begin), text.size());
+    const std::string entry = text.substr(begin, end - begin);
+    const std::string key = entry.substr(0, entry.find('='));
+    if ((key != "timeout" && key != "join_timeout") || entry.size() <= key.size()) {
+      throw std::invalid_argument("'" + entry + "' is not timeout=SECONDS or join_timeout=SECONDS");
+    }
+    options.rendezvous_timeout = launch::parse_seconds(entry.substr(key.size() + 1));
+    begin = end + 1;
+  }
+}
+
+std::string checked_id(const std::string& text) {
+  constexpr char kAllowed[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-";
+  if (text.find_first_not_of(kAllowed) == std::string::npos && !text.starts_with(".") &&
+      text.size() <= 128) {
+    return text;
+  }
+  throw std::invalid_argument("'" + text + "' may hold letters, digits, '.', '_' and '-' only");
+}
+
+void read_hosts(const Words& words, launch::RunOptions& options) {
+  options.num_nodes = parsed("--nnodes", [&] {
+    return launch::parse_integer(fixed_node_count(words.num_nodes), 1, 4096);
+  });
+  options.node_rank = parsed("--node-rank", [&] {
+    return launch::parse_integer(words.node_rank, 0, 1 << 20);
+  });
+  if (options.node_rank >= options.num_nodes) {
+    throw UsageError("run: --node-rank: " + words.node_rank + " is not one of the " +
+                     std::to_string(options.num_nodes) + " hosts; they are counted from 0 to " +
+                     std::to_string(options.num_nodes - 1));
+  }
+  if (!words.endpoint.empty()) {
+    options.endpoint =
+        parsed("--rdzv-endpoint", [&] { return launch::parse_endpoint(words.endpoint); });
+  } else if (!words.master_address.empty() || !words.master_port.empty()) {
+    options.endpoint = launch::Endpoint{
+        words.master_address.empty() ? "127.0.0.1" : words.master_address,
+        words.master_port.empty() ? uint16_t{29500} : parsed("--master-port", [&] {
+          return static_cast<uint16_t>(launch::parse_integer(words.master_port, 0, 65535));
+        })};
+  }
+  if (options.num_nodes > 1) {
+    if (words.is_standalone) {
+      throw UsageError("run: --standalone means one host, not --nnodes " + words.num_nodes);
+    }
+    if (!options.endpoint || options.endpoint->port == 0) {
+      throw UsageError("run: --nnodes " + words.num_nodes +
+                       " needs --rdzv-endpoint HOST:PORT, the same on every host");
+    }
+  }
+  if (words.rendezvous_backend != "c10d" && words.rendezvous_backend != "static") {
+    throw UsageError("run: --rdzv-backend: '" + words.rendezvous_backend +
+                     "' is not offered; leave the flag out");
+  }
+  options.rendezvous_id = parsed("--rdzv-id", [&] { return checked_id(words.rendezvous_id); });
+  options.rendezvous_timeout =
+      parsed("--rdzv-timeout", [&] { return launch::parse_seconds(words.rendezvous_timeout); });
+  parsed("--rdzv-conf", [&] {
+    read_rendezvous_conf(words.rendezvous_conf, options);
+    return 0;
+  });
+}
+
+void read_output(const Words& words, launch::RunOptions& options) {
+  options.log_dir = words.log_dir;
+  if (!words.tee.empty()) {
+    options.tee = parsed("--tee", [&] { return launch::parse_stream_rule(words.tee); });
+  }
+  if (!words.redirects.empty()) {
+    options.redirects =
+        parsed("--redirects", [&] { return launch::parse_stream_rule(words.redirects); });
+    if (!options.redirects.is_empty() && options.log_dir.empty()) {
+      throw UsageError("run: --redirects needs --log-dir DIR to write to");
+    }
+  }
+  if (!words.shown_ranks.empty()) {
+    options.shown_local_ranks =
+        parsed("--local-ranks-filter", [&] { return launch::parse_rank_list(words.shown_ranks); });
+  }
+  options.prefix_lines = !words.no_prefix;
+  options.json_report = words.json_report;
+}
+
+launch::RunOptions options_from(const Words& words, const std::vector<std::string>& command) {
+  launch::RunOptions options;
+  options.num_local_ranks = parsed("--nproc-per-node", [&] {
+    return launch::parse_rank_count(words.num_local_ranks);
+  });
+  read_hosts(words, options);
+  read_output(words, options);
+  options.max_restarts = parsed("--max-restarts", [&] {
+    return launch::parse_integer(words.max_restarts, 0, 1 << 20);
+  });
+  options.shutdown_timeout =
+      parsed("--shutdown-timeout", [&] { return launch::parse_seconds(words.shutdown_timeout); });
+  if (!words.failure_grace.empty()) {
+    options.failure_grace =
+        parsed("--failure-grace", [&] { return launch::parse_seconds(words.failure_grace); });
+  }
+  parsed("--monitor-interval", [&] { return launch::parse_seconds(words.monitor_interval); });
+  if (words.start_method != "spawn" && words.start_method != "fork" &&
+      words.start_method != "forkserver") {
+    throw UsageError("run: --start-method: '" + words.start_method +
+                     "' is not spawn, fork or forkserver");
+  }
+  options.role = words.role;
+  options.is_module = words.is_module;
+  options.use_python = !words.no_python;
+  options.command = command;
+  return options;
+}
+
+int run(const std::vector<std::string>& words) {
+  CLI::App app("", "run");
+  Words given;
+  define_flags(app, given);
+  const SplitWords split = split_words(app, words);
+  read_flags(app, split.flags);
+  if (given.wants_help) {
+    std::fwrite(kHelp.data(), 1, kHelp.size(), stdout);
+    return launch::kExitOk;
+  }
+  const launch::RunOptions options = options_from(given, split.rest);
+  if (given.print_config) {
+    std::fputs(app.config_to_str(true, false).c_str(), stdout);
+    return launch::kExitOk;
+  }
+  if (options.command.empty()) {
+    throw UsageError("run: no program given; write it last, as in tessera run -n 2 -- ./train");
+  }
+  return launch::run_job(options);
+}
+
+std::vector<std::string> flags() {
+  CLI::App app("", "run");
+  Words words;
+  define_flags(app, words);
+  return long_flags(app);
+}
+
+}  // namespace
+
+const Verb kRunVerb{"run", "start the ranks of a program, watch them, restart them", kHelp, run,
+                    flags};
+
+}  // namespace tessera::cli

@@ -1,0 +1,31 @@
+// cli/verb.h — what a verb of the `tessera` program is.
+//
+// To add one: write cli/<verb>.cpp with a `const Verb`, declare it here, add it to the table in
+// main.cpp and to CMakeLists.txt. Help, typos, completion and `tessera help <verb>` follow.
+
+#pragma once
+
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace tessera::cli {
+
+struct Verb {
+  std::string_view name;
+  std::string_view summary;  // one line of `tessera --help`
+  std::string_view help;     // the whole text of `tessera <verb> --help`
+  /// Runs the verb with the words after its name; returns the exit code.
+  int (*run)(const std::vector<std::string>& words);
+  /// Returns the long flags with their dashes, for completion and suggestions.
+  std::vector<std::string> (*flags)();
+};
+
+extern const Verb kRunVerb;
+extern const Verb kCompletionVerb;
+
+/// Returns all verbs, in the order of the help text.
+std::span<const Verb* const> verbs();
+
+}  // namespace tessera::cli

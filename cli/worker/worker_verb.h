@@ -1,0 +1,22 @@
+// cli/worker/worker_verb.h — what `tessera` asks of `tessera-worker`, the program with LibTorch.
+//
+// To add one: write cli/worker/<verb>.cpp with a `const WorkerVerb`, declare it here, and add it to
+// the table in main.cpp and to cli/CMakeLists.txt.
+
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace tessera::cli {
+
+struct WorkerVerb {
+  std::string_view name;
+  /// Runs the verb with the words after its name; returns the exit code.
+  int (*run)(const std::vector<std::string>& words);
+};
+
+extern const WorkerVerb kStoreVerb;
+
+}  // namespace tessera::cli

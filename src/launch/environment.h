@@ -1,0 +1,30 @@
+// launch/environment.h — the variables by which a rank knows its place.
+
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "tessera/launch/options.h"
+
+namespace tessera::launch {
+
+/// What all ranks of one attempt share.
+struct Attempt {
+  int number = 0;
+  std::string master_address;
+  uint16_t master_port = 0;
+  std::string run_id;    // unguessable, the same on all hosts
+  std::string job_name;  // --rdzv-id, or a name made from the time
+  std::string folder;    // of this run inside the log folder
+};
+
+/// Returns the launcher's own environment with the variables of torchrun's contract and
+/// TESSERA_RUN_ID set for one rank.
+std::vector<std::string> rank_environment(const RunOptions& options, const Attempt& attempt,
+                                          int local_rank, const std::string& error_file);
+
+/// Returns `num_bytes` random bytes as lower-case hexadecimal.
+std::string random_hex(size_t num_bytes);
+
+}  // namespace tessera::launch

@@ -1,0 +1,121 @@
+#include "process.h"
+
+#include <fcntl.h>
+#include <sys/prctl.h>
+
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <system_error>
+
+namespace tessera::launch {
+namespace {
+
+std::vector<char*> pointers(const std::vector<std::string>& strings) {
+  std::vector<char*> result;
+  result.reserve(strings.size() + 1);
+  for (const std::string& string : strings) result.push_back(const_cast<char*>(string.c_str()));
+  result.push_back(nullptr);
+  return result;
+}
+
+// Places `from` at number `to`, open across exec.
+bool place(int from, int to) {
+  if (from == to) return fcntl(to, F_SETFD, 0) == 0;
+  return dup2(from, to) == to;
+}
+
+// Runs between fork and exec: system calls only.
+[[noreturn]] void become(const ProcessSpec& spec, char* const* arguments, char* const* environment,
+                         const SignalState& signals, pid_t launcher, int null_fd, int report_fd) {
+  setpgid(0, 0);
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  // The launcher may have died before the line above took effect.
+  if (getppid() != launcher) _exit(128 + SIGKILL);
+  const bool placed = place(spec.stdin_fd >= 0 ? spec.stdin_fd : null_fd, 0) &&
+                      (spec.stdout_fd < 0 || place(spec.stdout_fd, 1)) &&
+                      (spec.stderr_fd < 0 || place(spec.stderr_fd, 2)) &&
+                      (spec.inherited_fd < 0 || fcntl(spec.inherited_fd, F_SETFD, 0) == 0);
+  if (placed) {
+    signals.restore();
+    execve(spec.path.c_str(), arguments, environment);
+  }
+  const int error = errno;
+  [[maybe_unused]] const ssize_t written = write(report_fd, &error, sizeof(error));
+  _exit(127);
+}
+
+}  // namespace
+
+sigset_t handled_signals() {
+  sigset_t set;
+  sigemptyset(&set);
+  for (const int number : {SIGCHLD, SIGINT, SIGTERM, SIGHUP, SIGQUIT}) sigaddset(&set, number);
+  return set;
+}
+
+SignalState SignalState::take_over() {
+  SignalState before{};
+  const sigset_t handled = handled_signals();
+  sigprocmask(SIG_BLOCK, &handled, &before.mask);
+  // A parent that ignores SIGCHLD would make the kernel throw exit codes away.
+  struct sigaction action {};
+  action.sa_handler = SIG_DFL;
+  sigaction(SIGCHLD, &action, nullptr);
+  action.sa_handler = SIG_IGN;
+  sigaction(SIGPIPE, &action, &before.on_pipe);
+  return before;
+}
+
+void SignalState::restore() const {
+  sigaction(SIGPIPE, &on_pipe, nullptr);
+  sigprocmask(SIG_SETMASK, &mask, nullptr);
+}
+
+pid_t spawn(const ProcessSpec& spec, const SignalState& signals) {
+  const std::vector<char*> arguments = pointers(spec.arguments);
+  const std::vector<char*> environment = pointers(spec.environment);
+  const FileDescriptor null_file(open("/dev/null", O_RDONLY | O_CLOEXEC));
+  Pipe report = make_pipe();
+  const pid_t launcher = getpid();
+  const pid_t pid = fork();
+  if (pid < 0) throw std::system_error(errno, std::generic_category(), "fork");
+  if (pid == 0) {
+    become(spec, arguments.data(), environment.data(), signals, launcher, null_file.get(),
+           report.write_end.get());
+  }
+  setpgid(pid, pid);  // also done by the child; whoever comes first
+  report.write_end.reset();
+  int error = 0;
+  ssize_t size = 0;
+  do {
+    size = read(report.read_end.get(), &error, sizeof(error));
+  } while (size < 0 && errno == EINTR);
+  if (size == static_cast<ssize_t>(sizeof(error))) {
+    throw std::system_error(error, std::generic_category(), spec.path);
+  }
+  return pid;
+}
+
+Pipe make_pipe() {
+  int ends[2];
+  if (pipe2(ends, O_CLOEXEC) != 0) throw std::system_error(errno, std::generic_category(), "pipe");
+  return {FileDescriptor(ends[0]), FileDescriptor(ends[1])};
+}
+
+std::string signal_name(int signal_number) {
+  const char* name = sigabbrev_np(signal_number);
+  return name != nullptr ? std::string("SIG") + name : "signal " + std::to_string(signal_number);
+}
+
+bool group_exists(pid_t group) { return kill(-group, 0) == 0 || errno == EPERM; }
+
+std::vector<pid_t> child_processes() {
+  std::vector<pid_t> children;
+  const std::string self = std::to_string(getpid());
+  std::ifstream file("/proc/" + self + "/task/" + self + "/children");
+  for (pid_t pid = 0; file >> pid;) children.push_back(pid);
+  return children;
+}
+
+}  // namespace tessera::launch

@@ -1,0 +1,294 @@
+#include "rendezvous.h"
+
+#include <poll.h>
+
+#include <cerrno>
+#include <climits>
+#include <cstring>
+
+#include "tessera/launch/exit_code.h"
+
+namespace tessera::launch {
+namespace {
+
+constexpr char kProtocol[] = "tessera-launch-1";
+constexpr size_t kMostStrangers = 64;  // connections that have not said who they are
+constexpr std::chrono::seconds kGreetingLimit{5};
+constexpr std::chrono::milliseconds kRetryDelay{100};
+constexpr std::chrono::seconds kFirstReminder{5};
+constexpr std::chrono::seconds kReminder{30};
+
+std::string seconds_text(std::chrono::nanoseconds duration) {
+  const auto tenths = std::chrono::duration_cast<std::chrono::milliseconds>(duration).count() / 100;
+  const std::string text = std::to_string(tenths / 10);
+  return (tenths % 10 == 0 ? text : text + "." + std::to_string(tenths % 10)) + " s";
+}
+
+std::string own_host_name() {
+  char name[HOST_NAME_MAX + 1] = "";
+  gethostname(name, sizeof(name) - 1);
+  return name;
+}
+
+}  // namespace
+
+Coordinator::Coordinator(EventLoop& loop, const RunOptions& options, Message identity,
+                         Events events)
+    : loop_(loop),
+      options_(options),
+      identity_(std::move(identity)),
+      events_(std::move(events)),
+      listener_(listen_on(resolve(*options.endpoint))),
+      begin_(Clock::now()) {
+  loop_.watch(listener_.fd.get(), POLLIN, [this](short) { accept_guest(); });
+  reminder_ = loop_.after(kFirstReminder, [this] { remind(); });
+  deadline_ = loop_.after(options_.rendezvous_timeout, [this] { time_out(); });
+  if (listener_.address.is_loopback() && options_.endpoint->host != listener_.address.host() &&
+      options_.endpoint->host != "localhost") {
+    events_.note("warning: '" + options_.endpoint->host + "' is " + listener_.address.host() +
+                 " on this host, which other hosts cannot reach; write its address instead");
+  }
+}
+
+Coordinator::~Coordinator() {
+  loop_.unwatch(listener_.fd.get());
+  loop_.cancel(reminder_);
+  loop_.cancel(deadline_);
+  for (auto& [id, guest] : guests_) loop_.cancel(guest.deadline);
+}
+
+void Coordinator::accept_guest() {
+  SocketAddress peer;
+  peer.length = sizeof(peer.storage);
+  FileDescriptor socket(accept4(listener_.fd.get(), reinterpret_cast<sockaddr*>(&peer.storage),
+                                &peer.length, SOCK_CLOEXEC | SOCK_NONBLOCK));
+  if (!socket.is_open()) return;
+  if (guests_.size() >= kMostStrangers + guest_of_node_.size()) return;
+  const int id = next_guest_++;
+  Guest& guest = guests_[id];
+  guest.address = peer.host();
+  guest.deadline = loop_.after(kGreetingLimit, [this, id] { drop(id); });
+  Channel::Events events;
+  events.on_message = [this, id](const Message& message) {
+    Guest& sender = guests_.at(id);
+    if (sender.is_leaving) return;
+    if (sender.node >= 0) {
+      events_.on_message(sender.node, message);
+    } else if (message.kind == "hello") {
+      on_hello(sender, message);
+    }
+  };
+  events.on_closed = [this, id](const std::string& why) {
+    const int node = guests_.at(id).node;
+    drop(id);
+    if (node >= 0) events_.on_lost(node, why);
+  };
+  guest.channel = std::make_unique<Channel>(loop_, std::move(socket), std::move(events));
+}
+
+void Coordinator::on_hello(Guest& guest, const Message& hello) {
+  const int node = hello.number("node");
+  const std::string who = "node " + std::to_string(node) + " (" + hello.text("host") + ", " +
+                          guest.address + ")";
+  if (hello.text("protocol") != kProtocol) {
+    return refuse(guest, who + " runs another version of tessera");
+  }
+  if (hello.text("rdzv_id") != options_.rendezvous_id) {
+    return refuse(guest, who + " belongs to the job '" + hello.text("rdzv_id") + "', this is '" +
+                             options_.rendezvous_id + "'");
+  }
+  if (hello.number("nnodes") != options_.num_nodes) {
+    return refuse(guest, who + " was started with --nnodes " + hello.text("nnodes") +
+                             ", node 0 with " + std::to_string(options_.num_nodes));
+  }
+  if (hello.number("nproc") != options_.num_local_ranks) {
+    return refuse(guest, who + " was started with --nproc-per-node " + hello.text("nproc") +
+                             ", node 0 with " + std::to_string(options_.num_local_ranks));
+  }
+  if (node < 1 || node >= options_.num_nodes) {
+    return refuse(guest, who + " does not exist: nodes are 1 to " +
+                             std::to_string(options_.num_nodes - 1));
+  }
+  if (guest_of_node_.count(node) != 0) {
+    return refuse(guest, who + " is here already, from " +
+                             guests_.at(guest_of_node_[node]).address);
+  }
+  loop_.cancel(guest.deadline);
+  guest.node = node;
+  for (const auto& [id, entry] : guests_) {
+    if (&entry == &guest) guest_of_node_[node] = id;
+  }
+  guest.channel->send(identity_);
+  guest.channel->trust();
+  if (static_cast<int>(guest_of_node_.size()) == options_.num_nodes - 1) {
+    is_complete_ = true;
+    loop_.cancel(reminder_);
+    loop_.cancel(deadline_);
+    events_.on_complete();
+  }
+}
+
+void Coordinator::refuse(Guest& guest, const std::string& why) {
+  events_.note("refused: " + why);
+  refusals_ += "; " + why;
+  guest.is_leaving = true;
+  guest.channel->send({"refused", {{"why", why.substr(0, 2000)}}});
+}
+
+void Coordinator::drop(int id) {
+  const auto found = guests_.find(id);
+  if (found == guests_.end()) return;
+  loop_.cancel(found->second.deadline);
+  if (found->second.node >= 0 && !is_complete_) {
+    // Gone before the job began: its place is free again.
+    guest_of_node_.erase(found->second.node);
+  }
+  found->second.channel->close();
+  found->second.is_leaving = true;
+  // The channel may be the caller, so it is destroyed once the stack is clear.
+  found->second.deadline =
+      loop_.after(std::chrono::nanoseconds(0), [this, id] { guests_.erase(id); });
+}
+
+std::string Coordinator::missing_nodes() const {
+  std::string names;
+  int count = 0;
+  for (int node = 1; node < options_.num_nodes; ++node) {
+    if (guest_of_node_.count(node) != 0) continue;
+    names += (names.empty() ? "" : ", ") + std::to_string(node);
+    ++count;
+  }
+  return (count == 1 ? "node " : "nodes ") + names;
+}
+
+void Coordinator::remind() {
+  events_.note("waiting for " + missing_nodes() + " at " + address().text() + " (" +
+               seconds_text(Clock::now() - begin_) + " of " +
+               seconds_text(options_.rendezvous_timeout) + ")");
+  reminder_ = loop_.after(kReminder, [this] { remind(); });
+}
+
+void Coordinator::time_out() {
+  const LaunchError error(
+      kExitRendezvous,
+      "rendezvous: " + missing_nodes() + " of " + std::to_string(options_.num_nodes) +
+          " did not join within " + seconds_text(options_.rendezvous_timeout),
+      "node 0 waits at " + address().text() + refusals_,
+      "start tessera run with the same --nnodes and --nproc-per-node on every host, or raise "
+      "--rdzv-timeout");
+  broadcast({"refused",
+             {{"why", std::string(error.what()).substr(std::strlen("rendezvous: "))}}});
+  events_.on_timeout(error);
+}
+
+void Coordinator::broadcast(const Message& message, int except_node) {
+  for (auto& [id, guest] : guests_) {
+    if (guest.node >= 0 && guest.node != except_node) guest.channel->send(message);
+  }
+}
+
+bool Coordinator::has_unsent() const {
+  for (const auto& [id, guest] : guests_) {
+    if (guest.channel->is_open() && guest.channel->has_unsent()) return true;
+  }
+  return false;
+}
+
+Member::Member(EventLoop& loop, const RunOptions& options, Events events)
+    : loop_(loop),
+      options_(options),
+      events_(std::move(events)),
+      address_(resolve(*options.endpoint)),
+      begin_(Clock::now()) {
+  deadline_ = loop_.after(options_.rendezvous_timeout, [this] {
+    is_over_ = true;
+    events_.on_refused(LaunchError(
+        kExitRendezvous,
+        "rendezvous: node 0 at " + address_.text() + " was not reached within " +
+            seconds_text(options_.rendezvous_timeout),
+        last_reason_.empty() ? "no answer" : last_reason_,
+        "check that node 0 runs with the same --rdzv-endpoint, or raise --rdzv-timeout"));
+  });
+  reminder_ = loop_.after(kFirstReminder, [this] {
+    events_.note("waiting for node 0 at " + address_.text() + " (" + last_reason_ + ")");
+  });
+  knock();
+}
+
+Member::~Member() {
+  if (connecting_.is_open()) loop_.unwatch(connecting_.get());
+  for (const EventLoop::TimerId timer : {retry_, reminder_, deadline_}) loop_.cancel(timer);
+}
+
+void Member::knock() {
+  finished_.reset();
+  connecting_ = FileDescriptor(
+      socket(address_.storage.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  const int fd = connecting_.get();
+  if (connect(fd, reinterpret_cast<const sockaddr*>(&address_.storage), address_.length) != 0 &&
+      errno != EINPROGRESS) {
+    return try_again(std::strerror(errno));
+  }
+  loop_.watch(fd, POLLOUT, [this](short) { on_connected(); });
+}
+
+void Member::try_again(const std::string& why) {
+  last_reason_ = why;
+  if (connecting_.is_open()) loop_.unwatch(connecting_.get());
+  connecting_.reset();
+  if (!is_over_) retry_ = loop_.after(kRetryDelay, [this] { knock(); });
+}
+
+void Member::on_connected() {
+  int error = 0;
+  socklen_t length = sizeof(error);
+  getsockopt(connecting_.get(), SOL_SOCKET, SO_ERROR, &error, &length);
+  if (error != 0) return try_again(std::strerror(error));
+  loop_.unwatch(connecting_.get());
+  last_reason_ = "connected, but it has not answered";
+  Channel::Events events;
+  events.on_message = [this](const Message& message) { on_message(message); };
+  events.on_closed = [this](const std::string& why) {
+    if (is_over_) return;
+    if (is_welcome_) return events_.on_lost(why);
+    finished_ = std::move(channel_);
+    try_again(why);
+  };
+  channel_ = std::make_unique<Channel>(loop_, std::move(connecting_), std::move(events));
+  channel_->send({"hello",
+                  {{"protocol", kProtocol},
+                   {"rdzv_id", options_.rendezvous_id},
+                   {"node", std::to_string(options_.node_rank)},
+                   {"nnodes", std::to_string(options_.num_nodes)},
+                   {"nproc", std::to_string(options_.num_local_ranks)},
+                   {"host", own_host_name()}}});
+}
+
+void Member::on_message(const Message& message) {
+  if (message.kind == "refused") {
+    is_over_ = true;
+    events_.on_refused(LaunchError(kExitRendezvous, "rendezvous: " + message.text("why"),
+                                   "node 0 at " + address_.text() + " says so",
+                                   "give every host the same --nnodes, --nproc-per-node and "
+                                   "--rdzv-id, and each its own --node-rank"));
+  } else if (message.kind == "welcome" && !is_welcome_) {
+    is_welcome_ = true;
+    // From here on node 0 bounds the wait for the others.
+    loop_.cancel(deadline_);
+    loop_.cancel(reminder_);
+    channel_->trust();
+    events_.on_welcome(message);
+  } else if (is_welcome_) {
+    events_.on_message(message);
+  }
+}
+
+void Member::send(const Message& message) {
+  if (channel_) channel_->send(message);
+}
+
+bool Member::has_unsent() const {
+  return channel_ && channel_->is_open() && channel_->has_unsent();
+}
+
+}  // namespace tessera::launch

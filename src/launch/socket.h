@@ -1,0 +1,41 @@
+// launch/socket.h — TCP sockets bound to one named address, never to all of them.
+
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include <sys/socket.h>
+
+#include "file_descriptor.h"
+#include "tessera/launch/options.h"
+
+namespace tessera::launch {
+
+/// A numeric address and port, ready for bind and connect.
+struct SocketAddress {
+  sockaddr_storage storage{};
+  socklen_t length = 0;
+
+  std::string host() const;  // numeric
+  uint16_t port() const;
+  void set_port(uint16_t port);
+  bool is_loopback() const;
+  bool is_wildcard() const;
+  std::string text() const;
+};
+
+/// Resolves a host name or address. Throws LaunchError (rendezvous) if that is not possible.
+SocketAddress resolve(const Endpoint& endpoint);
+
+/// A listening socket and the address it got.
+struct Listener {
+  FileDescriptor fd;
+  SocketAddress address;
+};
+
+/// Binds to exactly this address and listens. Throws LaunchError (rendezvous) if the port is taken,
+/// the address is not one of this host, or it is a wildcard.
+Listener listen_on(const SocketAddress& address);
+
+}  // namespace tessera::launch
