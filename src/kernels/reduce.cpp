@@ -1,0 +1,68 @@
+#include "kernels/reduce.h"
+
+namespace tessera::kernels {
+
+// Defined by the copies of cpu/reduce.cpp, one per instruction set.
+extern const ReduceKernels kReduceKernelsDefault;
+#if defined(TESSERA_HAVE_ISA_AVX2)
+extern const ReduceKernels kReduceKernelsAvx2;
+#endif
+#if defined(TESSERA_HAVE_ISA_AVX512)
+extern const ReduceKernels kReduceKernelsAvx512;
+#endif
+
+const ReduceKernels* reduce_kernels(Isa isa) noexcept {
+  switch (isa) {
+    case Isa::kDefault:
+      return &kReduceKernelsDefault;
+    case Isa::kAvx2:
+#if defined(TESSERA_HAVE_ISA_AVX2)
+      return &kReduceKernelsAvx2;
+#else
+      return nullptr;
+#endif
+    case Isa::kAvx512:
+#if defined(TESSERA_HAVE_ISA_AVX512)
+      return &kReduceKernelsAvx512;
+#else
+      return nullptr;
+#endif
+  }
+  return nullptr;
+}
+
+namespace {
+
+const ReduceKernels& active_kernels() noexcept {
+  static const ReduceKernels& kernels = *reduce_kernels(active_isa());
+  return kernels;
+}
+
+bool is_floating(Element element) noexcept { return element >= Element::kFloat16; }
+
+}  // namespace
+
+bool can_reduce(Element element, Reduction reduction) noexcept {
+  switch (reduction) {
+    case Reduction::kAvg:
+      return is_floating(element);
+    case Reduction::kBand:
+    case Reduction::kBor:
+    case Reduction::kBxor:
+      return !is_floating(element);
+    default:
+      return true;
+  }
+}
+
+void reduce(Element element, Reduction reduction, std::span<const void* const> sources,
+            std::span<void* const> destinations, std::int64_t count, Store store) noexcept {
+  active_kernels().reduce(element, reduction, sources.data(), static_cast<int>(sources.size()),
+                          destinations.data(), static_cast<int>(destinations.size()), count, store);
+}
+
+void copy(void* destination, const void* source, std::size_t bytes, Store store) noexcept {
+  active_kernels().copy(destination, source, bytes, store);
+}
+
+}  // namespace tessera::kernels
