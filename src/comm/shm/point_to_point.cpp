@@ -1,0 +1,236 @@
+#include "comm/shm/point_to_point.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+namespace tessera::comm::shm {
+
+namespace {
+
+constexpr std::uint64_t kUnit = 32;
+
+std::uint64_t padded(std::uint64_t position) { return (position + kUnit - 1) / kUnit * kUnit; }
+
+std::string describe(DataType dtype, std::int64_t count) {
+  return std::string(name_of(dtype)) + " [" + std::to_string(count) + "]";
+}
+
+}  // namespace
+
+PointToPoint::PointToPoint(Board board, int rank, Waiter& waiter)
+    : board_(board),
+      rank_(rank),
+      waiter_(waiter),
+      outlets_(new std::timed_mutex[static_cast<std::size_t>(board.size())]),
+      inlets_(static_cast<std::size_t>(board.size())) {}
+
+std::unique_lock<std::timed_mutex> PointToPoint::lock_outlet(const Call& call, int destination) {
+  std::unique_lock lock(outlets_[static_cast<std::size_t>(destination)], std::try_to_lock);
+  const Clock::time_point begin = lock ? Clock::time_point{} : Clock::now();
+  while (!lock.owns_lock()) {
+    if (!lock.try_lock_for(Waiter::kSlice)) waiter_.consult(call, rank_bit(destination), begin);
+  }
+  return lock;
+}
+
+void PointToPoint::send(const Call& call, Piece data, int destination, int tag) {
+  if (destination < 0 || destination >= board_.size()) {
+    throw std::invalid_argument("comm.send: destination " + std::to_string(destination) +
+                                " is not in the group of " + std::to_string(board_.size()) +
+                                " ranks.");
+  }
+  waiter_.check();
+  const auto lock = lock_outlet(call, destination);
+  Mailbox& box = board_.mailbox(rank_, destination);
+  std::byte* mail = board_.mail(rank_, destination);
+  const std::uint64_t capacity = board_.layout().sizes().mailbox_bytes;
+  const auto bytes = static_cast<std::uint64_t>(data.count) * size_of(call.dtype);
+  const auto* from = static_cast<const std::byte*>(data.data);
+  // Only this rank writes the position, and only under the lock.
+  std::uint64_t position = box.written.load(std::memory_order_relaxed);
+
+  const auto room = [&] {
+    return capacity - (position - box.read.load(std::memory_order_seq_cst));
+  };
+  const auto wait_for_room = [&] {
+    waiter_.wait(
+        board_.rank(rank_).outbox, call, [&] { return room() >= kUnit; },
+        [&] { return rank_bit(destination); });
+  };
+  const auto announce = [&] {
+    publish(box.written, position, board_.rank(destination).inbox);
+  };
+
+  wait_for_room();
+  const Head head{bytes, data.count, tag, static_cast<std::uint32_t>(call.dtype), 0};
+  std::memcpy(mail + position % capacity, &head, sizeof(head));
+  position += sizeof(head);
+  // A quarter of the mailbox at a time, so that the receiver copies while we do.
+  const std::uint64_t largest = std::max(capacity / 4 / kUnit * kUnit, kUnit);
+  for (std::uint64_t done = 0; done < bytes;) {
+    if (room() < kUnit) {
+      announce();
+      wait_for_room();
+    }
+    const std::uint64_t start = position % capacity;
+    const std::uint64_t length =
+        std::min({bytes - done, room() / kUnit * kUnit, capacity - start, largest});
+    std::memcpy(mail + start, from + done, length);
+    done += length;
+    position += length;
+    if (done < bytes) announce();
+  }
+  position = padded(position);
+  announce();
+}
+
+bool PointToPoint::has_mail(int source) const noexcept {
+  const Mailbox& box = board_.mailbox(source, rank_);
+  return box.written.load(std::memory_order_seq_cst) != box.read.load(std::memory_order_relaxed);
+}
+
+void PointToPoint::check_match(const Head& head, const Request& request, int source) {
+  const auto sent = static_cast<DataType>(head.dtype);
+  if (sent == request.dtype && head.count == request.data.count) return;
+  waiter_.fail(FailureKind::kMismatch, rank_bit(source) | rank_bit(rank_),
+               "comm.recv: rank " + std::to_string(source) + " sent " +
+                   describe(sent, head.count) + " with tag " + std::to_string(head.tag) +
+                   ", but rank " + std::to_string(rank_) + " receives " +
+                   describe(request.dtype, request.data.count) +
+                   ". Give both sides the same type and size.");
+  waiter_.raise();
+}
+
+bool PointToPoint::take_kept(Request& request) {
+  const int first = request.source < 0 ? 0 : request.source;
+  const int last = request.source < 0 ? board_.size() - 1 : request.source;
+  for (int source = first; source <= last; ++source) {
+    auto& kept = inlets_[static_cast<std::size_t>(source)].kept;
+    const auto found = std::find_if(kept.begin(), kept.end(), [&](const auto& parcel) {
+      return parcel->head.tag == request.tag;
+    });
+    if (found == kept.end()) continue;
+    check_match((*found)->head, request, source);
+    if ((*found)->head.bytes != 0) {
+      std::memcpy(request.data.data, (*found)->data.get(), (*found)->head.bytes);
+    }
+    kept.erase(found);
+    request.came_from = source;
+    request.is_complete = true;
+    return true;
+  }
+  return false;
+}
+
+void PointToPoint::begin_message(int source, Inlet& inlet, const Head& head) {
+  inlet.message = head;
+  inlet.remaining = head.bytes;
+  inlet.request = nullptr;
+  const auto found = std::find_if(requests_.begin(), requests_.end(), [&](const Request* request) {
+    return request->came_from < 0 && request->tag == head.tag &&
+           (request->source < 0 || request->source == source);
+  });
+  if (found != requests_.end()) {
+    check_match(head, **found, source);
+    (*found)->came_from = source;
+    inlet.request = *found;
+    return;
+  }
+  inlet.parcel = std::make_unique<Parcel>();
+  inlet.parcel->head = head;
+  inlet.parcel->data = std::make_unique_for_overwrite<std::byte[]>(head.bytes);
+}
+
+void PointToPoint::end_message(Inlet& inlet) {
+  inlet.position = padded(inlet.position);
+  if (inlet.request != nullptr) {
+    inlet.request->is_complete = true;
+    inlet.request = nullptr;
+    // The receive may belong to another thread of this process.
+    board_.rank(rank_).inbox.ring_if_heard();
+  } else if (inlet.parcel != nullptr) {
+    inlet.kept.push_back(std::move(inlet.parcel));
+  }
+}
+
+/// Takes out what the mailbox holds now. Never waits; called with the lock held, which bounds the
+/// time for which a buffer of another thread's receive is in use.
+void PointToPoint::take_out(int source) {
+  Inlet& inlet = inlets_[static_cast<std::size_t>(source)];
+  Mailbox& box = board_.mailbox(source, rank_);
+  const std::byte* mail = board_.mail(source, rank_);
+  const std::uint64_t capacity = board_.layout().sizes().mailbox_bytes;
+  const std::uint64_t written = box.written.load(std::memory_order_seq_cst);
+  while (inlet.position != written) {
+    const std::uint64_t start = inlet.position % capacity;
+    if (inlet.remaining == 0) {
+      Head head;
+      std::memcpy(&head, mail + start, sizeof(head));
+      begin_message(source, inlet, head);
+      inlet.position += sizeof(head);
+    } else {
+      const std::uint64_t length =
+          std::min({inlet.remaining, written - inlet.position, capacity - start});
+      const std::uint64_t done = inlet.message.bytes - inlet.remaining;
+      if (inlet.request != nullptr) {
+        std::memcpy(static_cast<std::byte*>(inlet.request->data.data) + done, mail + start, length);
+      } else if (inlet.parcel != nullptr) {
+        std::memcpy(inlet.parcel->data.get() + done, mail + start, length);
+      }
+      inlet.position += length;
+      inlet.remaining -= length;
+    }
+    if (inlet.remaining == 0) end_message(inlet);
+    publish(box.read, inlet.position, board_.rank(source).outbox);
+  }
+}
+
+void PointToPoint::forget(Request& request) noexcept {
+  std::erase(requests_, &request);
+  for (Inlet& inlet : inlets_) {
+    if (inlet.request == &request) inlet.request = nullptr;
+  }
+}
+
+int PointToPoint::recv(const Call& call, Piece data, int source, int tag) {
+  const int size = board_.size();
+  if (source < -1 || source >= size) {
+    throw std::invalid_argument("comm.recv: source " + std::to_string(source) +
+                                " is not in the group of " + std::to_string(size) + " ranks.");
+  }
+  waiter_.check();
+  const int first = source < 0 ? 0 : source;
+  const int last = source < 0 ? size - 1 : source;
+  Request request{.data = data, .dtype = call.dtype, .source = source, .tag = tag};
+  std::unique_lock lock(mutex_);
+  if (take_kept(request)) return request.came_from;
+  requests_.push_back(&request);
+  try {
+    while (true) {
+      for (int peer = first; peer <= last && !request.is_complete; ++peer) take_out(peer);
+      if (request.is_complete) break;
+      lock.unlock();
+      const auto ready = [&] {
+        if (request.is_complete) return true;
+        for (int peer = first; peer <= last; ++peer) {
+          if (has_mail(peer)) return true;
+        }
+        return false;
+      };
+      const auto missing = [&] {
+        return source >= 0 ? rank_bit(source) : ~RankSet{0} >> (kMaxRanks - size);
+      };
+      waiter_.wait(board_.rank(rank_).inbox, call, ready, missing);
+      lock.lock();
+    }
+  } catch (...) {
+    if (!lock.owns_lock()) lock.lock();
+    forget(request);
+    throw;
+  }
+  forget(request);
+  return request.came_from;
+}
+
+}  // namespace tessera::comm::shm
