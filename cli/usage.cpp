@@ -31,7 +31,7 @@ size_t edit_distance(std::string_view a, std::string_view b) {
 
 std::string closest(std::string_view word, const std::vector<std::string>& candidates) {
   std::string best;
-  size_t best_distance = std::max<size_t>(2, word.size() / 3) + 1;
+  size_t best_distance = std::max<size_t>(1, word.size() / 3) + 1;
   for (const std::string& candidate : candidates) {
     // The beginning of a longer word counts as close, so that `--nproc` finds its flag.
     const bool is_beginning = word.size() > 3 && candidate.starts_with(word);

@@ -29,13 +29,13 @@ struct SignalState {
   sigset_t mask;
   struct sigaction on_pipe;
 
-  /// Blocks the signals the launcher reads through a signalfd and ignores SIGPIPE. Returns the
-  /// state before.
+  /// Blocks the signals the launcher reads through a signalfd, except those that are ignored, and
+  /// ignores SIGPIPE. Returns the state before.
   static SignalState take_over();
   void restore() const;
 };
 
-/// The signals that `SignalState::take_over` blocks.
+/// The signals the launcher reads through a signalfd.
 sigset_t handled_signals();
 
 /// Starts a process in a process group of its own, with SIGKILL as its parent-death signal.

@@ -1,0 +1,147 @@
+"""Signals to the launcher, and what becomes of the ranks."""
+
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+from jobs import TESSERA, Job, python, wait_until
+
+READY_THEN_SLEEP = "echo ready; exec sleep 300"
+
+
+def read_lines(job, count):
+    return [job.process.stdout.readline().decode() for _ in range(count)]
+
+
+def started(script, *flags, ranks=2, **options):
+    job = Job("run", "-n", ranks, *flags, "--", "sh", "-c", script, **options)
+    lines = read_lines(job, ranks)
+    assert all("ready" in line for line in lines), lines
+    return job
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+def test_signal_ends_ranks_and_gives_128_plus_n(number):
+    job = started(READY_THEN_SLEEP)
+    job.send(number)
+    result = job.wait()
+    assert result.code == 128 + number
+    assert "failed first" not in result.err
+    assert job.processes() == []
+
+
+@pytest.mark.parametrize("number, name", [(signal.SIGTERM, "TERM"), (signal.SIGINT, "INT")])
+def test_ranks_that_drain_decide_the_code(number, name):
+    for code in (0, 7):
+        script = f"trap 'echo drained; exit {code}' {name}; echo ready; while :; do sleep 0.05; done"
+        job = started(script)
+        job.send(number)
+        result = job.wait()
+        assert result.out.count("drained") == 2
+        assert result.code == code
+
+
+def test_ranks_that_ignore_sigterm_are_killed_after_the_timeout():
+    job = started("trap '' TERM; echo ready; while :; do sleep 0.1; done", "--shutdown-timeout", 0.5)
+    begin = time.monotonic()
+    job.send(signal.SIGTERM)
+    result = job.wait()
+    assert time.monotonic() - begin >= 0.5
+    assert result.code == 143
+    assert "2 rank(s) did not end in time and were killed" in result.err
+    assert job.processes() == []
+
+
+def test_second_interrupt_kills_at_once():
+    job = started("trap '' INT; echo ready; while :; do sleep 0.1; done", "--shutdown-timeout", 60)
+    job.send(signal.SIGINT)
+    assert b"Ctrl-C again" in job.process.stderr.readline()
+    begin = time.monotonic()
+    job.send(signal.SIGINT)
+    result = job.wait()
+    assert time.monotonic() - begin < 10
+    assert result.code == 130
+
+
+def test_no_restart_after_a_signal():
+    job = started(READY_THEN_SLEEP, "--max-restarts", 5)
+    job.send(signal.SIGTERM)
+    result = job.wait()
+    assert (result.code, result.out) == (143, "")
+
+
+def test_ignored_hangup_stays_ignored():
+    job = started(READY_THEN_SLEEP,
+                  preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    job.send(signal.SIGHUP)
+    job.send(signal.SIGTERM)
+    assert job.wait().code == 143
+
+
+def test_stopped_rank_ends_with_the_others():
+    code = """
+import os, signal, time
+if os.environ['RANK'] == '1':
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(300)
+while open(f'/proc/{os.getppid()}/stat') and True:
+    # Wait until the other rank is stopped, then fail.
+    for name in os.listdir('/proc'):
+        try:
+            stat = open(f'/proc/{name}/stat').read().rpartition(')')[2].split()
+        except (OSError, ValueError):
+            continue
+        if stat[0] == 'T' and int(stat[1]) == os.getppid():
+            os._exit(5)
+    time.sleep(0.01)
+"""
+    job = Job("run", "-n", 2, "--shutdown-timeout", 20, "--", *python(code))
+    result = job.wait()
+    assert result.code == 5
+    assert result.seconds < 15
+    assert job.processes() == []
+
+
+def test_killed_launcher_leaves_no_orphans():
+    # Ranks, what they started in their own group, and the launcher's scratch folder.
+    for _ in range(10):
+        job = started("sleep 300 & echo ready; wait")
+        wait_until(lambda: len(job.processes()) >= 6, what="the children of the ranks")
+        job.send(signal.SIGKILL)
+        job.process.wait(timeout=10)
+        wait_until(lambda: job.processes() == [], limit=5, what="the end of all processes")
+
+
+def test_killed_launcher_leaves_no_folder(tmp_path):
+    job = started(READY_THEN_SLEEP, env={"TMPDIR": str(tmp_path)})
+    assert len(list(tmp_path.iterdir())) == 1
+    job.send(signal.SIGKILL)
+    job.process.wait(timeout=10)
+    wait_until(lambda: not list(tmp_path.iterdir()), limit=5, what="the end of the folder")
+
+
+def test_killed_process_group_leaves_no_orphans():
+    job = started("setsid sleep 0; sleep 300 & echo ready; wait", start_new_session=True)
+    os.killpg(job.process.pid, signal.SIGKILL)
+    job.process.wait(timeout=10)
+    wait_until(lambda: job.processes() == [], limit=5, what="the end of all processes")
+
+
+def test_interrupt_of_a_terminal_reaches_the_ranks_once():
+    """Ctrl-C in a terminal: the ranks sit in groups of their own, so only the launcher forwards."""
+    script = "trap 'echo got one; exit 0' INT; echo ready; while :; do sleep 0.05; done"
+    primary, secondary = os.openpty()
+    process = subprocess.Popen(
+        ["setsid", "--ctty", "--wait", TESSERA, "run", "-n", "2", "--", "sh", "-c", script],
+        stdin=secondary, stdout=secondary, stderr=secondary)
+    os.close(secondary)
+    text = b""
+    while text.count(b"ready") < 2:
+        text += os.read(primary, 4096)
+    os.write(primary, b"\x03")
+    assert process.wait(timeout=30) == 0
+    text += os.read(primary, 65536)
+    os.close(primary)
+    assert text.count(b"got one") == 2
