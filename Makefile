@@ -1,0 +1,83 @@
+# Everything from nothing: `make demo` and `make test`. See README.md and docs/building.md.
+
+SHELL := /bin/bash
+.ONESHELL:
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := build
+
+PYTHON ?= python3
+VENV := .venv
+PEERS := .venv-peers
+BUILD := build/release
+JOBS ?= $(shell nproc)
+TORCH_VERSION := 2.13.0
+APT_PACKAGES := libgtest-dev libgmock-dev libbenchmark-dev libcli11-dev nlohmann-json3-dev ccache \
+                ninja-build cmake g++ python3-venv iproute2
+TOOLS := clang-format==23.1.3 clang-tidy==23.1.4 ruff==0.17.4 pytest==9.2.0 pytest-timeout==2.4.0 \
+         hypothesis==6.170.15 numpy scikit-build-core==1.1.1
+
+export CCACHE_SLOPPINESS := pch_defines,time_macros,include_file_mtime,include_file_ctime
+export CCACHE_BASEDIR := $(CURDIR)
+
+.PHONY: build demo test lint format bench clean packages cuda-build cuda-test cuda-bench help
+
+help:  ## Show the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+build: $(BUILD)/build.ninja  ## Install what is missing and build library, programs and bindings
+	ninja -C $(BUILD) -j $(JOBS)
+	ln -sf ../../$(BUILD)/bin/tessera $(VENV)/bin/tessera
+	echo "$(CURDIR)/python" > $$($(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tessera.pth
+
+# Debian packages, only if one is missing, and only where this user may install them.
+packages:
+	@missing=""
+	for package in $(APT_PACKAGES); do
+	  dpkg-query -W -f '$${Status}' $$package 2>/dev/null | grep -q "install ok installed" || missing="$$missing $$package"
+	done
+	if [ -n "$$missing" ]; then
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+	    echo "installing$$missing"
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $$missing >/dev/null
+	  else
+	    echo "missing packages:$$missing. Install them, or run make as root." >&2
+	  fi
+	fi
+
+$(VENV)/.ready: Makefile | packages
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet torch==$(TORCH_VERSION)
+	$(VENV)/bin/pip install --quiet $(TOOLS)
+	touch $@
+
+$(BUILD)/build.ninja: $(VENV)/.ready CMakeLists.txt CMakePresets.json
+	cmake --preset release
+
+demo: build  ## Run the main job from nothing
+	bash examples/demo.sh
+
+test: build lint  ## Build and run all tests, C++ and Python
+	ctest --preset full -j 1
+
+lint: $(VENV)/.ready  ## Check formatting and style
+	bash scripts/lint.sh
+
+format: $(VENV)/.ready  ## Rewrite sources to the house format
+	git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' | xargs $(VENV)/bin/clang-format -i
+	$(VENV)/bin/ruff format --quiet python tests bench
+
+bench: build  ## Measure beside the peers; writes bench/results and docs/performance.md
+	$(VENV)/bin/python bench/run.py
+
+cuda-build:  ## Build on a machine with a GPU and its own torch
+	cmake -S . -B build/cuda -G Ninja -DCMAKE_BUILD_TYPE=Release -DTESSERA_PYTHON=$(PYTHON) -DTESSERA_BUILD_BENCH=OFF
+	ninja -C build/cuda -j $(JOBS)
+
+cuda-test: cuda-build  ## Run the tests that need a GPU
+	ctest --test-dir build/cuda --output-on-failure -L cuda
+
+cuda-bench: cuda-build  ## Measure on the GPU
+	bash bench/cuda.sh
+
+clean:  ## Remove what was built
+	rm -rf build python/tessera/_C*.so

@@ -1,0 +1,32 @@
+# Header-only and test dependencies. They come from the distribution; TESSERA_DEPS_PREFIX names a
+# folder with unpacked packages for machines without them. What is missing is left out, with a word.
+
+set(TESSERA_DEPS_PREFIX "" CACHE PATH "Folder holding unpacked Debian packages (its usr/include is searched)")
+if(TESSERA_DEPS_PREFIX)
+  list(PREPEND CMAKE_PREFIX_PATH ${TESSERA_DEPS_PREFIX}/usr)
+  include_directories(SYSTEM ${TESSERA_DEPS_PREFIX}/usr/include)
+endif()
+
+if(TESSERA_BUILD_CLI)
+  find_path(TESSERA_CLI11_INCLUDE CLI/CLI.hpp)
+  find_path(TESSERA_JSON_INCLUDE nlohmann/json.hpp)
+  if(NOT TESSERA_CLI11_INCLUDE OR NOT TESSERA_JSON_INCLUDE)
+    message(WARNING "CLI11 or nlohmann-json is missing (libcli11-dev, nlohmann-json3-dev): "
+                    "the tessera program is not built.")
+    set(TESSERA_BUILD_CLI OFF)
+  endif()
+endif()
+if(TESSERA_BUILD_TESTS)
+  find_package(GTest)
+  if(NOT GTest_FOUND)
+    message(WARNING "GoogleTest is missing (libgtest-dev): the tests are not built.")
+    set(TESSERA_BUILD_TESTS OFF)
+  endif()
+endif()
+if(TESSERA_BUILD_BENCH)
+  find_package(benchmark)
+  if(NOT benchmark_FOUND)
+    message(WARNING "Google Benchmark is missing (libbenchmark-dev): the benchmarks are not built.")
+    set(TESSERA_BUILD_BENCH OFF)
+  endif()
+endif()

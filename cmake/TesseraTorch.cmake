@@ -1,0 +1,46 @@
+# Finds LibTorch inside an installed torch wheel and offers it as the target tessera::torch.
+#
+# Looks at TESSERA_TORCH_DIR first, then asks TESSERA_PYTHON (default: python3) where torch lives.
+# The wheel's own TorchConfig.cmake is not used: with a CUDA build of torch it insists on a matching
+# CUDA toolkit and its compilers even for code that never touches them.
+
+if(TARGET tessera::torch)
+  return()
+endif()
+
+if(NOT TESSERA_TORCH_DIR)
+  if(NOT TESSERA_PYTHON)
+    find_program(TESSERA_PYTHON NAMES python3 python)
+  endif()
+  # Found through the file system: importing torch takes a second and is not needed.
+  execute_process(
+    COMMAND ${TESSERA_PYTHON} -c
+            "import importlib.util, os; print(os.path.dirname(importlib.util.find_spec('torch').origin))"
+    OUTPUT_VARIABLE TESSERA_TORCH_DIR OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+endif()
+if(NOT EXISTS "${TESSERA_TORCH_DIR}/include/torch/csrc/api/include/torch/version.h")
+  message(FATAL_ERROR
+    "LibTorch was not found. Install the torch wheel and point TESSERA_PYTHON at its interpreter, "
+    "or set TESSERA_TORCH_DIR to the folder of the torch package (the one that holds include/ and lib/).")
+endif()
+
+file(STRINGS "${TESSERA_TORCH_DIR}/include/torch/csrc/api/include/torch/version.h" TESSERA_TORCH_VERSION
+     REGEX "^#define TORCH_VERSION \"")
+string(REGEX REPLACE ".*\"([^\"]+)\".*" "\\1" TESSERA_TORCH_VERSION "${TESSERA_TORCH_VERSION}")
+
+add_library(tessera::torch INTERFACE IMPORTED GLOBAL)
+target_include_directories(tessera::torch SYSTEM INTERFACE
+  ${TESSERA_TORCH_DIR}/include ${TESSERA_TORCH_DIR}/include/torch/csrc/api/include)
+target_compile_definitions(tessera::torch INTERFACE
+  USE_DISTRIBUTED USE_C10D_GLOO FMT_HEADER_ONLY=1)
+target_link_libraries(tessera::torch INTERFACE
+  ${TESSERA_TORCH_DIR}/lib/libtorch_cpu.so ${TESSERA_TORCH_DIR}/lib/libc10.so)
+set(TESSERA_TORCH_HAS_CUDA OFF)
+if(EXISTS ${TESSERA_TORCH_DIR}/lib/libtorch_cuda.so)
+  set(TESSERA_TORCH_HAS_CUDA ON)
+  # Nothing of ours refers to these by name, yet they must be loaded for CUDA tensors to work.
+  target_link_libraries(tessera::torch INTERFACE
+    -Wl,--no-as-needed ${TESSERA_TORCH_DIR}/lib/libtorch_cuda.so ${TESSERA_TORCH_DIR}/lib/libc10_cuda.so
+    -Wl,--as-needed)
+endif()
+message(STATUS "LibTorch ${TESSERA_TORCH_VERSION} in ${TESSERA_TORCH_DIR}")
