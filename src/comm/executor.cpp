@@ -1,0 +1,197 @@
+#include "comm/executor.h"
+
+#include <utility>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/core/jit_type.h>
+
+#include "tessera/comm/error.h"
+
+namespace tessera::comm {
+
+EngineWork::EngineWork(std::shared_ptr<Executor> executor, int rank, c10d::OpType type,
+                       const char* title, std::uint64_t sequence, std::vector<at::Tensor> outputs,
+                       Run run)
+    : c10d::Work(rank, type, title),
+      executor_(std::move(executor)),
+      sequence_(sequence),
+      outputs_(std::move(outputs)),
+      run_(std::move(run)) {}
+
+bool EngineWork::isCompleted() {
+  std::lock_guard lock(mutex_);
+  return completed_;
+}
+
+bool EngineWork::isSuccess() const {
+  std::lock_guard lock(mutex_);
+  return completed_ && !exception_;
+}
+
+bool EngineWork::wait(std::chrono::milliseconds timeout) {
+  if (timeout != kNoTimeout) {
+    std::unique_lock lock(mutex_);
+    if (!cv_.wait_for(lock, timeout, [this] { return completed_; })) {
+      throw Error(ErrorKind::kTimeout, {},
+                  "comm.wait #" + std::to_string(sequence_) + ": not done after " +
+                      std::to_string(timeout.count()) + " ms.");
+    }
+  } else {
+    executor_->help_until_completed(*this);
+  }
+  std::lock_guard lock(mutex_);
+  if (exception_) std::rethrow_exception(exception_);
+  return true;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> EngineWork::getFuture() {
+  std::lock_guard lock(mutex_);
+  if (!future_) {
+    future_ = c10::make_intrusive<c10::ivalue::Future>(
+        c10::ListType::create(c10::TensorType::get()));
+    if (completed_) {
+      if (exception_) {
+        future_->setError(exception_);
+      } else {
+        future_->markCompleted(c10::IValue(outputs_));
+      }
+    }
+  }
+  return future_;
+}
+
+void EngineWork::execute() noexcept {
+  std::exception_ptr error;
+  try {
+    run_(*this);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  complete(error);
+}
+
+void EngineWork::complete(std::exception_ptr error) {
+  run_ = nullptr;  // lets go of the tensors it captured
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  {
+    std::lock_guard lock(mutex_);
+    future = future_;
+    completed_ = true;
+    exception_ = error;
+    if (recordFunctionEndCallback_) {
+      recordFunctionEndCallback_();
+      recordFunctionEndCallback_ = nullptr;
+    }
+  }
+  cv_.notify_all();
+  // Outside the lock: callbacks may ask this work about itself.
+  if (future) {
+    if (error) {
+      future->setErrorIfNeeded(error);
+    } else {
+      future->markCompleted(c10::IValue(outputs_));
+    }
+  }
+}
+
+Executor::~Executor() { stop("the group was destroyed"); }
+
+void Executor::end_running() {
+  is_running_ = false;
+  if (!queue_.empty()) thread_wake_.notify_one();
+  if (num_helpers_ > 0) helpers_wake_.notify_all();
+}
+
+void Executor::run_front(std::unique_lock<std::mutex>& lock) {
+  auto work = std::move(queue_.front());
+  queue_.pop_front();
+  is_running_ = true;
+  lock.unlock();
+  work->execute();
+  work.reset();
+  lock.lock();
+  end_running();
+}
+
+void Executor::run_now(const c10::intrusive_ptr<EngineWork>& work) {
+  std::unique_lock lock(mutex_);
+  if (!is_stopped_ && !is_running_ && queue_.empty()) {
+    is_running_ = true;
+    lock.unlock();
+    work->execute();
+    lock.lock();
+    end_running();
+    return;
+  }
+  lock.unlock();
+  run_later(work);
+  help_until_completed(*work);
+}
+
+void Executor::run_later(const c10::intrusive_ptr<EngineWork>& work) {
+  {
+    std::lock_guard lock(mutex_);
+    if (!is_stopped_) {
+      queue_.push_back(work);
+      if (!thread_.joinable()) thread_ = std::thread([this] { thread_loop(); });
+      thread_wake_.notify_one();
+      return;
+    }
+  }
+  work->complete(std::make_exception_ptr(
+      Error(ErrorKind::kAborted, {}, "comm: the group is closed. Make a new one.")));
+}
+
+void Executor::help_until_completed(EngineWork& work) {
+  std::unique_lock lock(mutex_);
+  ++num_helpers_;
+  while (!work.isCompleted()) {
+    if (!is_running_ && !queue_.empty()) {
+      run_front(lock);
+    } else {
+      helpers_wake_.wait(lock);
+    }
+  }
+  --num_helpers_;
+}
+
+void Executor::thread_loop() {
+  std::unique_lock lock(mutex_);
+  while (!is_stopped_) {
+    if (!is_running_ && !queue_.empty()) {
+      run_front(lock);
+    } else {
+      thread_wake_.wait(lock);
+    }
+  }
+}
+
+void Executor::stop(const std::string& reason) {
+  std::deque<c10::intrusive_ptr<EngineWork>> abandoned;
+  std::thread thread;
+  {
+    std::lock_guard lock(mutex_);
+    is_stopped_ = true;
+    abandoned.swap(queue_);
+    thread.swap(thread_);
+    thread_wake_.notify_all();
+  }
+  for (const auto& work : abandoned) {
+    work->complete(std::make_exception_ptr(
+        Error(ErrorKind::kAborted, {}, "comm: " + reason + " with operations still queued.")));
+  }
+  {
+    std::lock_guard lock(mutex_);
+    helpers_wake_.notify_all();
+  }
+  if (thread.joinable()) {
+    // The last reference to a group may go away inside one of its own callbacks.
+    if (thread.get_id() == std::this_thread::get_id()) {
+      thread.detach();
+    } else {
+      thread.join();
+    }
+  }
+}
+
+}  // namespace tessera::comm

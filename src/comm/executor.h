@@ -1,0 +1,92 @@
+// src/comm/executor.h — runs the operations of one group in order, on whoever comes first.
+//
+// Operations form a queue. A blocking call that finds it empty runs in its caller, without a thread
+// switch. Operations that were submitted to finish later are run by the executor's thread, or by a
+// thread that waits for one of them: a waiter would only sleep otherwise.
+
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+namespace tessera::comm {
+
+class Executor;
+
+/// One submitted operation, as c10d knows it.
+class EngineWork final : public c10d::Work {
+ public:
+  using Run = std::function<void(EngineWork&)>;
+
+  EngineWork(std::shared_ptr<Executor> executor, int rank, c10d::OpType type, const char* title,
+             std::uint64_t sequence, std::vector<at::Tensor> outputs, Run run);
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  /// Waits, running queued operations meanwhile. A positive `timeout` bounds this wait only; the
+  /// operation keeps its own limit.
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  void synchronize() override {}
+  std::vector<at::Tensor> result() override { return outputs_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  std::uint64_t getSequencenumber() const override { return sequence_; }
+  int sourceRank() const override { return source_rank_; }
+
+  void set_source_rank(int source_rank) noexcept { source_rank_ = source_rank; }
+
+ private:
+  friend class Executor;
+  /// Runs the operation and completes it; never throws.
+  void execute() noexcept;
+  void complete(std::exception_ptr error);
+
+  std::shared_ptr<Executor> executor_;
+  const std::uint64_t sequence_;
+  std::vector<at::Tensor> outputs_;
+  Run run_;
+  int source_rank_ = -1;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;  // made when first asked for; guarded by mutex_
+};
+
+/// The queue and its thread. Thread-safe.
+class Executor {
+ public:
+  Executor() = default;
+  ~Executor();
+  Executor(const Executor&) = delete;
+  Executor& operator=(const Executor&) = delete;
+
+  /// Runs `work` after everything submitted before it, and returns when it is done.
+  void run_now(const c10::intrusive_ptr<EngineWork>& work);
+  /// Queues `work` and returns.
+  void run_later(const c10::intrusive_ptr<EngineWork>& work);
+  /// Returns when `work` is completed, running queued operations meanwhile.
+  void help_until_completed(EngineWork& work);
+  /// Ends the thread after the operation it is at; what is still queued fails with `reason`.
+  void stop(const std::string& reason);
+
+ private:
+  void thread_loop();
+  /// Runs the front of the queue. `lock` is held on entry and on return.
+  void run_front(std::unique_lock<std::mutex>& lock);
+  /// Says that nobody is inside an operation any more. The mutex is held.
+  void end_running();
+
+  std::mutex mutex_;
+  // Two conditions, so that blocking calls do not wake the thread when there is nothing for it to do.
+  std::condition_variable thread_wake_;
+  std::condition_variable helpers_wake_;
+  int num_helpers_ = 0;
+  std::deque<c10::intrusive_ptr<EngineWork>> queue_;
+  bool is_running_ = false;  // somebody is inside an operation
+  bool is_stopped_ = false;
+  std::thread thread_;
+};
+
+}  // namespace tessera::comm

@@ -1,0 +1,23 @@
+#include "comm/gloo/gloo_backend.h"
+
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+#include <torch/version.h>
+
+// Widen only after the tests pass against the new version: this file reads LibTorch's headers through
+// declarations of our own.
+static_assert(TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 11 && TORCH_VERSION_MINOR <= 13,
+              "Tessera's Gloo declarations were checked against LibTorch 2.11 to 2.13");
+
+namespace tessera::comm {
+
+c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10d::Store>& store,
+                                                    int rank, int size,
+                                                    std::chrono::milliseconds timeout,
+                                                    const std::string& address) {
+  auto options = c10d::ProcessGroupGloo::Options::create(timeout);
+  // By address, never by host name: a host name may resolve to an interface open to the network.
+  options->devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname(address));
+  return c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, std::move(options));
+}
+
+}  // namespace tessera::comm

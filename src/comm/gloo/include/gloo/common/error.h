@@ -1,0 +1,2 @@
+// Declarations that ProcessGroupGloo.hpp needs; see src/comm/gloo/README.md.
+#pragma once

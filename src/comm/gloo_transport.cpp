@@ -1,0 +1,349 @@
+#include "comm/gloo_transport.h"
+
+#include <algorithm>
+#include <condition_variable>
+#include <cstring>
+#include <mutex>
+#include <thread>
+
+#include <ATen/Functions.h>
+#include <ATen/ops/from_blob.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "comm/gloo/gloo_backend.h"
+#include "comm/piece_tensor.h"
+#include "comm/shm/element_types.h"
+#include "kernels/reduce.h"
+
+namespace tessera::comm {
+namespace {
+
+// Gloo gets a little longer than we do, so that our own report comes first.
+constexpr auto kGlooSlack = std::chrono::seconds(5);
+constexpr auto kSlice = std::chrono::milliseconds(20);
+// How long a broken connection may wait for somebody who knows why.
+constexpr auto kRootCauseLimit = std::chrono::milliseconds(800);
+
+std::int64_t bytes_of(const Call& call, std::int64_t count) {
+  return count * static_cast<std::int64_t>(size_of(call.dtype));
+}
+
+at::Tensor as_bytes(const Call& call, Piece piece) {
+  return at::from_blob(piece.data, {bytes_of(call, piece.count)}, at::kByte);
+}
+
+// On bytes that hold bools, "or" is the maximum and "and" the minimum.
+c10d::ReduceOp gloo_reduction(const Call& call) {
+  const bool is_bool = call.dtype == DataType::kBool;
+  switch (call.reduce) {
+    case ReduceOp::kMin:
+      return c10d::ReduceOp::MIN;
+    case ReduceOp::kMax:
+      return c10d::ReduceOp::MAX;
+    case ReduceOp::kProduct:
+      return is_bool ? c10d::ReduceOp::MIN : c10d::ReduceOp::PRODUCT;
+    case ReduceOp::kBand:
+      return c10d::ReduceOp::BAND;
+    case ReduceOp::kBor:
+      return c10d::ReduceOp::BOR;
+    case ReduceOp::kBxor:
+      return c10d::ReduceOp::BXOR;
+    default:
+      return is_bool ? c10d::ReduceOp::MAX : c10d::ReduceOp::SUM;
+  }
+}
+
+std::int64_t total(std::span<const Piece> pieces) {
+  std::int64_t sum = 0;
+  for (const Piece& piece : pieces) sum += piece.count;
+  return sum;
+}
+
+}  // namespace
+
+GlooTransport::GlooTransport(const c10::intrusive_ptr<c10d::Store>& store,
+                             std::shared_ptr<GroupMonitor> monitor,
+                             std::chrono::milliseconds timeout, const std::string& address,
+                             bool check_calls)
+    : monitor_(std::move(monitor)),
+      channel_(store),
+      table_(static_cast<int>(monitor_->members().size())),
+      check_calls_(check_calls) {
+  monitor_->set_poll([this] { return channel_.poll(); });
+  gloo_ = make_gloo_backend(c10::make_intrusive<c10d::PrefixStore>("gloo", store),
+                            monitor_->rank(), size(), timeout + kGlooSlack, address);
+}
+
+GlooTransport::~GlooTransport() {
+  monitor_->set_poll(nullptr);
+  // A Gloo that failed may have threads inside operations that never end, and its destructor would
+  // wait for them. The process is about to end or to make a new group; it is left behind.
+  if (channel_.known()) static_cast<void>(gloo_.release());
+}
+
+void GlooTransport::translate(const Call& call, const std::string& gloo_text) {
+  // The broken connection arrives before the reason does: give those who saw it a moment.
+  const auto limit = Clock::now() + kRootCauseLimit;
+  do {
+    if (auto failure = channel_.poll()) throw std::move(*failure);
+    if (const auto dead = monitor_->find_dead()) {
+      throw channel_.publish(monitor_->death_of(call, *dead));
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  } while (Clock::now() < limit);
+  const std::string reason = gloo_text.substr(0, gloo_text.find('\n'));
+  throw channel_.publish(Failure(
+      FailureKind::kPeerLost, {},
+      GroupMonitor::title(call) + ": rank " +
+          std::to_string(monitor_->members()[rank()].world_rank) +
+          " lost the connection to another host " + monitor_->details(call) +
+          ". No rank there could say why; Gloo says: " + reason));
+}
+
+void GlooTransport::run(const Call& call, const std::function<Work()>& start) {
+  if (auto failure = channel_.known()) throw std::move(*failure);
+  struct Completion {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool is_done = false;
+  };
+  const auto begin = Clock::now();
+  auto completion = std::make_shared<Completion>();
+  Work work;
+  try {
+    work = start();
+  } catch (const std::exception& error) {
+    translate(call, error.what());
+  }
+  work->getFuture()->addCallback([completion](c10::ivalue::Future&) {
+    std::lock_guard lock(completion->mutex);
+    completion->is_done = true;
+    completion->changed.notify_all();
+  });
+  // Gloo does not say who is late; all others are suspects. A process that has ended is not one by
+  // itself: it may have done its part, and if not, Gloo says so.
+  std::vector<int> others;
+  for (int r = 0; r < size(); ++r) {
+    if (r != rank()) others.push_back(r);
+  }
+  std::unique_lock lock(completion->mutex);
+  while (!completion->changed.wait_for(lock, kSlice, [&] { return completion->is_done; })) {
+    lock.unlock();
+    try {
+      monitor_->check_limits(call, others, Clock::now() - begin);
+    } catch (const Failure& failure) {
+      throw channel_.publish(failure);
+    }
+    lock.lock();
+  }
+  lock.unlock();
+  try {
+    work->wait();
+  } catch (const std::exception& error) {
+    translate(call, error.what());
+  }
+}
+
+void GlooTransport::agree(const Call& call, std::int64_t count, std::span<const Piece> inputs,
+                          std::span<const Piece> outputs) {
+  if (auto failure = channel_.known()) throw std::move(*failure);
+  if (!check_calls_ || size() == 1) return;
+  auto record = table_.record(call, count, inputs, outputs);
+  std::vector<std::int64_t> records(record.size() * size());
+  at::Tensor mine = at::from_blob(record.data(), {static_cast<std::int64_t>(record.size())},
+                                  at::kLong);
+  at::Tensor all = at::from_blob(records.data(), {static_cast<std::int64_t>(records.size())},
+                                 at::kLong);
+  run(call, [&] { return gloo_->_allgather_base(all, mine, c10d::AllgatherOptions()); });
+  try {
+    table_.check(call, rank(), records.data());
+  } catch (const Failure& failure) {
+    throw channel_.publish(failure);
+  }
+}
+
+void GlooTransport::all_reduce(const Call& call, Piece data) {
+  agree(call, data.count);
+  if (data.count == 0 || size() == 1) return;
+  at::Tensor values = as_tensor(call.dtype, data);
+  // Gloo has no 16-bit integers.
+  const bool is_widened = call.dtype == DataType::kInt16;
+  std::vector<at::Tensor> tensors{is_widened ? values.to(at::kInt) : values};
+  c10d::AllreduceOptions options;
+  options.reduceOp = gloo_reduction(call);
+  run(call, [&] { return gloo_->allreduce(tensors, options); });
+  if (is_widened) values.copy_(tensors[0]);
+  if (call.reduce == ReduceOp::kAvg) values.div_(size());
+}
+
+void GlooTransport::reduce(const Call& call, Piece data) {
+  agree(call, data.count);
+  if (data.count == 0 || size() == 1) return;
+  at::Tensor values = as_tensor(call.dtype, data);
+  // Gloo uses the buffers of the other ranks as scratch space, and they are not ours to change.
+  std::vector<at::Tensor> tensors{call.dtype == DataType::kInt16 ? values.to(at::kInt)
+                                                                 : values.clone()};
+  c10d::ReduceOptions options;
+  options.reduceOp = gloo_reduction(call);
+  options.rootRank = call.root;
+  run(call, [&] { return gloo_->reduce(tensors, options); });
+  if (rank() != call.root) return;
+  values.copy_(tensors[0]);
+  if (call.reduce == ReduceOp::kAvg) values.div_(size());
+}
+
+void GlooTransport::broadcast(const Call& call, Piece data) {
+  agree(call, data.count);
+  if (data.count == 0 || size() == 1) return;
+  std::vector<at::Tensor> tensors{as_bytes(call, data)};
+  c10d::BroadcastOptions options;
+  options.rootRank = call.root;
+  run(call, [&] { return gloo_->broadcast(tensors, options); });
+}
+
+void GlooTransport::exchange(const Call& call, std::span<const Piece> inputs,
+                             std::span<const Piece> outputs) {
+  at::Tensor source = at::empty({bytes_of(call, total(inputs))}, at::kByte);
+  at::Tensor target = at::empty({bytes_of(call, total(outputs))}, at::kByte);
+  std::vector<std::int64_t> send_bytes;
+  std::vector<std::int64_t> recv_bytes;
+  auto* place = source.data_ptr<std::uint8_t>();
+  for (int r = 0; r < size(); ++r) {
+    const std::int64_t sent = inputs.empty() ? 0 : bytes_of(call, inputs[r].count);
+    if (sent > 0) std::memcpy(place, inputs[r].data, sent);
+    place += sent;
+    send_bytes.push_back(sent);
+    recv_bytes.push_back(outputs.empty() ? 0 : bytes_of(call, outputs[r].count));
+  }
+  // Gloo takes the counts away, hence the copies.
+  run(call, [&, sends = send_bytes, receives = recv_bytes]() mutable {
+    return gloo_->alltoall_base(target, source, receives, sends, c10d::AllToAllOptions());
+  });
+  place = target.data_ptr<std::uint8_t>();
+  for (int r = 0; r < size(); ++r) {
+    if (recv_bytes[r] > 0) std::memcpy(outputs[r].data, place, recv_bytes[r]);
+    place += recv_bytes[r];
+  }
+}
+
+void GlooTransport::all_gather(const Call& call, Piece input, std::span<const Piece> outputs) {
+  agree(call, input.count, {}, outputs);
+  const bool is_even = std::all_of(outputs.begin(), outputs.end(),
+                                   [&](const Piece& piece) { return piece.count == input.count; });
+  if (!is_even) {
+    // Gloo's all-gather takes equal parts only.
+    exchange(call, std::vector<Piece>(size(), input), outputs);
+    return;
+  }
+  if (input.count == 0) return;
+  at::Tensor mine = as_bytes(call, input);
+  const std::int64_t bytes = mine.numel();
+  const bool is_flat = [&] {
+    for (int r = 1; r < size(); ++r) {
+      if (static_cast<char*>(outputs[r].data) != static_cast<char*>(outputs[0].data) + r * bytes) {
+        return false;
+      }
+    }
+    return true;
+  }();
+  at::Tensor all = is_flat ? at::from_blob(outputs[0].data, {bytes * size()}, at::kByte)
+                           : at::empty({bytes * size()}, at::kByte);
+  run(call, [&] { return gloo_->_allgather_base(all, mine, c10d::AllgatherOptions()); });
+  if (is_flat) return;
+  for (int r = 0; r < size(); ++r) {
+    std::memcpy(outputs[r].data, all.data_ptr<std::uint8_t>() + r * bytes, bytes);
+  }
+}
+
+void GlooTransport::gather(const Call& call, Piece input, std::span<const Piece> outputs) {
+  agree(call, input.count, {}, outputs);
+  std::vector<Piece> inputs(size());
+  inputs[call.root] = input;
+  exchange(call, inputs, outputs);
+}
+
+void GlooTransport::scatter(const Call& call, std::span<const Piece> inputs, Piece output) {
+  agree(call, output.count, inputs, {});
+  std::vector<Piece> outputs(size());
+  outputs[call.root] = output;
+  exchange(call, inputs, outputs);
+}
+
+void GlooTransport::reduce_scatter(const Call& call, std::span<const Piece> inputs, Piece output) {
+  agree(call, output.count, inputs, {});
+  // Every rank collects its own part of all inputs and reduces them in rank order.
+  const std::int64_t bytes = bytes_of(call, output.count);
+  std::vector<std::byte> parts(static_cast<std::size_t>(bytes) * size());
+  std::vector<Piece> outputs;
+  std::vector<const void*> sources;
+  for (int r = 0; r < size(); ++r) {
+    outputs.push_back({parts.data() + r * bytes, output.count});
+    sources.push_back(outputs.back().data);
+  }
+  exchange(call, inputs, outputs);
+  void* const target = output.data;
+  kernels::reduce(shm::element_of(call.dtype), shm::reduction_of(call.reduce), sources,
+                  {&target, 1}, output.count, kernels::Store::kCached);
+}
+
+void GlooTransport::all_to_all(const Call& call, std::span<const Piece> inputs,
+                               std::span<const Piece> outputs) {
+  agree(call, call.count, inputs, outputs);
+  exchange(call, inputs, outputs);
+}
+
+void GlooTransport::barrier(const Call& call) {
+  if (check_calls_) {
+    agree(call, 0);  // the exchange of calls is a barrier already
+  } else if (size() > 1) {
+    run(call, [&] { return gloo_->barrier(c10d::BarrierOptions()); });
+  }
+}
+
+// A message is two of Gloo's: what is coming, then the data. Gloo aborts the process when they do not
+// fit; the receiver sees it coming.
+void GlooTransport::send(const Call& call, Piece data, int destination, int tag) {
+  if (auto failure = channel_.known()) throw std::move(*failure);
+  std::int64_t words[2] = {static_cast<std::int64_t>(call.dtype), data.count};
+  std::vector<at::Tensor> head{at::from_blob(words, {2}, at::kLong)};
+  std::vector<at::Tensor> body{as_bytes(call, data)};
+  try {
+    gloo_->send(head, destination, 2 * tag)->wait();
+    if (data.count > 0) gloo_->send(body, destination, 2 * tag + 1)->wait();
+  } catch (const std::exception& error) {
+    translate(call, error.what());
+  }
+}
+
+int GlooTransport::recv(const Call& call, Piece data, int source, int tag) {
+  if (auto failure = channel_.known()) throw std::move(*failure);
+  std::int64_t words[2] = {};
+  std::vector<at::Tensor> head{at::from_blob(words, {2}, at::kLong)};
+  std::vector<at::Tensor> body{as_bytes(call, data)};
+  try {
+    auto work = source < 0 ? gloo_->recvAnysource(head, 2 * tag) : gloo_->recv(head, source, 2 * tag);
+    work->wait();
+    const int sender = source < 0 ? work->sourceRank() : source;
+    if (words[0] != static_cast<std::int64_t>(call.dtype) || words[1] != data.count) {
+      throw channel_.publish(Failure(
+          FailureKind::kMismatch, {std::min(sender, rank()), std::max(sender, rank())},
+          GroupMonitor::title(call) + ": rank " + std::to_string(sender) + " sent " +
+              std::string(name_of(static_cast<DataType>(words[0]))) + " [" +
+              std::to_string(words[1]) + "] with tag " + std::to_string(tag) + ", rank " +
+              std::to_string(rank()) + " expects " + std::string(name_of(call.dtype)) + " [" +
+              std::to_string(data.count) + "]."));
+    }
+    if (data.count > 0) gloo_->recv(body, sender, 2 * tag + 1)->wait();
+    return sender;
+  } catch (const Failure&) {
+    throw;
+  } catch (const std::exception& error) {
+    translate(call, error.what());
+  }
+}
+
+void GlooTransport::abort(FailureKind kind, std::vector<int> ranks, const std::string& reason) {
+  channel_.publish(Failure(kind, std::move(ranks), reason));
+}
+
+}  // namespace tessera::comm

@@ -1,0 +1,102 @@
+#include "comm/member.h"
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <array>
+#include <fstream>
+#include <sstream>
+#include <stdexcept>
+
+namespace tessera::comm {
+namespace {
+
+std::string first_line(const char* path) {
+  std::ifstream file(path);
+  std::string line;
+  std::getline(file, line);
+  return line;
+}
+
+std::uint64_t inode_of(const char* path) {
+  struct stat status{};
+  return ::stat(path, &status) == 0 ? status.st_ino : 0;
+}
+
+// The fields of /proc/PID/stat after the command's name, which may itself hold spaces and brackets.
+std::string stat_after_name(pid_t pid) {
+  const std::string line = first_line(("/proc/" + std::to_string(pid) + "/stat").c_str());
+  const auto end_of_name = line.rfind(')');
+  return end_of_name == std::string::npos ? "" : line.substr(end_of_name + 1);
+}
+
+// Ranks of one host share memory and see each other's pids. Network and pid namespaces are told apart,
+// so that two containers on one machine count as two hosts.
+std::string host_identity() {
+  std::ostringstream text;
+  text << first_line("/proc/sys/kernel/random/boot_id") << '-' << std::hex
+       << inode_of("/proc/self/ns/net") << '-' << inode_of("/proc/self/ns/pid");
+  return text.str();
+}
+
+}  // namespace
+
+std::string Member::describe() const {
+  return "rank " + std::to_string(world_rank) + " (pid " + std::to_string(pid) + ", host " +
+         host_name + ")";
+}
+
+Member this_process(int world_rank) {
+  std::array<char, 256> name{};
+  ::gethostname(name.data(), name.size() - 1);
+  Member member;
+  member.world_rank = world_rank;
+  member.pid = ::getpid();
+  member.start_time = process_start_time(member.pid);
+  member.host = host_identity();
+  member.host_name = name.data();
+  return member;
+}
+
+std::string encode(const Member& member) {
+  std::ostringstream text;
+  text << member.world_rank << ' ' << member.pid << ' ' << member.start_time << ' ' << member.host
+       << ' ' << member.host_name;
+  return text.str();
+}
+
+Member decode_member(const std::string& text) {
+  std::istringstream stream(text);
+  Member member;
+  stream >> member.world_rank >> member.pid >> member.start_time >> member.host;
+  if (!stream) throw std::invalid_argument("not a member record: " + text);
+  stream >> member.host_name;
+  return member;
+}
+
+std::uint64_t process_start_time(pid_t pid) {
+  // Field 22 of the line; the state, field 3, is the first one after the name.
+  std::istringstream fields(stat_after_name(pid));
+  std::string field;
+  for (int index = 3; index < 22; ++index) fields >> field;
+  std::uint64_t start = 0;
+  fields >> start;
+  return start;
+}
+
+char process_state(pid_t pid) {
+  const std::string fields = stat_after_name(pid);
+  return fields.size() > 1 ? fields[1] : '\0';
+}
+
+std::string list_ranks(const std::vector<int>& ranks) {
+  std::ostringstream text;
+  text << (ranks.size() == 1 ? "rank " : "ranks ");
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    if (i > 0) text << (i + 1 == ranks.size() ? " and " : ", ");
+    text << ranks[i];
+  }
+  return text.str();
+}
+
+}  // namespace tessera::comm

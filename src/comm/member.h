@@ -1,0 +1,40 @@
+// src/comm/member.h — who sits behind a rank: process and host.
+
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace tessera::comm {
+
+struct Member {
+  int world_rank = 0;
+  pid_t pid = 0;
+  std::uint64_t start_time = 0;  // of the process, in clock ticks since boot: tells reused pids apart
+  std::string host;              // equal for ranks that can share memory and see each other's processes
+  std::string host_name;         // for people
+
+  /// "rank 2 (pid 4711, host a)".
+  std::string describe() const;
+};
+
+/// Describes the calling process.
+Member this_process(int world_rank);
+
+std::string encode(const Member& member);
+/// Throws std::invalid_argument if `text` was not made by encode.
+Member decode_member(const std::string& text);
+
+/// Start time of a process in clock ticks since boot, 0 if there is none with this pid.
+std::uint64_t process_start_time(pid_t pid);
+/// The state letter of a process from /proc ('R', 'S', 'T', ...), 0 if there is none.
+char process_state(pid_t pid);
+
+/// "rank 2", "ranks 0, 1 and 3".
+std::string list_ranks(const std::vector<int>& ranks);
+
+}  // namespace tessera::comm

@@ -1,0 +1,11 @@
+// LibTorch's headers cost seconds in every file; this pays them once.
+
+#pragma once
+
+#include <ATen/ATen.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include <map>
+#include <string>
+#include <vector>

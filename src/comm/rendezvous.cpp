@@ -1,0 +1,196 @@
+#include "comm/rendezvous.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <set>
+#include <thread>
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "comm/gloo_transport.h"
+#include "comm/hierarchical_transport.h"
+#include "comm/network.h"
+#include "comm/shm/shm_transport.h"
+#include "tessera/core/check.h"
+
+namespace tessera::comm {
+namespace {
+
+constexpr const char* kFaultKey = "fault";
+
+std::string member_key(std::int64_t generation, int rank) {
+  return "generation/" + std::to_string(generation) + "/member/" + std::to_string(rank);
+}
+
+// Raises `text` here and, through the store, on every rank that still waits.
+[[noreturn]] void raise_everywhere(c10d::Store& store, const std::string& text) {
+  const std::vector<std::uint8_t> bytes(text.begin(), text.end());
+  store.compareSet(kFaultKey, std::vector<std::uint8_t>{}, bytes);
+  throw Error(ErrorKind::kRendezvous, {}, get_text(store, kFaultKey));
+}
+
+// Takes this rank's place; returns how often it was taken before, by this process.
+std::int64_t claim_rank(c10d::Store& store, int rank, const Member& self) {
+  const std::int64_t generation = store.add("claim/" + std::to_string(rank), 1) - 1;
+  if (generation > 0) {
+    const Member earlier = decode_member(get_text(store, member_key(generation - 1, rank)));
+    if (earlier.pid != self.pid || earlier.start_time != self.start_time ||
+        earlier.host != self.host) {
+      raise_everywhere(store, "comm.init: two processes claim rank " + std::to_string(rank) +
+                                  ": pid " + std::to_string(earlier.pid) + " on host " +
+                                  earlier.host_name + " and pid " + std::to_string(self.pid) +
+                                  " on host " + self.host_name +
+                                  ". Give every process its own RANK.");
+    }
+  }
+  return generation;
+}
+
+// Waits until all ranks of the generation have written their record.
+std::vector<Member> gather_members(c10d::Store& store, std::int64_t generation, int size,
+                                   const GroupOptions& options) {
+  const auto begin = Clock::now();
+  const auto deadline = begin + options.timeout;
+  auto pause = std::chrono::microseconds(100);
+  std::vector<std::string> keys;
+  for (int rank = 0; rank < size; ++rank) keys.push_back(member_key(generation, rank));
+  while (!store.check(keys)) {
+    if (store.check({kFaultKey})) {
+      throw Error(ErrorKind::kRendezvous, {}, get_text(store, kFaultKey));
+    }
+    if (Clock::now() >= deadline) {
+      std::vector<int> missing;
+      for (int rank = 0; rank < size; ++rank) {
+        if (!store.check({keys[rank]})) missing.push_back(rank);
+      }
+      if (missing.empty()) continue;
+      throw Error(ErrorKind::kRendezvous, missing,
+                  "comm.init: " + list_ranks(missing) + " of " + std::to_string(size) +
+                      " did not join group '" + options.name + "' within " +
+                      std::to_string(options.timeout.count() / 1000.0).substr(0, 5) +
+                      " s. Check that all ranks were started with the same WORLD_SIZE, "
+                      "MASTER_ADDR and MASTER_PORT.");
+    }
+    std::this_thread::sleep_for(pause);
+    pause = std::min<std::chrono::microseconds>(pause * 2, std::chrono::milliseconds(20));
+  }
+  std::vector<Member> members;
+  for (const std::string& key : keys) members.push_back(decode_member(get_text(store, key)));
+  return members;
+}
+
+// The group sizes that the ranks were told; they must be one.
+void check_sizes(c10d::Store& store, std::int64_t generation, int rank, int size) {
+  for (int other = 0; other < size; ++other) {
+    const std::string theirs = get_text(store, member_key(generation, other) + "/size");
+    if (theirs != std::to_string(size)) {
+      raise_everywhere(store, "comm.init: rank " + std::to_string(rank) + " expects " +
+                                  std::to_string(size) + " ranks, rank " + std::to_string(other) +
+                                  " expects " + theirs + ". Give every process the same "
+                                  "WORLD_SIZE.");
+    }
+  }
+}
+
+std::shared_ptr<Transport> make_transport(const c10::intrusive_ptr<c10d::Store>& store,
+                                          const std::shared_ptr<GroupMonitor>& monitor,
+                                          const GroupOptions& options) {
+  const auto& members = monitor->members();
+  const int rank = monitor->rank();
+  const int size = static_cast<int>(members.size());
+  std::map<std::string, std::vector<int>> hosts;
+  for (int r = 0; r < size; ++r) hosts[members[r].host].push_back(r);
+  const bool is_one_host = hosts.size() == 1;
+  const bool has_neighbours = std::any_of(hosts.begin(), hosts.end(), [](const auto& host) {
+    return host.second.size() > 1;
+  });
+  const std::string address = is_one_host ? "127.0.0.1" : address_towards_peers();
+  const auto deadline = Clock::now() + options.timeout;
+  const auto make_gloo = [&] {
+    return std::make_shared<GlooTransport>(store, monitor, options.timeout, address,
+                                           options.check_gloo_calls);
+  };
+  if (options.engine == Engine::kGloo) return make_gloo();
+  if (!is_one_host && !has_neighbours) {
+    TESSERA_CHECK_VALUE(options.engine != Engine::kShm,
+                        "comm.init: engine 'shm' needs ranks that share a host; group '",
+                        options.name, "' has one rank on each of ", hosts.size(), " hosts.");
+    return make_gloo();
+  }
+  try {
+    if (is_one_host) {
+      StoreBootstrap bootstrap(c10::make_intrusive<c10d::PrefixStore>("shm", store));
+      return shm::ShmTransport::create(rank, size, bootstrap, *monitor, {.deadline = deadline});
+    }
+    return HierarchicalTransport::create(store, monitor, options, address, deadline);
+  } catch (const Failure& failure) {
+    if (failure.kind() != FailureKind::kUnavailable) throw;
+    if (options.engine == Engine::kShm) throw;
+    if (rank == 0) {
+      std::fprintf(stderr,
+                   "[tessera] group '%s' uses Gloo over TCP instead of shared memory, which is "
+                   "slower: %s\n",
+                   options.name.c_str(), failure.what());
+    }
+    return make_gloo();
+  }
+}
+
+}  // namespace
+
+std::string get_text(c10d::Store& store, const std::string& key) {
+  const auto bytes = store.get(key);
+  return {bytes.begin(), bytes.end()};
+}
+
+void set_text(c10d::Store& store, const std::string& key, const std::string& value) {
+  store.set(key, std::vector<std::uint8_t>(value.begin(), value.end()));
+}
+
+void StoreBootstrap::set(const std::string& key, const std::string& value) {
+  set_text(*store_, key, value);
+}
+
+std::string StoreBootstrap::get(const std::string& key, Clock::time_point deadline) {
+  auto pause = std::chrono::microseconds(50);
+  while (!store_->check({key})) {
+    if (Clock::now() >= deadline) {
+      throw Failure(FailureKind::kTimeout, {}, "comm.init: no word from the other ranks on '" +
+                                                   key + "' within the limit.");
+    }
+    std::this_thread::sleep_for(pause);
+    pause = std::min<std::chrono::microseconds>(pause * 2, std::chrono::milliseconds(10));
+  }
+  return get_text(*store_, key);
+}
+
+c10::intrusive_ptr<EngineBackend> make_engine(const c10::intrusive_ptr<c10d::Store>& store,
+                                              int rank, int size, const GroupOptions& options) {
+  TESSERA_CHECK_VALUE(size >= 1, "comm.init: a group has at least one rank, not ", size, ".");
+  TESSERA_CHECK_VALUE(rank >= 0 && rank < size, "comm.init: rank ", rank,
+                      " is outside a group of ", size, " (0 to ", size - 1, ").");
+  TESSERA_CHECK_VALUE(
+      options.world_ranks.empty() || options.world_ranks.size() == static_cast<std::size_t>(size),
+      "comm.init: ", options.world_ranks.size(), " world ranks were given for a group of ", size,
+      ".");
+  const Member self =
+      this_process(options.world_ranks.empty() ? rank : options.world_ranks[rank]);
+  const std::int64_t generation = claim_rank(*store, rank, self);
+  const std::string key = member_key(generation, rank);
+  set_text(*store, key + "/size", std::to_string(size));
+  set_text(*store, key, encode(self));
+  auto members = gather_members(*store, generation, size, options);
+  check_sizes(*store, generation, rank, size);
+  auto monitor = std::make_shared<GroupMonitor>(std::move(members), rank, options.name);
+  const auto own_store = c10::make_intrusive<c10d::PrefixStore>(
+      "generation/" + std::to_string(generation), store);
+  try {
+    auto transport = make_transport(own_store, monitor, options);
+    return c10::make_intrusive<EngineBackend>(std::move(transport), std::move(monitor),
+                                              options.timeout);
+  } catch (const Failure& failure) {
+    throw Error(error_kind(failure.kind()), failure.ranks(), failure.what());
+  }
+}
+
+}  // namespace tessera::comm

@@ -1,0 +1,158 @@
+#include "comm/tensor_memory.h"
+
+#include <optional>
+
+#include <ATen/Functions.h>
+
+#include "tessera/core/check.h"
+
+namespace tessera::comm {
+namespace {
+
+std::optional<DataType> data_type_of(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kBool:
+      return DataType::kBool;
+    case at::kByte:
+      return DataType::kUInt8;
+    case at::kChar:
+      return DataType::kInt8;
+    case at::kShort:
+      return DataType::kInt16;
+    case at::kInt:
+      return DataType::kInt32;
+    case at::kLong:
+      return DataType::kInt64;
+    case at::kHalf:
+      return DataType::kFloat16;
+    case at::kBFloat16:
+      return DataType::kBFloat16;
+    case at::kFloat:
+      return DataType::kFloat32;
+    case at::kDouble:
+      return DataType::kFloat64;
+    default:
+      return std::nullopt;
+  }
+}
+
+// Reals and bytes that a Transport knows, sharing the tensor's memory.
+at::Tensor plain_view(const at::Tensor& contiguous) {
+  at::Tensor view = contiguous.detach();
+  if (view.is_conj() || view.is_neg()) view = view.resolve_conj().resolve_neg();
+  if (view.is_complex()) return at::view_as_real(view);
+  if (data_type_of(view.scalar_type())) return view;
+  return view.view(at::kByte);
+}
+
+}  // namespace
+
+TensorMemory::TensorMemory(const at::Tensor& tensor, Use use) {
+  const bool is_ready = tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+  at::Tensor contiguous = tensor;
+  if (!is_ready) {
+    if (use != Use::kRead) target_ = tensor.detach();
+    contiguous = use == Use::kWrite
+                     ? at::empty_like(tensor, at::MemoryFormat::Contiguous)
+                     : tensor.detach().resolve_conj().resolve_neg().contiguous();
+  }
+  // A scalar has no last dimension to reinterpret; as one row it does.
+  memory_ = plain_view(contiguous.dim() == 0 ? contiguous.view({1}) : contiguous);
+  dtype_ = *data_type_of(memory_.scalar_type());
+  count_ = memory_.numel();
+  row_count_ = memory_.size(0) > 0 ? count_ / memory_.size(0) : 0;
+  if (target_.defined()) memory_.set_requires_grad(false);
+}
+
+Piece TensorMemory::piece() const { return {memory_.data_ptr(), count_}; }
+
+Piece TensorMemory::rows(std::int64_t first, std::int64_t num) const {
+  auto* start = static_cast<char*>(memory_.data_ptr());
+  return {start + first * row_count_ * static_cast<std::int64_t>(size_of(dtype_)),
+          num * row_count_};
+}
+
+std::vector<Piece> TensorMemory::even_parts(int num_parts) const {
+  auto* start = static_cast<char*>(memory_.data_ptr());
+  const std::int64_t count = count_ / num_parts;
+  std::vector<Piece> parts;
+  for (int part = 0; part < num_parts; ++part) {
+    parts.push_back({start + part * count * static_cast<std::int64_t>(size_of(dtype_)), count});
+  }
+  return parts;
+}
+
+void TensorMemory::write_back() const {
+  if (!target_.defined()) return;
+  at::Tensor result = memory_;
+  if (target_.is_complex()) {
+    result = at::view_as_complex(memory_);
+  } else if (target_.scalar_type() != memory_.scalar_type()) {
+    result = memory_.view(target_.scalar_type());
+  }
+  at::Tensor target = target_;
+  target.copy_(result.view(target_.sizes()));
+}
+
+void check_tensor(std::string_view op, const at::Tensor& tensor, std::string_view engine) {
+  TESSERA_CHECK_VALUE(tensor.defined(), "comm.", op, ": the tensor is undefined.");
+  TESSERA_CHECK_VALUE(tensor.device().is_cpu(), "comm.", op, ": the tensor is on ",
+                      tensor.device().str(), ", but engine '", std::string(engine),
+                      "' works on CPU tensors. Move it to the CPU, or use a group with an engine "
+                      "for that device.");
+  TESSERA_CHECK_VALUE(tensor.layout() == at::kStrided, "comm.", op, ": the tensor's layout is ",
+                      tensor.layout(), ". Only all_reduce takes sparse tensors.");
+}
+
+void check_tensors(std::string_view op, const std::vector<at::Tensor>& tensors,
+                   std::string_view engine) {
+  for (const at::Tensor& tensor : tensors) {
+    check_tensor(op, tensor, engine);
+    TESSERA_CHECK_TYPE(tensor.scalar_type() == tensors.front().scalar_type(), "comm.", op,
+                       ": the tensors have different types, ", tensors.front().scalar_type(),
+                       " and ", tensor.scalar_type(), ".");
+  }
+}
+
+ReduceOp check_reduction(std::string_view op, const c10d::ReduceOp& reduction,
+                         at::ScalarType dtype) {
+  const bool is_floating = at::isFloatingType(dtype);
+  const bool is_complex = at::isComplexType(dtype);
+  TESSERA_CHECK_TYPE(is_complex || data_type_of(dtype), "comm.", op, ": cannot reduce ", dtype,
+                     " tensors. Convert them first, e.g. to float32 or int64.");
+  const auto refuse = [&](const char* name) {
+    TESSERA_CHECK_TYPE(false, "comm.", op, ": the ", name, " of ", dtype,
+                       " tensors is not defined.");
+  };
+  switch (static_cast<c10d::ReduceOp::RedOpType>(reduction)) {
+    case c10d::ReduceOp::SUM:
+      return ReduceOp::kSum;
+    case c10d::ReduceOp::AVG:
+      if (!is_floating && !is_complex) refuse("average");
+      return ReduceOp::kAvg;
+    case c10d::ReduceOp::PRODUCT:
+      if (is_complex) refuse("product");
+      return ReduceOp::kProduct;
+    case c10d::ReduceOp::MIN:
+      if (is_complex) refuse("minimum");
+      return ReduceOp::kMin;
+    case c10d::ReduceOp::MAX:
+      if (is_complex) refuse("maximum");
+      return ReduceOp::kMax;
+    case c10d::ReduceOp::BAND:
+      if (is_floating || is_complex) refuse("bitwise and");
+      return ReduceOp::kBand;
+    case c10d::ReduceOp::BOR:
+      if (is_floating || is_complex) refuse("bitwise or");
+      return ReduceOp::kBor;
+    case c10d::ReduceOp::BXOR:
+      if (is_floating || is_complex) refuse("bitwise exclusive or");
+      return ReduceOp::kBxor;
+    default:
+      TESSERA_CHECK_VALUE(false, "comm.", op,
+                          ": scaled sums are not supported. Multiply before the call.");
+  }
+  return ReduceOp::kNone;
+}
+
+}  // namespace tessera::comm

@@ -1,0 +1,53 @@
+// src/comm/tensor_memory.h — tensors as the contiguous memory a Transport works on.
+
+#pragma once
+
+#include <string_view>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+
+#include "comm/transport.h"
+
+namespace tessera::comm {
+
+/// A tensor's elements in one piece for the time of an operation. Complex numbers become pairs of
+/// reals; types no reduction knows travel as bytes.
+class TensorMemory {
+ public:
+  enum class Use {
+    kRead,       // copied if not contiguous
+    kWrite,      // replaced by fresh memory if not contiguous, and written back
+    kReadWrite,  // both
+  };
+  TensorMemory(const at::Tensor& tensor, Use use);
+
+  Piece piece() const;
+  /// Rows [first, first + num) of the first dimension.
+  Piece rows(std::int64_t first, std::int64_t num) const;
+  /// The elements cut into `num_parts` equal parts, whatever the shape.
+  std::vector<Piece> even_parts(int num_parts) const;
+  DataType dtype() const noexcept { return dtype_; }
+  std::int64_t count() const noexcept { return count_; }
+  /// Copies the result to where the caller expects it. After the operation.
+  void write_back() const;
+
+ private:
+  at::Tensor target_;  // what to write back to; undefined if memory_ is it
+  at::Tensor memory_;
+  DataType dtype_;
+  std::int64_t count_;        // elements of dtype_
+  std::int64_t row_count_;    // elements of dtype_ in one row
+};
+
+/// Throws ValueError or TypeError, naming the operator, unless `tensor` is a dense CPU tensor.
+void check_tensor(std::string_view op, const at::Tensor& tensor, std::string_view engine);
+/// As above for each, and all of one type.
+void check_tensors(std::string_view op, const std::vector<at::Tensor>& tensors,
+                   std::string_view engine);
+/// Throws TypeError when `reduction` makes no sense for the tensor's type.
+ReduceOp check_reduction(std::string_view op, const c10d::ReduceOp& reduction,
+                         at::ScalarType dtype);
+
+}  // namespace tessera::comm
