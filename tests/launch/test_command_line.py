@@ -132,7 +132,8 @@ def test_counts_by_name():
     env = {"CUDA_VISIBLE_DEVICES": ""}
     for word in ("cpu", "auto"):
         assert len(run("run", "-n", word, "--no-prefix", "echo", "x", env=env).lines) == cpus
-    assert len(run("run", "-n", "gpu", "echo", "x", env={"CUDA_VISIBLE_DEVICES": "0,1,2"}).lines) == 3
+    three = {"CUDA_VISIBLE_DEVICES": "0,1,2"}
+    assert len(run("run", "-n", "gpu", "echo", "x", env=three).lines) == 3
     assert run("run", "-n", "gpu", "echo", "x", env=env).code == 2
 
 
@@ -158,7 +159,7 @@ def test_program_in_this_folder_but_not_in_path(tmp_path):
     assert result.code == 127 and "  try: write ./train" in result.err
 
 
-@pytest.mark.parametrize("content, code", [("no shebang\n", 126), ("#!/no/such/interpreter\n", 127)])
+@pytest.mark.parametrize("content, code", [("no shebang\n", 126), ("#!/no/such/program\n", 127)])
 def test_script_that_cannot_start(tmp_path, content, code):
     (tmp_path / "x").write_text(content)
     (tmp_path / "x").chmod(0o755)

@@ -143,9 +143,10 @@ def test_killed_rank_gets_a_word_about_memory():
 
 
 def test_broken_error_files_are_ignored():
-    for content in ("", "{", "[1]", '{"message": 3}', '{"message": {"message": ["x"]}}', "\\0" * 99):
-        code = f"import os\nopen(os.environ['TORCHELASTIC_ERROR_FILE'], 'w').write('{content}')\nos._exit(8)"
-        result = run("run", "-n", 2, "--", *python(code))
+    code = ("import os, sys\nwith open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w') as file:\n"
+            "    file.write(sys.argv[1])\nos._exit(8)")
+    for content in ("", "{", "[1]", '{"message": 3}', '{"message": {"message": ["x"]}}', "\1" * 99):
+        result = run("run", "-n", 2, "--", *python(code), content)
         assert result.code == 8, result.err
 
 
@@ -193,6 +194,7 @@ def test_death_ends_the_job_soon():
 def test_survivor_that_ignores_sigterm_is_killed_after_the_timeout():
     begin = time.monotonic()
     result = run("run", "-n", 2, "--shutdown-timeout", 0.5, "--", "sh", "-c",
-                 "trap '' TERM; [ $RANK = 1 ] && { sleep 0.3; exit 3; }; while :; do sleep 0.1; done")
+                 "trap '' TERM; [ $RANK = 1 ] && { sleep 0.3; exit 3; };"
+                 "while :; do sleep 0.1; done")
     assert result.code == 3
     assert 0.5 < time.monotonic() - begin < 10

@@ -174,11 +174,11 @@ def test_strangers_cannot_disturb_the_rendezvous():
     strangers = []
     hello = {"kind": "hello", "protocol": "tessera-launch-1", "rdzv_id": "", "nnodes": "2",
              "nproc": "1", "host": "h"}
-    for payload in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\n\n\n", b"[]\n", b"{\n", b"\xff" * 100 + b"\n",
-                    b"x" * 1_000_000, b'{"kind": 1}\n', b'{"kind": "gone", "failures": "[]"}\n',
-                    json.dumps({**hello, "node": "-1"}).encode() + b"\n",
-                    json.dumps({**hello, "node": "99999999999999"}).encode() + b"\n",
-                    json.dumps({**hello, "node": "0"}).encode() + b"\n"):
+    payloads = [b"", b"GET / HTTP/1.1\r\n\r\n", b"\n\n\n", b"[]\n", b"{\n", b"\xff" * 100 + b"\n",
+                b"x" * 1_000_000, b'{"kind": 1}\n', b'{"kind": "gone", "failures": "[]"}\n']
+    payloads += [json.dumps({**hello, "node": node}).encode() + b"\n"
+                 for node in ("-1", "0", "99999999999999")]
+    for payload in payloads:
         stranger = socket.create_connection(("127.0.0.1", port), timeout=10)
         try:
             stranger.sendall(payload)

@@ -1,12 +1,13 @@
 """Output of the ranks: whole lines, nothing lost, nothing stuck."""
 
 import os
+import pathlib
 import re
 import subprocess
 import time
 
 import pytest
-from jobs import Job, python, run, wait_until
+from jobs import TESSERA, Job, python, run, wait_until
 
 
 def test_lines_carry_their_rank():
@@ -95,7 +96,8 @@ def test_slow_reader_holds_the_ranks_back_and_signals_still_work():
     job = Job("run", "-n", 2, "--", "sh", "-c", "yes $RANK")
     try:
         time.sleep(0.5)  # nobody reads; the ranks fill all buffers
-        memory = int(re.search(r"VmRSS:\s+(\d+)", open(f"/proc/{job.process.pid}/status").read())[1])
+        status = pathlib.Path(f"/proc/{job.process.pid}/status").read_text()
+        memory = int(re.search(r"VmRSS:\s+(\d+)", status)[1])
         assert memory < 64 << 10, "the launcher must not collect what nobody reads"
         job.send(15)
         result = job.wait()
@@ -184,5 +186,4 @@ def test_terminal_gets_colour_unless_told_not_to():
 
 def test_closed_standard_files_do_no_harm():
     shell = 'exec "$0" run -n 2 -- sh -c "echo x; exit 3" <&- >&- 2>&-'
-    from jobs import TESSERA
     assert subprocess.run(["sh", "-c", shell, TESSERA], timeout=30).returncode == 3

@@ -128,9 +128,10 @@ def test_no_scratch_folder_is_left(tmp_path):
 
 def test_module_and_python_script(tmp_path):
     (tmp_path / "hello.py").write_text("import os, sys\nprint(os.environ['RANK'], sys.argv[1:])\n")
-    for words in (["hello.py", "-n", "5"], ["-m", "hello", "-n", "5"], ["--module", "hello", "-n", "5"]):
-        result = run("run", "-n", 2, *words, cwd=tmp_path)
-        assert sorted(result.lines) == ["[rank 0] 0 ['-n', '5']", "[rank 1] 1 ['-n', '5']"], result.err
+    expected = ["[rank 0] 0 ['-n', '5']", "[rank 1] 1 ['-n', '5']"]
+    for words in (["hello.py"], ["-m", "hello"], ["--module", "hello"]):
+        result = run("run", "-n", 2, *words, "-n", "5", cwd=tmp_path)
+        assert sorted(result.lines) == expected, result.err
 
 
 def test_python_of_path_runs_scripts(tmp_path):

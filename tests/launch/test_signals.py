@@ -35,8 +35,8 @@ def test_signal_ends_ranks_and_gives_128_plus_n(number):
 @pytest.mark.parametrize("number, name", [(signal.SIGTERM, "TERM"), (signal.SIGINT, "INT")])
 def test_ranks_that_drain_decide_the_code(number, name):
     for code in (0, 7):
-        script = f"trap 'echo drained; exit {code}' {name}; echo ready; while :; do sleep 0.05; done"
-        job = started(script)
+        trap = f"trap 'echo drained; exit {code}' {name}"
+        job = started(f"{trap}; echo ready; while :; do sleep 0.05; done")
         job.send(number)
         result = job.wait()
         assert result.out.count("drained") == 2
@@ -44,7 +44,8 @@ def test_ranks_that_drain_decide_the_code(number, name):
 
 
 def test_ranks_that_ignore_sigterm_are_killed_after_the_timeout():
-    job = started("trap '' TERM; echo ready; while :; do sleep 0.1; done", "--shutdown-timeout", 0.5)
+    job = started("trap '' TERM; echo ready; while :; do sleep 0.1; done",
+                  "--shutdown-timeout", 0.5)
     begin = time.monotonic()
     job.send(signal.SIGTERM)
     result = job.wait()
@@ -86,8 +87,7 @@ import os, signal, time
 if os.environ['RANK'] == '1':
     os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(300)
-while open(f'/proc/{os.getppid()}/stat') and True:
-    # Wait until the other rank is stopped, then fail.
+while True:  # until the other rank is stopped, then fail
     for name in os.listdir('/proc'):
         try:
             stat = open(f'/proc/{name}/stat').read().rpartition(')')[2].split()

@@ -9,7 +9,16 @@ import subprocess
 import time
 
 import pytest
-from jobs import TESSERA, TORCH_PYTHON, Job, command_of, listening_addresses, python, run, wait_until
+from jobs import (
+    TESSERA,
+    TORCH_PYTHON,
+    Job,
+    command_of,
+    listening_addresses,
+    python,
+    run,
+    wait_until,
+)
 
 needs_worker = pytest.mark.skipif(
     not any((pathlib.Path(TESSERA).parent / place).exists()
@@ -46,7 +55,8 @@ print('connected', flush=True)
 
 @needs_worker
 def test_first_connection_starts_one_helper_and_its_end_is_only_a_warning():
-    job = Job("run", "-n", 2, "--", *python(CONNECT + "s.recv(1); print('store gone'); time.sleep(300)"))
+    code = CONNECT + "s.recv(1); print('store gone'); time.sleep(300)"
+    job = Job("run", "-n", 2, "--", *python(code))
     try:
         for _ in range(2):
             job.process.stdout.readline()
@@ -54,7 +64,8 @@ def test_first_connection_starts_one_helper_and_its_end_is_only_a_warning():
         wait_until(lambda: len(os.listdir(f"/proc/{store}/task")) > 1, limit=60, what="its threads")
         os.kill(store, signal.SIGKILL)
         assert b"store gone" in job.process.stdout.readline()
-        assert b"warning: the store ended by SIGKILL; the ranks go on" in job.process.stderr.readline()
+        warning = job.process.stderr.readline()
+        assert b"warning: the store ended by SIGKILL; the ranks go on" in warning
         assert store_of(job) is None
         job.send(signal.SIGTERM)
         assert job.wait().code == 143

@@ -14,10 +14,10 @@ namespace tessera::core {
 
 /// What a rank says before it ends.
 struct ErrorReport {
-  std::string_view message;    // `Type: text`
-  std::string_view callstack;  // may be empty
-  int64_t timestamp_ns = 0;    // nanoseconds since 1970; 0 means now
-  bool is_secondary = false;   // the failure of a peer, reported by a survivor
+  std::string_view message = {};    // `Type: text`
+  std::string_view callstack = {};  // may be empty
+  int64_t timestamp_ns = 0;         // nanoseconds since 1970; 0 means now
+  bool is_secondary = false;        // the failure of a peer, reported by a survivor
 };
 
 /// Writes the report to `path`, whole or not at all; the first report wins. Returns whether this
