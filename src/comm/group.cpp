@@ -7,6 +7,7 @@
 
 #include "comm/backend.h"
 #include "comm/rendezvous.h"
+#include "tessera/comm/backend.h"
 #include "tessera/core/check.h"
 
 namespace tessera::comm {
@@ -31,11 +32,8 @@ GroupOptions default_group_options() {
   if (const char* engine = std::getenv("TESSERA_ENGINE")) {
     const std::string name = engine;
     TESSERA_CHECK_VALUE(name == "auto" || name == "shm" || name == "gloo",
-                        "comm.init: TESSERA_ENGINE is '", name,
-                        "'. It may be auto, shm or gloo.");
-    options.engine = name == "shm"    ? Engine::kShm
-                     : name == "gloo" ? Engine::kGloo
-                                      : Engine::kAuto;
+                        "comm.init: TESSERA_ENGINE is '", name, "'. It may be auto, shm or gloo.");
+    options.engine = name == "shm" ? Engine::kShm : name == "gloo" ? Engine::kGloo : Engine::kAuto;
   }
   if (const char* check = std::getenv("TESSERA_CHECK_COLLECTIVES")) {
     options.check_gloo_calls = std::string(check) != "0";
@@ -113,6 +111,11 @@ void Group::abort(const std::string& reason) const {
   } else {
     group_->abort();
   }
+}
+
+c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::Store>& store,
+                                               int rank, int size, const GroupOptions& options) {
+  return make_engine(store, rank, size, options);
 }
 
 Group make_group(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,

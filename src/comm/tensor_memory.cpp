@@ -52,9 +52,8 @@ TensorMemory::TensorMemory(const at::Tensor& tensor, Use use) {
   at::Tensor contiguous = tensor;
   if (!is_ready) {
     if (use != Use::kRead) target_ = tensor.detach();
-    contiguous = use == Use::kWrite
-                     ? at::empty_like(tensor, at::MemoryFormat::Contiguous)
-                     : tensor.detach().resolve_conj().resolve_neg().contiguous();
+    contiguous = use == Use::kWrite ? at::empty_like(tensor, at::MemoryFormat::Contiguous)
+                                    : tensor.detach().resolve_conj().resolve_neg().contiguous();
   }
   // A scalar has no last dimension to reinterpret; as one row it does.
   memory_ = plain_view(contiguous.dim() == 0 ? contiguous.view({1}) : contiguous);

@@ -37,8 +37,8 @@ class TensorMemory {
   at::Tensor target_;  // what to write back to; undefined if memory_ is it
   at::Tensor memory_;
   DataType dtype_;
-  std::int64_t count_;        // elements of dtype_
-  std::int64_t row_count_;    // elements of dtype_ in one row
+  std::int64_t count_;      // elements of dtype_
+  std::int64_t row_count_;  // elements of dtype_ in one row
 };
 
 /// Throws ValueError or TypeError, naming the operator, unless `tensor` is a dense CPU tensor.
