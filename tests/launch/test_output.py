@@ -49,6 +49,23 @@ def test_megabytes_from_every_rank_arrive():
     assert len(result.out) == 3 * 200 * 400 * (len(line) + len("[rank 0] "))
 
 
+def test_lines_stay_whole_when_the_reader_is_slow():
+    code = "import sys\nfor _ in range(300): sys.stdout.write('0123456789abcdef\\n' * 4096)"
+    job = Job("run", "-n", 2, "--", *python(code))
+    try:
+        pieces = []
+        while piece := os.read(job.process.stdout.fileno(), 1 << 20):
+            pieces.append(piece)
+            if len(pieces) % 50 == 1 and len(pieces) < 300:
+                time.sleep(0.15)  # longer than a line without end is held back
+        lines = b"".join(pieces).splitlines()
+        assert job.process.wait(timeout=30) == 0
+    finally:
+        job.end()
+    assert len(lines) == 2 * 300 * 4096
+    assert set(lines) == {b"[rank 0] 0123456789abcdef", b"[rank 1] 0123456789abcdef"}
+
+
 def test_bytes_pass_unchanged():
     code = "import os\nos.write(1, bytes(range(256)) * 64 + b'\\n')"
     job = Job("run", "-n", 2, "--no-prefix", "--", *python(code))
