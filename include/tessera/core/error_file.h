@@ -10,6 +10,8 @@
 #include <cstdint>
 #include <string_view>
 
+#include "tessera/core/export.h"
+
 namespace tessera::core {
 
 /// What a rank says before it ends.
@@ -24,9 +26,9 @@ struct ErrorReport {
 /// call's report is the one on disk.
 ///
 /// Async-signal-safe: allocates nothing, and may be called from a signal or terminate handler.
-bool write_error_file(const char* path, const ErrorReport& report) noexcept;
+TESSERA_API bool write_error_file(const char* path, const ErrorReport& report) noexcept;
 
 /// The same, to the file named by TORCHELASTIC_ERROR_FILE. Returns false if the variable is unset.
-bool write_error_file(const ErrorReport& report) noexcept;
+TESSERA_API bool write_error_file(const ErrorReport& report) noexcept;
 
 }  // namespace tessera::core
