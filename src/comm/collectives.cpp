@@ -5,6 +5,7 @@
 #include <ATen/Functions.h>
 
 #include "comm/backend.h"
+#include "comm/engines.h"
 #include "tessera/core/check.h"
 
 namespace tessera::comm {
@@ -18,7 +19,7 @@ c10::intrusive_ptr<Backend> engine_for(const char* op, const at::Tensor& tensor,
                                        const Group& group) {
   TESSERA_CHECK_VALUE(tensor.defined(), "comm.", op, ": the tensor is undefined.");
   const auto device = tensor.device().type();
-  TESSERA_CHECK_VALUE(group.process_group()->hasBackendForDeviceType(device), "comm.", op,
+  TESSERA_CHECK_VALUE(has_engine_for(*group.process_group(), device), "comm.", op,
                       ": the tensor is on ", tensor.device().str(), ", but group '", group.name(),
                       "' (engine ", group.engine(),
                       ") has no engine for that device. Move the tensor, or use another group.");
@@ -321,7 +322,7 @@ Started start_recv(at::Tensor tensor, int source, const Group& group, int tag) {
 }
 
 Started start_barrier(const Group& group, bool is_async) {
-  const auto device = group.process_group()->hasBackendForDeviceType(c10::DeviceType::CPU)
+  const auto device = has_engine_for(*group.process_group(), c10::DeviceType::CPU)
                           ? c10::DeviceType::CPU
                           : c10::DeviceType::CUDA;
   c10d::BarrierOptions options;
