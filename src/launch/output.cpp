@@ -13,9 +13,9 @@
 namespace tessera::launch {
 namespace {
 
-constexpr size_t kReadBytes = 256 << 10;    // what the enlarged pipe holds
+constexpr size_t kReadBytes = 256 << 10;  // what the enlarged pipe holds
 constexpr size_t kTailBytes = 2 << 10;
-constexpr size_t kLongestLine = 1 << 20;    // longer lines are shown in pieces
+constexpr size_t kLongestLine = 1 << 20;  // longer lines are shown in pieces
 // A line without an end (a prompt, a progress bar) is shown after this pause.
 constexpr std::chrono::milliseconds kPartialDelay{100};
 
@@ -23,7 +23,7 @@ constexpr std::chrono::milliseconds kPartialDelay{100};
 
 Console::Console(EventLoop& loop, int fd, std::shared_ptr<OpenLine> line)
     : loop_(loop), fd_(fd), line_(std::move(line)) {
-  struct stat status {};
+  struct stat status{};
   if (fstat(fd, &status) != 0) {
     is_closed_ = true;
     return;

@@ -67,7 +67,12 @@ TEST_F(ErrorFile, IsReadBackWhateverTheTextHolds) {
 
 TEST_F(ErrorFile, BrokenUtf8IsReplacedSoThatTheFileStaysReadable) {
   const std::string message =
-      "a\xff" "b\xc3" "c\xed\xa0\x80" "d\xf4\x90\x80\x80" "e\xc0\xaf" "f\xe2\x82";
+      "a\xff"
+      "b\xc3"
+      "c\xed\xa0\x80"
+      "d\xf4\x90\x80\x80"
+      "e\xc0\xaf"
+      "f\xe2\x82";
   ASSERT_TRUE(write_error_file(path_.c_str(), {.message = message}));
   launch::RankFailure failure;
   ASSERT_TRUE(launch::read_error_file(path_, failure));
