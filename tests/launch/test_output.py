@@ -79,8 +79,7 @@ def test_last_line_without_end_is_shown_and_ended():
 
 
 def test_prompt_without_end_is_shown_while_the_rank_waits():
-    job = Job("run", "-n", 2, "--", "sh", "-c",
-              "[ $RANK = 0 ] && printf 'progress 10%%'; exec sleep 60")
+    job = Job("run", "-n", 2, "--", "sh", "-c", "[ $RANK = 0 ] && printf 'progress 10%%'; exec sleep 60")
     try:
         os.set_blocking(job.process.stdout.fileno(), False)
         seen = b""
@@ -140,8 +139,9 @@ def attempt_folder(log_dir, number=0):
 
 
 def test_log_dir_keeps_both_streams_of_every_rank(tmp_path):
-    result = run("run", "-n", 2, "--log-dir", tmp_path, "--", "sh", "-c",
-                 "echo out $RANK; echo err $RANK >&2")
+    result = run(
+        "run", "-n", 2, "--log-dir", tmp_path, "--", "sh", "-c", "echo out $RANK; echo err $RANK >&2"
+    )
     assert sorted(result.lines) == ["[rank 0] out 0", "[rank 1] out 1"]
     for rank in (0, 1):
         folder = attempt_folder(tmp_path) / str(rank)
@@ -151,26 +151,40 @@ def test_log_dir_keeps_both_streams_of_every_rank(tmp_path):
 
 
 def test_every_attempt_has_its_own_files(tmp_path):
-    run("run", "-n", 2, "--max-restarts", 1, "--log-dir", tmp_path, "--rdzv-id", "name", "--",
-        "sh", "-c", "[ $RANK = 0 ] && [ $TORCHELASTIC_RESTART_COUNT = 0 ] && exec sleep 60; "
-        "echo $TORCHELASTIC_RESTART_COUNT; [ $TORCHELASTIC_RESTART_COUNT = 1 ]")
+    run(
+        "run",
+        "-n",
+        2,
+        "--max-restarts",
+        1,
+        "--log-dir",
+        tmp_path,
+        "--rdzv-id",
+        "name",
+        "--",
+        "sh",
+        "-c",
+        "[ $RANK = 0 ] && [ $TORCHELASTIC_RESTART_COUNT = 0 ] && exec sleep 60; "
+        "echo $TORCHELASTIC_RESTART_COUNT; [ $TORCHELASTIC_RESTART_COUNT = 1 ]",
+    )
     for number in (0, 1):
         text = (attempt_folder(tmp_path, number) / "1/stdout.log").read_text()
         assert text == f"{number}\n"
     assert next(tmp_path.iterdir()).name.startswith("name-")
 
 
-@pytest.mark.parametrize("flags, shown, logged", [
-    (["--redirects", "3"], {"": ""}, {"0": "out,err", "1": "out,err"}),
-    (["--redirects", "1"], {"err": "01"}, {"0": "out", "1": "out"}),
-    (["--tee", "2"], {"out": "01", "err": "01"}, {"0": "err", "1": "err"}),
-    (["--redirects", "0:3"], {"out": "1", "err": "1"}, {"0": "out,err", "1": ""}),
-    (["--tee", "1:3", "--local-ranks-filter", "1"], {"out": "1", "err": "1"},
-     {"0": "", "1": "out,err"}),
-])
+@pytest.mark.parametrize(
+    "flags, shown, logged",
+    [
+        (["--redirects", "3"], {"": ""}, {"0": "out,err", "1": "out,err"}),
+        (["--redirects", "1"], {"err": "01"}, {"0": "out", "1": "out"}),
+        (["--tee", "2"], {"out": "01", "err": "01"}, {"0": "err", "1": "err"}),
+        (["--redirects", "0:3"], {"out": "1", "err": "1"}, {"0": "out,err", "1": ""}),
+        (["--tee", "1:3", "--local-ranks-filter", "1"], {"out": "1", "err": "1"}, {"0": "", "1": "out,err"}),
+    ],
+)
 def test_tee_and_redirects_mean_what_torchrun_means(tmp_path, flags, shown, logged):
-    result = run("run", "-n", 2, "--log-dir", tmp_path, *flags, "--", "sh", "-c",
-                 "echo out; echo err >&2")
+    result = run("run", "-n", 2, "--log-dir", tmp_path, *flags, "--", "sh", "-c", "echo out; echo err >&2")
     for stream, text in (("out", result.out), ("err", result.err)):
         ranks = "".join(sorted(re.findall(rf"\[rank (\d)\] {stream}", text)))
         assert ranks == shown.get(stream, "")
@@ -181,8 +195,17 @@ def test_tee_and_redirects_mean_what_torchrun_means(tmp_path, flags, shown, logg
 
 
 def test_filter_hides_the_other_ranks_and_the_report_shows_the_failed_ones_end():
-    result = run("run", "-n", 2, "--local-ranks-filter", "0", "--", "sh", "-c",
-                 "echo $RANK; [ $RANK = 0 ] && exit 0; echo hidden cause >&2; exit 4")
+    result = run(
+        "run",
+        "-n",
+        2,
+        "--local-ranks-filter",
+        "0",
+        "--",
+        "sh",
+        "-c",
+        "echo $RANK; [ $RANK = 0 ] && exit 0; echo hidden cause >&2; exit 4",
+    )
     assert result.code == 4
     assert set(result.lines) <= {"[rank 0] 0"}
     assert "    | hidden cause" in result.err

@@ -44,8 +44,7 @@ def test_ranks_that_drain_decide_the_code(number, name):
 
 
 def test_ranks_that_ignore_sigterm_are_killed_after_the_timeout():
-    job = started("trap '' TERM; echo ready; while :; do sleep 0.1; done",
-                  "--shutdown-timeout", 0.5)
+    job = started("trap '' TERM; echo ready; while :; do sleep 0.1; done", "--shutdown-timeout", 0.5)
     begin = time.monotonic()
     job.send(signal.SIGTERM)
     result = job.wait()
@@ -74,8 +73,7 @@ def test_no_restart_after_a_signal():
 
 
 def test_ignored_hangup_stays_ignored():
-    job = started(READY_THEN_SLEEP,
-                  preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    job = started(READY_THEN_SLEEP, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
     job.send(signal.SIGHUP)
     job.send(signal.SIGTERM)
     assert job.wait().code == 143
@@ -106,12 +104,15 @@ while True:  # until the other rank is stopped, then fail
 
 def test_killed_launcher_leaves_no_orphans():
     # Ranks, what they started in their own group, and the launcher's scratch folder.
-    for _ in range(10):
+    def kill_once():
         job = started("sleep 300 & echo ready; wait")
         wait_until(lambda: len(job.processes()) >= 6, what="the children of the ranks")
         job.send(signal.SIGKILL)
         job.process.wait(timeout=10)
         wait_until(lambda: job.processes() == [], limit=5, what="the end of all processes")
+
+    for _ in range(10):
+        kill_once()
 
 
 def test_killed_launcher_leaves_no_folder(tmp_path):
@@ -135,7 +136,10 @@ def test_interrupt_of_a_terminal_reaches_the_ranks_once():
     primary, secondary = os.openpty()
     process = subprocess.Popen(
         ["setsid", "--ctty", "--wait", TESSERA, "run", "-n", "2", "--", "sh", "-c", script],
-        stdin=secondary, stdout=secondary, stderr=secondary)
+        stdin=secondary,
+        stdout=secondary,
+        stderr=secondary,
+    )
     os.close(secondary)
     text = b""
     while text.count(b"ready") < 2:
