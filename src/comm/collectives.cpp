@@ -50,13 +50,14 @@ c10d::ReduceOp::RedOpType reduce_op(Reduction reduction) {
 
 Awaitable<at::Tensor> pending(c10::intrusive_ptr<c10d::Work> work, at::Tensor result) {
   return Awaitable<at::Tensor>([work = std::move(work), result = std::move(result)] {
-    work->wait();
+    if (work) work->wait();
     return result;
   });
 }
 
+// NCCL returns no work for an operation that already is in the order of the current stream.
 at::Tensor finished(const c10::intrusive_ptr<c10d::Work>& work, at::Tensor result) {
-  work->wait();
+  if (work) work->wait();
   return result;
 }
 
@@ -104,7 +105,7 @@ Rows exchange_counts(const char* op, std::int64_t mine, const at::Tensor& like,
   at::Tensor output = at::empty({group.size()}, input.options());
   c10d::AllgatherOptions options;
   options.asyncOp = false;
-  engine_for(op, input, group)->_allgather_base(output, input, options)->wait();
+  finished(engine_for(op, input, group)->_allgather_base(output, input, options), output);
   const at::Tensor counts = output.cpu();
   return {counts.data_ptr<std::int64_t>(), counts.data_ptr<std::int64_t>() + group.size()};
 }
