@@ -10,10 +10,15 @@ namespace tessera::cli {
 namespace {
 
 // Flags of torchrun that have no meaning here; silence would be a lie.
-constexpr std::string_view kTorchrunOnly[] = {
-    "--numa-binding",  "--virtual-local-rank", "--signals-to-handle", "--event-log-handler",
-    "--logs-specs",    "--local-addr",         "--run-path",          "--duplicate-stdout-filters",
-    "--duplicate-stderr-filters"};
+constexpr std::string_view kTorchrunOnly[] = {"--numa-binding",
+                                              "--virtual-local-rank",
+                                              "--signals-to-handle",
+                                              "--event-log-handler",
+                                              "--logs-specs",
+                                              "--local-addr",
+                                              "--run-path",
+                                              "--duplicate-stdout-filters",
+                                              "--duplicate-stderr-filters"};
 
 }  // namespace
 

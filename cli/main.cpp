@@ -15,7 +15,7 @@
 namespace tessera::cli {
 
 std::span<const Verb* const> verbs() {
-  static constexpr const Verb* kVerbs[] = {&kRunVerb, &kCompletionVerb};
+  static constexpr const Verb* kVerbs[] = {&kRunVerb, &kDoctorVerb, &kCompletionVerb};
   return kVerbs;
 }
 
@@ -27,6 +27,7 @@ std::string program_help() {
       "\n"
       "  tessera run -n 4 -- ./train --epochs 3       start four ranks of a program\n"
       "  tessera run -n 2 train.py                    the same for Python\n"
+      "  tessera doctor                               look at this machine and test two ranks\n"
       "\n"
       "verbs\n";
   char line[160];

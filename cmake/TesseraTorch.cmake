@@ -24,9 +24,8 @@ if(NOT EXISTS "${TESSERA_TORCH_DIR}/include/torch/csrc/api/include/torch/version
     "or set TESSERA_TORCH_DIR to the folder of the torch package (the one that holds include/ and lib/).")
 endif()
 
-file(STRINGS "${TESSERA_TORCH_DIR}/include/torch/csrc/api/include/torch/version.h" TESSERA_TORCH_VERSION
-     REGEX "^#define TORCH_VERSION \"")
-string(REGEX REPLACE ".*\"([^\"]+)\".*" "\\1" TESSERA_TORCH_VERSION "${TESSERA_TORCH_VERSION}")
+file(STRINGS "${TESSERA_TORCH_DIR}/version.py" TESSERA_TORCH_VERSION REGEX "^__version__")
+string(REGEX REPLACE ".*'([^']+)'.*" "\\1" TESSERA_TORCH_VERSION "${TESSERA_TORCH_VERSION}")
 
 add_library(tessera::torch INTERFACE IMPORTED GLOBAL)
 target_include_directories(tessera::torch SYSTEM INTERFACE

@@ -5,6 +5,7 @@
 #include <ATen/Functions.h>
 
 #include "comm/backend.h"
+#include "comm/engines.h"
 #include "tessera/core/check.h"
 
 namespace tessera::comm {
@@ -18,7 +19,7 @@ c10::intrusive_ptr<Backend> engine_for(const char* op, const at::Tensor& tensor,
                                        const Group& group) {
   TESSERA_CHECK_VALUE(tensor.defined(), "comm.", op, ": the tensor is undefined.");
   const auto device = tensor.device().type();
-  TESSERA_CHECK_VALUE(group.process_group()->hasBackendForDeviceType(device), "comm.", op,
+  TESSERA_CHECK_VALUE(has_engine_for(*group.process_group(), device), "comm.", op,
                       ": the tensor is on ", tensor.device().str(), ", but group '", group.name(),
                       "' (engine ", group.engine(),
                       ") has no engine for that device. Move the tensor, or use another group.");
@@ -49,17 +50,20 @@ c10d::ReduceOp::RedOpType reduce_op(Reduction reduction) {
 
 Awaitable<at::Tensor> pending(c10::intrusive_ptr<c10d::Work> work, at::Tensor result) {
   return Awaitable<at::Tensor>([work = std::move(work), result = std::move(result)] {
-    work->wait();
+    if (work) work->wait();
     return result;
   });
 }
 
+// NCCL returns no work for an operation that already is in the order of the current stream.
 at::Tensor finished(const c10::intrusive_ptr<c10d::Work>& work, at::Tensor result) {
-  work->wait();
+  if (work) work->wait();
   return result;
 }
 
-std::int64_t num_rows_of(const at::Tensor& tensor) { return tensor.dim() == 0 ? 1 : tensor.size(0); }
+std::int64_t num_rows_of(const at::Tensor& tensor) {
+  return tensor.dim() == 0 ? 1 : tensor.size(0);
+}
 
 // A tensor like `tensor` with another number of rows.
 at::Tensor with_rows(const at::Tensor& tensor, std::int64_t rows) {
@@ -69,7 +73,9 @@ at::Tensor with_rows(const at::Tensor& tensor, std::int64_t rows) {
   return at::empty(shape, tensor.options().requires_grad(false));
 }
 
-std::int64_t sum_of(const Rows& rows) { return std::accumulate(rows.begin(), rows.end(), std::int64_t{0}); }
+std::int64_t sum_of(const Rows& rows) {
+  return std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
+}
 
 void check_rows(const char* op, const Rows& rows, const Group& group) {
   TESSERA_CHECK_VALUE(rows.size() == static_cast<std::size_t>(group.size()), "comm.", op, ": ",
@@ -81,14 +87,15 @@ void check_rows(const char* op, const Rows& rows, const Group& group) {
 }
 
 void check_total(const char* op, const Rows& rows, const at::Tensor& input) {
-  TESSERA_CHECK_VALUE(sum_of(rows) == num_rows_of(input), "comm.", op, ": the row counts add up to ",
-                      sum_of(rows), ", the input has ", num_rows_of(input), " rows.");
+  TESSERA_CHECK_VALUE(sum_of(rows) == num_rows_of(input), "comm.", op,
+                      ": the row counts add up to ", sum_of(rows), ", the input has ",
+                      num_rows_of(input), " rows.");
 }
 
 void check_even(const char* op, const at::Tensor& input, const Group& group) {
-  TESSERA_CHECK_VALUE(num_rows_of(input) % group.size() == 0, "comm.", op, ": ",
-                      num_rows_of(input), " rows cannot be cut evenly for ", group.size(),
-                      " ranks. Use ", op, "_v with the number of rows per rank.");
+  TESSERA_CHECK_VALUE(num_rows_of(input) % group.size() == 0, "comm.", op, ": ", num_rows_of(input),
+                      " rows cannot be cut evenly for ", group.size(), " ranks. Use ", op,
+                      "_v with the number of rows per rank.");
 }
 
 // Every rank's word, on every rank.
@@ -98,7 +105,7 @@ Rows exchange_counts(const char* op, std::int64_t mine, const at::Tensor& like,
   at::Tensor output = at::empty({group.size()}, input.options());
   c10d::AllgatherOptions options;
   options.asyncOp = false;
-  engine_for(op, input, group)->_allgather_base(output, input, options)->wait();
+  finished(engine_for(op, input, group)->_allgather_base(output, input, options), output);
   const at::Tensor counts = output.cpu();
   return {counts.data_ptr<std::int64_t>(), counts.data_ptr<std::int64_t>() + group.size()};
 }
@@ -178,8 +185,7 @@ Started start_all_gather_v(const at::Tensor& input, const Group& group,
   const auto engine = engine_for("all_gather_v", input, group);
   at::Tensor mine = as_rows(input);
   if (given) check_rows("all_gather_v", *given, group);
-  const Rows rows =
-      given ? *given : exchange_counts("all_gather_v", mine.size(0), input, group);
+  const Rows rows = given ? *given : exchange_counts("all_gather_v", mine.size(0), input, group);
   TESSERA_CHECK_VALUE(rows[group.rank()] == mine.size(0), "comm.all_gather_v: rank ", group.rank(),
                       " holds ", mine.size(0), " rows, the sizes say ", rows[group.rank()], ".");
   at::Tensor output = with_rows(mine, sum_of(rows));
@@ -317,7 +323,7 @@ Started start_recv(at::Tensor tensor, int source, const Group& group, int tag) {
 }
 
 Started start_barrier(const Group& group, bool is_async) {
-  const auto device = group.process_group()->hasBackendForDeviceType(c10::DeviceType::CPU)
+  const auto device = has_engine_for(*group.process_group(), c10::DeviceType::CPU)
                           ? c10::DeviceType::CPU
                           : c10::DeviceType::CUDA;
   c10d::BarrierOptions options;
@@ -402,8 +408,7 @@ Awaitable<at::Tensor> all_to_all_v_async(const at::Tensor& input, const Rows& se
   return later(start_all_to_all_v(input, send_rows, group, recv_rows, true));
 }
 
-at::Tensor gather(const at::Tensor& input, int root, const Group& group,
-                  std::optional<Rows> rows) {
+at::Tensor gather(const at::Tensor& input, int root, const Group& group, std::optional<Rows> rows) {
   return wait(start_gather(input, root, group, rows, false));
 }
 Awaitable<at::Tensor> gather_async(const at::Tensor& input, int root, const Group& group,
@@ -433,6 +438,8 @@ Awaitable<at::Tensor> recv_async_(at::Tensor& tensor, int source, const Group& g
 }
 
 void barrier(const Group& group) { wait(start_barrier(group, false)); }
-Awaitable<at::Tensor> barrier_async(const Group& group) { return later(start_barrier(group, true)); }
+Awaitable<at::Tensor> barrier_async(const Group& group) {
+  return later(start_barrier(group, true));
+}
 
 }  // namespace tessera::comm

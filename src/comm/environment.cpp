@@ -38,8 +38,8 @@ void check_consistency(const Environment& environment) {
                       environment.world_size, ". A job has at least one rank.");
   TESSERA_CHECK_VALUE(environment.rank >= 0 && environment.rank < environment.world_size,
                       "comm.init: RANK is ", environment.rank, ", but WORLD_SIZE is ",
-                      environment.world_size, ". Ranks run from 0 to ",
-                      environment.world_size - 1, ".");
+                      environment.world_size, ". Ranks run from 0 to ", environment.world_size - 1,
+                      ".");
   TESSERA_CHECK_VALUE(
       environment.local_world_size >= 1 && environment.local_world_size <= environment.world_size,
       "comm.init: LOCAL_WORLD_SIZE is ", environment.local_world_size, ", but WORLD_SIZE is ",
@@ -142,8 +142,9 @@ Environment from_open_mpi() {
   environment.local_world_size =
       integer("OMPI_COMM_WORLD_LOCAL_SIZE").value_or(environment.world_size);
   environment.node_rank = environment.rank / std::max(environment.local_world_size, 1);
-  environment.run_id = "ompi-" + variable("OMPI_MCA_ess_base_jobid")
-                                     .value_or(variable("PMIX_NAMESPACE").value_or("0"));
+  environment.run_id =
+      "ompi-" +
+      variable("OMPI_MCA_ess_base_jobid").value_or(variable("PMIX_NAMESPACE").value_or("0"));
   environment.master_port = port_of_job(environment.run_id);
   read_master(environment);
   TESSERA_CHECK_VALUE(

@@ -88,9 +88,8 @@ void report_failure(std::exception_ptr exception) noexcept {
     return;
   }
   // Passed on as it came, so that the last rank of the chain still reads the root cause.
-  for_each_backend([&](EngineBackend& backend) {
-    backend.fail(failure_kind(error.kind), {}, error.text);
-  });
+  for_each_backend(
+      [&](EngineBackend& backend) { backend.fail(failure_kind(error.kind), {}, error.text); });
 }
 
 void write_error_file(std::exception_ptr exception) noexcept {

@@ -276,8 +276,9 @@ void RankGroup::kill_all() {
   }
   if (give_up_timer_ == 0) {
     give_up_timer_ = loop_.after(kGiveUpLimit, [this] {
-      err_.print("tessera: warning: a process does not end although it was killed; it hangs in the "
-                 "kernel and is left behind\n");
+      err_.print(
+          "tessera: warning: a process does not end although it was killed; it hangs in the "
+          "kernel and is left behind\n");
       for (Rank& rank : ranks_) {
         if (!rank.has_ended) rank.status = SIGKILL;
         rank.has_ended = true;

@@ -88,8 +88,8 @@ void Coordinator::accept_guest() {
 
 void Coordinator::on_hello(Guest& guest, const Message& hello) {
   const int node = hello.number("node");
-  const std::string who = "node " + std::to_string(node) + " (" + hello.text("host") + ", " +
-                          guest.address + ")";
+  const std::string who =
+      "node " + std::to_string(node) + " (" + hello.text("host") + ", " + guest.address + ")";
   if (hello.text("protocol") != kProtocol) {
     return refuse(guest, who + " runs another version of tessera");
   }
@@ -106,12 +106,12 @@ void Coordinator::on_hello(Guest& guest, const Message& hello) {
                              ", node 0 with " + std::to_string(options_.num_local_ranks));
   }
   if (node < 1 || node >= options_.num_nodes) {
-    return refuse(guest, who + " does not exist: nodes are 1 to " +
-                             std::to_string(options_.num_nodes - 1));
+    return refuse(
+        guest, who + " does not exist: nodes are 1 to " + std::to_string(options_.num_nodes - 1));
   }
   if (guest_of_node_.count(node) != 0) {
-    return refuse(guest, who + " is here already, from " +
-                             guests_.at(guest_of_node_[node]).address);
+    return refuse(guest,
+                  who + " is here already, from " + guests_.at(guest_of_node_[node]).address);
   }
   loop_.cancel(guest.deadline);
   guest.node = node;
@@ -176,8 +176,7 @@ void Coordinator::time_out() {
       "node 0 waits at " + address().text() + refusals_,
       "start tessera run with the same --nnodes and --nproc-per-node on every host, or raise "
       "--rdzv-timeout");
-  broadcast({"refused",
-             {{"why", std::string(error.what()).substr(std::strlen("rendezvous: "))}}});
+  broadcast({"refused", {{"why", std::string(error.what()).substr(std::strlen("rendezvous: "))}}});
   events_.on_timeout(error);
 }
 

@@ -110,9 +110,9 @@ std::string table(const std::vector<RankFailure>& failures, const std::vector<si
     const RankFailure& failure = failures[rows[i]];
     const std::string rank = failure.rank < 0 ? "-" : std::to_string(failure.rank);
     const std::string pid = failure.rank < 0 ? "-" : std::to_string(failure.pid);
-    const int length = std::snprintf(line, sizeof(line), "  %6s  %8s  %-14s  %-12s  ", rank.c_str(),
-                                     pid.c_str(), how_ended(failure).c_str(),
-                                     clock_time(failure.ended_ns).c_str());
+    const int length =
+        std::snprintf(line, sizeof(line), "  %6s  %8s  %-14s  %-12s  ", rank.c_str(), pid.c_str(),
+                      how_ended(failure).c_str(), clock_time(failure.ended_ns).c_str());
     const int room = std::max(context.width - length, 20);
     text += line + one_line(message_of(failure), static_cast<size_t>(room)) + "\n";
   }
@@ -137,9 +137,9 @@ std::string format_report(const std::vector<RankFailure>& failures, const Report
   if (what.empty()) what = how_ended(root);
   const char* red = context.use_color ? "\x1b[1;31m" : "";
   const char* plain = context.use_color ? "\x1b[0m" : "";
-  std::string text = std::string(red) + "error:" + plain + " " + name_of(root) + " failed first: " +
-                     what + "\n  why: " + why_line(root, context) + "\n  try: " + try_line(root) +
-                     "\n";
+  std::string text = std::string(red) + "error:" + plain + " " + name_of(root) +
+                     " failed first: " + what + "\n  why: " + why_line(root, context) +
+                     "\n  try: " + try_line(root) + "\n";
   if (!root.tail.empty()) {
     text += "  stderr of " + name_of(root) + " ends with:\n";
     const std::string tail = last_lines(root.tail, kMostTailLines);

@@ -25,8 +25,8 @@ std::string find_worker_program() {
     folders.push_back(fs::absolute(called, ignored).parent_path());
   }
   for (const fs::path& folder : folders) {
-    for (const char* place : {"tessera-worker", "../libexec/tessera/tessera-worker",
-                              "../lib/tessera/tessera-worker"}) {
+    for (const char* place :
+         {"tessera-worker", "../libexec/tessera/tessera-worker", "../lib/tessera/tessera-worker"}) {
       const fs::path candidate = folder / place;
       if (access(candidate.c_str(), X_OK) == 0 && fs::is_regular_file(candidate, ignored)) {
         return candidate.lexically_normal().string();
@@ -63,15 +63,17 @@ void StoreHost::start_helper() {
   // nobody accepts from would make the ranks wait instead of failing at once.
   const FileDescriptor listening = std::move(listener_.fd);
   if (program.empty()) {
-    warn_("a rank asks for the store, but there is no tessera-worker program beside tessera; "
-          "set TESSERA_WORKER to its path");
+    warn_(
+        "a rank asks for the store, but there is no tessera-worker program beside tessera; "
+        "set TESSERA_WORKER to its path");
     return;
   }
   Pipe life_line = make_pipe();
   ProcessSpec spec;
   spec.path = program;
-  spec.arguments = {program, "store", "--fd", std::to_string(listening.get()), "--host",
-                    listener_.address.host()};
+  spec.arguments = {program,  "store",
+                    "--fd",   std::to_string(listening.get()),
+                    "--host", listener_.address.host()};
   for (char** entry = environ; *entry != nullptr; ++entry) spec.environment.emplace_back(*entry);
   spec.stdin_fd = life_line.read_end.get();
   spec.inherited_fd = listening.get();

@@ -57,13 +57,12 @@ auto invoke_on_rank_and_broadcast_result(const Group& group, int rank, Work&& wo
       group, rank, [&work] { return ResultCodec<Result>::encode(work()); }));
 }
 
-/// Returns a function that runs `work` on the leader and returns its result everywhere. Calling it is
-/// collective.
+/// Returns a function that runs `work` on the leader and returns its result everywhere. Calling it
+/// is collective.
 template <class Work>
 auto run_on_leader(const Group& group, int leader, Work work) {
   return [group, leader, work = std::move(work)](auto&&... arguments) {
-    return invoke_on_rank_and_broadcast_result(group, leader,
-                                               [&] { return work(arguments...); });
+    return invoke_on_rank_and_broadcast_result(group, leader, [&] { return work(arguments...); });
   };
 }
 

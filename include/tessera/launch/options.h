@@ -48,9 +48,9 @@ struct RunOptions {
   int max_restarts = 0;
   std::string role = "default";
 
-  std::string log_dir;    // empty: no files
-  StreamRule tee;         // to the console and to a file
-  StreamRule redirects;   // to a file only
+  std::string log_dir;                 // empty: no files
+  StreamRule tee;                      // to the console and to a file
+  StreamRule redirects;                // to a file only
   std::vector<int> shown_local_ranks;  // whose output reaches the console; empty: all
   bool prefix_lines = true;
 
