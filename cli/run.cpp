@@ -151,7 +151,7 @@ void read_rendezvous_conf(const std::string& text, launch::RunOptions& options) 
 
 std::string checked_id(const std::string& text) {
   constexpr char kAllowed[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-";
-  if (text.find_first_not_of(kAllowed) == std::string::npos && !text.starts_with(".") &&
+  if (text.find_first_not_of(kAllowed) == std::string::npos && !text.starts_with('.') &&
       text.size() <= 128) {
     return text;
   }
