@@ -40,7 +40,7 @@ std::vector<std::string> long_flags(const CLI::App& app) {
 }
 
 SplitWords split_words(const CLI::App& app, const std::vector<std::string>& words) {
-  const std::string verb = app.get_name();
+  const std::string& verb = app.get_name();
   SplitWords split;
   for (size_t i = 0; i < words.size(); ++i) {
     if (words[i] == "--") {

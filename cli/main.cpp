@@ -57,7 +57,7 @@ const Verb* find_verb(const std::string& name) {
 [[noreturn]] void throw_unknown_verb(const std::string& word) {
   std::vector<std::string> known = {"help"};
   for (const Verb* verb : verbs()) known.emplace_back(verb->name);
-  if (word.starts_with("-")) {
+  if (word.starts_with('-')) {
     throw UsageError("unknown flag " + word + suggestion(word, {"--help", "--version"}));
   }
   throw UsageError("unknown verb '" + word + "'" + suggestion(word, known));

@@ -43,7 +43,7 @@ output
 ending
   --shutdown-timeout S      from SIGTERM to SIGKILL (10)
   --failure-grace S         after a failure the others may end by themselves this long
-                            (0.05 if the ranks use the store, else 0)
+                            (0.03 if the ranks use the store, else 0)
 configuration
   --config FILE             read flags from a TOML file; --print-config shows the result
   --role NAME --rdzv-backend B --rdzv-conf C --monitor-interval S --start-method M
@@ -151,7 +151,7 @@ void read_rendezvous_conf(const std::string& text, launch::RunOptions& options) 
 
 std::string checked_id(const std::string& text) {
   constexpr char kAllowed[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-";
-  if (text.find_first_not_of(kAllowed) == std::string::npos && !text.starts_with(".") &&
+  if (text.find_first_not_of(kAllowed) == std::string::npos && !text.starts_with('.') &&
       text.size() <= 128) {
     return text;
   }

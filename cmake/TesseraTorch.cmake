@@ -8,10 +8,14 @@ if(TARGET tessera::torch)
   return()
 endif()
 
-if(NOT TESSERA_TORCH_DIR)
-  if(NOT TESSERA_PYTHON)
+if(NOT TESSERA_PYTHON)
+  if(SKBUILD)
+    set(TESSERA_PYTHON ${Python_EXECUTABLE})  # the interpreter that pip builds for
+  else()
     find_program(TESSERA_PYTHON NAMES python3 python)
   endif()
+endif()
+if(NOT TESSERA_TORCH_DIR)
   # Found through the file system: importing torch takes a second and is not needed.
   execute_process(
     COMMAND ${TESSERA_PYTHON} -c

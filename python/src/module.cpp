@@ -2,6 +2,8 @@
 #include "tessera/core/version.h"
 
 PYBIND11_MODULE(_C, module) {
+  py::options options;
+  options.disable_function_signatures();  // the stubs have them
   module.doc() = "The engine of tessera. Import its public names from tessera and its modules.";
   module.def("version", &tessera::version, "Return the version of the library, e.g. '0.1.0'.");
   module.def("torch_version", &tessera::torch_version,

@@ -199,7 +199,15 @@ c10d::ErrorType EngineBackend::getError() {
 
 void EngineBackend::raise(const Failure& failure) {
   has_failed_.store(true);
-  Error error(error_kind(failure.kind()), failure.ranks(), failure.what());
+  std::string text = failure.what();
+  if (failure.kind() == FailureKind::kMismatch && monitor_->group_name() != "world") {
+    // The transport compares calls by group rank; readers think in world ranks.
+    std::vector<int> world_ranks;
+    for (const Member& member : monitor_->members()) world_ranks.push_back(member.world_rank);
+    text += " These are ranks of group '" + monitor_->group_name() + "', world " +
+            list_ranks(world_ranks) + ".";
+  }
+  Error error(error_kind(failure.kind()), failure.ranks(), std::move(text));
   {
     std::lock_guard lock(registry().mutex);
     registry().last_error = error;

@@ -130,6 +130,26 @@ struct Started {
   at::Tensor result;
 };
 
+// Other engines gather and scatter equal parts only; all of them know uneven all-to-all.
+bool takes_uneven_parts(const c10::intrusive_ptr<Backend>& engine) {
+  return dynamic_cast<EngineBackend*>(engine.get()) != nullptr;
+}
+
+Started start_exchange(const c10::intrusive_ptr<Backend>& engine, at::Tensor output,
+                       const at::Tensor& input, Rows recv_rows, Rows send_rows, bool is_async) {
+  at::Tensor rows = input.contiguous();
+  c10d::AllToAllOptions options;
+  options.asyncOp = is_async;
+  auto work = engine->alltoall_base(output, rows, recv_rows, send_rows, options);
+  return {std::move(work), std::move(output)};
+}
+
+void check_root(const char* op, int root, const Group& group) {
+  TESSERA_CHECK_VALUE(root >= 0 && root < group.size(), "comm.", op, ": root ", root,
+                      " is not a rank of a group of ", group.size(), " (0 to ", group.size() - 1,
+                      ").");
+}
+
 at::Tensor wait(const Started& started) { return finished(started.work, started.result); }
 Awaitable<at::Tensor> later(Started started) {
   return pending(std::move(started.work), std::move(started.result));
@@ -189,7 +209,7 @@ Started start_all_gather_v(const at::Tensor& input, const Group& group,
   TESSERA_CHECK_VALUE(rows[group.rank()] == mine.size(0), "comm.all_gather_v: rank ", group.rank(),
                       " holds ", mine.size(0), " rows, the sizes say ", rows[group.rank()], ".");
   at::Tensor output = with_rows(mine, sum_of(rows));
-  if (dynamic_cast<EngineBackend*>(engine.get()) != nullptr) {
+  if (takes_uneven_parts(engine)) {
     std::vector<std::vector<at::Tensor>> outputs{split_rows(output, rows)};
     std::vector<at::Tensor> inputs{mine};
     c10d::AllgatherOptions options;
@@ -197,14 +217,9 @@ Started start_all_gather_v(const at::Tensor& input, const Group& group,
     auto work = engine->allgather(outputs, inputs, options);
     return {std::move(work), std::move(output)};
   }
-  // Other engines take equal parts only; all of them know uneven all-to-all.
-  at::Tensor repeated = at::cat(std::vector<at::Tensor>(group.size(), mine));
-  Rows send_rows(group.size(), mine.size(0));
-  Rows recv_rows = rows;
-  c10d::AllToAllOptions options;
-  options.asyncOp = is_async;
-  auto work = engine->alltoall_base(output, repeated, recv_rows, send_rows, options);
-  return {std::move(work), std::move(output)};
+  return start_exchange(engine, std::move(output),
+                        at::cat(std::vector<at::Tensor>(group.size(), mine)), rows,
+                        Rows(group.size(), mine.size(0)), is_async);
 }
 
 Started start_reduce_scatter(const at::Tensor& input, const Group& group, Reduction reduction,
@@ -275,6 +290,7 @@ Started start_all_to_all_v(const at::Tensor& input, const Rows& send_rows, const
 Started start_gather(const at::Tensor& input, int root, const Group& group,
                      const std::optional<Rows>& given, bool is_async) {
   const auto engine = engine_for("gather", input, group);
+  check_root("gather", root, group);
   if (given) check_rows("gather", *given, group);
   at::Tensor mine = as_rows(input);
   const Rows rows = given ? *given : exchange_counts("gather", mine.size(0), input, group);
@@ -282,6 +298,12 @@ Started start_gather(const at::Tensor& input, int root, const Group& group,
                       " holds ", mine.size(0), " rows, the sizes say ", rows[group.rank()], ".");
   const bool is_root = group.rank() == root;
   at::Tensor output = with_rows(mine, is_root ? sum_of(rows) : 0);
+  if (!takes_uneven_parts(engine)) {
+    Rows send_rows(group.size(), 0);
+    send_rows[root] = mine.size(0);
+    return start_exchange(engine, std::move(output), mine, is_root ? rows : Rows(group.size(), 0),
+                          std::move(send_rows), is_async);
+  }
   std::vector<std::vector<at::Tensor>> outputs;
   if (is_root) outputs.push_back(split_rows(output, rows));
   std::vector<at::Tensor> inputs{mine};
@@ -295,11 +317,18 @@ Started start_gather(const at::Tensor& input, int root, const Group& group,
 Started start_scatter(const at::Tensor& input, const Rows& rows, int root, const Group& group,
                       bool is_async) {
   const auto engine = engine_for("scatter", input, group);
+  check_root("scatter", root, group);
   check_rows("scatter", rows, group);
   const bool is_root = group.rank() == root;
   at::Tensor whole = as_rows(input);
   if (is_root) check_total("scatter", rows, input);
   std::vector<at::Tensor> outputs{with_rows(whole, rows[group.rank()])};
+  if (!takes_uneven_parts(engine)) {
+    Rows recv_rows(group.size(), 0);
+    recv_rows[root] = rows[group.rank()];
+    return start_exchange(engine, outputs[0], is_root ? whole : with_rows(whole, 0),
+                          std::move(recv_rows), is_root ? rows : Rows(group.size(), 0), is_async);
+  }
   std::vector<std::vector<at::Tensor>> inputs;
   if (is_root) inputs.push_back(split_rows(whole, rows));
   c10d::ScatterOptions options;

@@ -59,15 +59,20 @@ void read_master(Environment& environment) {
   }
 }
 
-// The first host of a Slurm list such as "node[03-07,12],gpu1": node03.
+// The first host of a Slurm list such as "node[03-07,12],gpu1": node03. Names may hold several
+// ranges.
 std::string first_slurm_host(const std::string& list) {
-  const auto end = list.find(',');
-  const auto bracket = list.find('[');
-  if (bracket == std::string::npos || (end != std::string::npos && end < bracket)) {
-    return list.substr(0, end);
+  std::string host;
+  for (std::size_t at = 0; at < list.size() && list[at] != ','; ++at) {
+    if (list[at] != '[') {
+      host += list[at];
+      continue;
+    }
+    const std::size_t end = std::min(list.find_first_of(",-]", at), list.size());
+    host += list.substr(at + 1, end - at - 1);
+    at = std::min(list.find(']', at), list.size() - 1);
   }
-  const auto stop = list.find_first_of(",-]", bracket);
-  return list.substr(0, bracket) + list.substr(bracket + 1, stop - bracket - 1);
+  return host;
 }
 
 // Every rank computes the same port without talking: outside the range handed out to clients.

@@ -53,15 +53,15 @@ TensorMemory::TensorMemory(const at::Tensor& tensor, Use use) {
   at::Tensor contiguous = tensor;
   if (!is_ready) {
     if (use != Use::kRead) target_ = tensor.detach();
-    contiguous = use == Use::kWrite ? at::empty_like(tensor, at::MemoryFormat::Contiguous)
-                                    : tensor.detach().resolve_conj().resolve_neg().contiguous();
+    contiguous = use == Use::kWrite
+                     ? at::empty(tensor.sizes(), tensor.options().device(at::kCPU))
+                     : tensor.detach().resolve_conj().resolve_neg().cpu().contiguous();
   }
   // A scalar has no last dimension to reinterpret; as one row it does.
   memory_ = plain_view(contiguous.dim() == 0 ? contiguous.view({1}) : contiguous);
   dtype_ = *data_type_of(memory_.scalar_type());
   count_ = memory_.numel();
   row_count_ = memory_.size(0) > 0 ? count_ / memory_.size(0) : 0;
-  if (target_.defined()) memory_.set_requires_grad(false);
 }
 
 Piece TensorMemory::piece() const { return {memory_.data_ptr(), count_}; }

@@ -35,7 +35,7 @@ namespace tessera::launch {
 namespace {
 
 // Time for ranks that use the store to notice a dead peer and to report what they were doing.
-constexpr std::chrono::milliseconds kReportGrace{50};
+constexpr std::chrono::milliseconds kReportGrace{30};
 constexpr std::chrono::seconds kFarewellLimit{2};
 
 std::string make_scratch_folder() {

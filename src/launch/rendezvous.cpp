@@ -36,16 +36,17 @@ Coordinator::Coordinator(EventLoop& loop, const RunOptions& options, Message ide
                          Events events)
     : loop_(loop),
       options_(options),
+      endpoint_(options.endpoint.value()),
       identity_(std::move(identity)),
       events_(std::move(events)),
-      listener_(listen_on(resolve(*options.endpoint))),
+      listener_(listen_on(resolve(endpoint_))),
       begin_(Clock::now()) {
   loop_.watch(listener_.fd.get(), POLLIN, [this](short) { accept_guest(); });
   reminder_ = loop_.after(kFirstReminder, [this] { remind(); });
   deadline_ = loop_.after(options_.rendezvous_timeout, [this] { time_out(); });
-  if (listener_.address.is_loopback() && options_.endpoint->host != listener_.address.host() &&
-      options_.endpoint->host != "localhost") {
-    events_.note("warning: '" + options_.endpoint->host + "' is " + listener_.address.host() +
+  if (listener_.address.is_loopback() && endpoint_.host != listener_.address.host() &&
+      endpoint_.host != "localhost") {
+    events_.note("warning: '" + endpoint_.host + "' is " + listener_.address.host() +
                  " on this host, which other hosts cannot reach; write its address instead");
   }
 }
@@ -197,7 +198,7 @@ Member::Member(EventLoop& loop, const RunOptions& options, Events events)
     : loop_(loop),
       options_(options),
       events_(std::move(events)),
-      address_(resolve(*options.endpoint)),
+      address_(resolve(options.endpoint.value())),
       begin_(Clock::now()) {
   deadline_ = loop_.after(options_.rendezvous_timeout, [this] {
     is_over_ = true;

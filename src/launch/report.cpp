@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <ctime>
 #include <numeric>
+#include <tuple>
 
 #include "process.h"
 #include "tessera/launch/exit_code.h"
@@ -152,9 +153,9 @@ std::string format_report(const std::vector<RankFailure>& failures, const Report
   if (context.world_size == 1) return text;
   std::vector<size_t> rows(failures.size());
   std::iota(rows.begin(), rows.end(), size_t{0});
-  std::stable_sort(rows.begin(), rows.end(), [&](size_t a, size_t b) {
-    return std::pair(a != first, failures[a].ended_ns) <
-           std::pair(b != first, failures[b].ended_ns);
+  std::sort(rows.begin(), rows.end(), [&](size_t a, size_t b) {
+    return std::tuple(a != first, failures[a].ended_ns, a) <
+           std::tuple(b != first, failures[b].ended_ns, b);
   });
   return text + table(failures, rows, context);
 }

@@ -150,6 +150,15 @@ def test_log_dir_keeps_both_streams_of_every_rank(tmp_path):
         assert folder.stat().st_mode & 0o077 == 0
 
 
+def test_log_dir_that_cannot_be_made_is_said(tmp_path):
+    (tmp_path / "file").write_text("")
+    result = run("run", "-n", 2, "--log-dir", tmp_path / "file/logs", "--", "true")
+    assert result.code == 78
+    assert re.match(
+        r"error: run: cannot write to \S+/file/logs/\S+\n  why: Not a directory\n  try: ", result.err
+    )
+
+
 def test_every_attempt_has_its_own_files(tmp_path):
     run(
         "run",

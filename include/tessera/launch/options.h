@@ -55,7 +55,7 @@ struct RunOptions {
   bool prefix_lines = true;
 
   std::chrono::milliseconds shutdown_timeout{10'000};  // from SIGTERM to SIGKILL
-  // How long the other ranks may end by themselves after a failure, before SIGTERM. Unset: 50 ms
+  // How long the other ranks may end by themselves after a failure, before SIGTERM. Unset: 30 ms
   // when the ranks use the store, because they then report what they saw; else 0.
   std::optional<std::chrono::milliseconds> failure_grace;
 
