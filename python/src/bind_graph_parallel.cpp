@@ -3,6 +3,7 @@
 #include "bindings.h"
 #include "tessera/graph_parallel/gp_group.h"
 #include "tessera/graph_parallel/halo.h"
+#include "tessera/graph_parallel/neighbour_sum.h"
 #include "tessera/graph_parallel/tensor_parts.h"
 
 namespace tessera::python {
@@ -10,7 +11,7 @@ namespace {
 
 using at::Tensor;
 using comm::Group;
-using graph_parallel::HaloOptions;
+using graph_parallel::Adjacency;
 using graph_parallel::HaloPlan;
 using graph_parallel::Partition;
 using graph_parallel::PendingRows;
@@ -95,6 +96,22 @@ void bind_halo(py::module_& module) {
   module.def("halo_accumulate_async", &graph_parallel::halo_accumulate_async, Release());
 }
 
+void bind_neighbour_sum(py::module_& module) {
+  py::class_<Adjacency>(module, "Adjacency")
+      .def(py::init<const Tensor&, std::int64_t, std::int64_t>(), py::arg("edge_index"),
+           py::arg("num_sources"), py::arg("num_targets"))
+      .def_property_readonly("num_sources", &Adjacency::num_sources)
+      .def_property_readonly("num_targets", &Adjacency::num_targets)
+      .def_property_readonly("num_edges", &Adjacency::num_edges)
+      .def("reversed", &Adjacency::reversed);
+  module.def(
+      "neighbour_sum",
+      [](const Tensor& rows, const Adjacency& adjacency, const MaybeTensor& weights) {
+        return graph_parallel::neighbour_sum(rows, adjacency, weights.value_or(Tensor()));
+      },
+      Release());
+}
+
 // What gp_utils needs besides the regions; the groups themselves are torch.distributed's.
 void bind_tensor_parts(py::module_& module) {
   module.def("ensure_div", &graph_parallel::ensure_div);
@@ -117,6 +134,7 @@ void bind_graph_parallel(py::module_& module) {
   py::module_ sub = module.def_submodule("graph_parallel", "Partitions and halos of a graph.");
   bind_partition(sub);
   bind_halo(sub);
+  bind_neighbour_sum(sub);
   bind_tensor_parts(sub);
 }
 

@@ -24,6 +24,7 @@ from tessera import _C
 from tessera.comm._group import group_or_world
 
 __all__ = [
+    "Adjacency",
     "HaloPlan",
     "Partition",
     "PendingRows",
@@ -33,9 +34,11 @@ __all__ = [
     "halo_exchange",
     "halo_exchange_async",
     "halo_extend",
+    "neighbour_sum",
 ]
 
 _engine = _C.graph_parallel
+Adjacency = _engine.Adjacency
 PendingRows = _engine.PendingRows
 
 
@@ -69,12 +72,16 @@ class Partition:
         return cls(_engine.Partition.from_owners(owners, num_parts))
 
     @classmethod
-    def morton(cls, positions, num_parts, cell=None, is_periodic=(True, True, True), weights=None) -> Partition:
+    def morton(
+        cls, positions, num_parts, cell=None, is_periodic=(True, True, True), weights=None
+    ) -> Partition:
         """Cut a Morton curve through `positions`, [nodes, 3]; `cell` has lattice vectors as rows."""
         return cls(_engine.Partition.morton(positions, num_parts, cell, is_periodic, weights))
 
     @classmethod
-    def hilbert(cls, positions, num_parts, cell=None, is_periodic=(True, True, True), weights=None) -> Partition:
+    def hilbert(
+        cls, positions, num_parts, cell=None, is_periodic=(True, True, True), weights=None
+    ) -> Partition:
         """Cut a Hilbert curve through `positions`."""
         return cls(_engine.Partition.hilbert(positions, num_parts, cell, is_periodic, weights))
 
@@ -86,7 +93,9 @@ class Partition:
         return cls(_engine.Partition.recursive_bisection(positions, num_parts, cell, is_periodic, weights))
 
     @classmethod
-    def metis(cls, num_nodes: int, edge_index: Tensor, num_parts: int, weights: Tensor | None = None) -> Partition:
+    def metis(
+        cls, num_nodes: int, edge_index: Tensor, num_parts: int, weights: Tensor | None = None
+    ) -> Partition:
         """Ask METIS for few cut edges; ValueError if this build has none."""
         return cls(_engine.Partition.metis(num_nodes, edge_index, num_parts, weights))
 
@@ -155,3 +164,17 @@ def halo_exchange_async(owned: Tensor, plan: HaloPlan) -> PendingRows:
 def halo_accumulate_async(halo: Tensor, plan: HaloPlan) -> PendingRows:
     """Start halo_accumulate; call `finish()` on the result."""
     return _engine.halo_accumulate_async(halo, plan._handle)
+
+
+def neighbour_sum(rows: Tensor, adjacency: Adjacency, weights: Tensor | None = None) -> Tensor:
+    """Return, for each target, the sum over its edges of the source's row times the edge's weight.
+
+    `weights` is [edges, columns], [edges, 1] or None. One pass, without a tensor of messages;
+    differentiable any number of times in rows and weights.
+
+    >>> edges = torch.tensor([[0, 1, 2], [0, 0, 1]])
+    >>> neighbour_sum(torch.eye(3), Adjacency(edges, 3, 2))
+    tensor([[1., 1., 0.],
+            [0., 0., 1.]])
+    """
+    return _engine.neighbour_sum(rows, adjacency, weights)
