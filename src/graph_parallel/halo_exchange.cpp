@@ -16,15 +16,10 @@ at::Tensor in_payload(const at::Tensor& rows, const HaloPlan& plan) {
   return plan.options().payload ? rows.to(*plan.options().payload) : rows;
 }
 
-// The plan's indices live with the rows.
-at::Tensor send_index_for(const at::Tensor& rows, const HaloPlan& plan) {
-  return plan.send_index().to(rows.device());
-}
-
 }  // namespace
 
 at::Tensor pack(const at::Tensor& owned, const HaloPlan& plan) {
-  return in_payload(owned.detach().index_select(0, send_index_for(owned, plan)), plan);
+  return in_payload(owned.detach().index_select(0, plan.send_index(owned.device())), plan);
 }
 
 at::Tensor pack_back(const at::Tensor& halo, const HaloPlan& plan) {
@@ -43,7 +38,7 @@ at::Tensor unpack_back(const at::Tensor& arrived, const HaloPlan& plan, at::Scal
   auto shape = arrived.sizes().vec();
   shape[0] = plan.num_owned();
   at::Tensor owned = at::zeros(shape, arrived.options().dtype(dtype));
-  const at::Tensor index = send_index_for(arrived, plan);
+  const at::Tensor index = plan.send_index(arrived.device());
   const at::Tensor rows = arrived.to(dtype);
   if (!plan.options().deterministic || arrived.is_cpu()) {
     return owned.index_add_(0, index, rows);

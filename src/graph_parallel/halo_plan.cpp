@@ -6,6 +6,7 @@
 
 #include <ATen/Functions.h>
 
+#include "graph_parallel/device_copies.h"
 #include "regions/together.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/error.h"
@@ -108,6 +109,7 @@ struct HaloPlan::State {
   RowList sent;
   at::Tensor nodes;
   at::Tensor send_index;
+  detail::DeviceCopies send_index_copies;
   at::Tensor local_edges;
   at::Tensor interior;
   at::Tensor boundary;
@@ -257,6 +259,9 @@ std::int64_t HaloPlan::num_sent() const noexcept {
 const at::Tensor& HaloPlan::nodes() const noexcept { return state_->nodes; }
 at::Tensor HaloPlan::halo_nodes() const { return state_->nodes.slice(0, num_owned()); }
 const at::Tensor& HaloPlan::send_index() const noexcept { return state_->send_index; }
+at::Tensor HaloPlan::send_index(at::Device device) const {
+  return state_->send_index_copies.of(state_->send_index, device);
+}
 const Ids& HaloPlan::send_rows() const noexcept { return state_->sent.rows; }
 const Ids& HaloPlan::recv_rows() const noexcept { return state_->received.rows; }
 const at::Tensor& HaloPlan::local_edges() const noexcept { return state_->local_edges; }

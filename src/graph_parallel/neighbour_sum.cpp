@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include "graph_parallel/device_copies.h"
 #include "kernels/neighbour_sum.h"
 #include "tessera/core/check.h"
 
@@ -37,11 +38,20 @@ struct Sorted {
 }  // namespace
 
 struct Adjacency::State {
+  State(std::int64_t num_sources, std::int64_t num_targets, at::Tensor edge_index,
+        std::shared_ptr<const Sorted> by_target, std::shared_ptr<const Sorted> by_source)
+      : num_sources(num_sources),
+        num_targets(num_targets),
+        edge_index(std::move(edge_index)),
+        by_target(std::move(by_target)),
+        by_source(std::move(by_source)) {}
+
   std::int64_t num_sources;
   std::int64_t num_targets;
   at::Tensor edge_index;
   std::shared_ptr<const Sorted> by_target;
   std::shared_ptr<const Sorted> by_source;
+  detail::DeviceCopies edge_copies;
 };
 
 Adjacency::Adjacency(std::shared_ptr<const State> state) : state_(std::move(state)) {}
@@ -64,9 +74,9 @@ Adjacency::Adjacency(const at::Tensor& edge_index, std::int64_t num_sources,
     }
   }
   state_ = std::make_shared<State>(
-      State{num_sources, num_targets, edges,
-            std::make_shared<Sorted>(Sorted::by(edges[1], edges[0], num_targets)),
-            std::make_shared<Sorted>(Sorted::by(edges[0], edges[1], num_sources))});
+      num_sources, num_targets, edges,
+      std::make_shared<Sorted>(Sorted::by(edges[1], edges[0], num_targets)),
+      std::make_shared<Sorted>(Sorted::by(edges[0], edges[1], num_sources)));
 }
 
 std::int64_t Adjacency::num_sources() const noexcept { return state_->num_sources; }
@@ -75,9 +85,9 @@ std::int64_t Adjacency::num_edges() const noexcept { return state_->edge_index.s
 const at::Tensor& Adjacency::edge_index() const noexcept { return state_->edge_index; }
 
 Adjacency Adjacency::reversed() const {
-  return Adjacency(std::make_shared<State>(State{state_->num_targets, state_->num_sources,
-                                                 state_->edge_index.flip(0), state_->by_source,
-                                                 state_->by_target}));
+  return Adjacency(std::make_shared<State>(state_->num_targets, state_->num_sources,
+                                           state_->edge_index.flip(0), state_->by_source,
+                                           state_->by_target));
 }
 
 namespace {
@@ -137,9 +147,12 @@ at::Tensor multiply_ends(const at::Tensor& sources, const at::Tensor& targets,
 // and w over the reversed edges, in w the products of the two ends. Derivatives of these are these
 // again, so two functions serve all orders.
 
+// LibTorch refuses undefined tensors among the inputs of a function that is recorded.
+using MaybeVariable = std::optional<Variable>;
+
 struct Sum : Function<Sum> {
-  static Variable forward(AutogradContext* context, const Variable& rows, const Variable& weights,
-                          const SavedPtr& saved);
+  static Variable forward(AutogradContext* context, const Variable& rows,
+                          const MaybeVariable& weights, const SavedPtr& saved);
   static variable_list backward(AutogradContext* context, const variable_list& grads);
 };
 
@@ -157,12 +170,17 @@ SavedPtr reversed(const SavedPtr& saved) {
   return c10::make_intrusive<Saved>(saved->adjacency.reversed());
 }
 
-Variable Sum::forward(AutogradContext* context, const Variable& rows, const Variable& weights,
+MaybeVariable maybe(const Variable& weights) {
+  return weights.defined() ? MaybeVariable(weights) : std::nullopt;
+}
+
+Variable Sum::forward(AutogradContext* context, const Variable& rows, const MaybeVariable& weights,
                       const SavedPtr& saved) {
-  context->save_for_backward({rows, weights});
+  const Variable factors = weights.value_or(Variable());
+  context->save_for_backward({rows, factors});
   context->saved_data["edges"] = c10::IValue::make_capsule(saved);
-  return rows.scalar_type() == at::kFloat ? sum_rows<float>(rows, saved->adjacency, weights)
-                                          : sum_rows<double>(rows, saved->adjacency, weights);
+  return rows.scalar_type() == at::kFloat ? sum_rows<float>(rows, saved->adjacency, factors)
+                                          : sum_rows<double>(rows, saved->adjacency, factors);
 }
 
 variable_list Sum::backward(AutogradContext* context, const variable_list& grads) {
@@ -173,7 +191,7 @@ variable_list Sum::backward(AutogradContext* context, const variable_list& grads
   Variable grad_rows;
   Variable grad_weights;
   if (context->needs_input_grad(0)) {
-    grad_rows = Sum::apply(grads[0], weights, reversed(saved));
+    grad_rows = Sum::apply(grads[0], maybe(weights), reversed(saved));
   }
   if (weights.defined() && context->needs_input_grad(1)) {
     grad_weights = Product::apply(rows, grads[0], weights.size(1), saved);
@@ -196,15 +214,16 @@ variable_list Product::backward(AutogradContext* context, const variable_list& g
   Variable grad_sources;
   Variable grad_targets;
   if (context->needs_input_grad(0)) {
-    grad_sources = Sum::apply(inputs[1], grads[0], reversed(saved));
+    grad_sources = Sum::apply(inputs[1], MaybeVariable(grads[0]), reversed(saved));
   }
-  if (context->needs_input_grad(1)) grad_targets = Sum::apply(inputs[0], grads[0], saved);
+  if (context->needs_input_grad(1))
+    grad_targets = Sum::apply(inputs[0], MaybeVariable(grads[0]), saved);
   return {grad_sources, grad_targets, Variable(), Variable()};
 }
 
 // Other devices and types: the same out of LibTorch's operators.
 at::Tensor composed(const at::Tensor& rows, const Adjacency& adjacency, const at::Tensor& weights) {
-  const at::Tensor edges = adjacency.edge_index().to(rows.device());
+  const at::Tensor edges = adjacency.state().edge_copies.of(adjacency.edge_index(), rows.device());
   at::Tensor messages = rows.index_select(0, edges[0]);
   if (weights.defined()) messages = messages * weights;
   return at::zeros({adjacency.num_targets(), rows.size(1)}, rows.options().requires_grad(false))
@@ -231,7 +250,7 @@ at::Tensor neighbour_sum(const at::Tensor& rows, const Adjacency& adjacency,
   const bool has_kernel =
       rows.is_cpu() && (rows.scalar_type() == at::kFloat || rows.scalar_type() == at::kDouble);
   if (!has_kernel) return composed(rows, adjacency, weights);
-  return Sum::apply(rows, weights, c10::make_intrusive<Saved>(adjacency));
+  return Sum::apply(rows, maybe(weights), c10::make_intrusive<Saved>(adjacency));
 }
 
 }  // namespace tessera::graph_parallel

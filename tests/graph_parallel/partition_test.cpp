@@ -179,7 +179,7 @@ TEST(Partition, BisectionHasTheSmallestHalo) {
     std::int64_t largest_limit;
   };
   for (const Case& sample : {Case{{16, 16, 16}, 16, 600, 660}, Case{{16, 16, 16}, 8, 832, 900},
-                             Case{{25.4, 25.4, 6.35}, 16, 325, 380}}) {
+                             Case{{25.4, 25.4, 6.35}, 16, 345, 385}}) {
     const Cloud cloud = periodic_cloud(4096, sample.lengths, radius, 1);
     const auto halos = [&](Make make) {
       return halos_of(make(cloud.positions, sample.parts, {.cell = cloud.cell}), cloud.edge_index);

@@ -24,7 +24,7 @@ struct Structure {
 struct StructureOptions {
   std::int64_t num_atoms = 216;
   double spacing = 1.15;  // of the lattice; a pair of like atoms rests at 1.12
-  double jitter = 0.07;   // how far atoms are off their sites
+  double jitter = 0.03;   // how far atoms are off their sites
   double cutoff = 2.2;
 };
 

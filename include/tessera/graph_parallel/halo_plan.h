@@ -69,6 +69,8 @@ class TESSERA_API HaloPlan {
 
   /// [num_sent]: local numbers of the owned rows that travel, ordered by receiver.
   const at::Tensor& send_index() const noexcept;
+  /// The same on `device`; copied there once.
+  at::Tensor send_index(at::Device device) const;
   /// Rows sent to, and received from, each rank.
   const std::vector<std::int64_t>& send_rows() const noexcept;
   const std::vector<std::int64_t>& recv_rows() const noexcept;

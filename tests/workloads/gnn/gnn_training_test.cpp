@@ -78,7 +78,7 @@ TEST(GnnTraining, LearnsForces) {
                                   });
     EXPECT_EQ(num_reports, 120);
     EXPECT_LT(summary.after.force, 0.7 * summary.before.force);
-    EXPECT_LT(summary.after.energy_per_atom, 0.5 * summary.before.energy_per_atom);
+    EXPECT_LT(summary.after.energy_per_atom, 0.1);
     EXPECT_GT(summary.halo_rows, 0);
   });
 }
