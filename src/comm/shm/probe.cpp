@@ -18,7 +18,7 @@ namespace {
 constexpr std::chrono::milliseconds kProbeInterval{100};
 constexpr int kBatches = 8;
 constexpr int kPingsPerBatch = 8;
-constexpr int kMaxLooks = 20000;  // about 10 us; a peer that does not run must not delay us
+constexpr int kMaxLooks = 20000;      // about 10 us; a peer that does not run must not delay us
 constexpr int kFarNanoseconds = 130;  // one way; between the two states by a factor of two
 constexpr int kUnknown = -1;
 
