@@ -21,11 +21,11 @@ def train(*flags):
 
 
 def test_prints_progress_and_errors():
-    result = train("gnn", "--ranks", "2", "--steps", "30", "--lr", "0.01", *SMALL)
+    result = train("gnn", "--ranks", "2", "--steps", "150", "--batch", "2", "--lr", "0.01", *SMALL)
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()
     assert lines[0] == "structures 4 of 27 atoms | data 1 x graph 2 | bisection"
-    step = r"step +\d+/30 \| loss [\d.e+-]+ \| [\d.]+[kM]? atoms/s \| [\d.]+ ms \| eta \d+s"
+    step = r"step +\d+/150 \| loss [\d.e+-]+ \| [\d.]+[kM]? atoms/s \| [\d.]+ ms \| eta \d+s"
     assert re.fullmatch(step, lines[1]) and re.fullmatch(step, lines[-2])
     end = re.fullmatch(
         r"energy error ([\d.]+) per atom, was ([\d.]+) \| force error ([\d.]+), was ([\d.]+)", lines[-1]
