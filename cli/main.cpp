@@ -91,8 +91,7 @@ int dispatch(const std::vector<std::string>& words) {
 
 void print_error(const std::string& text) {
   const char* no_color = std::getenv("NO_COLOR");
-  const bool use_color =
-      isatty(STDERR_FILENO) == 1 && (no_color == nullptr || *no_color == '\0');
+  const bool use_color = isatty(STDERR_FILENO) == 1 && (no_color == nullptr || *no_color == '\0');
   if (use_color && text.starts_with("error:")) {
     std::fprintf(stderr, "\x1b[1;31merror:\x1b[0m%s", text.c_str() + 6);
   } else {
