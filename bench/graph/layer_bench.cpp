@@ -212,8 +212,8 @@ class LayerBench {
     const Share gloo_share = share_of(sample_, partition, gloo_);
     check(partition, share);
     time_exchanges(share);
-    time_layers(share, gloo_share);
     time_alone();
+    time_layers(share, gloo_share);
     time_overlap(partition);
     bench_.meet();
   }
@@ -255,6 +255,7 @@ class LayerBench {
     label.ranks = bench_.size();
     label.isa = kernels::name_of(kernels::active_isa());
     label.bytes = static_cast<std::size_t>(bytes);
+    label.others = samples.others;
     print_row(label, all);
     std::sort(all.begin(), all.end());
     return quantile_of(all, 0.5);
