@@ -23,7 +23,9 @@ def test_the_library_defines_no_symbol_of_gloo():
 
 def test_the_gloo_file_was_built_from_our_declarations_only():
     dependencies = run("ninja", "-C", str(BUILD), "-t", "deps")
-    blocks = [b for b in dependencies.split("\n\n") if "gloo_backend.cpp.o:" in b.split("\n", 1)[0]]
+    # Benchmarks compile the file once more, for a peer of their own.
+    name = "tessera.dir/comm/gloo/gloo_backend.cpp.o:"
+    blocks = [b for b in dependencies.split("\n\n") if name in b.split("\n", 1)[0]]
     assert len(blocks) == 1
     gloo = [
         line.strip() for line in blocks[0].splitlines() if "/gloo/" in line and line.strip().endswith(".h")
