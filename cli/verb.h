@@ -22,7 +22,9 @@ struct Verb {
   std::vector<std::string> (*flags)();
 };
 
+extern const Verb kPlanVerb;
 extern const Verb kRunVerb;
+extern const Verb kTrainVerb;
 extern const Verb kDoctorVerb;
 extern const Verb kCompletionVerb;
 

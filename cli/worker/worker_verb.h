@@ -17,7 +17,9 @@ struct WorkerVerb {
   int (*run)(const std::vector<std::string>& words);
 };
 
+extern const WorkerVerb kPlanGraphVerb;
 extern const WorkerVerb kStoreVerb;
+extern const WorkerVerb kTrainGnnVerb;
 extern const WorkerVerb kDoctorRankVerb;
 
 }  // namespace tessera::cli

@@ -38,6 +38,15 @@ def test_torch_ddp_learns_over_shared_memory():
     assert float(re.search(r"loss ([\d.e+-]+)", out).group(1)) < 1e-2
 
 
+def test_split_graph_has_the_same_forces_on_any_number_of_ranks():
+    answers = set()
+    for ranks in (1, 2, 3):
+        out = run(TESSERA.parent / "split_graph", ranks=ranks)
+        assert f"{ranks} ranks" in out
+        answers.add(re.search(r"energy [\d.]+, largest force [\d.]+", out).group(0))
+    assert len(answers) == 1, answers
+
+
 def test_every_example_is_tested():
     names = {p.stem for p in (ROOT / "examples").iterdir() if p.suffix in {".cpp", ".py"}}
     tests = Path(__file__).read_text()

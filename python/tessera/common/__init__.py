@@ -1,0 +1,1 @@
+"""Graph parallelism under the reference's module path."""

@@ -1,0 +1,129 @@
+#include <ATen/Functions.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include "graph_parallel/halo_rows.h"
+#include "tessera/comm/collectives.h"
+#include "tessera/core/check.h"
+#include "tessera/graph_parallel/halo.h"
+
+namespace tessera::graph_parallel {
+namespace detail {
+
+namespace {
+
+at::Tensor in_payload(const at::Tensor& rows, const HaloPlan& plan) {
+  return plan.options().payload ? rows.to(*plan.options().payload) : rows;
+}
+
+}  // namespace
+
+at::Tensor pack(const at::Tensor& owned, const HaloPlan& plan) {
+  return in_payload(owned.detach().index_select(0, plan.send_index(owned.device())), plan);
+}
+
+at::Tensor pack_back(const at::Tensor& halo, const HaloPlan& plan) {
+  return in_payload(halo.detach(), plan).contiguous();
+}
+
+comm::Awaitable<at::Tensor> start_exchange(const at::Tensor& packed, const HaloPlan& plan) {
+  return comm::all_to_all_v_async(packed, plan.send_rows(), plan.group(), plan.recv_rows());
+}
+
+comm::Awaitable<at::Tensor> start_accumulate(const at::Tensor& packed, const HaloPlan& plan) {
+  return comm::all_to_all_v_async(packed, plan.recv_rows(), plan.group(), plan.send_rows());
+}
+
+at::Tensor unpack_back(const at::Tensor& arrived, const HaloPlan& plan, at::ScalarType dtype) {
+  auto shape = arrived.sizes().vec();
+  shape[0] = plan.num_owned();
+  at::Tensor owned = at::zeros(shape, arrived.options().dtype(dtype));
+  const at::Tensor index = plan.send_index(arrived.device());
+  const at::Tensor rows = arrived.to(dtype);
+  if (!plan.options().deterministic || arrived.is_cpu()) {
+    return owned.index_add_(0, index, rows);
+  }
+  // index_put_ with accumulate sorts its indices; index_add_ uses atomics on other devices.
+  return owned.index_put_({index}, rows, /*accumulate=*/true);
+}
+
+at::Tensor joining(const char* operation, const at::Tensor& rows, std::int64_t expected,
+                   const HaloPlan& plan) {
+  TESSERA_CHECK_VALUE(rows.defined() && rows.dim() >= 1 && rows.size(0) == expected, "graph.",
+                      operation, ": rank ", plan.group().rank(), " brings ",
+                      rows.defined() && rows.dim() >= 1 ? rows.size(0) : 0, " rows, the plan has ",
+                      expected, ".");
+  const bool is_needed = at::GradMode::is_enabled() && !rows.requires_grad() &&
+                         (rows.is_floating_point() || rows.is_complex());
+  return is_needed ? rows.detach().requires_grad_(true) : rows;
+}
+
+}  // namespace detail
+
+namespace {
+
+using detail::SavedPlan;
+using torch::autograd::AutogradContext;
+using torch::autograd::Function;
+using torch::autograd::Variable;
+using torch::autograd::variable_list;
+using PlanPtr = c10::intrusive_ptr<SavedPlan>;
+
+struct Exchange : Function<Exchange> {
+  static Variable forward(AutogradContext* context, const Variable& owned, const PlanPtr& saved);
+  static variable_list backward(AutogradContext* context, const variable_list& grads);
+};
+
+struct Accumulate : Function<Accumulate> {
+  static Variable forward(AutogradContext* context, const Variable& halo, const PlanPtr& saved);
+  static variable_list backward(AutogradContext* context, const variable_list& grads);
+};
+
+PlanPtr saved_plan(AutogradContext* context) {
+  return c10::static_intrusive_pointer_cast<SavedPlan>(context->saved_data["plan"].toCapsule());
+}
+
+Variable Exchange::forward(AutogradContext* context, const Variable& owned, const PlanPtr& saved) {
+  context->saved_data["plan"] = c10::IValue::make_capsule(saved);
+  const HaloPlan& plan = saved->plan;
+  return comm::all_to_all_v(detail::pack(owned, plan), plan.send_rows(), plan.group(),
+                            plan.recv_rows())
+      .to(owned.scalar_type());
+}
+
+variable_list Exchange::backward(AutogradContext* context, const variable_list& grads) {
+  return {Accumulate::apply(grads[0], saved_plan(context)), Variable()};
+}
+
+Variable Accumulate::forward(AutogradContext* context, const Variable& halo, const PlanPtr& saved) {
+  context->saved_data["plan"] = c10::IValue::make_capsule(saved);
+  const HaloPlan& plan = saved->plan;
+  const at::Tensor arrived = comm::all_to_all_v(detail::pack_back(halo, plan), plan.recv_rows(),
+                                                plan.group(), plan.send_rows());
+  return detail::unpack_back(arrived, plan, halo.scalar_type());
+}
+
+variable_list Accumulate::backward(AutogradContext* context, const variable_list& grads) {
+  return {Exchange::apply(grads[0], saved_plan(context)), Variable()};
+}
+
+}  // namespace
+
+at::Tensor halo_exchange(const at::Tensor& owned, const HaloPlan& plan) {
+  return Exchange::apply(detail::joining("halo_exchange", owned, plan.num_owned(), plan),
+                         c10::make_intrusive<SavedPlan>(plan));
+}
+
+at::Tensor halo_accumulate(const at::Tensor& halo, const HaloPlan& plan) {
+  return Accumulate::apply(detail::joining("halo_accumulate", halo, plan.num_halo(), plan),
+                           c10::make_intrusive<SavedPlan>(plan));
+}
+
+at::Tensor halo_extend(const at::Tensor& owned, const HaloPlan& plan) {
+  const at::Tensor halo = halo_exchange(owned, plan);
+  if (owned.dim() > 1) return at::cat({owned, halo});
+  // Joining one-dimensional tensors drops empty ones from the graph.
+  return at::cat({owned.unsqueeze(1), halo.unsqueeze(1)}).squeeze(1);
+}
+
+}  // namespace tessera::graph_parallel

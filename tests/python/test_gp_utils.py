@@ -1,0 +1,175 @@
+"""tessera.common.gp_utils: every name of the reference page, under torch's own process groups."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks, run_ranks_collecting
+from tessera.common import gp_utils
+
+SIGNATURES = {
+    "ensure_div": "(a: 'int', b: 'int') -> 'None'",
+    "divide_and_check_no_remainder": "(a: 'int', b: 'int') -> 'int'",
+    "setup_gp": "(config) -> 'None'",
+    "cleanup_gp": "() -> 'None'",
+    "initialized": "() -> 'bool'",
+    "get_dp_group": "()",
+    "get_gp_group": "()",
+    "get_dp_rank": "() -> 'int'",
+    "get_gp_rank": "() -> 'int'",
+    "get_dp_world_size": "() -> 'int'",
+    "get_gp_world_size": "() -> 'int'",
+    "pad_tensor": "(tensor: 'Tensor', dim: 'int' = -1, target_size: 'int | None' = None) -> 'Tensor'",
+    "trim_tensor": "(tensor: 'Tensor', sizes: 'Tensor | None' = None, dim: 'int' = 0)",
+    "_split_tensor": (
+        "(tensor: 'Tensor', num_parts: 'int', dim: 'int' = -1, contiguous_chunks: 'bool' = False)"
+    ),
+    "_reduce": "(ctx: 'Any', input: 'Tensor') -> 'Tensor'",
+    "_split": "(input: 'Tensor', dim: 'int' = -1) -> 'Tensor'",
+    "_gather": "(input: 'Tensor', dim: 'int' = -1) -> 'Tensor'",
+    "_gather_with_padding": "(input: 'Tensor', dim: 'int' = -1) -> 'Tensor'",
+    "copy_to_model_parallel_region": "(input: 'Tensor') -> 'Tensor'",
+    "reduce_from_model_parallel_region": "(input: 'Tensor') -> 'Tensor'",
+    "scatter_to_model_parallel_region": "(input: 'Tensor', dim: 'int' = -1) -> 'Tensor'",
+    "gather_from_model_parallel_region": "(input: 'Tensor', dim: 'int' = -1) -> 'Tensor'",
+}
+CLASSES = [
+    "CopyToModelParallelRegion",
+    "ReduceFromModelParallelRegion",
+    "ScatterToModelParallelRegion",
+    "GatherFromModelParallelRegion",
+]
+
+
+def test_every_name_has_its_signature():
+    for name, signature in SIGNATURES.items():
+        assert str(inspect.signature(getattr(gp_utils, name))) == signature, name
+    for name in CLASSES:
+        assert issubclass(getattr(gp_utils, name), torch.autograd.Function)
+    assert gp_utils._GRAPH_PARALLEL_GROUP is None
+    assert gp_utils._DATA_PARALLEL_GROUP is None
+
+
+def set_up(size, backend="gloo"):
+    gp_utils.setup_gp({"gp_gpus": size, "distributed_backend": backend})
+
+
+def layout(rank, size, backend):
+    world = dist.get_world_size()
+    assert (gp_utils.get_gp_rank(), gp_utils.get_gp_world_size()) == (0, 1)
+    assert (gp_utils.get_dp_rank(), gp_utils.get_dp_world_size()) == (rank, world)
+    for _ in range(2):  # set up, tear down, set up again
+        set_up(size, backend)
+        assert gp_utils.initialized()
+        gp = dist.get_process_group_ranks(gp_utils.get_gp_group())
+        dp = dist.get_process_group_ranks(gp_utils.get_dp_group())
+        assert gp == [rank // size * size + i for i in range(size)]
+        assert dp == list(range(rank % size, world, size))
+        assert (gp_utils.get_gp_rank(), gp_utils.get_gp_world_size()) == (rank % size, size)
+        assert (gp_utils.get_dp_rank(), gp_utils.get_dp_world_size()) == (rank // size, world // size)
+        with pytest.raises(ValueError, match="there already"):
+            set_up(size, backend)
+        gp_utils.cleanup_gp()
+        assert not gp_utils.initialized()
+        assert gp_utils.get_gp_group() is None
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm", None])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_rows_are_graphs_and_columns_are_data(size, backend):
+    run_ranks(4, layout, size, backend, backend=backend or "gloo")
+
+
+def refused(rank):
+    set_up(3)
+
+
+def test_a_size_that_does_not_divide_is_refused():
+    for outcome in run_ranks_collecting(4, refused, backend="gloo"):
+        assert outcome.error == (
+            "ValueError: graph.setup_gp: 4 ranks cannot be divided into groups of 3. Choose 1, 2 or 4."
+        )
+
+
+def operators(rank):
+    size = dist.get_world_size()
+    set_up(size)
+    for extent in (5, 6, 9, size, 1):
+        whole = torch.arange(2.0 * extent).reshape(2, extent).requires_grad_()
+        mine = gp_utils.scatter_to_model_parallel_region(whole)
+        assert torch.equal(mine, gp_utils._split(whole))
+        back = gp_utils.gather_from_model_parallel_region(mine)
+        assert torch.equal(back, whole)
+        assert torch.equal(gp_utils._gather_with_padding(mine.detach()), whole)
+        weights = torch.arange(2.0 * extent).reshape(2, extent)
+        (grad,) = torch.autograd.grad((back * weights).sum(), whole)
+        assert torch.equal(grad, weights)
+        mine = mine.detach()
+        mine += 1  # not a view of anything
+    x = torch.full((2, 2), float(rank), requires_grad=True)
+    total = torch.full((2, 2), float(sum(range(size))))
+    assert torch.equal(gp_utils.reduce_from_model_parallel_region(x), total)
+    assert torch.equal(gp_utils._reduce(None, x), total)
+    assert torch.equal(x.detach(), torch.full((2, 2), float(rank)))
+    assert gp_utils._gather(x, 0).shape == (2 * size, 2)
+    gp_utils.cleanup_gp()
+
+
+def classes(rank):
+    size = dist.get_world_size()
+    set_up(size)
+    w = torch.ones(3, requires_grad=True)
+    x = torch.ones(3, requires_grad=True)
+    (w * 1 + gp_utils.CopyToModelParallelRegion.apply(x)).sum().backward()
+    assert torch.equal(w.grad, torch.ones(3))  # the sibling's gradient is its own
+    assert torch.equal(x.grad, torch.full((3,), float(size)))
+    y = torch.ones(3, requires_grad=True)
+    gp_utils.ReduceFromModelParallelRegion.apply(y).sum().backward()
+    assert torch.equal(y.grad, torch.ones(3))
+    # Slices of 1, 2, ...: each gets the part of the gradient that belongs to it.
+    z = torch.ones(rank + 1, requires_grad=True)
+    whole = gp_utils.GatherFromModelParallelRegion.apply(z, 0)
+    weights = torch.arange(float(whole.numel()))
+    (grad,) = torch.autograd.grad((whole * weights).sum(), z, create_graph=True)
+    first = rank * (rank + 1) // 2
+    assert torch.equal(grad, weights[first : first + rank + 1])
+    s = torch.ones(4, requires_grad=True)
+    gp_utils.ScatterToModelParallelRegion.apply(s).sum().backward()
+    assert torch.equal(s.grad, torch.ones(4))
+    gp_utils.cleanup_gp()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_operators(size):
+    run_ranks(size, operators, backend="gloo")
+    run_ranks(size, classes, backend="gloo")
+
+
+def shapes(rank):
+    set_up(4)
+    padded = gp_utils.pad_tensor(torch.ones(2, 5))
+    assert padded.shape == (2, 8)
+    assert padded[:, 5:].abs().sum() == 0
+    sizes = torch.tensor([5, 4, 2])
+    trimmed, left = gp_utils.trim_tensor(torch.arange(11), sizes)
+    assert trimmed.shape == (8,)
+    assert left.tolist() == [5, 3, 0]
+    assert sizes.tolist() == [5, 4, 2]
+    assert gp_utils.trim_tensor(torch.arange(11))[1] is None
+    gp_utils.cleanup_gp()
+
+
+def test_padding_and_trimming():
+    run_ranks(4, shapes, backend="gloo")
+    assert [t.numel() for t in gp_utils._split_tensor(torch.arange(9), 4)] == [3, 2, 2, 2]
+    with pytest.raises(ValueError, match="7 is not divisible by 2"):
+        gp_utils.ensure_div(7, 2)
+
+
+def test_before_setup_everything_is_the_identity():
+    x = torch.ones(3)
+    assert gp_utils.copy_to_model_parallel_region(x) is x
+    assert gp_utils._gather_with_padding(x) is x
