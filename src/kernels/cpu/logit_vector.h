@@ -28,25 +28,36 @@ typedef float Floats __attribute__((vector_size(kLanes * 4)));
 typedef std::int32_t Ints __attribute__((vector_size(kLanes * 4)));
 typedef std::uint32_t Words __attribute__((vector_size(kLanes * 4)));
 
+typedef Floats LooseFloats __attribute__((aligned(1), may_alias));
+typedef Words LooseWords __attribute__((aligned(1), may_alias));
+
 constexpr float kMinusInfinity = -__builtin_inff();
 
 template <typename To, typename From>
 inline To bits_as(From from) {
   static_assert(sizeof(To) == sizeof(From));
-  To to;
-  __builtin_memcpy(&to, &from, sizeof(To));
-  return to;
+  return __builtin_bit_cast(To, from);
 }
 
 inline Floats splat(float value) { return value - Floats{}; }
 
-/// Lanes that are not greater keep `a`, so a NaN in `b` is passed over.
-inline Floats larger(Floats a, Floats b) { return b > a ? b : a; }
+/// Lanes of `b` that are not greater keep `a`, so a NaN in `b` is passed over and one in `a` stays.
+inline Floats larger(Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return _mm512_maskz_max_ps(0xFFFF, b, a);  // GCC 12 warns about its own plain form
+#elif defined(__AVX2__)
+  return _mm256_max_ps(b, a);
+#else
+  return b > a ? b : a;
+#endif
+}
 
-/// exp for arguments up to 80, relative error below 2e-7. Below -87 the result is exactly 0, which
-/// makes exp(-inf) right; NaN stays NaN.
+/// exp for arguments up to 80, relative error below 2e-7. Below -87.7 the result is exactly 0,
+/// which makes exp(-inf) right; NaN stays NaN.
 inline Floats exponential(Floats x) {
   constexpr float kRounder = 0x1.8p23F;  // adding it leaves the nearest integer in the low bits
+  // From here on the power of two below is 2^-127, which its bits spell as 0.
+  x = larger(x, splat(-88.0F));
   const Floats shifted = x * 1.44269504F + kRounder;
   const Floats whole = shifted - kRounder;
 #if defined(__FMA__)
@@ -60,9 +71,7 @@ inline Floats exponential(Floats x) {
   value = value * rest + 0.999999702F;
   value = value * rest + 1.0F;
   const Words power = (bits_as<Words>(shifted) << 23) + 0x3F800000U;
-  const Floats result = value * bits_as<Floats>(power);
-  const Words is_small = bits_as<Words>(x < -87.0F);
-  return bits_as<Floats>(bits_as<Words>(result) & ~is_small);
+  return value * bits_as<Floats>(power);
 }
 
 inline double sum_of(Floats x) {
@@ -115,9 +124,8 @@ struct SingleForm {
   static constexpr int kBlock = 512;
   static float widen(Stored x) { return x; }
   static Pair load(const Stored* from) {
-    Pair pair;
-    __builtin_memcpy(&pair, from, sizeof(pair));
-    return pair;
+    return {*reinterpret_cast<const LooseFloats*>(from),
+            *reinterpret_cast<const LooseFloats*>(from + kLanes)};
   }
   static void store(Stored* to, Pair pair, bool streaming) {
     store_vector(to, pair.a, streaming);
@@ -131,14 +139,13 @@ struct BrainForm {
   static constexpr int kBlock = 1024;
   static float widen(Stored x) { return bits_as<float>(static_cast<std::uint32_t>(x) << 16); }
   static Pair load(const Stored* from) {
-    Words words;
-    __builtin_memcpy(&words, from, sizeof(words));
+    const Words words = *reinterpret_cast<const LooseWords*>(from);
     return {bits_as<Floats>(words << 16), bits_as<Floats>(words & 0xFFFF0000U)};
   }
   static Words rounded(Floats x) {
     const Words bits = bits_as<Words>(x);
     const Words nearest = bits + 0x7FFFU + ((bits >> 16) & 1U);
-    return bits_as<Words>(x != x) != 0U ? (bits | 0x400000U) : nearest;
+    return nearest | bits_as<Words>(x != x);  // all ones is a NaN
   }
   static void store(Stored* to, Pair pair, bool streaming) {
     store_vector(to, (rounded(pair.a) >> 16) | (rounded(pair.b) & 0xFFFF0000U), streaming);
@@ -160,8 +167,7 @@ struct HalfForm {
   }
   static float widen(Stored x) { return widened(Words{} + static_cast<std::uint32_t>(x))[0]; }
   static Pair load(const Stored* from) {
-    Words words;
-    __builtin_memcpy(&words, from, sizeof(words));
+    const Words words = *reinterpret_cast<const LooseWords*>(from);
     return {widened(words & 0xFFFFU), widened(words >> 16)};
   }
   static Words rounded(Floats x) {

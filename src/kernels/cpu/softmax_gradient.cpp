@@ -24,7 +24,7 @@ inline Floats gradient_of(Floats x, const Row& row) {
   const Floats e = exponential(d);
   if constexpr (kWeighted) {
     // Where e is 0, d may be -inf; any finite number makes the product 0.
-    return e * (row.softmax + row.weighted * larger(splat(-200.0F), d)) + row.uniform;
+    return e * (row.softmax + row.weighted * larger(d, splat(-200.0F))) + row.uniform;
   } else {
     return e * row.softmax + row.uniform;
   }

@@ -32,7 +32,7 @@ inline void accumulate(Floats x, Floats center, Floats scale, Lanes& lanes) {
   const Floats e = exponential(d);
   lanes.sum += e;
   // Where e is 0, d may be -inf; any finite number makes the product 0.
-  if constexpr (kExtras) lanes.weighted += e * larger(splat(-200.0F), d);
+  if constexpr (kExtras) lanes.weighted += e * larger(d, splat(-200.0F));
 }
 
 /// Makes `maximum` the centre of the sums collected so far.
