@@ -34,9 +34,12 @@ std::string bash_script() {
       "_tessera() {\n"
       "  local word=${COMP_WORDS[COMP_CWORD]} words=\n"
       "  if [[ $COMP_CWORD == 1 ]]; then\n"
-      "    words='" + verb_names() + " --help --version'\n"
+      "    words='" +
+      verb_names() +
+      " --help --version'\n"
       "  else case ${COMP_WORDS[1]} in\n"
-      "    help) words='" + verb_names() + "' ;;\n";
+      "    help) words='" +
+      verb_names() + "' ;;\n";
   for (const Verb* verb : verbs()) {
     text += "    " + std::string(verb->name) + ") [[ $word == -* ]] && words='" +
             joined(verb->flags()) + "' ;;\n";

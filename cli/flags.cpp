@@ -10,10 +10,15 @@ namespace tessera::cli {
 namespace {
 
 // Flags of torchrun that have no meaning here; silence would be a lie.
-constexpr std::string_view kTorchrunOnly[] = {
-    "--numa-binding",  "--virtual-local-rank", "--signals-to-handle", "--event-log-handler",
-    "--logs-specs",    "--local-addr",         "--run-path",          "--duplicate-stdout-filters",
-    "--duplicate-stderr-filters"};
+constexpr std::string_view kTorchrunOnly[] = {"--numa-binding",
+                                              "--virtual-local-rank",
+                                              "--signals-to-handle",
+                                              "--event-log-handler",
+                                              "--logs-specs",
+                                              "--local-addr",
+                                              "--run-path",
+                                              "--duplicate-stdout-filters",
+                                              "--duplicate-stderr-filters"};
 
 }  // namespace
 
@@ -35,7 +40,7 @@ std::vector<std::string> long_flags(const CLI::App& app) {
 }
 
 SplitWords split_words(const CLI::App& app, const std::vector<std::string>& words) {
-  const std::string verb = app.get_name();
+  const std::string& verb = app.get_name();
   SplitWords split;
   for (size_t i = 0; i < words.size(); ++i) {
     if (words[i] == "--") {

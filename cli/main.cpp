@@ -15,7 +15,7 @@
 namespace tessera::cli {
 
 std::span<const Verb* const> verbs() {
-  static constexpr const Verb* kVerbs[] = {&kRunVerb, &kCompletionVerb};
+  static constexpr const Verb* kVerbs[] = {&kRunVerb, &kDoctorVerb, &kCompletionVerb};
   return kVerbs;
 }
 
@@ -27,6 +27,7 @@ std::string program_help() {
       "\n"
       "  tessera run -n 4 -- ./train --epochs 3       start four ranks of a program\n"
       "  tessera run -n 2 train.py                    the same for Python\n"
+      "  tessera doctor                               look at this machine and test two ranks\n"
       "\n"
       "verbs\n";
   char line[160];
@@ -56,7 +57,7 @@ const Verb* find_verb(const std::string& name) {
 [[noreturn]] void throw_unknown_verb(const std::string& word) {
   std::vector<std::string> known = {"help"};
   for (const Verb* verb : verbs()) known.emplace_back(verb->name);
-  if (word.starts_with("-")) {
+  if (word.starts_with('-')) {
     throw UsageError("unknown flag " + word + suggestion(word, {"--help", "--version"}));
   }
   throw UsageError("unknown verb '" + word + "'" + suggestion(word, known));

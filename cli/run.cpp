@@ -43,7 +43,7 @@ output
 ending
   --shutdown-timeout S      from SIGTERM to SIGKILL (10)
   --failure-grace S         after a failure the others may end by themselves this long
-                            (0.05 if the ranks use the store, else 0)
+                            (0.03 if the ranks use the store, else 0)
 configuration
   --config FILE             read flags from a TOML file; --print-config shows the result
   --role NAME --rdzv-backend B --rdzv-conf C --monitor-interval S --start-method M
@@ -151,7 +151,7 @@ void read_rendezvous_conf(const std::string& text, launch::RunOptions& options) 
 
 std::string checked_id(const std::string& text) {
   constexpr char kAllowed[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-";
-  if (text.find_first_not_of(kAllowed) == std::string::npos && !text.starts_with(".") &&
+  if (text.find_first_not_of(kAllowed) == std::string::npos && !text.starts_with('.') &&
       text.size() <= 128) {
     return text;
   }
@@ -162,9 +162,8 @@ void read_hosts(const Words& words, launch::RunOptions& options) {
   options.num_nodes = parsed("--nnodes", [&] {
     return launch::parse_integer(fixed_node_count(words.num_nodes), 1, 4096);
   });
-  options.node_rank = parsed("--node-rank", [&] {
-    return launch::parse_integer(words.node_rank, 0, 1 << 20);
-  });
+  options.node_rank =
+      parsed("--node-rank", [&] { return launch::parse_integer(words.node_rank, 0, 1 << 20); });
   if (options.node_rank >= options.num_nodes) {
     throw UsageError("run: --node-rank: " + words.node_rank + " is not one of the " +
                      std::to_string(options.num_nodes) + " hosts; they are counted from 0 to " +
@@ -224,14 +223,12 @@ void read_output(const Words& words, launch::RunOptions& options) {
 
 launch::RunOptions options_from(const Words& words, const std::vector<std::string>& command) {
   launch::RunOptions options;
-  options.num_local_ranks = parsed("--nproc-per-node", [&] {
-    return launch::parse_rank_count(words.num_local_ranks);
-  });
+  options.num_local_ranks =
+      parsed("--nproc-per-node", [&] { return launch::parse_rank_count(words.num_local_ranks); });
   read_hosts(words, options);
   read_output(words, options);
-  options.max_restarts = parsed("--max-restarts", [&] {
-    return launch::parse_integer(words.max_restarts, 0, 1 << 20);
-  });
+  options.max_restarts = parsed(
+      "--max-restarts", [&] { return launch::parse_integer(words.max_restarts, 0, 1 << 20); });
   options.shutdown_timeout =
       parsed("--shutdown-timeout", [&] { return launch::parse_seconds(words.shutdown_timeout); });
   if (!words.failure_grace.empty()) {

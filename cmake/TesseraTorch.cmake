@@ -8,10 +8,14 @@ if(TARGET tessera::torch)
   return()
 endif()
 
-if(NOT TESSERA_TORCH_DIR)
-  if(NOT TESSERA_PYTHON)
+if(NOT TESSERA_PYTHON)
+  if(SKBUILD)
+    set(TESSERA_PYTHON ${Python_EXECUTABLE})  # the interpreter that pip builds for
+  else()
     find_program(TESSERA_PYTHON NAMES python3 python)
   endif()
+endif()
+if(NOT TESSERA_TORCH_DIR)
   # Found through the file system: importing torch takes a second and is not needed.
   execute_process(
     COMMAND ${TESSERA_PYTHON} -c
@@ -24,9 +28,8 @@ if(NOT EXISTS "${TESSERA_TORCH_DIR}/include/torch/csrc/api/include/torch/version
     "or set TESSERA_TORCH_DIR to the folder of the torch package (the one that holds include/ and lib/).")
 endif()
 
-file(STRINGS "${TESSERA_TORCH_DIR}/include/torch/csrc/api/include/torch/version.h" TESSERA_TORCH_VERSION
-     REGEX "^#define TORCH_VERSION \"")
-string(REGEX REPLACE ".*\"([^\"]+)\".*" "\\1" TESSERA_TORCH_VERSION "${TESSERA_TORCH_VERSION}")
+file(STRINGS "${TESSERA_TORCH_DIR}/version.py" TESSERA_TORCH_VERSION REGEX "^__version__")
+string(REGEX REPLACE ".*'([^']+)'.*" "\\1" TESSERA_TORCH_VERSION "${TESSERA_TORCH_VERSION}")
 
 add_library(tessera::torch INTERFACE IMPORTED GLOBAL)
 target_include_directories(tessera::torch SYSTEM INTERFACE

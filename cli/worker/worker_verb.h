@@ -18,5 +18,6 @@ struct WorkerVerb {
 };
 
 extern const WorkerVerb kStoreVerb;
+extern const WorkerVerb kDoctorRankVerb;
 
 }  // namespace tessera::cli

@@ -1,6 +1,7 @@
 #include "comm/backend.h"
 
 #include <algorithm>
+#include <optional>
 #include <set>
 #include <utility>
 
@@ -8,6 +9,7 @@
 #include <ATen/ops/from_blob.h>
 
 #include "comm/tensor_memory.h"
+#include "tessera/comm/failure.h"
 #include "tessera/core/check.h"
 
 namespace tessera::comm {
@@ -19,6 +21,7 @@ using Use = TensorMemory::Use;
 struct Registry {
   std::mutex mutex;
   std::set<EngineBackend*> backends;
+  std::optional<Error> last_error;
 };
 Registry& registry() {
   static auto* instance = new Registry;  // never destroyed: groups may outlive static destructors
@@ -56,7 +59,9 @@ std::vector<Piece> cut_rows(const TensorMemory& memory, const std::vector<std::i
   return result;
 }
 
-std::int64_t num_rows_of(const at::Tensor& tensor) { return tensor.dim() == 0 ? 1 : tensor.size(0); }
+std::int64_t num_rows_of(const at::Tensor& tensor) {
+  return tensor.dim() == 0 ? 1 : tensor.size(0);
+}
 
 void check_single(std::string_view op, std::size_t num_tensors) {
   TESSERA_CHECK_VALUE(num_tensors == 1, "comm.", op, ": one tensor is expected, ", num_tensors,
@@ -69,8 +74,8 @@ void check_root(std::string_view op, std::int64_t root, int size) {
 }
 
 void check_list(std::string_view op, std::size_t num_tensors, int size) {
-  TESSERA_CHECK_VALUE(num_tensors == static_cast<std::size_t>(size), "comm.", op, ": ",
-                      num_tensors, " tensors were given for a group of ", size, ".");
+  TESSERA_CHECK_VALUE(num_tensors == static_cast<std::size_t>(size), "comm.", op, ": ", num_tensors,
+                      " tensors were given for a group of ", size, ".");
 }
 
 void check_same_type(std::string_view op, const at::Tensor& output, const at::Tensor& input) {
@@ -144,6 +149,11 @@ void for_each_backend(const std::function<void(EngineBackend&)>& visit) {
   for (EngineBackend* backend : registry().backends) visit(*backend);
 }
 
+std::optional<Error> last_error() {
+  std::lock_guard lock(registry().mutex);
+  return registry().last_error;
+}
+
 EngineBackend::EngineBackend(std::shared_ptr<Transport> transport,
                              std::shared_ptr<GroupMonitor> monitor,
                              std::chrono::milliseconds timeout)
@@ -189,7 +199,20 @@ c10d::ErrorType EngineBackend::getError() {
 
 void EngineBackend::raise(const Failure& failure) {
   has_failed_.store(true);
-  throw Error(error_kind(failure.kind()), failure.ranks(), failure.what());
+  std::string text = failure.what();
+  if (failure.kind() == FailureKind::kMismatch && monitor_->group_name() != "world") {
+    // The transport compares calls by group rank; readers think in world ranks.
+    std::vector<int> world_ranks;
+    for (const Member& member : monitor_->members()) world_ranks.push_back(member.world_rank);
+    text += " These are ranks of group '" + monitor_->group_name() + "', world " +
+            list_ranks(world_ranks) + ".";
+  }
+  Error error(error_kind(failure.kind()), failure.ranks(), std::move(text));
+  {
+    std::lock_guard lock(registry().mutex);
+    registry().last_error = error;
+  }
+  throw error;
 }
 
 Call EngineBackend::stamped(Call call, std::uint64_t sequence,
@@ -215,9 +238,9 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::submit(Submission submission,
       raise(failure);
     }
   };
-  auto work = c10::make_intrusive<EngineWork>(collectives_, rank_, submission.type,
-                                              submission.title, first,
-                                              std::move(submission.outputs), std::move(run));
+  auto work =
+      c10::make_intrusive<EngineWork>(collectives_, rank_, submission.type, submission.title, first,
+                                      std::move(submission.outputs), std::move(run));
   if (submission.is_async) {
     collectives_->run_later(work);
   } else {
@@ -250,8 +273,8 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::allreduce_coalesced(
     });
   }
   const int num_sequence = static_cast<int>(tensors.size());
-  return submit({c10d::OpType::ALLREDUCE, "tessera:all_reduce", tensors, opts.timeout,
-                 opts.asyncOp, num_sequence},
+  return submit({c10d::OpType::ALLREDUCE, "tessera:all_reduce", tensors, opts.timeout, opts.asyncOp,
+                 num_sequence},
                 std::move(steps));
 }
 
@@ -292,9 +315,8 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::broadcast(std::vector<at::Tensor>&
     transport.broadcast(call, memory.piece());
     memory.write_back();
   };
-  return submit(
-      {c10d::OpType::BROADCAST, "tessera:broadcast", tensors, opts.timeout, opts.asyncOp},
-      {std::move(step)});
+  return submit({c10d::OpType::BROADCAST, "tessera:broadcast", tensors, opts.timeout, opts.asyncOp},
+                {std::move(step)});
 }
 
 c10::intrusive_ptr<c10d::Work> EngineBackend::allgather(
@@ -308,8 +330,9 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::allgather(
 c10::intrusive_ptr<c10d::Work> EngineBackend::allgather_coalesced(
     std::vector<std::vector<at::Tensor>>& output_lists, std::vector<at::Tensor>& inputs,
     const c10d::AllgatherOptions& opts) {
-  TESSERA_CHECK_VALUE(output_lists.size() == inputs.size(), "comm.all_gather: ",
-                      output_lists.size(), " lists of outputs for ", inputs.size(), " inputs.");
+  TESSERA_CHECK_VALUE(output_lists.size() == inputs.size(),
+                      "comm.all_gather: ", output_lists.size(), " lists of outputs for ",
+                      inputs.size(), " inputs.");
   std::vector<Step> steps;
   std::vector<at::Tensor> results;
   for (std::size_t i = 0; i < inputs.size(); ++i) {
@@ -334,8 +357,7 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::allgather_coalesced(
                 std::move(steps));
 }
 
-c10::intrusive_ptr<c10d::Work> EngineBackend::_allgather_base(at::Tensor& output,
-                                                              at::Tensor& input,
+c10::intrusive_ptr<c10d::Work> EngineBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                               const c10d::AllgatherOptions& opts) {
   std::vector<at::Tensor> outputs{output};
   std::vector<at::Tensor> inputs{input};
@@ -353,17 +375,17 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::allgather_into_tensor_coalesced(
     check_tensor("all_gather", outputs[i], getBackendName());
     check_same_type("all_gather", outputs[i], inputs[i]);
     TESSERA_CHECK_VALUE(outputs[i].numel() == inputs[i].numel() * size_,
-                        "comm.all_gather: the output has ", outputs[i].numel(),
-                        " elements, but ", size_, " ranks bring ", inputs[i].numel(), " each.");
-    steps.push_back([this, input = TensorMemory(inputs[i], Use::kRead),
-                     output = TensorMemory(outputs[i], Use::kWrite)](
-                        Transport& transport, Call& call) {
-      call.op = Operator::kAllGather;
-      call.dtype = input.dtype();
-      call.count = input.count();
-      transport.all_gather(call, input.piece(), output.even_parts(size_));
-      output.write_back();
-    });
+                        "comm.all_gather: the output has ", outputs[i].numel(), " elements, but ",
+                        size_, " ranks bring ", inputs[i].numel(), " each.");
+    steps.push_back(
+        [this, input = TensorMemory(inputs[i], Use::kRead),
+         output = TensorMemory(outputs[i], Use::kWrite)](Transport& transport, Call& call) {
+          call.op = Operator::kAllGather;
+          call.dtype = input.dtype();
+          call.count = input.count();
+          transport.all_gather(call, input.piece(), output.even_parts(size_));
+          output.write_back();
+        });
   }
   const int num_sequence = static_cast<int>(inputs.size());
   return submit({c10d::OpType::_ALLGATHER_BASE, "tessera:all_gather", outputs, opts.timeout,
@@ -386,8 +408,8 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::gather(std::vector<std::vector<at:
     check_same_type("gather", outputs[0][0], inputs[0]);
     results = outputs[0];
   } else {
-    TESSERA_CHECK_VALUE(outputs.empty() || outputs[0].empty(),
-                        "comm.gather: only the root, rank ", root, ", takes outputs.");
+    TESSERA_CHECK_VALUE(outputs.empty() || outputs[0].empty(), "comm.gather: only the root, rank ",
+                        root, ", takes outputs.");
   }
   Step step = [input = TensorMemory(inputs[0], Use::kRead),
                targets = memories(results, Use::kWrite), root](Transport& transport, Call& call) {
@@ -402,9 +424,9 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::gather(std::vector<std::vector<at:
                 {std::move(step)});
 }
 
-c10::intrusive_ptr<c10d::Work> EngineBackend::scatter(
-    std::vector<at::Tensor>& outputs, std::vector<std::vector<at::Tensor>>& inputs,
-    const c10d::ScatterOptions& opts) {
+c10::intrusive_ptr<c10d::Work> EngineBackend::scatter(std::vector<at::Tensor>& outputs,
+                                                      std::vector<std::vector<at::Tensor>>& inputs,
+                                                      const c10d::ScatterOptions& opts) {
   check_single("scatter", outputs.size());
   check_tensor("scatter", outputs[0], getBackendName());
   check_root("scatter", opts.rootRank, size_);
@@ -417,8 +439,8 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::scatter(
     check_same_type("scatter", outputs[0], inputs[0][0]);
     sources = inputs[0];
   } else {
-    TESSERA_CHECK_VALUE(inputs.empty() || inputs[0].empty(),
-                        "comm.scatter: only the root, rank ", root, ", takes inputs.");
+    TESSERA_CHECK_VALUE(inputs.empty() || inputs[0].empty(), "comm.scatter: only the root, rank ",
+                        root, ", takes inputs.");
   }
   Step step = [output = TensorMemory(outputs[0], Use::kWrite),
                parts = memories(sources, Use::kRead), root](Transport& transport, Call& call) {
@@ -457,9 +479,9 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::reduce_scatter(
     transport.reduce_scatter(call, pieces(parts), output.piece());
     output.write_back();
   };
-  return submit({c10d::OpType::REDUCE_SCATTER, "tessera:reduce_scatter", outputs, opts.timeout,
-                 opts.asyncOp},
-                {std::move(step)});
+  return submit(
+      {c10d::OpType::REDUCE_SCATTER, "tessera:reduce_scatter", outputs, opts.timeout, opts.asyncOp},
+      {std::move(step)});
 }
 
 c10::intrusive_ptr<c10d::Work> EngineBackend::_reduce_scatter_base(
@@ -480,8 +502,8 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::reduce_scatter_tensor_coalesced(
     check_tensor("reduce_scatter", outputs[i], getBackendName());
     check_same_type("reduce_scatter", outputs[i], inputs[i]);
     TESSERA_CHECK_VALUE(inputs[i].numel() == outputs[i].numel() * size_,
-                        "comm.reduce_scatter: the input has ", inputs[i].numel(),
-                        " elements, but ", size_, " ranks take ", outputs[i].numel(), " each.");
+                        "comm.reduce_scatter: the input has ", inputs[i].numel(), " elements, but ",
+                        size_, " ranks take ", outputs[i].numel(), " each.");
     const ReduceOp reduction =
         check_reduction("reduce_scatter", opts.reduceOp, inputs[i].scalar_type());
     steps.push_back([this, output = TensorMemory(outputs[i], Use::kWrite),
@@ -533,16 +555,15 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::alltoall(std::vector<at::Tensor>& 
   check_tensors("all_to_all", outputs, getBackendName());
   check_tensors("all_to_all", inputs, getBackendName());
   check_same_type("all_to_all", outputs[0], inputs[0]);
-  Step step = [sources = memories(inputs, Use::kRead),
-               targets = memories(outputs, Use::kWrite)](Transport& transport, Call& call) {
+  Step step = [sources = memories(inputs, Use::kRead), targets = memories(outputs, Use::kWrite)](
+                  Transport& transport, Call& call) {
     call.op = Operator::kAllToAll;
     call.dtype = sources[0].dtype();
     for (const TensorMemory& source : sources) call.count += source.count();
     transport.all_to_all(call, pieces(sources), pieces(targets));
     write_back(targets);
   };
-  return submit({c10d::OpType::ALLTOALL, "tessera:all_to_all", outputs, opts.timeout,
-                 opts.asyncOp},
+  return submit({c10d::OpType::ALLTOALL, "tessera:all_to_all", outputs, opts.timeout, opts.asyncOp},
                 {std::move(step)});
 }
 
@@ -562,16 +583,13 @@ void EngineBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool) {
   barrier(now)->wait();
 }
 
-bool EngineBackend::supportsTensorAlloc(c10::DeviceIndex) {
-  return transport_->name() != "gloo";
-}
+bool EngineBackend::supportsTensorAlloc(c10::DeviceIndex) { return transport_->name() != "gloo"; }
 
 at::Tensor EngineBackend::allocateTensor(long size, at::TensorOptions options) {
   TESSERA_CHECK_VALUE(size >= 0, "comm.allocate: a tensor cannot have ", size, " elements.");
   // Gradient buckets address complex numbers as pairs of reals.
   if (at::isComplexType(c10::typeMetaToScalarType(options.dtype()))) {
-    options =
-        options.dtype(c10::toRealValueType(c10::typeMetaToScalarType(options.dtype())));
+    options = options.dtype(c10::toRealValueType(c10::typeMetaToScalarType(options.dtype())));
     size *= 2;
   }
   const std::size_t bytes = static_cast<std::size_t>(size) * options.dtype().itemsize();
@@ -579,8 +597,9 @@ at::Tensor EngineBackend::allocateTensor(long size, at::TensorOptions options) {
   // Without room in the segment the tensor still works; it is staged like any other.
   if (!memory) return at::empty({size}, options.device(at::kCPU));
   void* data = memory.get();
-  return at::from_blob(data, {size}, [memory = std::move(memory)](void*) mutable { memory.reset(); },
-                       options.device(at::kCPU));
+  return at::from_blob(
+      data, {size}, [memory = std::move(memory)](void*) mutable { memory.reset(); },
+      options.device(at::kCPU));
 }
 
 }  // namespace tessera::comm

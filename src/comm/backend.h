@@ -22,8 +22,9 @@ namespace tessera::comm {
 
 /// The engine behind groups made here, and behind `init_process_group("shm")`.
 ///
-/// Collectives are checked for local mistakes first (device, types, sizes), numbered, and run in the
-/// order of their calls. Point-to-point operations run beside them, in order per peer and direction.
+/// Collectives are checked for local mistakes first (device, types, sizes), numbered, and run in
+/// the order of their calls. Point-to-point operations run beside them, in order per peer and
+/// direction.
 class EngineBackend final : public c10d::Backend {
  public:
   EngineBackend(std::shared_ptr<Transport> transport, std::shared_ptr<GroupMonitor> monitor,

@@ -43,9 +43,9 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::submit_point_to_point(c10d::OpType
       raise(failure);
     }
   };
-  auto work = c10::make_intrusive<EngineWork>(lane, rank_, type, title, sequence,
-                                              std::vector<at::Tensor>{std::move(tensor)},
-                                              std::move(run));
+  auto work =
+      c10::make_intrusive<EngineWork>(lane, rank_, type, title, sequence,
+                                      std::vector<at::Tensor>{std::move(tensor)}, std::move(run));
   lane->run_later(work);
   return work;
 }

@@ -59,8 +59,7 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::allreduce_sparse(std::vector<at::T
   // Three collectives: how many entries each rank has, where they are, what they hold.
   Step counts = [state, size](Transport& transport, Call& call) {
     at::Tensor mine = at::full({1}, state->local._nnz(), at::kLong);
-    const at::Tensor all =
-        gather_rows(transport, call, mine, std::vector<std::int64_t>(size, 1));
+    const at::Tensor all = gather_rows(transport, call, mine, std::vector<std::int64_t>(size, 1));
     state->rows.assign(all.data_ptr<std::int64_t>(), all.data_ptr<std::int64_t>() + size);
   };
   Step indices = [state](Transport& transport, Call& call) {

@@ -12,8 +12,9 @@ enum Word : std::size_t { kSequence, kSignature, kCount, kDigest, kNumWords };
 
 // A layout as small as it gets: only headers and counts are used.
 shm::Layout table_layout(int size) {
-  return {size, shm::Layout::complete(size, {.slot_bytes = 64, .ring_bytes = 64,
-                                             .mailbox_bytes = 64, .heap_bytes = 0})};
+  return {size,
+          shm::Layout::complete(
+              size, {.slot_bytes = 64, .ring_bytes = 64, .mailbox_bytes = 64, .heap_bytes = 0})};
 }
 
 constexpr std::size_t kAlignment = 128;
@@ -26,7 +27,8 @@ std::byte* aligned(std::vector<std::byte>& memory) {
 }  // namespace
 
 CallTable::CallTable(int size)
-    : size_(size), record_words_(kNumWords + 2 * static_cast<std::size_t>(size)),
+    : size_(size),
+      record_words_(kNumWords + 2 * static_cast<std::size_t>(size)),
       layout_(table_layout(size)) {
   memory_.resize(layout_.reserved_bytes() + kAlignment);
 }

@@ -5,6 +5,7 @@
 #include <ATen/Functions.h>
 
 #include "comm/backend.h"
+#include "comm/engines.h"
 #include "tessera/core/check.h"
 
 namespace tessera::comm {
@@ -18,7 +19,7 @@ c10::intrusive_ptr<Backend> engine_for(const char* op, const at::Tensor& tensor,
                                        const Group& group) {
   TESSERA_CHECK_VALUE(tensor.defined(), "comm.", op, ": the tensor is undefined.");
   const auto device = tensor.device().type();
-  TESSERA_CHECK_VALUE(group.process_group()->hasBackendForDeviceType(device), "comm.", op,
+  TESSERA_CHECK_VALUE(has_engine_for(*group.process_group(), device), "comm.", op,
                       ": the tensor is on ", tensor.device().str(), ", but group '", group.name(),
                       "' (engine ", group.engine(),
                       ") has no engine for that device. Move the tensor, or use another group.");
@@ -49,17 +50,20 @@ c10d::ReduceOp::RedOpType reduce_op(Reduction reduction) {
 
 Awaitable<at::Tensor> pending(c10::intrusive_ptr<c10d::Work> work, at::Tensor result) {
   return Awaitable<at::Tensor>([work = std::move(work), result = std::move(result)] {
-    work->wait();
+    if (work) work->wait();
     return result;
   });
 }
 
+// NCCL returns no work for an operation that already is in the order of the current stream.
 at::Tensor finished(const c10::intrusive_ptr<c10d::Work>& work, at::Tensor result) {
-  work->wait();
+  if (work) work->wait();
   return result;
 }
 
-std::int64_t num_rows_of(const at::Tensor& tensor) { return tensor.dim() == 0 ? 1 : tensor.size(0); }
+std::int64_t num_rows_of(const at::Tensor& tensor) {
+  return tensor.dim() == 0 ? 1 : tensor.size(0);
+}
 
 // A tensor like `tensor` with another number of rows.
 at::Tensor with_rows(const at::Tensor& tensor, std::int64_t rows) {
@@ -69,7 +73,9 @@ at::Tensor with_rows(const at::Tensor& tensor, std::int64_t rows) {
   return at::empty(shape, tensor.options().requires_grad(false));
 }
 
-std::int64_t sum_of(const Rows& rows) { return std::accumulate(rows.begin(), rows.end(), std::int64_t{0}); }
+std::int64_t sum_of(const Rows& rows) {
+  return std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
+}
 
 void check_rows(const char* op, const Rows& rows, const Group& group) {
   TESSERA_CHECK_VALUE(rows.size() == static_cast<std::size_t>(group.size()), "comm.", op, ": ",
@@ -81,14 +87,15 @@ void check_rows(const char* op, const Rows& rows, const Group& group) {
 }
 
 void check_total(const char* op, const Rows& rows, const at::Tensor& input) {
-  TESSERA_CHECK_VALUE(sum_of(rows) == num_rows_of(input), "comm.", op, ": the row counts add up to ",
-                      sum_of(rows), ", the input has ", num_rows_of(input), " rows.");
+  TESSERA_CHECK_VALUE(sum_of(rows) == num_rows_of(input), "comm.", op,
+                      ": the row counts add up to ", sum_of(rows), ", the input has ",
+                      num_rows_of(input), " rows.");
 }
 
 void check_even(const char* op, const at::Tensor& input, const Group& group) {
-  TESSERA_CHECK_VALUE(num_rows_of(input) % group.size() == 0, "comm.", op, ": ",
-                      num_rows_of(input), " rows cannot be cut evenly for ", group.size(),
-                      " ranks. Use ", op, "_v with the number of rows per rank.");
+  TESSERA_CHECK_VALUE(num_rows_of(input) % group.size() == 0, "comm.", op, ": ", num_rows_of(input),
+                      " rows cannot be cut evenly for ", group.size(), " ranks. Use ", op,
+                      "_v with the number of rows per rank.");
 }
 
 // Every rank's word, on every rank.
@@ -98,7 +105,7 @@ Rows exchange_counts(const char* op, std::int64_t mine, const at::Tensor& like,
   at::Tensor output = at::empty({group.size()}, input.options());
   c10d::AllgatherOptions options;
   options.asyncOp = false;
-  engine_for(op, input, group)->_allgather_base(output, input, options)->wait();
+  finished(engine_for(op, input, group)->_allgather_base(output, input, options), output);
   const at::Tensor counts = output.cpu();
   return {counts.data_ptr<std::int64_t>(), counts.data_ptr<std::int64_t>() + group.size()};
 }
@@ -122,6 +129,26 @@ struct Started {
   c10::intrusive_ptr<c10d::Work> work;
   at::Tensor result;
 };
+
+// Other engines gather and scatter equal parts only; all of them know uneven all-to-all.
+bool takes_uneven_parts(const c10::intrusive_ptr<Backend>& engine) {
+  return dynamic_cast<EngineBackend*>(engine.get()) != nullptr;
+}
+
+Started start_exchange(const c10::intrusive_ptr<Backend>& engine, at::Tensor output,
+                       const at::Tensor& input, Rows recv_rows, Rows send_rows, bool is_async) {
+  at::Tensor rows = input.contiguous();
+  c10d::AllToAllOptions options;
+  options.asyncOp = is_async;
+  auto work = engine->alltoall_base(output, rows, recv_rows, send_rows, options);
+  return {std::move(work), std::move(output)};
+}
+
+void check_root(const char* op, int root, const Group& group) {
+  TESSERA_CHECK_VALUE(root >= 0 && root < group.size(), "comm.", op, ": root ", root,
+                      " is not a rank of a group of ", group.size(), " (0 to ", group.size() - 1,
+                      ").");
+}
 
 at::Tensor wait(const Started& started) { return finished(started.work, started.result); }
 Awaitable<at::Tensor> later(Started started) {
@@ -178,12 +205,11 @@ Started start_all_gather_v(const at::Tensor& input, const Group& group,
   const auto engine = engine_for("all_gather_v", input, group);
   at::Tensor mine = as_rows(input);
   if (given) check_rows("all_gather_v", *given, group);
-  const Rows rows =
-      given ? *given : exchange_counts("all_gather_v", mine.size(0), input, group);
+  const Rows rows = given ? *given : exchange_counts("all_gather_v", mine.size(0), input, group);
   TESSERA_CHECK_VALUE(rows[group.rank()] == mine.size(0), "comm.all_gather_v: rank ", group.rank(),
                       " holds ", mine.size(0), " rows, the sizes say ", rows[group.rank()], ".");
   at::Tensor output = with_rows(mine, sum_of(rows));
-  if (dynamic_cast<EngineBackend*>(engine.get()) != nullptr) {
+  if (takes_uneven_parts(engine)) {
     std::vector<std::vector<at::Tensor>> outputs{split_rows(output, rows)};
     std::vector<at::Tensor> inputs{mine};
     c10d::AllgatherOptions options;
@@ -191,14 +217,9 @@ Started start_all_gather_v(const at::Tensor& input, const Group& group,
     auto work = engine->allgather(outputs, inputs, options);
     return {std::move(work), std::move(output)};
   }
-  // Other engines take equal parts only; all of them know uneven all-to-all.
-  at::Tensor repeated = at::cat(std::vector<at::Tensor>(group.size(), mine));
-  Rows send_rows(group.size(), mine.size(0));
-  Rows recv_rows = rows;
-  c10d::AllToAllOptions options;
-  options.asyncOp = is_async;
-  auto work = engine->alltoall_base(output, repeated, recv_rows, send_rows, options);
-  return {std::move(work), std::move(output)};
+  return start_exchange(engine, std::move(output),
+                        at::cat(std::vector<at::Tensor>(group.size(), mine)), rows,
+                        Rows(group.size(), mine.size(0)), is_async);
 }
 
 Started start_reduce_scatter(const at::Tensor& input, const Group& group, Reduction reduction,
@@ -269,6 +290,7 @@ Started start_all_to_all_v(const at::Tensor& input, const Rows& send_rows, const
 Started start_gather(const at::Tensor& input, int root, const Group& group,
                      const std::optional<Rows>& given, bool is_async) {
   const auto engine = engine_for("gather", input, group);
+  check_root("gather", root, group);
   if (given) check_rows("gather", *given, group);
   at::Tensor mine = as_rows(input);
   const Rows rows = given ? *given : exchange_counts("gather", mine.size(0), input, group);
@@ -276,6 +298,12 @@ Started start_gather(const at::Tensor& input, int root, const Group& group,
                       " holds ", mine.size(0), " rows, the sizes say ", rows[group.rank()], ".");
   const bool is_root = group.rank() == root;
   at::Tensor output = with_rows(mine, is_root ? sum_of(rows) : 0);
+  if (!takes_uneven_parts(engine)) {
+    Rows send_rows(group.size(), 0);
+    send_rows[root] = mine.size(0);
+    return start_exchange(engine, std::move(output), mine, is_root ? rows : Rows(group.size(), 0),
+                          std::move(send_rows), is_async);
+  }
   std::vector<std::vector<at::Tensor>> outputs;
   if (is_root) outputs.push_back(split_rows(output, rows));
   std::vector<at::Tensor> inputs{mine};
@@ -289,11 +317,18 @@ Started start_gather(const at::Tensor& input, int root, const Group& group,
 Started start_scatter(const at::Tensor& input, const Rows& rows, int root, const Group& group,
                       bool is_async) {
   const auto engine = engine_for("scatter", input, group);
+  check_root("scatter", root, group);
   check_rows("scatter", rows, group);
   const bool is_root = group.rank() == root;
   at::Tensor whole = as_rows(input);
   if (is_root) check_total("scatter", rows, input);
   std::vector<at::Tensor> outputs{with_rows(whole, rows[group.rank()])};
+  if (!takes_uneven_parts(engine)) {
+    Rows recv_rows(group.size(), 0);
+    recv_rows[root] = rows[group.rank()];
+    return start_exchange(engine, outputs[0], is_root ? whole : with_rows(whole, 0),
+                          std::move(recv_rows), is_root ? rows : Rows(group.size(), 0), is_async);
+  }
   std::vector<std::vector<at::Tensor>> inputs;
   if (is_root) inputs.push_back(split_rows(whole, rows));
   c10d::ScatterOptions options;
@@ -317,7 +352,7 @@ Started start_recv(at::Tensor tensor, int source, const Group& group, int tag) {
 }
 
 Started start_barrier(const Group& group, bool is_async) {
-  const auto device = group.process_group()->hasBackendForDeviceType(c10::DeviceType::CPU)
+  const auto device = has_engine_for(*group.process_group(), c10::DeviceType::CPU)
                           ? c10::DeviceType::CPU
                           : c10::DeviceType::CUDA;
   c10d::BarrierOptions options;
@@ -402,8 +437,7 @@ Awaitable<at::Tensor> all_to_all_v_async(const at::Tensor& input, const Rows& se
   return later(start_all_to_all_v(input, send_rows, group, recv_rows, true));
 }
 
-at::Tensor gather(const at::Tensor& input, int root, const Group& group,
-                  std::optional<Rows> rows) {
+at::Tensor gather(const at::Tensor& input, int root, const Group& group, std::optional<Rows> rows) {
   return wait(start_gather(input, root, group, rows, false));
 }
 Awaitable<at::Tensor> gather_async(const at::Tensor& input, int root, const Group& group,
@@ -433,6 +467,8 @@ Awaitable<at::Tensor> recv_async_(at::Tensor& tensor, int source, const Group& g
 }
 
 void barrier(const Group& group) { wait(start_barrier(group, false)); }
-Awaitable<at::Tensor> barrier_async(const Group& group) { return later(start_barrier(group, true)); }
+Awaitable<at::Tensor> barrier_async(const Group& group) {
+  return later(start_barrier(group, true));
+}
 
 }  // namespace tessera::comm

@@ -38,8 +38,8 @@ void check_consistency(const Environment& environment) {
                       environment.world_size, ". A job has at least one rank.");
   TESSERA_CHECK_VALUE(environment.rank >= 0 && environment.rank < environment.world_size,
                       "comm.init: RANK is ", environment.rank, ", but WORLD_SIZE is ",
-                      environment.world_size, ". Ranks run from 0 to ",
-                      environment.world_size - 1, ".");
+                      environment.world_size, ". Ranks run from 0 to ", environment.world_size - 1,
+                      ".");
   TESSERA_CHECK_VALUE(
       environment.local_world_size >= 1 && environment.local_world_size <= environment.world_size,
       "comm.init: LOCAL_WORLD_SIZE is ", environment.local_world_size, ", but WORLD_SIZE is ",
@@ -59,15 +59,20 @@ void read_master(Environment& environment) {
   }
 }
 
-// The first host of a Slurm list such as "node[03-07,12],gpu1": node03.
+// The first host of a Slurm list such as "node[03-07,12],gpu1": node03. Names may hold several
+// ranges.
 std::string first_slurm_host(const std::string& list) {
-  const auto end = list.find(',');
-  const auto bracket = list.find('[');
-  if (bracket == std::string::npos || (end != std::string::npos && end < bracket)) {
-    return list.substr(0, end);
+  std::string host;
+  for (std::size_t at = 0; at < list.size() && list[at] != ','; ++at) {
+    if (list[at] != '[') {
+      host += list[at];
+      continue;
+    }
+    const std::size_t end = std::min(list.find_first_of(",-]", at), list.size());
+    host += list.substr(at + 1, end - at - 1);
+    at = std::min(list.find(']', at), list.size() - 1);
   }
-  const auto stop = list.find_first_of(",-]", bracket);
-  return list.substr(0, bracket) + list.substr(bracket + 1, stop - bracket - 1);
+  return host;
 }
 
 // Every rank computes the same port without talking: outside the range handed out to clients.
@@ -142,8 +147,9 @@ Environment from_open_mpi() {
   environment.local_world_size =
       integer("OMPI_COMM_WORLD_LOCAL_SIZE").value_or(environment.world_size);
   environment.node_rank = environment.rank / std::max(environment.local_world_size, 1);
-  environment.run_id = "ompi-" + variable("OMPI_MCA_ess_base_jobid")
-                                     .value_or(variable("PMIX_NAMESPACE").value_or("0"));
+  environment.run_id =
+      "ompi-" +
+      variable("OMPI_MCA_ess_base_jobid").value_or(variable("PMIX_NAMESPACE").value_or("0"));
   environment.master_port = port_of_job(environment.run_id);
   read_master(environment);
   TESSERA_CHECK_VALUE(

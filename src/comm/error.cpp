@@ -26,9 +26,7 @@ const char* name_of(ErrorKind kind) noexcept {
 
 // Without a backtrace: the text is meant for users and must be the same on every rank.
 Error::Error(ErrorKind kind, std::vector<int> ranks, std::string message)
-    : c10::DistBackendError(std::move(message), nullptr),
-      kind_(kind),
-      ranks_(std::move(ranks)) {}
+    : c10::DistBackendError(std::move(message), nullptr), kind_(kind), ranks_(std::move(ranks)) {}
 
 Error::~Error() = default;
 

@@ -1,5 +1,6 @@
 #include "comm/executor.h"
 
+#include <algorithm>
 #include <utility>
 
 #include <ATen/core/ivalue.h>
@@ -47,8 +48,16 @@ bool EngineWork::wait(std::chrono::milliseconds timeout) {
 c10::intrusive_ptr<c10::ivalue::Future> EngineWork::getFuture() {
   std::lock_guard lock(mutex_);
   if (!future_) {
+    // A future has to know the GPUs its value lives on.
+    std::vector<c10::Device> devices;
+    for (const at::Tensor& output : outputs_) {
+      if (output.is_cuda() &&
+          std::find(devices.begin(), devices.end(), output.device()) == devices.end()) {
+        devices.push_back(output.device());
+      }
+    }
     future_ = c10::make_intrusive<c10::ivalue::Future>(
-        c10::ListType::create(c10::TensorType::get()));
+        c10::ListType::create(c10::TensorType::get()), std::move(devices));
     if (completed_) {
       if (exception_) {
         future_->setError(exception_);

@@ -79,7 +79,8 @@ class Executor {
   void end_running();
 
   std::mutex mutex_;
-  // Two conditions, so that blocking calls do not wake the thread when there is nothing for it to do.
+  // Two conditions, so that blocking calls do not wake the thread when there is nothing for it to
+  // do.
   std::condition_variable thread_wake_;
   std::condition_variable helpers_wake_;
   int num_helpers_ = 0;

@@ -16,8 +16,18 @@
 namespace tessera::comm {
 namespace {
 
-// The exit code of a process that ends only because a peer was lost.
-constexpr int kLostPeerExitCode = 75;
+// The exit code of a process that ends uncaught with an Error: the caller's mistake is told apart
+// from the world's. A launcher passes them on.
+int exit_code_of(ErrorKind kind) {
+  switch (kind) {
+    case ErrorKind::kRendezvous:
+      return 69;
+    case ErrorKind::kUnavailable:
+      return 78;
+    default:
+      return 75;
+  }
+}
 
 std::atomic<std::int64_t> step_of_process{-1};
 std::terminate_handler previous_handler = nullptr;
@@ -59,7 +69,7 @@ bool is_secondary(const Described& error) {
   std::fprintf(stderr, "[tessera] uncaught %s: %s\n", error.type.c_str(), error.text.c_str());
   std::fflush(nullptr);
   // A core dump of a process that merely lost its peer helps nobody.
-  if (error.is_comm_error) ::_exit(kLostPeerExitCode);
+  if (error.is_comm_error) ::_exit(exit_code_of(error.kind));
   if (previous_handler != nullptr) previous_handler();
   std::abort();
 }
@@ -88,9 +98,8 @@ void report_failure(std::exception_ptr exception) noexcept {
     return;
   }
   // Passed on as it came, so that the last rank of the chain still reads the root cause.
-  for_each_backend([&](EngineBackend& backend) {
-    backend.fail(failure_kind(error.kind), {}, error.text);
-  });
+  for_each_backend(
+      [&](EngineBackend& backend) { backend.fail(failure_kind(error.kind), {}, error.text); });
 }
 
 void write_error_file(std::exception_ptr exception) noexcept {

@@ -1,8 +1,8 @@
 // src/comm/failure_channel.h — the reason a group ended, told through its store.
 //
 // Shared memory carries failures by itself. Between hosts they travel through the store: the first
-// reason written stays, and ranks that wait look for it a few times a second. A store that is gone is
-// not an error; the ranks then only know what they see themselves.
+// reason written stays, and ranks that wait look for it a few times a second. A store that is gone
+// is not an error; the ranks then only know what they see themselves.
 
 #pragma once
 

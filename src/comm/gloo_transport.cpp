@@ -70,8 +70,8 @@ GlooTransport::GlooTransport(const c10::intrusive_ptr<c10d::Store>& store,
       table_(static_cast<int>(monitor_->members().size())),
       check_calls_(check_calls) {
   monitor_->set_poll([this] { return channel_.poll(); });
-  gloo_ = make_gloo_backend(c10::make_intrusive<c10d::PrefixStore>("gloo", store),
-                            monitor_->rank(), size(), timeout + kGlooSlack, address);
+  gloo_ = make_gloo_backend(c10::make_intrusive<c10d::PrefixStore>("gloo", store), monitor_->rank(),
+                            size(), timeout + kGlooSlack, address);
 }
 
 GlooTransport::~GlooTransport() {
@@ -92,12 +92,12 @@ void GlooTransport::translate(const Call& call, const std::string& gloo_text) {
     std::this_thread::sleep_for(std::chrono::milliseconds(2));
   } while (Clock::now() < limit);
   const std::string reason = gloo_text.substr(0, gloo_text.find('\n'));
-  throw channel_.publish(Failure(
-      FailureKind::kPeerLost, {},
-      GroupMonitor::title(call) + ": rank " +
-          std::to_string(monitor_->members()[rank()].world_rank) +
-          " lost the connection to another host " + monitor_->details(call) +
-          ". No rank there could say why; Gloo says: " + reason));
+  throw channel_.publish(Failure(FailureKind::kPeerLost, {},
+                                 GroupMonitor::title(call) + ": rank " +
+                                     std::to_string(monitor_->members()[rank()].world_rank) +
+                                     " lost the connection to another host " +
+                                     monitor_->details(call) +
+                                     ". No rank there could say why; Gloo says: " + reason));
 }
 
 void GlooTransport::run(const Call& call, const std::function<Work()>& start) {
@@ -150,10 +150,10 @@ void GlooTransport::agree(const Call& call, std::int64_t count, std::span<const 
   if (!check_calls_ || size() == 1) return;
   auto record = table_.record(call, count, inputs, outputs);
   std::vector<std::int64_t> records(record.size() * size());
-  at::Tensor mine = at::from_blob(record.data(), {static_cast<std::int64_t>(record.size())},
-                                  at::kLong);
-  at::Tensor all = at::from_blob(records.data(), {static_cast<std::int64_t>(records.size())},
-                                 at::kLong);
+  at::Tensor mine =
+      at::from_blob(record.data(), {static_cast<std::int64_t>(record.size())}, at::kLong);
+  at::Tensor all =
+      at::from_blob(records.data(), {static_cast<std::int64_t>(records.size())}, at::kLong);
   run(call, [&] { return gloo_->_allgather_base(all, mine, c10d::AllgatherOptions()); });
   try {
     table_.check(call, rank(), records.data());
@@ -300,8 +300,8 @@ void GlooTransport::barrier(const Call& call) {
   }
 }
 
-// A message is two of Gloo's: what is coming, then the data. Gloo aborts the process when they do not
-// fit; the receiver sees it coming.
+// A message is two of Gloo's: what is coming, then the data. Gloo aborts the process when they do
+// not fit; the receiver sees it coming.
 void GlooTransport::send(const Call& call, Piece data, int destination, int tag) {
   if (auto failure = channel_.known()) throw std::move(*failure);
   std::int64_t words[2] = {static_cast<std::int64_t>(call.dtype), data.count};
@@ -321,17 +321,18 @@ int GlooTransport::recv(const Call& call, Piece data, int source, int tag) {
   std::vector<at::Tensor> head{at::from_blob(words, {2}, at::kLong)};
   std::vector<at::Tensor> body{as_bytes(call, data)};
   try {
-    auto work = source < 0 ? gloo_->recvAnysource(head, 2 * tag) : gloo_->recv(head, source, 2 * tag);
+    auto work =
+        source < 0 ? gloo_->recvAnysource(head, 2 * tag) : gloo_->recv(head, source, 2 * tag);
     work->wait();
     const int sender = source < 0 ? work->sourceRank() : source;
     if (words[0] != static_cast<std::int64_t>(call.dtype) || words[1] != data.count) {
-      throw channel_.publish(Failure(
-          FailureKind::kMismatch, {std::min(sender, rank()), std::max(sender, rank())},
-          GroupMonitor::title(call) + ": rank " + std::to_string(sender) + " sent " +
-              std::string(name_of(static_cast<DataType>(words[0]))) + " [" +
-              std::to_string(words[1]) + "] with tag " + std::to_string(tag) + ", rank " +
-              std::to_string(rank()) + " expects " + std::string(name_of(call.dtype)) + " [" +
-              std::to_string(data.count) + "]."));
+      throw channel_.publish(
+          Failure(FailureKind::kMismatch, {std::min(sender, rank()), std::max(sender, rank())},
+                  GroupMonitor::title(call) + ": rank " + std::to_string(sender) + " sent " +
+                      std::string(name_of(static_cast<DataType>(words[0]))) + " [" +
+                      std::to_string(words[1]) + "] with tag " + std::to_string(tag) + ", rank " +
+                      std::to_string(rank()) + " expects " + std::string(name_of(call.dtype)) +
+                      " [" + std::to_string(data.count) + "]."));
     }
     if (data.count > 0) gloo_->recv(body, sender, 2 * tag + 1)->wait();
     return sender;

@@ -1,8 +1,8 @@
 // src/comm/gloo_transport.h — LibTorch's Gloo as a Transport: TCP between hosts, and the fall-back.
 //
-// Gloo trusts its callers: ranks that disagree get garbage, an abort or a hang. So the ranks compare
-// their calls first, by one small all-gather, and only then let Gloo move data. Gloo's own errors name
-// no rank; they are translated into who was lost and during what.
+// Gloo trusts its callers: ranks that disagree get garbage, an abort or a hang. So the ranks
+// compare their calls first, by one small all-gather, and only then let Gloo move data. Gloo's own
+// errors name no rank; they are translated into who was lost and during what.
 
 #pragma once
 

@@ -2,14 +2,43 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <map>
 
+#include <ATen/Context.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "comm/backend.h"
+#include "comm/engines.h"
+#include "comm/nccl/nccl_backend.h"
 #include "comm/rendezvous.h"
+#include "tessera/comm/backend.h"
 #include "tessera/core/check.h"
 
 namespace tessera::comm {
+
+namespace {
+
+// CUDA tensors go over NCCL if every rank of a host can have a GPU of its own; else, and when the
+// caller asked for a CPU engine, they are staged through host memory.
+void add_cuda_engine(c10d::ProcessGroup& group, EngineBackend& engine,
+                     const c10::intrusive_ptr<c10d::Store>& store, const GroupOptions& options) {
+  const auto& members = engine.monitor().members();
+  std::map<std::string, int> ranks_on_host;
+  int most = 0;
+  for (const Member& member : members) most = std::max(most, ++ranks_on_host[member.host]);
+  const bool use_nccl =
+      options.engine == Engine::kAuto && has_nccl() && most <= static_cast<int>(at::getNumGPUs());
+  if (use_nccl) {
+    group.setBackend(c10::DeviceType::CUDA, c10d::ProcessGroup::BackendType::NCCL,
+                     make_nccl_backend(c10::make_intrusive<c10d::PrefixStore>("nccl", store),
+                                       group.getRank(), group.getSize(), options.timeout));
+  } else {
+    group.setBackend(c10::DeviceType::CUDA, c10d::ProcessGroup::BackendType::CUSTOM,
+                     c10::intrusive_ptr<c10d::Backend>::reclaim_copy(&engine));
+  }
+}
+
+}  // namespace
 
 struct Group::State {
   std::string name;
@@ -31,11 +60,8 @@ GroupOptions default_group_options() {
   if (const char* engine = std::getenv("TESSERA_ENGINE")) {
     const std::string name = engine;
     TESSERA_CHECK_VALUE(name == "auto" || name == "shm" || name == "gloo",
-                        "comm.init: TESSERA_ENGINE is '", name,
-                        "'. It may be auto, shm or gloo.");
-    options.engine = name == "shm"    ? Engine::kShm
-                     : name == "gloo" ? Engine::kGloo
-                                      : Engine::kAuto;
+                        "comm.init: TESSERA_ENGINE is '", name, "'. It may be auto, shm or gloo.");
+    options.engine = name == "shm" ? Engine::kShm : name == "gloo" ? Engine::kGloo : Engine::kAuto;
   }
   if (const char* check = std::getenv("TESSERA_CHECK_COLLECTIVES")) {
     options.check_gloo_calls = std::string(check) != "0";
@@ -51,7 +77,7 @@ Group::Group(c10::intrusive_ptr<c10d::ProcessGroup> process_group)
   state_ = std::make_shared<State>();
   state_->store = group_->getStore();
   state_->options = default_group_options();
-  if (group_->hasBackendForDeviceType(c10::DeviceType::CPU)) {
+  if (has_engine_for(*group_, c10::DeviceType::CPU)) {
     state_->engine = c10::dynamic_intrusive_pointer_cast<EngineBackend>(
         group_->getBackend(c10::DeviceType::CPU));
   }
@@ -115,6 +141,11 @@ void Group::abort(const std::string& reason) const {
   }
 }
 
+c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::Store>& store,
+                                               int rank, int size, const GroupOptions& options) {
+  return make_engine(store, rank, size, options);
+}
+
 Group make_group(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                  const GroupOptions& options) {
   auto state = std::make_shared<Group::State>();
@@ -126,6 +157,7 @@ Group make_group(const c10::intrusive_ptr<c10d::Store>& store, int rank, int siz
   // As CUSTOM, never as GLOO: LibTorch casts what is registered under that name to its own class.
   group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::CUSTOM, state->engine);
   group->setDefaultBackend(c10d::ProcessGroup::BackendType::CUSTOM);
+  if (at::hasCUDA()) add_cuda_engine(*group, *state->engine, store, options);
   group->setGroupName(options.name);
   return {std::move(group), std::move(state)};
 }

@@ -55,8 +55,8 @@ HierarchicalTransport::HierarchicalTransport(std::shared_ptr<GroupMonitor> monit
     : monitor_(std::move(monitor)), table_(static_cast<int>(monitor_->members().size())) {
   std::map<std::string, int> index_of_host;
   for (int r = 0; r < size(); ++r) {
-    const auto [entry, is_new] = index_of_host.try_emplace(monitor_->members()[r].host,
-                                                           static_cast<int>(hosts_.size()));
+    const auto [entry, is_new] =
+        index_of_host.try_emplace(monitor_->members()[r].host, static_cast<int>(hosts_.size()));
     if (is_new) hosts_.emplace_back();
     hosts_[entry->second].push_back(r);
     host_index_.push_back(entry->second);
@@ -72,8 +72,8 @@ std::shared_ptr<HierarchicalTransport> HierarchicalTransport::create(
   // No make_shared: the constructor is private.
   std::shared_ptr<HierarchicalTransport> self(new HierarchicalTransport(monitor));
   const auto& mine = self->hosts_[self->host_];
-  self->local_monitor_ = std::make_shared<GroupMonitor>(members_of(*monitor, mine),
-                                                        self->local_rank_, options.name);
+  self->local_monitor_ =
+      std::make_shared<GroupMonitor>(members_of(*monitor, mine), self->local_rank_, options.name);
   std::string problem;
   try {
     StoreBootstrap bootstrap(prefixed(store, "host/" + std::to_string(self->host_)));
@@ -91,11 +91,11 @@ std::shared_ptr<HierarchicalTransport> HierarchicalTransport::create(
   if (self->is_leader()) {
     std::vector<int> leaders;
     for (const auto& host : self->hosts_) leaders.push_back(host.front());
-    self->leaders_monitor_ = std::make_shared<GroupMonitor>(members_of(*monitor, leaders),
-                                                            self->host_, options.name);
-    self->leaders_ = std::make_shared<GlooTransport>(prefixed(store, "leaders"),
-                                                     self->leaders_monitor_, options.timeout,
-                                                     address, /*check_calls=*/false);
+    self->leaders_monitor_ =
+        std::make_shared<GroupMonitor>(members_of(*monitor, leaders), self->host_, options.name);
+    self->leaders_ =
+        std::make_shared<GlooTransport>(prefixed(store, "leaders"), self->leaders_monitor_,
+                                        options.timeout, address, /*check_calls=*/false);
   }
   // Whoever waits anywhere learns of a failure anywhere else through the flat group's channel.
   const auto poll = [flat = self->flat_.get()] { return flat->poll_failure(); };
@@ -222,8 +222,8 @@ void HierarchicalTransport::broadcast(const Call& call, Piece data) {
     };
     if (host_ == root_host) down(root_local);
     if (is_leader()) {
-      leaders_->broadcast(
-          inner(call, Operator::kBroadcast, call.dtype, ReduceOp::kNone, root_host), data);
+      leaders_->broadcast(inner(call, Operator::kBroadcast, call.dtype, ReduceOp::kNone, root_host),
+                          data);
     }
     if (host_ != root_host) down(0);
   });
@@ -293,8 +293,7 @@ void HierarchicalTransport::gather(const Call& call, Piece input, std::span<cons
   });
 }
 
-void HierarchicalTransport::scatter(const Call& call, std::span<const Piece> inputs,
-                                    Piece output) {
+void HierarchicalTransport::scatter(const Call& call, std::span<const Piece> inputs, Piece output) {
   guard([&] {
     agree(call, output.count, inputs, {});
     flat_->scatter(call, inputs, output);

@@ -1,8 +1,8 @@
 // src/comm/hierarchical_transport.h — shared memory inside each host, Gloo between hosts.
 //
 // The first rank of each host is its leader. Reductions, gathers and broadcasts go up to the leader
-// through shared memory, across once per host by Gloo, and down again. What has a different part for
-// every pair of ranks (all_to_all, gather, scatter, messages) goes over Gloo directly.
+// through shared memory, across once per host by Gloo, and down again. What has a different part
+// for every pair of ranks (all_to_all, gather, scatter, messages) goes over Gloo directly.
 
 #pragma once
 
@@ -22,9 +22,11 @@ class HierarchicalTransport final : public Transport {
  public:
   /// Collective over the monitor's members. Throws Failure(kUnavailable), on all ranks, if one host
   /// cannot give shared memory.
-  static std::shared_ptr<HierarchicalTransport> create(
-      const c10::intrusive_ptr<c10d::Store>& store, const std::shared_ptr<GroupMonitor>& monitor,
-      const GroupOptions& options, const std::string& address, Clock::time_point deadline);
+  static std::shared_ptr<HierarchicalTransport> create(const c10::intrusive_ptr<c10d::Store>& store,
+                                                       const std::shared_ptr<GroupMonitor>& monitor,
+                                                       const GroupOptions& options,
+                                                       const std::string& address,
+                                                       Clock::time_point deadline);
 
   ~HierarchicalTransport() override;
 

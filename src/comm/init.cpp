@@ -11,12 +11,13 @@
 #include "tessera/comm/error.h"
 #include "tessera/comm/failure.h"
 #include "tessera/comm/group.h"
+#include "tessera/comm/store.h"
 
 namespace tessera::comm {
 namespace {
 
-c10::intrusive_ptr<c10d::Store> connect_store(const Environment& environment,
-                                              std::chrono::milliseconds timeout) {
+c10::intrusive_ptr<c10d::Store> connect_tcp_store(const Environment& environment,
+                                                  std::chrono::milliseconds timeout) {
   c10d::TCPStoreOptions options;
   options.port = environment.master_port;
   options.timeout = timeout;
@@ -32,8 +33,8 @@ c10::intrusive_ptr<c10d::Store> connect_store(const Environment& environment,
   } catch (const std::exception&) {
     throw Error(ErrorKind::kRendezvous, {0},
                 "comm.init: rank " + std::to_string(environment.rank) +
-                    " found no store at MASTER_ADDR " + environment.master_addr +
-                    ", MASTER_PORT " + std::to_string(environment.master_port) + " within " +
+                    " found no store at MASTER_ADDR " + environment.master_addr + ", MASTER_PORT " +
+                    std::to_string(environment.master_port) + " within " +
                     std::to_string(timeout.count() / 1000) +
                     " s. Check that rank 0 runs and that both variables are the same everywhere.");
   }
@@ -41,18 +42,20 @@ c10::intrusive_ptr<c10d::Store> connect_store(const Environment& environment,
 
 }  // namespace
 
+c10::intrusive_ptr<c10d::Store> connect_store(const Environment& environment,
+                                              std::chrono::milliseconds timeout) {
+  if (environment.launcher == "none") return c10::make_intrusive<c10d::HashStore>();
+  // Jobs and attempts that meet on one store must not read each other's keys.
+  const std::string prefix =
+      "tessera/" + environment.run_id + "/" + std::to_string(environment.restart_count);
+  return c10::make_intrusive<c10d::PrefixStore>(prefix, connect_tcp_store(environment, timeout));
+}
+
 Group init(const GroupOptions& options) {
   const Environment environment = read_environment();
   install_failure_handler();
-  if (environment.launcher == "none") {
-    return make_group(c10::make_intrusive<c10d::HashStore>(), 0, 1, options);
-  }
-  // Jobs and attempts that meet on one store must not read each other's keys.
-  const std::string prefix = "tessera/" + environment.run_id + "/" +
-                             std::to_string(environment.restart_count);
-  auto store = c10::make_intrusive<c10d::PrefixStore>(
-      prefix, connect_store(environment, options.timeout));
-  return make_group(store, environment.rank, environment.world_size, options);
+  return make_group(connect_store(environment, options.timeout), environment.rank,
+                    environment.world_size, options);
 }
 
 }  // namespace tessera::comm

@@ -30,8 +30,8 @@ std::string stat_after_name(pid_t pid) {
   return end_of_name == std::string::npos ? "" : line.substr(end_of_name + 1);
 }
 
-// Ranks of one host share memory and see each other's pids. Network and pid namespaces are told apart,
-// so that two containers on one machine count as two hosts.
+// Ranks of one host share memory and see each other's pids. Network and pid namespaces are told
+// apart, so that two containers on one machine count as two hosts.
 std::string host_identity() {
   std::ostringstream text;
   text << first_line("/proc/sys/kernel/random/boot_id") << '-' << std::hex

@@ -14,9 +14,10 @@ namespace tessera::comm {
 struct Member {
   int world_rank = 0;
   pid_t pid = 0;
-  std::uint64_t start_time = 0;  // of the process, in clock ticks since boot: tells reused pids apart
-  std::string host;              // equal for ranks that can share memory and see each other's processes
-  std::string host_name;         // for people
+  std::uint64_t start_time =
+      0;                  // of the process, in clock ticks since boot: tells reused pids apart
+  std::string host;       // equal for ranks that can share memory and see each other's processes
+  std::string host_name;  // for people
 
   /// "rank 2 (pid 4711, host a)".
   std::string describe() const;

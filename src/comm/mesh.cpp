@@ -100,9 +100,13 @@ struct Mesh::State {
   }
 };
 
-Mesh::Mesh(const Group& world, std::vector<Axis> axes) {
+void Mesh::check(const Group& world, const std::vector<Axis>& axes) {
   check_axes(world, axes);
   check_agreement(world, axes);
+}
+
+Mesh::Mesh(const Group& world, std::vector<Axis> axes) {
+  check(world, axes);
   auto state = std::make_shared<State>(State{world, std::move(axes), {}, {}});
   int rest = world.rank();
   state->coordinates.resize(state->axes.size());
@@ -157,6 +161,8 @@ CurrentMesh::CurrentMesh(Mesh mesh) : mesh_(std::move(mesh)), outer_(innermost) 
 
 CurrentMesh::~CurrentMesh() { innermost = outer_; }
 
-const Mesh* CurrentMesh::get() noexcept { return innermost == nullptr ? nullptr : &innermost->mesh_; }
+const Mesh* CurrentMesh::get() noexcept {
+  return innermost == nullptr ? nullptr : &innermost->mesh_;
+}
 
 }  // namespace tessera::comm

@@ -26,8 +26,8 @@ class GroupMonitor final : public WaitMonitor {
   GroupMonitor(const GroupMonitor&) = delete;
   GroupMonitor& operator=(const GroupMonitor&) = delete;
 
-  /// Throws Failure when a missing rank's process has ended, when the poll brings a failure, when the
-  /// wait was cancelled, or when the deadline has passed. Warns once per call after 5 s.
+  /// Throws Failure when a missing rank's process has ended, when the poll brings a failure, when
+  /// the wait was cancelled, or when the deadline has passed. Warns once per call after 5 s.
   void check(const Call& call, std::span<const int> missing, Clock::duration waited) override;
 
   /// As check, without looking for dead processes.
@@ -58,7 +58,8 @@ class GroupMonitor final : public WaitMonitor {
   std::vector<Member> members_;
   int rank_;
   std::string group_name_;
-  std::vector<int> pidfds_;  // -1: not a process of this host, or this process itself; -2: dead already
+  std::vector<int>
+      pidfds_;  // -1: not a process of this host, or this process itself; -2: dead already
   FailurePoll poll_;
   std::atomic<bool> cancelled_{false};
   std::atomic<std::uint64_t> warned_sequence_{UINT64_MAX};

@@ -27,8 +27,9 @@ AddressList resolve(const std::string& host, int socket_type) {
   addrinfo* list = nullptr;
   const int error = ::getaddrinfo(host.c_str(), nullptr, &hints, &list);
   if (error != 0) {
-    throw Error(ErrorKind::kRendezvous, {}, "comm.init: MASTER_ADDR '" + host +
-                                                "' has no address: " + ::gai_strerror(error) + ".");
+    throw Error(
+        ErrorKind::kRendezvous, {},
+        "comm.init: MASTER_ADDR '" + host + "' has no address: " + ::gai_strerror(error) + ".");
   }
   return {list, &::freeaddrinfo};
 }
@@ -43,9 +44,8 @@ void set_port(sockaddr* address, std::uint16_t port) {
 
 std::string numeric(const sockaddr* address, socklen_t length) {
   char host[NI_MAXHOST];
-  return ::getnameinfo(address, length, host, sizeof(host), nullptr, 0, NI_NUMERICHOST) == 0
-             ? host
-             : "";
+  return ::getnameinfo(address, length, host, sizeof(host), nullptr, 0, NI_NUMERICHOST) == 0 ? host
+                                                                                             : "";
 }
 
 std::string address_of_interface(const std::string& name) {
@@ -115,14 +115,14 @@ int listen_on(const std::string& address, std::uint16_t port) {
   }
   const std::string place = address + ":" + std::to_string(port);
   if (error == EADDRINUSE) {
-    throw Error(ErrorKind::kRendezvous, {}, "comm.init: port " + std::to_string(port) + " of " +
-                                                address +
-                                                " is in use, perhaps by another job. Choose "
-                                                "another MASTER_PORT.");
+    throw Error(ErrorKind::kRendezvous, {},
+                "comm.init: port " + std::to_string(port) + " of " + address +
+                    " is in use, perhaps by another job. Choose "
+                    "another MASTER_PORT.");
   }
-  throw Error(ErrorKind::kRendezvous, {}, "comm.init: rank 0 cannot listen on " + place + ": " +
-                                              std::strerror(error) +
-                                              ". MASTER_ADDR must be an address of rank 0's host.");
+  throw Error(ErrorKind::kRendezvous, {},
+              "comm.init: rank 0 cannot listen on " + place + ": " + std::strerror(error) +
+                  ". MASTER_ADDR must be an address of rank 0's host.");
 }
 
 }  // namespace tessera::comm

@@ -86,7 +86,8 @@ void check_sizes(c10d::Store& store, std::int64_t generation, int rank, int size
     if (theirs != std::to_string(size)) {
       raise_everywhere(store, "comm.init: rank " + std::to_string(rank) + " expects " +
                                   std::to_string(size) + " ranks, rank " + std::to_string(other) +
-                                  " expects " + theirs + ". Give every process the same "
+                                  " expects " + theirs +
+                                  ". Give every process the same "
                                   "WORLD_SIZE.");
     }
   }
@@ -101,9 +102,8 @@ std::shared_ptr<Transport> make_transport(const c10::intrusive_ptr<c10d::Store>&
   std::map<std::string, std::vector<int>> hosts;
   for (int r = 0; r < size; ++r) hosts[members[r].host].push_back(r);
   const bool is_one_host = hosts.size() == 1;
-  const bool has_neighbours = std::any_of(hosts.begin(), hosts.end(), [](const auto& host) {
-    return host.second.size() > 1;
-  });
+  const bool has_neighbours = std::any_of(hosts.begin(), hosts.end(),
+                                          [](const auto& host) { return host.second.size() > 1; });
   const std::string address = is_one_host ? "127.0.0.1" : address_towards_peers();
   const auto deadline = Clock::now() + options.timeout;
   const auto make_gloo = [&] {
@@ -155,8 +155,8 @@ std::string StoreBootstrap::get(const std::string& key, Clock::time_point deadli
   auto pause = std::chrono::microseconds(50);
   while (!store_->check({key})) {
     if (Clock::now() >= deadline) {
-      throw Failure(FailureKind::kTimeout, {}, "comm.init: no word from the other ranks on '" +
-                                                   key + "' within the limit.");
+      throw Failure(FailureKind::kTimeout, {},
+                    "comm.init: no word from the other ranks on '" + key + "' within the limit.");
     }
     std::this_thread::sleep_for(pause);
     pause = std::min<std::chrono::microseconds>(pause * 2, std::chrono::milliseconds(10));
@@ -167,14 +167,13 @@ std::string StoreBootstrap::get(const std::string& key, Clock::time_point deadli
 c10::intrusive_ptr<EngineBackend> make_engine(const c10::intrusive_ptr<c10d::Store>& store,
                                               int rank, int size, const GroupOptions& options) {
   TESSERA_CHECK_VALUE(size >= 1, "comm.init: a group has at least one rank, not ", size, ".");
-  TESSERA_CHECK_VALUE(rank >= 0 && rank < size, "comm.init: rank ", rank,
-                      " is outside a group of ", size, " (0 to ", size - 1, ").");
+  TESSERA_CHECK_VALUE(rank >= 0 && rank < size, "comm.init: rank ", rank, " is outside a group of ",
+                      size, " (0 to ", size - 1, ").");
   TESSERA_CHECK_VALUE(
       options.world_ranks.empty() || options.world_ranks.size() == static_cast<std::size_t>(size),
       "comm.init: ", options.world_ranks.size(), " world ranks were given for a group of ", size,
       ".");
-  const Member self =
-      this_process(options.world_ranks.empty() ? rank : options.world_ranks[rank]);
+  const Member self = this_process(options.world_ranks.empty() ? rank : options.world_ranks[rank]);
   const std::int64_t generation = claim_rank(*store, rank, self);
   const std::string key = member_key(generation, rank);
   set_text(*store, key + "/size", std::to_string(size));
@@ -182,8 +181,8 @@ c10::intrusive_ptr<EngineBackend> make_engine(const c10::intrusive_ptr<c10d::Sto
   auto members = gather_members(*store, generation, size, options);
   check_sizes(*store, generation, rank, size);
   auto monitor = std::make_shared<GroupMonitor>(std::move(members), rank, options.name);
-  const auto own_store = c10::make_intrusive<c10d::PrefixStore>(
-      "generation/" + std::to_string(generation), store);
+  const auto own_store =
+      c10::make_intrusive<c10d::PrefixStore>("generation/" + std::to_string(generation), store);
   try {
     auto transport = make_transport(own_store, monitor, options);
     return c10::make_intrusive<EngineBackend>(std::move(transport), std::move(monitor),

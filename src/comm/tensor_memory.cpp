@@ -48,20 +48,20 @@ at::Tensor plain_view(const at::Tensor& contiguous) {
 }  // namespace
 
 TensorMemory::TensorMemory(const at::Tensor& tensor, Use use) {
-  const bool is_ready = tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+  const bool is_ready =
+      tensor.device().is_cpu() && tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
   at::Tensor contiguous = tensor;
   if (!is_ready) {
     if (use != Use::kRead) target_ = tensor.detach();
     contiguous = use == Use::kWrite
-                     ? at::empty_like(tensor, at::MemoryFormat::Contiguous)
-                     : tensor.detach().resolve_conj().resolve_neg().contiguous();
+                     ? at::empty(tensor.sizes(), tensor.options().device(at::kCPU))
+                     : tensor.detach().resolve_conj().resolve_neg().cpu().contiguous();
   }
   // A scalar has no last dimension to reinterpret; as one row it does.
   memory_ = plain_view(contiguous.dim() == 0 ? contiguous.view({1}) : contiguous);
   dtype_ = *data_type_of(memory_.scalar_type());
   count_ = memory_.numel();
   row_count_ = memory_.size(0) > 0 ? count_ / memory_.size(0) : 0;
-  if (target_.defined()) memory_.set_requires_grad(false);
 }
 
 Piece TensorMemory::piece() const { return {memory_.data_ptr(), count_}; }
@@ -96,10 +96,11 @@ void TensorMemory::write_back() const {
 
 void check_tensor(std::string_view op, const at::Tensor& tensor, std::string_view engine) {
   TESSERA_CHECK_VALUE(tensor.defined(), "comm.", op, ": the tensor is undefined.");
-  TESSERA_CHECK_VALUE(tensor.device().is_cpu(), "comm.", op, ": the tensor is on ",
-                      tensor.device().str(), ", but engine '", std::string(engine),
-                      "' works on CPU tensors. Move it to the CPU, or use a group with an engine "
-                      "for that device.");
+  TESSERA_CHECK_VALUE(tensor.device().is_cpu() || tensor.device().is_cuda(), "comm.", op,
+                      ": the tensor is on ", tensor.device().str(), ", but engine '",
+                      std::string(engine),
+                      "' works on CPU tensors and, through host memory, on CUDA tensors. Move it "
+                      "to the CPU, or use a group with an engine for that device.");
   TESSERA_CHECK_VALUE(tensor.layout() == at::kStrided, "comm.", op, ": the tensor's layout is ",
                       tensor.layout(), ". Only all_reduce takes sparse tensors.");
 }

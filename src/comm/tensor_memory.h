@@ -12,8 +12,9 @@
 
 namespace tessera::comm {
 
-/// A tensor's elements in one piece for the time of an operation. Complex numbers become pairs of
-/// reals; types no reduction knows travel as bytes.
+/// A tensor's elements in one piece of host memory for the time of an operation. CUDA tensors are
+/// copied over and back; complex numbers become pairs of reals; types no reduction knows travel as
+/// bytes.
 class TensorMemory {
  public:
   enum class Use {
@@ -37,11 +38,12 @@ class TensorMemory {
   at::Tensor target_;  // what to write back to; undefined if memory_ is it
   at::Tensor memory_;
   DataType dtype_;
-  std::int64_t count_;        // elements of dtype_
-  std::int64_t row_count_;    // elements of dtype_ in one row
+  std::int64_t count_;      // elements of dtype_
+  std::int64_t row_count_;  // elements of dtype_ in one row
 };
 
-/// Throws ValueError or TypeError, naming the operator, unless `tensor` is a dense CPU tensor.
+/// Throws ValueError or TypeError, naming the operator, unless `tensor` is dense and on the CPU or
+/// a CUDA device.
 void check_tensor(std::string_view op, const at::Tensor& tensor, std::string_view engine);
 /// As above for each, and all of one type.
 void check_tensors(std::string_view op, const std::vector<at::Tensor>& tensors,

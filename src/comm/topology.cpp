@@ -10,8 +10,8 @@ namespace tessera::comm {
 int get_local_size(std::optional<int> world_size) {
   const Environment environment = read_environment();
   const int world = world_size.value_or(environment.world_size);
-  TESSERA_CHECK_VALUE(world >= 1, "comm.get_local_size: a world has at least one rank, not ",
-                      world, ".");
+  TESSERA_CHECK_VALUE(world >= 1, "comm.get_local_size: a world has at least one rank, not ", world,
+                      ".");
   const int local = environment.local_world_size;
   return world % local == 0 && environment.launcher != "none" ? local : world;
 }

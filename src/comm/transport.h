@@ -1,10 +1,11 @@
-// src/comm/transport.h — moves bytes between the ranks of one group; blocking, and free of LibTorch.
+// src/comm/transport.h — moves bytes between the ranks of one group; blocking, and free of
+// LibTorch.
 //
-// A Transport is what an engine has to provide: shared memory, Gloo, or both in two levels. It knows
-// nothing of tensors, queues or futures; `backend.cpp` builds those on top, once for all engines.
-// Every method is collective unless it says otherwise: all ranks of the group call it, in the same
-// order. Every method compares what the ranks are about to do before any data moves, and throws the
-// same Failure on all ranks when they disagree.
+// A Transport is what an engine has to provide: shared memory, Gloo, or both in two levels. It
+// knows nothing of tensors, queues or futures; `backend.cpp` builds those on top, once for all
+// engines. Every method is collective unless it says otherwise: all ranks of the group call it, in
+// the same order. Every method compares what the ranks are about to do before any data moves, and
+// throws the same Failure on all ranks when they disagree.
 
 #pragma once
 
@@ -70,18 +71,18 @@ struct Call {
   Operator op = Operator::kBarrier;
   DataType dtype = DataType::kUInt8;
   ReduceOp reduce = ReduceOp::kNone;
-  int root = -1;                   // group rank; -1 where the operator has none
-  std::uint64_t sequence = 0;      // the how-many-th collective of this group
-  std::int64_t count = 0;          // elements this rank brings, for messages
-  Clock::time_point deadline{};    // the wait ends with a timeout here
+  int root = -1;                 // group rank; -1 where the operator has none
+  std::uint64_t sequence = 0;    // the how-many-th collective of this group
+  std::int64_t count = 0;        // elements this rank brings, for messages
+  Clock::time_point deadline{};  // the wait ends with a timeout here
 };
 
 enum class FailureKind : std::uint8_t {
-  kMismatch,  // the ranks called different things
-  kPeerLost,  // a process of the group ended
+  kMismatch,    // the ranks called different things
+  kPeerLost,    // a process of the group ended
   kPeerFailed,  // a rank reported an error of its own
   kTimeout,
-  kAborted,  // somebody called abort()
+  kAborted,      // somebody called abort()
   kUnavailable,  // the engine cannot be had here (no shared memory, no route)
 };
 
@@ -158,8 +159,8 @@ class Transport {
   /// none (left). Not collective. Stays valid after the transport is gone.
   virtual std::shared_ptr<void> allocate(std::size_t bytes) = 0;
 
-  /// Ends every wait of every rank of the group with Failure(kAborted or the given kind); later calls
-  /// fail at once with the same text. Not collective, safe from any thread, never blocks.
+  /// Ends every wait of every rank of the group with Failure(kAborted or the given kind); later
+  /// calls fail at once with the same text. Not collective, safe from any thread, never blocks.
   virtual void abort(FailureKind kind, std::vector<int> ranks, const std::string& reason) = 0;
 };
 

@@ -80,9 +80,9 @@ size_t root_cause(const std::vector<RankFailure>& failures) {
     const bool only_obeyed = failure.was_stopped && !failure.has_error_file;
     return std::tuple(only_obeyed, reports_a_peer(failure), moment_of(failure), failure.order);
   };
-  const auto first = std::min_element(
-      failures.begin(), failures.end(),
-      [&](const RankFailure& a, const RankFailure& b) { return key(a) < key(b); });
+  const auto first =
+      std::min_element(failures.begin(), failures.end(),
+                       [&](const RankFailure& a, const RankFailure& b) { return key(a) < key(b); });
   return static_cast<size_t>(first - failures.begin());
 }
 

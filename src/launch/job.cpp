@@ -35,7 +35,7 @@ namespace tessera::launch {
 namespace {
 
 // Time for ranks that use the store to notice a dead peer and to report what they were doing.
-constexpr std::chrono::milliseconds kReportGrace{50};
+constexpr std::chrono::milliseconds kReportGrace{30};
 constexpr std::chrono::seconds kFarewellLimit{2};
 
 std::string make_scratch_folder() {
@@ -60,8 +60,8 @@ std::string name_from_time() {
 
 std::shared_ptr<Console::OpenLine> line_shared_by(int a, int b,
                                                   const std::shared_ptr<Console::OpenLine>& of_a) {
-  struct stat first {};
-  struct stat second {};
+  struct stat first{};
+  struct stat second{};
   const bool is_same = fstat(a, &first) == 0 && fstat(b, &second) == 0 &&
                        first.st_dev == second.st_dev && first.st_ino == second.st_ino;
   return is_same ? of_a : std::make_shared<Console::OpenLine>();
@@ -129,7 +129,7 @@ class Job {
   std::set<int> lost_nodes_;
   std::vector<RankFailure> failures_;
   bool is_stopping_ = false;
-  int stop_signal_ = 0;  // the first signal the job was told to end by
+  int stop_signal_ = 0;   // the first signal the job was told to end by
   bool hurries_ = false;  // a signal came after the end: do not wait for slow readers
   std::optional<int> exit_code_;
   std::optional<LaunchError> error_;
@@ -167,8 +167,8 @@ int Job::run() {
   // What is left to say must be read by someone: a signal ends the wait for a slow reader.
   const Clock::time_point farewell = Clock::now() + kFarewellLimit;
   const auto has_mail = [&] {
-    return Clock::now() < farewell && ((coordinator_ && coordinator_->has_unsent()) ||
-                                       (member_ && member_->has_unsent()));
+    return Clock::now() < farewell &&
+           ((coordinator_ && coordinator_->has_unsent()) || (member_ && member_->has_unsent()));
   };
   while ((!out_.is_empty() || !err_.is_empty() || has_mail()) && !hurries_) {
     loop_.run_once(std::chrono::milliseconds(100));
@@ -338,12 +338,12 @@ void Job::on_leader_lost(const std::string& why) {
 void Job::start_attempt(int number) {
   attempt_.number = number;
   SocketAddress address = options_.num_nodes > 1 ? coordinator_->address()
-                          : options_.endpoint   ? resolve(*options_.endpoint)
-                                                : resolve({"127.0.0.1", 0});
+                          : options_.endpoint    ? resolve(*options_.endpoint)
+                                                 : resolve({"127.0.0.1", 0});
   if (options_.num_nodes > 1) address.set_port(0);
-  store_ = std::make_unique<StoreHost>(
-      loop_, guard_, signals_, address,
-      [this](const std::string& line) { note("warning: " + line); });
+  store_ =
+      std::make_unique<StoreHost>(loop_, guard_, signals_, address,
+                                  [this](const std::string& line) { note("warning: " + line); });
   attempt_.master_address = store_->address().host();
   attempt_.master_port = store_->address().port();
   is_stopping_ = false;
@@ -372,8 +372,8 @@ void Job::start_ranks() {
     ranks_->start(program_, attempt_, attempt_folder(), !options_.log_dir.empty());
   } catch (const LaunchError& error) {
     if (coordinator_) {
-      coordinator_->broadcast({"end", {{"code", std::to_string(error.exit_code())},
-                                       {"failures", "[]"}}});
+      coordinator_->broadcast(
+          {"end", {{"code", std::to_string(error.exit_code())}, {"failures", "[]"}}});
     }
     error_ = error;
   }

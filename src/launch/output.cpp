@@ -13,9 +13,9 @@
 namespace tessera::launch {
 namespace {
 
-constexpr size_t kReadBytes = 256 << 10;    // what the enlarged pipe holds
+constexpr size_t kReadBytes = 256 << 10;  // what the enlarged pipe holds
 constexpr size_t kTailBytes = 2 << 10;
-constexpr size_t kLongestLine = 1 << 20;    // longer lines are shown in pieces
+constexpr size_t kLongestLine = 1 << 20;  // longer lines are shown in pieces
 // A line without an end (a prompt, a progress bar) is shown after this pause.
 constexpr std::chrono::milliseconds kPartialDelay{100};
 
@@ -23,7 +23,7 @@ constexpr std::chrono::milliseconds kPartialDelay{100};
 
 Console::Console(EventLoop& loop, int fd, std::shared_ptr<OpenLine> line)
     : loop_(loop), fd_(fd), line_(std::move(line)) {
-  struct stat status {};
+  struct stat status{};
   if (fstat(fd, &status) != 0) {
     is_closed_ = true;
     return;
@@ -216,16 +216,31 @@ void RankStream::show(std::string_view data) {
     *console_->line_ = {};
     data.remove_prefix(length);
   }
+  if (partial_.empty()) partial_since_ = Clock::now();
   partial_.append(data);
   if (partial_.size() > kLongestLine) {
     flush_partial();
   } else if (!partial_.empty() && flush_timer_ == 0) {
-    flush_timer_ = loop_.after(kPartialDelay, [this] {
-      flush_timer_ = 0;
-      flush_partial();
-    });
+    flush_timer_ = loop_.after(kPartialDelay, [this] { flush_stale_partial(); });
   }
   console_->flush();
+}
+
+void RankStream::flush_stale_partial() {
+  flush_timer_ = 0;
+  // A line is late only if its rest is not in the pipe already, unread because of a slow console.
+  if (console_ == nullptr || console_->is_full()) {
+    partial_since_ = Clock::now();
+  } else {
+    read_once();
+  }
+  if (partial_.empty() || flush_timer_ != 0) return;
+  const auto age = Clock::now() - partial_since_;
+  if (age >= kPartialDelay) {
+    flush_partial();
+  } else {
+    flush_timer_ = loop_.after(kPartialDelay - age, [this] { flush_stale_partial(); });
+  }
 }
 
 void RankStream::append_lines(std::string_view lines, bool continues) {

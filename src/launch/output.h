@@ -97,6 +97,7 @@ class RankStream {
   void show(std::string_view data);
   void append_lines(std::string_view lines, bool continues);
   void flush_partial();
+  void flush_stale_partial();
   void resume();
   void pause();
 
@@ -108,6 +109,7 @@ class RankStream {
   std::string prefix_;
   std::string partial_;  // a line whose end has not come yet
   std::string tail_;
+  Clock::time_point partial_since_;
   EventLoop::TimerId flush_timer_ = 0;
 };
 

@@ -59,13 +59,13 @@ SignalState SignalState::take_over() {
   sigset_t handled = handled_signals();
   // What the caller ignores (nohup) stays ignored; once blocked it would be delivered.
   for (const int number : {SIGINT, SIGTERM, SIGHUP, SIGQUIT}) {
-    struct sigaction current {};
+    struct sigaction current{};
     sigaction(number, nullptr, &current);
     if (current.sa_handler == SIG_IGN) sigdelset(&handled, number);
   }
   sigprocmask(SIG_BLOCK, &handled, &before.mask);
   // A parent that ignores SIGCHLD would make the kernel throw exit codes away.
-  struct sigaction action {};
+  struct sigaction action{};
   action.sa_handler = SIG_DFL;
   sigaction(SIGCHLD, &action, nullptr);
   action.sa_handler = SIG_IGN;

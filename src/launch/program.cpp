@@ -14,7 +14,7 @@ namespace tessera::launch {
 namespace {
 
 bool is_directory(const std::string& path) {
-  struct stat status {};
+  struct stat status{};
   return stat(path.c_str(), &status) == 0 && S_ISDIR(status.st_mode);
 }
 
@@ -72,10 +72,10 @@ bool is_python_script(const std::string& name) {
     throw LaunchError(kExitNotFound, "run: program '" + name + "' not found",
                       "it is in this folder, but the folder is not in PATH", "write ./" + name);
   }
-  throw LaunchError(kExitNotFound, "run: program '" + name + "' not found",
-                    name.find('/') == std::string::npos ? "no folder of PATH has it"
-                                                        : "there is no such file",
-                    "check the path; words before the program are options of tessera run");
+  throw LaunchError(
+      kExitNotFound, "run: program '" + name + "' not found",
+      name.find('/') == std::string::npos ? "no folder of PATH has it" : "there is no such file",
+      "check the path; words before the program are options of tessera run");
 }
 
 [[noreturn]] void throw_not_executable(const std::string& path) {

@@ -65,6 +65,11 @@ std::string line_prefix(int rank, bool use_color) {
                     why, "check the limits of this user (ulimit -a) and the free memory");
 }
 
+[[noreturn]] void throw_log_error(const std::string& path, int error) {
+  throw LaunchError(kExitConfiguration, "run: cannot write to " + path, std::strerror(error),
+                    "choose another --log-dir");
+}
+
 }  // namespace
 
 RankGroup::RankGroup(EventLoop& loop, Guard& guard, const SignalState& signals,
@@ -80,7 +85,7 @@ RankGroup::RankGroup(EventLoop& loop, Guard& guard, const SignalState& signals,
 RankGroup::~RankGroup() {
   // Only reached with live ranks when starting failed half-way.
   for (Rank& rank : ranks_) {
-    if (rank.pid < 0 || rank.group_is_empty) continue;
+    if (rank.group_is_empty) continue;
     kill(-rank.pid, SIGKILL);
     if (!rank.has_ended) waitpid(rank.pid, nullptr, 0);
     guard_.remove(rank.pid);
@@ -93,15 +98,15 @@ RankGroup::~RankGroup() {
 void RankGroup::start(const Program& program, const Attempt& attempt, const std::string& folder,
                       bool keep_files) {
   keep_files_ = keep_files;
-  ranks_ = std::vector<Rank>(static_cast<size_t>(options_.num_local_ranks));
   for (int local_rank = 0; local_rank < options_.num_local_ranks; ++local_rank) {
-    Rank& rank = ranks_[static_cast<size_t>(local_rank)];
+    Rank rank;
     rank.local_rank = local_rank;
     try {
       start_rank(rank, program, attempt, folder);
     } catch (const std::system_error& error) {
       throw_spawn_error(error, program);
     }
+    ranks_.push_back(std::move(rank));  // only now: kill() must never see a process that is not
   }
 }
 
@@ -123,7 +128,7 @@ std::unique_ptr<RankStream> RankGroup::open_stream(int local_rank, int bit, Cons
   if (is_logged) {
     const std::string path = folder + (bit == kStdoutBit ? "/stdout.log" : "/stderr.log");
     log = FileDescriptor(open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600));
-    if (!log.is_open()) throw std::system_error(errno, std::generic_category(), path);
+    if (!log.is_open()) throw_log_error(path, errno);
   }
   std::string prefix;
   if (options_.prefix_lines && world > 1) {
@@ -140,10 +145,12 @@ void RankGroup::start_rank(Rank& rank, const Program& program, const Attempt& at
                            const std::string& folder) {
   const int number = options_.node_rank * options_.num_local_ranks + rank.local_rank;
   const std::string own_folder = folder + "/" + std::to_string(number);
-  std::filesystem::create_directories(own_folder);
-  std::filesystem::permissions(own_folder, std::filesystem::perms::owner_all);
-  rank.error_file = own_folder + "/error.json";
+  std::error_code failed;
+  std::filesystem::create_directories(own_folder, failed);
+  if (failed) throw_log_error(own_folder, failed.value());
   std::error_code ignored;
+  std::filesystem::permissions(own_folder, std::filesystem::perms::owner_all, ignored);
+  rank.error_file = own_folder + "/error.json";
   std::filesystem::remove(rank.error_file, ignored);
   FileDescriptor out_end;
   FileDescriptor err_end;
@@ -188,18 +195,20 @@ void RankGroup::on_child_exit(pid_t pid, int status, const std::set<pid_t>& help
   if (!is_gone_) check_gone();
 }
 
-void RankGroup::check_gone() {
-  if (num_ended_ < static_cast<int>(ranks_.size())) return;
-  bool is_left = false;
+void RankGroup::forget_empty_groups() {
+  // Early, not at the end of the job: in a long one the kernel may give the number away again.
   for (Rank& rank : ranks_) {
-    if (rank.group_is_empty) continue;
-    if (group_exists(rank.pid)) {
-      is_left = true;
-      continue;
-    }
+    if (!rank.has_ended || rank.group_is_empty || group_exists(rank.pid)) continue;
     rank.group_is_empty = true;
     guard_.remove(rank.pid);
   }
+}
+
+void RankGroup::check_gone() {
+  forget_empty_groups();
+  if (num_ended_ < static_cast<int>(ranks_.size())) return;
+  bool is_left = false;
+  for (const Rank& rank : ranks_) is_left = is_left || !rank.group_is_empty;
   for (const pid_t child : child_processes()) is_left = is_left || helpers_.count(child) == 0;
   if (is_left) {
     terminate_left_behind();
@@ -276,8 +285,9 @@ void RankGroup::kill_all() {
   }
   if (give_up_timer_ == 0) {
     give_up_timer_ = loop_.after(kGiveUpLimit, [this] {
-      err_.print("tessera: warning: a process does not end although it was killed; it hangs in the "
-                 "kernel and is left behind\n");
+      err_.print(
+          "tessera: warning: a process does not end although it was killed; it hangs in the "
+          "kernel and is left behind\n");
       for (Rank& rank : ranks_) {
         if (!rank.has_ended) rank.status = SIGKILL;
         rank.has_ended = true;

@@ -79,6 +79,7 @@ class RankGroup {
                   const std::string& folder);
   std::unique_ptr<RankStream> open_stream(int local_rank, int bit, Console& console,
                                           const std::string& folder, FileDescriptor& write_end);
+  void forget_empty_groups();
   void check_gone();
   void finish();
   void arm_kill(std::chrono::milliseconds delay);

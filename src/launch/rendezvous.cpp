@@ -36,16 +36,17 @@ Coordinator::Coordinator(EventLoop& loop, const RunOptions& options, Message ide
                          Events events)
     : loop_(loop),
       options_(options),
+      endpoint_(options.endpoint.value()),
       identity_(std::move(identity)),
       events_(std::move(events)),
-      listener_(listen_on(resolve(*options.endpoint))),
+      listener_(listen_on(resolve(endpoint_))),
       begin_(Clock::now()) {
   loop_.watch(listener_.fd.get(), POLLIN, [this](short) { accept_guest(); });
   reminder_ = loop_.after(kFirstReminder, [this] { remind(); });
   deadline_ = loop_.after(options_.rendezvous_timeout, [this] { time_out(); });
-  if (listener_.address.is_loopback() && options_.endpoint->host != listener_.address.host() &&
-      options_.endpoint->host != "localhost") {
-    events_.note("warning: '" + options_.endpoint->host + "' is " + listener_.address.host() +
+  if (listener_.address.is_loopback() && endpoint_.host != listener_.address.host() &&
+      endpoint_.host != "localhost") {
+    events_.note("warning: '" + endpoint_.host + "' is " + listener_.address.host() +
                  " on this host, which other hosts cannot reach; write its address instead");
   }
 }
@@ -88,8 +89,8 @@ void Coordinator::accept_guest() {
 
 void Coordinator::on_hello(Guest& guest, const Message& hello) {
   const int node = hello.number("node");
-  const std::string who = "node " + std::to_string(node) + " (" + hello.text("host") + ", " +
-                          guest.address + ")";
+  const std::string who =
+      "node " + std::to_string(node) + " (" + hello.text("host") + ", " + guest.address + ")";
   if (hello.text("protocol") != kProtocol) {
     return refuse(guest, who + " runs another version of tessera");
   }
@@ -106,12 +107,12 @@ void Coordinator::on_hello(Guest& guest, const Message& hello) {
                              ", node 0 with " + std::to_string(options_.num_local_ranks));
   }
   if (node < 1 || node >= options_.num_nodes) {
-    return refuse(guest, who + " does not exist: nodes are 1 to " +
-                             std::to_string(options_.num_nodes - 1));
+    return refuse(
+        guest, who + " does not exist: nodes are 1 to " + std::to_string(options_.num_nodes - 1));
   }
   if (guest_of_node_.count(node) != 0) {
-    return refuse(guest, who + " is here already, from " +
-                             guests_.at(guest_of_node_[node]).address);
+    return refuse(guest,
+                  who + " is here already, from " + guests_.at(guest_of_node_[node]).address);
   }
   loop_.cancel(guest.deadline);
   guest.node = node;
@@ -176,8 +177,7 @@ void Coordinator::time_out() {
       "node 0 waits at " + address().text() + refusals_,
       "start tessera run with the same --nnodes and --nproc-per-node on every host, or raise "
       "--rdzv-timeout");
-  broadcast({"refused",
-             {{"why", std::string(error.what()).substr(std::strlen("rendezvous: "))}}});
+  broadcast({"refused", {{"why", std::string(error.what()).substr(std::strlen("rendezvous: "))}}});
   events_.on_timeout(error);
 }
 
@@ -198,7 +198,7 @@ Member::Member(EventLoop& loop, const RunOptions& options, Events events)
     : loop_(loop),
       options_(options),
       events_(std::move(events)),
-      address_(resolve(*options.endpoint)),
+      address_(resolve(options.endpoint.value())),
       begin_(Clock::now()) {
   deadline_ = loop_.after(options_.rendezvous_timeout, [this] {
     is_over_ = true;

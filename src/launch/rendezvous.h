@@ -60,6 +60,7 @@ class Coordinator {
 
   EventLoop& loop_;
   const RunOptions& options_;
+  const Endpoint endpoint_;
   Message identity_;
   Events events_;
   Listener listener_;

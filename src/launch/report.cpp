@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <ctime>
 #include <numeric>
+#include <tuple>
 
 #include "process.h"
 #include "tessera/launch/exit_code.h"
@@ -110,9 +111,9 @@ std::string table(const std::vector<RankFailure>& failures, const std::vector<si
     const RankFailure& failure = failures[rows[i]];
     const std::string rank = failure.rank < 0 ? "-" : std::to_string(failure.rank);
     const std::string pid = failure.rank < 0 ? "-" : std::to_string(failure.pid);
-    const int length = std::snprintf(line, sizeof(line), "  %6s  %8s  %-14s  %-12s  ", rank.c_str(),
-                                     pid.c_str(), how_ended(failure).c_str(),
-                                     clock_time(failure.ended_ns).c_str());
+    const int length =
+        std::snprintf(line, sizeof(line), "  %6s  %8s  %-14s  %-12s  ", rank.c_str(), pid.c_str(),
+                      how_ended(failure).c_str(), clock_time(failure.ended_ns).c_str());
     const int room = std::max(context.width - length, 20);
     text += line + one_line(message_of(failure), static_cast<size_t>(room)) + "\n";
   }
@@ -137,9 +138,9 @@ std::string format_report(const std::vector<RankFailure>& failures, const Report
   if (what.empty()) what = how_ended(root);
   const char* red = context.use_color ? "\x1b[1;31m" : "";
   const char* plain = context.use_color ? "\x1b[0m" : "";
-  std::string text = std::string(red) + "error:" + plain + " " + name_of(root) + " failed first: " +
-                     what + "\n  why: " + why_line(root, context) + "\n  try: " + try_line(root) +
-                     "\n";
+  std::string text = std::string(red) + "error:" + plain + " " + name_of(root) +
+                     " failed first: " + what + "\n  why: " + why_line(root, context) +
+                     "\n  try: " + try_line(root) + "\n";
   if (!root.tail.empty()) {
     text += "  stderr of " + name_of(root) + " ends with:\n";
     const std::string tail = last_lines(root.tail, kMostTailLines);
@@ -152,9 +153,9 @@ std::string format_report(const std::vector<RankFailure>& failures, const Report
   if (context.world_size == 1) return text;
   std::vector<size_t> rows(failures.size());
   std::iota(rows.begin(), rows.end(), size_t{0});
-  std::stable_sort(rows.begin(), rows.end(), [&](size_t a, size_t b) {
-    return std::pair(a != first, failures[a].ended_ns) <
-           std::pair(b != first, failures[b].ended_ns);
+  std::sort(rows.begin(), rows.end(), [&](size_t a, size_t b) {
+    return std::tuple(a != first, failures[a].ended_ns, a) <
+           std::tuple(b != first, failures[b].ended_ns, b);
   });
   return text + table(failures, rows, context);
 }

@@ -12,9 +12,26 @@
 extern char** environ;
 
 namespace tessera::launch {
+namespace {
+
+namespace fs = std::filesystem;
+
+// Where `pip install` puts the worker, in an environment whose programs are in `prefix`/bin.
+void add_places_in_python_packages(const fs::path& prefix, std::vector<fs::path>& places) {
+  for (const char* library : {"lib", "lib64"}) {
+    std::error_code ignored;
+    for (const auto& entry : fs::directory_iterator(prefix / library, ignored)) {
+      if (!entry.path().filename().string().starts_with("python3.")) continue;
+      for (const char* packages : {"site-packages", "dist-packages"}) {
+        places.push_back(entry.path() / packages / "tessera/bin/tessera-worker");
+      }
+    }
+  }
+}
+
+}  // namespace
 
 std::string find_worker_program() {
-  namespace fs = std::filesystem;
   if (const char* named = std::getenv("TESSERA_WORKER"); named != nullptr && *named != '\0') {
     return access(named, X_OK) == 0 ? named : "";
   }
@@ -25,11 +42,13 @@ std::string find_worker_program() {
     folders.push_back(fs::absolute(called, ignored).parent_path());
   }
   for (const fs::path& folder : folders) {
-    for (const char* place : {"tessera-worker", "../libexec/tessera/tessera-worker",
-                              "../lib/tessera/tessera-worker"}) {
-      const fs::path candidate = folder / place;
-      if (access(candidate.c_str(), X_OK) == 0 && fs::is_regular_file(candidate, ignored)) {
-        return candidate.lexically_normal().string();
+    std::vector<fs::path> places = {folder / "tessera-worker",
+                                    folder / "../libexec/tessera/tessera-worker",
+                                    folder / "../lib/tessera/tessera-worker"};
+    add_places_in_python_packages(folder.parent_path(), places);
+    for (const fs::path& place : places) {
+      if (access(place.c_str(), X_OK) == 0 && fs::is_regular_file(place, ignored)) {
+        return place.lexically_normal().string();
       }
     }
   }
@@ -63,15 +82,17 @@ void StoreHost::start_helper() {
   // nobody accepts from would make the ranks wait instead of failing at once.
   const FileDescriptor listening = std::move(listener_.fd);
   if (program.empty()) {
-    warn_("a rank asks for the store, but there is no tessera-worker program beside tessera; "
-          "set TESSERA_WORKER to its path");
+    warn_(
+        "a rank asks for the store, but there is no tessera-worker program beside tessera; "
+        "set TESSERA_WORKER to its path");
     return;
   }
   Pipe life_line = make_pipe();
   ProcessSpec spec;
   spec.path = program;
-  spec.arguments = {program, "store", "--fd", std::to_string(listening.get()), "--host",
-                    listener_.address.host()};
+  spec.arguments = {program,  "store",
+                    "--fd",   std::to_string(listening.get()),
+                    "--host", listener_.address.host()};
   for (char** entry = environ; *entry != nullptr; ++entry) spec.environment.emplace_back(*entry);
   spec.stdin_fd = life_line.read_end.get();
   spec.inherited_fd = listening.get();

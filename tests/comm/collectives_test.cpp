@@ -41,7 +41,7 @@ INSTANTIATE_TEST_SUITE_P(Engines, Collectives,
                                            World{Engine::kGloo, 3}, World{Engine::kGloo, 4}),
                          world_name);
 
-const std::vector<at::ScalarType> kAllTypes = {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16,
+const std::vector<at::ScalarType> kAllTypes = {at::kFloat, at::kDouble, at::kHalf,  at::kBFloat16,
                                                at::kChar,  at::kByte,   at::kShort, at::kInt,
                                                at::kLong,  at::kBool};
 
@@ -103,8 +103,8 @@ TEST_P(Collectives, AllReduceOfEveryTypeAndReduction) {
   on_all_ranks([&](const Group& group) {
     for (const auto dtype : kAllTypes) {
       for (const auto reduction :
-           {Reduction::kSum, Reduction::kAvg, Reduction::kMin, Reduction::kMax,
-            Reduction::kProduct, Reduction::kBand, Reduction::kBor, Reduction::kBxor}) {
+           {Reduction::kSum, Reduction::kAvg, Reduction::kMin, Reduction::kMax, Reduction::kProduct,
+            Reduction::kBand, Reduction::kBor, Reduction::kBxor}) {
         if (!makes_sense(reduction, dtype)) continue;
         const auto inputs = inputs_of_all(size(), {3, 5}, dtype);
         const at::Tensor result = all_reduce(inputs[group.rank()], group, reduction);
@@ -164,7 +164,8 @@ TEST_P(Collectives, ComplexSumsAndMoves) {
   on_all_ranks([&](const Group& group) {
     std::vector<at::Tensor> inputs;
     for (int r = 0; r < size(); ++r) {
-      inputs.push_back(at::complex(values_of(r, {5}, at::kFloat), values_of(r + 1, {5}, at::kFloat)));
+      inputs.push_back(
+          at::complex(values_of(r, {5}, at::kFloat), values_of(r + 1, {5}, at::kFloat)));
     }
     EXPECT_TRUE(at::equal(all_reduce(inputs[group.rank()], group),
                           expected_reduction(inputs, Reduction::kSum)));
@@ -177,9 +178,8 @@ TEST_P(Collectives, ReduceGivesTheRootTheResult) {
     const int root = size() - 1;
     const auto inputs = inputs_of_all(size(), {9}, at::kInt);
     const at::Tensor result = reduce(inputs[group.rank()], root, group, Reduction::kMax);
-    const at::Tensor expected = group.rank() == root
-                                    ? expected_reduction(inputs, Reduction::kMax)
-                                    : inputs[group.rank()];
+    const at::Tensor expected =
+        group.rank() == root ? expected_reduction(inputs, Reduction::kMax) : inputs[group.rank()];
     EXPECT_TRUE(at::equal(result, expected));
   });
 }
@@ -227,8 +227,7 @@ TEST_P(Collectives, GatherAndScatterUneven) {
     } else {
       EXPECT_EQ(gathered.numel(), 0);
     }
-    const at::Tensor whole =
-        group.rank() == root ? at::cat(inputs) : at::empty({0, 3}, at::kLong);
+    const at::Tensor whole = group.rank() == root ? at::cat(inputs) : at::empty({0, 3}, at::kLong);
     EXPECT_TRUE(at::equal(scatter(whole, rows, root, group), inputs[group.rank()]));
   });
 }
@@ -237,8 +236,8 @@ TEST_P(Collectives, ReduceScatterEvenAndUneven) {
   on_all_ranks([&](const Group& group) {
     const auto inputs = inputs_of_all(size(), {2 * size(), 3}, at::kFloat);
     const at::Tensor sum = expected_reduction(inputs, Reduction::kSum);
-    EXPECT_TRUE(at::equal(reduce_scatter(inputs[group.rank()], group),
-                          sum.narrow(0, 2 * group.rank(), 2)));
+    EXPECT_TRUE(
+        at::equal(reduce_scatter(inputs[group.rank()], group), sum.narrow(0, 2 * group.rank(), 2)));
     Rows rows;
     std::int64_t total = 0;
     std::int64_t first = 0;
@@ -248,9 +247,9 @@ TEST_P(Collectives, ReduceScatterEvenAndUneven) {
       total += r;
     }
     const auto uneven = inputs_of_all(size(), {total, 3}, at::kHalf);
-    EXPECT_TRUE(at::equal(
-        reduce_scatter_v(uneven[group.rank()], rows, group),
-        expected_reduction(uneven, Reduction::kSum).narrow(0, first, group.rank())));
+    EXPECT_TRUE(
+        at::equal(reduce_scatter_v(uneven[group.rank()], rows, group),
+                  expected_reduction(uneven, Reduction::kSum).narrow(0, first, group.rank())));
   });
 }
 
@@ -277,8 +276,8 @@ TEST_P(Collectives, AllToAllEvenAndUneven) {
       arriving.push_back(at::full({recv_rows.back(), 2}, 100 * peer + rank, at::kDouble));
     }
     EXPECT_TRUE(at::equal(all_to_all_v(at::cat(sent), send_rows, group), at::cat(arriving)));
-    EXPECT_TRUE(at::equal(all_to_all_v(at::cat(sent), send_rows, group, recv_rows),
-                          at::cat(arriving)));
+    EXPECT_TRUE(
+        at::equal(all_to_all_v(at::cat(sent), send_rows, group, recv_rows), at::cat(arriving)));
   });
 }
 
@@ -357,10 +356,13 @@ TEST_P(Collectives, BadArgumentsAreNamedBeforeAnythingIsSent) {
       {"bits of floats",
        [](const Group& group) { all_reduce(at::ones({2}), group, Reduction::kBor); },
        "comm.all_reduce: the bitwise or of Float tensors is not defined."},
-      {"root", [](const Group& group) { auto t = at::ones({2}); broadcast_(t, 7, group); },
+      {"root",
+       [](const Group& group) {
+         auto t = at::ones({2});
+         broadcast_(t, 7, group);
+       },
        "comm.broadcast: root 7 is not a rank of a group of"},
-      {"row counts",
-       [](const Group& group) { reduce_scatter_v(at::ones({4}), Rows{1}, group); },
+      {"row counts", [](const Group& group) { reduce_scatter_v(at::ones({4}), Rows{1}, group); },
        "row counts"},
       {"negative rows",
        [](const Group& group) {
@@ -374,8 +376,7 @@ TEST_P(Collectives, BadArgumentsAreNamedBeforeAnythingIsSent) {
   };
   for (const BadCall& bad : calls) {
     if (size() == 1 && std::string(bad.name) == "row counts") continue;
-    const auto errors =
-        run_ranks_collecting(size(), bad.call, test_options(GetParam().engine));
+    const auto errors = run_ranks_collecting(size(), bad.call, test_options(GetParam().engine));
     for (const auto& error : errors) {
       EXPECT_NE(text_of(error).find(bad.text), std::string::npos)
           << bad.name << ": " << text_of(error);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import signal
@@ -54,9 +55,7 @@ class Job:
             self.end()
             raise
         seconds = time.monotonic() - self.begin
-        return Result(
-            self.process.returncode, (out or b"").decode(), (err or b"").decode(), seconds
-        )
+        return Result(self.process.returncode, (out or b"").decode(), (err or b"").decode(), seconds)
 
     def send(self, number: int) -> None:
         os.kill(self.process.pid, number)
@@ -80,10 +79,8 @@ class Job:
     def end(self) -> None:
         """Kills whatever is left; for clean-up after a failed test."""
         for pid in self.processes():
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         if self.process.poll() is None:
             self.process.wait(timeout=LIMIT)
 
@@ -148,8 +145,6 @@ def listening_addresses(pids) -> list[str]:
             if words[3] != "0A" or words[9] not in inodes:
                 continue
             digits = words[1].split(":")[0]
-            raw = b"".join(
-                bytes.fromhex(digits[i : i + 8])[::-1] for i in range(0, len(digits), 8)
-            )
+            raw = b"".join(bytes.fromhex(digits[i : i + 8])[::-1] for i in range(0, len(digits), 8))
             found.append(socket.inet_ntop(family, raw))
     return found

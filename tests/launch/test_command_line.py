@@ -18,8 +18,9 @@ def test_help_fits_a_screen_with_examples_first(words):
     assert lines[-1].endswith("More: docs/launch.md")
 
 
-@pytest.mark.parametrize("words", [["run", "--help"], ["run", "-h"], ["help", "run"],
-                                   ["run", "-n", "2", "--help"]])
+@pytest.mark.parametrize(
+    "words", [["run", "--help"], ["run", "-h"], ["help", "run"], ["run", "-n", "2", "--help"]]
+)
 def test_help_of_run_fits_forty_lines(words):
     result = run(*words)
     assert result.code == 0
@@ -51,63 +52,99 @@ def test_program_needs_no_libtorch():
     assert "libc.so" in libraries and "torch" not in libraries and "c10" not in libraries
 
 
-@pytest.mark.parametrize("words, text", [
-    (["rnu"], "error: unknown verb 'rnu': did you mean run?\n"),
-    (["zzzzzzzz"], "error: unknown verb 'zzzzzzzz'\n"),
-    (["help", "rum"], "error: unknown verb 'rum': did you mean run?\n"),
-    (["--versoin"], "error: unknown flag --versoin: did you mean --version?\n"),
-    (["run", "--nproc-per-nod", "2", "x"],
-     "error: run: unknown flag --nproc-per-nod: did you mean --nproc-per-node?\n"),
-    (["run", "--nproc_per_nodes=2", "x"],
-     "error: run: unknown flag --nproc-per-nodes: did you mean --nproc-per-node?\n"),
-    (["run", "--max-restart", "2", "x"],
-     "error: run: unknown flag --max-restart: did you mean --max-restarts?\n"),
-    (["run", "-x", "x"], "error: run: unknown flag -x\n"),
-    (["run", "--numa_binding", "node", "x"],
-     "error: run: --numa-binding is a flag of torchrun that is not offered here\n"),
-    (["run", "-n", "0", "x"],
-     "error: run: --nproc-per-node: a job needs at least 1 rank, not 0\n"),
-    (["run", "-n", "-3", "x"],
-     "error: run: --nproc-per-node: a job needs at least 1 rank, not -3\n"),
-    (["run", "-n", "two", "x"],
-     "error: run: --nproc-per-node: 'two' is not a number, auto, cpu or gpu\n"),
-    (["run", "-n", "2.5", "x"],
-     "error: run: --nproc-per-node: '2.5' is not a number, auto, cpu or gpu\n"),
-    (["run", "-n", "100000", "x"],
-     "error: run: --nproc-per-node: at most 4096 ranks per host, not 100000\n"),
-    (["run", "-n"], "error: run: -n needs a value\n"),
-    (["run"],
-     "error: run: no program given; write it last, as in tessera run -n 2 -- ./train\n"),
-    (["run", "-n", "2", "--"],
-     "error: run: no program given; write it last, as in tessera run -n 2 -- ./train\n"),
-    (["run", "--max-restarts", "-1", "x"],
-     "error: run: --max-restarts: -1 is not in [0, 1048576]\n"),
-    (["run", "--shutdown-timeout", "soon", "x"],
-     "error: run: --shutdown-timeout: 'soon' is not a number of seconds\n"),
-    (["run", "--tee", "4", "x"],
-     "error: run: --tee: '4' is not 0 (none), 1 (stdout), 2 (stderr) or 3 (both)\n"),
-    (["run", "--redirects", "3", "x"],
-     "error: run: --redirects needs --log-dir DIR to write to\n"),
-    (["run", "--nnodes", "2", "x"],
-     "error: run: --nnodes 2 needs --rdzv-endpoint HOST:PORT, the same on every host\n"),
-    (["run", "--nnodes", "1:4", "x"],
-     "error: run: --nnodes: the number of hosts is fixed; write one number, not 1:4\n"),
-    (["run", "--nnodes", "2", "--node-rank", "2", "--rdzv-endpoint", "h:1", "x"],
-     "error: run: --node-rank: 2 is not one of the 2 hosts; they are counted from 0 to 1\n"),
-    (["run", "--nnodes", "2", "--standalone", "x"],
-     "error: run: --standalone means one host, not --nnodes 2\n"),
-    (["run", "--rdzv-endpoint", "host", "x"],
-     "error: run: --rdzv-endpoint: a port is missing, as in host:29500\n"),
-    (["run", "--rdzv-endpoint", "host:99999", "x"],
-     "error: run: --rdzv-endpoint: 99999 is not in [0, 65535]\n"),
-    (["run", "--rdzv-endpoint", "::1:2", "x"],
-     "error: run: --rdzv-endpoint: an IPv6 address needs brackets, as in [::1]:29500\n"),
-    (["run", "--rdzv-backend", "etcd", "x"],
-     "error: run: --rdzv-backend: 'etcd' is not offered; leave the flag out\n"),
-    (["run", "--rdzv-id", "../x", "x"],
-     "error: run: --rdzv-id: '../x' may hold letters, digits, '.', '_' and '-' only\n"),
-    (["completion", "tcsh"], "error: completion: unknown shell 'tcsh'\n"),
-])
+@pytest.mark.parametrize(
+    "words, text",
+    [
+        (["rnu"], "error: unknown verb 'rnu': did you mean run?\n"),
+        (["zzzzzzzz"], "error: unknown verb 'zzzzzzzz'\n"),
+        (["help", "rum"], "error: unknown verb 'rum': did you mean run?\n"),
+        (["--versoin"], "error: unknown flag --versoin: did you mean --version?\n"),
+        (
+            ["run", "--nproc-per-nod", "2", "x"],
+            "error: run: unknown flag --nproc-per-nod: did you mean --nproc-per-node?\n",
+        ),
+        (
+            ["run", "--nproc_per_nodes=2", "x"],
+            "error: run: unknown flag --nproc-per-nodes: did you mean --nproc-per-node?\n",
+        ),
+        (
+            ["run", "--max-restart", "2", "x"],
+            "error: run: unknown flag --max-restart: did you mean --max-restarts?\n",
+        ),
+        (["run", "-x", "x"], "error: run: unknown flag -x\n"),
+        (
+            ["run", "--numa_binding", "node", "x"],
+            "error: run: --numa-binding is a flag of torchrun that is not offered here\n",
+        ),
+        (["run", "-n", "0", "x"], "error: run: --nproc-per-node: a job needs at least 1 rank, not 0\n"),
+        (["run", "-n", "-3", "x"], "error: run: --nproc-per-node: a job needs at least 1 rank, not -3\n"),
+        (
+            ["run", "-n", "two", "x"],
+            "error: run: --nproc-per-node: 'two' is not a number, auto, cpu or gpu\n",
+        ),
+        (
+            ["run", "-n", "2.5", "x"],
+            "error: run: --nproc-per-node: '2.5' is not a number, auto, cpu or gpu\n",
+        ),
+        (
+            ["run", "-n", "100000", "x"],
+            "error: run: --nproc-per-node: at most 4096 ranks per host, not 100000\n",
+        ),
+        (["run", "-n"], "error: run: -n needs a value\n"),
+        (["run"], "error: run: no program given; write it last, as in tessera run -n 2 -- ./train\n"),
+        (
+            ["run", "-n", "2", "--"],
+            "error: run: no program given; write it last, as in tessera run -n 2 -- ./train\n",
+        ),
+        (["run", "--max-restarts", "-1", "x"], "error: run: --max-restarts: -1 is not in [0, 1048576]\n"),
+        (
+            ["run", "--shutdown-timeout", "soon", "x"],
+            "error: run: --shutdown-timeout: 'soon' is not a number of seconds\n",
+        ),
+        (
+            ["run", "--tee", "4", "x"],
+            "error: run: --tee: '4' is not 0 (none), 1 (stdout), 2 (stderr) or 3 (both)\n",
+        ),
+        (["run", "--redirects", "3", "x"], "error: run: --redirects needs --log-dir DIR to write to\n"),
+        (
+            ["run", "--nnodes", "2", "x"],
+            "error: run: --nnodes 2 needs --rdzv-endpoint HOST:PORT, the same on every host\n",
+        ),
+        (
+            ["run", "--nnodes", "1:4", "x"],
+            "error: run: --nnodes: the number of hosts is fixed; write one number, not 1:4\n",
+        ),
+        (
+            ["run", "--nnodes", "2", "--node-rank", "2", "--rdzv-endpoint", "h:1", "x"],
+            "error: run: --node-rank: 2 is not one of the 2 hosts; they are counted from 0 to 1\n",
+        ),
+        (
+            ["run", "--nnodes", "2", "--standalone", "x"],
+            "error: run: --standalone means one host, not --nnodes 2\n",
+        ),
+        (
+            ["run", "--rdzv-endpoint", "host", "x"],
+            "error: run: --rdzv-endpoint: a port is missing, as in host:29500\n",
+        ),
+        (
+            ["run", "--rdzv-endpoint", "host:99999", "x"],
+            "error: run: --rdzv-endpoint: 99999 is not in [0, 65535]\n",
+        ),
+        (
+            ["run", "--rdzv-endpoint", "::1:2", "x"],
+            "error: run: --rdzv-endpoint: an IPv6 address needs brackets, as in [::1]:29500\n",
+        ),
+        (
+            ["run", "--rdzv-backend", "etcd", "x"],
+            "error: run: --rdzv-backend: 'etcd' is not offered; leave the flag out\n",
+        ),
+        (
+            ["run", "--rdzv-id", "../x", "x"],
+            "error: run: --rdzv-id: '../x' may hold letters, digits, '.', '_' and '-' only\n",
+        ),
+        (["completion", "tcsh"], "error: completion: unknown shell 'tcsh'\n"),
+    ],
+)
 def test_wrong_usage_is_one_line_and_code_2(words, text):
     result = run(*words)
     assert (result.code, result.out, result.err) == (2, "", text)
@@ -122,8 +159,19 @@ def test_both_spellings_and_equals_signs():
     for flag in ("--nproc-per-node=2", "--nproc_per_node=2"):
         assert len(run("run", flag, "--max_restarts=0", "echo", "x").lines) == 2
     assert len(run("run", "-n2", "echo", "x").lines) == 2
-    flags = ["--standalone", "--monitor-interval", "1", "--start_method", "spawn",
-             "--rdzv-backend", "c10d", "--rdzv-conf", "timeout=5", "--role", "trainer"]
+    flags = [
+        "--standalone",
+        "--monitor-interval",
+        "1",
+        "--start_method",
+        "spawn",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-conf",
+        "timeout=5",
+        "--role",
+        "trainer",
+    ]
     assert run("run", *flags, "sh", "-c", "echo $ROLE_NAME").out == "trainer\n"
 
 
@@ -132,17 +180,21 @@ def test_counts_by_name():
     env = {"CUDA_VISIBLE_DEVICES": ""}
     for word in ("cpu", "auto"):
         assert len(run("run", "-n", word, "--no-prefix", "echo", "x", env=env).lines) == cpus
-    assert len(run("run", "-n", "gpu", "echo", "x", env={"CUDA_VISIBLE_DEVICES": "0,1,2"}).lines) == 3
+    three = {"CUDA_VISIBLE_DEVICES": "0,1,2"}
+    assert len(run("run", "-n", "gpu", "echo", "x", env=three).lines) == 3
     assert run("run", "-n", "gpu", "echo", "x", env=env).code == 2
 
 
-@pytest.mark.parametrize("name, code, text", [
-    ("no-such-program-here", 127, "no folder of PATH has it"),
-    ("./no/such/program", 127, "there is no such file"),
-    ("missing.py", 127, "no folder of PATH has it"),
-    ("/etc/passwd", 126, "the file has no execute permission"),
-    ("/tmp", 126, "it is a folder"),
-])
+@pytest.mark.parametrize(
+    "name, code, text",
+    [
+        ("no-such-program-here", 127, "no folder of PATH has it"),
+        ("./no/such/program", 127, "there is no such file"),
+        ("missing.py", 127, "no folder of PATH has it"),
+        ("/etc/passwd", 126, "the file has no execute permission"),
+        ("/tmp", 126, "it is a folder"),
+    ],
+)
 def test_program_that_cannot_run_is_named_before_any_rank_starts(name, code, text):
     result = run("run", "-n", 2, "--", name)
     assert result.code == code
@@ -158,7 +210,7 @@ def test_program_in_this_folder_but_not_in_path(tmp_path):
     assert result.code == 127 and "  try: write ./train" in result.err
 
 
-@pytest.mark.parametrize("content, code", [("no shebang\n", 126), ("#!/no/such/interpreter\n", 127)])
+@pytest.mark.parametrize("content, code", [("no shebang\n", 126), ("#!/no/such/program\n", 127)])
 def test_script_that_cannot_start(tmp_path, content, code):
     (tmp_path / "x").write_text(content)
     (tmp_path / "x").chmod(0o755)
@@ -180,11 +232,28 @@ def test_port_in_use_is_69():
 
 def test_endpoint_of_one_host_is_the_stores():
     port = free_port()
-    result = run("run", "-n", 1, "--rdzv-endpoint", f"127.0.0.1:{port}", "--", "sh", "-c",
-                 "echo $MASTER_ADDR:$MASTER_PORT")
+    result = run(
+        "run",
+        "-n",
+        1,
+        "--rdzv-endpoint",
+        f"127.0.0.1:{port}",
+        "--",
+        "sh",
+        "-c",
+        "echo $MASTER_ADDR:$MASTER_PORT",
+    )
     assert result.out == f"127.0.0.1:{port}\n"
-    result = run("run", "--master-addr", "127.0.0.1", "--master-port", port, "sh", "-c",
-                 "echo $MASTER_ADDR:$MASTER_PORT")
+    result = run(
+        "run",
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        port,
+        "sh",
+        "-c",
+        "echo $MASTER_ADDR:$MASTER_PORT",
+    )
     assert result.out == f"127.0.0.1:{port}\n"
 
 
@@ -234,6 +303,7 @@ def test_completion_scripts_are_valid():
         result = run("completion", shell)
         assert result.code == 0 and "nproc-per-node" in result.out
     script = run("completion", "bash").out + (
-        "\nCOMP_WORDS=(tessera run --nproc-p); COMP_CWORD=2; _tessera; echo ${COMPREPLY[@]}")
+        "\nCOMP_WORDS=(tessera run --nproc-p); COMP_CWORD=2; _tessera; echo ${COMPREPLY[@]}"
+    )
     out = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=30).stdout
     assert out == "--nproc-per-node\n"

@@ -1,5 +1,6 @@
 """Several hosts, played by several launchers on this one."""
 
+import contextlib
 import json
 import re
 import signal
@@ -13,8 +14,23 @@ from jobs import Job, free_port, listening_addresses, run, wait_until
 def start_nodes(script, *flags, nodes=2, ranks=2, only=None, **options):
     endpoint = f"127.0.0.1:{free_port()}"
     return [
-        Job("run", "-n", ranks, "--nnodes", nodes, "--node-rank", node, "--rdzv-endpoint", endpoint,
-            *flags, "--", "sh", "-c", script, **options)
+        Job(
+            "run",
+            "-n",
+            ranks,
+            "--nnodes",
+            nodes,
+            "--node-rank",
+            node,
+            "--rdzv-endpoint",
+            endpoint,
+            *flags,
+            "--",
+            "sh",
+            "-c",
+            script,
+            **options,
+        )
         for node in (range(nodes) if only is None else only)
     ]
 
@@ -31,13 +47,18 @@ def finish(jobs):
 
 
 def test_ranks_are_counted_over_all_nodes():
-    results = finish(start_nodes(
-        "echo $RANK $LOCAL_RANK $GROUP_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $GROUP_WORLD_SIZE "
-        "$MASTER_ADDR:$MASTER_PORT $TESSERA_RUN_ID", nodes=3))
+    results = finish(
+        start_nodes(
+            "echo $RANK $LOCAL_RANK $GROUP_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $GROUP_WORLD_SIZE "
+            "$MASTER_ADDR:$MASTER_PORT $TESSERA_RUN_ID",
+            nodes=3,
+        )
+    )
     assert [r.code for r in results] == [0, 0, 0], [r.err for r in results]
     words = sorted(line.split("] ")[1].split() for r in results for line in r.lines)
     assert [w[:6] for w in words] == [
-        [str(rank), str(rank % 2), str(rank // 2), "6", "2", "3"] for rank in range(6)]
+        [str(rank), str(rank % 2), str(rank // 2), "6", "2", "3"] for rank in range(6)
+    ]
     assert len({w[6] for w in words}) == 1  # one store
     assert len({w[7] for w in words}) == 1  # one run
 
@@ -59,8 +80,9 @@ def test_node_that_is_done_waits_for_the_others():
 
 @pytest.mark.parametrize("failing", [0, 3])
 def test_failure_on_any_node_ends_all_with_its_code(failing):
-    results = finish(start_nodes(
-        f"[ $RANK = {failing} ] && {{ echo the cause >&2; exit 9; }}; exec sleep 60"))
+    results = finish(
+        start_nodes(f"[ $RANK = {failing} ] && {{ echo the cause >&2; exit 9; }}; exec sleep 60")
+    )
     assert [r.code for r in results] == [9, 9]
     for result in results:
         assert f"error: rank {failing} failed first: the cause" in result.err
@@ -72,10 +94,14 @@ def test_killed_rank_gives_137_everywhere():
 
 
 def test_restart_restarts_all_nodes_with_a_new_store():
-    results = finish(start_nodes(
-        "echo attempt $TORCHELASTIC_RESTART_COUNT $MASTER_PORT;"
-        "[ $TORCHELASTIC_RESTART_COUNT = 1 ] && exit 0; [ $RANK = 1 ] && exit 3; exec sleep 60",
-        "--max-restarts", 3))
+    results = finish(
+        start_nodes(
+            "echo attempt $TORCHELASTIC_RESTART_COUNT $MASTER_PORT;"
+            "[ $TORCHELASTIC_RESTART_COUNT = 1 ] && exit 0; [ $RANK = 1 ] && exit 3; exec sleep 60",
+            "--max-restarts",
+            3,
+        )
+    )
     assert [r.code for r in results] == [0, 0], [r.err for r in results]
     ports = {0: set(), 1: set()}
     for result in results:
@@ -90,8 +116,7 @@ def test_missing_node_is_named_after_the_timeout():
     results = finish(start_nodes("true", "--rdzv-timeout", 0.7, nodes=4, only=[0, 2]))
     leader, member = results
     assert leader.code == 69
-    assert leader.err.splitlines()[0] == (
-        "error: rendezvous: nodes 1, 3 of 4 did not join within 0.7 s")
+    assert leader.err.splitlines()[0] == ("error: rendezvous: nodes 1, 3 of 4 did not join within 0.7 s")
     assert member.code == 69
     assert "nodes 1, 3 of 4 did not join within 0.7 s" in member.err or "node 0" in member.err
     assert leader.seconds < 10
@@ -100,15 +125,21 @@ def test_missing_node_is_named_after_the_timeout():
 def test_missing_node_0_is_said():
     (result,) = finish(start_nodes("true", "--rdzv-timeout", 0.5, only=[1]))
     assert result.code == 69
-    assert re.match(r"error: rendezvous: node 0 at 127.0.0.1:\d+ was not reached within 0.5 s\n"
-                    r"  why: Connection refused\n  try: ", result.err)
+    assert re.match(
+        r"error: rendezvous: node 0 at 127.0.0.1:\d+ was not reached within 0.5 s\n"
+        r"  why: Connection refused\n  try: ",
+        result.err,
+    )
 
 
-@pytest.mark.parametrize("flags, text", [
-    (["-n", 3], "was started with --nproc-per-node 3, node 0 with 2"),
-    (["--nnodes", 3], "was started with --nnodes 3, node 0 with 2"),
-    (["--rdzv-id", "other"], "belongs to the job 'other', this is 'mine'"),
-])
+@pytest.mark.parametrize(
+    "flags, text",
+    [
+        (["-n", 3], "was started with --nproc-per-node 3, node 0 with 2"),
+        (["--nnodes", 3], "was started with --nnodes 3, node 0 with 2"),
+        (["--rdzv-id", "other"], "belongs to the job 'other', this is 'mine'"),
+    ],
+)
 def test_node_with_other_numbers_is_refused(flags, text):
     endpoint = f"127.0.0.1:{free_port()}"
     same = ["--nnodes", 2, "-n", 2, "--rdzv-id", "mine", "--rdzv-endpoint", endpoint]
@@ -172,18 +203,32 @@ def test_strangers_cannot_disturb_the_rendezvous():
     leader = Job("run", "--node-rank", 0, *words)
     wait_until(lambda: listening_addresses([leader.process.pid]), what="the listener")
     strangers = []
-    hello = {"kind": "hello", "protocol": "tessera-launch-1", "rdzv_id": "", "nnodes": "2",
-             "nproc": "1", "host": "h"}
-    for payload in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\n\n\n", b"[]\n", b"{\n", b"\xff" * 100 + b"\n",
-                    b"x" * 1_000_000, b'{"kind": 1}\n', b'{"kind": "gone", "failures": "[]"}\n',
-                    json.dumps({**hello, "node": "-1"}).encode() + b"\n",
-                    json.dumps({**hello, "node": "99999999999999"}).encode() + b"\n",
-                    json.dumps({**hello, "node": "0"}).encode() + b"\n"):
+    hello = {
+        "kind": "hello",
+        "protocol": "tessera-launch-1",
+        "rdzv_id": "",
+        "nnodes": "2",
+        "nproc": "1",
+        "host": "h",
+    }
+    payloads = [
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\n\n\n",
+        b"[]\n",
+        b"{\n",
+        b"\xff" * 100 + b"\n",
+        b"x" * 1_000_000,
+        b'{"kind": 1}\n',
+        b'{"kind": "gone", "failures": "[]"}\n',
+    ]
+    payloads += [
+        json.dumps({**hello, "node": node}).encode() + b"\n" for node in ("-1", "0", "99999999999999")
+    ]
+    for payload in payloads:
         stranger = socket.create_connection(("127.0.0.1", port), timeout=10)
-        try:
+        with contextlib.suppress(OSError):  # may be closed in its face
             stranger.sendall(payload)
-        except OSError:
-            pass  # closed in its face
         strangers.append(stranger)
     member = Job("run", "--node-rank", 1, *words)
     results = finish([leader, member])
@@ -207,6 +252,15 @@ def test_port_in_use_is_69():
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
-        result = run("run", "--nnodes", 2, "--node-rank", 0, "--rdzv-endpoint",
-                     f"127.0.0.1:{holder.getsockname()[1]}", "--", "true")
+        result = run(
+            "run",
+            "--nnodes",
+            2,
+            "--node-rank",
+            0,
+            "--rdzv-endpoint",
+            f"127.0.0.1:{holder.getsockname()[1]}",
+            "--",
+            "true",
+        )
     assert result.code == 69 and "Address already in use" in result.err

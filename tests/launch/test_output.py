@@ -1,12 +1,13 @@
 """Output of the ranks: whole lines, nothing lost, nothing stuck."""
 
 import os
+import pathlib
 import re
 import subprocess
 import time
 
 import pytest
-from jobs import Job, python, run, wait_until
+from jobs import TESSERA, Job, python, run, wait_until
 
 
 def test_lines_carry_their_rank():
@@ -48,6 +49,23 @@ def test_megabytes_from_every_rank_arrive():
     assert len(result.out) == 3 * 200 * 400 * (len(line) + len("[rank 0] "))
 
 
+def test_lines_stay_whole_when_the_reader_is_slow():
+    code = "import sys\nfor _ in range(300): sys.stdout.write('0123456789abcdef\\n' * 4096)"
+    job = Job("run", "-n", 2, "--", *python(code))
+    try:
+        pieces = []
+        while piece := os.read(job.process.stdout.fileno(), 1 << 20):
+            pieces.append(piece)
+            if len(pieces) % 50 == 1 and len(pieces) < 300:
+                time.sleep(0.15)  # longer than a line without end is held back
+        lines = b"".join(pieces).splitlines()
+        assert job.process.wait(timeout=30) == 0
+    finally:
+        job.end()
+    assert len(lines) == 2 * 300 * 4096
+    assert set(lines) == {b"[rank 0] 0123456789abcdef", b"[rank 1] 0123456789abcdef"}
+
+
 def test_bytes_pass_unchanged():
     code = "import os\nos.write(1, bytes(range(256)) * 64 + b'\\n')"
     job = Job("run", "-n", 2, "--no-prefix", "--", *python(code))
@@ -61,8 +79,7 @@ def test_last_line_without_end_is_shown_and_ended():
 
 
 def test_prompt_without_end_is_shown_while_the_rank_waits():
-    job = Job("run", "-n", 2, "--", "sh", "-c",
-              "[ $RANK = 0 ] && printf 'progress 10%%'; exec sleep 60")
+    job = Job("run", "-n", 2, "--", "sh", "-c", "[ $RANK = 0 ] && printf 'progress 10%%'; exec sleep 60")
     try:
         os.set_blocking(job.process.stdout.fileno(), False)
         seen = b""
@@ -95,7 +112,8 @@ def test_slow_reader_holds_the_ranks_back_and_signals_still_work():
     job = Job("run", "-n", 2, "--", "sh", "-c", "yes $RANK")
     try:
         time.sleep(0.5)  # nobody reads; the ranks fill all buffers
-        memory = int(re.search(r"VmRSS:\s+(\d+)", open(f"/proc/{job.process.pid}/status").read())[1])
+        status = pathlib.Path(f"/proc/{job.process.pid}/status").read_text()
+        memory = int(re.search(r"VmRSS:\s+(\d+)", status)[1])
         assert memory < 64 << 10, "the launcher must not collect what nobody reads"
         job.send(15)
         result = job.wait()
@@ -121,8 +139,9 @@ def attempt_folder(log_dir, number=0):
 
 
 def test_log_dir_keeps_both_streams_of_every_rank(tmp_path):
-    result = run("run", "-n", 2, "--log-dir", tmp_path, "--", "sh", "-c",
-                 "echo out $RANK; echo err $RANK >&2")
+    result = run(
+        "run", "-n", 2, "--log-dir", tmp_path, "--", "sh", "-c", "echo out $RANK; echo err $RANK >&2"
+    )
     assert sorted(result.lines) == ["[rank 0] out 0", "[rank 1] out 1"]
     for rank in (0, 1):
         folder = attempt_folder(tmp_path) / str(rank)
@@ -131,27 +150,50 @@ def test_log_dir_keeps_both_streams_of_every_rank(tmp_path):
         assert folder.stat().st_mode & 0o077 == 0
 
 
+def test_log_dir_that_cannot_be_made_is_said(tmp_path):
+    (tmp_path / "file").write_text("")
+    result = run("run", "-n", 2, "--log-dir", tmp_path / "file/logs", "--", "true")
+    assert result.code == 78
+    assert re.match(
+        r"error: run: cannot write to \S+/file/logs/\S+\n  why: Not a directory\n  try: ", result.err
+    )
+
+
 def test_every_attempt_has_its_own_files(tmp_path):
-    run("run", "-n", 2, "--max-restarts", 1, "--log-dir", tmp_path, "--rdzv-id", "name", "--",
-        "sh", "-c", "[ $RANK = 0 ] && [ $TORCHELASTIC_RESTART_COUNT = 0 ] && exec sleep 60; "
-        "echo $TORCHELASTIC_RESTART_COUNT; [ $TORCHELASTIC_RESTART_COUNT = 1 ]")
+    run(
+        "run",
+        "-n",
+        2,
+        "--max-restarts",
+        1,
+        "--log-dir",
+        tmp_path,
+        "--rdzv-id",
+        "name",
+        "--",
+        "sh",
+        "-c",
+        "[ $RANK = 0 ] && [ $TORCHELASTIC_RESTART_COUNT = 0 ] && exec sleep 60; "
+        "echo $TORCHELASTIC_RESTART_COUNT; [ $TORCHELASTIC_RESTART_COUNT = 1 ]",
+    )
     for number in (0, 1):
         text = (attempt_folder(tmp_path, number) / "1/stdout.log").read_text()
         assert text == f"{number}\n"
     assert next(tmp_path.iterdir()).name.startswith("name-")
 
 
-@pytest.mark.parametrize("flags, shown, logged", [
-    (["--redirects", "3"], {"": ""}, {"0": "out,err", "1": "out,err"}),
-    (["--redirects", "1"], {"err": "01"}, {"0": "out", "1": "out"}),
-    (["--tee", "2"], {"out": "01", "err": "01"}, {"0": "err", "1": "err"}),
-    (["--redirects", "0:3"], {"out": "1", "err": "1"}, {"0": "out,err", "1": ""}),
-    (["--tee", "1:3", "--local-ranks-filter", "1"], {"out": "1", "err": "1"},
-     {"0": "", "1": "out,err"}),
-])
+@pytest.mark.parametrize(
+    "flags, shown, logged",
+    [
+        (["--redirects", "3"], {"": ""}, {"0": "out,err", "1": "out,err"}),
+        (["--redirects", "1"], {"err": "01"}, {"0": "out", "1": "out"}),
+        (["--tee", "2"], {"out": "01", "err": "01"}, {"0": "err", "1": "err"}),
+        (["--redirects", "0:3"], {"out": "1", "err": "1"}, {"0": "out,err", "1": ""}),
+        (["--tee", "1:3", "--local-ranks-filter", "1"], {"out": "1", "err": "1"}, {"0": "", "1": "out,err"}),
+    ],
+)
 def test_tee_and_redirects_mean_what_torchrun_means(tmp_path, flags, shown, logged):
-    result = run("run", "-n", 2, "--log-dir", tmp_path, *flags, "--", "sh", "-c",
-                 "echo out; echo err >&2")
+    result = run("run", "-n", 2, "--log-dir", tmp_path, *flags, "--", "sh", "-c", "echo out; echo err >&2")
     for stream, text in (("out", result.out), ("err", result.err)):
         ranks = "".join(sorted(re.findall(rf"\[rank (\d)\] {stream}", text)))
         assert ranks == shown.get(stream, "")
@@ -162,8 +204,17 @@ def test_tee_and_redirects_mean_what_torchrun_means(tmp_path, flags, shown, logg
 
 
 def test_filter_hides_the_other_ranks_and_the_report_shows_the_failed_ones_end():
-    result = run("run", "-n", 2, "--local-ranks-filter", "0", "--", "sh", "-c",
-                 "echo $RANK; [ $RANK = 0 ] && exit 0; echo hidden cause >&2; exit 4")
+    result = run(
+        "run",
+        "-n",
+        2,
+        "--local-ranks-filter",
+        "0",
+        "--",
+        "sh",
+        "-c",
+        "echo $RANK; [ $RANK = 0 ] && exit 0; echo hidden cause >&2; exit 4",
+    )
     assert result.code == 4
     assert set(result.lines) <= {"[rank 0] 0"}
     assert "    | hidden cause" in result.err
@@ -184,5 +235,4 @@ def test_terminal_gets_colour_unless_told_not_to():
 
 def test_closed_standard_files_do_no_harm():
     shell = 'exec "$0" run -n 2 -- sh -c "echo x; exit 3" <&- >&- 2>&-'
-    from jobs import TESSERA
     assert subprocess.run(["sh", "-c", shell, TESSERA], timeout=30).returncode == 3

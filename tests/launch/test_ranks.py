@@ -56,8 +56,7 @@ def test_environment_is_torchruns():
 def test_one_rank_keeps_its_threads_and_own_settings_win():
     result = run("run", "--", "sh", "-c", "echo ${OMP_NUM_THREADS-unset}")
     assert result.out == "unset\n"
-    result = run("run", "-n", 2, "--", "sh", "-c", "echo $OMP_NUM_THREADS",
-                 env={"OMP_NUM_THREADS": "7"})
+    result = run("run", "-n", 2, "--", "sh", "-c", "echo $OMP_NUM_THREADS", env={"OMP_NUM_THREADS": "7"})
     assert sorted(result.lines) == ["[rank 0] 7", "[rank 1] 7"]
 
 
@@ -74,8 +73,9 @@ def test_exit_code_of_a_rank_is_kept(code):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT])
 def test_death_by_signal_is_128_plus_n(number):
-    result = run("run", "-n", 2, "--", "sh", "-c",
-                 f"ulimit -c 0; [ $RANK = 0 ] && kill -{int(number)} $$; sleep 60")
+    result = run(
+        "run", "-n", 2, "--", "sh", "-c", f"ulimit -c 0; [ $RANK = 0 ] && kill -{int(number)} $$; sleep 60"
+    )
     assert result.code == 128 + number
     assert f"rank 0 failed first: {number.name}" in result.err
 
@@ -86,9 +86,11 @@ def test_all_good_is_0_and_says_nothing():
 
 
 def test_restart_begins_again_with_a_new_store():
-    script = ("echo attempt $TORCHELASTIC_RESTART_COUNT port $MASTER_PORT; "
-              "[ $TORCHELASTIC_RESTART_COUNT = 2 ] && exit 0; "
-              "[ $RANK = 0 ] && exec sleep 60; exit 5")
+    script = (
+        "echo attempt $TORCHELASTIC_RESTART_COUNT port $MASTER_PORT; "
+        "[ $TORCHELASTIC_RESTART_COUNT = 2 ] && exit 0; "
+        "[ $RANK = 0 ] && exec sleep 60; exit 5"
+    )
     result = run("run", "-n", 2, "--max-restarts", 2, "--", "sh", "-c", script)
     assert result.code == 0, result.err
     assert result.err.count("restart 1 of 2") == 1
@@ -99,8 +101,17 @@ def test_restart_begins_again_with_a_new_store():
 
 
 def test_restarts_run_out_with_the_ranks_code():
-    result = run("run", "-n", 2, "--max-restarts", 1, "--", "sh", "-c",
-                 "echo $TORCHELASTIC_RESTART_COUNT; [ $RANK = 1 ] && exit 9; exec sleep 60")
+    result = run(
+        "run",
+        "-n",
+        2,
+        "--max-restarts",
+        1,
+        "--",
+        "sh",
+        "-c",
+        "echo $TORCHELASTIC_RESTART_COUNT; [ $RANK = 1 ] && exit 9; exec sleep 60",
+    )
     assert result.code == 9
     assert sorted(result.lines) == ["[rank 0] 0", "[rank 0] 1", "[rank 1] 0", "[rank 1] 1"]
     assert "error: rank 1 failed first" in result.err
@@ -108,15 +119,13 @@ def test_restarts_run_out_with_the_ranks_code():
 
 
 def test_rank_that_exits_well_after_restart_makes_the_job_good():
-    result = run("run", "-n", 2, "--max-restarts", 1, "--", "sh", "-c",
-                 "[ $TORCHELASTIC_RESTART_COUNT = 1 ]")
+    result = run("run", "-n", 2, "--max-restarts", 1, "--", "sh", "-c", "[ $TORCHELASTIC_RESTART_COUNT = 1 ]")
     assert result.code == 0
 
 
 def test_what_a_rank_leaves_behind_is_ended():
     # In the rank's group, and in a session of its own.
-    result = run("run", "-n", 2, "--", "sh", "-c",
-                 "sleep 300 & setsid sleep 300 & exit 0")
+    result = run("run", "-n", 2, "--", "sh", "-c", "sleep 300 & setsid sleep 300 & exit 0")
     assert result.code == 0  # run() itself checks that nothing is left
 
 
@@ -128,19 +137,21 @@ def test_no_scratch_folder_is_left(tmp_path):
 
 def test_module_and_python_script(tmp_path):
     (tmp_path / "hello.py").write_text("import os, sys\nprint(os.environ['RANK'], sys.argv[1:])\n")
-    for words in (["hello.py", "-n", "5"], ["-m", "hello", "-n", "5"], ["--module", "hello", "-n", "5"]):
-        result = run("run", "-n", 2, *words, cwd=tmp_path)
-        assert sorted(result.lines) == ["[rank 0] 0 ['-n', '5']", "[rank 1] 1 ['-n', '5']"], result.err
+    expected = ["[rank 0] 0 ['-n', '5']", "[rank 1] 1 ['-n', '5']"]
+    for words in (["hello.py"], ["-m", "hello"], ["--module", "hello"]):
+        result = run("run", "-n", 2, *words, "-n", "5", cwd=tmp_path)
+        assert sorted(result.lines) == expected, result.err
 
 
 def test_python_of_path_runs_scripts(tmp_path):
     fake = tmp_path / "bin"
     fake.mkdir()
-    (fake / "python3").write_text("#!/bin/sh\necho fake \"$@\"\n")
+    (fake / "python3").write_text('#!/bin/sh\necho fake "$@"\n')
     (fake / "python3").chmod(0o755)
     (tmp_path / "a.py").write_text("")
-    result = run("run", "a.py", "x", cwd=tmp_path,
-                 env={"PATH": f"{fake}:{os.environ['PATH']}", "PYTHON_EXEC": ""})
+    result = run(
+        "run", "a.py", "x", cwd=tmp_path, env={"PATH": f"{fake}:{os.environ['PATH']}", "PYTHON_EXEC": ""}
+    )
     assert result.out == "fake -u a.py x\n"
 
 
@@ -152,8 +163,9 @@ def test_single_rank_has_the_callers_stdin(tmp_path):
 
 def test_workers_signals_are_as_the_caller_had_them():
     # Blocked or ignored signals of the launcher must not leak into the ranks.
-    result = run("run", "-n", 2, "--", "sh", "-c",
-                 "grep -E 'SigBlk|SigIgn' /proc/self/status | tr -d '\\n\\t'; echo")
+    result = run(
+        "run", "-n", 2, "--", "sh", "-c", "grep -E 'SigBlk|SigIgn' /proc/self/status | tr -d '\\n\\t'; echo"
+    )
     for line in result.lines:
         blocked, ignored = re.search(r"SigBlk:(\w+)SigIgn:(\w+)", line).groups()
         assert int(blocked, 16) == 0
@@ -161,8 +173,16 @@ def test_workers_signals_are_as_the_caller_had_them():
 
 
 def test_sigchld_ignored_by_the_caller_does_not_lose_exit_codes():
-    job = Job("run", "-n", 2, "--", "sh", "-c", "exit 6",
-              preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN))
+    job = Job(
+        "run",
+        "-n",
+        2,
+        "--",
+        "sh",
+        "-c",
+        "exit 6",
+        preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN),
+    )
     assert job.wait().code == 6
 
 

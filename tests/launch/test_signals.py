@@ -35,8 +35,8 @@ def test_signal_ends_ranks_and_gives_128_plus_n(number):
 @pytest.mark.parametrize("number, name", [(signal.SIGTERM, "TERM"), (signal.SIGINT, "INT")])
 def test_ranks_that_drain_decide_the_code(number, name):
     for code in (0, 7):
-        script = f"trap 'echo drained; exit {code}' {name}; echo ready; while :; do sleep 0.05; done"
-        job = started(script)
+        trap = f"trap 'echo drained; exit {code}' {name}"
+        job = started(f"{trap}; echo ready; while :; do sleep 0.05; done")
         job.send(number)
         result = job.wait()
         assert result.out.count("drained") == 2
@@ -73,8 +73,7 @@ def test_no_restart_after_a_signal():
 
 
 def test_ignored_hangup_stays_ignored():
-    job = started(READY_THEN_SLEEP,
-                  preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    job = started(READY_THEN_SLEEP, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
     job.send(signal.SIGHUP)
     job.send(signal.SIGTERM)
     assert job.wait().code == 143
@@ -86,8 +85,7 @@ import os, signal, time
 if os.environ['RANK'] == '1':
     os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(300)
-while open(f'/proc/{os.getppid()}/stat') and True:
-    # Wait until the other rank is stopped, then fail.
+while True:  # until the other rank is stopped, then fail
     for name in os.listdir('/proc'):
         try:
             stat = open(f'/proc/{name}/stat').read().rpartition(')')[2].split()
@@ -106,12 +104,15 @@ while open(f'/proc/{os.getppid()}/stat') and True:
 
 def test_killed_launcher_leaves_no_orphans():
     # Ranks, what they started in their own group, and the launcher's scratch folder.
-    for _ in range(10):
+    def kill_once():
         job = started("sleep 300 & echo ready; wait")
         wait_until(lambda: len(job.processes()) >= 6, what="the children of the ranks")
         job.send(signal.SIGKILL)
         job.process.wait(timeout=10)
         wait_until(lambda: job.processes() == [], limit=5, what="the end of all processes")
+
+    for _ in range(10):
+        kill_once()
 
 
 def test_killed_launcher_leaves_no_folder(tmp_path):
@@ -135,7 +136,10 @@ def test_interrupt_of_a_terminal_reaches_the_ranks_once():
     primary, secondary = os.openpty()
     process = subprocess.Popen(
         ["setsid", "--ctty", "--wait", TESSERA, "run", "-n", "2", "--", "sh", "-c", script],
-        stdin=secondary, stdout=secondary, stderr=secondary)
+        stdin=secondary,
+        stdout=secondary,
+        stderr=secondary,
+    )
     os.close(secondary)
     text = b""
     while text.count(b"ready") < 2:

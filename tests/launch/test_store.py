@@ -9,14 +9,27 @@ import subprocess
 import time
 
 import pytest
-from jobs import TESSERA, TORCH_PYTHON, Job, command_of, listening_addresses, python, run, wait_until
+from jobs import (
+    TESSERA,
+    TORCH_PYTHON,
+    Job,
+    command_of,
+    listening_addresses,
+    python,
+    run,
+    wait_until,
+)
 
 needs_worker = pytest.mark.skipif(
-    not any((pathlib.Path(TESSERA).parent / place).exists()
-            for place in ("tessera-worker", "../libexec/tessera/tessera-worker")),
-    reason="tessera-worker is not built")
-needs_torch = pytest.mark.skipif(not pathlib.Path(TORCH_PYTHON).exists(),
-                                 reason="there is no Python with torch")
+    not any(
+        (pathlib.Path(TESSERA).parent / place).exists()
+        for place in ("tessera-worker", "../libexec/tessera/tessera-worker")
+    ),
+    reason="tessera-worker is not built",
+)
+needs_torch = pytest.mark.skipif(
+    not pathlib.Path(TORCH_PYTHON).exists(), reason="there is no Python with torch"
+)
 WITH_TORCH = {"PYTHON_EXEC": TORCH_PYTHON}
 TORCH_LIMIT = 120.0  # seconds; importing torch on a loaded machine
 
@@ -46,7 +59,8 @@ print('connected', flush=True)
 
 @needs_worker
 def test_first_connection_starts_one_helper_and_its_end_is_only_a_warning():
-    job = Job("run", "-n", 2, "--", *python(CONNECT + "s.recv(1); print('store gone'); time.sleep(300)"))
+    code = CONNECT + "s.recv(1); print('store gone'); time.sleep(300)"
+    job = Job("run", "-n", 2, "--", *python(code))
     try:
         for _ in range(2):
             job.process.stdout.readline()
@@ -54,7 +68,8 @@ def test_first_connection_starts_one_helper_and_its_end_is_only_a_warning():
         wait_until(lambda: len(os.listdir(f"/proc/{store}/task")) > 1, limit=60, what="its threads")
         os.kill(store, signal.SIGKILL)
         assert b"store gone" in job.process.stdout.readline()
-        assert b"warning: the store ended by SIGKILL; the ranks go on" in job.process.stderr.readline()
+        warning = job.process.stderr.readline()
+        assert b"warning: the store ended by SIGKILL; the ranks go on" in warning
         assert store_of(job) is None
         job.send(signal.SIGTERM)
         assert job.wait().code == 143
@@ -103,10 +118,14 @@ def script(tmp_path, code):
 @needs_worker
 @needs_torch
 def test_torchs_own_init_process_group_works_and_everything_is_on_loopback(tmp_path):
-    program = script(tmp_path, USE_GROUP + """
+    program = script(
+        tmp_path,
+        USE_GROUP
+        + """
 while not os.path.exists(sys.argv[1]): time.sleep(0.01)
 dist.barrier(); dist.destroy_process_group()
-""")
+""",
+    )
     job = Job("run", "-n", 2, program, tmp_path / "go", env=WITH_TORCH)
     try:
         for _ in range(2):
@@ -126,14 +145,18 @@ dist.barrier(); dist.destroy_process_group()
 @needs_worker
 @needs_torch
 def test_restarted_job_finds_a_fresh_store(tmp_path):
-    program = script(tmp_path, USE_GROUP + """
+    program = script(
+        tmp_path,
+        USE_GROUP
+        + """
 store = dist.distributed_c10d._get_default_store()
 print('count', store.add('visits', 1), flush=True)
 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':
     dist.barrier()
     os._exit(3 if rank == 1 else 0)
 dist.barrier(); dist.destroy_process_group()
-""")
+""",
+    )
     result = run("run", "-n", 2, "--max-restarts", 1, program, env=WITH_TORCH, limit=TORCH_LIMIT)
     assert result.code == 0, result.err
     counts = [int(n) for n in re.findall(r"count (\d)", result.out)]
@@ -143,10 +166,14 @@ dist.barrier(); dist.destroy_process_group()
 @needs_worker
 @needs_torch
 def test_survivors_of_a_killed_rank_report_and_the_kill_is_the_cause(tmp_path):
-    program = script(tmp_path, USE_GROUP + """
+    program = script(
+        tmp_path,
+        USE_GROUP
+        + """
 if rank == 1: os.kill(os.getpid(), 9)
 for _ in range(100000): dist.all_reduce(value)
-""")
+""",
+    )
     result = run("run", "-n", 2, program, env=WITH_TORCH, limit=TORCH_LIMIT)
     assert result.code == 137
     assert "error: rank 1 failed first: SIGKILL" in result.err
@@ -155,13 +182,16 @@ for _ in range(100000): dist.all_reduce(value)
 @needs_worker
 @needs_torch
 def test_error_recorded_by_torch_is_shown(tmp_path):
-    program = script(tmp_path, """
+    program = script(
+        tmp_path,
+        """
 from torch.distributed.elastic.multiprocessing.errors import record
 @record
 def main():
     raise ValueError('from record')
 main()
-""")
+""",
+    )
     result = run("run", program, env=WITH_TORCH, limit=TORCH_LIMIT)
     assert result.code == 1
     assert "error: rank 0 failed first: ValueError: from record" in result.err
@@ -188,6 +218,5 @@ def test_store_is_shared_by_nodes(tmp_path):
 def test_store_verb_refuses_wrong_words():
     worker = pathlib.Path(TESSERA).parent / "tessera-worker"
     for words in ([], ["store"], ["store", "--fd", "0", "--host", "127.0.0.1"], ["nonsense"]):
-        done = subprocess.run([worker, *words], stdin=subprocess.DEVNULL, capture_output=True,
-                              timeout=60)
+        done = subprocess.run([worker, *words], stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
         assert done.returncode == 2 and done.stderr.startswith(b"error: ")

@@ -9,10 +9,11 @@
 // arguments must not be written, and an in-place tensor must not be read.
 //
 // Types: float16/32/64, bfloat16, int8/16/32/64, uint8, bool, and complex for what moves or sums.
-// Reductions run in rank order, so all ranks get the same bits; 16-bit floats are summed in float32.
+// Reductions run in rank order, so all ranks get the same bits; 16-bit floats are summed in
+// float32.
 //
-// Errors: ValueError or TypeError before anything is sent when an argument is wrong; comm::Error, the
-// same on all ranks, when the ranks disagree, a rank is lost or the group's limit passes.
+// Errors: ValueError or TypeError before anything is sent when an argument is wrong; comm::Error,
+// the same on all ranks, when the ranks disagree, a rank is lost or the group's limit passes.
 
 #pragma once
 
@@ -58,8 +59,8 @@ TESSERA_API Awaitable<at::Tensor> broadcast_async_(at::Tensor& tensor, int root,
 TESSERA_API at::Tensor all_gather(const at::Tensor& input, const Group& group);
 TESSERA_API Awaitable<at::Tensor> all_gather_async(const at::Tensor& input, const Group& group);
 
-/// Stacks the ranks' rows in rank order; the number of rows may differ. `rows[r]` is rank r's; without
-/// it, one more small message learns them.
+/// Stacks the ranks' rows in rank order; the number of rows may differ. `rows[r]` is rank r's;
+/// without it, one more small message learns them.
 TESSERA_API at::Tensor all_gather_v(const at::Tensor& input, const Group& group,
                                     std::optional<std::vector<std::int64_t>> rows = std::nullopt);
 TESSERA_API Awaitable<at::Tensor> all_gather_v_async(
@@ -86,8 +87,8 @@ TESSERA_API Awaitable<at::Tensor> reduce_scatter_v_async(const at::Tensor& input
 TESSERA_API at::Tensor all_to_all(const at::Tensor& input, const Group& group);
 TESSERA_API Awaitable<at::Tensor> all_to_all_async(const at::Tensor& input, const Group& group);
 
-/// As all_to_all: `send_rows[r]` rows go to rank r, `recv_rows[r]` come from it. Without `recv_rows`,
-/// one more small message learns them.
+/// As all_to_all: `send_rows[r]` rows go to rank r, `recv_rows[r]` come from it. Without
+/// `recv_rows`, one more small message learns them.
 TESSERA_API at::Tensor all_to_all_v(
     const at::Tensor& input, const std::vector<std::int64_t>& send_rows, const Group& group,
     std::optional<std::vector<std::int64_t>> recv_rows = std::nullopt);

@@ -22,17 +22,17 @@ struct Environment {
   bool agent_store = false;  // the launcher hosts the store; no rank may
   std::string run_id;        // separates jobs and attempts that meet on one store
   int restart_count = 0;
-  std::string launcher;      // "torchrun", "slurm", "openmpi", or "none" for a single process
+  std::string launcher;  // "torchrun", "slurm", "openmpi", or "none" for a single process
 };
 
-/// Reads the variables of `tessera run` and torchrun (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
-/// GROUP_RANK, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_*), else Slurm's (SLURM_PROCID, ...), else Open
-/// MPI's (OMPI_COMM_WORLD_RANK, ...). A process without any of them is a world of one.
+/// Reads the variables of `tessera run` and torchrun (RANK, WORLD_SIZE, LOCAL_RANK,
+/// LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_*), else Slurm's
+/// (SLURM_PROCID, ...), else Open MPI's (OMPI_COMM_WORLD_RANK, ...). A process without any of them
+/// is a world of one.
 ///
-/// Under Slurm and Open MPI, MASTER_ADDR and MASTER_PORT are taken from the environment if set; else
-/// the first host of the job and a port derived from the job's id.
-/// Throws ValueError naming the variable and its value when they make no sense together.
-/// Not collective.
+/// Under Slurm and Open MPI, MASTER_ADDR and MASTER_PORT are taken from the environment if set;
+/// else the first host of the job and a port derived from the job's id. Throws ValueError naming
+/// the variable and its value when they make no sense together. Not collective.
 TESSERA_API Environment read_environment();
 
 }  // namespace tessera::comm

@@ -25,7 +25,8 @@ enum class ErrorKind : std::uint8_t {
 /// "mismatch", "peer lost", ...
 TESSERA_API const char* name_of(ErrorKind kind) noexcept;
 
-/// A failure of the group, not of the caller. `what()` is the root cause: the same text on every rank.
+/// A failure of the group, not of the caller. `what()` is the root cause: the same text on every
+/// rank.
 ///
 /// Derives from c10::DistBackendError, so that code that only knows LibTorch's errors, including
 /// torch.distributed in Python, sees one too.

@@ -1,16 +1,18 @@
 // tessera/comm/failure.h — an error of one rank, told to all.
 //
-// A rank that dies is noticed by the others by itself. A rank that lives on after an exception has to
-// say so, or its peers wait for it until their limit: run the training loop inside `guarded`.
+// A rank that dies is noticed by the others by itself. A rank that lives on after an exception has
+// to say so, or its peers wait for it until their limit: run the training loop inside `guarded`.
 
 #pragma once
 
 #include <cstdint>
 #include <exception>
+#include <optional>
 #include <string>
 #include <type_traits>
 #include <utility>
 
+#include "tessera/comm/error.h"
 #include "tessera/core/export.h"
 
 namespace tessera::comm {
@@ -34,12 +36,19 @@ decltype(auto) guarded(Work&& work) {
   }
 }
 
+/// The last Error that an operation of a group of this process ended with, if any. For callers that
+/// got its text through an interface that loses kind and ranks, as torch.distributed does. Any
+/// thread.
+TESSERA_API std::optional<Error> last_error();
+
 /// The training step this process is at, for error messages. Not collective.
 TESSERA_API void set_step(std::int64_t step) noexcept;
 
-/// Arranges that an uncaught exception is reported to the peers, written to the launcher's error file
-/// (TORCHELASTIC_ERROR_FILE) and printed, before the process ends: with code 75 if it was only told of
-/// a peer's failure, by abort() otherwise. comm::init calls this. Not collective.
+/// Arranges that an uncaught exception is reported to the peers, written to the launcher's error
+/// file (TORCHELASTIC_ERROR_FILE) and printed, before the process ends: for an Error with code 69 if
+/// the ranks did not find each other, 78 if the engine cannot be had, 75 otherwise (a peer was lost,
+/// the limit passed, the ranks disagree); for other exceptions by abort(). comm::init calls this. Not
+/// collective.
 TESSERA_API void install_failure_handler();
 
 /// Writes the launcher's error file for `exception`, if there is a launcher and no earlier file.

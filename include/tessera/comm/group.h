@@ -1,8 +1,8 @@
 // tessera/comm/group.h — the ranks that work together, and how to become one of them.
 //
 // A Group is what every module takes: a few ranks and the engine between them. It holds an ordinary
-// c10d::ProcessGroup, so it goes wherever LibTorch expects one, and groups made elsewhere (in Python,
-// by other libraries) can be wrapped.
+// c10d::ProcessGroup, so it goes wherever LibTorch expects one, and groups made elsewhere (in
+// Python, by other libraries) can be wrapped.
 
 #pragma once
 

@@ -2,11 +2,14 @@
 
 #pragma once
 
+#include <cstdint>
+#include <cstring>
 #include <functional>
 #include <string>
 #include <vector>
 
 #include "tessera/comm/group.h"
+#include "tessera/core/check.h"
 #include "tessera/core/export.h"
 
 namespace tessera::comm {
@@ -33,8 +36,11 @@ struct ResultCodec<T> {
     return {bytes, bytes + sizeof(T)};
   }
   static T decode(const std::vector<std::uint8_t>& bytes) {
+    TESSERA_CHECK_TYPE(bytes.size() == sizeof(T), "comm.invoke_on_rank: the result has ",
+                       bytes.size(), " bytes, this rank expects a type of ", sizeof(T),
+                       ". Give every rank the same work.");
     T value;
-    std::copy(bytes.begin(), bytes.end(), reinterpret_cast<std::uint8_t*>(&value));
+    std::memcpy(&value, bytes.data(), sizeof(T));
     return value;
   }
 };
@@ -57,13 +63,12 @@ auto invoke_on_rank_and_broadcast_result(const Group& group, int rank, Work&& wo
       group, rank, [&work] { return ResultCodec<Result>::encode(work()); }));
 }
 
-/// Returns a function that runs `work` on the leader and returns its result everywhere. Calling it is
-/// collective.
+/// Returns a function that runs `work` on the leader and returns its result everywhere. Calling it
+/// is collective.
 template <class Work>
 auto run_on_leader(const Group& group, int leader, Work work) {
   return [group, leader, work = std::move(work)](auto&&... arguments) {
-    return invoke_on_rank_and_broadcast_result(group, leader,
-                                               [&] { return work(arguments...); });
+    return invoke_on_rank_and_broadcast_result(group, leader, [&] { return work(arguments...); });
   };
 }
 

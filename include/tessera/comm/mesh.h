@@ -24,9 +24,12 @@ struct Axis {
 class TESSERA_API Mesh {
  public:
   /// Collective over `world`. Sub-groups are made in the same order on every rank: axis by axis.
-  /// Throws ValueError when the axes do not multiply to the size of `world`, when a name is empty or
-  /// repeated, and Error(kMismatch), on all ranks, when ranks ask for different meshes.
+  /// Throws ValueError when the axes do not multiply to the size of `world`, when a name is empty
+  /// or repeated, and Error(kMismatch), on all ranks, when ranks ask for different meshes.
   Mesh(const Group& world, std::vector<Axis> axes);
+
+  /// The checks of the constructor, for whoever makes the sub-groups another way. Collective.
+  static void check(const Group& world, const std::vector<Axis>& axes);
 
   const Group& world() const noexcept;
   const std::vector<Axis>& axes() const noexcept;

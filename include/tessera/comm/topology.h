@@ -11,8 +11,9 @@
 
 namespace tessera::comm {
 
-/// Processes of this job on this host: LOCAL_WORLD_SIZE (or the scheduler's word for it) if it divides
-/// `world_size` (default: WORLD_SIZE), else `world_size` itself. Never collective, like all below.
+/// Processes of this job on this host: LOCAL_WORLD_SIZE (or the scheduler's word for it) if it
+/// divides `world_size` (default: WORLD_SIZE), else `world_size` itself. Never collective, like all
+/// below.
 TESSERA_API int get_local_size(std::optional<int> world_size = std::nullopt);
 
 /// This process's number on its host: LOCAL_RANK if set, else `rank` modulo the local size. With

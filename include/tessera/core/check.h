@@ -15,6 +15,6 @@
 #define TESSERA_CHECK_INDEX(condition, ...) TORCH_CHECK_INDEX(condition, __VA_ARGS__)
 
 /// States an invariant of Tessera itself, in words.
-#define TESSERA_INTERNAL_ASSERT(condition, ...)                                              \
-  TORCH_CHECK(condition, "internal error: ", __VA_ARGS__,                                    \
+#define TESSERA_INTERNAL_ASSERT(condition, ...)           \
+  TORCH_CHECK(condition, "internal error: ", __VA_ARGS__, \
               ". This is a defect of Tessera; report it together with this text.")

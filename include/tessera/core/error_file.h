@@ -10,23 +10,25 @@
 #include <cstdint>
 #include <string_view>
 
+#include "tessera/core/export.h"
+
 namespace tessera::core {
 
 /// What a rank says before it ends.
 struct ErrorReport {
-  std::string_view message;    // `Type: text`
-  std::string_view callstack;  // may be empty
-  int64_t timestamp_ns = 0;    // nanoseconds since 1970; 0 means now
-  bool is_secondary = false;   // the failure of a peer, reported by a survivor
+  std::string_view message = {};    // `Type: text`
+  std::string_view callstack = {};  // may be empty
+  int64_t timestamp_ns = 0;         // nanoseconds since 1970; 0 means now
+  bool is_secondary = false;        // the failure of a peer, reported by a survivor
 };
 
 /// Writes the report to `path`, whole or not at all; the first report wins. Returns whether this
 /// call's report is the one on disk.
 ///
 /// Async-signal-safe: allocates nothing, and may be called from a signal or terminate handler.
-bool write_error_file(const char* path, const ErrorReport& report) noexcept;
+TESSERA_API bool write_error_file(const char* path, const ErrorReport& report) noexcept;
 
 /// The same, to the file named by TORCHELASTIC_ERROR_FILE. Returns false if the variable is unset.
-bool write_error_file(const ErrorReport& report) noexcept;
+TESSERA_API bool write_error_file(const ErrorReport& report) noexcept;
 
 }  // namespace tessera::core

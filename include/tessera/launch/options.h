@@ -48,14 +48,14 @@ struct RunOptions {
   int max_restarts = 0;
   std::string role = "default";
 
-  std::string log_dir;    // empty: no files
-  StreamRule tee;         // to the console and to a file
-  StreamRule redirects;   // to a file only
+  std::string log_dir;                 // empty: no files
+  StreamRule tee;                      // to the console and to a file
+  StreamRule redirects;                // to a file only
   std::vector<int> shown_local_ranks;  // whose output reaches the console; empty: all
   bool prefix_lines = true;
 
   std::chrono::milliseconds shutdown_timeout{10'000};  // from SIGTERM to SIGKILL
-  // How long the other ranks may end by themselves after a failure, before SIGTERM. Unset: 50 ms
+  // How long the other ranks may end by themselves after a failure, before SIGTERM. Unset: 30 ms
   // when the ranks use the store, because they then report what they saw; else 0.
   std::optional<std::chrono::milliseconds> failure_grace;
 

@@ -1,10 +1,10 @@
 #include "comm/gloo/gloo_backend.h"
 
-#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <torch/version.h>
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
-// Widen only after the tests pass against the new version: this file reads LibTorch's headers through
-// declarations of our own.
+// Widen only after the tests pass against the new version: this file reads LibTorch's headers
+// through declarations of our own.
 static_assert(TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 11 && TORCH_VERSION_MINOR <= 13,
               "Tessera's Gloo declarations were checked against LibTorch 2.11 to 2.13");
 

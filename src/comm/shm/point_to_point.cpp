@@ -102,6 +102,23 @@ void PointToPoint::check_match(const Head& head, const Request& request, int sou
   waiter_.raise();
 }
 
+PointToPoint::Request* PointToPoint::find_request(int source, int tag) {
+  const auto found = std::find_if(requests_.begin(), requests_.end(), [&](const Request* request) {
+    return request->came_from < 0 && request->tag == tag &&
+           (request->source < 0 || request->source == source);
+  });
+  return found == requests_.end() ? nullptr : *found;
+}
+
+void PointToPoint::hand_over(const Parcel& parcel, Request& request, int source) {
+  check_match(parcel.head, request, source);
+  if (parcel.head.bytes != 0) {
+    std::memcpy(request.data.data, parcel.data.get(), parcel.head.bytes);
+  }
+  request.came_from = source;
+  request.is_complete = true;
+}
+
 bool PointToPoint::take_kept(Request& request) {
   const int first = request.source < 0 ? 0 : request.source;
   const int last = request.source < 0 ? board_.size() - 1 : request.source;
@@ -111,13 +128,8 @@ bool PointToPoint::take_kept(Request& request) {
       return parcel->head.tag == request.tag;
     });
     if (found == kept.end()) continue;
-    check_match((*found)->head, request, source);
-    if ((*found)->head.bytes != 0) {
-      std::memcpy(request.data.data, (*found)->data.get(), (*found)->head.bytes);
-    }
+    hand_over(**found, request, source);
     kept.erase(found);
-    request.came_from = source;
-    request.is_complete = true;
     return true;
   }
   return false;
@@ -126,15 +138,10 @@ bool PointToPoint::take_kept(Request& request) {
 void PointToPoint::begin_message(int source, Inlet& inlet, const Head& head) {
   inlet.message = head;
   inlet.remaining = head.bytes;
-  inlet.request = nullptr;
-  const auto found = std::find_if(requests_.begin(), requests_.end(), [&](const Request* request) {
-    return request->came_from < 0 && request->tag == head.tag &&
-           (request->source < 0 || request->source == source);
-  });
-  if (found != requests_.end()) {
-    check_match(head, **found, source);
-    (*found)->came_from = source;
-    inlet.request = *found;
+  inlet.request = find_request(source, head.tag);
+  if (inlet.request != nullptr) {
+    check_match(head, *inlet.request, source);
+    inlet.request->came_from = source;
     return;
   }
   inlet.parcel = std::make_unique<Parcel>();
@@ -142,27 +149,35 @@ void PointToPoint::begin_message(int source, Inlet& inlet, const Head& head) {
   inlet.parcel->data = std::make_unique_for_overwrite<std::byte[]>(head.bytes);
 }
 
-void PointToPoint::end_message(Inlet& inlet) {
+void PointToPoint::end_message(int source, Inlet& inlet) {
   inlet.position = padded(inlet.position);
   if (inlet.request != nullptr) {
     inlet.request->is_complete = true;
     inlet.request = nullptr;
-    // The receive may belong to another thread of this process.
-    board_.rank(rank_).inbox.ring_if_heard();
   } else if (inlet.parcel != nullptr) {
-    inlet.kept.push_back(std::move(inlet.parcel));
+    std::unique_ptr<Parcel> parcel = std::move(inlet.parcel);
+    // Its receive may have come while the message was on its way.
+    Request* request = find_request(source, parcel->head.tag);
+    if (request == nullptr) {
+      inlet.kept.push_back(std::move(parcel));
+      return;
+    }
+    hand_over(*parcel, *request, source);
   }
+  // The receive may belong to another thread of this process.
+  board_.rank(rank_).inbox.ring_if_heard();
 }
 
-/// Takes out what the mailbox holds now. Never waits; called with the lock held, which bounds the
-/// time for which a buffer of another thread's receive is in use.
-void PointToPoint::take_out(int source) {
+/// Takes out what the mailbox holds now, until `wanted` is complete; what comes later stays, and is
+/// copied once when its receive comes. Never waits; called with the lock held, which bounds the time
+/// for which a buffer of another thread's receive is in use.
+void PointToPoint::take_out(int source, const Request& wanted) {
   Inlet& inlet = inlets_[static_cast<std::size_t>(source)];
   Mailbox& box = board_.mailbox(source, rank_);
   const std::byte* mail = board_.mail(source, rank_);
   const std::uint64_t capacity = board_.layout().sizes().mailbox_bytes;
   const std::uint64_t written = box.written.load(std::memory_order_seq_cst);
-  while (inlet.position != written) {
+  while (inlet.position != written && !wanted.is_complete) {
     const std::uint64_t start = inlet.position % capacity;
     if (inlet.remaining == 0) {
       Head head;
@@ -181,7 +196,7 @@ void PointToPoint::take_out(int source) {
       inlet.position += length;
       inlet.remaining -= length;
     }
-    if (inlet.remaining == 0) end_message(inlet);
+    if (inlet.remaining == 0) end_message(source, inlet);
     publish(box.read, inlet.position, board_.rank(source).outbox);
   }
 }
@@ -208,7 +223,7 @@ int PointToPoint::recv(const Call& call, Piece data, int source, int tag) {
   requests_.push_back(&request);
   try {
     while (true) {
-      for (int peer = first; peer <= last && !request.is_complete; ++peer) take_out(peer);
+      for (int peer = first; peer <= last && !request.is_complete; ++peer) take_out(peer, request);
       if (request.is_complete) break;
       lock.unlock();
       const auto ready = [&] {

@@ -68,9 +68,11 @@ class PointToPoint {
 
   bool has_mail(int source) const noexcept;
   bool take_kept(Request& request);
-  void take_out(int source);
+  void take_out(int source, const Request& wanted);
   void begin_message(int source, Inlet& inlet, const Head& head);
-  void end_message(Inlet& inlet);
+  void end_message(int source, Inlet& inlet);
+  Request* find_request(int source, int tag);
+  void hand_over(const Parcel& parcel, Request& request, int source);
   void check_match(const Head& head, const Request& request, int source);
   void forget(Request& request) noexcept;
   std::unique_lock<std::timed_mutex> lock_outlet(const Call& call, int destination);

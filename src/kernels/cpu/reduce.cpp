@@ -8,19 +8,23 @@
 #include <immintrin.h>
 #endif
 
-#if defined(__clang__)
-#define TESSERA_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+// Vectors of the width of the instruction set, as the compiler's own vector types: the same
+// operators then serve numbers and vectors, and no alias analysis stands between a reduction in
+// place and vector code. A loop left to the compiler falls back to one element at a time when a
+// destination is one of the sources.
+#if defined(__AVX512F__)
+#define TESSERA_VECTOR_BYTES 64
+#elif defined(__AVX2__)
+#define TESSERA_VECTOR_BYTES 32
 #else
-#define TESSERA_INDEPENDENT _Pragma("GCC ivdep")
+#define TESSERA_VECTOR_BYTES 16
 #endif
+#define TESSERA_INLINE inline __attribute__((always_inline))
 
 namespace tessera::kernels {
 
 namespace {
 
-struct Bool {
-  std::uint8_t value;
-};
 struct Half {
   std::uint16_t bits;
 };
@@ -77,71 +81,70 @@ inline Half narrow_to_half(float value) {
   return {static_cast<std::uint16_t>(sign | (magnitude >= 0x477FF000U ? large : finite))};
 }
 
-/// What a reduction does to two values; `finish` sees the total once.
+/// What a reduction does to two numbers or two vectors.
 struct Sum {
   template <typename T>
-  static T apply(T a, T b) {
+  static TESSERA_INLINE T apply(T a, T b) {
     return a + b;
   }
 };
 struct Product {
   template <typename T>
-  static T apply(T a, T b) {
+  static TESSERA_INLINE T apply(T a, T b) {
     return a * b;
   }
 };
 struct Min {
   template <typename T>
-  static T apply(T a, T b) {
+  static TESSERA_INLINE T apply(T a, T b) {
     return ((b < a) | (b != b)) ? b : a;
   }
 };
 struct Max {
   template <typename T>
-  static T apply(T a, T b) {
+  static TESSERA_INLINE T apply(T a, T b) {
     return ((b > a) | (b != b)) ? b : a;
   }
 };
 struct Band {
   template <typename T>
-  static T apply(T a, T b) {
+  static TESSERA_INLINE T apply(T a, T b) {
     return a & b;
   }
 };
 struct Bor {
   template <typename T>
-  static T apply(T a, T b) {
+  static TESSERA_INLINE T apply(T a, T b) {
     return a | b;
   }
 };
 struct Bxor {
   template <typename T>
-  static T apply(T a, T b) {
+  static TESSERA_INLINE T apply(T a, T b) {
     return a ^ b;
   }
 };
 
-/// How an element type is stored (T), combined (Wide), and converted between the two.
+/// How an element type is stored and combined. Integers add and multiply as unsigned numbers, so
+/// that they wrap around.
 template <typename T>
 struct Plain {
   using Stored = T;
   using Wide = T;
-  static Wide load(T x) { return x; }
-  static T store(Wide x) { return x; }
+  template <typename V>
+  static TESSERA_INLINE V load(V x) {
+    return x;
+  }
 };
-/// Integers add and multiply as unsigned numbers, so that they wrap around.
-template <typename T, typename Unsigned>
-struct Wrapping {
-  using Stored = T;
-  using Wide = Unsigned;
-  static Wide load(T x) { return static_cast<Unsigned>(x); }
-  static T store(Wide x) { return static_cast<T>(x); }
-};
+/// Any byte but 0 is true, as far as it goes in; what comes out is 0 or 1.
 struct Truth {
-  using Stored = Bool;
+  using Stored = std::uint8_t;
   using Wide = std::uint8_t;
-  static Wide load(Bool x) { return x.value != 0 ? 1 : 0; }
-  static Bool store(Wide x) { return {x}; }
+  template <typename V>
+  static TESSERA_INLINE V load(V x) {
+    return (x != V{}) ? V{} + 1 : V{};
+  }
+  static TESSERA_INLINE std::uint8_t load(std::uint8_t x) { return x != 0 ? 1 : 0; }
 };
 struct HalfPrecision {
   using Stored = Half;
@@ -159,20 +162,22 @@ struct BrainPrecision {
 constexpr std::int64_t kBlock = 1024;  // elements; the block and its sources stay in the L1 cache
 
 template <typename Form>
-inline void load_block(typename Form::Wide* block, const typename Form::Stored* source,
+inline void load_block(typename Form::Wide* __restrict block,
+                       const typename Form::Stored* __restrict source,
                        std::int64_t count) {
   for (std::int64_t i = 0; i < count; ++i) block[i] = Form::load(source[i]);
 }
 
 template <typename Form>
-inline void store_block(typename Form::Stored* destination, const typename Form::Wide* block,
+inline void store_block(typename Form::Stored* __restrict destination,
+                        const typename Form::Wide* __restrict block,
                         std::int64_t count) {
   for (std::int64_t i = 0; i < count; ++i) destination[i] = Form::store(block[i]);
 }
 
 #if defined(__F16C__)
 template <>
-inline void load_block<HalfPrecision>(float* block, const Half* source, std::int64_t count) {
+inline void load_block<HalfPrecision>(float* __restrict block, const Half* __restrict source, std::int64_t count) {
   std::int64_t i = 0;
   for (; i + 8 <= count; i += 8) {
     const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + i));
@@ -182,7 +187,8 @@ inline void load_block<HalfPrecision>(float* block, const Half* source, std::int
 }
 
 template <>
-inline void store_block<HalfPrecision>(Half* destination, const float* block, std::int64_t count) {
+inline void store_block<HalfPrecision>(Half* __restrict destination,
+                                      const float* __restrict block, std::int64_t count) {
   std::int64_t i = 0;
   for (; i + 8 <= count; i += 8) {
     const __m128i bits = _mm256_cvtps_ph(_mm256_loadu_ps(block + i), _MM_FROUND_TO_NEAREST_INT);
@@ -261,23 +267,85 @@ struct Arrays {
   }
 };
 
-/// Two sources, one or two destinations: one pass, without a block in between.
-template <typename Form, typename Op, bool kAverage, int kDestinations>
-void reduce_pair(const Arrays<Form>& arrays, std::int64_t count) {
-  const auto* a = arrays.source(0, 0);
-  const auto* b = arrays.source(1, 0);
-  auto* x = arrays.destination(0, 0);
-  auto* y = arrays.destination(kDestinations - 1, 0);
-  TESSERA_INDEPENDENT
-  for (std::int64_t i = 0; i < count; ++i) {
-    auto total = Op::template apply<typename Form::Wide>(Form::load(a[i]), Form::load(b[i]));
-    if constexpr (kAverage) total /= static_cast<typename Form::Wide>(2);
-    const auto result = Form::store(total);
-    x[i] = result;
-    if constexpr (kDestinations == 2) y[i] = result;
+template <typename Vector, typename T>
+TESSERA_INLINE Vector load_vector(const T* source) {
+  Vector vector;
+  __builtin_memcpy(&vector, source, sizeof(vector));
+  return vector;
+}
+
+template <typename Vector, typename T>
+TESSERA_INLINE void store_vector(T* destination, const Vector& vector, bool is_streaming) {
+#if defined(__SSE2__)
+  if (is_streaming && (reinterpret_cast<std::uintptr_t>(destination) % sizeof(Vector)) == 0) {
+#if defined(__AVX512F__)
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(destination), bit_cast<__m512i>(vector));
+#elif defined(__AVX2__)
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(destination), bit_cast<__m256i>(vector));
+#else
+    _mm_stream_si128(reinterpret_cast<__m128i*>(destination), bit_cast<__m128i>(vector));
+#endif
+    return;
+  }
+#endif
+  __builtin_memcpy(destination, &vector, sizeof(vector));
+}
+
+/// Elements [first, last), one at a time.
+template <typename Form, typename Op, bool kAverage>
+void reduce_elements(const Arrays<Form>& arrays, std::int64_t first, std::int64_t last) {
+  using Wide = typename Form::Wide;
+  for (std::int64_t i = first; i < last; ++i) {
+    Wide total = Form::load(*arrays.source(0, i));
+    for (int s = 1; s < arrays.num_sources; ++s) {
+      total = Op::template apply<Wide>(total, Form::load(*arrays.source(s, i)));
+    }
+    if constexpr (kAverage) total /= static_cast<Wide>(arrays.num_sources);
+    for (int d = 0; d < arrays.num_destinations; ++d) *arrays.destination(d, i) = total;
   }
 }
 
+/// One pass over all sources and destinations, four vectors at a time. `kSources` is the number of
+/// sources if it is known at compile time, else 0.
+template <typename Form, typename Op, bool kAverage, int kSources>
+void reduce_vectors(const Arrays<Form>& arrays, std::int64_t count, Store store) {
+  using Wide = typename Form::Wide;
+  using Vector [[gnu::vector_size(TESSERA_VECTOR_BYTES)]] = Wide;
+  constexpr std::int64_t kLanes = TESSERA_VECTOR_BYTES / sizeof(Wide);
+  constexpr std::int64_t kStep = 4 * kLanes;
+  const int num_sources = kSources == 0 ? arrays.num_sources : kSources;
+  const bool is_streaming = store == Store::kStreaming;
+  std::int64_t first = 0;
+  if (is_streaming) {
+    const auto address = reinterpret_cast<std::uintptr_t>(arrays.destination(0, 0));
+    const auto head = static_cast<std::int64_t>((64 - address % 64) % 64 / sizeof(Wide));
+    first = head < count ? head : count;
+    reduce_elements<Form, Op, kAverage>(arrays, 0, first);
+  }
+  for (; first + kStep <= count; first += kStep) {
+    Vector total[4];
+    const auto* start = arrays.source(0, first);
+    for (int v = 0; v < 4; ++v) total[v] = Form::load(load_vector<Vector>(start + v * kLanes));
+    for (int s = 1; s < num_sources; ++s) {
+      const auto* next = arrays.source(s, first);
+      for (int v = 0; v < 4; ++v) {
+        total[v] = Op::template apply<Vector>(total[v],
+                                              Form::load(load_vector<Vector>(next + v * kLanes)));
+      }
+    }
+    if constexpr (kAverage) {
+      for (int v = 0; v < 4; ++v) total[v] /= static_cast<Wide>(num_sources);
+    }
+    for (int d = 0; d < arrays.num_destinations; ++d) {
+      auto* end = arrays.destination(d, first);
+      for (int v = 0; v < 4; ++v) store_vector(end + v * kLanes, total[v], is_streaming);
+    }
+  }
+  reduce_elements<Form, Op, kAverage>(arrays, first, count);
+  if (is_streaming) store_fence();
+}
+
+/// For types that are combined in a wider one: a block of sources at a time, in the L1 cache.
 template <typename Form, typename Op, bool kAverage>
 void reduce_blocks(const Arrays<Form>& arrays, std::int64_t count, Store store) {
   using Wide = typename Form::Wide;
@@ -315,14 +383,13 @@ template <typename Form, typename Op, bool kAverage = false>
 void reduce_as(const void* const* sources, int num_sources, void* const* destinations,
                int num_destinations, std::int64_t count, Store store) {
   const Arrays<Form> arrays{sources, num_sources, destinations, num_destinations};
-  constexpr bool kIsDirect = sizeof(typename Form::Stored) == sizeof(typename Form::Wide);
-  if constexpr (kIsDirect) {
-    if (num_sources == 2 && store == Store::kCached) {
-      if (num_destinations == 1) return reduce_pair<Form, Op, kAverage, 1>(arrays, count);
-      if (num_destinations == 2) return reduce_pair<Form, Op, kAverage, 2>(arrays, count);
-    }
+  if constexpr (sizeof(typename Form::Stored) < sizeof(typename Form::Wide)) {
+    reduce_blocks<Form, Op, kAverage>(arrays, count, store);
+  } else if (num_sources == 2) {
+    reduce_vectors<Form, Op, kAverage, 2>(arrays, count, store);
+  } else {
+    reduce_vectors<Form, Op, kAverage, 0>(arrays, count, store);
   }
-  reduce_blocks<Form, Op, kAverage>(arrays, count, store);
 }
 
 using ReduceLoop = void (*)(const void* const*, int, void* const*, int, std::int64_t, Store);
@@ -349,13 +416,13 @@ template <typename T, typename Unsigned>
 ReduceLoop integer_loop(Reduction reduction) {
   switch (reduction) {
     case Reduction::kSum:
-      return reduce_as<Wrapping<T, Unsigned>, Sum>;
+      return reduce_as<Plain<Unsigned>, Sum>;
     case Reduction::kMin:
       return reduce_as<Plain<T>, Min>;
     case Reduction::kMax:
       return reduce_as<Plain<T>, Max>;
     case Reduction::kProduct:
-      return reduce_as<Wrapping<T, Unsigned>, Product>;
+      return reduce_as<Plain<Unsigned>, Product>;
     case Reduction::kBand:
       return reduce_as<Plain<T>, Band>;
     case Reduction::kBor:

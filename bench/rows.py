@@ -1,0 +1,99 @@
+"""Rows of benchmark results: read, write, compare, print."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Iterable
+
+Row = dict
+
+
+def parse(text: str) -> list[Row]:
+    """Read the lines of JSON that a benchmark printed; other lines are skipped."""
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
+def load(path: pathlib.Path) -> list[Row]:
+    return parse(path.read_text())
+
+
+def save(path: pathlib.Path, rows: Iterable[Row]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def key_of(row: Row) -> tuple[str, str]:
+    return row["name"], row.get("state", "")
+
+
+def spread_of(row: Row) -> float:
+    return row["p90_us"] - row["p10_us"]
+
+
+def verdict(before: Row, after: Row) -> str:
+    """Say whether the medians differ by more than the wider of the two spreads."""
+    difference = after["median_us"] - before["median_us"]
+    if abs(difference) <= max(spread_of(before), spread_of(after)):
+        return "same"
+    return "slower" if difference > 0 else "faster"
+
+
+def peer_of(row: Row, rows: dict[tuple[str, str], Row]) -> Row | None:
+    """Find the peer's row of the same shape: in the same state if there is one, else in the other."""
+    module, operation, variant, shape = row["name"].split("/")
+    peer = {"comm": "gloo", "python": "gloo", "launch": "torchrun"}.get(module)
+    if peer is None or variant == peer:
+        return None
+    name = f"{module}/{operation}/{peer}/{shape}"
+    states = [row.get("state", ""), "near", "far", ""]
+    return next((rows[name, state] for state in states if (name, state) in rows), None)
+
+
+def time_text(microseconds: float) -> str:
+    if microseconds < 10:
+        return f"{microseconds:.2f} us"
+    if microseconds < 1000:
+        return f"{microseconds:.1f} us"
+    if microseconds < 100_000:
+        return f"{microseconds / 1e3:.2f} ms"
+    return f"{microseconds / 1e3:.0f} ms"
+
+
+HEADERS = ["row", "state", "median", "p10", "p90", "n", "x peer", "floor"]
+
+
+def cells(row: Row, index: dict[tuple[str, str], Row]) -> list[str]:
+    peer = peer_of(row, index)
+    ratio = ""
+    if peer is not None:
+        mark = "" if peer.get("state", "") == row.get("state", "") else "*"
+        ratio = f"{peer['median_us'] / row['median_us']:.1f}{mark}"
+    floor = row.get("floor_us", 0)
+    # Below that, the caches hold everything and memory is no floor.
+    share = f"{100 * floor / row['median_us']:.0f} %" if floor and row["bytes"] >= 25e6 else ""
+    return [
+        row["name"],
+        row.get("state", ""),
+        time_text(row["median_us"]),
+        time_text(row["p10_us"]),
+        time_text(row["p90_us"]),
+        str(row["repetitions"]),
+        ratio,
+        share,
+    ]
+
+
+def table(rows: list[Row]) -> str:
+    """Format rows as a Markdown table that is aligned in plain text too."""
+    index = {key_of(row): row for row in rows}
+    lines = [HEADERS] + [cells(row, index) for row in rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(HEADERS))]
+
+    def joined(line: list[str]) -> str:
+        first = [line[0].ljust(widths[0]), line[1].ljust(widths[1])]
+        rest = [text.rjust(width) for text, width in zip(line[2:], widths[2:], strict=True)]
+        return "| " + " | ".join(first + rest) + " |"
+
+    rule = "|" + "|".join("-" * (width + 1) + ("-" if i < 2 else ":") for i, width in enumerate(widths)) + "|"
+    return "\n".join([joined(HEADERS), rule] + [joined(line) for line in lines[1:]]) + "\n"

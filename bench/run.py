@@ -1,0 +1,154 @@
+"""Run all benchmarks one after another, keep the rows, and write the tables of docs/performance.md.
+
+    .venv/bin/python bench/run.py [NAME ...] [--quick] [--no-document]
+
+Builds nothing. NAME is one of the benchmarks below; without one, all run. Rows go to
+bench/results/<name>.json, one line each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+import time
+
+import rows as row_files
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+PROGRAMS = ROOT / "build/release/bin"
+RESULTS = ROOT / "bench/results"
+DOCUMENT = ROOT / "docs/performance.md"
+BEGIN = "<!-- bench: begin -->"
+END = "<!-- bench: end -->"
+
+BENCHMARKS = {
+    "comm_collectives": [[str(PROGRAMS / "collectives_bench")]],
+    "python_collectives": [[sys.executable, str(ROOT / "bench/compare/torch_collectives.py")]],
+    "launchers": [[sys.executable, str(ROOT / "bench/compare/launchers.py")]],
+    "kernels_reduce": [[str(PROGRAMS / "reduce_bench")]],
+}
+QUICK = {
+    "comm_collectives": ["--seconds", "0.1"],
+    "python_collectives": ["--bytes", "4000", "--bytes", "25000000"],
+    "launchers": ["--repetitions", "3"],
+    "kernels_reduce": ["--seconds", "0.05"],
+}
+TITLES = {
+    "comm_collectives": "Collectives, C++",
+    "python_collectives": "Collectives, Python",
+    "launchers": "Launchers",
+    "kernels_reduce": "Reduction kernels, one thread",
+}
+
+
+def git_hash() -> str:
+    answer = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=10"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return answer.stdout.strip() or "unknown"
+
+
+def host_model() -> str:
+    for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return f"{line.split(':', 1)[1].strip()}, {len(os.sched_getaffinity(0))} cores"
+    return f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores"
+
+
+def load() -> float:
+    return os.getloadavg()[0]
+
+
+def wait_for_quiet(limit: float) -> None:
+    """Times taken beside other work are void; give it a while to end, then say so."""
+    end = time.monotonic() + limit
+    while running_elsewhere() > 0 and time.monotonic() < end:
+        time.sleep(0.5)
+    if running_elsewhere() > 0:
+        print("bench: other programs are running; these times are not to be trusted", file=sys.stderr)
+
+
+def running_elsewhere() -> int:
+    """Count the runnable threads of the machine besides this one."""
+    samples = []
+    for _ in range(5):
+        samples.append(int(pathlib.Path("/proc/loadavg").read_text().split()[3].split("/")[0]) - 1)
+        time.sleep(0.02)
+    return min(samples)
+
+
+def measure(name: str, quick: bool) -> list[row_files.Row]:
+    found = []
+    for command in BENCHMARKS[name]:
+        wait_for_quiet(60)
+        before = load()
+        result = subprocess.run(
+            command + (QUICK[name] if quick else []), stdout=subprocess.PIPE, text=True, check=False
+        )
+        if result.returncode != 0:
+            raise SystemExit(f"bench: {name} failed with exit code {result.returncode}")
+        for row in row_files.parse(result.stdout):
+            row.update(
+                git=git_hash(),
+                host=host_model(),
+                date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+                load=[round(before, 2), round(load(), 2)],
+            )
+            found.append(row)
+    return found
+
+
+def document_section(names: list[str]) -> str:
+    parts = []
+    for name in names:
+        found = row_files.load(RESULTS / f"{name}.json")
+        first = found[0]
+        loads = first.get("load", ["?", "?"])
+        parts.append(
+            f"### {TITLES[name]}\n\n"
+            f"{first['host']}; {first['date']}; {first['git']}; load {loads[0]} before, {loads[1]} "
+            f"after;\n`.venv/bin/python bench/run.py {name}`\n\n{row_files.table(found)}"
+        )
+    return "\n".join(parts)
+
+
+def write_document() -> None:
+    names = [name for name in BENCHMARKS if (RESULTS / f"{name}.json").exists()]
+    text = DOCUMENT.read_text()
+    if BEGIN not in text or END not in text:
+        raise SystemExit(f"bench: {DOCUMENT} has no marked section to write to")
+    head, rest = text.split(BEGIN, 1)
+    tail = rest.split(END, 1)[1]
+    DOCUMENT.write_text(f"{head}{BEGIN}\n\n{document_section(names)}\n{END}{tail}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(BENCHMARKS))
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions; nothing is kept")
+    parser.add_argument("--no-document", action="store_true", help="leave docs/performance.md alone")
+    words = parser.parse_args()
+    for name in words.names:
+        if name not in BENCHMARKS:
+            parser.error(f"no benchmark '{name}'; there are {', '.join(BENCHMARKS)}")
+    for name in words.names or BENCHMARKS:
+        found = measure(name, words.quick)
+        print(f"\n{TITLES[name]}\n\n{row_files.table(found)}", flush=True)
+        if not words.quick:
+            row_files.save(RESULTS / f"{name}.json", found)
+    if not words.quick and not words.no_document:
+        write_document()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+# What `cmake --install` and `pip install .` put where.
+#
+# cmake --install:  include/, lib/libtessera.so, lib/cmake/tessera (find_package), bin/tessera,
+#                   libexec/tessera/tessera-worker.
+# pip install .:    TESSERA_WHEEL=ON, component "wheel": everything inside the package tessera, and the
+#                   tessera program among the environment's own programs.
+
+include(CMakePackageConfigHelpers)
+
+# Where a wheel finds LibTorch: in the package torch, beside the package tessera.
+if(TESSERA_WHEEL)
+  # One file: a wheel holds no links, so each further name would be a copy.
+  set_property(TARGET tessera PROPERTY VERSION)
+  set_property(TARGET tessera PROPERTY SOVERSION)
+  set_target_properties(tessera PROPERTIES INSTALL_RPATH "$ORIGIN/../../torch/lib")
+  install(TARGETS tessera LIBRARY DESTINATION tessera/lib COMPONENT wheel)
+  if(TARGET tessera_python)
+    set_target_properties(tessera_python PROPERTIES
+      INSTALL_RPATH "$ORIGIN/lib:$ORIGIN/../torch/lib")
+    install(TARGETS tessera_python LIBRARY DESTINATION tessera COMPONENT wheel)
+  endif()
+  if(TARGET tessera_worker)
+    set_target_properties(tessera_worker PROPERTIES
+      INSTALL_RPATH "$ORIGIN/../lib:$ORIGIN/../../torch/lib")
+    install(TARGETS tessera_worker RUNTIME DESTINATION tessera/bin COMPONENT wheel)
+    install(TARGETS tessera_cli RUNTIME DESTINATION ${SKBUILD_SCRIPTS_DIR} COMPONENT wheel)
+  endif()
+  return()
+endif()
+
+# LibTorch stays where it was found at build time.
+set_target_properties(tessera PROPERTIES
+  INSTALL_RPATH "$ORIGIN" INSTALL_RPATH_USE_LINK_PATH ON)
+install(TARGETS tessera EXPORT tesseraTargets
+  LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR}
+  ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR})
+install(DIRECTORY ${CMAKE_CURRENT_SOURCE_DIR}/include/tessera
+  DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} FILES_MATCHING PATTERN "*.h")
+if(TARGET tessera_worker)
+  set_target_properties(tessera_worker PROPERTIES
+    INSTALL_RPATH "$ORIGIN/../../${CMAKE_INSTALL_LIBDIR}" INSTALL_RPATH_USE_LINK_PATH ON)
+endif()
+
+set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/tessera)
+install(EXPORT tesseraTargets NAMESPACE tessera:: DESTINATION ${package_dir})
+configure_package_config_file(
+  ${CMAKE_CURRENT_SOURCE_DIR}/cmake/tesseraConfig.cmake.in
+  ${CMAKE_CURRENT_BINARY_DIR}/tesseraConfig.cmake
+  INSTALL_DESTINATION ${package_dir}
+  NO_SET_AND_CHECK_MACRO NO_CHECK_REQUIRED_COMPONENTS_MACRO)
+write_basic_package_version_file(
+  ${CMAKE_CURRENT_BINARY_DIR}/tesseraConfigVersion.cmake
+  VERSION ${PROJECT_VERSION} COMPATIBILITY SameMinorVersion)
+install(FILES
+  ${CMAKE_CURRENT_BINARY_DIR}/tesseraConfig.cmake
+  ${CMAKE_CURRENT_BINARY_DIR}/tesseraConfigVersion.cmake
+  ${CMAKE_CURRENT_SOURCE_DIR}/cmake/TesseraTorch.cmake
+  DESTINATION ${package_dir})

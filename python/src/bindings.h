@@ -1,0 +1,16 @@
+// python/src/bindings.h — what module.cpp calls, one function per module of the library.
+
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+namespace tessera::python {
+
+/// Makes comm::Error arrive as tessera.CommError, and LibTorch's errors as their Python types.
+void bind_error(pybind11::module_& module);
+void bind_comm(pybind11::module_& module);
+void bind_failure(pybind11::module_& module);
+void bind_collectives(pybind11::module_& module);
+void bind_vocab_parallel(pybind11::module_& module);
+
+}  // namespace tessera::python

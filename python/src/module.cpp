@@ -1,0 +1,16 @@
+#include "bindings.h"
+#include "tessera/core/version.h"
+
+PYBIND11_MODULE(_C, module) {
+  py::options options;
+  options.disable_function_signatures();  // the stubs have them
+  module.doc() = "The engine of tessera. Import its public names from tessera and its modules.";
+  module.def("version", &tessera::version, "Return the version of the library, e.g. '0.1.0'.");
+  module.def("torch_version", &tessera::torch_version,
+             "Return the version of torch the library was compiled against.");
+  tessera::python::bind_error(module);
+  tessera::python::bind_comm(module);
+  tessera::python::bind_failure(module);
+  tessera::python::bind_collectives(module);
+  tessera::python::bind_vocab_parallel(module);
+}

@@ -1,0 +1,1 @@
+"""The module paths of torchrec.distributed, on Tessera's engine."""

@@ -1,0 +1,159 @@
+"""A rank dies: every survivor names it, the operation and its number, at once."""
+
+import re
+import signal
+
+import pytest
+from fleet import PROMPT, Fleet, Times, is_alive, wait_until
+
+ENGINES = ["shm", "gloo"]
+
+
+def assert_names_the_dead(text, op, rank, pid):
+    assert re.match(
+        rf"comm\.{op} #\d+: rank {rank} \(pid {pid}, host \S+\) died before it was done "
+        r"\(float32 \[\d+\], group 'world', step \d+\)\.",
+        text,
+    ), text
+
+
+@pytest.mark.parametrize("size, victim", [(2, 1), (3, 2), (4, 1)])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_killed_inside_an_all_reduce(engine, size, victim):
+    # 4 MiB per rank: nearly all the time is spent inside the operation.
+    with Fleet("loop", "count=1000000", env={"TESSERA_ENGINE": engine}).run(size) as fleet:
+        pids = fleet.warm(size)
+        assert {e["engine"] for e in fleet.events("ready")} == {engine}
+        killed = fleet.kill(pids[victim])
+        survivors = [rank for rank in range(size) if rank != victim]
+        errors = fleet.errors_of(survivors)
+        assert_names_the_dead(errors[survivors[0]]["text"], "all_reduce", victim, pids[victim])
+        assert all(error["kind"] == "peer lost" for error in errors.values())
+        assert all(error["ranks"] == [victim] for error in errors.values())
+        assert Times.add(f"SIGKILL, {engine}, {size} ranks", killed, errors) < PROMPT
+        assert fleet.wait() == [128 + signal.SIGKILL]
+        # The table: who died first, then those who only lost a peer.
+        err = fleet.err()
+        assert f"error: rank {victim} failed first: SIGKILL" in err
+        table = re.findall(r"^ +(\d+) +\d+  (SIGKILL|exit code \d+)", err, re.M)
+        assert table[0] == (str(victim), "SIGKILL"), err
+        assert sorted(table[1:]) == [(str(rank), "exit code 75") for rank in survivors], err
+        fleet.assert_nothing_left()
+
+
+@pytest.mark.parametrize("op", ["all_reduce_async", "all_to_all", "all_gather", "broadcast", "ring"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_killed_inside_other_operations(engine, op):
+    # The victim ends itself between two operations; the others are inside the next one.
+    with Fleet(
+        "loop", f"op={op}", "count=300000", "victim=1", "action=kill", "at=12", env={"TESSERA_ENGINE": engine}
+    ).run(3) as fleet:
+        errors = fleet.errors_of([0, 2])
+        name = "(recv|send)" if op == "ring" else op.removesuffix("_async")
+        pid = fleet.by_rank("injected")[1]["pid"]
+        assert_names_the_dead(errors[0]["text"], name, 1, pid)
+        killed = fleet.by_rank("injected")[1]["ns"]
+        assert Times.add(f"SIGKILL in {op}, {engine}", killed, errors) < PROMPT
+        assert fleet.wait() == [128 + signal.SIGKILL]
+        fleet.assert_nothing_left()
+
+
+@pytest.mark.parametrize("action, code", [("exit", 9), ("leave", 9), ("segfault", 128 + 11)])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_ended_without_a_word(engine, action, code):
+    with Fleet(
+        "loop", "count=1000", "victim=2", f"action={action}", "code=9", env={"TESSERA_ENGINE": engine}
+    ).run(3) as fleet:
+        errors = fleet.errors_of([0, 1])
+        assert "rank 2 " in errors[0]["text"] and "all_reduce #30" in errors[0]["text"]
+        assert Times.add(f"{action}, {engine}", fleet.by_rank("injected")[2]["ns"], errors) < PROMPT
+        assert fleet.wait() == [code]
+        assert "error: rank 2 failed first" in fleet.err()
+        fleet.assert_nothing_left()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_rank_0_dies_under_the_launcher(engine):
+    # The store lives beside the launcher, so it outlives rank 0.
+    with Fleet("loop", "count=100000", env={"TESSERA_ENGINE": engine}).run(3) as fleet:
+        pids = fleet.warm(3)
+        killed = fleet.kill(pids[0])
+        errors = fleet.errors_of([1, 2])
+        assert_names_the_dead(errors[1]["text"], "all_reduce", 0, pids[0])
+        assert Times.add(f"SIGKILL of rank 0, {engine}", killed, errors) < PROMPT
+        assert fleet.wait() == [128 + signal.SIGKILL]
+        fleet.assert_nothing_left()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_rank_0_dies_together_with_its_store(engine):
+    # Started by hand, rank 0 hosts the store: both are gone at once.
+    with Fleet("loop", "count=100000", env={"TESSERA_ENGINE": engine}).bare(3) as fleet:
+        pids = fleet.warm(3)
+        killed = fleet.kill(pids[0])
+        errors = fleet.errors_of([1, 2])
+        assert_names_the_dead(errors[1]["text"], "all_reduce", 0, pids[0])
+        assert Times.add(f"SIGKILL of rank 0 and store, {engine}", killed, errors) < PROMPT
+        assert fleet.wait() == [-signal.SIGKILL, 75, 75]
+        fleet.assert_nothing_left()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_killed_under_torchrun(engine):
+    with Fleet("loop", "count=100000", env={"TESSERA_ENGINE": engine}).torchrun(3) as fleet:
+        pids = fleet.warm(3)
+        killed = fleet.kill(pids[2])
+        errors = fleet.errors_of([0, 1])
+        assert_names_the_dead(errors[0]["text"], "all_reduce", 2, pids[2])
+        assert Times.add(f"SIGKILL under torchrun, {engine}", killed, errors) < PROMPT
+        assert fleet.wait() == [1]
+        fleet.assert_nothing_left()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_all_but_one_die_at_once(engine):
+    with Fleet("loop", "count=100000", env={"TESSERA_ENGINE": engine}).bare(4) as fleet:
+        pids = fleet.warm(4)
+        for rank in (1, 2, 3):
+            killed = fleet.kill(pids[rank])
+        errors = fleet.errors_of([0])
+        assert "died before it was done" in errors[0]["text"]
+        assert Times.add(f"SIGKILL of all others, {engine}", killed, errors) < PROMPT
+        assert fleet.wait() == [75] + [-signal.SIGKILL] * 3
+        fleet.assert_nothing_left()
+
+
+def test_all_ranks_die_and_leave_nothing():
+    with Fleet("loop", "count=100000", env={"TESSERA_ENGINE": "shm"}).bare(3) as fleet:
+        for pid in fleet.warm(3).values():
+            fleet.kill(pid)
+        assert fleet.wait() == [-signal.SIGKILL] * 3
+        fleet.assert_nothing_left()
+
+
+def test_launcher_ends_survivors_that_do_not_notice():
+    # With the grace of everyday use the job is over at once, whatever the survivors do.
+    with Fleet("loop", "count=100000").run(3, "--failure-grace", 0.05) as fleet:
+        pids = fleet.warm(3)
+        fleet.kill(pids[1])
+        assert fleet.wait(10) == [128 + signal.SIGKILL]
+        assert "error: rank 1 failed first: SIGKILL" in fleet.err()
+        fleet.assert_nothing_left()
+
+
+def test_killed_while_the_ranks_meet():
+    # Rank 1 never reaches the group; the launcher sees it die and ends the others.
+    with Fleet("join", env={"TESSERA_TIMEOUT": "60"}).run(3, "--failure-grace", 0.2) as fleet:
+        victim = wait_until(lambda: [pid for pid in fleet.members() if is_worker(pid, 1)], what="rank 1")[0]
+        fleet.kill(victim)
+        assert fleet.wait(20) == [128 + signal.SIGKILL]
+        assert not is_alive(victim)
+        fleet.assert_nothing_left()
+
+
+def is_worker(pid, rank):
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return f"RANK={rank}".encode() in file.read().split(b"\0")
+    except OSError:
+        return False

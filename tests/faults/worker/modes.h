@@ -1,0 +1,28 @@
+// tests/faults/worker/modes.h — what the worker can do. Each returns the exit code of the process.
+
+#pragma once
+
+#include "options.h"
+
+namespace tessera::faults {
+
+/// Repeats one collective until something happens; one rank may be told to misbehave.
+int run_loop(const Options& options);
+/// Runs every collective on many sizes and types and compares with values known beforehand.
+int run_collectives(const Options& options);
+/// Lets one rank call something else, in every way there is, each on a fresh group.
+int run_mismatches(const Options& options);
+/// Calls with wrong arguments, a wrong mesh, and a group that was aborted.
+int run_bad_input(const Options& options);
+/// Makes and destroys groups and runs many steps; reports memory, descriptors and threads.
+int run_leaks(const Options& options);
+/// Ends processes without taking their groups down, many times.
+int run_exits(const Options& options);
+/// One process that ends with its groups alive.
+int run_exit(const Options& options);
+/// Joins the job, tells so, and leaves.
+int run_join(const Options& options);
+/// Makes one group on a store that the caller names, under a rank that the caller names.
+int run_claim(const Options& options);
+
+}  // namespace tessera::faults

@@ -1,0 +1,68 @@
+"""`cmake --install` gives what find_package(tessera) needs, in a place of its own."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+
+import pytest
+
+HERE = pathlib.Path(__file__).resolve().parent
+BUILD = pathlib.Path(os.environ.get("TESSERA_BUILD_DIR", HERE.parents[1] / "build/release"))
+
+
+def run(*words, ok=True, **options) -> subprocess.CompletedProcess:
+    result = subprocess.run(
+        [str(word) for word in words], capture_output=True, text=True, timeout=280, **options
+    )
+    assert not ok or result.returncode == 0, result.stdout + result.stderr
+    return result
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory) -> pathlib.Path:
+    prefix = tmp_path_factory.mktemp("prefix")
+    run("cmake", "--install", BUILD, "--prefix", prefix)
+    return prefix
+
+
+def test_headers_library_and_programs_are_installed(prefix):
+    installed = {
+        str(path.relative_to(prefix / "include"))
+        for path in (prefix / "include").rglob("*")
+        if path.is_file()
+    }
+    source = HERE.parents[1] / "include"
+    assert installed == {str(path.relative_to(source)) for path in source.rglob("*.h")}
+    assert (prefix / "lib/libtessera.so").exists()
+    assert not list(prefix.rglob("*.a")), "private libraries are installed"
+    assert "0.1.0" in run(prefix / "bin/tessera", "--version").stdout
+
+
+def test_consumer_builds_and_runs(prefix, tmp_path):
+    run("cmake", "-S", HERE / "consumer", "-B", tmp_path, "-G", "Ninja",
+        "-DCMAKE_BUILD_TYPE=Release", "-DCMAKE_CXX_COMPILER_LAUNCHER=ccache",
+        f"-DCMAKE_PREFIX_PATH={prefix}")  # fmt: skip
+    run("cmake", "--build", tmp_path)
+    assert run(tmp_path / "consumer").stdout == "tessera 0.1.0: 3000 3000\n"
+
+
+def test_other_versions_are_refused_with_a_reason(prefix, tmp_path):
+    project = tmp_path / "CMakeLists.txt"
+    project.write_text(
+        "cmake_minimum_required(VERSION 3.25)\nproject(p LANGUAGES CXX)\nfind_package(tessera REQUIRED)\n"
+    )
+    torch = tmp_path / "torch"
+    header = torch / "include/torch/csrc/api/include/torch/version.h"
+    header.parent.mkdir(parents=True)
+    header.write_text('#define TORCH_VERSION "1.2.3"\n')
+    (torch / "version.py").write_text("__version__ = '1.2.3'\n")
+    words = ["cmake", "-S", tmp_path, "-B", tmp_path / "build", "-G", "Ninja"]
+    words.append(f"-Dtessera_DIR={prefix}/lib/cmake/tessera")
+    result = run(*words, f"-DTESSERA_TORCH_DIR={torch}", ok=False)
+    assert result.returncode != 0
+    assert "holds 1.2.3" in " ".join(result.stderr.split())
+    result = run(*words, f"-DTESSERA_TORCH_DIR={tmp_path}/nowhere", ok=False)
+    assert result.returncode != 0
+    assert "LibTorch was not found" in " ".join(result.stderr.split())

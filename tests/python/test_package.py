@@ -1,0 +1,104 @@
+"""Importing, stubs and the examples in docstrings."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import pathlib
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+import tessera
+import tessera.distributed
+from ranks import run_ranks
+
+PACKAGE = pathlib.Path(tessera.__file__).parent
+MODULES = sorted(
+    module.name
+    for module in pkgutil.walk_packages([str(PACKAGE)], "tessera.")
+    if not module.name.startswith("tessera._C")
+)
+
+
+def test_import_needs_torch_only():
+    code = (
+        "import sys, torch; before = set(sys.modules); import time; begin = time.perf_counter();"
+        "import tessera; print(time.perf_counter() - begin);"
+        "print(*{n.split('.')[0] for n in set(sys.modules) - before} - set(sys.stdlib_module_names))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    seconds, names = result.stdout.splitlines()
+    assert names == "tessera"
+    assert float(seconds) < 0.5
+    assert result.stderr == ""
+
+
+def test_stubs_name_what_the_extension_has():
+    tree = ast.parse((PACKAGE / "_C.pyi").read_text())
+    stubs = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    assert stubs == {name for name in dir(tessera._C) if not name.startswith("__")}
+    assert (PACKAGE / "py.typed").exists()
+
+
+def run_examples(rank, name):
+    module = importlib.import_module(name)
+    result = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert result.failed == 0, f"{result.failed} examples of {name} fail"
+    return result.attempted
+
+
+@pytest.mark.parametrize("name", ["tessera", *MODULES])
+def test_examples_in_docstrings_run(name):
+    run_ranks(1, run_examples, name, backend=None)
+
+
+def test_most_modules_have_examples():
+    counts = run_ranks(1, count_examples, backend=None)[0]
+    for name in (
+        "tessera",
+        "tessera._error",
+        "tessera.comm._awaitable",
+        "tessera.comm._failure",
+        "tessera.comm._group",
+        "tessera.comm._mesh",
+        "tessera.distributed.collective_utils",
+        "tessera.distributed.comm",
+    ):
+        assert counts[name] > 0, name
+
+
+def count_examples(rank):
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    return {
+        name: sum(len(test.examples) for test in finder.find(importlib.import_module(name)))
+        for name in ["tessera", *MODULES]
+    }
+
+
+def test_examples_of_the_extension_run():
+    parser, runner = doctest.DocTestParser(), doctest.DocTestRunner()
+    for name in dir(tessera._C):
+        text = getattr(tessera._C, name).__doc__ or ""
+        names = {name: getattr(tessera._C, name)}
+        result = runner.run(parser.get_doctest(text, names, name, None, None))
+        assert result.failed == 0, name
+    assert runner.summarize(verbose=False).attempted > 0
+
+
+def test_public_functions_say_what_they_do():
+    for name in ("tessera.comm", "tessera.distributed.comm", "tessera.distributed.collective_utils"):
+        module = importlib.import_module(name)
+        for public in getattr(module, "__all__", None) or vars(module):
+            value = getattr(module, public)
+            if public.startswith("_") or not callable(value):
+                continue
+            if getattr(value, "__module__", "").startswith("tessera"):
+                first = (value.__doc__ or "").strip().splitlines()[:1]
+                assert first, f"{name}.{public} has no docstring"
+                assert first[0][0].isupper(), f"{name}.{public}: {first[0]}"
+                assert first[0].endswith("."), f"{name}.{public}: {first[0]}"

@@ -1,0 +1,46 @@
+"""What the built library shows and what it was built from."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+BUILD = Path(os.environ["TESSERA_BUILD_DIR"])
+LIBRARY = BUILD / "lib" / "libtessera.so"
+
+
+def run(*command):
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+
+
+def test_the_library_defines_no_symbol_of_gloo():
+    symbols = run("nm", "-DC", "--defined-only", str(LIBRARY))
+    ours = [line for line in symbols.splitlines() if re.search(r"gloo::|GlooStore", line)]
+    assert ours == []
+
+
+def test_the_gloo_file_was_built_from_our_declarations_only():
+    dependencies = run("ninja", "-C", str(BUILD), "-t", "deps")
+    blocks = [b for b in dependencies.split("\n\n") if "gloo_backend.cpp.o:" in b.split("\n", 1)[0]]
+    assert len(blocks) == 1
+    gloo = [
+        line.strip() for line in blocks[0].splitlines() if "/gloo/" in line and line.strip().endswith(".h")
+    ]
+    assert gloo, "the file includes no Gloo declaration at all"
+    assert all("src/comm/gloo/" in line for line in gloo), gloo
+
+
+def test_only_api_symbols_are_exported():
+    symbols = run("nm", "-DC", "--defined-only", str(LIBRARY))
+    internals = [
+        line for line in symbols.splitlines() if re.search(r" T tessera::(comm::shm|kernels)::", line)
+    ]
+    assert internals == []
+
+
+@pytest.mark.skipif(not (BUILD / "bin" / "tessera").exists(), reason="the programs were not built")
+def test_the_program_links_no_libtorch():
+    libraries = run("ldd", str(BUILD / "bin" / "tessera"))
+    assert "libtorch" not in libraries and "libc10" not in libraries
