@@ -15,7 +15,7 @@
 namespace tessera::cli {
 
 std::span<const Verb* const> verbs() {
-  static constexpr const Verb* kVerbs[] = {&kRunVerb, &kDoctorVerb, &kCompletionVerb};
+  static constexpr const Verb* kVerbs[] = {&kRunVerb, &kTrainVerb, &kDoctorVerb, &kCompletionVerb};
   return kVerbs;
 }
 
@@ -27,6 +27,8 @@ std::string program_help() {
       "\n"
       "  tessera run -n 4 -- ./train --epochs 3       start four ranks of a program\n"
       "  tessera run -n 2 train.py                    the same for Python\n"
+      "  tessera train lm --ranks 2                   train a small GPT, vocabulary over two "
+      "ranks\n"
       "  tessera doctor                               look at this machine and test two ranks\n"
       "\n"
       "verbs\n";
@@ -91,8 +93,7 @@ int dispatch(const std::vector<std::string>& words) {
 
 void print_error(const std::string& text) {
   const char* no_color = std::getenv("NO_COLOR");
-  const bool use_color =
-      isatty(STDERR_FILENO) == 1 && (no_color == nullptr || *no_color == '\0');
+  const bool use_color = isatty(STDERR_FILENO) == 1 && (no_color == nullptr || *no_color == '\0');
   if (use_color && text.starts_with("error:")) {
     std::fprintf(stderr, "\x1b[1;31merror:\x1b[0m%s", text.c_str() + 6);
   } else {

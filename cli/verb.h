@@ -23,6 +23,7 @@ struct Verb {
 };
 
 extern const Verb kRunVerb;
+extern const Verb kTrainVerb;
 extern const Verb kDoctorVerb;
 extern const Verb kCompletionVerb;
 

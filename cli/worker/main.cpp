@@ -8,7 +8,7 @@
 
 int main(int argc, char** argv) {
   using namespace tessera::cli;
-  static constexpr const WorkerVerb* kVerbs[] = {&kStoreVerb, &kDoctorRankVerb};
+  static constexpr const WorkerVerb* kVerbs[] = {&kStoreVerb, &kDoctorRankVerb, &kTrainLmVerb};
   const std::string name = argc > 1 ? argv[1] : "";
   try {
     for (const WorkerVerb* verb : kVerbs) {

@@ -19,5 +19,6 @@ struct WorkerVerb {
 
 extern const WorkerVerb kStoreVerb;
 extern const WorkerVerb kDoctorRankVerb;
+extern const WorkerVerb kTrainLmVerb;
 
 }  // namespace tessera::cli

@@ -122,7 +122,9 @@ def cross_entropy_with_scores(
     return CrossEntropyScores(scores[0], TokenScores(*scores[1:]))
 
 
-def cross_entropy(local_logits: Tensor, labels: Tensor, group: ProcessGroup | None = None, **options) -> Tensor:
+def cross_entropy(
+    local_logits: Tensor, labels: Tensor, group: ProcessGroup | None = None, **options
+) -> Tensor:
     """Return the cross entropy of the labels; options as in cross_entropy_with_scores.
 
     >>> import torch
@@ -132,7 +134,9 @@ def cross_entropy(local_logits: Tensor, labels: Tensor, group: ProcessGroup | No
     return cross_entropy_with_scores(local_logits, labels, group, **options).loss
 
 
-def log_probabilities(local_logits: Tensor, labels: Tensor, group: ProcessGroup | None = None, **options) -> Tensor:
+def log_probabilities(
+    local_logits: Tensor, labels: Tensor, group: ProcessGroup | None = None, **options
+) -> Tensor:
     """Return log p of every token's label, float32; options as in token_scores.
 
     >>> import torch
@@ -229,7 +233,9 @@ def soft_cross_entropy(
     >>> round(float(soft_cross_entropy(torch.zeros(1, 8), torch.ones(1, 8))), 4)
     2.0794
     """
-    return _C.vocab_soft_cross_entropy(local_logits, local_target_logits, group, columns, vocab_size, temperature)
+    return _C.vocab_soft_cross_entropy(
+        local_logits, local_target_logits, group, columns, vocab_size, temperature
+    )
 
 
 def top_k(

@@ -31,7 +31,9 @@ __all__ = [
 ]
 
 
-def _one_group(function: str, group: ProcessGroup | None, tp_group: ProcessGroup | None) -> ProcessGroup | None:
+def _one_group(
+    function: str, group: ProcessGroup | None, tp_group: ProcessGroup | None
+) -> ProcessGroup | None:
     if group is not None and tp_group is not None and group is not tp_group:
         raise ValueError(f"vocab.{function}: 'group' and 'tp_group' are two names of one argument. Give one.")
     return group if group is not None else tp_group
@@ -153,7 +155,9 @@ class ChunkedDistributedGatherLogprob(torch.autograd.Function):
         """Return log p at `global_indices`, [..., k], float32."""
 
         def compute(logits: Tensor) -> Tensor:
-            return _C.distributed_gather_logprob(logits, global_indices, vocab_start_index, vocab_end_index, tp_group)
+            return _C.distributed_gather_logprob(
+                logits, global_indices, vocab_start_index, vocab_end_index, tp_group
+            )
 
         return _run(ctx, vocab_parallel_logits, inference_only, compute)
 
@@ -228,7 +232,8 @@ def from_parallel_logits_to_logprobs(
     Logits [batch, length, columns] may be longer than the tokens [batch, length].
 
     >>> import torch
-    >>> from_parallel_logits_to_logprobs(torch.zeros(2, 5, 8), torch.zeros(2, 5, dtype=torch.long), 0, 8).shape
+    >>> tokens = torch.zeros(2, 5, dtype=torch.long)
+    >>> from_parallel_logits_to_logprobs(torch.zeros(2, 5, 8), tokens, 0, 8).shape
     torch.Size([2, 4])
     """
     _no_context_group("from_parallel_logits_to_logprobs", cp_group)
