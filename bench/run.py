@@ -31,18 +31,21 @@ BENCHMARKS = {
     "python_collectives": [[sys.executable, str(ROOT / "bench/compare/torch_collectives.py")]],
     "launchers": [[sys.executable, str(ROOT / "bench/compare/launchers.py")]],
     "kernels_reduce": [[str(PROGRAMS / "reduce_bench")]],
+    "vocab_cross_entropy": [[str(PROGRAMS / "cross_entropy_bench")]],
 }
 QUICK = {
     "comm_collectives": ["--seconds", "0.1"],
     "python_collectives": ["--bytes", "4000", "--bytes", "25000000"],
     "launchers": ["--repetitions", "3"],
     "kernels_reduce": ["--seconds", "0.05"],
+    "vocab_cross_entropy": ["--repetitions", "5"],
 }
 TITLES = {
     "comm_collectives": "Collectives, C++",
     "python_collectives": "Collectives, Python",
     "launchers": "Launchers",
     "kernels_reduce": "Reduction kernels, one thread",
+    "vocab_cross_entropy": "Cross entropy, one rank",
 }
 
 

@@ -22,7 +22,7 @@ struct LogitRows {
   std::int64_t inner_stride = 0;
   std::int64_t outer_stride = 0;
 
-  std::int64_t offset(std::int64_t row) const {
+  constexpr std::int64_t offset(std::int64_t row) const {
     return row / inner_rows * outer_stride + row % inner_rows * inner_stride;
   }
 };

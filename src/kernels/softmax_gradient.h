@@ -41,7 +41,7 @@ struct SoftmaxGradientTask {
   std::int64_t outer_stride = 0;
   Store store = Store::kCached;
 
-  std::int64_t gradient_offset(std::int64_t row) const {
+  constexpr std::int64_t gradient_offset(std::int64_t row) const {
     return row / rows.inner_rows * outer_stride + row % rows.inner_rows * inner_stride;
   }
 };

@@ -52,10 +52,12 @@ std::int64_t num_tiles_of(const PassSettings& settings) {
 }
 
 /// Most tiles of any rank. Ranks with explicit ranges must ask each other.
-std::int64_t num_parts_of(const PassSettings& settings, const comm::Group& group) {
+std::int64_t num_parts_of(const PassSettings& settings, const comm::Group& group,
+                          const at::TensorOptions& options) {
   const std::int64_t own = num_tiles_of(settings);
   if (settings.tile == 0 || group.size() == 1) return own;
-  return comm::all_reduce(at::tensor({own}, at::kLong), group, comm::Reduction::kMax)
+  return comm::all_reduce(at::full({1}, own, options.dtype(at::kLong)), group,
+                          comm::Reduction::kMax)
       .item<std::int64_t>();
 }
 
@@ -174,13 +176,7 @@ T* pointer_of(const at::Tensor& tensor) {
 
 at::Tensor gather_rows(const at::Tensor& row, const comm::Group& group) {
   const at::Tensor one = row.unsqueeze(0);
-  if (group.size() == 1) return one;
-  if (row.is_cpu() || group.process_group()->hasBackendForDeviceType(row.device().type())) {
-    return comm::all_gather(one, group);
-  }
-  TORCH_WARN_ONCE("vocab: group '", group.name(), "' (engine ", group.engine(),
-                  ") has no engine for CUDA tensors; token statistics travel over the host.");
-  return comm::all_gather(one.cpu(), group).to(row.device());
+  return group.size() == 1 ? one : comm::all_gather(one, group);
 }
 
 PassResult forward_pass(const at::Tensor& logits, const at::Tensor& labels,
@@ -188,7 +184,7 @@ PassResult forward_pass(const at::Tensor& logits, const at::Tensor& labels,
   const auto options = logits.options().dtype(at::kFloat).requires_grad(false);
   const std::int64_t num_rows = c10::multiply_integers(logits.sizes().slice(0, logits.dim() - 1));
   const Fields fields = fields_of(settings, labels.defined());
-  const std::int64_t num_parts = num_parts_of(settings, group);
+  const std::int64_t num_parts = num_parts_of(settings, group, options);
   PassResult result = allocate_results(settings, num_rows, options);
 
   const at::Tensor packed = at::empty({kHeader + num_parts * fields.count * num_rows}, options);

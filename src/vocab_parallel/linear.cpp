@@ -1,7 +1,6 @@
 #include "tessera/vocab_parallel/linear.h"
 
 #include <algorithm>
-#include <optional>
 #include <vector>
 
 #include <ATen/Functions.h>
@@ -37,7 +36,8 @@ std::int64_t rows_per_chunk(const at::Tensor& hidden, const at::Tensor& weight,
                             std::int64_t workspace_bytes) {
   std::int64_t columns = weight.size(0);
   if (settings.explicit_columns && group.size() > 1) {
-    columns = comm::all_reduce(at::tensor({columns}, at::kLong), group, comm::Reduction::kMax)
+    columns = comm::all_reduce(at::full({1}, columns, hidden.options().dtype(at::kLong)), group,
+                               comm::Reduction::kMax)
                   .item<std::int64_t>();
   }
   const std::int64_t row_bytes =
@@ -45,28 +45,6 @@ std::int64_t rows_per_chunk(const at::Tensor& hidden, const at::Tensor& weight,
   return std::clamp<std::int64_t>(workspace_bytes / row_bytes, 1,
                                   std::max<std::int64_t>(hidden.size(0), 1));
 }
-
-/// A sum over the group that may still be on its way.
-class PendingSum {
- public:
-  PendingSum(at::Tensor tensor, const comm::Group& group) : tensor_(std::move(tensor)) {
-    if (group.size() == 1) return;
-    if (tensor_.is_cpu() ||
-        group.process_group()->hasBackendForDeviceType(tensor_.device().type())) {
-      pending_.emplace(comm::all_reduce_async_(tensor_, group));
-    } else {
-      tensor_.copy_(comm::all_reduce(tensor_.cpu(), group));
-    }
-  }
-  void wait() {
-    if (pending_) pending_->wait();
-    pending_.reset();
-  }
-
- private:
-  at::Tensor tensor_;
-  std::optional<comm::Awaitable<at::Tensor>> pending_;
-};
 
 /// Adds gradient^T hidden to the float32 `total`.
 void add_product(at::Tensor& total, const at::Tensor& gradient, const at::Tensor& hidden) {
@@ -161,7 +139,7 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
       workspace =
           detail::empty_gradient({std::min(step, num_rows), weight.size(0)}, hidden.options());
     }
-    std::vector<PendingSum> sums;
+    std::vector<comm::Awaitable<at::Tensor>> sums;
     for (std::int64_t first = 0; first == 0 || first < num_rows; first += step) {
       const std::int64_t last = std::min(first + step, num_rows);
       const at::Tensor rows = hidden.slice(0, first, last);
@@ -177,7 +155,8 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
       if (need_hidden) {
         at::Tensor piece = hidden_gradient.slice(0, first, last);
         at::mm_out(piece, gradient, weight);
-        sums.emplace_back(piece, state->group);  // travels while the weight's gradient is computed
+        // Travels while the weight's gradient is computed.
+        if (state->group.size() > 1) sums.push_back(comm::all_reduce_async_(piece, state->group));
       }
       if (need_weight && is_whole) {
         weight_gradient = at::mm(gradient.t(), rows);

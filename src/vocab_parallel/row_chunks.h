@@ -28,13 +28,8 @@ void chunk_rows(const at::Tensor& rows, const Body& body) {
   }
 }
 
-/// The sum over the ranks; over the host if the group has no engine for the tensor's device.
 inline at::Tensor sum_over_group(const at::Tensor& tensor, const comm::Group& group) {
-  if (group.size() == 1) return tensor;
-  if (tensor.is_cpu() || group.process_group()->hasBackendForDeviceType(tensor.device().type())) {
-    return comm::all_reduce(tensor, group);
-  }
-  return comm::all_reduce(tensor.cpu(), group).to(tensor.device());
+  return group.size() == 1 ? tensor : comm::all_reduce(tensor, group);
 }
 
 }  // namespace tessera::vocab_parallel::detail

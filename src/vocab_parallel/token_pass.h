@@ -72,8 +72,7 @@ at::Tensor backward_pass(const at::Tensor& logits, const at::Tensor& labels,
 /// fresh 4 KB pages cost several times more than the kernel that fills them.
 at::Tensor empty_gradient(at::IntArrayRef shape, const at::TensorOptions& options);
 
-/// Stacks equally long rows of all ranks. Goes over the host if the group has no engine for the
-/// tensor's device, and says so once.
+/// Stacks tensors of equal shape of all ranks, in rank order.
 at::Tensor gather_rows(const at::Tensor& row, const comm::Group& group);
 
 /// Throws IndexError naming the first label outside the vocabulary. Waits for the device.

@@ -7,6 +7,7 @@
 
 #include <ATen/ATen.h>
 
+#include "kernels/softmax_fused.h"
 #include "kernels/softmax_gradient.h"
 #include "kernels/softmax_statistics.h"
 
@@ -236,6 +237,38 @@ TEST_P(Softmax, GradientInPlaceAndOfInfiniteLogits) {
   gradient_kernel()(task, 0, 4);
   EXPECT_TRUE(at::isfinite(x).all().item<bool>());
   EXPECT_TRUE(at::allclose(expected.to(at::kFloat), x.to(at::kFloat), 1.0 / 128, 1e-7));
+}
+
+TEST_P(Softmax, FusedEqualsTheReferenceForEveryLength) {
+  const double relative = GetParam().element == Element::kFloat32    ? 2e-6
+                          : GetParam().element == Element::kBFloat16 ? 1.0 / 128
+                                                                     : 1.0 / 1024;
+  for (const std::int64_t columns : {1, 7, 8, 15, 16, 17, 33, 511, 512, 513, 1024, 1025, 5003}) {
+    at::Tensor expected = logits(5, columns);
+    expected[3].slice(0, 0, columns / 2).fill_(-kInfinity);
+    at::Tensor actual = expected.clone();
+    const at::Tensor labels = at::tensor({100, 103, -100, 99 + columns, 5000000}, at::kLong);
+    Outputs of_expected(5);
+    Outputs of_actual(5);
+    SoftmaxFusedTask task{
+        .statistics = {.rows = rows_of(expected),
+                       .labels = {labels.const_data_ptr<std::int64_t>(), 100, -100},
+                       .scale = 0.9F,
+                       .skip_ignored = true},
+        .z_loss = 1e-3,
+        .weight = 0.25F};
+    task.statistics.out = {of_expected.maximum.data(), of_expected.sum.data(),
+                           of_expected.target.data()};
+    softmax_fused_reference(task, 0, 5, nullptr);
+    task.statistics.rows = rows_of(actual);
+    task.statistics.out = {of_actual.maximum.data(), of_actual.sum.data(), of_actual.target.data()};
+    const at::Tensor workspace = at::empty({softmax_fused_workspace(columns)}, at::kFloat);
+    softmax_fused_kernel(GetParam().isa)(task, 0, 5, workspace.data_ptr<float>());
+    SCOPED_TRACE("columns " + std::to_string(columns));
+    compare(of_expected, of_actual, 0.0);
+    ASSERT_TRUE(at::allclose(expected.to(at::kFloat), actual.to(at::kFloat), relative, 1e-7))
+        << (expected.to(at::kFloat) - actual.to(at::kFloat)).abs().max();
+  }
 }
 
 }  // namespace

@@ -145,7 +145,8 @@ __device__ int exact_best(const T* row, const Cut& cut, int num_columns, int fir
 }
 
 template <typename T, bool kTotal, bool kWeighted, bool kBest>
-__global__ void __launch_bounds__(kThreads, 4) statistics_kernel(SoftmaxStatisticsTask task) {
+__global__ void __launch_bounds__(kThreads, kBest ? 3 : 4)
+    statistics_kernel(SoftmaxStatisticsTask task) {
   __shared__ Running of_warp[kWarps];
   __shared__ int shared_best[kWarps];
   const int64_t row = blockIdx.x;
