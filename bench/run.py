@@ -32,6 +32,7 @@ BENCHMARKS = {
     "launchers": [[sys.executable, str(ROOT / "bench/compare/launchers.py")]],
     "kernels_reduce": [[str(PROGRAMS / "reduce_bench")]],
     "vocab_cross_entropy": [[str(PROGRAMS / "cross_entropy_bench")]],
+    "vocab_logprob": [[sys.executable, str(ROOT / "bench/compare/vocab_logprob.py")]],
 }
 QUICK = {
     "comm_collectives": ["--seconds", "0.1"],
@@ -39,6 +40,7 @@ QUICK = {
     "launchers": ["--repetitions", "3"],
     "kernels_reduce": ["--seconds", "0.05"],
     "vocab_cross_entropy": ["--repetitions", "5"],
+    "vocab_logprob": [],
 }
 TITLES = {
     "comm_collectives": "Collectives, C++",
@@ -46,6 +48,7 @@ TITLES = {
     "launchers": "Launchers",
     "kernels_reduce": "Reduction kernels, one thread",
     "vocab_cross_entropy": "Cross entropy, one rank",
+    "vocab_logprob": "Log-probabilities, two ranks",
 }
 
 

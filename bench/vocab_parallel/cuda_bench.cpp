@@ -22,6 +22,7 @@
 
 #include "tessera/comm/group.h"
 #include "tessera/vocab_parallel/cross_entropy.h"
+#include "tessera/vocab_parallel/linear.h"
 
 namespace {
 
@@ -34,6 +35,7 @@ struct Row {
   std::string name;
   std::function<void()> prepare;
   std::function<void()> run;
+  double gradient_mib = 0;  // allocated by the run, but not counted as extra
 };
 
 class Timer {
@@ -60,7 +62,7 @@ class Timer {
       float ms = 0;
       cudaEventElapsedTime(&ms, begin_, end_);
       if (i >= kWarmUps) times.push_back(ms);
-      extra = static_cast<double>(peak() - before) / (1 << 20);
+      extra = static_cast<double>(peak() - before) / (1 << 20) - row.gradient_mib;
     }
     std::sort(times.begin(), times.end());
     std::printf(
@@ -168,6 +170,47 @@ void measure_shape(Timer& timer, const Shape& shape, const tessera::comm::Group&
                  }});
 }
 
+/// The last layer and its loss; the logits take one workspace of 1.05 GB, or pieces of 256 MB.
+void measure_linear(Timer& timer, const tessera::comm::Group& group) {
+  constexpr std::int64_t kRows = 4096;
+  constexpr std::int64_t kFeatures = 4096;
+  constexpr std::int64_t kVocab = 128256;
+  const auto options = at::TensorOptions().device(at::kCUDA).dtype(at::kBFloat16);
+  const at::Tensor hidden = at::randn({kRows, kFeatures}, options).requires_grad_(true);
+  const at::Tensor weight =
+      (at::randn({kVocab, kFeatures}, options) * 0.02).detach().requires_grad_(true);
+  const at::Tensor labels = at::randint(kVocab, {kRows}, options.dtype(at::kLong));
+  const double gradient_mib = static_cast<double>(hidden.nbytes() + weight.nbytes()) / (1 << 20);
+  const auto nothing = [] {};
+  const std::string suffix = "/bf16/n4096_h4096_v128256";
+  const auto torch_loss = [&] {
+    return at::cross_entropy_loss(at::linear(hidden, weight).to(at::kFloat), labels);
+  };
+  for (const std::int64_t workspace : {std::int64_t{1} << 31, std::int64_t{256} << 20}) {
+    LinearOptions linear;
+    linear.workspace_bytes = workspace;
+    const auto loss = [&] { return linear_cross_entropy(hidden, weight, labels, group, linear); };
+    {
+      const at::NoGradGuard no_grad;
+      const double ours = loss().item<double>();
+      const double theirs = torch_loss().item<double>();
+      if (std::fabs(ours - theirs) > 1e-3 * theirs) {
+        std::printf("wrong: linear loss %.6f, expected %.6f\n", ours, theirs);
+        std::exit(1);
+      }
+    }
+    const std::string kind = workspace > (std::int64_t{1} << 30) ? "whole" : "chunks";
+    timer.measure({"vocab/linear_cross_entropy/forward_" + kind + suffix, nothing, [&] {
+                     const at::NoGradGuard no_grad;
+                     loss();
+                   }});
+    timer.measure({"vocab/linear_cross_entropy/forward_backward_" + kind + suffix, nothing,
+                   [&] { torch::autograd::grad({loss()}, {hidden, weight}); }, gradient_mib});
+  }
+  timer.measure({"torch/linear_cross_entropy/forward_backward" + suffix, nothing,
+                 [&] { torch::autograd::grad({torch_loss()}, {hidden, weight}); }, gradient_mib});
+}
+
 }  // namespace
 
 int main() {
@@ -179,5 +222,6 @@ int main() {
                              Shape{4096, 128257}, Shape{8192, 50257}}) {
     measure_shape(timer, shape, group);
   }
+  measure_linear(timer, group);
   return 0;
 }

@@ -74,6 +74,14 @@ inline Floats exponential(Floats x) {
   return value * bits_as<Floats>(power);
 }
 
+/// scale (x - center). Most often the scale is 1, and a multiplication less counts: the kernels are
+/// bound by the multipliers.
+template <bool kScaled>
+inline Floats distance(Floats x, Floats center, Floats scale) {
+  if constexpr (kScaled) return (x - center) * scale;
+  return x - center;
+}
+
 inline double sum_of(Floats x) {
   double total = 0.0;
   for (int lane = 0; lane < kLanes; ++lane) total += static_cast<double>(x[lane]);

@@ -22,7 +22,7 @@ struct RowSums {
 };
 
 /// Writes exp(scale (x - centre)) of one block to `e`, its centre to `*center`, and adds to `sums`.
-template <typename Form>
+template <typename Form, bool kScaled>
 void keep_block(const typename Form::Stored* x, std::int64_t count, float scale, float* e,
                 float* center, RowSums& sums) {
   const std::int64_t whole = count / kPair * kPair;
@@ -48,14 +48,15 @@ void keep_block(const typename Form::Stored* x, std::int64_t count, float scale,
   std::int64_t i = 0;
   for (; i < whole; i += kPair) {
     const Pair p = Form::load(x + i);
-    const Pair kept{exponential((p.a - middle) * factor), exponential((p.b - middle) * factor)};
+    const Pair kept{exponential(distance<kScaled>(p.a, middle, factor)),
+                    exponential(distance<kScaled>(p.b, middle, factor))};
     SingleForm::store(e + i, kept, false);
     sum_a += kept.a;
     sum_b += kept.b;
   }
   if (i < count) {
-    const Pair kept{exponential((rest.a - middle) * factor),
-                    exponential((rest.b - middle) * factor)};
+    const Pair kept{exponential(distance<kScaled>(rest.a, middle, factor)),
+                    exponential(distance<kScaled>(rest.b, middle, factor))};
     SingleForm::store(e + i, kept, false);
     sum_a += kept.a;
     sum_b += kept.b;
@@ -108,8 +109,13 @@ void fused(const SoftmaxFusedTask& task, std::int64_t first, std::int64_t last, 
     RowSums sums;
     for (std::int64_t block = 0; block < num_blocks; ++block) {
       const std::int64_t start = block * Form::kBlock;
-      keep_block<Form>(x + start, length_of(block), statistics.scale, e + start, centers + block,
-                       sums);
+      if (statistics.scale == 1.0F) {
+        keep_block<Form, false>(x + start, length_of(block), statistics.scale, e + start,
+                                centers + block, sums);
+      } else {
+        keep_block<Form, true>(x + start, length_of(block), statistics.scale, e + start,
+                               centers + block, sums);
+      }
     }
     const float center = center_of(sums.maximum);
     const double scale = static_cast<double>(statistics.scale);

@@ -18,9 +18,9 @@ struct Row {
   Floats uniform;
 };
 
-template <bool kWeighted>
+template <bool kWeighted, bool kScaled>
 inline Floats gradient_of(Floats x, const Row& row) {
-  const Floats d = (x - row.maximum) * row.scale;
+  const Floats d = distance<kScaled>(x, row.maximum, row.scale);
   const Floats e = exponential(d);
   if constexpr (kWeighted) {
     // Where e is 0, d may be -inf; any finite number makes the product 0.
@@ -30,20 +30,20 @@ inline Floats gradient_of(Floats x, const Row& row) {
   }
 }
 
-template <bool kWeighted>
+template <bool kWeighted, bool kScaled>
 inline Pair gradient_of(Pair x, const Row& row) {
-  return {gradient_of<kWeighted>(x.a, row), gradient_of<kWeighted>(x.b, row)};
+  return {gradient_of<kWeighted, kScaled>(x.a, row), gradient_of<kWeighted, kScaled>(x.b, row)};
 }
 
-template <typename Form, bool kWeighted>
+template <typename Form, bool kWeighted, bool kScaled>
 void write_part(const typename Form::Stored* x, typename Form::Stored* g, std::int64_t count,
                 const Row& row) {
   typename Form::Stored buffer[kPair];
-  Form::store(buffer, gradient_of<kWeighted>(load_part<Form>(x, count), row), false);
+  Form::store(buffer, gradient_of<kWeighted, kScaled>(load_part<Form>(x, count), row), false);
   for (std::int64_t i = 0; i < count; ++i) g[i] = buffer[i];
 }
 
-template <typename Form, bool kWeighted>
+template <typename Form, bool kWeighted, bool kScaled>
 void write_row(const typename Form::Stored* x, typename Form::Stored* g, std::int64_t count,
                const Row& row, bool streaming) {
   std::int64_t i = 0;
@@ -54,16 +54,16 @@ void write_row(const typename Form::Stored* x, typename Form::Stored* g, std::in
     constexpr auto kPerVector = static_cast<std::int64_t>(sizeof(Floats) / sizeof(*g));
     i = misaligned == 0 ? 0 : kPerVector - misaligned;
     i = i < count ? i : count;
-    if (i > 0) write_part<Form, kWeighted>(x, g, i, row);
+    if (i > 0) write_part<Form, kWeighted, kScaled>(x, g, i, row);
     for (; i + kPair <= count; i += kPair) {
-      Form::store(g + i, gradient_of<kWeighted>(Form::load(x + i), row), true);
+      Form::store(g + i, gradient_of<kWeighted, kScaled>(Form::load(x + i), row), true);
     }
   } else {
     for (; i + kPair <= count; i += kPair) {
-      Form::store(g + i, gradient_of<kWeighted>(Form::load(x + i), row), false);
+      Form::store(g + i, gradient_of<kWeighted, kScaled>(Form::load(x + i), row), false);
     }
   }
-  if (i < count) write_part<Form, kWeighted>(x + i, g + i, count - i, row);
+  if (i < count) write_part<Form, kWeighted, kScaled>(x + i, g + i, count - i, row);
 }
 
 template <typename Form>
@@ -89,13 +89,15 @@ void gradient(const SoftmaxGradientTask& task, std::int64_t first, std::int64_t 
     // Read before the row is written: it may be the same memory.
     const float label_logit = owned ? Form::widen(x[column]) : 0.0F;
     if (from.weighted != nullptr) {
-      write_row<Form, true>(x, g, num_columns, row, streaming);
+      write_row<Form, true, true>(x, g, num_columns, row, streaming);
+    } else if (task.scale != 1.0F) {
+      write_row<Form, false, true>(x, g, num_columns, row, streaming);
     } else {
-      write_row<Form, false>(x, g, num_columns, row, streaming);
+      write_row<Form, false, false>(x, g, num_columns, row, streaming);
     }
     if (owned) {
       // The whole sum is formed before it is rounded.
-      const Floats value = gradient_of<true>(splat(label_logit), row) + target;
+      const Floats value = gradient_of<true, true>(splat(label_logit), row) + target;
       Stored buffer[kPair];
       Form::store(buffer, Pair{value, value}, false);
       g[column] = buffer[0];

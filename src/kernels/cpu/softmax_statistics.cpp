@@ -24,11 +24,9 @@ struct Lanes {
   Floats weighted{};
 };
 
-inline Floats distance(Floats x, Floats center, Floats scale) { return (x - center) * scale; }
-
-template <bool kExtras>
+template <bool kExtras, bool kScaled>
 inline void accumulate(Floats x, Floats center, Floats scale, Lanes& lanes) {
-  const Floats d = distance(x, center, scale);
+  const Floats d = distance<kScaled>(x, center, scale);
   const Floats e = exponential(d);
   lanes.sum += e;
   // Where e is 0, d may be -inf; any finite number makes the product 0.
@@ -50,7 +48,7 @@ inline void recenter(Running& running, float maximum, float scale) {
 
 /// A block fits the first-level cache: its maximum is found first, so that the exponentials need no
 /// correction afterwards. Sums of blocks are added in double.
-template <typename Form, bool kExtras>
+template <typename Form, bool kExtras, bool kScaled>
 void add_block(const typename Form::Stored* x, std::int64_t start, std::int64_t count, float scale,
                Running& running) {
   const std::int64_t whole = count / kPair * kPair;
@@ -85,16 +83,16 @@ void add_block(const typename Form::Stored* x, std::int64_t start, std::int64_t 
   Lanes odd;
   for (i = 0; i < whole; i += kPair) {
     const Pair p = Form::load(x + i);
-    accumulate<kExtras>(p.a, center, factor, even);
-    accumulate<kExtras>(p.b, center, factor, odd);
+    accumulate<kExtras, kScaled>(p.a, center, factor, even);
+    accumulate<kExtras, kScaled>(p.b, center, factor, odd);
     if constexpr (kExtras) {
       even.total += p.a;
       odd.total += p.b;
     }
   }
   if (whole < count) {
-    accumulate<kExtras>(rest.a, center, factor, even);
-    accumulate<kExtras>(rest.b, center, factor, odd);
+    accumulate<kExtras, kScaled>(rest.a, center, factor, even);
+    accumulate<kExtras, kScaled>(rest.b, center, factor, odd);
     if constexpr (kExtras) {
       for (std::int64_t j = whole; j < count; ++j) {
         running.total += static_cast<double>(Form::widen(x[j]));
@@ -113,7 +111,11 @@ Running statistics_of(const typename Form::Stored* x, std::int64_t count, float 
   Running running;
   for (std::int64_t start = 0; start < count; start += Form::kBlock) {
     const std::int64_t length = count - start < Form::kBlock ? count - start : Form::kBlock;
-    add_block<Form, kExtras>(x + start, start, length, scale, running);
+    if (scale == 1.0F) {
+      add_block<Form, kExtras, false>(x + start, start, length, scale, running);
+    } else {
+      add_block<Form, kExtras, true>(x + start, start, length, scale, running);
+    }
   }
   return running;
 }
