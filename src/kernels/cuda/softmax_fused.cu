@@ -41,7 +41,10 @@ struct RowPlan {
 };
 
 __device__ __forceinline__ RowPlan plan_of(const SoftmaxStatisticsTask& task, int64_t row) {
-  RowPlan plan{0, -1, true};
+  RowPlan plan;
+  plan.offset = 0;
+  plan.label_column = -1;
+  plan.ignored = true;
   if (row >= task.rows.num_rows) return plan;
   const int64_t label = task.labels.ids[row];
   const int64_t column = label - task.labels.first_column;
@@ -217,7 +220,8 @@ __global__ void __launch_bounds__(kWorkers + 32, 1) fused_kernel(FusedTask task)
       for (int i = 0; i < (kCluster * kWarps + 31) / 32; ++i) {
         if (lane + i * 32 < kCluster * kWarps) {
           const float2 pair = parts[side][lane + i * 32];
-          all = joined(all, {pair.x, pair.y}, factor);
+          const Part part{pair.x, pair.y};
+          all = joined(all, part, factor);
         }
       }
       all = join_warp(all, factor);
@@ -264,37 +268,40 @@ __global__ void __launch_bounds__(kWorkers + 32, 1) fused_kernel(FusedTask task)
 }
 
 int cluster_for(int num_packs) {
-  for (const int cluster : {1, 2, 4, 8}) {
+  for (int cluster = 1; cluster <= 8; cluster *= 2) {
     if ((num_packs + cluster - 1) / cluster <= kCapacity) return cluster;
   }
   return 0;
 }
 
+/// How many clusters stay on the device at a time.
+template <typename T, int kCluster>
+int max_clusters(const cudaLaunchConfig_t& config) {
+  cudaFuncSetAttribute(fused_kernel<T, kCluster>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                       kRingBytes);
+  int count = 0;
+  cudaOccupancyMaxActiveClusters(&count, fused_kernel<T, kCluster>, &config);
+  return std::max(count, 1);
+}
+
 template <typename T, int kCluster>
 cudaError_t launch(const FusedTask& task, cudaStream_t stream) {
-  auto* kernel = fused_kernel<T, kCluster>;
-  cudaLaunchAttribute attribute{};
+  cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim.x = kCluster;
   attribute.val.clusterDim.y = 1;
   attribute.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
+  cudaLaunchConfig_t config = {};
   config.gridDim = dim3(kCluster);
   config.blockDim = dim3(kWorkers + 32);
   config.dynamicSmemBytes = kRingBytes;
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  // Asked once: how many clusters stay on the device at a time.
-  static const int num_clusters = [&] {
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRingBytes);
-    int count = 0;
-    cudaOccupancyMaxActiveClusters(&count, kernel, &config);
-    return std::max(count, 1);
-  }();
+  static const int num_clusters = max_clusters<T, kCluster>(config);
   const std::int64_t clusters = std::min<std::int64_t>(num_clusters, task.statistics.rows.num_rows);
   config.gridDim = dim3(static_cast<unsigned>(clusters * kCluster));
-  return cudaLaunchKernelEx(&config, kernel, task);
+  return cudaLaunchKernelEx(&config, fused_kernel<T, kCluster>, task);
 }
 
 template <typename T>
@@ -332,7 +339,11 @@ bool can_fuse(const SoftmaxStatisticsTask& task, const LossShape& shape) {
 int softmax_fused(const SoftmaxStatisticsTask& task, const LossShape& shape, const float* inverse,
                   void* stream) {
   if (task.rows.num_rows == 0) return 0;
-  const FusedTask fused{task, shape, inverse, static_cast<int>(task.rows.num_columns / 8)};
+  FusedTask fused;
+  fused.statistics = task;
+  fused.shape = shape;
+  fused.inverse = inverse;
+  fused.num_packs = static_cast<int>(task.rows.num_columns / 8);
   const auto on = static_cast<cudaStream_t>(stream);
   return static_cast<int>(task.rows.element == Element::kBFloat16
                               ? launch_for<__nv_bfloat16>(fused, on)

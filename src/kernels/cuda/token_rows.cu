@@ -9,7 +9,7 @@ namespace tessera::kernels::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kReduceThreads = 1024;
+constexpr int kReduceThreads = 512;  // at 1024 the merge does not fit the registers
 
 __global__ void merge_kernel(MergeTask task) {
   const int64_t vocab = vocab_of(task);
@@ -31,7 +31,7 @@ __device__ Value block_sum(Value value, Value* shared) {
 }
 
 /// One block: few rows, and always the same order of additions.
-__global__ void __launch_bounds__(kReduceThreads) merge_and_reduce_kernel(MergeTask task) {
+__global__ void __launch_bounds__(kReduceThreads, 1) merge_and_reduce_kernel(MergeTask task) {
   __shared__ double losses[32];
   __shared__ long long counts[32];
   const int64_t vocab = vocab_of(task);
