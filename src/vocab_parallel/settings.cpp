@@ -76,6 +76,7 @@ PassSettings settings_of(const at::Tensor& logits, const at::Tensor& labels,
   settings.shape.scale = 1.0 / options.temperature;
   settings.shape.ignored = options.ignore_index;
   settings.overwrite = options.overwrite;
+  settings.has_labels = labels.defined();
   settings.check_labels = options.check_labels.value_or(!logits.is_cuda());
   return settings;
 }

@@ -26,6 +26,7 @@ struct PassSettings {
   WantedScores wanted;
   Overwrite overwrite = Overwrite::kNever;
   bool needs_gradient = false;
+  bool has_labels = false;
   std::int64_t tile = 0;
   bool check_labels = false;
 

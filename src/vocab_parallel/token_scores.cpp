@@ -28,8 +28,9 @@ constexpr const char* kSpent = "spent";
 class TokenFunction : public torch::autograd::Function<TokenFunction> {
  public:
   static variable_list forward(AutogradContext* context, const at::Tensor& logits,
-                               const at::Tensor& labels, const comm::Group& group,
+                               const at::Tensor& given_labels, const comm::Group& group,
                                const PassSettings& settings) {
+    const at::Tensor labels = settings.has_labels ? given_labels : at::Tensor();
     const at::Tensor flat = detail::flat_labels(labels);
     PassResult result = detail::forward_pass(logits.detach(), flat, group, settings);
     if (labels.defined() && settings.check_labels) {
@@ -133,7 +134,9 @@ CrossEntropyScores run(const at::Tensor& logits, const at::Tensor& labels, const
                        PassSettings settings) {
   check_combination(settings);
   settings.needs_gradient = at::GradMode::is_enabled() && logits.requires_grad();
-  const variable_list outputs = TokenFunction::apply(logits, labels, group, settings);
+  // Autograd does not take an undefined tensor.
+  const at::Tensor given = settings.has_labels ? labels : at::empty({0}, at::kLong);
+  const variable_list outputs = TokenFunction::apply(logits, given, group, settings);
   CrossEntropyScores scores;
   if (settings.want_loss) scores.loss = outputs[0];
   if (settings.wanted.log_probability) scores.tokens.log_probability = outputs[1];

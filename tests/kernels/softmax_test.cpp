@@ -247,16 +247,15 @@ TEST_P(Softmax, FusedEqualsTheReferenceForEveryLength) {
     at::Tensor expected = logits(5, columns);
     expected[3].slice(0, 0, columns / 2).fill_(-kInfinity);
     at::Tensor actual = expected.clone();
-    const at::Tensor labels = at::tensor({100, 103, -100, 99 + columns, 5000000}, at::kLong);
+    const std::vector<std::int64_t> labels{100, 103, -100, 99 + columns, 5000000};
     Outputs of_expected(5);
     Outputs of_actual(5);
-    SoftmaxFusedTask task{
-        .statistics = {.rows = rows_of(expected),
-                       .labels = {labels.const_data_ptr<std::int64_t>(), 100, -100},
-                       .scale = 0.9F,
-                       .skip_ignored = true},
-        .z_loss = 1e-3,
-        .weight = 0.25F};
+    SoftmaxFusedTask task{.statistics = {.rows = rows_of(expected),
+                                         .labels = {labels.data(), 100, -100},
+                                         .scale = 0.9F,
+                                         .skip_ignored = true},
+                          .z_loss = 1e-3,
+                          .weight = 0.25F};
     task.statistics.out = {of_expected.maximum.data(), of_expected.sum.data(),
                            of_expected.target.data()};
     softmax_fused_reference(task, 0, 5, nullptr);

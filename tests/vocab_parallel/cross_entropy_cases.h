@@ -89,6 +89,24 @@ TEST_P(Vocab, ScoresOfOnePassEqualOneProcess) {
   }
 }
 
+TEST_P(Vocab, EntropyNeedsNoLabels) {
+  const at::Tensor whole = whole_logits({7});
+  const at::Tensor labels = some_labels({7});
+  const at::Tensor gradient = plain_gradient(
+      whole, [&](const at::Tensor& x) { return plain_scores(x, labels).entropy.sum(); });
+  on_all_ranks([&](const comm::Group& group) {
+    const Columns columns = columns_of(kVocab, group);
+    const at::Tensor logits = shard_of(whole, columns, device());
+    TokenOptions options;
+    options.columns = columns;
+    const TokenScores scores = token_scores(logits, {}, group, {.entropy = true}, options);
+    expect_close(plain_scores(whole, labels).entropy, scores.entropy, 1e-5, 1e-5, "entropy");
+    scores.entropy.sum().backward();
+    expect_close(gradient.slice(-1, columns.start, columns.end), logits.grad(), 2e-5, 2e-6,
+                 "gradient");
+  });
+}
+
 TEST_P(Vocab, AllRanksGetTheSameBits) {
   const at::Tensor whole = whole_logits({9});
   const at::Tensor labels = some_labels({9});
