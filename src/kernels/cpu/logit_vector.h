@@ -152,8 +152,8 @@ struct BrainForm {
   }
   static Words rounded(Floats x) {
     const Words bits = bits_as<Words>(x);
-    const Words nearest = bits + 0x7FFFU + ((bits >> 16) & 1U);
-    return nearest | bits_as<Words>(x != x);  // all ones is a NaN
+    // A NaN stays one without a check: what arithmetic on 16-bit inputs makes has a low half of 0.
+    return bits + 0x7FFFU + ((bits >> 16) & 1U);
   }
   static void store(Stored* to, Pair pair, bool streaming) {
     store_vector(to, (rounded(pair.a) >> 16) | (rounded(pair.b) & 0xFFFF0000U), streaming);
