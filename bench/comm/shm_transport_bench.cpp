@@ -1,11 +1,12 @@
 // Measures the shared-memory transport alone: forked ranks, no LibTorch, one line of JSON per row.
 //
 //   shm_transport_bench [--ranks N] [--op NAME] [--bytes N] [--heap] [--staging measured|cached|
-//                       streaming] [--seconds S]
+//                       streaming] [--ring BYTES] [--seconds S]
 //
-// Without --op and --bytes it runs every operator at 4 B, 4 KB, 64 KB, 1 MB, 25 MB and 100 MB. Bytes
-// are those of one rank's input. The times are rank 0's, call after call; rows are split by what the
-// transport knew about the cores at that time (near: they share a cache; far: they do not).
+// Without --op and --bytes it runs every operator at 4 B, 4 KB, 64 KB, 1 MB, 25 MB and 100 MB.
+// Bytes are those of one rank's input. The times are rank 0's, call after call; rows are split by
+// what the transport knew about the cores at that time (near: they share a cache; far: they do
+// not).
 
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -79,6 +80,7 @@ struct Settings {
   std::size_t bytes = 0;
   bool heap = false;
   Staging staging = Staging::kMeasured;
+  std::size_t ring_bytes = 0;
   double seconds = 0.5;
 };
 
@@ -101,8 +103,8 @@ class Row {
         outputs_.push_back({output_ + count_ * rank, count_});
       } else {
         // What comes from each peer is as long as this rank's own share.
-        const std::int64_t mine = count_ * (transport.rank() + 1) / ranks -
-                                  count_ * transport.rank() / ranks;
+        const std::int64_t mine =
+            count_ * (transport.rank() + 1) / ranks - count_ * transport.rank() / ranks;
         outputs_.push_back({output_ + mine * rank, mine});
       }
     }
@@ -179,9 +181,8 @@ void print_row(const Settings& settings, const std::string& op, std::size_t byte
       "\"device\": \"cpu\", \"cores\": \"%s\", \"bytes\": %zu, \"samples\": %zu, "
       "\"median_us\": %.3f, \"p10_us\": %.3f, \"p90_us\": %.3f}\n",
       op.c_str(), settings.heap ? "heap" : stagings[static_cast<int>(settings.staging)], bytes,
-      settings.ranks, settings.ranks,
-      std::string(name_of(tessera::kernels::active_isa())).c_str(), state, bytes, times.size(),
-      at(times, 0.5) * 1e6, at(times, 0.1) * 1e6, at(times, 0.9) * 1e6);
+      settings.ranks, settings.ranks, std::string(name_of(tessera::kernels::active_isa())).c_str(),
+      state, bytes, times.size(), at(times, 0.5) * 1e6, at(times, 0.1) * 1e6, at(times, 0.9) * 1e6);
   std::fflush(stdout);
 }
 
@@ -225,9 +226,9 @@ int run_rank(int rank, const Settings& settings, Bootstrap& bootstrap) {
   NoMonitor monitor;
   ShmOptions options;
   options.staging = settings.staging;
+  options.ring_bytes = settings.ring_bytes;
   try {
-    const auto transport =
-        ShmTransport::create(rank, settings.ranks, bootstrap, monitor, options);
+    const auto transport = ShmTransport::create(rank, settings.ranks, bootstrap, monitor, options);
     std::vector<std::string> ops = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all",
                                     "broadcast"};
     std::vector<std::size_t> sizes = {4, 4000, 64000, 1000000, 25000000, 100000000};
@@ -258,6 +259,8 @@ bool parse(int argc, char** argv, Settings& settings) {
       settings.op = value;
     } else if (flag == "--bytes") {
       settings.bytes = std::strtoull(value.c_str(), nullptr, 10);
+    } else if (flag == "--ring") {
+      settings.ring_bytes = std::strtoull(value.c_str(), nullptr, 10);
     } else if (flag == "--seconds") {
       settings.seconds = std::atof(value.c_str());
     } else if (flag == "--staging") {
@@ -278,7 +281,8 @@ int main(int argc, char** argv) {
   if (!parse(argc, argv, settings)) {
     std::fprintf(stderr,
                  "usage: shm_transport_bench [--ranks N] [--op NAME] [--bytes N] [--heap]\n"
-                 "                           [--staging measured|cached|streaming] [--seconds S]\n");
+                 "                           [--staging measured|cached|streaming] [--ring BYTES]\n"
+                 "                           [--seconds S]\n");
     return 2;
   }
   SharedBootstrap bootstrap;

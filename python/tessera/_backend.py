@@ -28,7 +28,8 @@ def _timeout_of(options) -> datetime.timedelta:
 def _create(options, _backend_options):
     world_ranks = list(options.global_ranks_in_group)
     name = labels.get(options.group_id) or (f"group {options.group_id}" if world_ranks else "world")
-    backend = _C.make_backend(
+    _failure.install()
+    return _C.make_backend(
         options.store,
         options.group_rank,
         options.group_size,
@@ -36,8 +37,6 @@ def _create(options, _backend_options):
         name,
         world_ranks,
     )
-    _failure.install()
-    return backend
 
 
 def _accept_shm(torch_function):

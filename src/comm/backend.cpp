@@ -218,7 +218,8 @@ void EngineBackend::raise(const Failure& failure) {
 Call EngineBackend::stamped(Call call, std::uint64_t sequence,
                             std::chrono::milliseconds timeout) const {
   call.sequence = sequence;
-  call.deadline = Clock::now() + (timeout.count() > 0 ? timeout : options_->timeout);
+  call.limit = timeout.count() > 0 ? timeout : options_->timeout;
+  call.deadline = Clock::now() + call.limit;
   return call;
 }
 

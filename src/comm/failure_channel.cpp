@@ -1,14 +1,20 @@
 #include "comm/failure_channel.h"
 
+#include <condition_variable>
+#include <mutex>
 #include <sstream>
+#include <string>
+#include <utility>
 
 namespace tessera::comm {
 namespace {
 
 constexpr const char* kKey = "failure";
-constexpr auto kPollInterval = std::chrono::milliseconds(100);
+constexpr auto kPollInterval = std::chrono::milliseconds(50);
 // Long enough for a busy store, short enough not to delay the report of what this rank saw itself.
-constexpr auto kStoreLimit = std::chrono::milliseconds(2000);
+constexpr auto kStoreLimit = std::chrono::milliseconds(1000);
+
+std::string arrival_key(int rank) { return "arrived/" + std::to_string(rank); }
 
 std::vector<std::uint8_t> encode(const Failure& failure) {
   std::ostringstream text;
@@ -33,52 +39,143 @@ Failure decode(const std::vector<std::uint8_t>& bytes) {
 
 }  // namespace
 
-FailureChannel::FailureChannel(const c10::intrusive_ptr<c10d::Store>& store) {
+struct FailureChannel::State {
+  int rank = 0;
+  int size = 0;
+  mutable std::mutex mutex;
+  std::condition_variable asked;          // there is something for the thread to do
+  std::condition_variable answered;       // the thread has done something, or has ended
+  c10::intrusive_ptr<c10d::Store> store;  // null once it failed us; used by the thread alone
+  std::optional<Failure> failure;
+  std::optional<Failure> to_publish;
+  bool has_poll = false;
+  std::optional<std::uint64_t> arrived;        // where this rank waits; taken by the thread
+  std::optional<std::uint64_t> roll_sequence;  // what `roll` is about
+  std::vector<int> roll;                       // ranks that have not arrived there
+  Clock::time_point next_poll{};
+  bool is_closed = false;
+  bool has_ended = false;
+
+  bool has_work() const { return is_closed || to_publish || has_poll; }
+
+  // The calls to the store; the mutex is not held.
+  Failure exchange(const Failure& mine) {
+    return decode(store->compareSet(kKey, {}, encode(mine)));
+  }
+  std::optional<Failure> look() {
+    if (!store->check({kKey})) return std::nullopt;
+    return decode(store->get(kKey));
+  }
+  std::vector<int> call_roll(std::uint64_t sequence) {
+    store->set(arrival_key(rank), std::to_string(sequence));
+    std::vector<int> missing;
+    for (int other = 0; other < size; ++other) {
+      if (other == rank) continue;
+      const std::string key = arrival_key(other);
+      // Whoever waits in a later one has done its part here.
+      const bool is_here = store->check({key}) && std::stoull(store->get_to_str(key)) >= sequence;
+      if (!is_here) missing.push_back(other);
+    }
+    return missing;
+  }
+};
+
+FailureChannel::FailureChannel(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size)
+    : state_(std::make_shared<State>()) {
+  state_->rank = rank;
+  state_->size = size;
   try {
     // A connection of its own: the shared one may be inside a long wait of another thread.
-    store_ = store->clone();
-    store_->setTimeout(kStoreLimit);
+    state_->store = store->clone();
+    state_->store->setTimeout(kStoreLimit);
   } catch (const std::exception&) {
-    store_ = nullptr;
+    state_->store = nullptr;
+  }
+  thread_ = std::thread([state = state_] { serve(state); });
+}
+
+FailureChannel::~FailureChannel() {
+  bool has_ended = false;
+  {
+    std::unique_lock lock(state_->mutex);
+    state_->is_closed = true;
+    state_->asked.notify_all();
+    has_ended = state_->answered.wait_for(lock, kStoreLimit, [&] { return state_->has_ended; });
+  }
+  // A thread that is stuck in the store keeps what it needs alive, and nothing else.
+  if (has_ended) {
+    thread_.join();
+  } else {
+    thread_.detach();
   }
 }
 
-std::optional<Failure> FailureChannel::ask_store() {
-  if (failure_ || !store_) return failure_;
-  try {
-    if (store_->check({kKey})) failure_ = decode(store_->get(kKey));
-  } catch (const std::exception&) {
-    store_ = nullptr;
+void FailureChannel::serve(const std::shared_ptr<State>& state) {
+  std::unique_lock lock(state->mutex);
+  while (true) {
+    state->asked.wait(lock, [&] { return state->has_work(); });
+    if (state->is_closed) break;
+    const auto mine = state->to_publish;
+    const auto arrived = std::exchange(state->arrived, std::nullopt);
+    std::optional<Failure> found = mine;
+    std::optional<std::vector<int>> roll;
+    lock.unlock();
+    try {
+      if (state->store) {
+        found = mine ? state->exchange(*mine) : state->look();
+        if (!found && arrived) roll = state->call_roll(*arrived);
+      }
+    } catch (const std::exception&) {
+      state->store = nullptr;
+    }
+    lock.lock();
+    if (!state->failure) state->failure = found;
+    if (roll) {
+      state->roll_sequence = arrived;
+      state->roll = std::move(*roll);
+    }
+    if (mine) state->to_publish.reset();
+    state->has_poll = false;
+    state->answered.notify_all();
   }
-  return failure_;
+  lock.unlock();
+  state->store = nullptr;
+  lock.lock();
+  state->has_ended = true;
+  state->answered.notify_all();
 }
 
 Failure FailureChannel::publish(const Failure& failure) noexcept {
-  std::lock_guard lock(mutex_);
-  if (failure_) return *failure_;
-  failure_ = failure;
-  if (store_) {
-    try {
-      failure_ = decode(store_->compareSet(kKey, {}, encode(failure)));
-    } catch (const std::exception&) {
-      store_ = nullptr;
-    }
+  std::unique_lock lock(state_->mutex);
+  if (!state_->failure) {
+    if (!state_->to_publish) state_->to_publish = failure;
+    state_->asked.notify_all();
+    state_->answered.wait_for(lock, kStoreLimit, [&] { return state_->failure.has_value(); });
+    if (!state_->failure) state_->failure = failure;
   }
-  return *failure_;
+  return *state_->failure;
 }
 
 std::optional<Failure> FailureChannel::poll() noexcept {
-  std::lock_guard lock(mutex_);
-  if (!failure_ && Clock::now() >= next_poll_) {
-    next_poll_ = Clock::now() + kPollInterval;
-    return ask_store();
+  std::lock_guard lock(state_->mutex);
+  if (!state_->failure && !state_->has_poll && Clock::now() >= state_->next_poll) {
+    state_->next_poll = Clock::now() + kPollInterval;
+    state_->has_poll = true;
+    state_->asked.notify_all();
   }
-  return failure_;
+  return state_->failure;
 }
 
 std::optional<Failure> FailureChannel::known() const {
-  std::lock_guard lock(mutex_);
-  return failure_;
+  std::lock_guard lock(state_->mutex);
+  return state_->failure;
+}
+
+std::optional<std::vector<int>> FailureChannel::absent(std::uint64_t sequence) noexcept {
+  std::lock_guard lock(state_->mutex);
+  state_->arrived = sequence;
+  if (state_->roll_sequence != sequence) return std::nullopt;
+  return state_->roll;
 }
 
 }  // namespace tessera::comm

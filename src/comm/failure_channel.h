@@ -2,13 +2,16 @@
 //
 // Shared memory carries failures by itself. Between hosts they travel through the store: the first
 // reason written stays, and ranks that wait look for it a few times a second. A store that is gone
-// is not an error; the ranks then only know what they see themselves.
+// or does not answer is not an error; the ranks then only know what they see themselves.
 
 #pragma once
 
 #include <chrono>
-#include <mutex>
+#include <cstdint>
+#include <memory>
 #include <optional>
+#include <thread>
+#include <vector>
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -16,25 +19,35 @@
 
 namespace tessera::comm {
 
-/// One group's channel. Thread-safe.
+/// One group's channel. Thread-safe. A thread of its own talks to the store, so that a store that
+/// hangs holds nobody up.
 class FailureChannel {
  public:
-  explicit FailureChannel(const c10::intrusive_ptr<c10d::Store>& store);
+  FailureChannel(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size);
+  ~FailureChannel();
+  FailureChannel(const FailureChannel&) = delete;
+  FailureChannel& operator=(const FailureChannel&) = delete;
 
-  /// Makes `failure` the group's, unless it has one; returns the group's. Never throws.
+  /// Makes `failure` the group's, unless it has one; returns the group's. Waits for the store, at
+  /// most 1 s. Never throws.
   Failure publish(const Failure& failure) noexcept;
-  /// The group's failure, if known here. Asks the store at most every 100 ms.
+  /// The group's failure, if known here. Has the store asked at most every 50 ms, and does not wait
+  /// for the answer: it is there at one of the next calls.
   std::optional<Failure> poll() noexcept;
   /// The failure known here, without asking the store.
   std::optional<Failure> known() const;
 
- private:
-  std::optional<Failure> ask_store();
+  /// Says that this rank has arrived at collective `sequence`, and returns the ranks that have not
+  /// said so, as far as the store has told yet; nothing as long as it has not. Does not wait.
+  std::optional<std::vector<int>> absent(std::uint64_t sequence) noexcept;
 
-  mutable std::mutex mutex_;
-  c10::intrusive_ptr<c10d::Store> store_;  // null once it failed us
-  std::optional<Failure> failure_;
-  Clock::time_point next_poll_{};
+ private:
+  struct State;
+  static void serve(const std::shared_ptr<State>& state);
+
+  std::shared_ptr<State>
+      state_;  // shared with the thread, which may be stuck in a call to the store
+  std::thread thread_;
 };
 
 }  // namespace tessera::comm

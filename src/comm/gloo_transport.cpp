@@ -10,6 +10,7 @@
 #include <ATen/ops/from_blob.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "comm/broken_pipe.h"
 #include "comm/gloo/gloo_backend.h"
 #include "comm/piece_tensor.h"
 #include "comm/shm/element_types.h"
@@ -21,6 +22,8 @@ namespace {
 // Gloo gets a little longer than we do, so that our own report comes first.
 constexpr auto kGlooSlack = std::chrono::seconds(5);
 constexpr auto kSlice = std::chrono::milliseconds(20);
+// How long Gloo may take to end an operation whose connections are closed. It takes milliseconds.
+constexpr auto kEndLimit = std::chrono::seconds(2);
 // How long a broken connection may wait for somebody who knows why.
 constexpr auto kRootCauseLimit = std::chrono::milliseconds(800);
 
@@ -63,45 +66,65 @@ std::int64_t total(std::span<const Piece> pieces) {
 
 GlooTransport::GlooTransport(const c10::intrusive_ptr<c10d::Store>& store,
                              std::shared_ptr<GroupMonitor> monitor,
+                             std::shared_ptr<FailureChannel> channel,
                              std::chrono::milliseconds timeout, const std::string& address,
                              bool check_calls)
     : monitor_(std::move(monitor)),
-      channel_(store),
+      channel_(std::move(channel)),
       table_(static_cast<int>(monitor_->members().size())),
       check_calls_(check_calls) {
-  monitor_->set_poll([this] { return channel_.poll(); });
+  // Gloo writes without asking whether the peer is there. Its threads start here.
+  const BrokenPipeGuard guard;
   gloo_ = make_gloo_backend(c10::make_intrusive<c10d::PrefixStore>("gloo", store), monitor_->rank(),
                             size(), timeout + kGlooSlack, address);
 }
 
 GlooTransport::~GlooTransport() {
-  monitor_->set_poll(nullptr);
-  // A Gloo that failed may have threads inside operations that never end, and its destructor would
-  // wait for them. The process is about to end or to make a new group; it is left behind.
-  if (channel_.known()) static_cast<void>(gloo_.release());
+  // Its destructor would wait for the operation. The process is about to end or to make a new
+  // group.
+  if (is_stuck_) static_cast<void>(gloo_.release());
 }
 
 void GlooTransport::translate(const Call& call, const std::string& gloo_text) {
   // The broken connection arrives before the reason does: give those who saw it a moment.
   const auto limit = Clock::now() + kRootCauseLimit;
   do {
-    if (auto failure = channel_.poll()) throw std::move(*failure);
-    if (const auto dead = monitor_->find_dead()) {
-      throw channel_.publish(monitor_->death_of(call, *dead));
-    }
+    if (auto failure = channel_->poll()) throw std::move(*failure);
+    if (const auto death = monitor_->find_death(call)) throw channel_->publish(*death);
     std::this_thread::sleep_for(std::chrono::milliseconds(2));
   } while (Clock::now() < limit);
   const std::string reason = gloo_text.substr(0, gloo_text.find('\n'));
-  throw channel_.publish(Failure(FailureKind::kPeerLost, {},
-                                 GroupMonitor::title(call) + ": rank " +
-                                     std::to_string(monitor_->members()[rank()].world_rank) +
-                                     " lost the connection to another host " +
-                                     monitor_->details(call) +
-                                     ". No rank there could say why; Gloo says: " + reason));
+  throw channel_->publish(Failure(FailureKind::kPeerLost, {},
+                                  GroupMonitor::title(call) + ": rank " +
+                                      std::to_string(monitor_->members()[rank()].world_rank) +
+                                      " lost the connection to another rank " +
+                                      monitor_->details(call) +
+                                      ". No rank could say why; Gloo says: " + reason));
+}
+
+// Note [How Gloo's operations are ended]
+// Gloo offers no way to end a collective that waits for a peer, and the memory it works on must not
+// go away under it. But when a receive runs out of time, Gloo closes all connections of its
+// context, and every operation under way ends with an error. So a receive that nobody answers is
+// made to do so.
+void GlooTransport::close_connections() noexcept {
+  if (size() == 1) return;
+  const BrokenPipeGuard guard;
+  // Towards every peer: a connection that is closed already fails at once and does not count.
+  for (int peer = 0; peer < size(); ++peer) {
+    if (peer == rank()) continue;
+    try {
+      std::vector<at::Tensor> tensors{at::empty({1}, at::kByte)};
+      constexpr int kUnusedTag = 0x7fffffff;
+      gloo_->recv(tensors, peer, kUnusedTag)->wait(std::chrono::milliseconds(1));
+    } catch (const std::exception&) {
+      // As intended.
+    }
+  }
 }
 
 void GlooTransport::run(const Call& call, const std::function<Work()>& start) {
-  if (auto failure = channel_.known()) throw std::move(*failure);
+  if (auto failure = channel_->known()) throw std::move(*failure);
   struct Completion {
     std::mutex mutex;
     std::condition_variable changed;
@@ -120,6 +143,7 @@ void GlooTransport::run(const Call& call, const std::function<Work()>& start) {
     completion->is_done = true;
     completion->changed.notify_all();
   });
+  const auto is_done = [&] { return completion->is_done; };
   // Gloo does not say who is late; all others are suspects. A process that has ended is not one by
   // itself: it may have done its part, and if not, Gloo says so.
   std::vector<int> others;
@@ -127,12 +151,17 @@ void GlooTransport::run(const Call& call, const std::function<Work()>& start) {
     if (r != rank()) others.push_back(r);
   }
   std::unique_lock lock(completion->mutex);
-  while (!completion->changed.wait_for(lock, kSlice, [&] { return completion->is_done; })) {
+  while (!completion->changed.wait_for(lock, kSlice, is_done)) {
     lock.unlock();
     try {
       monitor_->check_limits(call, others, Clock::now() - begin);
     } catch (const Failure& failure) {
-      throw channel_.publish(failure);
+      const Failure root_cause = channel_->publish(failure);
+      // See Note [How Gloo's operations are ended].
+      close_connections();
+      lock.lock();
+      is_stuck_ |= !completion->changed.wait_for(lock, kEndLimit, is_done);
+      throw root_cause;
     }
     lock.lock();
   }
@@ -144,9 +173,39 @@ void GlooTransport::run(const Call& call, const std::function<Work()>& start) {
   }
 }
 
+int GlooTransport::run_message(const Call& call, int peer, const std::function<Work()>& start) {
+  if (auto failure = channel_->known()) throw std::move(*failure);
+  std::vector<int> suspects;
+  for (int r = 0; r < size(); ++r) {
+    if (r != rank() && (peer < 0 || r == peer)) suspects.push_back(r);
+  }
+  const BrokenPipeGuard guard;
+  const auto begin = Clock::now();
+  std::optional<Failure> failure;
+  try {
+    const Work work = start();
+    const auto look = [&] {
+      if (failure) return true;
+      try {
+        monitor_->check_limits(call, suspects, Clock::now() - begin);
+        return false;
+      } catch (const Failure& found) {
+        failure = channel_->publish(found);
+        work->abort();
+        return true;
+      }
+    };
+    watch_.during(look, [&] { work->wait(); });
+    if (!failure) return peer < 0 ? work->sourceRank() : peer;
+  } catch (const std::exception& error) {
+    if (!failure) translate(call, error.what());
+  }
+  throw Failure(*failure);
+}
+
 void GlooTransport::agree(const Call& call, std::int64_t count, std::span<const Piece> inputs,
                           std::span<const Piece> outputs) {
-  if (auto failure = channel_.known()) throw std::move(*failure);
+  if (auto failure = channel_->known()) throw std::move(*failure);
   if (!check_calls_ || size() == 1) return;
   auto record = table_.record(call, count, inputs, outputs);
   std::vector<std::int64_t> records(record.size() * size());
@@ -158,7 +217,7 @@ void GlooTransport::agree(const Call& call, std::int64_t count, std::span<const 
   try {
     table_.check(call, rank(), records.data());
   } catch (const Failure& failure) {
-    throw channel_.publish(failure);
+    throw channel_->publish(failure);
   }
 }
 
@@ -303,48 +362,40 @@ void GlooTransport::barrier(const Call& call) {
 // A message is two of Gloo's: what is coming, then the data. Gloo aborts the process when they do
 // not fit; the receiver sees it coming.
 void GlooTransport::send(const Call& call, Piece data, int destination, int tag) {
-  if (auto failure = channel_.known()) throw std::move(*failure);
   std::int64_t words[2] = {static_cast<std::int64_t>(call.dtype), data.count};
   std::vector<at::Tensor> head{at::from_blob(words, {2}, at::kLong)};
   std::vector<at::Tensor> body{as_bytes(call, data)};
-  try {
-    gloo_->send(head, destination, 2 * tag)->wait();
-    if (data.count > 0) gloo_->send(body, destination, 2 * tag + 1)->wait();
-  } catch (const std::exception& error) {
-    translate(call, error.what());
-  }
+  run_message(call, destination, [&] { return gloo_->send(head, destination, 2 * tag); });
+  if (data.count == 0) return;
+  run_message(call, destination, [&] { return gloo_->send(body, destination, 2 * tag + 1); });
 }
 
 int GlooTransport::recv(const Call& call, Piece data, int source, int tag) {
-  if (auto failure = channel_.known()) throw std::move(*failure);
   std::int64_t words[2] = {};
   std::vector<at::Tensor> head{at::from_blob(words, {2}, at::kLong)};
   std::vector<at::Tensor> body{as_bytes(call, data)};
-  try {
-    auto work =
-        source < 0 ? gloo_->recvAnysource(head, 2 * tag) : gloo_->recv(head, source, 2 * tag);
-    work->wait();
-    const int sender = source < 0 ? work->sourceRank() : source;
-    if (words[0] != static_cast<std::int64_t>(call.dtype) || words[1] != data.count) {
-      throw channel_.publish(
-          Failure(FailureKind::kMismatch, {std::min(sender, rank()), std::max(sender, rank())},
-                  GroupMonitor::title(call) + ": rank " + std::to_string(sender) + " sent " +
-                      std::string(name_of(static_cast<DataType>(words[0]))) + " [" +
-                      std::to_string(words[1]) + "] with tag " + std::to_string(tag) + ", rank " +
-                      std::to_string(rank()) + " expects " + std::string(name_of(call.dtype)) +
-                      " [" + std::to_string(data.count) + "]."));
-    }
-    if (data.count > 0) gloo_->recv(body, sender, 2 * tag + 1)->wait();
-    return sender;
-  } catch (const Failure&) {
-    throw;
-  } catch (const std::exception& error) {
-    translate(call, error.what());
+  const int sender = run_message(call, source, [&] {
+    return source < 0 ? gloo_->recvAnysource(head, 2 * tag) : gloo_->recv(head, source, 2 * tag);
+  });
+  if (words[0] != static_cast<std::int64_t>(call.dtype) || words[1] != data.count) {
+    throw channel_->publish(Failure(
+        FailureKind::kMismatch, {std::min(sender, rank()), std::max(sender, rank())},
+        GroupMonitor::title(call) + ": rank " + std::to_string(sender) + " sent " +
+            std::string(name_of(static_cast<DataType>(words[0]))) + " [" +
+            std::to_string(words[1]) + "] with tag " + std::to_string(tag) + ", but rank " +
+            std::to_string(rank()) + " receives " + std::string(name_of(call.dtype)) + " [" +
+            std::to_string(data.count) + "]. Give both sides the same type and size."));
   }
+  if (data.count > 0) {
+    run_message(call, sender, [&] { return gloo_->recv(body, sender, 2 * tag + 1); });
+  }
+  return sender;
 }
 
 void GlooTransport::abort(FailureKind kind, std::vector<int> ranks, const std::string& reason) {
-  channel_.publish(Failure(kind, std::move(ranks), reason));
+  channel_->publish(Failure(kind, std::move(ranks), reason));
+  // Peers that cannot reach the store learn at least that this rank is gone.
+  close_connections();
 }
 
 }  // namespace tessera::comm

@@ -16,6 +16,7 @@
 
 #include "comm/call_table.h"
 #include "comm/failure_channel.h"
+#include "comm/message_watch.h"
 #include "comm/monitor.h"
 #include "comm/transport.h"
 
@@ -23,9 +24,11 @@ namespace tessera::comm {
 
 class GlooTransport final : public Transport {
  public:
-  /// Collective over the monitor's members. `address` is the one this rank listens on.
+  /// Collective over the monitor's members. `address` is the one this rank listens on. `channel`
+  /// carries the failures of the whole group, of which these members may be a part.
   GlooTransport(const c10::intrusive_ptr<c10d::Store>& store, std::shared_ptr<GroupMonitor> monitor,
-                std::chrono::milliseconds timeout, const std::string& address, bool check_calls);
+                std::shared_ptr<FailureChannel> channel, std::chrono::milliseconds timeout,
+                const std::string& address, bool check_calls);
   ~GlooTransport() override;
 
   int rank() const noexcept override { return monitor_->rank(); }
@@ -47,9 +50,6 @@ class GlooTransport final : public Transport {
   std::shared_ptr<void> allocate(std::size_t) override { return nullptr; }
   void abort(FailureKind kind, std::vector<int> ranks, const std::string& reason) override;
 
-  /// The group's failure as far as this rank knows; for monitors of engines built on this one.
-  std::optional<Failure> poll_failure() noexcept { return channel_.poll(); }
-
  private:
   using Work = c10::intrusive_ptr<c10d::Work>;
   /// Starts an operation of Gloo and waits for it, watching the peers.
@@ -59,13 +59,19 @@ class GlooTransport final : public Transport {
              std::span<const Piece> outputs = {});
   /// Moves bytes between all pairs; element counts times `width`.
   void exchange(const Call& call, std::span<const Piece> inputs, std::span<const Piece> outputs);
+  /// As run, for one message from or to `peer`, -1 for any. Returns the rank it came from.
+  int run_message(const Call& call, int peer, const std::function<Work()>& start);
   [[noreturn]] void translate(const Call& call, const std::string& gloo_text);
+  /// Closes all connections, which ends the operations that are under way, here and on the peers.
+  void close_connections() noexcept;
 
   std::shared_ptr<GroupMonitor> monitor_;
-  FailureChannel channel_;
+  std::shared_ptr<FailureChannel> channel_;
   c10::intrusive_ptr<c10d::Backend> gloo_;
   CallTable table_;
   bool check_calls_;
+  bool is_stuck_ = false;  // Gloo holds on to an operation that cannot be ended
+  MessageWatch watch_;
 };
 
 }  // namespace tessera::comm

@@ -19,11 +19,9 @@ c10::intrusive_ptr<c10d::Store> prefixed(const c10::intrusive_ptr<c10d::Store>& 
   return c10::make_intrusive<c10d::PrefixStore>(prefix, store);
 }
 
-std::vector<Member> members_of(const GroupMonitor& monitor, const std::vector<int>& ranks) {
-  std::vector<Member> members;
-  for (const int rank : ranks) members.push_back(monitor.members()[rank]);
-  return members;
-}
+// Those who wait for what their leader brings from other hosts give up a little later than it does,
+// so that its reason, which knows more, comes first, even if the store does not answer it.
+constexpr auto kLeaderFirst = std::chrono::milliseconds(1500);
 
 // A collective inside one of the two levels, as part of `call`.
 Call inner(const Call& call, Operator op, DataType dtype, ReduceOp reduce, int root) {
@@ -32,6 +30,14 @@ Call inner(const Call& call, Operator op, DataType dtype, ReduceOp reduce, int r
   result.dtype = dtype;
   result.reduce = reduce;
   result.root = root;
+  result.whole = &call;
+  return result;
+}
+
+// The last step of an operation, where the leader hands down its result.
+Call handed_down(const Call& call, Operator op, DataType dtype, int root) {
+  Call result = inner(call, op, dtype, ReduceOp::kNone, root);
+  result.deadline += kLeaderFirst;
   return result;
 }
 
@@ -72,8 +78,7 @@ std::shared_ptr<HierarchicalTransport> HierarchicalTransport::create(
   // No make_shared: the constructor is private.
   std::shared_ptr<HierarchicalTransport> self(new HierarchicalTransport(monitor));
   const auto& mine = self->hosts_[self->host_];
-  self->local_monitor_ =
-      std::make_shared<GroupMonitor>(members_of(*monitor, mine), self->local_rank_, options.name);
+  self->local_monitor_ = std::make_shared<GroupMonitor>(monitor, mine);
   std::string problem;
   try {
     StoreBootstrap bootstrap(prefixed(store, "host/" + std::to_string(self->host_)));
@@ -86,46 +91,37 @@ std::shared_ptr<HierarchicalTransport> HierarchicalTransport::create(
   }
   agree_on_shared_memory(store, *monitor, problem, deadline);
 
-  self->flat_ = std::make_shared<GlooTransport>(prefixed(store, "flat"), monitor, options.timeout,
-                                                address, /*check_calls=*/false);
+  // One channel for all levels: whoever waits anywhere learns of a failure anywhere else.
+  self->channel_ = make_channel(store, *monitor);
+  self->flat_ = std::make_shared<GlooTransport>(prefixed(store, "flat"), monitor, self->channel_,
+                                                options.timeout, address, /*check_calls=*/false);
   if (self->is_leader()) {
     std::vector<int> leaders;
     for (const auto& host : self->hosts_) leaders.push_back(host.front());
-    self->leaders_monitor_ =
-        std::make_shared<GroupMonitor>(members_of(*monitor, leaders), self->host_, options.name);
+    self->leaders_monitor_ = std::make_shared<GroupMonitor>(monitor, leaders);
     self->leaders_ =
         std::make_shared<GlooTransport>(prefixed(store, "leaders"), self->leaders_monitor_,
-                                        options.timeout, address, /*check_calls=*/false);
+                                        self->channel_, options.timeout, address,
+                                        /*check_calls=*/false);
   }
-  // Whoever waits anywhere learns of a failure anywhere else through the flat group's channel.
-  const auto poll = [flat = self->flat_.get()] { return flat->poll_failure(); };
-  self->local_monitor_->set_poll(poll);
-  if (self->leaders_monitor_) self->leaders_monitor_->set_poll(poll);
   return self;
-}
-
-HierarchicalTransport::~HierarchicalTransport() {
-  if (local_monitor_) local_monitor_->set_poll(nullptr);
-  if (leaders_monitor_) leaders_monitor_->set_poll(nullptr);
 }
 
 template <class Body>
 void HierarchicalTransport::guard(const Body& body) {
-  if (auto failure = flat_->poll_failure()) throw std::move(*failure);
+  if (auto failure = channel_->known()) throw std::move(*failure);
   try {
     body();
   } catch (const Failure& failure) {
     abort(failure.kind(), failure.ranks(), failure.what());
-    throw *flat_->poll_failure();
+    throw *channel_->known();
   }
 }
 
 void HierarchicalTransport::abort(FailureKind kind, std::vector<int> ranks,
                                   const std::string& reason) {
-  flat_->abort(kind, ranks, reason);
-  const auto root_cause = flat_->poll_failure();
-  local_->abort(root_cause->kind(), root_cause->ranks(), root_cause->what());
-  if (leaders_) leaders_->abort(root_cause->kind(), root_cause->ranks(), root_cause->what());
+  const Failure root_cause = channel_->publish(Failure(kind, std::move(ranks), reason));
+  local_->abort(root_cause.kind(), root_cause.ranks(), root_cause.what());
 }
 
 std::vector<std::byte> HierarchicalTransport::gather_bytes(
@@ -152,7 +148,7 @@ std::vector<std::byte> HierarchicalTransport::gather_bytes(
     leaders_->all_gather(inner(call, Operator::kAllGather, DataType::kUInt8, ReduceOp::kNone, -1),
                          of_host[host_], of_host);
   }
-  local_->broadcast(inner(call, Operator::kBroadcast, DataType::kUInt8, ReduceOp::kNone, 0),
+  local_->broadcast(handed_down(call, Operator::kBroadcast, DataType::kUInt8, 0),
                     {all.data(), all_bytes});
   return all;
 }
@@ -185,7 +181,7 @@ void HierarchicalTransport::all_reduce(const Call& call, Piece data) {
       leaders_->all_reduce(inner(call, Operator::kAllReduce, call.dtype, op, -1), data);
       if (call.reduce == ReduceOp::kAvg) divide(call.dtype, data, size());
     }
-    local_->broadcast(inner(call, Operator::kBroadcast, call.dtype, ReduceOp::kNone, 0), data);
+    local_->broadcast(handed_down(call, Operator::kBroadcast, call.dtype, 0), data);
   });
 }
 
@@ -205,7 +201,7 @@ void HierarchicalTransport::reduce(const Call& call, Piece data) {
       if (host_ == root_host && call.reduce == ReduceOp::kAvg) divide(call.dtype, sum, size());
     }
     if (host_ != root_host) return;
-    local_->broadcast(inner(call, Operator::kBroadcast, call.dtype, ReduceOp::kNone, 0), sum);
+    local_->broadcast(handed_down(call, Operator::kBroadcast, call.dtype, 0), sum);
     if (rank() == call.root && bytes > 0) std::memcpy(data.data, copy.data(), bytes);
   });
 }
@@ -218,7 +214,7 @@ void HierarchicalTransport::broadcast(const Call& call, Piece data) {
     const int root_local =
         static_cast<int>(std::find(ranks.begin(), ranks.end(), call.root) - ranks.begin());
     const auto down = [&](int root) {
-      local_->broadcast(inner(call, Operator::kBroadcast, call.dtype, ReduceOp::kNone, root), data);
+      local_->broadcast(handed_down(call, Operator::kBroadcast, call.dtype, root), data);
     };
     if (host_ == root_host) down(root_local);
     if (is_leader()) {
@@ -280,7 +276,7 @@ void HierarchicalTransport::reduce_scatter(const Call& call, std::span<const Pie
       if (call.reduce == ReduceOp::kAvg) divide(call.dtype, mine, size());
       if (!kept.empty()) std::memcpy(of_host[host_].data, kept.data(), kept.size());
     }
-    local_->scatter(inner(call, Operator::kScatter, call.dtype, ReduceOp::kNone, 0),
+    local_->scatter(handed_down(call, Operator::kScatter, call.dtype, 0),
                     is_leader() ? std::span<const Piece>(of_local) : std::span<const Piece>(),
                     output);
   });

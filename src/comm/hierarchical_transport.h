@@ -28,8 +28,6 @@ class HierarchicalTransport final : public Transport {
                                                        const std::string& address,
                                                        Clock::time_point deadline);
 
-  ~HierarchicalTransport() override;
-
   int rank() const noexcept override { return monitor_->rank(); }
   int size() const noexcept override { return static_cast<int>(monitor_->members().size()); }
   std::string_view name() const noexcept override { return "shm+gloo"; }
@@ -70,6 +68,7 @@ class HierarchicalTransport final : public Transport {
   int local_rank_ = 0;
   std::shared_ptr<GroupMonitor> local_monitor_;
   std::shared_ptr<GroupMonitor> leaders_monitor_;
+  std::shared_ptr<FailureChannel> channel_;
   std::shared_ptr<GlooTransport> flat_;
   std::shared_ptr<Transport> local_;
   std::shared_ptr<GlooTransport> leaders_;  // on leaders only

@@ -1,12 +1,15 @@
 #include <unistd.h>
 
 #include <cstdlib>
+#include <future>
+#include <thread>
 
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "comm/network.h"
+#include "comm/rendezvous.h"
 #include "tessera/comm/environment.h"
 #include "tessera/comm/error.h"
 #include "tessera/comm/failure.h"
@@ -16,6 +19,16 @@
 namespace tessera::comm {
 namespace {
 
+// The rank that hosts the store stays this long for ranks that still have to read why they failed.
+constexpr auto kFarewellLimit = std::chrono::seconds(2);
+// A port may be held by a program that accepts and never answers, which the store's own limit does
+// not cover. It gets this much longer, so that the store's own report comes first.
+constexpr auto kStoreSlack = std::chrono::seconds(1);
+
+bool hosts_store(const Environment& environment) {
+  return environment.launcher != "none" && environment.rank == 0 && !environment.agent_store;
+}
+
 c10::intrusive_ptr<c10d::Store> connect_tcp_store(const Environment& environment,
                                                   std::chrono::milliseconds timeout) {
   c10d::TCPStoreOptions options;
@@ -23,21 +36,31 @@ c10::intrusive_ptr<c10d::Store> connect_tcp_store(const Environment& environment
   options.timeout = timeout;
   options.waitWorkers = false;
   options.useLibUV = true;
-  if (environment.rank == 0 && !environment.agent_store) {
+  if (hosts_store(environment)) {
     // Left to itself the store would listen on every interface, whatever address it is given.
     options.isServer = true;
     options.masterListenFd = listen_on(environment.master_addr, environment.master_port);
   }
+  std::promise<c10::intrusive_ptr<c10d::Store>> promise;
+  auto result = promise.get_future();
+  std::thread([promise = std::move(promise), address = environment.master_addr, options]() mutable {
+    try {
+      promise.set_value(c10::make_intrusive<c10d::TCPStore>(address, options));
+    } catch (...) {
+      promise.set_exception(std::current_exception());
+    }
+  }).detach();
   try {
-    return c10::make_intrusive<c10d::TCPStore>(environment.master_addr, options);
+    if (result.wait_for(timeout + kStoreSlack) == std::future_status::ready) return result.get();
   } catch (const std::exception&) {
-    throw Error(ErrorKind::kRendezvous, {0},
-                "comm.init: rank " + std::to_string(environment.rank) +
-                    " found no store at MASTER_ADDR " + environment.master_addr + ", MASTER_PORT " +
-                    std::to_string(environment.master_port) + " within " +
-                    std::to_string(timeout.count() / 1000) +
-                    " s. Check that rank 0 runs and that both variables are the same everywhere.");
+    // Told below.
   }
+  throw Error(ErrorKind::kRendezvous, {0},
+              "comm.init: rank " + std::to_string(environment.rank) +
+                  " found no store at MASTER_ADDR " + environment.master_addr + ", MASTER_PORT " +
+                  std::to_string(environment.master_port) + " within " +
+                  std::to_string(timeout.count() / 1000) +
+                  " s. Check that rank 0 runs and that both variables are the same everywhere.");
 }
 
 }  // namespace
@@ -54,8 +77,15 @@ c10::intrusive_ptr<c10d::Store> connect_store(const Environment& environment,
 Group init(const GroupOptions& options) {
   const Environment environment = read_environment();
   install_failure_handler();
-  return make_group(connect_store(environment, options.timeout), environment.rank,
-                    environment.world_size, options);
+  const auto store = connect_store(environment, options.timeout);
+  try {
+    return make_group(store, environment.rank, environment.world_size, options);
+  } catch (const Error&) {
+    if (hosts_store(environment)) {
+      await_farewells(*store, Clock::now() + kFarewellLimit);
+    }
+    throw;
+  }
 }
 
 }  // namespace tessera::comm

@@ -11,6 +11,8 @@ namespace tessera::comm {
 namespace {
 
 constexpr auto kWarnAfter = std::chrono::seconds(5);
+// A wait this long is no ordinary one: from here on the ranks tell each other where they are.
+constexpr auto kRollCallAfter = std::chrono::seconds(1);
 constexpr int kNotWatched = -1;
 constexpr int kDeadAlready = -2;
 
@@ -25,11 +27,19 @@ int open_pidfd(const Member& member) {
   return descriptor;
 }
 
+bool is_stopped(const Member& member) {
+  const char state = process_state(member.pid);
+  return state == 'T' || state == 't';
+}
+
+const Call& shown(const Call& call) { return call.whole != nullptr ? *call.whole : call; }
+
+// Rounded down to tenths, from ten on to whole seconds.
 std::string seconds(Clock::duration duration) {
-  std::ostringstream text;
-  text.precision(3);
-  text << std::chrono::duration<double>(duration).count() << " s";
-  return text.str();
+  const auto tenths = std::chrono::duration_cast<std::chrono::milliseconds>(duration).count() / 100;
+  std::string text = std::to_string(tenths / 10);
+  if (tenths < 100 && tenths % 10 != 0) text.append(".").append(std::to_string(tenths % 10));
+  return text.append(" s");
 }
 
 const char* describe_state(char state) {
@@ -62,6 +72,17 @@ GroupMonitor::GroupMonitor(std::vector<Member> members, int rank, std::string gr
   }
 }
 
+GroupMonitor::GroupMonitor(std::shared_ptr<GroupMonitor> whole, std::vector<int> ranks)
+    : group_name_(whole->group_name()),
+      pidfds_(ranks.size(), kNotWatched),
+      whole_(std::move(whole)),
+      ranks_(std::move(ranks)) {
+  for (std::size_t i = 0; i < ranks_.size(); ++i) {
+    members_.push_back(whole_->members()[ranks_[i]]);
+    if (ranks_[i] == whole_->rank()) rank_ = static_cast<int>(i);
+  }
+}
+
 GroupMonitor::~GroupMonitor() {
   for (const int descriptor : pidfds_) {
     if (descriptor >= 0) ::close(descriptor);
@@ -76,20 +97,28 @@ bool GroupMonitor::is_dead(int group_rank) const {
   return ::poll(&request, 1, 0) > 0;
 }
 
-std::optional<int> GroupMonitor::find_dead() const {
+std::optional<Failure> GroupMonitor::find_death(const Call& call) const {
+  if (whole_) return whole_->find_death(call);
   for (int group_rank = 0; group_rank < static_cast<int>(members_.size()); ++group_rank) {
-    if (is_dead(group_rank)) return group_rank;
+    if (is_dead(group_rank)) return death_of(call, group_rank);
   }
   return std::nullopt;
 }
 
+std::vector<int> GroupMonitor::ranks_in_whole(std::span<const int> group_ranks) const {
+  std::vector<int> ranks;
+  for (const int group_rank : group_ranks) ranks.push_back(ranks_[group_rank]);
+  return ranks;
+}
+
 std::string GroupMonitor::title(const Call& call) {
   std::ostringstream text;
-  text << "comm." << name_of(call.op) << " #" << call.sequence;
+  text << "comm." << name_of(shown(call).op) << " #" << call.sequence;
   return text.str();
 }
 
-std::string GroupMonitor::details(const Call& call) const {
+std::string GroupMonitor::details(const Call& part) const {
+  const Call& call = shown(part);
   std::ostringstream text;
   text << '(';
   if (call.op != Operator::kBarrier) text << name_of(call.dtype) << " [" << call.count << "], ";
@@ -120,7 +149,22 @@ std::string GroupMonitor::whereabouts(std::span<const int> missing) const {
   return text.str();
 }
 
+std::vector<int> GroupMonitor::find_late(const Call& call, std::span<const int> missing) const {
+  const bool is_message = call.op == Operator::kSend || call.op == Operator::kRecv;
+  if (roll_call_ && !is_message) {
+    if (auto absent = roll_call_(call.sequence); absent && !absent->empty()) return *absent;
+  }
+  // Without a roll call, a rank that can be seen not to move is a better guess than all of them.
+  std::vector<int> stopped;
+  for (const int group_rank : missing) {
+    const Member& member = members_[group_rank];
+    if (member.host == members_[rank_].host && is_stopped(member)) stopped.push_back(group_rank);
+  }
+  return stopped.empty() ? std::vector<int>(missing.begin(), missing.end()) : stopped;
+}
+
 void GroupMonitor::check(const Call& call, std::span<const int> missing, Clock::duration waited) {
+  if (whole_) return whole_->check(call, ranks_in_whole(missing), waited);
   for (const int group_rank : missing) {
     if (is_dead(group_rank)) throw death_of(call, group_rank);
   }
@@ -129,6 +173,7 @@ void GroupMonitor::check(const Call& call, std::span<const int> missing, Clock::
 
 void GroupMonitor::check_limits(const Call& call, std::span<const int> missing,
                                 Clock::duration waited) {
+  if (whole_) return whole_->check_limits(call, ranks_in_whole(missing), waited);
   if (poll_) {
     if (auto failure = poll_()) throw std::move(*failure);
   }
@@ -138,17 +183,23 @@ void GroupMonitor::check_limits(const Call& call, std::span<const int> missing,
                       " left the group before it was done " + details(call) + ".");
   }
 
-  std::vector<int> late;
-  for (const int group_rank : missing) late.push_back(members_[group_rank].world_rank);
-  if (Clock::now() >= call.deadline) {
-    throw Failure(FailureKind::kTimeout, {missing.begin(), missing.end()},
-                  title(call) + ": no answer from " + list_ranks(late) + " in " + seconds(waited) +
-                      ' ' + details(call) + "." + whereabouts(missing));
+  const bool is_over = Clock::now() >= call.deadline;
+  if (!is_over && waited < kRollCallAfter) return;
+  const std::vector<int> late = find_late(call, missing);
+  std::vector<int> world_ranks;
+  for (const int group_rank : late) world_ranks.push_back(members_[group_rank].world_rank);
+  if (is_over) {
+    // The limit rather than the wait, which differs by the steps of the operation: ranks that
+    // cannot ask each other any more should still say the same.
+    const Clock::duration limit = call.limit.count() > 0 ? call.limit : waited;
+    throw Failure(FailureKind::kTimeout, late,
+                  title(call) + ": no answer from " + list_ranks(world_ranks) + " in " +
+                      seconds(limit) + ' ' + details(call) + "." + whereabouts(late));
   }
   if (waited >= kWarnAfter && warned_sequence_.exchange(call.sequence) != call.sequence) {
     std::fprintf(stderr, "[tessera] rank %d: %s: still waiting for %s after %s %s.%s\n",
-                 members_[rank_].world_rank, title(call).c_str(), list_ranks(late).c_str(),
-                 seconds(waited).c_str(), details(call).c_str(), whereabouts(missing).c_str());
+                 members_[rank_].world_rank, title(call).c_str(), list_ranks(world_ranks).c_str(),
+                 seconds(waited).c_str(), details(call).c_str(), whereabouts(late).c_str());
   }
 }
 

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -20,8 +21,13 @@ class GroupMonitor final : public WaitMonitor {
  public:
   /// Asks for a failure that arrived by a way the transport does not see; called while waiting.
   using FailurePoll = std::function<std::optional<Failure>()>;
+  /// Tells which ranks have not arrived at the collective with this number, if that is known.
+  using RollCall = std::function<std::optional<std::vector<int>>(std::uint64_t)>;
 
   GroupMonitor(std::vector<Member> members, int rank, std::string group_name);
+  /// Watches the members `ranks` of `whole`, of which this process is one, and reports in the name
+  /// of `whole`: by its ranks, its limits and its polls.
+  GroupMonitor(std::shared_ptr<GroupMonitor> whole, std::vector<int> ranks);
   ~GroupMonitor() override;
   GroupMonitor(const GroupMonitor&) = delete;
   GroupMonitor& operator=(const GroupMonitor&) = delete;
@@ -33,11 +39,10 @@ class GroupMonitor final : public WaitMonitor {
   /// As check, without looking for dead processes.
   void check_limits(const Call& call, std::span<const int> missing, Clock::duration waited);
 
-  /// The first member other than this rank whose process on this host has ended, if any.
-  std::optional<int> find_dead() const;
+  /// The failure to report if a member other than this rank has ended on this host: of the first
+  /// one.
+  std::optional<Failure> find_death(const Call& call) const;
 
-  /// Root-cause text for a rank that died during `call`.
-  Failure death_of(const Call& call, int group_rank) const;
   /// "comm.all_reduce #118".
   static std::string title(const Call& call);
   /// "(float32 [4096], group 'graph', step 17)".
@@ -45,7 +50,9 @@ class GroupMonitor final : public WaitMonitor {
 
   /// Ends every wait of this rank: its group is being destroyed.
   void cancel() noexcept { cancelled_.store(true, std::memory_order_release); }
+  /// Set before the first wait, and reset after the last.
   void set_poll(FailurePoll poll) { poll_ = std::move(poll); }
+  void set_roll_call(RollCall roll_call) { roll_call_ = std::move(roll_call); }
 
   const std::vector<Member>& members() const noexcept { return members_; }
   const std::string& group_name() const noexcept { return group_name_; }
@@ -53,14 +60,21 @@ class GroupMonitor final : public WaitMonitor {
 
  private:
   bool is_dead(int group_rank) const;
+  Failure death_of(const Call& call, int group_rank) const;
+  /// Who is to blame for the wait: the missing ones, unless more is known.
+  std::vector<int> find_late(const Call& call, std::span<const int> missing) const;
   std::string whereabouts(std::span<const int> missing) const;
+  std::vector<int> ranks_in_whole(std::span<const int> group_ranks) const;
 
   std::vector<Member> members_;
   int rank_;
   std::string group_name_;
   std::vector<int>
       pidfds_;  // -1: not a process of this host, or this process itself; -2: dead already
+  std::shared_ptr<GroupMonitor> whole_;  // null if this is one
+  std::vector<int> ranks_;               // of the members in whole_
   FailurePoll poll_;
+  RollCall roll_call_;
   std::atomic<bool> cancelled_{false};
   std::atomic<std::uint64_t> warned_sequence_{UINT64_MAX};
 };

@@ -6,6 +6,7 @@
 #include <thread>
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "comm/gloo_transport.h"
 #include "comm/hierarchical_transport.h"
@@ -17,6 +18,8 @@ namespace tessera::comm {
 namespace {
 
 constexpr const char* kFaultKey = "fault";
+constexpr const char* kFarewellKey = "farewell";
+constexpr const char* kArrivalsKey = "arrivals";
 
 std::string member_key(std::int64_t generation, int rank) {
   return "generation/" + std::to_string(generation) + "/member/" + std::to_string(rank);
@@ -31,6 +34,7 @@ std::string member_key(std::int64_t generation, int rank) {
 
 // Takes this rank's place; returns how often it was taken before, by this process.
 std::int64_t claim_rank(c10d::Store& store, int rank, const Member& self) {
+  store.add(kArrivalsKey, 1);
   const std::int64_t generation = store.add("claim/" + std::to_string(rank), 1) - 1;
   if (generation > 0) {
     const Member earlier = decode_member(get_text(store, member_key(generation - 1, rank)));
@@ -107,8 +111,8 @@ std::shared_ptr<Transport> make_transport(const c10::intrusive_ptr<c10d::Store>&
   const std::string address = is_one_host ? "127.0.0.1" : address_towards_peers();
   const auto deadline = Clock::now() + options.timeout;
   const auto make_gloo = [&] {
-    return std::make_shared<GlooTransport>(store, monitor, options.timeout, address,
-                                           options.check_gloo_calls);
+    return std::make_shared<GlooTransport>(store, monitor, make_channel(store, *monitor),
+                                           options.timeout, address, options.check_gloo_calls);
   };
   if (options.engine == Engine::kGloo) return make_gloo();
   if (!is_one_host && !has_neighbours) {
@@ -136,6 +140,50 @@ std::shared_ptr<Transport> make_transport(const c10::intrusive_ptr<c10d::Store>&
   }
 }
 
+// " at host:port", if the store has such a place.
+std::string place_of(const c10::intrusive_ptr<c10d::Store>& store) {
+  c10::intrusive_ptr<c10d::Store> inner = store;
+  while (auto prefixed = c10::dynamic_intrusive_pointer_cast<c10d::PrefixStore>(inner)) {
+    inner = prefixed->getUnderlyingStore();
+  }
+  const auto tcp = c10::dynamic_intrusive_pointer_cast<c10d::TCPStore>(inner);
+  if (!tcp) return "";
+  return " at " + tcp->getHost() + ":" + std::to_string(tcp->getPort());
+}
+
+// Says that this rank has read why the group cannot be made.
+void say_farewell(c10d::Store& store) noexcept {
+  try {
+    store.add(kFarewellKey, 1);
+  } catch (const std::exception&) {
+    // Nobody is left to hear it.
+  }
+}
+
+c10::intrusive_ptr<EngineBackend> join(const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                       int size, const GroupOptions& options) {
+  TESSERA_CHECK_VALUE(size >= 1, "comm.init: a group has at least one rank, not ", size, ".");
+  TESSERA_CHECK_VALUE(rank >= 0 && rank < size, "comm.init: rank ", rank, " is outside a group of ",
+                      size, " (0 to ", size - 1, ").");
+  TESSERA_CHECK_VALUE(
+      options.world_ranks.empty() || options.world_ranks.size() == static_cast<std::size_t>(size),
+      "comm.init: ", options.world_ranks.size(), " world ranks were given for a group of ", size,
+      ".");
+  const Member self = this_process(options.world_ranks.empty() ? rank : options.world_ranks[rank]);
+  const std::int64_t generation = claim_rank(*store, rank, self);
+  const std::string key = member_key(generation, rank);
+  set_text(*store, key + "/size", std::to_string(size));
+  set_text(*store, key, encode(self));
+  auto members = gather_members(*store, generation, size, options);
+  check_sizes(*store, generation, rank, size);
+  auto monitor = std::make_shared<GroupMonitor>(std::move(members), rank, options.name);
+  const auto own_store =
+      c10::make_intrusive<c10d::PrefixStore>("generation/" + std::to_string(generation), store);
+  auto transport = make_transport(own_store, monitor, options);
+  return c10::make_intrusive<EngineBackend>(std::move(transport), std::move(monitor),
+                                            options.timeout);
+}
+
 }  // namespace
 
 std::string get_text(c10d::Store& store, const std::string& key) {
@@ -145,6 +193,15 @@ std::string get_text(c10d::Store& store, const std::string& key) {
 
 void set_text(c10d::Store& store, const std::string& key, const std::string& value) {
   store.set(key, std::vector<std::uint8_t>(value.begin(), value.end()));
+}
+
+std::shared_ptr<FailureChannel> make_channel(const c10::intrusive_ptr<c10d::Store>& store,
+                                             GroupMonitor& monitor) {
+  auto channel = std::make_shared<FailureChannel>(store, monitor.rank(),
+                                                  static_cast<int>(monitor.members().size()));
+  monitor.set_poll([channel] { return channel->poll(); });
+  monitor.set_roll_call([channel](std::uint64_t sequence) { return channel->absent(sequence); });
+  return channel;
 }
 
 void StoreBootstrap::set(const std::string& key, const std::string& value) {
@@ -164,31 +221,33 @@ std::string StoreBootstrap::get(const std::string& key, Clock::time_point deadli
   return get_text(*store_, key);
 }
 
+void await_farewells(c10d::Store& store, Clock::time_point limit) noexcept {
+  try {
+    while (Clock::now() < limit) {
+      if (store.add(kFarewellKey, 0) >= store.add(kArrivalsKey, 0)) return;
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+  } catch (const std::exception&) {
+    // The store is gone already.
+  }
+}
+
 c10::intrusive_ptr<EngineBackend> make_engine(const c10::intrusive_ptr<c10d::Store>& store,
                                               int rank, int size, const GroupOptions& options) {
-  TESSERA_CHECK_VALUE(size >= 1, "comm.init: a group has at least one rank, not ", size, ".");
-  TESSERA_CHECK_VALUE(rank >= 0 && rank < size, "comm.init: rank ", rank, " is outside a group of ",
-                      size, " (0 to ", size - 1, ").");
-  TESSERA_CHECK_VALUE(
-      options.world_ranks.empty() || options.world_ranks.size() == static_cast<std::size_t>(size),
-      "comm.init: ", options.world_ranks.size(), " world ranks were given for a group of ", size,
-      ".");
-  const Member self = this_process(options.world_ranks.empty() ? rank : options.world_ranks[rank]);
-  const std::int64_t generation = claim_rank(*store, rank, self);
-  const std::string key = member_key(generation, rank);
-  set_text(*store, key + "/size", std::to_string(size));
-  set_text(*store, key, encode(self));
-  auto members = gather_members(*store, generation, size, options);
-  check_sizes(*store, generation, rank, size);
-  auto monitor = std::make_shared<GroupMonitor>(std::move(members), rank, options.name);
-  const auto own_store =
-      c10::make_intrusive<c10d::PrefixStore>("generation/" + std::to_string(generation), store);
   try {
-    auto transport = make_transport(own_store, monitor, options);
-    return c10::make_intrusive<EngineBackend>(std::move(transport), std::move(monitor),
-                                              options.timeout);
+    return join(store, rank, size, options);
   } catch (const Failure& failure) {
+    say_farewell(*store);
     throw Error(error_kind(failure.kind()), failure.ranks(), failure.what());
+  } catch (const Error&) {
+    say_farewell(*store);
+    throw;
+  } catch (const c10::DistError&) {
+    // What LibTorch throws here is a page of stack that ends in "Broken pipe".
+    throw Error(ErrorKind::kRendezvous, {},
+                "comm.init: group '" + options.name + "' cannot be made: the store" +
+                    place_of(store) + " does not answer. Groups that exist go on; new ones need " +
+                    "it. Look at the process that hosts it: the launcher, or rank 0.");
   }
 }
 

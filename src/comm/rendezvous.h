@@ -8,6 +8,8 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "comm/backend.h"
+#include "comm/failure_channel.h"
+#include "comm/monitor.h"
 #include "comm/transport.h"
 #include "tessera/comm/group.h"
 
@@ -31,6 +33,14 @@ class StoreBootstrap final : public Bootstrap {
 /// come, came twice, or expect another size; Error(kUnavailable) if Engine::kShm cannot be had.
 c10::intrusive_ptr<EngineBackend> make_engine(const c10::intrusive_ptr<c10d::Store>& store,
                                               int rank, int size, const GroupOptions& options);
+
+/// Waits until every rank that came to make a group on `store`, and could not, knows why.
+/// For the rank whose process hosts the store: when it ends, the others can read nothing any more.
+void await_farewells(c10d::Store& store, Clock::time_point limit) noexcept;
+
+/// The channel for failures of the monitor's group, which the monitor reads from then on.
+std::shared_ptr<FailureChannel> make_channel(const c10::intrusive_ptr<c10d::Store>& store,
+                                             GroupMonitor& monitor);
 
 /// Store values as text.
 std::string get_text(c10d::Store& store, const std::string& key);

@@ -75,6 +75,8 @@ struct Call {
   std::uint64_t sequence = 0;    // the how-many-th collective of this group
   std::int64_t count = 0;        // elements this rank brings, for messages
   Clock::time_point deadline{};  // the wait ends with a timeout here
+  Clock::duration limit{};       // how long that was at the start, for messages; 0 if unknown
+  const Call* whole = nullptr;   // the operation this one is a step of: what errors talk about
 };
 
 enum class FailureKind : std::uint8_t {

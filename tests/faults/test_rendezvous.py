@@ -77,8 +77,10 @@ def test_two_processes_with_one_rank():
 
 def test_wrong_world_size():
     with Fleet("join", env={"TESSERA_TIMEOUT": "20"}) as fleet:
-        fleet.bare(2, ranks=[0])
-        fleet.bare(3, ranks=[1, 2], port=next(iter(fleet.ports)))
+        # Rank 0, which hosts the store, comes last, so that the others are there to hear it.
+        fleet.bare(3, ranks=[1, 2])
+        time.sleep(2)
+        fleet.bare(2, ranks=[0], port=next(iter(fleet.ports)))
         assert fleet.wait() == [RENDEZVOUS] * 3, fleet.err()
         texts = {error["text"] for error in fleet.events("error")}
         assert len(texts) == 1, texts

@@ -15,7 +15,7 @@ def start(stack, engine, size, *words, bare=False, limit=LIMIT_S):
     fleet = stack.enter_context(
         Fleet("loop", "count=1000", *words, env={"TESSERA_ENGINE": engine, "TESSERA_TIMEOUT": str(limit)})
     )
-    return fleet.bare(size) if bare else fleet.run(size)
+    return fleet.bare(size) if bare else fleet.run(size, "--failure-grace", 2)
 
 
 def assert_stopped_rank_is_named(fleet, engine, size, victim, stopped):
@@ -107,7 +107,7 @@ def test_slow_rank_is_warned_about_and_waited_for():
 @pytest.mark.parametrize("engine", ["shm", "gloo"])
 def test_a_stopped_rank_may_come_back_in_time(engine):
     with contextlib.ExitStack() as stack:
-        fleet = start(stack, engine, 3, "steps=3000", limit=30)
+        fleet = start(stack, engine, 3, "steps=400", limit=30)
         pids = fleet.warm(3)
         fleet.kill(pids[1], signal.SIGSTOP)
         time.sleep(1)
@@ -120,32 +120,28 @@ def test_a_stopped_rank_may_come_back_in_time(engine):
 def test_a_stopped_rank_comes_back_too_late(engine):
     # It finds the group ended and raises what the others raised; nobody crashes over late data.
     with contextlib.ExitStack() as stack:
-        fleet = start(stack, engine, 3, "count=100000", bare=True, limit=2)
+        fleet = start(stack, engine, 3, "count=100000", limit=2)
         pids = fleet.warm(3)
         fleet.kill(pids[2], signal.SIGSTOP)
-        texts = {error["text"] for error in fleet.errors_of([0, 1]).values()}
+        fleet.errors_of([0, 1])
         fleet.kill(pids[2], signal.SIGCONT)
-        codes = fleet.wait()
-        assert codes[:2] == [75, 75] and codes[2] == 75, (codes, fleet.err())
-        late = fleet.by_rank("error")[2]["text"]
-        assert late in texts or "died before it was done" in late, late
+        errors = fleet.errors_of([0, 1, 2])
+        assert "no answer from rank 2 in 2 s" in errors[2]["text"]
+        assert fleet.wait() == [75], fleet.err()
+        assert "SIG" not in fleet.err(), fleet.err()
         fleet.assert_nothing_left()
 
 
-def test_blocked_rank_in_recv_is_named():
+def test_stopped_sender_is_named_by_the_receiver():
     with contextlib.ExitStack() as stack:
         fleets = {
-            engine: start(stack, engine, 3, "op=ring", bare=True, limit=6) for engine in ("shm", "gloo")
+            engine: start(stack, engine, 2, "op=ring", bare=True, limit=6) for engine in ("shm", "gloo")
         }
         for fleet in fleets.values():
-            pids = fleet.warm(3)
-            fleet.kill(pids[1], signal.SIGSTOP)
+            fleet.kill(fleet.warm(2)[1], signal.SIGSTOP)
         for engine, fleet in fleets.items():
-            errors = fleet.errors_of([0, 2])
-            assert re.match(r"comm\.(recv|send) #\d+: no answer from rank 1 in 6", errors[0]["text"]), (
-                engine,
-                errors[0]["text"],
-            )
-            assert "is stopped" in errors[0]["text"]
+            text = fleet.errors_of([0])[0]["text"]
+            assert re.match(r"comm\.(recv|send) #\d+: no answer from rank 1 in 6 s", text), (engine, text)
+            assert "is stopped" in text
             fleet.kill(fleet.by_rank("ready")[1]["pid"], signal.SIGKILL)
-            assert fleet.wait() == [75, -signal.SIGKILL, 75]
+            assert fleet.wait() == [75, -signal.SIGKILL]

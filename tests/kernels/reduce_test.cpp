@@ -53,14 +53,20 @@ std::vector<std::byte> random_bytes(std::size_t bytes, std::uint64_t seed) {
 /// Puts special values where random bits rarely are.
 void add_special_values(Element element, std::vector<std::byte>& data, std::size_t offset) {
   const std::vector<std::uint64_t> bits =
-      element == Element::kFloat16    ? std::vector<std::uint64_t>{0x7C00, 0xFC00, 0x7E00, 0x8000, 1, 0x3C00}
-      : element == Element::kBFloat16 ? std::vector<std::uint64_t>{0x7F80, 0xFF80, 0x7FC0, 0x8000, 1, 0x3F80}
+      element == Element::kFloat16
+          ? std::vector<std::uint64_t>{0x7C00, 0xFC00, 0x7E00, 0x8000, 1, 0x3C00}
+      : element == Element::kBFloat16
+          ? std::vector<std::uint64_t>{0x7F80, 0xFF80, 0x7FC0, 0x8000, 1, 0x3F80}
       : element == Element::kFloat32
-          ? std::vector<std::uint64_t>{0x7F800000, 0xFF800000, 0x7FC00000, 0x80000000, 1, 0x3F800000}
-      : element == Element::kFloat64
-          ? std::vector<std::uint64_t>{0x7FF0000000000000, 0xFFF0000000000000, 0x7FF8000000000000,
-                                       0x8000000000000000, 1, 0x3FF0000000000000}
-          : std::vector<std::uint64_t>{};
+          ? std::vector<std::uint64_t>{0x7F800000, 0xFF800000, 0x7FC00000,
+                                       0x80000000, 1,          0x3F800000}
+      : element == Element::kFloat64 ? std::vector<std::uint64_t>{0x7FF0000000000000,
+                                                                  0xFFF0000000000000,
+                                                                  0x7FF8000000000000,
+                                                                  0x8000000000000000,
+                                                                  1,
+                                                                  0x3FF0000000000000}
+                                     : std::vector<std::uint64_t>{};
   const std::size_t width = width_of(element);
   for (std::size_t i = 0; i < bits.size(); ++i) {
     const std::size_t at = offset + (i * 3 + i * i) * width;
@@ -85,7 +91,8 @@ class Reduce : public ::testing::TestWithParam<Case> {
     std::vector<std::vector<std::byte>> sources;
     std::vector<const void*> source_pointers;
     for (int s = 0; s < num_sources; ++s) {
-      sources.push_back(random_bytes(bytes + offset + 1, static_cast<std::uint64_t>(s + count + 1)));
+      sources.push_back(
+          random_bytes(bytes + offset + 1, static_cast<std::uint64_t>(s + count + 1)));
       if (element == Element::kBool) {
         for (std::byte& byte : sources.back()) byte &= std::byte{1};
       }
@@ -101,8 +108,8 @@ class Reduce : public ::testing::TestWithParam<Case> {
     std::vector<void*> destinations;
     for (int d = 0; d < num_destinations; ++d) {
       const bool is_source = in_place && d < num_sources;
-      auto& output = is_source ? sources[static_cast<std::size_t>(d)]
-                               : outputs[static_cast<std::size_t>(d)];
+      auto& output =
+          is_source ? sources[static_cast<std::size_t>(d)] : outputs[static_cast<std::size_t>(d)];
       destinations.push_back(output.data() + offset);
     }
     reduce_kernels(GetParam().isa)
@@ -234,7 +241,8 @@ TEST(Dispatch, WarnsOfALevelThatCannotBeHad) {
   EXPECT_EQ(warning.rfind("kernels: TESSERA_ISA=mmx is not a level. Using ", 0), 0U) << warning;
   if (is_supported(Isa::kAvx512)) return;
   EXPECT_EQ(choose_isa("avx512", warning), supported_isas().back());
-  EXPECT_EQ(warning.rfind("kernels: TESSERA_ISA=avx512 is not supported by this CPU. Using ", 0), 0U)
+  EXPECT_EQ(warning.rfind("kernels: TESSERA_ISA=avx512 is not supported by this CPU. Using ", 0),
+            0U)
       << warning;
 }
 

@@ -126,6 +126,17 @@ def test_exit_handlers_run_before_code_75(tmp_path):
     assert "rank 1 (pid" in errors[0]
 
 
+def test_ranks_that_do_not_meet_end_with_code_69(tmp_path):
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "python"), "WORLD_SIZE": "2", "RANK": "0",
+           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TESSERA_TIMEOUT": "1"}  # fmt: skip
+    result = subprocess.run(
+        [sys.executable, "-c", "import tessera; tessera.comm.init()"],
+        capture_output=True, text=True, timeout=60, env=env, cwd=tmp_path,
+    )  # fmt: skip
+    assert "CommError: comm.init: rank 1 of 2 did not join group 'world' within 1.0" in result.stderr
+    assert result.returncode == 69
+
+
 def free_port() -> int:
     import socket
 

@@ -9,8 +9,10 @@ import traceback
 from tessera import _C
 from tessera._error import comm_error_of
 
-# The exit code of a process that ends because its group failed.
-_LOST_PEER_EXIT_CODE = 75
+# The exit code of a process that ends because its group failed: a peer was lost, ranks disagreed or a
+# limit passed, unless the kind of error has its own.
+_EXIT_CODE = 75
+_EXIT_CODES = {"rendezvous": 69, "unavailable": 78}
 
 # Kinds of error whose cause lies with another rank.
 _SECONDARY_KINDS = ("peer lost", "peer failed", "aborted")
@@ -76,14 +78,14 @@ def _report_uncaught(error: BaseException) -> None:
     )
     report_failure(error)
     if comm_error is not None:
-        _C.set_exit_code(_LOST_PEER_EXIT_CODE)
+        _C.set_exit_code(_EXIT_CODES.get(comm_error.kind, _EXIT_CODE))
 
 
 def install() -> None:
     """Have uncaught exceptions reported to the peers and the launcher. Later calls change nothing.
 
-    The error file (TORCHELASTIC_ERROR_FILE) is written and the process ends with code 75 if it only
-    failed because its group did.
+    The error file (TORCHELASTIC_ERROR_FILE) is written. A process that only failed because its group
+    did ends with code 75; with 69 if the ranks did not meet, 78 if the engine cannot be had.
     """
     global _is_installed
     if _is_installed:

@@ -4,8 +4,9 @@
 // A publisher first changes the state and then reads `sleepers`; a sleeper first counts itself in
 // `sleepers` and then reads the state. All four accesses are sequentially consistent, so at least
 // one of the two sees the other: either the sleeper finds the new state, or the publisher finds a
-// sleeper and rings. The sleeper notes `rings` before it counts itself, so a ring that comes between
-// its last look at the state and the system call changes the word and the call returns at once.
+// sleeper and rings. The sleeper notes `rings` before it counts itself, so a ring that comes
+// between its last look at the state and the system call changes the word and the call returns at
+// once.
 
 #pragma once
 
@@ -23,8 +24,8 @@ struct alignas(128) Doorbell {
   /// Wakes every sleeper.
   void ring() noexcept;
 
-  /// Wakes the sleepers, if there are any. No system call if there are none. The news must have been
-  /// published by a sequentially consistent store.
+  /// Wakes the sleepers, if there are any. No system call if there are none. The news must have
+  /// been published by a sequentially consistent store.
   void ring_if_heard() noexcept {
     if (sleepers.load(std::memory_order_seq_cst) != 0) ring();
   }

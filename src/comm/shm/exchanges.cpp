@@ -52,7 +52,8 @@ void ShmTransport::broadcast(const Call& call, Piece data) {
   }
   meet(call, turn);
   if (is_small) {
-    if (!is_root) copy_to(bytes_of(data), message_of(call.root, turn, bytes), bytes, Store::kCached);
+    if (!is_root)
+      copy_to(bytes_of(data), message_of(call.root, turn, bytes), bytes, Store::kCached);
     return;
   }
   const RankSet root = rank_bit(call.root);
@@ -147,9 +148,8 @@ void ShmTransport::spread(const Call& call, const Turn& turn, Piece input,
           const int source = __builtin_ctzll(left);
           const CallHeader& header = board_.header(source, turn.parity);
           const Part theirs(static_cast<std::size_t>(header.count) * element_bytes, part, k);
-          const std::byte* from = header.offset == 0
-                                      ? ring_slot(source, k)
-                                      : board_.base() + header.offset + theirs.first;
+          const std::byte* from = header.offset == 0 ? ring_slot(source, k)
+                                                     : board_.base() + header.offset + theirs.first;
           copy_to(bytes_of(outputs[source]) + theirs.first, from, theirs.bytes, output);
         }
       });

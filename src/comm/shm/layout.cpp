@@ -9,7 +9,9 @@ namespace {
 constexpr std::size_t kKiB = 1024;
 constexpr std::size_t kMiB = 1024 * kKiB;
 
-std::size_t round_up(std::size_t value, std::size_t unit) { return (value + unit - 1) / unit * unit; }
+std::size_t round_up(std::size_t value, std::size_t unit) {
+  return (value + unit - 1) / unit * unit;
+}
 
 std::size_t default_ring_bytes(int size) {
   if (size <= 4) return 4 * kMiB;
@@ -56,7 +58,7 @@ Layout::Layout(int size, const Sizes& sizes) : size_(size), sizes_(sizes) {
   slots_ = place(2 * ranks * sizes.slot_bytes, 4 * kKiB);
   rings_ = place(ranks * sizes.ring_bytes, 4 * kKiB);
   mailboxes_ = place(ranks * ranks * (sizeof(Mailbox) + sizes.mailbox_bytes), 4 * kKiB);
-  heaps_ = place(ranks * sizes.heap_bytes, kHugePageBytes);
+  heaps_ = place(ranks * (sizes.heap_bytes + kHeapStagger), kHugePageBytes);
   total_ = end;
 }
 

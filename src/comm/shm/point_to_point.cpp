@@ -22,16 +22,27 @@ PointToPoint::PointToPoint(Board board, int rank, Waiter& waiter)
     : board_(board),
       rank_(rank),
       waiter_(waiter),
-      outlets_(new std::timed_mutex[static_cast<std::size_t>(board.size())]),
+      outlets_(new Outlet[static_cast<std::size_t>(board.size())]),
       inlets_(static_cast<std::size_t>(board.size())) {}
 
-std::unique_lock<std::timed_mutex> PointToPoint::lock_outlet(const Call& call, int destination) {
-  std::unique_lock lock(outlets_[static_cast<std::size_t>(destination)], std::try_to_lock);
-  const Clock::time_point begin = lock ? Clock::time_point{} : Clock::now();
-  while (!lock.owns_lock()) {
-    if (!lock.try_lock_for(Waiter::kSlice)) waiter_.consult(call, rank_bit(destination), begin);
+PointToPoint::OutletHold::OutletHold(Outlet& outlet, Waiter& waiter, const Call& call,
+                                     int destination)
+    : outlet_(outlet) {
+  std::unique_lock lock(outlet.mutex);
+  const Clock::time_point begin = outlet.is_busy ? Clock::now() : Clock::time_point{};
+  while (outlet.is_busy) {
+    outlet.freed.wait_for(lock, Waiter::kSlice);
+    if (outlet.is_busy) waiter.consult(call, rank_bit(destination), begin);
   }
-  return lock;
+  outlet.is_busy = true;
+}
+
+PointToPoint::OutletHold::~OutletHold() {
+  {
+    const std::lock_guard lock(outlet_.mutex);
+    outlet_.is_busy = false;
+  }
+  outlet_.freed.notify_one();
 }
 
 void PointToPoint::send(const Call& call, Piece data, int destination, int tag) {
@@ -41,13 +52,14 @@ void PointToPoint::send(const Call& call, Piece data, int destination, int tag) 
                                 " ranks.");
   }
   waiter_.check();
-  const auto lock = lock_outlet(call, destination);
+  const OutletHold hold(outlets_[static_cast<std::size_t>(destination)], waiter_, call,
+                        destination);
   Mailbox& box = board_.mailbox(rank_, destination);
   std::byte* mail = board_.mail(rank_, destination);
   const std::uint64_t capacity = board_.layout().sizes().mailbox_bytes;
   const auto bytes = static_cast<std::uint64_t>(data.count) * size_of(call.dtype);
   const auto* from = static_cast<const std::byte*>(data.data);
-  // Only this rank writes the position, and only under the lock.
+  // Only this rank writes the position, and only who holds the outlet.
   std::uint64_t position = box.written.load(std::memory_order_relaxed);
 
   const auto room = [&] {
@@ -58,9 +70,7 @@ void PointToPoint::send(const Call& call, Piece data, int destination, int tag) 
         board_.rank(rank_).outbox, call, [&] { return room() >= kUnit; },
         [&] { return rank_bit(destination); });
   };
-  const auto announce = [&] {
-    publish(box.written, position, board_.rank(destination).inbox);
-  };
+  const auto announce = [&] { publish(box.written, position, board_.rank(destination).inbox); };
 
   wait_for_room();
   const Head head{bytes, data.count, tag, static_cast<std::uint32_t>(call.dtype), 0};
@@ -94,10 +104,9 @@ void PointToPoint::check_match(const Head& head, const Request& request, int sou
   const auto sent = static_cast<DataType>(head.dtype);
   if (sent == request.dtype && head.count == request.data.count) return;
   waiter_.fail(FailureKind::kMismatch, rank_bit(source) | rank_bit(rank_),
-               "comm.recv: rank " + std::to_string(source) + " sent " +
-                   describe(sent, head.count) + " with tag " + std::to_string(head.tag) +
-                   ", but rank " + std::to_string(rank_) + " receives " +
-                   describe(request.dtype, request.data.count) +
+               "comm.recv: rank " + std::to_string(source) + " sent " + describe(sent, head.count) +
+                   " with tag " + std::to_string(head.tag) + ", but rank " + std::to_string(rank_) +
+                   " receives " + describe(request.dtype, request.data.count) +
                    ". Give both sides the same type and size.");
   waiter_.raise();
 }
@@ -169,8 +178,8 @@ void PointToPoint::end_message(int source, Inlet& inlet) {
 }
 
 /// Takes out what the mailbox holds now, until `wanted` is complete; what comes later stays, and is
-/// copied once when its receive comes. Never waits; called with the lock held, which bounds the time
-/// for which a buffer of another thread's receive is in use.
+/// copied once when its receive comes. Never waits; called with the lock held, which bounds the
+/// time for which a buffer of another thread's receive is in use.
 void PointToPoint::take_out(int source, const Request& wanted) {
   Inlet& inlet = inlets_[static_cast<std::size_t>(source)];
   Mailbox& box = board_.mailbox(source, rank_);

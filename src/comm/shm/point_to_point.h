@@ -8,6 +8,7 @@
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -61,9 +62,28 @@ class PointToPoint {
     std::uint64_t position = 0;
     Head message{};
     std::uint64_t remaining = 0;
-    Request* request = nullptr;             // where the data go; null: into `parcel`, or nowhere
-    std::unique_ptr<Parcel> parcel;         // being filled
+    Request* request = nullptr;                // where the data go; null: into `parcel`, or nowhere
+    std::unique_ptr<Parcel> parcel;            // being filled
     std::deque<std::unique_ptr<Parcel>> kept;  // complete, oldest first
+  };
+
+  /// The sending end of one mailbox: one message at a time.
+  struct Outlet {
+    std::mutex mutex;
+    std::condition_variable freed;
+    bool is_busy = false;
+  };
+
+  /// Holds an outlet. Waits for it like for anything else: with a limit.
+  class OutletHold {
+   public:
+    OutletHold(Outlet& outlet, Waiter& waiter, const Call& call, int destination);
+    ~OutletHold();
+    OutletHold(const OutletHold&) = delete;
+    OutletHold& operator=(const OutletHold&) = delete;
+
+   private:
+    Outlet& outlet_;
   };
 
   bool has_mail(int source) const noexcept;
@@ -75,13 +95,12 @@ class PointToPoint {
   void hand_over(const Parcel& parcel, Request& request, int source);
   void check_match(const Head& head, const Request& request, int source);
   void forget(Request& request) noexcept;
-  std::unique_lock<std::timed_mutex> lock_outlet(const Call& call, int destination);
 
   Board board_;
   int rank_;
   Waiter& waiter_;
-  std::unique_ptr<std::timed_mutex[]> outlets_;  // one message at a time to each rank
-  std::mutex mutex_;                             // guards what follows
+  std::unique_ptr<Outlet[]> outlets_;  // by destination
+  std::mutex mutex_;                   // guards what follows
   std::vector<Inlet> inlets_;
   std::vector<Request*> requests_;  // oldest first
 };

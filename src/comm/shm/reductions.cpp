@@ -1,11 +1,11 @@
-// all_reduce, reduce and reduce_scatter. Every path adds in rank order, so the bits do not depend on
-// the path.
+// all_reduce, reduce and reduce_scatter. Every path adds in rank order, so the bits do not depend
+// on the path.
 
 #include <algorithm>
 #include <array>
 
-#include "comm/shm/element_types.h"
 #include "comm/shm/agreement.h"
+#include "comm/shm/element_types.h"
 #include "comm/shm/shm_transport.h"
 
 namespace tessera::comm::shm {
@@ -96,8 +96,8 @@ void ShmTransport::reduce_one_shot(const Call& call, const Turn& turn, Piece dat
   combination.run(data.count, kernels::Store::kCached);
 }
 
-/// All buffers can be reached: every rank reduces its slice and writes it where it belongs. Ordinary
-/// stores were faster than streaming ones here, and than reading the slices back.
+/// All buffers can be reached: every rank reduces its slice and writes it where it belongs.
+/// Ordinary stores were faster than streaming ones here, and than reading the slices back.
 void ShmTransport::reduce_in_heap(const Call& call, const Turn& turn, Piece data, RankSet readers) {
   const Slice slice(data.count, rank_, size_);
   const std::size_t skip = static_cast<std::size_t>(slice.first) * size_of(call.dtype);
@@ -115,8 +115,8 @@ void ShmTransport::reduce_in_heap(const Call& call, const Turn& turn, Piece data
 /// Per chunk: stage what the others reduce, reduce the own slice of all ranks' chunks into the own
 /// ring, read the other slices back. Staging runs one chunk ahead of reading back.
 ///
-/// A slot is written again kRingDepth chunks later. Then every rank has been seen to stage the chunk
-/// before, which it does after reading back the chunk three before that one.
+/// A slot is written again kRingDepth chunks later. Then every rank has been seen to stage the
+/// chunk before, which it does after reading back the chunk three before that one.
 void ShmTransport::reduce_two_phase(const Call& call, const Turn& turn, Piece data, RankSet readers,
                                     kernels::Store store) {
   static_assert(kRingDepth >= 3);
@@ -249,10 +249,10 @@ void ShmTransport::scatter_reduced(const Call& call, const Turn& turn,
       [&](std::int64_t k) {
         for (int peer = 0; peer < size_; ++peer) {
           if (peer == rank_) continue;
-          kernels::copy(peer_block(rank_, peer, k, element_bytes),
-                        bytes_of(inputs[peer]) + static_cast<std::size_t>(k * chunk) * element_bytes,
-                        static_cast<std::size_t>(length_of(inputs[peer].count, k)) * element_bytes,
-                        store);
+          kernels::copy(
+              peer_block(rank_, peer, k, element_bytes),
+              bytes_of(inputs[peer]) + static_cast<std::size_t>(k * chunk) * element_bytes,
+              static_cast<std::size_t>(length_of(inputs[peer].count, k)) * element_bytes, store);
         }
       },
       [&](std::int64_t k) {
@@ -264,7 +264,8 @@ void ShmTransport::scatter_reduced(const Call& call, const Turn& turn,
           } else if ((writers & rank_bit(peer)) != 0) {
             combination.from(peer_block(peer, rank_, k, element_bytes));
           } else {
-            combination.from(board_.base() + board_.counts(peer, turn.parity).offsets[rank_] + skip);
+            combination.from(board_.base() + board_.counts(peer, turn.parity).offsets[rank_] +
+                             skip);
           }
         }
         combination.to(bytes_of(output) + skip);

@@ -53,7 +53,7 @@ std::uint64_t start_time_of(std::uint64_t pid) {
 }
 
 std::uint64_t pid_namespace() {
-  struct stat status {};
+  struct stat status{};
   return ::stat("/proc/self/ns/pid", &status) == 0 ? status.st_ino : 0;
 }
 
@@ -123,7 +123,7 @@ std::string default_directory() {
 }
 
 std::size_t free_bytes(const std::string& directory) noexcept {
-  struct statvfs status {};
+  struct statvfs status{};
   if (::statvfs(directory.c_str(), &status) != 0) return 0;
   return static_cast<std::size_t>(status.f_bavail) * status.f_frsize;
 }
@@ -162,7 +162,7 @@ std::shared_ptr<Segment> Segment::open(const std::string& path, std::size_t tota
                 "The ranks of a group must run on one host and share this directory.");
   }
   std::shared_ptr<Segment> segment(new Segment(path, file, total_bytes, false));
-  struct stat status {};
+  struct stat status{};
   if (::fstat(file, &status) != 0 || static_cast<std::size_t>(status.st_size) != total_bytes) {
     unavailable("the segment " + path + " is not " + in_mib(total_bytes) + " long", EINVAL,
                 "Run the same version on every rank.");
@@ -172,7 +172,8 @@ std::shared_ptr<Segment> Segment::open(const std::string& path, std::size_t tota
 }
 
 void Segment::map() {
-  void* base = ::mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file_, 0);
+  void* base =
+      ::mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file_, 0);
   if (base == MAP_FAILED) {
     unavailable("cannot map " + in_mib(bytes_), errno,
                 "Choose a smaller heap, or raise the limit on address space.");
@@ -220,7 +221,7 @@ int remove_stale_segments(const std::string& directory) noexcept {
     // Another namespace counts its processes differently: we cannot tell whether the maker lives.
     if (maker.pid_namespace != own_namespace) continue;
     if (start_time_of(maker.pid) == maker.start_time) continue;
-    struct stat status {};
+    struct stat status{};
     const int folder = ::dirfd(entries);
     if (::fstatat(folder, entry->d_name, &status, AT_SYMLINK_NOFOLLOW) != 0) continue;
     if (!S_ISREG(status.st_mode) || status.st_uid != ::geteuid()) continue;

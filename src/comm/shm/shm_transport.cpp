@@ -33,8 +33,7 @@ std::string encode_segment(const std::string& path, const Sizes& sizes) {
 }
 
 std::shared_ptr<Segment> make_segment(int size, const ShmOptions& options, Sizes& sizes) {
-  const std::string directory =
-      options.directory.empty() ? default_directory() : options.directory;
+  const std::string directory = options.directory.empty() ? default_directory() : options.directory;
   remove_stale_segments(directory);
   sizes = Layout::complete(
       size, {options.slot_bytes, options.ring_bytes, options.mailbox_bytes, options.heap_bytes});
@@ -54,7 +53,8 @@ std::shared_ptr<Segment> make_segment(int size, const ShmOptions& options, Sizes
 std::shared_ptr<Segment> join_segment(int size, const std::string& answer, Sizes& sizes) {
   std::istringstream text(answer.substr(2));
   std::string path;
-  text >> sizes.slot_bytes >> sizes.ring_bytes >> sizes.mailbox_bytes >> sizes.heap_bytes >> std::ws;
+  text >> sizes.slot_bytes >> sizes.ring_bytes >> sizes.mailbox_bytes >> sizes.heap_bytes >>
+      std::ws;
   std::getline(text, path);
   const Layout layout(size, sizes);
   auto segment = Segment::open(path, layout.total_bytes());
@@ -70,8 +70,8 @@ std::shared_ptr<Segment> join_segment(int size, const std::string& answer, Sizes
 
 std::string mapped_key(int rank) { return "shm/mapped/" + std::to_string(rank); }
 
-/// Rank 0: collects what all ranks say and tells the verdict to all. The name of the segment is gone
-/// before anyone may use it.
+/// Rank 0: collects what all ranks say and tells the verdict to all. The name of the segment is
+/// gone before anyone may use it.
 std::string settle(int size, Segment* segment, const std::string& first_answer,
                    Bootstrap& bootstrap, Clock::time_point deadline) {
   std::string verdict = first_answer.rfind("ok", 0) == 0 ? "ok" : first_answer;
@@ -120,7 +120,8 @@ std::unique_ptr<ShmTransport> ShmTransport::create(int rank, int size, Bootstrap
     } catch (const Failure& failure) {
       std::string text = failure.what();
       const std::string title = "comm.shm: ";
-      if (text.rfind(title, 0) == 0) text.insert(title.size(), "rank " + std::to_string(rank) + " ");
+      if (text.rfind(title, 0) == 0)
+        text.insert(title.size(), "rank " + std::to_string(rank) + " ");
       bootstrap.set(mapped_key(rank), encode(Failure(failure.kind(), {rank}, text)));
     }
     // Rank 0 gives up first, so that its reason reaches everybody.
@@ -172,9 +173,9 @@ ShmTransport::Turn ShmTransport::enter(const Call& call, std::int64_t count) {
 }
 
 // Note [Why two slots are enough]
-// A rank writes the header and the slot of call n + 2 where those of call n were. It gets there only
-// after call n + 1 has met, that is, after every rank arrived at n + 1 and so left call n. Nobody
-// reads the old ones any more. The rings are free for the same reason once a call has met.
+// A rank writes the header and the slot of call n + 2 where those of call n were. It gets there
+// only after call n + 1 has met, that is, after every rank arrived at n + 1 and so left call n.
+// Nobody reads the old ones any more. The rings are free for the same reason once a call has met.
 void ShmTransport::meet(const Call& call, const Turn& turn) {
   publish(turn.header.arrived, turn.number, board_.rank(rank_).progress);
   waiter_.wait_for(call, others(), turn.number,
@@ -187,6 +188,8 @@ void ShmTransport::meet(const Call& call, const Turn& turn) {
     agree &= theirs.sequence == mine.sequence && theirs.signature == mine.signature &&
              (!same_count || theirs.count == mine.count);
   }
+  // The next call's header is written where the peers read the last but one.
+  __builtin_prefetch(&board_.header(rank_, 1 - turn.parity), 1);
   if (agree && counts_fit(board_, turn.parity, rank_, call)) return;
   const Disagreement disagreement = describe_disagreement(board_, turn.parity);
   waiter_.fail(FailureKind::kMismatch, disagreement.ranks, disagreement.text);

@@ -55,9 +55,7 @@ class Waiter {
   Waiter(Board board, int rank, WaitMonitor& monitor)
       : board_(board), failure_(board.group().failure), rank_(rank), monitor_(monitor) {}
 
-  bool has_failed() const noexcept {
-    return failure_.state.load(std::memory_order_acquire) != 0;
-  }
+  bool has_failed() const noexcept { return failure_.state.load(std::memory_order_acquire) != 0; }
 
   /// Raises the group's failure, if it has one.
   void check() const {

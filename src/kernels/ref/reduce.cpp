@@ -142,9 +142,8 @@ void reduce_loop(Reduction reduction, const void* const* sources, int num_source
     T result;
     narrow(total, result);
     for (int d = 0; d < num_destinations; ++d) {
-      std::memcpy(
-          static_cast<char*>(destinations[d]) + i * static_cast<std::int64_t>(sizeof(T)), &result,
-          sizeof(T));
+      std::memcpy(static_cast<char*>(destinations[d]) + i * static_cast<std::int64_t>(sizeof(T)),
+                  &result, sizeof(T));
     }
   }
 }

@@ -43,8 +43,8 @@ TEST(Arena, BlocksStartAtPagesAndDoNotOverlap) {
 TEST(Arena, ReturnedNeighboursAreMerged) {
   const TemporaryDirectory directory;
   const auto arena = arena_of(directory, 4 * kMiB);
-  for (const std::vector<std::size_t>& order :
-       std::vector<std::vector<std::size_t>>{{0, 1, 2, 3}, {3, 2, 1, 0}, {0, 2, 1, 3}, {1, 3, 0, 2}}) {
+  for (const std::vector<std::size_t>& order : std::vector<std::vector<std::size_t>>{
+           {0, 1, 2, 3}, {3, 2, 1, 0}, {0, 2, 1, 3}, {1, 3, 0, 2}}) {
     std::vector<std::shared_ptr<void>> blocks;
     for (int i = 0; i < 4; ++i) blocks.push_back(arena->allocate(kMiB));
     EXPECT_EQ(arena->allocate(1), nullptr);

@@ -89,7 +89,8 @@ void check_reduce(ShmTransport& transport, Place place, DataType dtype, ReduceOp
     Buffer data(transport, place, dtype, mine);
     transport.reduce(call_of(Operator::kReduce, dtype, op, root), data.piece());
     const bool is_root = transport.rank() == root;
-    EXPECT_EQ(data.content(), is_root ? reduced(dtype, op, inputs) : mine) << "reduce [" << count << "]";
+    EXPECT_EQ(data.content(), is_root ? reduced(dtype, op, inputs) : mine)
+        << "reduce [" << count << "]";
   }
 }
 
@@ -110,8 +111,7 @@ void check_gathers(ShmTransport& transport, Place place, DataType dtype, std::in
   const int rank = transport.rank();
   std::vector<Bytes> inputs;
   for (int peer = 0; peer < size; ++peer) {
-    inputs.push_back(
-        sample(dtype, is_uneven ? uneven(count, peer, 0) : count, seed_of(peer, 0)));
+    inputs.push_back(sample(dtype, is_uneven ? uneven(count, peer, 0) : count, seed_of(peer, 0)));
   }
   for (int root = -1; root < size; ++root) {
     Buffer input(transport, place, dtype, inputs[static_cast<std::size_t>(rank)]);
@@ -178,7 +178,8 @@ void check_reduce_scatter(ShmTransport& transport, Place place, DataType dtype, 
   }
   Buffer output(transport, place, dtype, empty_like(dtype, count_for(rank)));
   transport.reduce_scatter(call_of(Operator::kReduceScatter, dtype, op), pieces, output.piece());
-  EXPECT_EQ(output.content(), reduced(dtype, op, contributions)) << "reduce_scatter [" << count << "]";
+  EXPECT_EQ(output.content(), reduced(dtype, op, contributions))
+      << "reduce_scatter [" << count << "]";
 }
 
 void check_all_to_all(ShmTransport& transport, Place place, DataType dtype, std::int64_t count,
@@ -290,8 +291,8 @@ TEST(CollectivesDefaults, MatchPlainLoopsAroundTheSwitches) {
   run_threads(2, {}, [](ShmTransport& transport) {
     const std::int64_t limit = 64 * 1024 / 4;  // float32 elements of a 64 KiB slot
     const std::int64_t chunk = 1024 * 1024 / 4;
-    for (const std::int64_t count : {limit - 1, limit, limit + 1, chunk - 1, chunk, chunk + 1,
-                                     4 * chunk + 3, 9 * chunk}) {
+    for (const std::int64_t count :
+         {limit - 1, limit, limit + 1, chunk - 1, chunk, chunk + 1, 4 * chunk + 3, 9 * chunk}) {
       check_all_reduce(transport, Place::kPrivate, DataType::kFloat32, ReduceOp::kAvg, count);
       check_all_to_all(transport, Place::kPrivate, DataType::kFloat32, count, false);
       check_gathers(transport, Place::kPrivate, DataType::kFloat32, count, false);

@@ -182,7 +182,8 @@ TEST(Creation, FailsAlikeOnAllRanksInATinyDirectory) {
     GTEST_SKIP() << "mounting a tmpfs needs privileges";
   }
   const auto texts = texts_of_threads(3, in_directory(directory.path()), [](auto&) {});
-  EXPECT_NE(texts[0].find("MiB in " + directory.path() + " (1.0 MiB free): No space left on "
+  EXPECT_NE(texts[0].find("MiB in " + directory.path() +
+                          " (1.0 MiB free): No space left on "
                           "device. Enlarge it, in a container with --shm-size, or set "
                           "TESSERA_SHM_DIR."),
             std::string::npos)
@@ -223,7 +224,7 @@ TEST(Creation, UsesARunIdAndKeepsTheFilePrivate) {
   const auto entries = directory.entries();
   ASSERT_EQ(entries.size(), 1U);
   EXPECT_EQ(entries[0].rfind("tessera-job_7_b-", 0), 0U) << entries[0];
-  struct stat status {};
+  struct stat status{};
   ASSERT_EQ(stat(segment->path().c_str(), &status), 0);
   EXPECT_EQ(status.st_mode & 0777, 0600U);
 }

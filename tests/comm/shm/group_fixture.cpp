@@ -167,8 +167,7 @@ std::vector<std::string> texts_of_threads(int size, const ShmOptions& options,
 std::vector<Outcome> run_processes(int size, const ShmOptions& options, const RankBody& body) {
   const TemporaryDirectory keys;
   const std::size_t bytes = sizeof(Report) * static_cast<std::size_t>(size);
-  void* memory =
-      mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   auto* reports = static_cast<Report*>(memory);
   std::vector<pid_t> pids;
   for (int rank = 0; rank < size; ++rank) {

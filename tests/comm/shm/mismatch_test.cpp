@@ -88,8 +88,7 @@ Action all_to_all(std::vector<std::int64_t> inputs, std::vector<std::int64_t> ou
   };
 }
 
-constexpr const char* kSameOrder =
-    " Make every rank issue the same collectives in the same order.";
+constexpr const char* kSameOrder = " Make every rank issue the same collectives in the same order.";
 constexpr const char* kSameSizes = " Give every rank the same table of sizes.";
 
 struct Case {

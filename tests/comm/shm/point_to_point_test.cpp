@@ -32,7 +32,8 @@ TEST(PointToPoint, CarriesMessagesOfEverySizeAndType) {
   run_threads(2, small_options(), [](ShmTransport& transport) {
     int tag = 0;
     // Around the mailbox (1 KiB) and its quarters, with and without padding.
-    for (const std::int64_t count : {0, 1, 7, 8, 31, 63, 64, 65, 247, 248, 249, 255, 256, 257, 5000}) {
+    for (const std::int64_t count :
+         {0, 1, 7, 8, 31, 63, 64, 65, 247, 248, 249, 255, 256, 257, 5000}) {
       for (const DataType dtype : kAllTypes) {
         ++tag;
         if (transport.rank() == 0) send_sample(transport, dtype, count, 1, tag);
@@ -93,7 +94,8 @@ TEST(PointToPoint, AnySourceTellsWhoSent) {
 
 TEST(PointToPoint, ToItself) {
   run_threads(2, small_options(), [](ShmTransport& transport) {
-    std::thread sender([&] { send_sample(transport, DataType::kInt16, 4000, transport.rank(), 8); });
+    std::thread sender(
+        [&] { send_sample(transport, DataType::kInt16, 4000, transport.rank(), 8); });
     expect_sample(transport, DataType::kInt16, 4000, transport.rank(), 8);
     sender.join();
   });
@@ -112,13 +114,15 @@ TEST(PointToPoint, ManyThreadsSendAndReceiveBesideCollectives) {
           for (int i = 0; i < 40; ++i) send_sample(transport, dtype, i * 9, peer, tag_of(rank, i));
         });
         threads.emplace_back([&transport, peer, dtype, tag_of] {
-          for (int i = 0; i < 40; ++i) expect_sample(transport, dtype, i * 9, peer, tag_of(peer, i));
+          for (int i = 0; i < 40; ++i)
+            expect_sample(transport, dtype, i * 9, peer, tag_of(peer, i));
         });
       }
     }
     for (int i = 0; i < 100; ++i) {
       std::int64_t value = rank;
-      transport.all_reduce(call_of(Operator::kAllReduce, DataType::kInt64, ReduceOp::kSum), {&value, 1});
+      transport.all_reduce(call_of(Operator::kAllReduce, DataType::kInt64, ReduceOp::kSum),
+                           {&value, 1});
       EXPECT_EQ(value, 3);
     }
     for (std::thread& thread : threads) thread.join();

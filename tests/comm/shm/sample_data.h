@@ -15,12 +15,12 @@
 namespace tessera::comm::shm::testing {
 
 inline constexpr DataType kAllTypes[] = {
-    DataType::kBool,  DataType::kUInt8,   DataType::kInt8,     DataType::kInt16,
-    DataType::kInt32, DataType::kInt64,   DataType::kFloat16,  DataType::kBFloat16,
+    DataType::kBool,    DataType::kUInt8,  DataType::kInt8,    DataType::kInt16,
+    DataType::kInt32,   DataType::kInt64,  DataType::kFloat16, DataType::kBFloat16,
     DataType::kFloat32, DataType::kFloat64};
-inline constexpr ReduceOp kAllReductions[] = {
-    ReduceOp::kSum,     ReduceOp::kAvg,  ReduceOp::kMin, ReduceOp::kMax,
-    ReduceOp::kProduct, ReduceOp::kBand, ReduceOp::kBor, ReduceOp::kBxor};
+inline constexpr ReduceOp kAllReductions[] = {ReduceOp::kSum, ReduceOp::kAvg,     ReduceOp::kMin,
+                                              ReduceOp::kMax, ReduceOp::kProduct, ReduceOp::kBand,
+                                              ReduceOp::kBor, ReduceOp::kBxor};
 
 using Bytes = std::vector<std::byte>;
 

@@ -143,7 +143,7 @@ int run_leaks(const Options& options) {
   report_ready(world);
   const int groups = static_cast<int>(options.number("groups", 200));
   const int steps = static_cast<int>(options.number("steps", 10000));
-  create_and_destroy(world, 30);
+  create_and_destroy(world, 100);
   run_steps(world, steps / 5);
   comm::barrier(world);
   report("before", measure());

@@ -104,6 +104,7 @@ int run_loop(const Options& options) {
     const auto run = operation(options.text("op", "all_reduce"), options.number("count", 1 << 20));
     for (long step = 0; steps == 0 || step < steps; ++step) {
       comm::set_step(step);
+      if (step == at && options.text("hold") != "") wait_for_driver("go", 20);
       if (step == at && world.rank() == victim) misbehave(action, options, world);
       if (step == at && options.text("new_group") != "" && wait_for_driver("go", 20)) {
         make_new_group(world);

@@ -1,0 +1,204 @@
+#include "comm/executor.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <future>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+#include "support/ranks.h"
+#include "tessera/comm/error.h"
+
+namespace tessera::comm {
+namespace {
+
+using tessera::testing::text_of;
+using namespace std::chrono_literals;
+
+class ExecutorTest : public ::testing::Test {
+ protected:
+  c10::intrusive_ptr<EngineWork> work(EngineWork::Run run) {
+    return c10::make_intrusive<EngineWork>(executor_, 0, c10d::OpType::ALLREDUCE, "test",
+                                           sequence_++, std::vector<at::Tensor>{at::ones({1})},
+                                           std::move(run));
+  }
+  // A work that ends when `gate` is opened.
+  c10::intrusive_ptr<EngineWork> blocked(std::shared_future<void> gate) {
+    return work([gate](EngineWork&) { gate.wait(); });
+  }
+  static std::string error_of(EngineWork& work) {
+    try {
+      work.wait();
+    } catch (...) {
+      return text_of(std::current_exception());
+    }
+    return "";
+  }
+
+  std::shared_ptr<Executor> executor_ = std::make_shared<Executor>();
+  std::uint64_t sequence_ = 0;
+};
+
+TEST_F(ExecutorTest, BlockingCallRunsInItsCaller) {
+  std::thread::id ran;
+  const auto one = work([&](EngineWork&) { ran = std::this_thread::get_id(); });
+  executor_->run_now(one);
+  EXPECT_EQ(ran, std::this_thread::get_id());
+  EXPECT_TRUE(one->isCompleted());
+  EXPECT_TRUE(one->isSuccess());
+}
+
+TEST_F(ExecutorTest, OperationsRunInTheOrderOfTheirCalls) {
+  std::vector<int> order;
+  std::vector<c10::intrusive_ptr<EngineWork>> works;
+  for (int i = 0; i < 100; ++i) {
+    works.push_back(work([&order, i](EngineWork&) { order.push_back(i); }));
+    executor_->run_later(works.back());
+  }
+  const auto last = work([&order](EngineWork&) { order.push_back(100); });
+  executor_->run_now(last);
+  ASSERT_EQ(order.size(), 101U);
+  for (int i = 0; i <= 100; ++i) EXPECT_EQ(order[i], i);
+  for (const auto& one : works) EXPECT_TRUE(one->wait());
+}
+
+TEST_F(ExecutorTest, NeverTwoOperationsAtOnce) {
+  std::atomic<int> inside{0};
+  std::atomic<int> most{0};
+  std::vector<c10::intrusive_ptr<EngineWork>> works;
+  std::mutex mutex;
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&, t] {
+      for (int i = 0; i < 50; ++i) {
+        c10::intrusive_ptr<EngineWork> one;
+        {
+          std::lock_guard lock(mutex);
+          one = work([&](EngineWork&) {
+            most = std::max(most.load(), ++inside);
+            std::this_thread::yield();
+            --inside;
+          });
+        }
+        if ((i + t) % 2 == 0) {
+          executor_->run_now(one);
+        } else {
+          executor_->run_later(one);
+          one->wait();
+        }
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  EXPECT_EQ(most, 1);
+}
+
+TEST_F(ExecutorTest, AWaiterRunsWhatIsQueued) {
+  // The thread is inside the first one; whoever waits for the third runs second and third as soon
+  // as the first is done, or the thread does. Nobody waits for the other.
+  std::promise<void> gate;
+  executor_->run_later(blocked(gate.get_future().share()));
+  const auto second = work([](EngineWork&) {});
+  const auto third = work([](EngineWork&) {});
+  executor_->run_later(second);
+  executor_->run_later(third);
+  EXPECT_FALSE(second->isCompleted());
+  std::thread opener([&] {
+    std::this_thread::sleep_for(20ms);
+    gate.set_value();
+  });
+  EXPECT_TRUE(third->wait());
+  EXPECT_TRUE(second->isCompleted());
+  opener.join();
+}
+
+TEST_F(ExecutorTest, WaitWithALimitThrowsAndTheOperationGoesOn) {
+  std::promise<void> gate;
+  const auto one = blocked(gate.get_future().share());
+  executor_->run_later(one);
+  try {
+    one->wait(10ms);
+    ADD_FAILURE() << "nothing was thrown";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kTimeout);
+    EXPECT_STREQ(error.what(), "comm.wait #0: not done after 10 ms.");
+  }
+  gate.set_value();
+  EXPECT_TRUE(one->wait());
+}
+
+TEST_F(ExecutorTest, ExceptionsComeOutOfWaitAndFuture) {
+  const auto one = work([](EngineWork&) { throw std::runtime_error("broken"); });
+  const auto before = one->getFuture();
+  executor_->run_now(one);
+  EXPECT_EQ(error_of(*one), "broken");
+  EXPECT_EQ(error_of(*one), "broken");
+  EXPECT_FALSE(one->isSuccess());
+  EXPECT_TRUE(before->hasError());
+  EXPECT_TRUE(one->getFuture()->hasError());
+  // The next one is not concerned.
+  const auto two = work([](EngineWork&) {});
+  executor_->run_now(two);
+  EXPECT_TRUE(two->wait());
+}
+
+TEST_F(ExecutorTest, FutureHoldsTheOutputs) {
+  std::promise<void> gate;
+  const auto one = blocked(gate.get_future().share());
+  executor_->run_later(one);
+  const auto future = one->getFuture();
+  EXPECT_FALSE(future->completed());
+  gate.set_value();
+  future->wait();
+  EXPECT_EQ(future->value().toTensorVector().size(), 1U);
+}
+
+TEST_F(ExecutorTest, ACallbackMayUseTheExecutor) {
+  const auto one = work([](EngineWork&) {});
+  const auto two = work([](EngineWork&) {});
+  one->getFuture()->addCallback([&](c10::ivalue::Future&) { executor_->run_later(two); });
+  executor_->run_later(one);
+  EXPECT_TRUE(one->wait());
+  for (int i = 0; i < 1000 && !two->isCompleted(); ++i) std::this_thread::sleep_for(1ms);
+  EXPECT_TRUE(two->isCompleted());
+}
+
+TEST_F(ExecutorTest, StopFailsWhatIsQueued) {
+  std::promise<void> gate;
+  const auto running = blocked(gate.get_future().share());
+  const auto queued = work([](EngineWork&) { ADD_FAILURE() << "ran after the stop"; });
+  executor_->run_later(running);
+  executor_->run_later(queued);
+  std::thread stopper([&] { executor_->stop("the test is over"); });
+  for (int i = 0; i < 1000 && !queued->isCompleted(); ++i) std::this_thread::sleep_for(1ms);
+  EXPECT_EQ(error_of(*queued), "comm: the test is over with operations still queued.");
+  EXPECT_FALSE(running->isCompleted());
+  gate.set_value();
+  stopper.join();
+  EXPECT_TRUE(running->wait());
+}
+
+TEST_F(ExecutorTest, AfterStopEverythingFailsAtOnce) {
+  executor_->stop("the test is over");
+  const auto later = work([](EngineWork&) {});
+  executor_->run_later(later);
+  EXPECT_EQ(error_of(*later), "comm: the group is closed. Make a new one.");
+  const auto now = work([](EngineWork&) {});
+  executor_->run_now(now);
+  EXPECT_EQ(error_of(*now), "comm: the group is closed. Make a new one.");
+  executor_->stop("again");  // harmless
+}
+
+TEST_F(ExecutorTest, LetsGoOfTensorsWhenDone) {
+  auto held = std::make_shared<int>(1);
+  const std::weak_ptr<int> watch = held;
+  const auto one = work([held = std::move(held)](EngineWork&) {});
+  executor_->run_now(one);
+  EXPECT_TRUE(watch.expired());
+}
+
+}  // namespace
+}  // namespace tessera::comm
