@@ -10,6 +10,10 @@ namespace {
 
 void* stream() { return c10::cuda::getCurrentCUDAStream().stream(); }
 
+at::TensorOptions on_this_device(at::ScalarType type) {
+  return at::TensorOptions().dtype(type).device(at::kCUDA, c10::cuda::current_device());
+}
+
 void check(int error, const char* kernel) {
   TORCH_CHECK(error == 0, "vocab: the CUDA kernel '", kernel,
               "' did not start: ", kernels::cuda::error_text(error), ".");
@@ -26,7 +30,14 @@ void cuda_gradient(const kernels::SoftmaxGradientTask& task) {
 }
 
 void cuda_merge(const kernels::MergeTask& task) {
-  check(kernels::cuda::merge_tokens(task, stream()), "merge tokens");
+  at::Tensor workspace;
+  if (task.reduced != nullptr) {
+    workspace =
+        at::empty({kernels::cuda::merge_workspace_bytes(task.num_rows)}, on_this_device(at::kByte));
+  }
+  check(kernels::cuda::merge_tokens(task, workspace.defined() ? workspace.data_ptr() : nullptr,
+                                    stream()),
+        "merge tokens");
 }
 
 void cuda_coefficients(const kernels::CoefficientsTask& task) {
@@ -38,8 +49,7 @@ bool cuda_fused(const kernels::SoftmaxStatisticsTask& task, const kernels::LossS
   if (!kernels::cuda::can_fuse(task, shape)) return false;
   at::Tensor inverse;
   if (divide_by_count) {
-    inverse = at::empty(
-        {1}, at::TensorOptions().dtype(at::kFloat).device(at::kCUDA, c10::cuda::current_device()));
+    inverse = at::empty({1}, on_this_device(at::kFloat));
     check(kernels::cuda::inverse_count(task.labels.ids, task.rows.num_rows, shape.ignored,
                                        inverse.data_ptr<float>(), stream()),
           "inverse count");

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cstdint>
 #include <limits>
 
 #include <ATen/Functions.h>
@@ -17,6 +18,19 @@ void check_logits(const std::string& operation, const at::Tensor& logits) {
   TESSERA_CHECK_TYPE(type == at::kFloat || type == at::kBFloat16 || type == at::kHalf, operation,
                      ": logits of type ", type,
                      " are not supported. Use float32, bfloat16 or float16.");
+}
+
+/// CUDA kernels cut rows at 16-byte boundaries: equal bits need equal cuts.
+void check_alignment(const std::string& operation, const at::Tensor& logits, std::int64_t tile) {
+  const auto bytes = static_cast<std::int64_t>(logits.element_size());
+  bool is_aligned =
+      tile * bytes % 16 == 0 && reinterpret_cast<std::uintptr_t>(logits.const_data_ptr()) % 16 == 0;
+  for (std::int64_t d = 0; d + 1 < logits.dim(); ++d) {
+    is_aligned = is_aligned && (logits.size(d) == 1 || logits.stride(d) * bytes % 16 == 0);
+  }
+  TESSERA_CHECK_VALUE(
+      is_aligned, operation, ": with a tile of ", tile,
+      " columns, rows and tiles of CUDA logits must begin at multiples of 16 bytes.");
 }
 
 void check_labels(const std::string& operation, const at::Tensor& logits,
@@ -71,6 +85,7 @@ PassSettings settings_of(const at::Tensor& logits, const at::Tensor& labels,
                         ": the columns of rank ", group.rank(), " begin at ", columns.start,
                         ", which is not a multiple of the tile of ", options.reproducible_tile,
                         ". Choose a tile that divides every rank's first column.");
+    if (logits.is_cuda()) check_alignment(operation, logits, options.reproducible_tile);
     settings.tile = options.reproducible_tile;
   }
   settings.shape.scale = 1.0 / options.temperature;

@@ -9,14 +9,7 @@ namespace tessera::kernels::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kReduceThreads = 512;  // at 1024 the merge does not fit the registers
-
-__global__ void merge_kernel(MergeTask task) {
-  const int64_t vocab = vocab_of(task);
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (row == 0) *task.vocab = vocab;
-  if (row < task.num_rows) merge_row(task, row, vocab);
-}
+constexpr int kReduceThreads = 1024;
 
 template <typename Value>
 __device__ Value block_sum(Value value, Value* shared) {
@@ -30,22 +23,50 @@ __device__ Value block_sum(Value value, Value* shared) {
   return value;  // in thread 0
 }
 
-/// One block: few rows, and always the same order of additions.
-__global__ void __launch_bounds__(kReduceThreads, 1) merge_and_reduce_kernel(MergeTask task) {
+/// Loss and number of labels of one block of rows.
+struct Partial {
+  double loss;
+  long long count;
+};
+
+/// With `partials`, one per block, for the sum that follows.
+__global__ void __launch_bounds__(kThreads) merge_kernel(MergeTask task, Partial* partials) {
   __shared__ double losses[32];
   __shared__ long long counts[32];
   const int64_t vocab = vocab_of(task);
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (row == 0) *task.vocab = vocab;
   double loss = 0.0;
   long long count = 0;
-  for (int64_t row = threadIdx.x; row < task.num_rows; row += kReduceThreads) {
-    loss += merge_row(task, row, vocab);
-    count += is_ignored(task.shape, task.labels, row) ? 0 : 1;
+  if (row < task.num_rows) {
+    loss = merge_row(task, row, vocab);
+    count = is_ignored(task.shape, task.labels, row) ? 0 : 1;
+  }
+  if (partials == nullptr) return;
+  loss = block_sum(loss, losses);
+  count = block_sum(count, counts);
+  if (threadIdx.x == 0) {
+    partials[blockIdx.x].loss = loss;
+    partials[blockIdx.x].count = count;
+  }
+}
+
+/// One block, so that the additions always have the same order.
+__global__ void __launch_bounds__(kThreads)
+    reduce_kernel(MergeTask task, const Partial* partials, int num_partials) {
+  __shared__ double losses[32];
+  __shared__ long long counts[32];
+  double loss = 0.0;
+  long long count = 0;
+  for (int i = threadIdx.x; i < num_partials; i += kThreads) {
+    loss += partials[i].loss;
+    count += partials[i].count;
   }
   loss = block_sum(loss, losses);
   count = block_sum(count, counts);
   if (threadIdx.x != 0) return;
-  const double inverse = task.divide_by_count ? 1.0 / (count > 0 ? count : 1) : 1.0;
-  *task.vocab = vocab;
+  const double inverse =
+      task.divide_by_count ? 1.0 / static_cast<double>(count > 0 ? count : 1) : 1.0;
   *task.reduced = static_cast<float>(loss * inverse);
   *task.inverse = static_cast<float>(inverse);
 }
@@ -84,12 +105,17 @@ unsigned blocks_for(std::int64_t count) {
 
 }  // namespace
 
-int merge_tokens(const MergeTask& task, void* stream) {
+std::int64_t merge_workspace_bytes(std::int64_t num_rows) {
+  return static_cast<std::int64_t>(sizeof(Partial)) * std::max(1U, blocks_for(num_rows));
+}
+
+int merge_tokens(const MergeTask& task, void* workspace, void* stream) {
   const auto on = static_cast<cudaStream_t>(stream);
-  if (task.reduced != nullptr) {
-    merge_and_reduce_kernel<<<1, kReduceThreads, 0, on>>>(task);
-  } else {
-    merge_kernel<<<std::max(1U, blocks_for(task.num_rows)), kThreads, 0, on>>>(task);
+  const unsigned blocks = std::max(1U, blocks_for(task.num_rows));
+  auto* partials = task.reduced != nullptr ? static_cast<Partial*>(workspace) : nullptr;
+  merge_kernel<<<blocks, kThreads, 0, on>>>(task, partials);
+  if (partials != nullptr) {
+    reduce_kernel<<<1, kThreads, 0, on>>>(task, partials, static_cast<int>(blocks));
   }
   return static_cast<int>(cudaGetLastError());
 }
