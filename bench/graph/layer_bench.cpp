@@ -13,6 +13,8 @@
 //
 //   layer_bench [--ranks N] [--nodes N] [--columns N] [--seconds S]
 
+#include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
@@ -21,7 +23,9 @@
 #include <vector>
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
@@ -208,8 +212,8 @@ class LayerBench {
     const Share gloo_share = share_of(sample_, partition, gloo_);
     check(partition, share);
     time_exchanges(share);
-    time_layers(share, gloo_share);
     time_alone();
+    time_layers(share, gloo_share);
     time_overlap(partition);
     bench_.meet();
   }
@@ -251,6 +255,7 @@ class LayerBench {
     label.ranks = bench_.size();
     label.isa = kernels::name_of(kernels::active_isa());
     label.bytes = static_cast<std::size_t>(bytes);
+    label.others = samples.others;
     print_row(label, all);
     std::sort(all.begin(), all.end());
     return quantile_of(all, 0.5);

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <vector>
 
-#include <ATen/Functions.h>
+#include <ATen/ATen.h>
 #include <metis.h>
 
 #include "tessera/core/check.h"
