@@ -45,10 +45,10 @@ TESSERA_API std::optional<Error> last_error();
 TESSERA_API void set_step(std::int64_t step) noexcept;
 
 /// Arranges that an uncaught exception is reported to the peers, written to the launcher's error
-/// file (TORCHELASTIC_ERROR_FILE) and printed, before the process ends: for an Error with code 69 if
-/// the ranks did not find each other, 78 if the engine cannot be had, 75 otherwise (a peer was lost,
-/// the limit passed, the ranks disagree); for other exceptions by abort(). comm::init calls this. Not
-/// collective.
+/// file (TORCHELASTIC_ERROR_FILE) and printed, before the process ends: for an Error with code 69
+/// if the ranks did not find each other, 78 if the engine cannot be had, 75 otherwise (a peer was
+/// lost, the limit passed, the ranks disagree); for other exceptions by abort(). comm::init calls
+/// this. Not collective.
 TESSERA_API void install_failure_handler();
 
 /// Writes the launcher's error file for `exception`, if there is a launcher and no earlier file.
