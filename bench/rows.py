@@ -60,6 +60,14 @@ def time_text(microseconds: float) -> str:
     return f"{microseconds / 1e3:.0f} ms"
 
 
+# Share of the cores that other programs may take before a row is void.
+MAX_OTHERS = 0.1
+
+
+def state_text(row: Row) -> str:
+    return row.get("state", "") + ("!" if row.get("others", 0) > MAX_OTHERS else "")
+
+
 HEADERS = ["row", "state", "median", "p10", "p90", "n", "x peer", "floor"]
 
 
@@ -74,7 +82,7 @@ def cells(row: Row, index: dict[tuple[str, str], Row]) -> list[str]:
     share = f"{100 * floor / row['median_us']:.0f} %" if floor and row["bytes"] >= 25e6 else ""
     return [
         row["name"],
-        row.get("state", ""),
+        state_text(row),
         time_text(row["median_us"]),
         time_text(row["p10_us"]),
         time_text(row["p90_us"]),

@@ -286,14 +286,18 @@ class CollectivesBench {
     label.ranks = bench_.size();
     label.isa = kernels::name_of(kernels::active_isa());
     label.bytes = static_cast<std::size_t>(bytes);
+    label.others = samples.others;
     if (bytes >= 1'000'000) {
       label.floor_us = one.floor_bytes / samples.copy_gbps / 1e3;
       label.copy_gbps = samples.copy_gbps;
     }
+    // A handful of repetitions at the edge of a change of state says nothing.
+    constexpr std::size_t kFew = 5;
+    const bool is_mostly_near = samples.near.size() >= samples.far.size();
     label.state = "near";
-    print_row(label, samples.near);
+    if (is_mostly_near || samples.near.size() >= kFew) print_row(label, samples.near);
     label.state = "far";
-    print_row(label, samples.far);
+    if (!is_mostly_near || samples.far.size() >= kFew) print_row(label, samples.far);
   }
 
   RankBench& bench_;

@@ -20,6 +20,7 @@ struct Samples {
   std::vector<double> near;
   std::vector<double> far;
   double copy_gbps = 0.0;  // of all ranks together, measured just before
+  double others = 0.0;     // share of the cores that other programs took meanwhile
 };
 
 class RankBench {
@@ -35,13 +36,17 @@ class RankBench {
   void meet();
 
   /// Times `call`. Every repetition begins with a barrier and makes `batch` calls; there are at
-  /// least ten, more if they fit into `seconds`.
+  /// least ten, more if they fit into `seconds`. If other programs disturb, tries again a few times
+  /// and returns the quietest attempt.
   Samples measure(const std::function<void()>& call, int batch, double seconds);
 
  private:
   friend int run_ranks(int argc, char** argv, const std::vector<int>& sizes,
                        const std::function<void(RankBench&)>& body);
   RankBench(int rank, int size, int listener, int port, Control* control);
+  Samples measure_once(const std::function<void()>& call, int batch, double seconds);
+  /// Tells all ranks what rank 0 says.
+  double agree_on(double value);
   /// Copies memory on as many ranks as there are cores, at the same time.
   double measure_copy();
   /// Lets ranks 0 and 1 find out how far apart their cores are.

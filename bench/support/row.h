@@ -17,6 +17,7 @@ struct RowLabel {
   std::string state;       // near, far, or empty if nobody asked
   std::size_t bytes = 0;   // what the caller hands in
   double floor_us = 0.0;   // time of the bytes that must move; 0 if it has no meaning
+  double others = 0.0;     // share of the cores that other programs took; rows above 0.1 are void
   double copy_gbps = 0.0;  // the bandwidth behind it
 };
 

@@ -143,7 +143,7 @@ Json measure_engine(const comm::Group& group, bool is_quick) {
   const bool is_shm = group.engine() == "shm";
   const int small = is_shm ? 50 : (is_quick ? 10 : 30);
   return {{"4KB", measure_all_reduce(1'000, small, is_shm ? 20 : 1, group)},
-          {"25MB", measure_all_reduce(6'250'000, is_quick ? 5 : 11, 1, group)}};
+          {"25MB", measure_all_reduce(6'250'000, is_quick ? 3 : 11, 1, group)}};
 }
 
 // NCCL is in the process if LibTorch was built with it.

@@ -53,8 +53,12 @@ struct FailureChannel::State {
   std::optional<std::uint64_t> roll_sequence;  // what `roll` is about
   std::vector<int> roll;                       // ranks that have not arrived there
   Clock::time_point next_poll{};
+  std::optional<Clock::time_point> busy_since;  // since when the thread is inside the store
   bool is_closed = false;
   bool has_ended = false;
+
+  // When to stop hoping for an answer. A store that has kept the thread waiting gets no more time.
+  Clock::time_point patience() const { return busy_since.value_or(Clock::now()) + kStoreLimit; }
 
   bool has_work() const { return is_closed || to_publish || has_poll; }
 
@@ -100,7 +104,8 @@ FailureChannel::~FailureChannel() {
     std::unique_lock lock(state_->mutex);
     state_->is_closed = true;
     state_->asked.notify_all();
-    has_ended = state_->answered.wait_for(lock, kStoreLimit, [&] { return state_->has_ended; });
+    has_ended =
+        state_->answered.wait_until(lock, state_->patience(), [&] { return state_->has_ended; });
   }
   // A thread that is stuck in the store keeps what it needs alive, and nothing else.
   if (has_ended) {
@@ -119,6 +124,7 @@ void FailureChannel::serve(const std::shared_ptr<State>& state) {
     const auto arrived = std::exchange(state->arrived, std::nullopt);
     std::optional<Failure> found = mine;
     std::optional<std::vector<int>> roll;
+    state->busy_since = Clock::now();
     lock.unlock();
     try {
       if (state->store) {
@@ -129,6 +135,7 @@ void FailureChannel::serve(const std::shared_ptr<State>& state) {
       state->store = nullptr;
     }
     lock.lock();
+    state->busy_since.reset();
     if (!state->failure) state->failure = found;
     if (roll) {
       state->roll_sequence = arrived;
@@ -150,7 +157,8 @@ Failure FailureChannel::publish(const Failure& failure) noexcept {
   if (!state_->failure) {
     if (!state_->to_publish) state_->to_publish = failure;
     state_->asked.notify_all();
-    state_->answered.wait_for(lock, kStoreLimit, [&] { return state_->failure.has_value(); });
+    state_->answered.wait_until(lock, state_->patience(),
+                                [&] { return state_->failure.has_value(); });
     if (!state_->failure) state_->failure = failure;
   }
   return *state_->failure;

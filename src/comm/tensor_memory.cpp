@@ -1,5 +1,8 @@
 #include "comm/tensor_memory.h"
 
+#include <sys/mman.h>
+
+#include <cstdint>
 #include <optional>
 
 #include <ATen/Functions.h>
@@ -38,6 +41,9 @@ std::optional<DataType> data_type_of(at::ScalarType dtype) {
 
 // Reals and bytes that a Transport knows, sharing the tensor's memory.
 at::Tensor plain_view(const at::Tensor& contiguous) {
+  // Almost always. Only the memory is used, so not even a detached tensor is made: that would be a
+  // third of the time of a small operation.
+  if (data_type_of(contiguous.scalar_type()) && !contiguous.is_neg()) return contiguous;
   at::Tensor view = contiguous.detach();
   if (view.is_conj() || view.is_neg()) view = view.resolve_conj().resolve_neg();
   if (view.is_complex()) return at::view_as_real(view);
@@ -59,21 +65,23 @@ TensorMemory::TensorMemory(const at::Tensor& tensor, Use use) {
   }
   // A scalar has no last dimension to reinterpret; as one row it does.
   memory_ = plain_view(contiguous.dim() == 0 ? contiguous.view({1}) : contiguous);
+  storage_ = memory_.storage();
+  data_ = memory_.data_ptr();
   dtype_ = *data_type_of(memory_.scalar_type());
   count_ = memory_.numel();
   row_count_ = memory_.size(0) > 0 ? count_ / memory_.size(0) : 0;
 }
 
-Piece TensorMemory::piece() const { return {memory_.data_ptr(), count_}; }
+Piece TensorMemory::piece() const { return {data_, count_}; }
 
 Piece TensorMemory::rows(std::int64_t first, std::int64_t num) const {
-  auto* start = static_cast<char*>(memory_.data_ptr());
+  auto* start = static_cast<char*>(data_);
   return {start + first * row_count_ * static_cast<std::int64_t>(size_of(dtype_)),
           num * row_count_};
 }
 
 std::vector<Piece> TensorMemory::even_parts(int num_parts) const {
-  auto* start = static_cast<char*>(memory_.data_ptr());
+  auto* start = static_cast<char*>(data_);
   const std::int64_t count = count_ / num_parts;
   std::vector<Piece> parts;
   for (int part = 0; part < num_parts; ++part) {
@@ -92,6 +100,18 @@ void TensorMemory::write_back() const {
   }
   at::Tensor target = target_;
   target.copy_(result.view(target_.sizes()));
+}
+
+at::Tensor make_result(at::IntArrayRef shape, const at::TensorOptions& options) {
+  at::Tensor result = at::empty(shape, options.requires_grad(false));
+  constexpr std::uintptr_t kHugePage = std::uintptr_t{2} << 20;
+  if (!result.device().is_cpu() || result.nbytes() < 2 * kHugePage) return result;
+  // Advice for the pages that belong to the tensor alone. What is already present stays as it is.
+  const auto begin = reinterpret_cast<std::uintptr_t>(result.data_ptr());
+  const std::uintptr_t first = (begin + kHugePage - 1) / kHugePage * kHugePage;
+  const std::uintptr_t last = (begin + result.nbytes()) / kHugePage * kHugePage;
+  ::madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+  return result;
 }
 
 void check_tensor(std::string_view op, const at::Tensor& tensor, std::string_view engine) {

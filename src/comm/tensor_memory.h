@@ -37,10 +37,16 @@ class TensorMemory {
  private:
   at::Tensor target_;  // what to write back to; undefined if memory_ is it
   at::Tensor memory_;
+  c10::Storage storage_;  // stays, even if the caller gives the tensor another one meanwhile
+  void* data_;
   DataType dtype_;
   std::int64_t count_;      // elements of dtype_
   std::int64_t row_count_;  // elements of dtype_ in one row
 };
+
+/// An uninitialised tensor for a result. Large ones on the CPU get huge pages where the system gives
+/// them on request: small pages cost ten times as much as the operation that fills them.
+at::Tensor make_result(at::IntArrayRef shape, const at::TensorOptions& options);
 
 /// Throws ValueError or TypeError, naming the operator, unless `tensor` is dense and on the CPU or
 /// a CUDA device.

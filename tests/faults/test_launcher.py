@@ -48,10 +48,8 @@ def test_signal_ends_the_job(number):
 
 
 def test_second_interrupt_does_not_wait():
-    # Stopped ranks do not end on the first one.
-    with Fleet("loop", "count=1000").run(2, "--shutdown-timeout", 60) as fleet:
-        for pid in fleet.warm(2).values():
-            fleet.kill(pid, signal.SIGSTOP)
+    with Fleet("loop", "count=1000", "deaf=1").run(2, "--shutdown-timeout", 60) as fleet:
+        fleet.warm(2)
         fleet.kill(fleet.processes[0].pid, signal.SIGINT)
         time.sleep(0.3)
         begin = time.monotonic()
@@ -62,11 +60,19 @@ def test_second_interrupt_does_not_wait():
 
 
 def test_ranks_that_ignore_the_signal_are_killed():
-    with Fleet("loop", "count=1000").run(2, "--shutdown-timeout", 1) as fleet:
-        for pid in fleet.warm(2).values():
-            fleet.kill(pid, signal.SIGSTOP)
+    with Fleet("loop", "count=1000", "deaf=1").run(2, "--shutdown-timeout", 1) as fleet:
+        fleet.warm(2)
         begin = time.monotonic()
         fleet.kill(fleet.processes[0].pid, signal.SIGTERM)
         assert fleet.wait(10) == [128 + signal.SIGTERM]
         assert 0.9 < time.monotonic() - begin < 4
+        fleet.assert_nothing_left()
+
+
+def test_stopped_ranks_end_with_the_job():
+    with Fleet("loop", "count=1000").run(2) as fleet:
+        for pid in fleet.warm(2).values():
+            fleet.kill(pid, signal.SIGSTOP)
+        fleet.kill(fleet.processes[0].pid, signal.SIGTERM)
+        assert fleet.wait(20) == [128 + signal.SIGTERM]
         fleet.assert_nothing_left()
