@@ -35,7 +35,8 @@ Overwrite overwrite_named(const std::string& name) {
   if (name == "never") return Overwrite::kNever;
   if (name == "backward") return Overwrite::kInBackward;
   if (name == "forward") return Overwrite::kInForward;
-  throw py::value_error("vocab: overwrite is 'never', 'backward' or 'forward', not '" + name + "'.");
+  throw py::value_error("vocab: overwrite is 'never', 'backward' or 'forward', not '" + name +
+                        "'.");
 }
 
 Reduction reduction_named(const std::string& name) {
@@ -84,8 +85,9 @@ void bind_engine(py::module_& m) {
         fill(options, columns, vocab_size, ignore_index, temperature, reproducible_tile,
              check_labels);
         options.overwrite = overwrite_named(overwrite);
-        return tuple_of({{}, token_scores(logits, labels.value_or(Tensor()), group_of(group),
-                                          wanted_of(wanted), options)});
+        return tuple_of({{},
+                         token_scores(logits, labels.value_or(Tensor()), group_of(group),
+                                      wanted_of(wanted), options)});
       },
       Release());
   m.def(
@@ -102,8 +104,8 @@ void bind_engine(py::module_& m) {
         options.reduction = reduction_named(reduction);
         options.label_smoothing = label_smoothing;
         options.z_loss = z_loss;
-        return tuple_of(cross_entropy_with_scores(logits, labels, group_of(group),
-                                                  wanted_of(wanted), options));
+        return tuple_of(
+            cross_entropy_with_scores(logits, labels, group_of(group), wanted_of(wanted), options));
       },
       Release());
   m.def(
@@ -225,7 +227,9 @@ void bind_model_utils(py::module_& m) {
   m.def(
       "distributed_vocab_topk",
       [](const Tensor& logits, std::int64_t k, const MaybeGroup& group, std::int64_t start,
-         std::int64_t end) { return distributed_vocab_topk(logits, k, group_of(group), start, end); },
+         std::int64_t end) {
+        return distributed_vocab_topk(logits, k, group_of(group), start, end);
+      },
       Release());
   m.def(
       "gather_logits_at_global_indices",

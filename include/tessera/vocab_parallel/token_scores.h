@@ -41,8 +41,8 @@ struct TokenOptions {
   double temperature = 1.0;
   Overwrite overwrite = Overwrite::kNever;
   /// If not 0, log-probabilities have the same bits for every number of ranks whose ranges begin at
-  /// multiples of it. One more pair of numbers is exchanged for every so many columns. On CUDA, rows
-  /// and tiles must begin at multiples of 16 bytes.
+  /// multiples of it. One more pair of numbers is exchanged for every so many columns. On CUDA,
+  /// rows and tiles must begin at multiples of 16 bytes.
   std::int64_t reproducible_tile = 0;
   /// Look for labels outside the vocabulary and name the first. On CUDA this waits for the device,
   /// so the default there is not to look; such a token then gets NaN.
