@@ -175,6 +175,7 @@ class graph_parallel:
     ) -> tuple[Tensor, Tensor | None]: ...
     @staticmethod
     def split_tensor(tensor: Tensor, num_parts: int, dim: int, contiguous_chunks: bool) -> list[Tensor]: ...
+
 _Columns = tuple[int, int] | None
 _Scores = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
