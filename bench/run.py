@@ -32,6 +32,8 @@ BENCHMARKS = {
     "launchers": [[sys.executable, str(ROOT / "bench/compare/launchers.py")]],
     "kernels_reduce": [[str(PROGRAMS / "reduce_bench")]],
     "graph_layer": [[str(PROGRAMS / "layer_bench")]],
+    "vocab_cross_entropy": [[str(PROGRAMS / "cross_entropy_bench")]],
+    "vocab_logprob": [[sys.executable, str(ROOT / "bench/compare/vocab_logprob.py")]],
 }
 QUICK = {
     "comm_collectives": ["--seconds", "0.1"],
@@ -39,6 +41,8 @@ QUICK = {
     "launchers": ["--repetitions", "3"],
     "kernels_reduce": ["--seconds", "0.05"],
     "graph_layer": ["--seconds", "0.5"],
+    "vocab_cross_entropy": ["--repetitions", "5"],
+    "vocab_logprob": [],
 }
 TITLES = {
     "comm_collectives": "Collectives, C++",
@@ -46,6 +50,8 @@ TITLES = {
     "launchers": "Launchers",
     "kernels_reduce": "Reduction kernels, one thread",
     "graph_layer": "One layer over a split graph, forward and backward",
+    "vocab_cross_entropy": "Cross entropy, one rank",
+    "vocab_logprob": "Log-probabilities, two ranks",
 }
 
 

@@ -1,50 +1,34 @@
 // tessera train — trains a built-in workload, starting its own ranks.
 
+#include <algorithm>
 #include <cstdio>
+#include <set>
 
-#include "flags.h"
-#include "gnn_flags.h"
 #include "launch/store_host.h"
 #include "tessera/launch/exit_code.h"
 #include "tessera/launch/job.h"
 #include "tessera/launch/launch_error.h"
 #include "usage.h"
 #include "verb.h"
+#include "workload.h"
 
 namespace tessera::cli {
 namespace {
 
+constexpr const Workload* kWorkloads[] = {&kLmWorkload, &kGnnWorkload};
+
 constexpr std::string_view kHelp =
-    R"(tessera train gnn [flags]
+    R"(tessera train <workload> [flags]
 
-  tessera train gnn --ranks 2                              one graph over two ranks
-  tessera train gnn --ranks 4 --graph-parallel 2           two pairs, different structures each
-  tessera train gnn --ranks 4 --atoms 4096 --partition morton
+  tessera train lm --ranks 2        a small GPT, its vocabulary over two ranks
+  tessera train gnn --ranks 2       energies and forces of atoms, one graph over two ranks
 
-Trains a message-passing network on energies and forces of atoms in periodic boxes, which the
-program makes itself (Lennard-Jones-like). Forces are derivatives of the energy, so training goes
-through second derivatives, over all ranks.
+workloads
+  lm     language model: vocabulary and batch over a mesh
+  gnn    message passing: the graph and the structures over a mesh
 
-ranks
-  -n, --ranks N             processes on this host (1)
-  --graph-parallel G        ranks that share one graph; the rest see other structures (all)
-  --partition P             contiguous, morton, hilbert, bisection or metis (bisection)
-data
-  --atoms N                 per structure (216)
-  --structures N            for training; a quarter as many to judge (16)
-  --cutoff R                how far atoms see, in sigmas (2.2)
-training
-  --steps N --batch N       steps (200), structures per step and data-parallel rank (1)
-  --lr X --optimizer O      learning rate (0.003), adam or sgd
-  --force-weight X          of forces beside energies (1)
-  --features N --layers N   of the network (32, 2)
-  --precision P             float32 or float64
-  --no-overlap              wait for halo rows before computing
-  --seed N                  of structures and parameters (1)
-output
-  --json                    one JSON object at the end
-  --config FILE             read flags from a TOML file; --print-config shows the result
-More: docs/graph_parallel.md
+tessera train <workload> --help shows the flags of one.
+More: docs/vocab_parallel.md, docs/graph_parallel.md
 )";
 
 std::string worker_program() {
@@ -56,55 +40,41 @@ std::string worker_program() {
 }
 
 int run(const std::vector<std::string>& words) {
-  CLI::App app("", "train");
-  TrainGnnWords given;
-  define_flags(app, given);
-  if (words.empty()) throw UsageError("train: name a workload, as in tessera train gnn");
+  if (words.empty()) throw UsageError("train: name a workload, as in tessera train lm");
   if (words[0] == "--help" || words[0] == "-h") {
     std::fwrite(kHelp.data(), 1, kHelp.size(), stdout);
     return launch::kExitOk;
   }
-  if (words[0] != "gnn") {
+  const auto found =
+      std::find_if(std::begin(kWorkloads), std::end(kWorkloads),
+                   [&](const Workload* workload) { return workload->name == words[0]; });
+  if (found == std::end(kWorkloads)) {
     throw UsageError("train: there is no workload '" + words[0] + "'" +
-                     suggestion(words[0], {"gnn"}));
+                     suggestion(words[0], {"lm", "gnn"}));
   }
-  const SplitWords split = split_words(app, {words.begin() + 1, words.end()});
-  read_flags(app, split.flags);
-  if (given.wants_help) {
-    std::fwrite(kHelp.data(), 1, kHelp.size(), stdout);
-    return launch::kExitOk;
-  }
-  if (!split.rest.empty()) throw UsageError("train: takes flags only, not '" + split.rest[0] + "'");
-  if (given.print_config) {
-    std::fputs(app.config_to_str(true, false).c_str(), stdout);
-    return launch::kExitOk;
-  }
-  const int size = given.graph_parallel == 0 ? given.num_ranks : given.graph_parallel;
-  if (given.num_ranks % size != 0) {
-    throw launch::LaunchError(launch::kExitConfiguration,
-                              "train: " + std::to_string(given.num_ranks) +
-                                  " ranks cannot be divided into groups of " + std::to_string(size),
-                              "every graph is shared by the same number of ranks",
-                              "choose --graph-parallel so that it divides --ranks");
-  }
+  const Workload& workload = **found;
+  const std::vector<std::string> flags(words.begin() + 1, words.end());
+  const int num_ranks = workload.read(flags);
+  if (num_ranks == 0) return launch::kExitOk;
   launch::RunOptions options;
-  options.num_local_ranks = given.num_ranks;
+  options.num_local_ranks = num_ranks;
   options.prefix_lines = false;
   options.use_python = false;
-  options.command = {worker_program(), "train-gnn"};
-  options.command.insert(options.command.end(), split.flags.begin(), split.flags.end());
+  options.command = {worker_program(), std::string(workload.worker_verb)};
+  options.command.insert(options.command.end(), flags.begin(), flags.end());
   return launch::run_job(options);
 }
 
 std::vector<std::string> flags() {
-  CLI::App app("", "train");
-  TrainGnnWords words;
-  define_flags(app, words);
-  return long_flags(app);
+  std::set<std::string> all;
+  for (const Workload* workload : kWorkloads) {
+    for (std::string& flag : workload->flags()) all.insert(std::move(flag));
+  }
+  return {all.begin(), all.end()};
 }
 
 }  // namespace
 
-const Verb kTrainVerb{"train", "train a built-in workload: gnn", kHelp, run, flags};
+const Verb kTrainVerb{"train", "train a built-in workload: lm, gnn", kHelp, run, flags};
 
 }  // namespace tessera::cli

@@ -12,3 +12,6 @@ echo "== a C++ program on two ranks"
 echo
 echo "== torch's own DistributedDataParallel over shared memory, on two ranks"
 "$tessera" run -n 2 -- .venv/bin/python examples/torch_ddp.py
+echo
+echo "== a small GPT, its vocabulary over two ranks"
+"$tessera" train lm --ranks 2 --steps 30

@@ -9,7 +9,7 @@
 int main(int argc, char** argv) {
   using namespace tessera::cli;
   static constexpr const WorkerVerb* kVerbs[] = {&kPlanGraphVerb, &kStoreVerb, &kTrainGnnVerb,
-                                                 &kDoctorRankVerb};
+                                                 &kTrainLmVerb, &kDoctorRankVerb};
   const std::string name = argc > 1 ? argv[1] : "";
   try {
     for (const WorkerVerb* verb : kVerbs) {

@@ -21,5 +21,6 @@ extern const WorkerVerb kPlanGraphVerb;
 extern const WorkerVerb kStoreVerb;
 extern const WorkerVerb kTrainGnnVerb;
 extern const WorkerVerb kDoctorRankVerb;
+extern const WorkerVerb kTrainLmVerb;
 
 }  // namespace tessera::cli

@@ -13,5 +13,6 @@ void bind_failure(pybind11::module_& module);
 void bind_collectives(pybind11::module_& module);
 void bind_regions(pybind11::module_& module);
 void bind_graph_parallel(pybind11::module_& module);
+void bind_vocab_parallel(pybind11::module_& module);
 
 }  // namespace tessera::python

@@ -14,4 +14,5 @@ PYBIND11_MODULE(_C, module) {
   tessera::python::bind_collectives(module);
   tessera::python::bind_regions(module);
   tessera::python::bind_graph_parallel(module);
+  tessera::python::bind_vocab_parallel(module);
 }

@@ -175,3 +175,130 @@ class graph_parallel:
     ) -> tuple[Tensor, Tensor | None]: ...
     @staticmethod
     def split_tensor(tensor: Tensor, num_parts: int, dim: int, contiguous_chunks: bool) -> list[Tensor]: ...
+
+_Columns = tuple[int, int] | None
+_Scores = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+def vocab_token_scores(
+    logits: Tensor,
+    labels: Tensor | None,
+    group: ProcessGroup | None,
+    wanted: Sequence[bool],
+    columns: _Columns,
+    vocab_size: int | None,
+    ignore_index: int,
+    temperature: float,
+    reproducible_tile: int,
+    check_labels: bool | None,
+    overwrite: str,
+) -> _Scores: ...
+def vocab_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    group: ProcessGroup | None,
+    wanted: Sequence[bool],
+    columns: _Columns,
+    vocab_size: int | None,
+    ignore_index: int,
+    temperature: float,
+    reproducible_tile: int,
+    check_labels: bool | None,
+    overwrite: str,
+    reduction: str,
+    label_smoothing: float,
+    z_loss: float,
+) -> _Scores: ...
+def vocab_linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    group: ProcessGroup | None,
+    wanted: Sequence[bool],
+    columns: _Columns,
+    vocab_size: int | None,
+    ignore_index: int,
+    temperature: float,
+    check_labels: bool | None,
+    reduction: str,
+    label_smoothing: float,
+    z_loss: float,
+    workspace_bytes: int,
+) -> _Scores: ...
+def vocab_log_probabilities_at(
+    logits: Tensor,
+    ids: Tensor,
+    group: ProcessGroup | None,
+    columns: _Columns,
+    vocab_size: int | None,
+    temperature: float,
+) -> Tensor: ...
+def vocab_log_softmax(
+    logits: Tensor, group: ProcessGroup | None, columns: _Columns, vocab_size: int | None, temperature: float
+) -> Tensor: ...
+def vocab_soft_cross_entropy(
+    logits: Tensor,
+    target_logits: Tensor,
+    group: ProcessGroup | None,
+    columns: _Columns,
+    vocab_size: int | None,
+    temperature: float,
+) -> Tensor: ...
+def vocab_top_k(
+    logits: Tensor, k: int, group: ProcessGroup | None, columns: _Columns, vocab_size: int | None
+) -> tuple[Tensor, Tensor]: ...
+def compute_distributed_log_softmax(logits: Tensor, group: ProcessGroup | None) -> Tensor: ...
+def distributed_logprob(
+    logits: Tensor, target: Tensor, start: int, end: int, group: ProcessGroup | None
+) -> Tensor: ...
+def distributed_gather_logprob(
+    logits: Tensor, ids: Tensor, start: int, end: int, group: ProcessGroup | None
+) -> Tensor: ...
+def distributed_entropy(logits: Tensor, group: ProcessGroup | None) -> Tensor: ...
+def distributed_cross_entropy(student: Tensor, target: Tensor, group: ProcessGroup | None) -> Tensor: ...
+def from_parallel_logits_to_logprobs(
+    logits: Tensor, target: Tensor, start: int, end: int, group: ProcessGroup | None, inference_only: bool
+) -> Tensor: ...
+def from_parallel_logits_to_logprobs_packed_sequences(
+    logits: Tensor,
+    target: Tensor,
+    cu_seqlens_padded: Tensor,
+    unpacked_seqlen: int,
+    start: int,
+    end: int,
+    group: ProcessGroup | None,
+    inference_only: bool,
+    target_is_pre_rolled: bool,
+) -> Tensor: ...
+def from_parallel_hidden_states_to_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    start: int,
+    end: int,
+    group: ProcessGroup | None,
+    inference_only: bool,
+    chunk_size: int | None,
+) -> Tensor: ...
+def distributed_vocab_topk(
+    logits: Tensor, k: int, group: ProcessGroup | None, start: int, end: int
+) -> tuple[Tensor, Tensor]: ...
+def gather_logits_at_global_indices(
+    logits: Tensor, ids: Tensor, group: ProcessGroup | None, start: int, end: int
+) -> Tensor: ...
+def parallel_cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    label_smoothing: float,
+    reduce_loss: bool,
+    group: ProcessGroup | None,
+    ignore_idx: int,
+) -> Tensor: ...
+def te_parallel_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    mask: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    group: ProcessGroup | None,
+    num_label_tokens: int | None,
+) -> Tensor: ...

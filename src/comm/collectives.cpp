@@ -5,8 +5,8 @@
 #include <ATen/Functions.h>
 
 #include "comm/backend.h"
-#include "comm/tensor_memory.h"
 #include "comm/engines.h"
+#include "comm/tensor_memory.h"
 #include "tessera/core/check.h"
 
 namespace tessera::comm {

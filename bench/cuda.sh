@@ -1,0 +1,5 @@
+#!/usr/bin/env bash
+# Measures on the GPU of this machine; one line of JSON per row. Run by `make cuda-bench`.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+build/cuda/bin/vocab_cuda_bench

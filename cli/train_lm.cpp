@@ -1,0 +1,91 @@
+// tessera train lm — the flags of this workload and their meaning.
+
+#include <cstdio>
+
+#include "flags.h"
+#include "lm_flags.h"
+#include "tessera/launch/exit_code.h"
+#include "tessera/launch/launch_error.h"
+#include "usage.h"
+#include "workload.h"
+
+namespace tessera::cli {
+namespace {
+
+constexpr std::string_view kHelp =
+    R"(tessera train lm [flags]
+
+  tessera train lm --ranks 2                      vocabulary over two ranks
+  tessera train lm --ranks 4 --vocab-ranks 2      two pairs, each with half of every batch
+  tessera train lm --file book.txt --steps 1000 --width 256
+
+Trains a small GPT on the bytes of a text, by default the library's own source text. Embedding and
+last layer are sharded by the vocabulary, and the logits are never held whole. For one seed the
+losses are the same for every number of ranks.
+
+ranks
+  -n, --ranks N             processes on this host (1)
+  --vocab-ranks N           ranks that share the vocabulary (all)
+  --data-ranks N            ranks that share the batch (what the vocabulary's leave over)
+data
+  --file FILE               a text to read instead
+training
+  --steps N --batch N       steps (200), sequences per step over all ranks (16)
+  --length N                tokens per sequence (128)
+  --layers N --heads N --width N   of the network (4, 4, 128)
+  --lr X --seed N           learning rate (0.001), of parameters and batches (1)
+output
+  --json                    one JSON object at the end
+  --config FILE             read flags from a TOML file; --print-config shows the result
+More: docs/vocab_parallel.md
+)";
+
+void check_mesh(const TrainLmWords& given) {
+  const int data = given.data_ranks;
+  const int vocab = given.vocab_ranks;
+  const int ranks = given.num_ranks;
+  const bool fits = data > 0 && vocab > 0 ? data * vocab == ranks
+                                          : ranks % (data > 0    ? data
+                                                     : vocab > 0 ? vocab
+                                                                 : 1) ==
+                                                0;
+  if (fits) return;
+  throw launch::LaunchError(
+      launch::kExitConfiguration,
+      "train: " + std::to_string(ranks) + " ranks cannot form a mesh of " + std::to_string(data) +
+          " data and " + std::to_string(vocab) + " vocabulary ranks",
+      "the product of the two must be the number of ranks; 0 is chosen freely",
+      "choose --data-ranks and --vocab-ranks so that they divide --ranks");
+}
+
+int read(const std::vector<std::string>& words) {
+  CLI::App app("", "train");
+  TrainLmWords given;
+  define_flags(app, given);
+  const SplitWords split = split_words(app, words);
+  read_flags(app, split.flags);
+  if (given.wants_help) {
+    std::fwrite(kHelp.data(), 1, kHelp.size(), stdout);
+    return 0;
+  }
+  if (!split.rest.empty()) throw UsageError("train: takes flags only, not '" + split.rest[0] + "'");
+  if (given.print_config) {
+    std::fputs(app.config_to_str(true, false).c_str(), stdout);
+    return 0;
+  }
+  check_mesh(given);
+  return given.num_ranks;
+}
+
+std::vector<std::string> flags() {
+  CLI::App app("", "train");
+  TrainLmWords words;
+  define_flags(app, words);
+  return long_flags(app);
+}
+
+}  // namespace
+
+const Workload kLmWorkload{"lm", "train-lm", kHelp, read, flags};
+
+}  // namespace tessera::cli

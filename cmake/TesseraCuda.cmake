@@ -1,0 +1,20 @@
+# Decides whether CUDA kernels are built into the library: when LibTorch has CUDA and nvcc is there.
+# With nvcc alone the kernels can still be compiled (target tessera_cuda_kernels).
+
+find_program(TESSERA_NVCC nvcc HINTS /usr/local/cuda/bin)
+set(cuda_default OFF)
+if(TESSERA_TORCH_HAS_CUDA AND TESSERA_NVCC)
+  set(cuda_default ON)
+endif()
+option(TESSERA_BUILD_CUDA "Build the CUDA kernels into the library" ${cuda_default})
+set(TESSERA_COMPILE_CUDA OFF)
+if(TESSERA_BUILD_CUDA OR TESSERA_NVCC)
+  set(CMAKE_CUDA_COMPILER ${TESSERA_NVCC} CACHE FILEPATH "CUDA compiler")
+  set(CMAKE_CUDA_ARCHITECTURES 90 CACHE STRING "Replaced per target")
+  enable_language(CUDA)
+  set(TESSERA_COMPILE_CUDA ON)
+endif()
+if(TESSERA_BUILD_CUDA)
+  find_package(CUDAToolkit REQUIRED)
+endif()
+message(STATUS "CUDA kernels: built in ${TESSERA_BUILD_CUDA}, compilable ${TESSERA_COMPILE_CUDA}")

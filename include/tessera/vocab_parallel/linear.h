@@ -1,0 +1,46 @@
+// tessera/vocab_parallel/linear.h — the last layer and its loss together, without the logits.
+//
+// Hidden states and a weight whose rows (the vocabulary) are sharded go in; loss, log-probability
+// and entropy come out. The logits exist only as a workspace of a chosen size.
+
+#pragma once
+
+#include <cstdint>
+
+#include <ATen/core/Tensor.h>
+
+#include "tessera/comm/group.h"
+#include "tessera/core/export.h"
+#include "tessera/vocab_parallel/cross_entropy.h"
+
+namespace tessera::vocab_parallel {
+
+struct LinearOptions : CrossEntropyOptions {
+  LinearOptions() { operation = "vocab.linear_cross_entropy"; }
+
+  /// Bytes of logits held at a time, at least one row. If all logits fit, they are kept for
+  /// backward and nothing is computed twice; otherwise backward computes them again, piece by
+  /// piece.
+  std::int64_t workspace_bytes = std::int64_t{256} << 20;
+};
+
+/// Returns the cross entropy of `labels` under softmax(hidden weight^T).
+///
+/// `hidden` is [..., features] and the same on all ranks, `local_weight` [columns, features].
+/// Tokens whose label is ignored are left out before the product (on CUDA only if
+/// options.check_labels is set: finding them waits for the device). Upstream gradients may differ
+/// per token. The gradient of the weight is accumulated in float32; that of `hidden` is summed over
+/// the group while the weight's is computed. Collective, also in backward. Overwrite and
+/// reproducible_tile do not apply.
+TESSERA_API at::Tensor linear_cross_entropy(const at::Tensor& hidden,
+                                            const at::Tensor& local_weight,
+                                            const at::Tensor& labels, const comm::Group& group,
+                                            const LinearOptions& options = {});
+
+/// The same, and the `wanted` scores of every token (argmax, log-probability, ...) from the same
+/// pass.
+TESSERA_API CrossEntropyScores linear_cross_entropy_with_scores(
+    const at::Tensor& hidden, const at::Tensor& local_weight, const at::Tensor& labels,
+    const comm::Group& group, const WantedScores& wanted, const LinearOptions& options = {});
+
+}  // namespace tessera::vocab_parallel

@@ -1,0 +1,272 @@
+#include <pybind11/stl.h>
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "bindings.h"
+#include "tessera/vocab_parallel/cross_entropy.h"
+#include "tessera/vocab_parallel/linear.h"
+#include "tessera/vocab_parallel/log_probabilities.h"
+#include "tessera/vocab_parallel/model_utils.h"
+#include "tessera/vocab_parallel/solo_group.h"
+#include "tessera/vocab_parallel/te_parallel_ce.h"
+
+namespace tessera::python {
+namespace {
+
+using at::Tensor;
+using comm::Group;
+using ProcessGroup = c10::intrusive_ptr<c10d::ProcessGroup>;
+using MaybeGroup = std::optional<ProcessGroup>;
+using MaybeTensor = std::optional<Tensor>;
+using MaybeInt = std::optional<std::int64_t>;
+using Range = std::optional<std::pair<std::int64_t, std::int64_t>>;
+using Release = py::call_guard<py::gil_scoped_release>;
+using namespace vocab_parallel;
+
+Group group_of(const MaybeGroup& group) {
+  return group_or_solo(group ? std::optional<Group>(Group(*group)) : std::nullopt);
+}
+
+std::optional<Group> maybe_group(const MaybeGroup& group) {
+  return group ? std::optional<Group>(Group(*group)) : std::nullopt;
+}
+
+Overwrite overwrite_named(const std::string& name) {
+  if (name == "never") return Overwrite::kNever;
+  if (name == "backward") return Overwrite::kInBackward;
+  if (name == "forward") return Overwrite::kInForward;
+  throw py::value_error("vocab: overwrite is 'never', 'backward' or 'forward', not '" + name +
+                        "'.");
+}
+
+Reduction reduction_named(const std::string& name) {
+  if (name == "none") return Reduction::kNone;
+  if (name == "mean") return Reduction::kMean;
+  if (name == "sum") return Reduction::kSum;
+  throw py::value_error("vocab: reduction is 'none', 'mean' or 'sum', not '" + name + "'.");
+}
+
+/// Fills the options that all functions share; `shared_arguments` names them in the same order.
+void fill(TokenOptions& options, const Range& columns, MaybeInt vocab_size,
+          std::int64_t ignore_index, double temperature, std::int64_t reproducible_tile,
+          std::optional<bool> check_labels) {
+  if (columns) options.columns = Columns{columns->first, columns->second};
+  options.vocab_size = vocab_size;
+  options.ignore_index = ignore_index;
+  options.temperature = temperature;
+  options.reproducible_tile = reproducible_tile;
+  options.check_labels = check_labels;
+}
+
+using Scores = std::tuple<MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor>;
+
+MaybeTensor maybe(const Tensor& tensor) {
+  return tensor.defined() ? MaybeTensor(tensor) : std::nullopt;
+}
+
+Scores tuple_of(const CrossEntropyScores& scores) {
+  return {maybe(scores.loss), maybe(scores.tokens.log_probability),
+          maybe(scores.tokens.log_sum_exp), maybe(scores.tokens.entropy),
+          maybe(scores.tokens.argmax)};
+}
+
+WantedScores wanted_of(const std::vector<bool>& flags) {
+  return {flags.at(0), flags.at(1), flags.at(2), flags.at(3)};
+}
+
+void bind_engine(py::module_& m) {
+  m.def(
+      "vocab_token_scores",
+      [](const Tensor& logits, const MaybeTensor& labels, const MaybeGroup& group,
+         const std::vector<bool>& wanted, const Range& columns, MaybeInt vocab_size,
+         std::int64_t ignore_index, double temperature, std::int64_t reproducible_tile,
+         std::optional<bool> check_labels, const std::string& overwrite) {
+        TokenOptions options;
+        fill(options, columns, vocab_size, ignore_index, temperature, reproducible_tile,
+             check_labels);
+        options.overwrite = overwrite_named(overwrite);
+        return tuple_of({{},
+                         token_scores(logits, labels.value_or(Tensor()), group_of(group),
+                                      wanted_of(wanted), options)});
+      },
+      Release());
+  m.def(
+      "vocab_cross_entropy",
+      [](const Tensor& logits, const Tensor& labels, const MaybeGroup& group,
+         const std::vector<bool>& wanted, const Range& columns, MaybeInt vocab_size,
+         std::int64_t ignore_index, double temperature, std::int64_t reproducible_tile,
+         std::optional<bool> check_labels, const std::string& overwrite,
+         const std::string& reduction, double label_smoothing, double z_loss) {
+        CrossEntropyOptions options;
+        fill(options, columns, vocab_size, ignore_index, temperature, reproducible_tile,
+             check_labels);
+        options.overwrite = overwrite_named(overwrite);
+        options.reduction = reduction_named(reduction);
+        options.label_smoothing = label_smoothing;
+        options.z_loss = z_loss;
+        return tuple_of(
+            cross_entropy_with_scores(logits, labels, group_of(group), wanted_of(wanted), options));
+      },
+      Release());
+  m.def(
+      "vocab_linear_cross_entropy",
+      [](const Tensor& hidden, const Tensor& weight, const Tensor& labels, const MaybeGroup& group,
+         const std::vector<bool>& wanted, const Range& columns, MaybeInt vocab_size,
+         std::int64_t ignore_index, double temperature, std::optional<bool> check_labels,
+         const std::string& reduction, double label_smoothing, double z_loss,
+         std::int64_t workspace_bytes) {
+        LinearOptions options;
+        fill(options, columns, vocab_size, ignore_index, temperature, 0, check_labels);
+        options.reduction = reduction_named(reduction);
+        options.label_smoothing = label_smoothing;
+        options.z_loss = z_loss;
+        options.workspace_bytes = workspace_bytes;
+        return tuple_of(linear_cross_entropy_with_scores(hidden, weight, labels, group_of(group),
+                                                         wanted_of(wanted), options));
+      },
+      Release());
+}
+
+void bind_probabilities(py::module_& m) {
+  const auto options_of = [](const Range& columns, MaybeInt vocab_size, double temperature) {
+    TokenOptions options;
+    fill(options, columns, vocab_size, -100, temperature, 0, std::nullopt);
+    return options;
+  };
+  m.def(
+      "vocab_log_probabilities_at",
+      [options_of](const Tensor& logits, const Tensor& ids, const MaybeGroup& group,
+                   const Range& columns, MaybeInt vocab_size, double temperature) {
+        return log_probabilities_at(logits, ids, group_of(group),
+                                    options_of(columns, vocab_size, temperature));
+      },
+      Release());
+  m.def(
+      "vocab_log_softmax",
+      [options_of](const Tensor& logits, const MaybeGroup& group, const Range& columns,
+                   MaybeInt vocab_size, double temperature) {
+        return log_softmax(logits, group_of(group), options_of(columns, vocab_size, temperature));
+      },
+      Release());
+  m.def(
+      "vocab_soft_cross_entropy",
+      [options_of](const Tensor& logits, const Tensor& target_logits, const MaybeGroup& group,
+                   const Range& columns, MaybeInt vocab_size, double temperature) {
+        return soft_cross_entropy(logits, target_logits, group_of(group),
+                                  options_of(columns, vocab_size, temperature));
+      },
+      Release());
+  m.def(
+      "vocab_top_k",
+      [options_of](const Tensor& logits, std::int64_t k, const MaybeGroup& group,
+                   const Range& columns, MaybeInt vocab_size) {
+        return top_k(logits, k, group_of(group), options_of(columns, vocab_size, 1.0));
+      },
+      Release());
+}
+
+void bind_model_utils(py::module_& m) {
+  m.def(
+      "compute_distributed_log_softmax",
+      [](const Tensor& logits, const MaybeGroup& group) {
+        return _compute_distributed_log_softmax(logits, group_of(group));
+      },
+      Release());
+  m.def(
+      "distributed_logprob",
+      [](const Tensor& logits, const Tensor& target, std::int64_t start, std::int64_t end,
+         const MaybeGroup& group) {
+        return DistributedLogprob::apply(logits, target, start, end, group_of(group));
+      },
+      Release());
+  m.def(
+      "distributed_gather_logprob",
+      [](const Tensor& logits, const Tensor& ids, std::int64_t start, std::int64_t end,
+         const MaybeGroup& group) {
+        return ChunkedDistributedGatherLogprob::apply(logits, ids, start, end, 1, group_of(group));
+      },
+      Release());
+  m.def(
+      "distributed_entropy",
+      [](const Tensor& logits, const MaybeGroup& group) {
+        return ChunkedDistributedEntropy::apply(logits, 1, group_of(group));
+      },
+      Release());
+  m.def(
+      "distributed_cross_entropy",
+      [](const Tensor& student, const Tensor& target, const MaybeGroup& group) {
+        return DistributedCrossEntropy::apply(student, target, group_of(group));
+      },
+      Release());
+  m.def(
+      "from_parallel_logits_to_logprobs",
+      [](const Tensor& logits, const Tensor& target, std::int64_t start, std::int64_t end,
+         const MaybeGroup& group, bool inference_only) {
+        return from_parallel_logits_to_logprobs(logits, target, start, end, group_of(group),
+                                                inference_only);
+      },
+      Release());
+  m.def(
+      "from_parallel_logits_to_logprobs_packed_sequences",
+      [](const Tensor& logits, const Tensor& target, const Tensor& cu_seqlens_padded,
+         std::int64_t unpacked_seqlen, std::int64_t start, std::int64_t end,
+         const MaybeGroup& group, bool inference_only, bool target_is_pre_rolled) {
+        return from_parallel_logits_to_logprobs_packed_sequences(
+            logits, target, cu_seqlens_padded, unpacked_seqlen, start, end, group_of(group),
+            inference_only, std::nullopt, target_is_pre_rolled);
+      },
+      Release());
+  m.def(
+      "from_parallel_hidden_states_to_logprobs",
+      [](const Tensor& hidden, const Tensor& weight, const Tensor& target, std::int64_t start,
+         std::int64_t end, const MaybeGroup& group, bool inference_only, MaybeInt chunk_size) {
+        return from_parallel_hidden_states_to_logprobs(hidden, weight, target, start, end,
+                                                       group_of(group), inference_only, chunk_size);
+      },
+      Release());
+  m.def(
+      "distributed_vocab_topk",
+      [](const Tensor& logits, std::int64_t k, const MaybeGroup& group, std::int64_t start,
+         std::int64_t end) {
+        return distributed_vocab_topk(logits, k, group_of(group), start, end);
+      },
+      Release());
+  m.def(
+      "gather_logits_at_global_indices",
+      [](const Tensor& logits, const Tensor& ids, const MaybeGroup& group, std::int64_t start,
+         std::int64_t end) {
+        return gather_logits_at_global_indices(logits, ids, group_of(group), start, end);
+      },
+      Release());
+}
+
+void bind_te_parallel_ce(py::module_& m) {
+  m.def(
+      "parallel_cross_entropy",
+      [](const Tensor& input, const Tensor& target, double label_smoothing, bool reduce_loss,
+         const MaybeGroup& group, std::int64_t ignore_idx) {
+        return parallel_cross_entropy(input, target, label_smoothing, reduce_loss,
+                                      maybe_group(group), ignore_idx);
+      },
+      Release());
+  m.def(
+      "te_parallel_cross_entropy",
+      [](const Tensor& logits, const Tensor& labels, const MaybeTensor& mask,
+         std::int64_t ignore_index, const std::string& reduction, const MaybeGroup& group,
+         MaybeInt num_label_tokens) {
+        return TEParallelCrossEntropy(ignore_index, reduction, maybe_group(group))(
+            logits, labels, mask.value_or(Tensor()), num_label_tokens);
+      },
+      Release());
+}
+
+}  // namespace
+
+void bind_vocab_parallel(py::module_& module) {
+  bind_engine(module);
+  bind_probabilities(module);
+  bind_model_utils(module);
+  bind_te_parallel_ce(module);
+}
+
+}  // namespace tessera::python

@@ -1,0 +1,1 @@
+"""The module paths of nemo_automodel.components.loss, on Tessera's engine."""

@@ -1,0 +1,256 @@
+"""Losses and log-probabilities of logits whose vocabulary is sharded over a group.
+
+Each rank holds some columns of the logits. One read of them gives a few numbers per token, one small
+all-gather makes them known, and every rank merges them in rank order: results are the same bits on
+all ranks. `group` may be None for logits that are whole. Everything here is collective.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tessera import _C
+
+__all__ = [
+    "CrossEntropyScores",
+    "TokenScores",
+    "cross_entropy",
+    "cross_entropy_with_scores",
+    "linear_cross_entropy",
+    "log_probabilities",
+    "log_probabilities_at",
+    "log_softmax",
+    "soft_cross_entropy",
+    "token_scores",
+    "top_k",
+]
+
+Columns = tuple[int, int]
+_SCORES = ("log_probability", "log_sum_exp", "entropy", "argmax")
+
+
+class TokenScores(NamedTuple):
+    """One value per token; None for what was not asked for."""
+
+    log_probability: Tensor | None
+    log_sum_exp: Tensor | None
+    entropy: Tensor | None
+    argmax: Tensor | None
+
+
+class CrossEntropyScores(NamedTuple):
+    """A loss and the scores of the same pass."""
+
+    loss: Tensor
+    tokens: TokenScores
+
+
+def _flags(wanted: tuple[str, ...]) -> list[bool]:
+    unknown = [name for name in wanted if name not in _SCORES]
+    if unknown:
+        raise ValueError(f"vocab: there is no score '{unknown[0]}'. Choose from {', '.join(_SCORES)}.")
+    return [name in wanted for name in _SCORES]
+
+
+def token_scores(
+    local_logits: Tensor,
+    labels: Tensor | None,
+    group: ProcessGroup | None,
+    wanted: tuple[str, ...],
+    *,
+    columns: Columns | None = None,
+    vocab_size: int | None = None,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    reproducible_tile: int = 0,
+    check_labels: bool | None = None,
+    overwrite: str = "never",
+) -> TokenScores:
+    """Return the wanted scores of every token: "log_probability", "log_sum_exp", "entropy", "argmax".
+
+    `columns` is this rank's range of ids (default: equal shares), ids from `vocab_size` on are
+    padding. With `reproducible_tile`, results have the same bits for every number of ranks whose
+    ranges begin at multiples of it. Differentiable once.
+
+    >>> import torch
+    >>> scores = token_scores(torch.zeros(1, 8), torch.tensor([3]), None, ("entropy", "log_probability"))
+    >>> round(float(scores.entropy), 4), round(float(scores.log_probability), 4)
+    (2.0794, -2.0794)
+    """
+    scores = _C.vocab_token_scores(
+        local_logits, labels, group, _flags(wanted), columns, vocab_size, ignore_index, temperature,
+        reproducible_tile, check_labels, overwrite,
+    )  # fmt: skip
+    return TokenScores(*scores[1:])
+
+
+def cross_entropy_with_scores(
+    local_logits: Tensor,
+    labels: Tensor,
+    group: ProcessGroup | None = None,
+    wanted: tuple[str, ...] = (),
+    *,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    columns: Columns | None = None,
+    vocab_size: int | None = None,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    reproducible_tile: int = 0,
+    check_labels: bool | None = None,
+    overwrite: str = "never",
+) -> CrossEntropyScores:
+    """Return the cross entropy and the wanted scores from one pass over the logits.
+
+    Equal to torch.nn.functional.cross_entropy on the gathered logits, except that a mean over no
+    tokens is 0. `overwrite` says when the gradient may take the place of the logits: "never",
+    "backward" or "forward" (fastest; for reduced losses).
+
+    >>> import torch
+    >>> loss, tokens = cross_entropy_with_scores(torch.zeros(1, 8), torch.tensor([3]), None, ("argmax",))
+    >>> round(float(loss), 4), int(tokens.argmax)
+    (2.0794, 0)
+    """
+    scores = _C.vocab_cross_entropy(
+        local_logits, labels, group, _flags(wanted), columns, vocab_size, ignore_index, temperature,
+        reproducible_tile, check_labels, overwrite, reduction, label_smoothing, z_loss,
+    )  # fmt: skip
+    return CrossEntropyScores(scores[0], TokenScores(*scores[1:]))
+
+
+def cross_entropy(
+    local_logits: Tensor, labels: Tensor, group: ProcessGroup | None = None, **options
+) -> Tensor:
+    """Return the cross entropy of the labels; options as in cross_entropy_with_scores.
+
+    >>> import torch
+    >>> round(float(cross_entropy(torch.zeros(2, 8), torch.tensor([3, -100]))), 4)
+    2.0794
+    """
+    return cross_entropy_with_scores(local_logits, labels, group, **options).loss
+
+
+def log_probabilities(
+    local_logits: Tensor, labels: Tensor, group: ProcessGroup | None = None, **options
+) -> Tensor:
+    """Return log p of every token's label, float32; options as in token_scores.
+
+    >>> import torch
+    >>> round(float(log_probabilities(torch.zeros(1, 8), torch.tensor([3]))), 4)
+    -2.0794
+    """
+    return token_scores(local_logits, labels, group, ("log_probability",), **options).log_probability
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    local_weight: Tensor,
+    labels: Tensor,
+    group: ProcessGroup | None = None,
+    wanted: tuple[str, ...] = (),
+    *,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    columns: Columns | None = None,
+    vocab_size: int | None = None,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    check_labels: bool | None = None,
+    workspace_bytes: int = 256 << 20,
+) -> CrossEntropyScores:
+    """Return the cross entropy of softmax(hidden weight^T) without ever holding all logits.
+
+    `hidden` [..., features] is the same on all ranks, `local_weight` [columns, features] is sharded.
+    At most `workspace_bytes` of logits exist at a time. The gradient of the weight is accumulated in
+    float32; that of `hidden` is summed over the group.
+
+    >>> import torch
+    >>> loss, _ = linear_cross_entropy(torch.zeros(2, 4), torch.zeros(8, 4), torch.tensor([1, 2]))
+    >>> round(float(loss), 4)
+    2.0794
+    """
+    scores = _C.vocab_linear_cross_entropy(
+        hidden, local_weight, labels, group, _flags(wanted), columns, vocab_size, ignore_index,
+        temperature, check_labels, reduction, label_smoothing, z_loss, workspace_bytes,
+    )  # fmt: skip
+    return CrossEntropyScores(scores[0], TokenScores(*scores[1:]))
+
+
+def log_probabilities_at(
+    local_logits: Tensor,
+    ids: Tensor,
+    group: ProcessGroup | None = None,
+    *,
+    columns: Columns | None = None,
+    vocab_size: int | None = None,
+    temperature: float = 1.0,
+) -> Tensor:
+    """Return log p at several ids per token ([..., k]), float32. Differentiable.
+
+    >>> import torch
+    >>> log_probabilities_at(torch.zeros(1, 8), torch.tensor([[1, 5]])).shape
+    torch.Size([1, 2])
+    """
+    return _C.vocab_log_probabilities_at(local_logits, ids, group, columns, vocab_size, temperature)
+
+
+def log_softmax(
+    local_logits: Tensor,
+    group: ProcessGroup | None = None,
+    *,
+    columns: Columns | None = None,
+    vocab_size: int | None = None,
+    temperature: float = 1.0,
+) -> Tensor:
+    """Return this rank's columns of log softmax, computed in float32 and rounded once. No gradient.
+
+    >>> import torch
+    >>> round(float(log_softmax(torch.zeros(1, 8))[0, 0]), 4)
+    -2.0794
+    """
+    return _C.vocab_log_softmax(local_logits, group, columns, vocab_size, temperature)
+
+
+def soft_cross_entropy(
+    local_logits: Tensor,
+    local_target_logits: Tensor,
+    group: ProcessGroup | None = None,
+    *,
+    columns: Columns | None = None,
+    vocab_size: int | None = None,
+    temperature: float = 1.0,
+) -> Tensor:
+    """Return the cross entropy with the softmax of other logits per token, float32.
+
+    The gradient goes to `local_logits` alone.
+
+    >>> import torch
+    >>> round(float(soft_cross_entropy(torch.zeros(1, 8), torch.ones(1, 8))), 4)
+    2.0794
+    """
+    return _C.vocab_soft_cross_entropy(
+        local_logits, local_target_logits, group, columns, vocab_size, temperature
+    )
+
+
+def top_k(
+    local_logits: Tensor,
+    k: int,
+    group: ProcessGroup | None = None,
+    *,
+    columns: Columns | None = None,
+    vocab_size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the k largest logits of every token and their ids, largest first. No gradient.
+
+    >>> import torch
+    >>> values, ids = top_k(torch.tensor([[1.0, 3.0, 2.0]]), 2)
+    >>> ids.tolist()
+    [[1, 2]]
+    """
+    return _C.vocab_top_k(local_logits, k, group, columns, vocab_size)

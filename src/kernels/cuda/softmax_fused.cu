@@ -1,0 +1,353 @@
+// Statistics and gradient of the summed loss in one read and one write of the logits (Hopper).
+//
+// A row is spread over the registers of a cluster of blocks: each holds up to kCapacity packs of 16
+// bytes as exponentials in float32. One warp fetches slices through a ring in shared memory ahead
+// of the others; each warp sends its maximum and sum to all blocks of the cluster; then every
+// thread scales what it holds and stores it. Clusters stay and take row after row.
+//
+// Registers decide: 72 exponentials per thread at 128 registers, no spill. The build fails on one.
+
+#include <algorithm>
+
+#include "kernels/cuda/async_copy.cuh"
+#include "kernels/cuda/launch.h"
+#include "kernels/cuda/logit_pack.cuh"
+
+namespace tessera::kernels::cuda {
+namespace {
+
+constexpr int kWorkers = 480;  // threads that compute; one warp more fetches
+constexpr int kWarps = kWorkers / 32;
+constexpr int kPacksPerThread = 9;  // of a slice
+constexpr int kPacksPerChunk = 3;   // and of them per stage of the ring
+constexpr int kChunks = kPacksPerThread / kPacksPerChunk;
+constexpr int kStages = 6;
+constexpr int kChunkPacks = kWorkers * kPacksPerChunk;
+constexpr int kCapacity = kWorkers * kPacksPerThread;
+constexpr int kRingBytes = kStages * kChunkPacks * 16;
+
+struct FusedTask {
+  SoftmaxStatisticsTask statistics;
+  LossShape shape;
+  const float* inverse;
+  int num_packs;  // of a row
+};
+
+/// What a block knows of a row before it is read.
+struct RowPlan {
+  int64_t offset;
+  int label_column;  // -1: none
+  bool ignored;
+};
+
+__device__ __forceinline__ RowPlan plan_of(const SoftmaxStatisticsTask& task, int64_t row) {
+  RowPlan plan;
+  plan.offset = 0;
+  plan.label_column = -1;
+  plan.ignored = true;
+  if (row >= task.rows.num_rows) return plan;
+  const int64_t label = task.labels.ids[row];
+  const int64_t column = label - task.labels.first_column;
+  plan.offset = task.rows.offset(row);
+  plan.ignored = label == task.labels.ignored;
+  plan.label_column = !plan.ignored && column >= 0 && column < task.rows.num_columns
+                          ? static_cast<int>(column)
+                          : -1;
+  return plan;
+}
+
+struct Part {
+  float maximum;
+  float sum;
+};
+
+__device__ __forceinline__ float center_of(float maximum) {
+  return maximum == minus_infinity() ? 0.F : maximum;
+}
+
+__device__ __forceinline__ Part joined(Part a, Part b, float factor) {
+  const float maximum = fmaxf(a.maximum, b.maximum), center = center_of(maximum);
+  return {maximum, a.sum * exp2_fast(exponent_of(a.maximum, center, factor)) +
+                       b.sum * exp2_fast(exponent_of(b.maximum, center, factor))};
+}
+
+__device__ __forceinline__ Part join_warp(Part part, float factor) {
+  float maximum = part.maximum;
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) {
+    maximum = fmaxf(maximum, __shfl_xor_sync(~0U, maximum, offset));
+  }
+  float sum = part.sum * exp2_fast(exponent_of(part.maximum, center_of(maximum), factor));
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0U, sum, offset);
+  return {maximum, sum};
+}
+
+template <typename T>
+__device__ __forceinline__ float element_of(const uint4& pack, int i) {
+  float value = 0.F;
+#pragma unroll
+  for (int k = 0; k < Form<T>::kCount; ++k) value = k == i ? Form<T>::get(pack, k) : value;
+  return value;
+}
+
+template <typename T, int kCluster>
+__global__ void __launch_bounds__(kWorkers + 32, 1) fused_kernel(FusedTask task) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900  // can_fuse keeps others away
+  using F = Form<T>;
+  constexpr int kCount = F::kCount;
+  extern __shared__ __align__(128) uint8_t ring_bytes[];
+  __shared__ __align__(8) uint64_t full[kStages], empty[kStages], exchanged[2];
+  __shared__ __align__(8) float2 parts[2][kCluster * kWarps];
+  uint4* ring = reinterpret_cast<uint4*>(ring_bytes);
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  const int block = kCluster > 1 ? static_cast<int>(rank_in_cluster()) : 0;
+  const int64_t first_row = blockIdx.x / kCluster, row_step = gridDim.x / kCluster;
+  const int64_t num_rows = task.statistics.rows.num_rows;
+  const int slice = (task.num_packs + kCluster - 1) / kCluster;
+  const int slice_start = block * slice;
+  const int num_packs = max(0, min(slice, task.num_packs - slice_start));
+  const T* logits = static_cast<const T*>(task.statistics.rows.data);
+
+  if (thread == 0) {
+    for (int s = 0; s < kStages; ++s) {
+      barrier_init(&full[s], 1);
+      barrier_init(&empty[s], kWarps);
+    }
+    barrier_init(&exchanged[0], 1);
+    barrier_init(&exchanged[1], 1);
+    barrier_init_fence();
+  }
+  __syncthreads();
+  cluster_sync();
+
+  if (warp == kWarps) {
+    if (lane == 0) {
+      int stage = 0;
+      uint32_t parity = 1;
+      for (int64_t row = first_row; row < num_rows; row += row_step) {
+        const uint4* from =
+            reinterpret_cast<const uint4*>(logits + task.statistics.rows.offset(row)) + slice_start;
+#pragma unroll 1
+        for (int chunk = 0; chunk < kChunks; ++chunk) {
+          barrier_wait(&empty[stage], parity);
+          const int count = max(0, min(kChunkPacks, num_packs - chunk * kChunkPacks));
+          barrier_arrive_expecting(&full[stage], count * 16);
+          if (count > 0) {
+            bulk_load(ring + stage * kChunkPacks, from + chunk * kChunkPacks, count * 16,
+                      &full[stage]);
+          }
+          if (++stage == kStages) {
+            stage = 0;
+            parity ^= 1;
+          }
+        }
+      }
+    }
+    __syncwarp();
+  } else {
+    const float scale = task.statistics.scale;
+    const float factor = scale * kLog2E;
+    const float inverse = task.inverse != nullptr ? *task.inverse : 1.F;
+    int stage = 0;
+    uint32_t parity = 0;
+    int turn = 0;
+    RowPlan plan = plan_of(task.statistics, first_row);
+    for (int64_t row = first_row; row < num_rows; row += row_step, ++turn) {
+      float e[kPacksPerThread * kCount];
+      float chunk_maximum[kChunks];
+      Part own{minus_infinity(), 0.F};
+      float label_logit = 0.F;
+      bool owns_label = false;
+      // Which of this thread's packs holds the label, as a multiple of kWorkers.
+      const int label_pack =
+          plan.label_column >= 0 ? plan.label_column / kCount - slice_start - thread : -1;
+#pragma unroll
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        barrier_wait(&full[stage], parity);
+        const uint4* held = ring + stage * kChunkPacks;
+        uint4 packs[kPacksPerChunk];
+#pragma unroll
+        for (int u = 0; u < kPacksPerChunk; ++u) {
+          const int place = (chunk * kPacksPerChunk + u) * kWorkers;
+          packs[u] = padding_pack<T>();
+          if (thread + place < num_packs) packs[u] = held[thread + u * kWorkers];
+          if (label_pack == place && thread + place < num_packs) {
+            label_logit = element_of<T>(packs[u], plan.label_column % kCount);
+            owns_label = true;
+          }
+        }
+        __syncwarp();
+        if (lane == 0) barrier_arrive(&empty[stage]);
+        if (++stage == kStages) {
+          stage = 0;
+          parity ^= 1;
+        }
+        float top = F::largest(packs[0]);
+#pragma unroll
+        for (int u = 1; u < kPacksPerChunk; ++u) top = fmaxf(top, F::largest(packs[u]));
+        const float maximum = fmaxf(own.maximum, top), center = center_of(maximum);
+        own.sum *= exp2_fast(exponent_of(own.maximum, center, factor));
+        own.maximum = maximum;
+        chunk_maximum[chunk] = maximum;
+        float s0 = 0.F, s1 = 0.F;
+#pragma unroll
+        for (int u = 0; u < kPacksPerChunk; ++u) {
+#pragma unroll
+          for (int i = 0; i < kCount; i += 2) {
+            const float e0 = exp2_fast(exponent_of(F::get(packs[u], i), center, factor));
+            const float e1 = exp2_fast(exponent_of(F::get(packs[u], i + 1), center, factor));
+            s0 += e0;
+            s1 += e1;
+            e[(chunk * kPacksPerChunk + u) * kCount + i] = e0;
+            e[(chunk * kPacksPerChunk + u) * kCount + i + 1] = e1;
+          }
+        }
+        own.sum += s0 + s1;
+      }
+      const RowPlan next = plan_of(task.statistics, row + row_step);
+
+      const Part of_warp = join_warp(own, factor);
+      const int side = turn & 1;
+      if (thread == 0) barrier_arrive_expecting(&exchanged[side], kCluster * kWarps * 8);
+      if (lane < kCluster) {
+        send_pair(address_in_block(&parts[side][block * kWarps + warp], lane), of_warp.maximum,
+                  of_warp.sum, address_in_block(&exchanged[side], lane));
+      }
+      barrier_wait_cluster(&exchanged[side], (turn >> 1) & 1);
+      Part all{minus_infinity(), 0.F};
+#pragma unroll
+      for (int i = 0; i < (kCluster * kWarps + 31) / 32; ++i) {
+        if (lane + i * 32 < kCluster * kWarps) {
+          const float2 pair = parts[side][lane + i * 32];
+          const Part part{pair.x, pair.y};
+          all = joined(all, part, factor);
+        }
+      }
+      all = join_warp(all, factor);
+
+      // d loss / d x = scale * weight * (p (1 + 2 z lse) - onehot)
+      const float weight = plan.ignored ? 0.F : scale * inverse;
+      float on_softmax = weight;
+      if (task.shape.z_loss != 0.0) {
+        const float log_sum_exp = scale * all.maximum + __logf(all.sum);
+        on_softmax += 2.F * static_cast<float>(task.shape.z_loss) * log_sum_exp * weight;
+      }
+      const float by_sum = plan.ignored ? 0.F : __fdividef(on_softmax, all.sum);
+      T* row_start = const_cast<T*>(logits) + plan.offset;
+      uint4* to = reinterpret_cast<uint4*>(row_start) + slice_start + thread;
+#pragma unroll
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        const float by = by_sum * exp2_fast(exponent_of(chunk_maximum[chunk], all.maximum, factor));
+#pragma unroll
+        for (int u = 0; u < kPacksPerChunk; ++u) {
+          const int pack = chunk * kPacksPerChunk + u;
+          float values[kCount];
+#pragma unroll
+          for (int i = 0; i < kCount; ++i) {
+            values[i] = plan.ignored ? 0.F : e[pack * kCount + i] * by;
+          }
+          if (thread + pack * kWorkers < num_packs) to[pack * kWorkers] = F::pack(values);
+        }
+      }
+      if (owns_label) {
+        const float p = exp2_fast(exponent_of(label_logit, all.maximum, factor));
+        row_start[plan.label_column] = F::narrow(fmaf(p, by_sum, -weight));
+        task.statistics.out.target[row] = label_logit;
+      }
+      if (block == 0 && thread == 0) {
+        task.statistics.out.maximum[row] = all.maximum;
+        task.statistics.out.sum[row] = all.sum;
+        if (plan.label_column < 0) task.statistics.out.target[row] = minus_infinity();
+      }
+      plan = next;
+    }
+  }
+  cluster_sync();
+#endif
+}
+
+int cluster_for(int num_packs) {
+  for (int cluster = 1; cluster <= 8; cluster *= 2) {
+    if ((num_packs + cluster - 1) / cluster <= kCapacity) return cluster;
+  }
+  return 0;
+}
+
+/// How many clusters stay on the device at a time.
+template <typename T, int kCluster>
+int max_clusters(const cudaLaunchConfig_t& config) {
+  cudaFuncSetAttribute(fused_kernel<T, kCluster>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                       kRingBytes);
+  int count = 0;
+  cudaOccupancyMaxActiveClusters(&count, fused_kernel<T, kCluster>, &config);
+  return std::max(count, 1);
+}
+
+template <typename T, int kCluster>
+cudaError_t launch(const FusedTask& task, cudaStream_t stream) {
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = kCluster;
+  attribute.val.clusterDim.y = 1;
+  attribute.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(kCluster);
+  config.blockDim = dim3(kWorkers + 32);
+  config.dynamicSmemBytes = kRingBytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  static const int num_clusters = max_clusters<T, kCluster>(config);
+  const std::int64_t clusters = std::min<std::int64_t>(num_clusters, task.statistics.rows.num_rows);
+  config.gridDim = dim3(static_cast<unsigned>(clusters * kCluster));
+  return cudaLaunchKernelEx(&config, fused_kernel<T, kCluster>, task);
+}
+
+template <typename T>
+cudaError_t launch_for(const FusedTask& task, cudaStream_t stream) {
+  switch (cluster_for(task.num_packs)) {
+    case 1:
+      return launch<T, 1>(task, stream);
+    case 2:
+      return launch<T, 2>(task, stream);
+    case 4:
+      return launch<T, 4>(task, stream);
+    default:
+      return launch<T, 8>(task, stream);
+  }
+}
+
+}  // namespace
+
+bool can_fuse(const SoftmaxStatisticsTask& task, const LossShape& shape) {
+  const LogitRows& rows = task.rows;
+  const bool is_16_bit = rows.element == Element::kBFloat16 || rows.element == Element::kFloat16;
+  if (!is_16_bit || shape.label_smoothing != 0.0 || task.labels.ids == nullptr) return false;
+  if (rows.num_columns == 0 || rows.num_columns % 8 != 0 || rows.inner_stride % 8 != 0 ||
+      rows.outer_stride % 8 != 0 || reinterpret_cast<std::uintptr_t>(rows.data) % 16 != 0) {
+    return false;
+  }
+  if (cluster_for(static_cast<int>(rows.num_columns / 8)) == 0) return false;
+  int device = 0;
+  int major = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  return major == 9;
+}
+
+int softmax_fused(const SoftmaxStatisticsTask& task, const LossShape& shape, const float* inverse,
+                  void* stream) {
+  if (task.rows.num_rows == 0) return 0;
+  FusedTask fused;
+  fused.statistics = task;
+  fused.shape = shape;
+  fused.inverse = inverse;
+  fused.num_packs = static_cast<int>(task.rows.num_columns / 8);
+  const auto on = static_cast<cudaStream_t>(stream);
+  return static_cast<int>(task.rows.element == Element::kBFloat16
+                              ? launch_for<__nv_bfloat16>(fused, on)
+                              : launch_for<__half>(fused, on));
+}
+
+}  // namespace tessera::kernels::cuda

@@ -1,0 +1,270 @@
+// Softmax statistics on CUDA: one block per row, one read of it.
+//
+// 256 threads with four packs of 16 bytes and the next four already on their way, at most 64
+// registers so that four blocks share a multiprocessor: every other arrangement tried was slower.
+// The running maximum moves once per four packs.
+
+#include <algorithm>
+
+#include "kernels/cuda/launch.h"
+#include "kernels/cuda/logit_pack.cuh"
+
+namespace tessera::kernels::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kPacks = 4;
+
+/// Sums so far, relative to `maximum`. `weighted` is in units of log2(e): it sums e * exponent.
+struct Running {
+  float maximum;
+  float sum;
+  float total;
+  float weighted;
+  int best;  // first element of the batch in which the maximum was met
+};
+
+__device__ __forceinline__ Running nothing() {
+  return {minus_infinity(), 0.F, 0.F, 0.F, 0x7fffffff};
+}
+
+__device__ __forceinline__ float center_of(float maximum) {
+  return maximum == minus_infinity() ? 0.F : maximum;
+}
+
+/// Below this an exponential is 0 in float32; it keeps 0 * -inf out of the weighted sum.
+constexpr float kSmallest = -200.F;
+
+template <bool kWeighted>
+__device__ __forceinline__ void move_maximum(Running& r, float maximum, float factor) {
+  const float shift = fmaxf(exponent_of(r.maximum, center_of(maximum), factor), kSmallest);
+  const float f = exp2_fast(shift);
+  if constexpr (kWeighted) r.weighted = f * fmaf(shift, r.sum, r.weighted);
+  r.sum *= f;
+  r.maximum = maximum;
+}
+
+template <typename T, bool kTotal, bool kWeighted, bool kBest>
+__device__ __forceinline__ void add_packs(const uint4 (&packs)[kPacks], int first, uint32_t valid,
+                                          float factor, Running& r) {
+  using F = Form<T>;
+  float top = F::largest(packs[0]);
+#pragma unroll
+  for (int u = 1; u < kPacks; ++u) top = fmaxf(top, F::largest(packs[u]));
+  if constexpr (kBest) {
+    if (top > r.maximum) r.best = first;
+  }
+  move_maximum<kWeighted>(r, fmaxf(r.maximum, top), factor);
+  const float center = center_of(r.maximum);
+  float s0 = 0.F, s1 = 0.F, w0 = 0.F, w1 = 0.F, t0 = 0.F, t1 = 0.F;
+#pragma unroll
+  for (int u = 0; u < kPacks; ++u) {
+#pragma unroll
+    for (int i = 0; i < F::kCount; i += 2) {
+      const float x0 = F::get(packs[u], i), x1 = F::get(packs[u], i + 1);
+      float d0 = exponent_of(x0, center, factor), d1 = exponent_of(x1, center, factor);
+      if constexpr (kWeighted) {
+        // A NaN is kept by this order of operands: the sum shows it.
+        d0 = d0 < kSmallest ? kSmallest : d0;
+        d1 = d1 < kSmallest ? kSmallest : d1;
+      }
+      const float e0 = exp2_fast(d0), e1 = exp2_fast(d1);
+      s0 += e0;
+      s1 += e1;
+      if constexpr (kWeighted) {
+        w0 = fmaf(e0, d0, w0);
+        w1 = fmaf(e1, d1, w1);
+      }
+      if constexpr (kTotal) {
+        if ((valid >> u) & 1U) {
+          t0 += x0;
+          t1 += x1;
+        }
+      }
+    }
+  }
+  r.sum += s0 + s1;
+  if constexpr (kWeighted) r.weighted += w0 + w1;
+  if constexpr (kTotal) r.total += t0 + t1;
+}
+
+template <bool kWeighted>
+__device__ __forceinline__ void join(Running& a, const Running& b, float factor) {
+  const float maximum = fmaxf(a.maximum, b.maximum), center = center_of(maximum);
+  const float da = fmaxf(exponent_of(a.maximum, center, factor), kSmallest);
+  const float db = fmaxf(exponent_of(b.maximum, center, factor), kSmallest);
+  const float fa = exp2_fast(da), fb = exp2_fast(db);
+  if constexpr (kWeighted) {
+    a.weighted = fa * fmaf(da, a.sum, a.weighted) + fb * fmaf(db, b.sum, b.weighted);
+  }
+  a.sum = a.sum * fa + b.sum * fb;
+  a.total += b.total;
+  if (b.maximum > a.maximum) {
+    a.best = b.best;
+  } else if (b.maximum == a.maximum) {
+    a.best = min(a.best, b.best);
+  }
+  a.maximum = maximum;
+}
+
+template <bool kWeighted>
+__device__ __forceinline__ Running join_warp(Running r, float factor) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) {
+    Running other;
+    other.maximum = __shfl_xor_sync(~0U, r.maximum, offset);
+    other.sum = __shfl_xor_sync(~0U, r.sum, offset);
+    other.total = __shfl_xor_sync(~0U, r.total, offset);
+    other.weighted = __shfl_xor_sync(~0U, r.weighted, offset);
+    other.best = __shfl_xor_sync(~0U, r.best, offset);
+    // Both partners join in the same order, so that they get the same bits.
+    const bool is_upper = (threadIdx.x & offset) != 0;
+    Running low = is_upper ? other : r;
+    const Running high = is_upper ? r : other;
+    join<kWeighted>(low, high, factor);
+    r = low;
+  }
+  return r;
+}
+
+/// The smallest column from the thread's recorded batch on that holds the row's maximum.
+template <typename T>
+__device__ int exact_best(const T* row, const Cut& cut, int num_columns, int first, float maximum) {
+  constexpr int kCount = Form<T>::kCount;
+  if (first < 0) return -first - 1;  // a single element
+  for (int u = 0; u < kPacks; ++u) {
+    const int pack = first + u * kThreads;
+    if (pack >= cut.num_packs) break;
+    for (int i = 0; i < kCount; ++i) {
+      const int column = cut.head + pack * kCount + i;
+      if (Form<T>::widen(row[column]) == maximum) return column;
+    }
+  }
+  return num_columns;
+}
+
+template <typename T, bool kTotal, bool kWeighted, bool kBest>
+__global__ void __launch_bounds__(kThreads, kBest ? 3 : 4)
+    statistics_kernel(SoftmaxStatisticsTask task) {
+  __shared__ Running of_warp[kWarps];
+  __shared__ int shared_best[kWarps];
+  const int64_t row = blockIdx.x;
+  const int thread = threadIdx.x;
+  const Labels& labels = task.labels;
+  const int64_t label = labels.ids != nullptr ? labels.ids[row] : -1;
+  const bool skip = task.skip_ignored && labels.ids != nullptr && label == labels.ignored;
+  const int num_columns = skip ? 0 : static_cast<int>(task.rows.num_columns);
+  const T* x = static_cast<const T*>(task.rows.data) + task.rows.offset(row);
+  const float factor = task.scale * kLog2E;
+  const Cut cut = cut_row(x, num_columns);
+  const uint4* packs = reinterpret_cast<const uint4*>(x + cut.head);
+
+  Running r = nothing();
+  // The few elements outside whole packs start the sums of the first threads.
+  if (thread < cut.head + cut.tail) {
+    const int column = thread < cut.head ? thread : num_columns - cut.tail + (thread - cut.head);
+    const float value = Form<T>::widen(x[column]);
+    r.maximum = value == value ? value : minus_infinity();
+    r.sum = exp2_fast(exponent_of(value, center_of(r.maximum), factor));
+    r.total = value;
+    r.best = -column - 1;
+  }
+
+  constexpr int kStep = kThreads * kPacks;
+  const int num_full = cut.num_packs / kStep;
+  uint4 now[kPacks], next[kPacks];
+  int i = thread;
+#pragma unroll
+  for (int u = 0; u < kPacks; ++u) {
+    now[u] = padding_pack<T>();
+    if (i + u * kThreads < cut.num_packs) now[u] = packs[i + u * kThreads];
+  }
+  for (int step = 0; step < num_full; ++step) {
+#pragma unroll
+    for (int u = 0; u < kPacks; ++u) {
+      next[u] = padding_pack<T>();
+      if (i + kStep + u * kThreads < cut.num_packs) next[u] = packs[i + kStep + u * kThreads];
+    }
+    add_packs<T, kTotal, kWeighted, kBest>(now, i, ~0U, factor, r);
+    i += kStep;
+#pragma unroll
+    for (int u = 0; u < kPacks; ++u) now[u] = next[u];
+  }
+  uint32_t valid = 0;
+#pragma unroll
+  for (int u = 0; u < kPacks; ++u) valid |= i + u * kThreads < cut.num_packs ? 1U << u : 0U;
+  if (valid != 0) add_packs<T, kTotal, kWeighted, kBest>(now, i, valid, factor, r);
+
+  int own_best = 0x7fffffff;
+  const float own_maximum = r.maximum;
+  if constexpr (kBest) own_best = r.best;
+  r = join_warp<kWeighted>(r, factor);
+  if ((thread & 31) == 0) of_warp[thread / 32] = r;
+  __syncthreads();
+  Running all = of_warp[0];
+#pragma unroll
+  for (int w = 1; w < kWarps; ++w) join<kWeighted>(all, of_warp[w], factor);
+  if constexpr (kBest) {
+    int best = 0x7fffffff;
+    if (own_best != 0x7fffffff && own_maximum == all.maximum) {
+      best = exact_best<T>(x, cut, num_columns, own_best, all.maximum);
+    }
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) {
+      best = min(best, __shfl_xor_sync(~0U, best, offset));
+    }
+    if ((thread & 31) == 0) shared_best[thread / 32] = best;
+    __syncthreads();
+    if (thread == 0) {
+      for (int w = 1; w < kWarps; ++w) best = min(best, shared_best[w]);
+      if (best >= num_columns) best = 0;
+      task.out.best[row] = static_cast<int32_t>(labels.first_column) + best;
+    }
+  }
+  if (thread != 0) return;
+  task.out.maximum[row] = all.maximum;
+  task.out.sum[row] = all.sum;
+  if (task.out.target != nullptr) {
+    const int64_t column = label - labels.first_column;
+    const bool owned = labels.ids != nullptr && column >= 0 && column < num_columns;
+    task.out.target[row] = owned ? Form<T>::widen(x[column]) : minus_infinity();
+  }
+  if (task.out.total != nullptr) task.out.total[row] = all.total;
+  if (task.out.weighted != nullptr) task.out.weighted[row] = all.weighted / kLog2E;
+}
+
+template <typename T>
+void launch(const SoftmaxStatisticsTask& task, cudaStream_t stream) {
+  const auto blocks = static_cast<unsigned>(task.rows.num_rows);
+  const SoftmaxStatistics& out = task.out;
+  if (out.best != nullptr) {
+    statistics_kernel<T, true, true, true><<<blocks, kThreads, 0, stream>>>(task);
+  } else if (out.weighted != nullptr) {
+    statistics_kernel<T, true, true, false><<<blocks, kThreads, 0, stream>>>(task);
+  } else if (out.total != nullptr) {
+    statistics_kernel<T, true, false, false><<<blocks, kThreads, 0, stream>>>(task);
+  } else {
+    statistics_kernel<T, false, false, false><<<blocks, kThreads, 0, stream>>>(task);
+  }
+}
+
+}  // namespace
+
+int softmax_statistics(const SoftmaxStatisticsTask& task, void* stream) {
+  if (task.rows.num_rows == 0) return 0;
+  const auto on = static_cast<cudaStream_t>(stream);
+  switch (task.rows.element) {
+    case Element::kBFloat16:
+      launch<__nv_bfloat16>(task, on);
+      break;
+    case Element::kFloat16:
+      launch<__half>(task, on);
+      break;
+    default:
+      launch<float>(task, on);
+  }
+  return static_cast<int>(cudaGetLastError());
+}
+
+}  // namespace tessera::kernels::cuda

@@ -1,0 +1,110 @@
+#include <sys/mman.h>
+
+#include <cstdint>
+
+#include <ATen/Functions.h>
+
+#include "tessera/core/check.h"
+#include "vocab_parallel/device.h"
+#include "vocab_parallel/logit_pieces.h"
+#include "vocab_parallel/token_pass.h"
+
+namespace tessera::vocab_parallel::detail {
+namespace {
+
+constexpr std::uintptr_t kHugePage = std::uintptr_t{2} << 20;
+
+template <typename T>
+const T* pointer_of(const at::Tensor& tensor) {
+  return tensor.defined() ? tensor.const_data_ptr<T>() : nullptr;
+}
+
+/// One row gradient per token, contiguous float32; undefined stays so.
+at::Tensor flat_gradient(const at::Tensor& gradient) {
+  if (!gradient.defined()) return gradient;
+  return gradient.to(at::kFloat).reshape(-1).contiguous();
+}
+
+}  // namespace
+
+at::Tensor empty_gradient(at::IntArrayRef shape, const at::TensorOptions& options) {
+  at::Tensor gradient = at::empty(shape, options);
+  const auto bytes = static_cast<std::uintptr_t>(gradient.nbytes());
+  if (gradient.is_cpu() && bytes >= 4 * kHugePage) {
+    const auto address = reinterpret_cast<std::uintptr_t>(gradient.data_ptr());
+    const std::uintptr_t first = (address + kHugePage - 1) & ~(kHugePage - 1);
+    const std::uintptr_t last = (address + bytes) & ~(kHugePage - 1);
+    // Only advice: where it is not taken, nothing but time is lost.
+    (void)madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+  }
+  return gradient;
+}
+
+at::Tensor backward_pass(const at::Tensor& logits, const at::Tensor& labels,
+                         const PassResult& saved, const PassGradients& gradients,
+                         const PassSettings& settings, bool in_place) {
+  const std::int64_t num_rows = saved.maximum.numel();
+  const std::int64_t held = logits.size(-1);
+  // A gradient of the reduced loss is one number, and so is an expanded one: stride 0 reads both.
+  at::Tensor of_loss = gradients.loss;
+  if (of_loss.defined()) {
+    const bool is_one = of_loss.numel() == 1 && settings.reduction != Reduction::kNone;
+    of_loss = is_one ? of_loss.to(at::kFloat) : flat_gradient(of_loss);
+  }
+  const at::Tensor of_label = flat_gradient(gradients.log_probability);
+  const at::Tensor of_log_sum_exp = flat_gradient(gradients.log_sum_exp);
+  const at::Tensor of_entropy = flat_gradient(gradients.entropy);
+
+  const at::Tensor coefficients = at::empty({4, num_rows}, saved.maximum.options());
+  float* rows_out = coefficients.data_ptr<float>();
+  kernels::CoefficientsTask task;
+  task.num_rows = num_rows;
+  task.maximum = pointer_of<float>(saved.maximum);
+  task.sum = pointer_of<float>(saved.sum);
+  task.weighted = pointer_of<float>(saved.weighted);
+  task.labels = pointer_of<std::int64_t>(labels);
+  task.vocab = pointer_of<std::int64_t>(saved.vocab);
+  task.shape = settings.shape;
+  task.loss = pointer_of<float>(of_loss);
+  task.loss_stride = settings.reduction == Reduction::kNone ? 1 : 0;
+  task.inverse = pointer_of<float>(saved.inverse);
+  task.log_probability = pointer_of<float>(of_label);
+  task.log_sum_exp = pointer_of<float>(of_log_sum_exp);
+  task.entropy = pointer_of<float>(of_entropy);
+  task.out_softmax = rows_out;
+  task.out_uniform = rows_out + num_rows;
+  task.out_target = rows_out + 2 * num_rows;
+  task.out_weighted = of_entropy.defined() ? rows_out + 3 * num_rows : nullptr;
+  run_coefficients(logits.device(), task);
+
+  at::Tensor gradient = in_place
+                            ? logits.detach()
+                            : empty_gradient(logits.sizes(), logits.options().requires_grad(false));
+  for_each_piece(logits, in_place, [&](const at::Tensor& piece, std::int64_t first) {
+    kernels::SoftmaxGradientTask piece_task;
+    TESSERA_INTERNAL_ASSERT(as_rows(piece, piece_task.rows), "a piece of logits is made of rows");
+    piece_task.rows.num_columns = settings.num_valid;
+    piece_task.labels = {labels.defined() ? labels.const_data_ptr<std::int64_t>() + first : nullptr,
+                         settings.columns.start, settings.shape.ignored};
+    piece_task.scale = static_cast<float>(settings.shape.scale);
+    piece_task.coefficients = {task.maximum + first, task.out_softmax + first,
+                               task.out_weighted != nullptr ? task.out_weighted + first : nullptr,
+                               task.out_uniform + first, task.out_target + first};
+    piece_task.num_written = held;
+    if (in_place) {
+      piece_task.gradient = piece.data_ptr();
+      piece_task.inner_stride = piece_task.rows.inner_stride;
+      piece_task.outer_stride = piece_task.rows.outer_stride;
+    } else {
+      piece_task.gradient = static_cast<char*>(gradient.data_ptr()) +
+                            first * held * static_cast<std::int64_t>(gradient.element_size());
+      piece_task.inner_stride = held;
+      piece_task.outer_stride = piece_task.rows.inner_rows * held;
+      piece_task.store = kernels::Store::kStreaming;
+    }
+    run_gradient(logits.device(), piece_task);
+  });
+  return gradient;
+}
+
+}  // namespace tessera::vocab_parallel::detail

@@ -1,0 +1,248 @@
+#include <algorithm>
+#include <bit>
+#include <vector>
+
+#include <ATen/Functions.h>
+
+#include "tessera/comm/collectives.h"
+#include "tessera/core/check.h"
+#include "vocab_parallel/device.h"
+#include "vocab_parallel/logit_pieces.h"
+#include "vocab_parallel/token_pass.h"
+
+namespace tessera::vocab_parallel::detail {
+namespace {
+
+using kernels::kHeader;
+
+/// Which statistics travel, and in which order. See kernels/token_rows.h.
+struct Fields {
+  int target = -1;
+  int total = -1;
+  int weighted = -1;
+  int best = -1;
+  int count = 2;  // maximum and sum always do
+};
+
+Fields fields_of(const PassSettings& settings, bool has_labels) {
+  Fields fields;
+  if (has_labels) fields.target = fields.count++;
+  if (settings.shape.label_smoothing != 0.0) fields.total = fields.count++;
+  if (settings.wanted.entropy) fields.weighted = fields.count++;
+  if (settings.wanted.argmax) fields.best = fields.count++;
+  return fields;
+}
+
+/// The arrays of one part, from row `first` on.
+kernels::SoftmaxStatistics arrays_of(float* part, const Fields& fields, std::int64_t num_rows,
+                                     std::int64_t first) {
+  const auto at = [&](int field) { return field < 0 ? nullptr : part + field * num_rows + first; };
+  return {.maximum = at(0),
+          .sum = at(1),
+          .target = at(fields.target),
+          .total = at(fields.total),
+          .weighted = at(fields.weighted),
+          .best = reinterpret_cast<std::int32_t*>(at(fields.best))};
+}
+
+std::int64_t num_tiles_of(const PassSettings& settings) {
+  return settings.tile == 0
+             ? 1
+             : std::max<std::int64_t>((settings.num_valid + settings.tile - 1) / settings.tile, 1);
+}
+
+/// Most tiles of any rank. Ranks with explicit ranges must ask each other.
+std::int64_t num_parts_of(const PassSettings& settings, const comm::Group& group,
+                          const at::TensorOptions& options) {
+  const std::int64_t own = num_tiles_of(settings);
+  if (settings.tile == 0 || group.size() == 1) return own;
+  return comm::all_reduce(at::full({1}, own, options.dtype(at::kLong)), group,
+                          comm::Reduction::kMax)
+      .item<std::int64_t>();
+}
+
+kernels::SoftmaxStatisticsTask statistics_task(const PassSettings& settings,
+                                               const at::Tensor& labels, std::int64_t first_row) {
+  kernels::SoftmaxStatisticsTask task;
+  task.labels.ids = labels.defined() ? labels.const_data_ptr<std::int64_t>() + first_row : nullptr;
+  task.labels.first_column = settings.columns.start;
+  task.labels.ignored = settings.shape.ignored;
+  task.scale = static_cast<float>(settings.shape.scale);
+  task.skip_ignored = labels.defined() && !settings.has_extras();
+  return task;
+}
+
+/// Writes the parts of this rank behind the header of `packed`.
+void local_statistics(const at::Tensor& logits, const at::Tensor& labels,
+                      const PassSettings& settings, const Fields& fields, std::int64_t num_rows,
+                      const at::Tensor& packed) {
+  float* parts = packed.data_ptr<float>() + kHeader;
+  const std::int64_t tile = settings.tile == 0 ? settings.num_valid : settings.tile;
+  for_each_piece(logits, /*write_back=*/false, [&](const at::Tensor& piece, std::int64_t first) {
+    kernels::LogitRows rows;
+    TESSERA_INTERNAL_ASSERT(as_rows(piece, rows), "a piece of logits is made of rows");
+    const auto* data = static_cast<const char*>(rows.data);
+    for (std::int64_t part = 0; part < num_tiles_of(settings); ++part) {
+      auto task = statistics_task(settings, labels, first);
+      task.rows = rows;
+      task.rows.data = data + part * tile * logits.element_size();
+      task.rows.num_columns = std::clamp<std::int64_t>(settings.num_valid - part * tile, 0, tile);
+      task.labels.first_column += part * tile;
+      task.out = arrays_of(parts + part * fields.count * num_rows, fields, num_rows, first);
+      run_statistics(logits.device(), task);
+    }
+  });
+}
+
+/// Values that change nothing when merged, for tiles this rank does not have.
+void fill_missing_parts(const at::Tensor& packed, const Fields& fields, std::int64_t num_rows,
+                        std::int64_t first_part, std::int64_t num_parts) {
+  for (std::int64_t part = first_part; part < num_parts; ++part) {
+    at::Tensor values =
+        packed.narrow(0, kHeader + part * fields.count * num_rows, fields.count * num_rows);
+    values.zero_();
+    values.narrow(0, 0, num_rows).fill_(-INFINITY);
+    if (fields.target >= 0) values.narrow(0, fields.target * num_rows, num_rows).fill_(-INFINITY);
+  }
+}
+
+void write_header(const at::Tensor& packed, const PassSettings& settings, std::int64_t held) {
+  const auto word = [](std::int64_t value) {
+    return std::bit_cast<float>(static_cast<std::int32_t>(value));
+  };
+  const Columns& columns = settings.columns;
+  const at::Tensor header =
+      at::tensor({word(columns.start), word(columns.start + settings.num_valid), word(held),
+                  word(columns.end)},
+                 at::kFloat);
+  packed.narrow(0, 0, kHeader).copy_(header, /*non_blocking=*/true);
+}
+
+/// Refuses ranges that do not join. The headers are on the host, and the same on all ranks, so all
+/// of them raise the same.
+void check_headers(const at::Tensor& gathered, const PassSettings& settings) {
+  const auto word = [&](std::int64_t rank, int i) {
+    return std::int64_t{std::bit_cast<std::int32_t>(gathered[rank][i].item<float>())};
+  };
+  for (std::int64_t rank = 1; rank < gathered.size(0); ++rank) {
+    if (!settings.explicit_columns) {
+      TESSERA_CHECK_VALUE(word(rank, 2) == word(0, 2), settings.operation, ": logits have ",
+                          word(0, 2), " columns on rank 0 and ", word(rank, 2), " on rank ", rank,
+                          ". Pad the vocabulary, or pass the column ranges.");
+    }
+    TESSERA_CHECK_VALUE(word(rank, 0) == word(rank - 1, 3), settings.operation,
+                        ": the columns of rank ", rank, " begin at ", word(rank, 0),
+                        ", those of rank ", rank - 1, " end at ", word(rank - 1, 3),
+                        ". The ranges must follow each other in rank order.");
+  }
+}
+
+/// Results are rows of one allocation.
+struct ResultRows {
+  at::Tensor storage;
+  std::int64_t next = 0;
+  at::Tensor take() { return storage[next++]; }
+};
+
+PassResult allocate_results(const PassSettings& settings, std::int64_t num_rows,
+                            const at::TensorOptions& options) {
+  PassResult result;
+  ResultRows rows{at::empty({7, num_rows}, options)};
+  result.maximum = rows.take();
+  result.sum = rows.take();
+  if (settings.wanted.entropy) result.weighted = rows.take();
+  if (settings.want_loss && settings.reduction == Reduction::kNone) result.loss = rows.take();
+  if (settings.wanted.log_probability) result.scores.log_probability = rows.take();
+  if (settings.wanted.log_sum_exp) result.scores.log_sum_exp = rows.take();
+  if (settings.wanted.entropy) result.scores.entropy = rows.take();
+  if (settings.wanted.argmax) {
+    result.scores.argmax = at::empty({num_rows}, options.dtype(at::kLong));
+  }
+  if (settings.want_loss && settings.reduction != Reduction::kNone) {
+    const at::Tensor pair = at::empty({2}, options);
+    result.loss = pair[0];
+    result.inverse = pair[1];
+  }
+  result.vocab = at::empty({1}, options.dtype(at::kLong));
+  return result;
+}
+
+template <typename T>
+T* pointer_of(const at::Tensor& tensor) {
+  return tensor.defined() ? tensor.data_ptr<T>() : nullptr;
+}
+
+}  // namespace
+
+at::Tensor gather_rows(const at::Tensor& row, const comm::Group& group) {
+  const at::Tensor one = row.unsqueeze(0);
+  return group.size() == 1 ? one : comm::all_gather(one, group);
+}
+
+PassResult forward_pass(const at::Tensor& logits, const at::Tensor& labels,
+                        const comm::Group& group, const PassSettings& settings) {
+  const auto options = logits.options().dtype(at::kFloat).requires_grad(false);
+  const std::int64_t num_rows = c10::multiply_integers(logits.sizes().slice(0, logits.dim() - 1));
+  const Fields fields = fields_of(settings, labels.defined());
+  const std::int64_t num_parts = num_parts_of(settings, group, options);
+  PassResult result = allocate_results(settings, num_rows, options);
+
+  const at::Tensor packed = at::empty({kHeader + num_parts * fields.count * num_rows}, options);
+  const bool divide = settings.want_loss && settings.reduction == Reduction::kMean;
+  kernels::LogitRows rows;
+  // Padding needs zeros behind the row, and only the gradient kernel writes them.
+  const bool may_fuse = settings.overwrite == Overwrite::kInForward && settings.needs_gradient &&
+                        group.size() == 1 && settings.tile == 0 && fields.count == 3 &&
+                        settings.num_valid == logits.size(-1) && as_rows(logits, rows);
+  if (may_fuse) {
+    auto task = statistics_task(settings, labels, 0);
+    task.rows = rows;
+    task.out = arrays_of(packed.data_ptr<float>() + kHeader, fields, num_rows, 0);
+    result.gradient_is_written = run_fused(logits.device(), task, settings.shape, divide);
+  }
+  if (!result.gradient_is_written) {
+    local_statistics(logits, labels, settings, fields, num_rows, packed);
+  }
+  if (num_tiles_of(settings) < num_parts) {
+    fill_missing_parts(packed, fields, num_rows, num_tiles_of(settings), num_parts);
+  }
+  at::Tensor gathered = packed;
+  if (group.size() > 1) {
+    write_header(packed, settings, logits.size(-1));
+    gathered = gather_rows(packed, group);
+    if (logits.is_cpu()) check_headers(gathered, settings);
+  }
+
+  kernels::MergeTask merge;
+  merge.gathered = gathered.const_data_ptr<float>();
+  merge.num_ranks = group.size();
+  merge.num_parts = num_parts;
+  merge.num_fields = fields.count;
+  merge.num_rows = num_rows;
+  merge.target_field = fields.target;
+  merge.total_field = fields.total;
+  merge.weighted_field = fields.weighted;
+  merge.best_field = fields.best;
+  merge.labels = pointer_of<std::int64_t>(labels);
+  merge.shape = settings.shape;
+  merge.vocab_size = settings.vocab_size;
+  merge.maximum = pointer_of<float>(result.maximum);
+  merge.sum = pointer_of<float>(result.sum);
+  merge.weighted = pointer_of<float>(result.weighted);
+  merge.log_probability = pointer_of<float>(result.scores.log_probability);
+  merge.log_sum_exp = pointer_of<float>(result.scores.log_sum_exp);
+  merge.entropy = pointer_of<float>(result.scores.entropy);
+  merge.best = pointer_of<std::int64_t>(result.scores.argmax);
+  merge.vocab = pointer_of<std::int64_t>(result.vocab);
+  if (settings.want_loss && settings.reduction == Reduction::kNone) {
+    merge.loss = pointer_of<float>(result.loss);
+  } else if (settings.want_loss) {
+    merge.reduced = pointer_of<float>(result.loss);
+    merge.inverse = pointer_of<float>(result.inverse);
+    merge.divide_by_count = divide;
+  }
+  run_merge(logits.device(), merge);
+  return result;
+}
+
+}  // namespace tessera::vocab_parallel::detail

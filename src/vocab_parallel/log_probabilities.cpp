@@ -1,0 +1,270 @@
+#include "tessera/vocab_parallel/log_probabilities.h"
+
+#include <algorithm>
+
+#include <ATen/Functions.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include "tessera/comm/collectives.h"
+#include "tessera/core/check.h"
+#include "vocab_parallel/row_chunks.h"
+#include "vocab_parallel/token_pass.h"
+
+namespace tessera::vocab_parallel {
+namespace {
+
+using detail::chunk_rows;
+using detail::flat_rows;
+using detail::PassResult;
+using detail::PassSettings;
+using detail::sum_over_group;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+TokenOptions named(const TokenOptions& options, const char* operation) {
+  TokenOptions result = options;
+  if (result.operation == TokenOptions().operation) result.operation = operation;
+  return result;
+}
+
+struct SavedSettings : torch::CustomClassHolder {
+  explicit SavedSettings(PassSettings given) : settings(std::move(given)) {}
+  PassSettings settings;
+};
+
+/// Ids as columns of this rank: where they are its own, and a valid column everywhere.
+struct OwnIds {
+  at::Tensor is_own;   // bool [n, k]
+  at::Tensor columns;  // int64 [n, k]
+};
+
+OwnIds own_ids(const at::Tensor& ids, const PassSettings& settings) {
+  const at::Tensor columns = ids - settings.columns.start;
+  const at::Tensor is_own = (columns >= 0).logical_and(columns < settings.num_valid);
+  return {is_own, columns.masked_fill(is_own.logical_not(), 0)};
+}
+
+/// Logits at `ids`, known to all ranks; 0 where no rank holds the id. Adding zeros keeps the bits.
+at::Tensor picked(const at::Tensor& logits, const at::Tensor& ids, const comm::Group& group,
+                  const PassSettings& settings) {
+  at::Tensor values =
+      at::zeros(ids.sizes(), logits.options().dtype(at::kFloat).requires_grad(false));
+  if (settings.num_valid > 0 && ids.numel() > 0) {
+    const OwnIds own = own_ids(ids, settings);
+    values =
+        logits.gather(1, own.columns).to(at::kFloat).masked_fill(own.is_own.logical_not(), 0.0);
+  }
+  return sum_over_group(values, group);
+}
+
+void check_ids(const at::Tensor& logits, const at::Tensor& ids, const std::string& operation) {
+  TESSERA_CHECK_TYPE(
+      ids.defined() && (ids.scalar_type() == at::kLong || ids.scalar_type() == at::kInt), operation,
+      ": the ids must be int64 or int32.");
+  TESSERA_CHECK_VALUE(ids.dim() == logits.dim() && ids.sizes().slice(0, ids.dim() - 1) ==
+                                                       logits.sizes().slice(0, logits.dim() - 1),
+                      operation, ": the ids have shape ", ids.sizes(), ", the logits ",
+                      logits.sizes(), ". All but the last dimension must be equal.");
+}
+
+void check_id_range(const at::Tensor& ids, std::int64_t vocab, const PassSettings& settings) {
+  if (!settings.check_labels) return;
+  const at::Tensor bad =
+      ((ids < 0).logical_or(ids >= vocab)).logical_and(ids != settings.shape.ignored);
+  if (!bad.any().item<bool>()) return;
+  const auto first = bad.reshape(-1).to(at::kByte).argmax().item<std::int64_t>();
+  TESSERA_CHECK_INDEX(false, settings.operation, ": id ",
+                      ids.reshape(-1)[first].item<std::int64_t>(), " at position ",
+                      detail::position_text(first, ids.sizes()), " is outside the vocabulary of ",
+                      vocab, " ids.");
+}
+
+/// Sum of the gradients of all equal ids of a row: what one element of the logits gets.
+at::Tensor sums_of_equal_ids(const at::Tensor& ids, const at::Tensor& gradient) {
+  const std::int64_t k = ids.size(1);
+  at::Tensor sums = at::empty_like(gradient);
+  const std::int64_t step =
+      std::max<std::int64_t>(1, (std::int64_t{4} << 20) / std::max<std::int64_t>(k * k, 1));
+  for (std::int64_t first = 0; first < ids.size(0); first += step) {
+    const std::int64_t last = std::min(first + step, ids.size(0));
+    const at::Tensor some = ids.slice(0, first, last);
+    const at::Tensor equal = (some.unsqueeze(2) == some.unsqueeze(1)).to(at::kFloat);
+    sums.slice(0, first, last)
+        .copy_(at::bmm(equal, gradient.slice(0, first, last).unsqueeze(2)).squeeze(2));
+  }
+  return sums;
+}
+
+/// Writes `values` at the ids this rank holds. An id of another rank repeats what the row's first
+/// own id writes, or what is there already, so that no list of own ids is needed.
+void put_own(at::Tensor gradient, const at::Tensor& ids, const at::Tensor& values,
+             const PassSettings& settings) {
+  if (settings.num_valid == 0 || ids.numel() == 0) return;
+  const OwnIds own = own_ids(ids, settings);
+  const at::Tensor has_own = own.is_own.any(1, /*keepdim=*/true);
+  const at::Tensor first_own = own.is_own.to(at::kByte).argmax(1, /*keepdim=*/true);
+  const at::Tensor present = gradient.slice(1, 0, 1).to(at::kFloat);
+  const at::Tensor column = at::where(has_own, own.columns.gather(1, first_own), 0);
+  const at::Tensor value = at::where(has_own, values.gather(1, first_own), present);
+  gradient.scatter_(1, at::where(own.is_own, own.columns, column),
+                    at::where(own.is_own, values, value).to(gradient.scalar_type()));
+}
+
+class LogProbabilitiesAt : public torch::autograd::Function<LogProbabilitiesAt> {
+ public:
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& logits,
+                            const at::Tensor& ids, const comm::Group& group,
+                            const PassSettings& settings) {
+    const at::Tensor rows = flat_rows(logits.detach());
+    const at::Tensor flat_ids = ids.to(at::kLong).reshape({rows.size(0), ids.size(-1)});
+    const PassResult result = detail::forward_pass(rows, at::Tensor(), group, settings);
+    check_id_range(ids, settings.check_labels ? result.vocab.item<std::int64_t>() : 0, settings);
+    const at::Tensor log_p = (picked(rows, flat_ids, group, settings) * settings.shape.scale -
+                              result.scores.log_sum_exp.unsqueeze(1))
+                                 .masked_fill(flat_ids == settings.shape.ignored, 0.0);
+    context->save_for_backward({logits, flat_ids, result.maximum, result.sum, result.vocab, log_p});
+    context->saved_data["settings"] =
+        c10::IValue::make_capsule(c10::make_intrusive<SavedSettings>(settings));
+    return log_p.view(ids.sizes());
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    const PassSettings& settings = c10::static_intrusive_pointer_cast<SavedSettings>(
+                                       context->saved_data["settings"].toCapsule())
+                                       ->settings;
+    TORCH_CHECK(!at::GradMode::is_enabled(), settings.operation,
+                ": gradients of gradients are not available. Call backward without create_graph.");
+    const variable_list saved = context->get_saved_variables();
+    const at::Tensor& ids = saved[1];
+    const at::Tensor& log_p = saved[5];
+    PassResult result;
+    result.maximum = saved[2];
+    result.sum = saved[3];
+    result.vocab = saved[4];
+    const at::Tensor upstream = gradients[0]
+                                    .to(at::kFloat)
+                                    .reshape(ids.sizes())
+                                    .masked_fill(ids == settings.shape.ignored, 0.0);
+    const at::Tensor of_row = upstream.sum(1);
+    at::Tensor gradient = detail::backward_pass(
+        saved[0], at::Tensor(), result, {.log_sum_exp = -of_row}, settings, /*in_place=*/false);
+    const at::Tensor values =
+        (sums_of_equal_ids(ids, upstream) - log_p.exp() * of_row.unsqueeze(1)) *
+        settings.shape.scale;
+    put_own(gradient.view({ids.size(0), gradient.size(-1)}), ids, values, settings);
+    return {gradient, at::Tensor(), at::Tensor(), at::Tensor()};
+  }
+};
+
+class LogitsAt : public torch::autograd::Function<LogitsAt> {
+ public:
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& logits,
+                            const at::Tensor& ids, const comm::Group& group,
+                            const PassSettings& settings) {
+    const at::Tensor rows = flat_rows(logits.detach());
+    const at::Tensor flat_ids = ids.to(at::kLong).reshape({rows.size(0), ids.size(-1)});
+    context->save_for_backward({flat_ids});
+    context->saved_data["settings"] =
+        c10::IValue::make_capsule(c10::make_intrusive<SavedSettings>(settings));
+    context->saved_data["shape"] = logits.sizes().vec();
+    context->saved_data["type"] = static_cast<std::int64_t>(logits.scalar_type());
+    return picked(rows, flat_ids, group, settings).view(ids.sizes());
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    const PassSettings& settings = c10::static_intrusive_pointer_cast<SavedSettings>(
+                                       context->saved_data["settings"].toCapsule())
+                                       ->settings;
+    const at::Tensor ids = context->get_saved_variables()[0];
+    const auto type = static_cast<at::ScalarType>(context->saved_data["type"].toInt());
+    const at::Tensor upstream = gradients[0].to(at::kFloat).reshape(ids.sizes());
+    at::Tensor gradient =
+        at::zeros(context->saved_data["shape"].toIntVector(), upstream.options().dtype(type));
+    put_own(gradient.view({ids.size(0), gradient.size(-1)}), ids, sums_of_equal_ids(ids, upstream),
+            settings);
+    return {gradient, at::Tensor(), at::Tensor(), at::Tensor()};
+  }
+};
+
+}  // namespace
+
+at::Tensor log_probabilities(const at::Tensor& local_logits, const at::Tensor& labels,
+                             const comm::Group& group, const TokenOptions& options) {
+  return token_scores(local_logits, labels, group, {.log_probability = true},
+                      named(options, "vocab.log_probabilities"))
+      .log_probability;
+}
+
+at::Tensor log_probabilities_at(const at::Tensor& local_logits, const at::Tensor& ids,
+                                const comm::Group& group, const TokenOptions& options) {
+  PassSettings settings = detail::settings_of(local_logits, at::Tensor(), group,
+                                              named(options, "vocab.log_probabilities_at"));
+  check_ids(local_logits, ids, settings.operation);
+  settings.wanted.log_sum_exp = true;
+  settings.overwrite = Overwrite::kNever;
+  return LogProbabilitiesAt::apply(local_logits, ids, group, settings);
+}
+
+at::Tensor logits_at(const at::Tensor& local_logits, const at::Tensor& ids,
+                     const comm::Group& group, const TokenOptions& options) {
+  const PassSettings settings =
+      detail::settings_of(local_logits, at::Tensor(), group, named(options, "vocab.logits_at"));
+  check_ids(local_logits, ids, settings.operation);
+  return LogitsAt::apply(local_logits, ids, group, settings);
+}
+
+at::Tensor log_softmax(const at::Tensor& local_logits, const comm::Group& group,
+                       const TokenOptions& options) {
+  const at::NoGradGuard no_grad;
+  PassSettings settings =
+      detail::settings_of(local_logits, at::Tensor(), group, named(options, "vocab.log_softmax"));
+  settings.wanted.log_sum_exp = true;
+  const PassResult result = detail::forward_pass(local_logits, at::Tensor(), group, settings);
+  at::Tensor out = detail::empty_gradient(local_logits.sizes(), local_logits.options());
+  const at::Tensor rows = flat_rows(local_logits);
+  at::Tensor out_rows = out.view(rows.sizes());
+  chunk_rows(rows, [&](std::int64_t first, std::int64_t last) {
+    out_rows.slice(0, first, last)
+        .copy_(rows.slice(0, first, last).to(at::kFloat).mul(settings.shape.scale) -
+               result.scores.log_sum_exp.slice(0, first, last).unsqueeze(1));
+  });
+  return out;
+}
+
+std::pair<at::Tensor, at::Tensor> top_k(const at::Tensor& local_logits, std::int64_t k,
+                                        const comm::Group& group, const TokenOptions& options) {
+  const at::NoGradGuard no_grad;
+  const PassSettings settings =
+      detail::settings_of(local_logits, at::Tensor(), group, named(options, "vocab.top_k"));
+  TESSERA_CHECK_VALUE(k > 0, settings.operation, ": the best ", k, " ids cannot be chosen.");
+  const at::Tensor rows = flat_rows(local_logits);
+  const std::int64_t num_rows = rows.size(0);
+  const std::int64_t own = std::min(k, settings.num_valid);
+  const auto floats = local_logits.options().dtype(at::kFloat).requires_grad(false);
+  // Ranks with fewer than k columns fill up with what never wins.
+  at::Tensor values = at::full({num_rows, k}, -INFINITY, floats);
+  at::Tensor ids = at::full({num_rows, k}, -1, floats.dtype(at::kLong));
+  if (own > 0) {
+    chunk_rows(rows, [&](std::int64_t first, std::int64_t last) {
+      const auto [best, columns] =
+          rows.slice(0, first, last).slice(1, 0, settings.num_valid).to(at::kFloat).topk(own, 1);
+      values.slice(0, first, last).slice(1, 0, own).copy_(best);
+      ids.slice(0, first, last).slice(1, 0, own).copy_(columns + settings.columns.start);
+    });
+  }
+  const std::int64_t width = k * group.size();
+  const at::Tensor all_values =
+      detail::gather_rows(values, group).permute({1, 0, 2}).reshape({num_rows, width});
+  const at::Tensor all_ids =
+      detail::gather_rows(ids, group).permute({1, 0, 2}).reshape({num_rows, width});
+  const auto [best, places] = all_values.topk(k, 1);
+  const at::Tensor best_ids = all_ids.gather(1, places);
+  TESSERA_CHECK_VALUE(
+      local_logits.is_cuda() || num_rows == 0 || best_ids.min().item<std::int64_t>() >= 0,
+      settings.operation, ": the best ", k, " ids were asked of a smaller vocabulary.");
+  auto shape = local_logits.sizes().vec();
+  shape.back() = k;
+  return {best.view(shape), best_ids.view(shape)};
+}
+
+}  // namespace tessera::vocab_parallel

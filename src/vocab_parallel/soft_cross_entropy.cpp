@@ -1,0 +1,104 @@
+#include <ATen/Functions.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include "tessera/core/check.h"
+#include "tessera/vocab_parallel/log_probabilities.h"
+#include "vocab_parallel/row_chunks.h"
+#include "vocab_parallel/token_pass.h"
+
+namespace tessera::vocab_parallel {
+namespace {
+
+using detail::chunk_rows;
+using detail::flat_rows;
+using detail::PassSettings;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+/// exp(k x - lse) of some rows, the padding left out.
+at::Tensor probabilities(const at::Tensor& rows, std::int64_t first, std::int64_t last,
+                         const at::Tensor& log_sum_exp, const PassSettings& settings) {
+  return rows.slice(0, first, last)
+      .slice(1, 0, settings.num_valid)
+      .to(at::kFloat)
+      .mul(settings.shape.scale)
+      .sub_(log_sum_exp.slice(0, first, last).unsqueeze(1))
+      .exp_();
+}
+
+struct SavedSettings : torch::CustomClassHolder {
+  explicit SavedSettings(PassSettings given) : settings(std::move(given)) {}
+  PassSettings settings;
+};
+
+class SoftCrossEntropy : public torch::autograd::Function<SoftCrossEntropy> {
+ public:
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& logits,
+                            const at::Tensor& target_logits, const comm::Group& group,
+                            const PassSettings& settings) {
+    const at::Tensor rows = flat_rows(logits.detach());
+    const at::Tensor target_rows = flat_rows(target_logits.detach());
+    const auto own = detail::forward_pass(rows, at::Tensor(), group, settings);
+    const auto target = detail::forward_pass(target_rows, at::Tensor(), group, settings);
+    const at::Tensor& own_lse = own.scores.log_sum_exp;
+    const at::Tensor& target_lse = target.scores.log_sum_exp;
+    at::Tensor product = at::zeros({rows.size(0)}, own_lse.options());
+    chunk_rows(rows, [&](std::int64_t first, std::int64_t last) {
+      const at::Tensor p = probabilities(target_rows, first, last, target_lse, settings);
+      const at::Tensor log_q = rows.slice(0, first, last)
+                                   .slice(1, 0, settings.num_valid)
+                                   .to(at::kFloat)
+                                   .mul(settings.shape.scale)
+                                   .sub_(own_lse.slice(0, first, last).unsqueeze(1));
+      // A probability of 0 counts 0, whatever its logarithm is.
+      product.slice(0, first, last).copy_((p * log_q).masked_fill_(p == 0, 0.0).sum(1));
+    });
+    context->save_for_backward({logits, target_logits, own_lse, target_lse});
+    context->saved_data["settings"] =
+        c10::IValue::make_capsule(c10::make_intrusive<SavedSettings>(settings));
+    return detail::sum_over_group(product, group)
+        .neg()
+        .view(logits.sizes().slice(0, logits.dim() - 1));
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    const PassSettings& settings = c10::static_intrusive_pointer_cast<SavedSettings>(
+                                       context->saved_data["settings"].toCapsule())
+                                       ->settings;
+    TORCH_CHECK(!at::GradMode::is_enabled(), settings.operation,
+                ": gradients of gradients are not available. Call backward without create_graph.");
+    const variable_list saved = context->get_saved_variables();
+    const at::Tensor rows = flat_rows(saved[0]);
+    const at::Tensor target_rows = flat_rows(saved[1]);
+    const at::Tensor upstream =
+        gradients[0].to(at::kFloat).reshape({rows.size(0), 1}) * settings.shape.scale;
+    at::Tensor gradient = detail::empty_gradient(saved[0].sizes(), saved[0].options());
+    at::Tensor gradient_rows = gradient.view(rows.sizes());
+    chunk_rows(rows, [&](std::int64_t first, std::int64_t last) {
+      at::Tensor q = probabilities(rows, first, last, saved[2], settings);
+      q.sub_(probabilities(target_rows, first, last, saved[3], settings))
+          .mul_(upstream.slice(0, first, last));
+      gradient_rows.slice(0, first, last).slice(1, 0, settings.num_valid).copy_(q);
+    });
+    gradient_rows.slice(1, settings.num_valid, rows.size(1)).zero_();
+    return {gradient, at::Tensor(), at::Tensor(), at::Tensor()};
+  }
+};
+
+}  // namespace
+
+at::Tensor soft_cross_entropy(const at::Tensor& local_logits, const at::Tensor& local_target_logits,
+                              const comm::Group& group, const TokenOptions& options) {
+  TokenOptions named = options;
+  if (named.operation == TokenOptions().operation) named.operation = "vocab.soft_cross_entropy";
+  PassSettings settings = detail::settings_of(local_logits, at::Tensor(), group, named);
+  detail::settings_of(local_target_logits, at::Tensor(), group, named);
+  TESSERA_CHECK_VALUE(local_logits.sizes() == local_target_logits.sizes(), settings.operation,
+                      ": the logits have shape ", local_logits.sizes(), ", the target logits ",
+                      local_target_logits.sizes(), ". They must be equal.");
+  settings.wanted.log_sum_exp = true;
+  settings.overwrite = Overwrite::kNever;
+  return SoftCrossEntropy::apply(local_logits, local_target_logits, group, settings);
+}
+
+}  // namespace tessera::vocab_parallel

@@ -1,0 +1,85 @@
+// src/vocab_parallel/token_pass.h — the forward and the backward pass over a rank's logits.
+
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include <ATen/core/Tensor.h>
+
+#include "kernels/token_rows.h"
+#include "tessera/comm/group.h"
+#include "tessera/vocab_parallel/cross_entropy.h"
+
+namespace tessera::vocab_parallel::detail {
+
+/// Everything a pass needs besides tensors; checked and completed by `settings_of`.
+struct PassSettings {
+  std::string operation;
+  Columns columns;  // of this rank; `num_valid` of them are not padding
+  std::int64_t num_valid = 0;
+  bool explicit_columns = false;
+  std::int64_t vocab_size = 0;  // 0: known only after the exchange
+  kernels::LossShape shape;
+  Reduction reduction = Reduction::kNone;
+  bool want_loss = false;
+  WantedScores wanted;
+  Overwrite overwrite = Overwrite::kNever;
+  bool needs_gradient = false;
+  bool has_labels = false;
+  std::int64_t tile = 0;
+  bool check_labels = false;
+
+  bool has_extras() const { return wanted.log_sum_exp || wanted.entropy || wanted.argmax; }
+};
+
+/// What forward hands to backward, one value per row; and the results.
+struct PassResult {
+  at::Tensor maximum;
+  at::Tensor sum;
+  at::Tensor weighted;
+  at::Tensor vocab;
+  at::Tensor inverse;
+  at::Tensor loss;  // reduced as the settings say
+  TokenScores scores;
+  bool gradient_is_written = false;  // over the logits
+};
+
+/// Checks arguments that can be checked without talking to other ranks.
+PassSettings settings_of(const at::Tensor& logits, const at::Tensor& labels,
+                         const comm::Group& group, const TokenOptions& options);
+
+/// The labels as int64, one per row, contiguous; undefined if they are.
+at::Tensor flat_labels(const at::Tensor& labels);
+
+/// Reads the logits once, exchanges and merges. Collective.
+PassResult forward_pass(const at::Tensor& logits, const at::Tensor& labels,
+                        const comm::Group& group, const PassSettings& settings);
+
+/// Gradients of the results, undefined where there is none; flat, except a reduced loss.
+struct PassGradients {
+  at::Tensor loss;
+  at::Tensor log_probability;
+  at::Tensor log_sum_exp;
+  at::Tensor entropy;
+};
+
+/// Returns the gradient of the logits: a new tensor, or the logits themselves if `in_place`.
+at::Tensor backward_pass(const at::Tensor& logits, const at::Tensor& labels,
+                         const PassResult& saved, const PassGradients& gradients,
+                         const PassSettings& settings, bool in_place);
+
+/// An uninitialised tensor for a gradient of this shape. Large ones on the CPU ask for huge pages:
+/// fresh 4 KB pages cost several times more than the kernel that fills them.
+at::Tensor empty_gradient(at::IntArrayRef shape, const at::TensorOptions& options);
+
+/// Stacks tensors of equal shape of all ranks, in rank order.
+at::Tensor gather_rows(const at::Tensor& row, const comm::Group& group);
+
+/// Throws IndexError naming the first label outside the vocabulary. Waits for the device.
+void check_label_range(const at::Tensor& labels, std::int64_t vocab, const PassSettings& settings);
+
+/// "[1, 4]": where the flat `index` lies in a tensor of `shape`.
+std::string position_text(std::int64_t index, at::IntArrayRef shape);
+
+}  // namespace tessera::vocab_parallel::detail

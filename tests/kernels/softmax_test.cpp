@@ -1,0 +1,274 @@
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include <ATen/ATen.h>
+
+#include "kernels/softmax_fused.h"
+#include "kernels/softmax_gradient.h"
+#include "kernels/softmax_statistics.h"
+
+namespace tessera::kernels {
+namespace {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+struct Case {
+  Isa isa;
+  Element element;
+};
+
+at::ScalarType type_of(Element element) {
+  return element == Element::kFloat32   ? at::kFloat
+         : element == Element::kFloat16 ? at::kHalf
+                                        : at::kBFloat16;
+}
+
+class Softmax : public ::testing::TestWithParam<Case> {
+ protected:
+  SoftmaxStatisticsKernel statistics_kernel() const {
+    return softmax_statistics_kernel(GetParam().isa);
+  }
+  SoftmaxGradientKernel gradient_kernel() const { return softmax_gradient_kernel(GetParam().isa); }
+  at::Tensor logits(std::int64_t rows, std::int64_t columns, double spread = 4.0) const {
+    at::manual_seed(11);
+    return (at::randn({rows, columns}) * spread).to(type_of(GetParam().element));
+  }
+  LogitRows rows_of(const at::Tensor& x) const {
+    return {.element = GetParam().element,
+            .data = x.const_data_ptr(),
+            .num_rows = x.size(0),
+            .num_columns = x.size(1),
+            .inner_rows = std::max<std::int64_t>(x.size(0), 1),
+            .inner_stride = x.stride(0)};
+  }
+};
+
+std::vector<Case> all_cases() {
+  std::vector<Case> cases;
+  for (const Isa isa : supported_isas()) {
+    for (const Element element : {Element::kFloat32, Element::kBFloat16, Element::kFloat16}) {
+      cases.push_back({isa, element});
+    }
+  }
+  return cases;
+}
+
+std::string case_name(const ::testing::TestParamInfo<Case>& info) {
+  const char* names[] = {"", "", "", "", "", "", "float16", "bfloat16", "float32", ""};
+  return std::string(name_of(info.param.isa)) + "_" + names[static_cast<int>(info.param.element)];
+}
+
+INSTANTIATE_TEST_SUITE_P(Levels, Softmax, ::testing::ValuesIn(all_cases()), case_name);
+
+struct Outputs {
+  std::vector<float> maximum, sum, target, total, weighted;
+  std::vector<std::int32_t> best;
+  explicit Outputs(std::int64_t rows)
+      : maximum(rows), sum(rows), target(rows), total(rows), weighted(rows), best(rows) {}
+  SoftmaxStatistics all() {
+    return {maximum.data(), sum.data(), target.data(), total.data(), weighted.data(), best.data()};
+  }
+};
+
+void expect_near(float expected, float actual, double tolerance, const std::string& what) {
+  if (std::isnan(expected)) {
+    EXPECT_TRUE(std::isnan(actual)) << what << " is " << actual;
+  } else if (std::isinf(expected)) {
+    EXPECT_EQ(expected, actual) << what;
+  } else {
+    EXPECT_NEAR(expected, actual, tolerance * (1.0 + std::fabs(expected))) << what;
+  }
+}
+
+void compare(Outputs& expected, Outputs& actual, double total_tolerance) {
+  for (std::size_t r = 0; r < expected.maximum.size(); ++r) {
+    const std::string row = " of row " + std::to_string(r);
+    expect_near(expected.maximum[r], actual.maximum[r], 0.0, "maximum" + row);
+    expect_near(expected.sum[r], actual.sum[r], 4e-7, "sum" + row);
+    expect_near(expected.target[r], actual.target[r], 0.0, "target" + row);
+    expect_near(expected.total[r], actual.total[r], total_tolerance, "total" + row);
+    expect_near(expected.weighted[r], actual.weighted[r], 2e-6, "weighted" + row);
+    EXPECT_EQ(expected.best[r], actual.best[r]) << "best" << row;
+  }
+}
+
+TEST_P(Softmax, StatisticsEqualTheReferenceForEveryLength) {
+  for (const std::int64_t columns :
+       {0, 1, 2, 7, 8, 15, 16, 17, 31, 33, 511, 512, 513, 1023, 1025, 2049, 5003}) {
+    for (const float scale : {1.0F, 0.7F}) {
+      const at::Tensor x = logits(5, columns);
+      const at::Tensor labels = at::tensor({0, 100, 107, 600, -100}, at::kLong);
+      Outputs expected(5);
+      Outputs actual(5);
+      SoftmaxStatisticsTask task{.rows = rows_of(x),
+                                 .labels = {labels.const_data_ptr<std::int64_t>(), 100, -100},
+                                 .scale = scale};
+      task.out = expected.all();
+      softmax_statistics_reference(task, 0, 5);
+      task.out = actual.all();
+      statistics_kernel()(task, 0, 5);
+      SCOPED_TRACE("columns " + std::to_string(columns));
+      compare(expected, actual, 1e-4);
+    }
+  }
+}
+
+TEST_P(Softmax, StatisticsOfInfiniteAndMissingNumbers) {
+  at::Tensor x = logits(7, 2100);
+  x.select(0, 0).fill_(-kInfinity);                               // nothing at all
+  x.select(0, 1).slice(0, 0, 1500).fill_(-kInfinity);             // the leading blocks are empty
+  x.select(0, 2).slice(0, 600).fill_(-kInfinity);                 // the trailing ones are
+  x.select(0, 3).index_put_({at::tensor({2090})}, std::nan(""));  // in the part of a vector
+  x.select(0, 4).index_put_({at::tensor({3})}, std::nan(""));     // in the first vector
+  x.select(0, 5).index_put_({at::tensor({1000})}, kInfinity);
+  x.select(0, 6).fill_(-kInfinity).index_put_({at::tensor({1234})}, 3.0);
+  Outputs expected(7);
+  Outputs actual(7);
+  SoftmaxStatisticsTask task{.rows = rows_of(x)};
+  task.out = expected.all();
+  softmax_statistics_reference(task, 0, 7);
+  task.out = actual.all();
+  statistics_kernel()(task, 0, 7);
+  for (int r : {0, 1, 2, 6}) {
+    EXPECT_EQ(expected.maximum[r], actual.maximum[r]) << r;
+    expect_near(expected.sum[r], actual.sum[r], 4e-7, "sum");
+    expect_near(expected.weighted[r], actual.weighted[r], 2e-6, "weighted");
+    EXPECT_EQ(expected.best[r], actual.best[r]) << r;
+  }
+  for (int r : {3, 4, 5}) EXPECT_TRUE(std::isnan(actual.sum[r])) << r << " " << actual.sum[r];
+}
+
+TEST_P(Softmax, IgnoredRowsMayBeSkipped) {
+  const at::Tensor x = at::full({2, 40}, std::nan(""), at::kFloat).to(type_of(GetParam().element));
+  const at::Tensor labels = at::tensor({-7, -7}, at::kLong);
+  Outputs actual(2);
+  SoftmaxStatisticsTask task{.rows = rows_of(x),
+                             .labels = {labels.const_data_ptr<std::int64_t>(), 0, -7},
+                             .skip_ignored = true,
+                             .out = actual.all()};
+  statistics_kernel()(task, 0, 2);
+  EXPECT_EQ(actual.maximum[1], -kInfinity);
+  EXPECT_EQ(actual.sum[1], 0.0F);
+}
+
+TEST_P(Softmax, RowsOfASliceNeedNoCopy) {
+  const at::Tensor whole = logits(12, 50).view({3, 4, 50});
+  const at::Tensor slice = whole.slice(1, 0, 3);
+  const at::Tensor copy = slice.contiguous().view({9, 50});
+  Outputs expected(9);
+  Outputs actual(9);
+  SoftmaxStatisticsTask task{.rows = rows_of(copy), .out = expected.all()};
+  statistics_kernel()(task, 0, 9);
+  task.rows = {.element = GetParam().element,
+               .data = slice.const_data_ptr(),
+               .num_rows = 9,
+               .num_columns = 50,
+               .inner_rows = 3,
+               .inner_stride = 50,
+               .outer_stride = 200};
+  task.out = actual.all();
+  statistics_kernel()(task, 0, 9);
+  EXPECT_EQ(expected.sum, actual.sum);
+  EXPECT_EQ(expected.maximum, actual.maximum);
+}
+
+struct GradientInput {
+  std::vector<float> maximum{4.0F, 5.0F, 6.5F, 3.0F};
+  std::vector<float> softmax{0.5F, -0.25F, 0.0F, 1.0F};
+  std::vector<float> weighted{0.0F, 0.3F, 0.0F, -0.1F};
+  std::vector<float> uniform{0.0F, -0.01F, 0.0F, 0.002F};
+  std::vector<float> target{-0.5F, 0.25F, 0.0F, 0.0F};
+  std::vector<std::int64_t> labels{103, 99, 101, 100};
+};
+
+TEST_P(Softmax, GradientEqualsTheReferenceForEveryLength) {
+  const GradientInput input;
+  // One rounding of the result, and float32's own error before it.
+  const double relative = GetParam().element == Element::kFloat32    ? 1e-6
+                          : GetParam().element == Element::kBFloat16 ? 1.0 / 128
+                                                                     : 1.0 / 1024;
+  for (const std::int64_t columns : {1, 4, 7, 8, 15, 16, 17, 31, 33, 511, 513, 1025, 5003}) {
+    for (const bool weighted : {false, true}) {
+      for (const Store store : {Store::kCached, Store::kStreaming}) {
+        const at::Tensor x = logits(4, columns, 1.5);
+        const std::int64_t num_written = columns + 3;
+        at::Tensor expected = at::full({4, num_written}, 7.0, x.options());
+        at::Tensor actual = at::full({4, num_written}, 7.0, x.options());
+        SoftmaxGradientTask task{.rows = rows_of(x),
+                                 .labels = {input.labels.data(), 100, -100},
+                                 .scale = 0.9F,
+                                 .coefficients = {input.maximum.data(), input.softmax.data(),
+                                                  weighted ? input.weighted.data() : nullptr,
+                                                  input.uniform.data(), input.target.data()},
+                                 .num_written = num_written,
+                                 .inner_stride = num_written,
+                                 .store = store};
+        task.gradient = expected.mutable_data_ptr();
+        softmax_gradient_reference(task, 0, 4);
+        task.gradient = actual.mutable_data_ptr();
+        gradient_kernel()(task, 0, 4);
+        ASSERT_TRUE(at::allclose(expected.to(at::kFloat), actual.to(at::kFloat), relative, 1e-7))
+            << columns << "\n"
+            << (expected.to(at::kFloat) - actual.to(at::kFloat)).abs().max();
+      }
+    }
+  }
+}
+
+TEST_P(Softmax, GradientInPlaceAndOfInfiniteLogits) {
+  const GradientInput input;
+  at::Tensor x = logits(4, 77, 1.5);
+  x.slice(1, 0, 40).fill_(-kInfinity);
+  at::Tensor expected = at::empty_like(x);
+  SoftmaxGradientTask task{
+      .rows = rows_of(x),
+      .labels = {input.labels.data(), 100, -100},
+      .coefficients = {input.maximum.data(), input.softmax.data(), input.weighted.data(),
+                       input.uniform.data(), input.target.data()},
+      .gradient = expected.mutable_data_ptr(),
+      .num_written = 77,
+      .inner_stride = 77};
+  softmax_gradient_reference(task, 0, 4);
+  task.gradient = x.mutable_data_ptr();
+  gradient_kernel()(task, 0, 4);
+  EXPECT_TRUE(at::isfinite(x).all().item<bool>());
+  EXPECT_TRUE(at::allclose(expected.to(at::kFloat), x.to(at::kFloat), 1.0 / 128, 1e-7));
+}
+
+TEST_P(Softmax, FusedEqualsTheReferenceForEveryLength) {
+  const double relative = GetParam().element == Element::kFloat32    ? 2e-6
+                          : GetParam().element == Element::kBFloat16 ? 1.0 / 128
+                                                                     : 1.0 / 1024;
+  for (const std::int64_t columns : {1, 7, 8, 15, 16, 17, 33, 511, 512, 513, 1024, 1025, 5003}) {
+    at::Tensor expected = logits(5, columns);
+    expected[3].slice(0, 0, columns / 2).fill_(-kInfinity);
+    at::Tensor actual = expected.clone();
+    const std::vector<std::int64_t> labels{100, 103, -100, 99 + columns, 5000000};
+    Outputs of_expected(5);
+    Outputs of_actual(5);
+    SoftmaxFusedTask task{.statistics = {.rows = rows_of(expected),
+                                         .labels = {labels.data(), 100, -100},
+                                         .scale = 0.9F,
+                                         .skip_ignored = true},
+                          .z_loss = 1e-3,
+                          .weight = 0.25F};
+    task.statistics.out = {of_expected.maximum.data(), of_expected.sum.data(),
+                           of_expected.target.data()};
+    softmax_fused_reference(task, 0, 5, nullptr);
+    task.statistics.rows = rows_of(actual);
+    task.statistics.out = {of_actual.maximum.data(), of_actual.sum.data(), of_actual.target.data()};
+    const at::Tensor workspace = at::empty({softmax_fused_workspace(columns)}, at::kFloat);
+    softmax_fused_kernel(GetParam().isa)(task, 0, 5, workspace.data_ptr<float>());
+    SCOPED_TRACE("columns " + std::to_string(columns));
+    compare(of_expected, of_actual, 0.0);
+    ASSERT_TRUE(at::allclose(expected.to(at::kFloat), actual.to(at::kFloat), relative, 1e-7))
+        << (expected.to(at::kFloat) - actual.to(at::kFloat)).abs().max();
+  }
+}
+
+}  // namespace
+}  // namespace tessera::kernels

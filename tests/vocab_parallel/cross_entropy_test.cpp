@@ -1,0 +1,145 @@
+#include "vocab_parallel/cross_entropy_cases.h"
+
+namespace tessera::vocab_parallel {
+namespace {
+
+using tessera::testing::cpu_worlds;
+using tessera::testing::run_ranks;
+using tessera::testing::vocab_world_name;
+
+INSTANTIATE_TEST_SUITE_P(Worlds, Vocab, ::testing::ValuesIn(cpu_worlds()), vocab_world_name);
+
+template <typename Exception>
+std::string text_thrown_by(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const Exception& error) {
+    return error.what_without_backtrace();
+  }
+  return "nothing was thrown";
+}
+
+TEST_P(Vocab, LabelOutsideTheVocabularyIsNamedOnEveryRank) {
+  const at::Tensor whole = whole_logits({2, 3});
+  at::Tensor labels = some_labels({2, 3});
+  labels[1][2] = kVocab;
+  for (const std::string& text : texts_of_all_ranks([&](const comm::Group& group) {
+         const Columns columns = columns_of(kVocab, group);
+         cross_entropy(shard_of(whole, columns, device()), labels, group, options_for(columns));
+       })) {
+    EXPECT_EQ(
+        text,
+        "vocab.cross_entropy: label 1003 at position [1, 2] is outside the vocabulary of 1003 "
+        "ids. Use -100 for tokens without a label.");
+  }
+}
+
+TEST(VocabErrors, ColumnsThatDifferAreRefusedOnEveryRank) {
+  const auto errors = tessera::testing::run_ranks_collecting(3, [](const comm::Group& group) {
+    const at::Tensor logits = at::zeros({2, group.rank() == 2 ? 8 : 7});
+    cross_entropy(logits, at::zeros({2}, at::kLong), group);
+  });
+  for (const auto& error : errors) {
+    EXPECT_EQ(tessera::testing::text_of(error),
+              "vocab.cross_entropy: logits have 7 columns on rank 0 and 8 on rank 2. Pad the "
+              "vocabulary, or pass the column ranges.");
+  }
+}
+
+TEST(VocabErrors, RangesThatDoNotJoinAreRefusedOnEveryRank) {
+  const auto errors = tessera::testing::run_ranks_collecting(2, [](const comm::Group& group) {
+    CrossEntropyOptions options;
+    options.columns = group.rank() == 0 ? Columns{0, 7} : Columns{8, 15};
+    cross_entropy(at::zeros({2, 7}), at::zeros({2}, at::kLong), group, options);
+  });
+  for (const auto& error : errors) {
+    EXPECT_EQ(
+        tessera::testing::text_of(error),
+        "vocab.cross_entropy: the columns of rank 1 begin at 8, those of rank 0 end at 7. The "
+        "ranges must follow each other in rank order.");
+  }
+}
+
+TEST(VocabErrors, WrongArgumentsAreNamed) {
+  run_ranks(1, [](const comm::Group& group) {
+    const at::Tensor logits = at::zeros({2, 7});
+    const at::Tensor labels = at::zeros({2}, at::kLong);
+    const auto value = [&](const std::function<void(CrossEntropyOptions&)>& change) {
+      CrossEntropyOptions options;
+      change(options);
+      return text_thrown_by<c10::ValueError>(
+          [&] { cross_entropy(logits, labels, group, options); });
+    };
+    EXPECT_EQ(
+        value([](auto& o) { o.temperature = 0; }),
+        "vocab.cross_entropy: a temperature of 0 is not possible. It must be greater than 0.");
+    EXPECT_EQ(
+        value([](auto& o) { o.label_smoothing = 1.5; }),
+        "vocab.cross_entropy: a label smoothing of 1.5 is not possible. It lies between 0 and "
+        "1.");
+    EXPECT_EQ(value([](auto& o) { o.columns = Columns{3, 11}; }),
+              "vocab.cross_entropy: the column range [3, 11) does not fit logits with 7 columns.");
+    EXPECT_EQ(value([](auto& o) { o.vocab_size = 0; }),
+              "vocab.cross_entropy: a vocabulary of 0 ids is not possible.");
+    EXPECT_EQ(
+        value([](auto& o) {
+          o.columns = Columns{3, 10};
+          o.reproducible_tile = 2;
+        }),
+        "vocab.cross_entropy: the columns of rank 0 begin at 3, which is not a multiple of the "
+        "tile of 2. Choose a tile that divides every rank's first column.");
+    EXPECT_EQ(value([](auto& o) {
+                o.overwrite = Overwrite::kInForward;
+                o.reduction = Reduction::kNone;
+              }),
+              "vocab.cross_entropy: the gradient can be written in forward only for a loss that is "
+              "summed or averaged, without other scores. Use Overwrite::kInBackward.");
+    EXPECT_EQ(text_thrown_by<c10::ValueError>(
+                  [&] { cross_entropy(logits, at::zeros({3}, at::kLong), group); }),
+              "vocab.cross_entropy: the labels have shape [3], the logits [2, 7]. The labels need "
+              "[2].");
+    EXPECT_EQ(text_thrown_by<c10::TypeError>([&] { cross_entropy(logits, at::zeros({2}), group); }),
+              "vocab.cross_entropy: labels of type Float are not ids. Use int64 or int32.");
+    EXPECT_EQ(text_thrown_by<c10::TypeError>(
+                  [&] { cross_entropy(logits.to(at::kDouble), labels, group); }),
+              "vocab.cross_entropy: logits of type Double are not supported. Use float32, bfloat16 "
+              "or float16.");
+    EXPECT_EQ(text_thrown_by<c10::ValueError>(
+                  [&] { token_scores(logits, {}, group, {.log_probability = true}); }),
+              "vocab.token_scores: log-probabilities need labels.");
+  });
+}
+
+TEST(VocabErrors, SecondDerivativesAreRefused) {
+  run_ranks(1, [](const comm::Group& group) {
+    const at::Tensor logits = at::zeros({2, 7}).requires_grad_(true);
+    const at::Tensor loss = cross_entropy(logits, at::zeros({2}, at::kLong), group);
+    EXPECT_EQ(
+        text_thrown_by<c10::Error>([&] {
+          torch::autograd::grad({loss}, {logits}, {}, std::nullopt, /*create_graph=*/true);
+        }),
+        "vocab.cross_entropy: gradients of gradients are not available. Call backward without "
+        "create_graph.");
+  });
+}
+
+TEST(VocabColumns, AreDealtOutEvenly) {
+  EXPECT_EQ(columns_of(10, 0, 3).end, 4);
+  EXPECT_EQ(columns_of(10, 1, 3).start, 4);
+  EXPECT_EQ(columns_of(10, 1, 3).end, 7);
+  EXPECT_EQ(columns_of(10, 2, 3).end, 10);
+  EXPECT_EQ(columns_of(1, 2, 3).size(), 0);
+  EXPECT_EQ(text_thrown_by<c10::ValueError>([] { columns_of(10, 3, 3); }),
+            "vocab.columns_of: rank 3 is not in a group of 3.");
+}
+
+TEST(VocabWarnings, InputsThatNeedNoGradientMakeNone) {
+  run_ranks(1, [](const comm::Group& group) {
+    const at::Tensor loss = cross_entropy(at::zeros({2, 7}), at::zeros({2}, at::kLong), group);
+    EXPECT_FALSE(loss.requires_grad());
+    EXPECT_NEAR(loss.item<double>(), std::log(7.0), 1e-6);
+  });
+}
+
+}  // namespace
+}  // namespace tessera::vocab_parallel

@@ -1,0 +1,53 @@
+#include "lm/text_source.h"
+
+#include <cstring>
+#include <fstream>
+#include <sstream>
+
+#include <ATen/Functions.h>
+
+#include "tessera/core/check.h"
+
+namespace tessera::workloads {
+namespace {
+
+/// Mixes three numbers into one that looks random (the finaliser of splitmix64).
+std::uint64_t mixed(std::uint64_t seed, std::uint64_t step, std::uint64_t index) {
+  std::uint64_t x = seed * 0x9E3779B97F4A7C15ULL + step * 0xBF58476D1CE4E5B9ULL +
+                    index * 0x94D049BB133111EBULL + 0x2545F4914F6CDD1DULL;
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ULL;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBULL;
+  return x ^ (x >> 31);
+}
+
+}  // namespace
+
+TextSource TextSource::from_file(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  std::ostringstream text;
+  text << file.rdbuf();
+  TESSERA_CHECK_VALUE(file, "lm: the file '", path, "' cannot be read.");
+  return TextSource(text.str());
+}
+
+TextSource::TextSource(std::string_view text)
+    : tokens_(at::empty({static_cast<std::int64_t>(text.size())}, at::kByte)) {
+  if (!text.empty()) std::memcpy(tokens_.data_ptr(), text.data(), text.size());
+}
+
+at::Tensor TextSource::sequences(std::uint64_t seed, std::int64_t step, std::int64_t first,
+                                 std::int64_t count, std::int64_t length) const {
+  const std::int64_t places = size() - length;
+  TESSERA_CHECK_VALUE(places > 0, "lm: a text of ", size(), " bytes holds no sequence of ",
+                      length + 1, ". Use a longer text, or a smaller --length.");
+  at::Tensor batch = at::empty({count, length + 1}, at::kLong);
+  for (std::int64_t i = 0; i < count; ++i) {
+    const auto place = static_cast<std::int64_t>(
+        mixed(seed, static_cast<std::uint64_t>(step), static_cast<std::uint64_t>(first + i)) %
+        static_cast<std::uint64_t>(places));
+    batch[i].copy_(tokens_.narrow(0, place, length + 1));
+  }
+  return batch;
+}
+
+}  // namespace tessera::workloads
