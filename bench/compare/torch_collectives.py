@@ -20,7 +20,8 @@ import time
 
 SIZES = (4_000, 64_000, 1_000_000, 25_000_000, 100_000_000)
 BATCH = {4_000: 20, 64_000: 20, 1_000_000: 4}
-REPETITIONS = 12
+REPETITIONS = {4_000: 200, 64_000: 100, 1_000_000: 50}
+FEW_REPETITIONS = 12
 WARM_UPS = 3
 
 
@@ -99,7 +100,7 @@ def run_rank(path: str, rank: int, size: int, sizes: list[int]) -> None:
                 for _ in range(WARM_UPS):
                     call()
                 times = []
-                for _ in range(REPETITIONS):
+                for _ in range(REPETITIONS.get(bytes_, FEW_REPETITIONS)):
                     page.meet()
                     begin = time.perf_counter()
                     for _ in range(batch):

@@ -34,7 +34,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int kMaxRanks = 16;
-constexpr int kMaxRepetitions = 200;
+constexpr int kMaxRepetitions = 2000;
 constexpr int kMinRepetitions = 10;
 constexpr int kWarmUps = 3;
 constexpr std::size_t kCopyBytes = std::size_t{48} << 20;  // larger than a share of the cache
