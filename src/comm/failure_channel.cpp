@@ -10,6 +10,7 @@ namespace tessera::comm {
 namespace {
 
 constexpr const char* kKey = "failure";
+constexpr const char* kInquiryKey = "inquiry";
 constexpr auto kPollInterval = std::chrono::milliseconds(50);
 // Long enough for a busy store, short enough not to delay the report of what this rank saw itself.
 constexpr auto kStoreLimit = std::chrono::milliseconds(1000);
@@ -49,6 +50,8 @@ struct FailureChannel::State {
   std::optional<Failure> failure;
   std::optional<Failure> to_publish;
   bool has_poll = false;
+  bool to_inquire = false;
+  bool has_inquiry = false;
   std::optional<std::uint64_t> arrived;        // where this rank waits; taken by the thread
   std::optional<std::uint64_t> roll_sequence;  // what `roll` is about
   std::vector<int> roll;                       // ranks that have not arrived there
@@ -122,6 +125,8 @@ void FailureChannel::serve(const std::shared_ptr<State>& state) {
     if (state->is_closed) break;
     const auto mine = state->to_publish;
     const auto arrived = std::exchange(state->arrived, std::nullopt);
+    const bool to_inquire = std::exchange(state->to_inquire, false);
+    bool has_inquiry = false;
     std::optional<Failure> found = mine;
     std::optional<std::vector<int>> roll;
     state->busy_since = Clock::now();
@@ -129,13 +134,16 @@ void FailureChannel::serve(const std::shared_ptr<State>& state) {
     try {
       if (state->store) {
         found = mine ? state->exchange(*mine) : state->look();
+        if (!found) has_inquiry = state->store->check({kInquiryKey});
         if (!found && arrived) roll = state->call_roll(*arrived);
+        if (!found && to_inquire) state->store->set(kInquiryKey, std::to_string(state->rank));
       }
     } catch (const std::exception&) {
       state->store = nullptr;
     }
     lock.lock();
     state->busy_since.reset();
+    state->has_inquiry |= has_inquiry;
     if (!state->failure) state->failure = found;
     if (roll) {
       state->roll_sequence = arrived;
@@ -177,6 +185,18 @@ std::optional<Failure> FailureChannel::poll() noexcept {
 std::optional<Failure> FailureChannel::known() const {
   std::lock_guard lock(state_->mutex);
   return state_->failure;
+}
+
+void FailureChannel::inquire() noexcept {
+  std::lock_guard lock(state_->mutex);
+  state_->to_inquire = true;
+  state_->has_poll = true;
+  state_->asked.notify_all();
+}
+
+bool FailureChannel::has_inquiry() const {
+  std::lock_guard lock(state_->mutex);
+  return state_->has_inquiry;
 }
 
 std::optional<std::vector<int>> FailureChannel::absent(std::uint64_t sequence) noexcept {

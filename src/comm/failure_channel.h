@@ -37,6 +37,12 @@ class FailureChannel {
   /// The failure known here, without asking the store.
   std::optional<Failure> known() const;
 
+  /// Asks all ranks to look whether a process near them has died: a connection broke, and this rank
+  /// cannot see why. Does not wait.
+  void inquire() noexcept;
+  /// Whether a rank has asked so, as of the last poll that was answered.
+  bool has_inquiry() const;
+
   /// Says that this rank has arrived at collective `sequence`, and returns the ranks that have not
   /// said so, as far as the store has told yet; nothing as long as it has not. Does not wait.
   std::optional<std::vector<int>> absent(std::uint64_t sequence) noexcept;

@@ -56,6 +56,14 @@ c10d::ReduceOp gloo_reduction(const Call& call) {
   }
 }
 
+// Gloo's error without the place in its source and its advice.
+std::string first_sentence(const std::string& text) {
+  const std::size_t bracket = text.rfind("[/", 0) == 0 ? text.find("] ") : std::string::npos;
+  const std::size_t begin = bracket == std::string::npos ? 0 : bracket + 2;
+  const std::size_t end = std::min(text.find(". ", begin), text.find('\n', begin));
+  return text.substr(begin, end == std::string::npos ? end : end - begin) + ".";
+}
+
 std::int64_t total(std::span<const Piece> pieces) {
   std::int64_t sum = 0;
   for (const Piece& piece : pieces) sum += piece.count;
@@ -86,20 +94,21 @@ GlooTransport::~GlooTransport() {
 }
 
 void GlooTransport::translate(const Call& call, const std::string& gloo_text) {
-  // The broken connection arrives before the reason does: give those who saw it a moment.
+  // The broken connection arrives before the reason does: give those who see it a moment. They may
+  // be in the same operation and have had all they need from the one that died, so they are asked.
+  channel_->inquire();
   const auto limit = Clock::now() + kRootCauseLimit;
   do {
     if (auto failure = channel_->poll()) throw std::move(*failure);
     if (const auto death = monitor_->find_death(call)) throw channel_->publish(*death);
     std::this_thread::sleep_for(std::chrono::milliseconds(2));
   } while (Clock::now() < limit);
-  const std::string reason = gloo_text.substr(0, gloo_text.find('\n'));
-  throw channel_->publish(Failure(FailureKind::kPeerLost, {},
-                                  GroupMonitor::title(call) + ": rank " +
-                                      std::to_string(monitor_->members()[rank()].world_rank) +
-                                      " lost the connection to another rank " +
-                                      monitor_->details(call) +
-                                      ". No rank could say why; Gloo says: " + reason));
+  throw channel_->publish(
+      Failure(FailureKind::kPeerLost, {},
+              GroupMonitor::title(call) + ": rank " +
+                  std::to_string(monitor_->members()[rank()].world_rank) +
+                  " lost the connection to another rank " + monitor_->details(call) +
+                  ". No rank could say why; Gloo says: " + first_sentence(gloo_text)));
 }
 
 // Note [How Gloo's operations are ended]
@@ -155,6 +164,9 @@ void GlooTransport::run(const Call& call, const std::function<Work()>& start) {
     lock.unlock();
     try {
       monitor_->check_limits(call, others, Clock::now() - begin);
+      if (channel_->has_inquiry()) {
+        if (const auto death = monitor_->find_death(call)) throw Failure(*death);
+      }
     } catch (const Failure& failure) {
       const Failure root_cause = channel_->publish(failure);
       // See Note [How Gloo's operations are ended].
