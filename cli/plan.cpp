@@ -53,7 +53,7 @@ int run(const std::vector<std::string>& words) {
   }
   // The file may stand before the flags as well.
   SplitWords split = split_words(app, {words.begin() + 1, words.end()});
-  if (split.rest.size() > 1 && split.rest[1].starts_with("-")) {
+  if (split.rest.size() > 1 && split.rest[1].starts_with('-')) {
     const SplitWords later = split_words(app, {split.rest.begin() + 1, split.rest.end()});
     split.flags.insert(split.flags.end(), later.flags.begin(), later.flags.end());
     split.rest.resize(1);
