@@ -63,7 +63,7 @@ def test_groups_that_do_not_divide_are_refused():
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ([], "error: train: name a workload, as in tessera train gnn"),
+        ([], "error: train: name a workload, as in tessera train lm"),
         (["gmn"], "error: train: there is no workload 'gmn': did you mean gnn?"),
         (["gnn", "--atom", "3"], "error: train: unknown flag --atom: did you mean --atoms?"),
         (["gnn", "extra"], "error: train: takes flags only, not 'extra'"),
