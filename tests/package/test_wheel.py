@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 TORCH = pathlib.Path(torch.__file__).parent
 
 
-def run(*words, limit=500, **options) -> subprocess.CompletedProcess:
+def run(*words, limit=1400, **options) -> subprocess.CompletedProcess:
     # Nothing of the environment around the tests may help.
     hidden = ("PYTHONPATH", "VIRTUAL_ENV", "TESSERA_WORKER", "TESSERA_BIN")
     env = {name: value for name, value in os.environ.items() if name not in hidden}
@@ -53,7 +53,7 @@ def environment(tmp_path_factory) -> pathlib.Path:
     return environment
 
 
-@pytest.mark.timeout(580)
+@pytest.mark.timeout(1450)
 def test_package_imports_from_the_environment(environment):
     result = run(
         environment / "bin/python", "-c",
