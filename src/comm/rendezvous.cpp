@@ -4,7 +4,6 @@
 #include <atomic>
 #include <cstdio>
 #include <future>
-#include <optional>
 #include <set>
 #include <thread>
 
@@ -15,6 +14,7 @@
 #include "comm/hierarchical_transport.h"
 #include "comm/network.h"
 #include "comm/shm/shm_transport.h"
+#include "comm/side_thread.h"
 #include "tessera/core/check.h"
 
 namespace tessera::comm {
@@ -194,22 +194,27 @@ c10::intrusive_ptr<EngineBackend> join(const c10::intrusive_ptr<c10d::Store>& st
                                             options.timeout);
 }
 
-// Joins on a thread of its own: a store that is reached but does not answer would hold this one for
-// good, since LibTorch's client waits for it without a limit. Returns nothing in that case; the
-// thread then keeps what it needs.
-std::optional<c10::intrusive_ptr<EngineBackend>> join_within_limit(
-    const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const GroupOptions& options) {
+// Joins beside the calling thread: a store that is reached but does not answer would hold this one
+// for good, since LibTorch's client waits for it without a limit. Returns nothing in that case.
+c10::intrusive_ptr<EngineBackend> join_within_limit(const c10::intrusive_ptr<c10d::Store>& store,
+                                                    int rank, int size,
+                                                    const GroupOptions& options) {
+  struct Outcome {
+    std::atomic<bool> has_met{false};
+    c10::intrusive_ptr<EngineBackend> engine;
+  };
   // More than the limit, so that whoever finds ranks missing can say so first.
   const auto limit = options.timeout + std::chrono::seconds(1);
-  auto has_met = std::make_shared<std::atomic<bool>>(false);
-  std::packaged_task<c10::intrusive_ptr<EngineBackend>()> task(
-      [=] { return join(store, rank, size, options, *has_met); });
-  auto result = task.get_future();
-  std::thread(std::move(task)).detach();
-  if (result.wait_for(limit) != std::future_status::ready) {
-    if (!*has_met || result.wait_for(limit) != std::future_status::ready) return std::nullopt;
+  auto outcome = std::make_shared<Outcome>();
+  auto end =
+      run_beside([=] { outcome->engine = join(store, rank, size, options, outcome->has_met); });
+  const auto has_ended = [&] { return end.wait_for(limit) == std::future_status::ready; };
+  if (!has_ended() && !(outcome->has_met && has_ended())) {
+    abandon_side_thread();
+    return nullptr;
   }
-  return result.get();
+  end.get();
+  return std::move(outcome->engine);
 }
 
 }  // namespace
@@ -269,7 +274,7 @@ c10::intrusive_ptr<EngineBackend> make_engine(const c10::intrusive_ptr<c10d::Sto
                      "it. Look at the process that hosts it: the launcher, or rank 0.");
   };
   try {
-    if (auto engine = join_within_limit(store, rank, size, options)) return *std::move(engine);
+    if (auto engine = join_within_limit(store, rank, size, options)) return engine;
   } catch (const Failure& failure) {
     say_farewell(*store);
     throw Error(error_kind(failure.kind()), failure.ranks(), failure.what());
