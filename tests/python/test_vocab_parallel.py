@@ -177,6 +177,38 @@ def test_sampling_filters(size):
     run_ranks(size, sampling_rank)
 
 
+def test_sixteen_bit_log_softmax_is_rounded_once():
+    for dtype, half_unit in ((torch.bfloat16, 2**-8), (torch.float16, 2**-11)):
+        whole, _ = sample(dtype=dtype)
+        exact = torch.log_softmax(whole.double(), -1)
+        value = model_utils._compute_distributed_log_softmax(whole, None)
+        assert value.dtype == dtype
+        assert ((value.double() - exact).abs() <= half_unit * exact.abs() + 1e-6).all()
+
+
+def test_backward_returns_what_the_reference_page_says():
+    logits, target = sample()
+
+    class Context:
+        pass
+
+    ctx = Context()
+    value = model_utils.DistributedLogprob.forward(ctx, logits, target, 0, VOCAB, None)
+    gradients = model_utils.DistributedLogprob.backward(ctx, torch.ones_like(value))
+    assert len(gradients) == 7 and gradients[1:] == (None,) * 6
+    # Many tensors of one graph: numeric derivatives, in steps that float32 can tell apart.
+    x = (torch.randn(3, 5) * 2).requires_grad_(True)
+    ids = torch.tensor([1, 4, 0])
+    for function in (
+        lambda t: vocab_parallel.log_probabilities(t, ids),
+        lambda t: vocab_parallel.cross_entropy(t, ids, label_smoothing=0.1, z_loss=0.01, reduction="none"),
+        lambda t: vocab_parallel.token_scores(t, None, None, ("entropy",)).entropy,
+        lambda t: vocab_parallel.log_softmax(t),
+        lambda t: vocab_parallel.sampled_log_probabilities(t, ids, top_k=5),
+    ):
+        assert torch.autograd.gradcheck(function, x, eps=1e-2, atol=2e-3, rtol=1e-2, nondet_tol=0.0)
+
+
 def test_sampling_errors():
     whole, labels = sample()
     with pytest.raises(ValueError, match=r"a top_p of 0 is not possible\. It lies in \(0, 1\]\."):

@@ -34,7 +34,8 @@ class RankProcesses {
     const char* rank = std::getenv("TESSERA_TEST_RANK");
     if (rank != nullptr) {
       const std::string prefix = "call" + std::to_string(num_calls_++);
-      const auto store = c10::make_intrusive<c10d::FileStore>(
+      // Kept: a file store that is closed and opened again forgets who is there.
+      static const auto store = c10::make_intrusive<c10d::FileStore>(
           std::string(std::getenv("TESSERA_TEST_STORE")), size);
       body(comm::make_group(c10::make_intrusive<c10d::PrefixStore>(prefix, store), std::atoi(rank),
                             size, options));

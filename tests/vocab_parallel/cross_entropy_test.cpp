@@ -123,6 +123,24 @@ TEST(VocabErrors, SecondDerivativesAreRefused) {
   });
 }
 
+// Rows that share their memory: the places of elements pass 2^31, their bytes do not.
+TEST(VocabLarge, MoreThanTwoToThe31Elements) {
+  run_ranks(1, [](const comm::Group& group) {
+    constexpr std::int64_t kRows = 16896;
+    constexpr std::int64_t kColumns = 128256;
+    static_assert(kRows * kColumns > (std::int64_t{1} << 31));
+    at::Tensor row = at::zeros({1, kColumns}, at::kBFloat16);
+    row[0][7] = 3.0;
+    CrossEntropyOptions options;
+    options.reduction = Reduction::kNone;
+    const at::Tensor labels = at::full({kRows}, 7, at::kLong);
+    const at::Tensor loss = cross_entropy(row.expand({kRows, kColumns}), labels, group, options);
+    const double expected = std::log((kColumns - 1) * std::exp(-3.0) + 1.0);
+    EXPECT_NEAR(loss.min().item<double>(), expected, 1e-5);
+    EXPECT_NEAR(loss.max().item<double>(), expected, 1e-5);
+  });
+}
+
 TEST(VocabColumns, AreDealtOutEvenly) {
   EXPECT_EQ(columns_of(10, 0, 3).end, 4);
   EXPECT_EQ(columns_of(10, 1, 3).start, 4);
