@@ -49,7 +49,7 @@ def peer_name(name: str) -> str | None:
         "python": "gloo",
         "launch": "torchrun",
         "vocab": "operators_gloo",
-        "graph": "gather" if operation in ("layer", "exchange") else None,
+        "graph": {"layer": "gather", "exchange": "gather", "python_layer": "fairchem_gather"}.get(operation),
     }.get(module)
     return None if peer is None or variant == peer else f"{module}/{operation}/{peer}/{shape}"
 

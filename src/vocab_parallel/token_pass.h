@@ -85,8 +85,9 @@ at::Tensor backward_pass(const at::Tensor& logits, const at::Tensor& labels,
                          const PassResult& saved, const PassGradients& gradients,
                          const PassSettings& settings, bool in_place);
 
-/// An uninitialised tensor for a gradient of this shape. Large ones on the CPU ask for huge pages:
-/// fresh 4 KB pages cost several times more than the kernel that fills them.
+/// An uninitialised tensor for a gradient of this shape. Large ones on the CPU take the memory of
+/// the last one that was freed, or ask for huge pages: fresh 4 KB pages cost several times more
+/// than the kernel that fills them.
 at::Tensor empty_gradient(at::IntArrayRef shape, const at::TensorOptions& options);
 
 /// Stacks tensors of equal shape of all ranks, in rank order.
