@@ -1,6 +1,7 @@
 #include "graph_parallel/metis.h"
 
 #include <algorithm>
+#include <mutex>
 #include <vector>
 
 #include <ATen/ATen.h>
@@ -95,6 +96,9 @@ at::Tensor metis_owners(std::int64_t num_nodes, const at::Tensor& edge_index, in
   adjacency.neighbours.reserve(1);  // not null, even without edges
   // Bisections cut better for few parts, says its manual.
   const auto partition = num_parts <= 8 ? METIS_PartGraphRecursive : METIS_PartGraphKway;
+  // METIS keeps the state of its random numbers in the process; threads would disturb each other.
+  static std::mutex mutex;
+  const std::lock_guard lock(mutex);
   const int status =
       partition(&num, &num_constraints, adjacency.first.data(), adjacency.neighbours.data(),
                 work.empty() ? nullptr : work.data(), nullptr, nullptr, &parts, nullptr, nullptr,

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <set>
+#include <thread>
 
 #include <ATen/ATen.h>
 
@@ -308,6 +309,14 @@ TEST(Partition, MetisIsThereOrSaysSo) {
     // It promises parts within a few percent, not within one node.
     EXPECT_LE(*std::max_element(partition.sizes().begin(), partition.sizes().end()),
               1.1 * 300 / parts + 1);
+    // Ranks that are threads ask at the same time.
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 4; ++i) {
+      threads.emplace_back([&] {
+        EXPECT_EQ(Partition::metis(300, cloud.edge_index, parts).digest(), partition.digest());
+      });
+    }
+    for (auto& thread : threads) thread.join();
     const auto in_order = Partition::contiguous(300, parts);
     if (parts > 1) {
       EXPECT_LT(mean_of(halos_of(partition, cloud.edge_index)),
