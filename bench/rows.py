@@ -39,13 +39,24 @@ def verdict(before: Row, after: Row) -> str:
     return "slower" if difference > 0 else "faster"
 
 
+def peer_name(name: str) -> str | None:
+    """Return the row that this one is measured against."""
+    module, operation, variant, shape = name.split("/")
+    if (module, operation) == ("vocab", "cross_entropy"):
+        return f"torch/cross_entropy/{'forward' if variant.startswith('forward') else 'new_gradient'}/{shape}"
+    peer = {
+        "comm": "gloo",
+        "python": "gloo",
+        "launch": "torchrun",
+        "vocab": "operators_gloo",
+        "graph": {"layer": "gather", "exchange": "gather", "python_layer": "fairchem_gather"}.get(operation),
+    }.get(module)
+    return None if peer is None or variant == peer else f"{module}/{operation}/{peer}/{shape}"
+
+
 def peer_of(row: Row, rows: dict[tuple[str, str], Row]) -> Row | None:
     """Find the peer's row of the same shape: in the same state if there is one, else in the other."""
-    module, operation, variant, shape = row["name"].split("/")
-    peer = {"comm": "gloo", "python": "gloo", "launch": "torchrun"}.get(module)
-    if peer is None or variant == peer:
-        return None
-    name = f"{module}/{operation}/{peer}/{shape}"
+    name = peer_name(row["name"])
     states = [row.get("state", ""), "near", "far", ""]
     return next((rows[name, state] for state in states if (name, state) in rows), None)
 

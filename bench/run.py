@@ -32,7 +32,12 @@ BENCHMARKS = {
     "launchers": [[sys.executable, str(ROOT / "bench/compare/launchers.py")]],
     "kernels_reduce": [[str(PROGRAMS / "reduce_bench")]],
     "graph_layer": [[str(PROGRAMS / "layer_bench")]],
-    "vocab_cross_entropy": [[str(PROGRAMS / "cross_entropy_bench")]],
+    "graph_gather": [[sys.executable, str(ROOT / "bench/compare/graph_gather.py")]],
+    "vocab_cross_entropy": [
+        [str(PROGRAMS / "cross_entropy_bench")],
+        # The peer once more, with huge pages for LibTorch's allocator.
+        ["env", "THP_MEM_ALLOC_ENABLE=1", str(PROGRAMS / "cross_entropy_bench")],
+    ],
     "vocab_logprob": [[sys.executable, str(ROOT / "bench/compare/vocab_logprob.py")]],
 }
 QUICK = {
@@ -41,6 +46,7 @@ QUICK = {
     "launchers": ["--repetitions", "3"],
     "kernels_reduce": ["--seconds", "0.05"],
     "graph_layer": ["--seconds", "0.5"],
+    "graph_gather": [],
     "vocab_cross_entropy": ["--repetitions", "5"],
     "vocab_logprob": [],
 }
@@ -50,6 +56,7 @@ TITLES = {
     "launchers": "Launchers",
     "kernels_reduce": "Reduction kernels, one thread",
     "graph_layer": "One layer over a split graph, forward and backward",
+    "graph_gather": "The same from Python, beside fairchem",
     "vocab_cross_entropy": "Cross entropy, one rank",
     "vocab_logprob": "Log-probabilities, two ranks",
 }
@@ -152,7 +159,7 @@ def main() -> int:
     for name in words.names or BENCHMARKS:
         found = measure(name, words.quick)
         print(f"\n{TITLES[name]}\n\n{row_files.table(found)}", flush=True)
-        if not words.quick:
+        if found and not words.quick:
             row_files.save(RESULTS / f"{name}.json", found)
     if not words.quick and not words.no_document:
         write_document()

@@ -1,7 +1,10 @@
 // tessera train — trains a built-in workload, starting its own ranks.
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <set>
 
 #include "launch/store_host.h"
@@ -10,6 +13,7 @@
 #include "tessera/launch/launch_error.h"
 #include "usage.h"
 #include "verb.h"
+#include "worker/progress_line.h"
 #include "workload.h"
 
 namespace tessera::cli {
@@ -56,6 +60,12 @@ int run(const std::vector<std::string>& words) {
   const std::vector<std::string> flags(words.begin() + 1, words.end());
   const int num_ranks = workload.read(flags);
   if (num_ranks == 0) return launch::kExitOk;
+  // The ranks see a pipe whatever this program writes to.
+  if (isatty(STDOUT_FILENO) == 1) {
+    setenv(kTerminalVariable, "1", /*overwrite=*/1);
+  } else {
+    unsetenv(kTerminalVariable);
+  }
   launch::RunOptions options;
   options.num_local_ranks = num_ranks;
   options.prefix_lines = false;

@@ -54,7 +54,7 @@ constexpr std::int64_t kNeighbours = 20;
 struct Settings {
   std::int64_t num_nodes = 65536;
   std::int64_t num_columns = 128;
-  double seconds = 3;
+  double seconds = 1;
 };
 
 c10::intrusive_ptr<c10d::Store> connect(const RankBench& bench) {

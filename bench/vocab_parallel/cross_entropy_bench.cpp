@@ -6,6 +6,9 @@
 // copy measured in the same run: two reads and one write of the logits, one of each where a row is
 // treated at once. Before a row is timed its loss and gradient are compared with LibTorch's in
 // float32.
+//
+// With THP_MEM_ALLOC_ENABLE=1 in the environment LibTorch's allocator asks for huge pages; then
+// only its own rows are measured, as torch_huge_pages/...
 
 #include <chrono>
 #include <cmath>
@@ -56,8 +59,14 @@ void forward_and_backward(const Input& input, Overwrite overwrite) {
   torch::autograd::grad({loss}, {input.logits});
 }
 
+bool with_huge_pages() {
+  const char* value = std::getenv("THP_MEM_ALLOC_ENABLE");
+  return value != nullptr && std::string(value) == "1";
+}
+
 std::vector<Case> cases() {
-  return {
+  const std::string torch = with_huge_pages() ? "torch_huge_pages" : "torch";
+  std::vector<Case> all{
       {"vocab/cross_entropy/forward", 1, false,
        [](const Input& input) {
          const at::NoGradGuard no_grad;
@@ -77,17 +86,19 @@ std::vector<Case> cases() {
        [](const Input& input) { forward_and_backward(input, Overwrite::kInBackward); }},
       {"vocab/cross_entropy/new_gradient", 3, false,
        [](const Input& input) { forward_and_backward(input, Overwrite::kNever); }},
-      {"torch/cross_entropy/forward", 1, false,
+      {torch + "/cross_entropy/forward", 1, false,
        [](const Input& input) {
          const at::NoGradGuard no_grad;
          at::cross_entropy_loss(input.logits, input.labels);
        }},
-      {"torch/cross_entropy/new_gradient", 3, false,
+      {torch + "/cross_entropy/new_gradient", 3, false,
        [](const Input& input) {
          torch::autograd::grad({at::cross_entropy_loss(input.logits, input.labels)},
                                {input.logits});
        }},
   };
+  if (with_huge_pages()) all.erase(all.begin(), all.end() - 2);
+  return all;
 }
 
 /// Compares every way of writing the gradient with LibTorch's in float32.

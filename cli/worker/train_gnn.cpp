@@ -1,7 +1,6 @@
 // tessera-worker train-gnn — one rank of `tessera train gnn`.
 
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
 #include <thread>
 
@@ -12,12 +11,12 @@
 #include "gnn/training.h"
 #include "tessera/comm/failure.h"
 #include "tessera/comm/mesh.h"
+#include "worker/progress_line.h"
 #include "worker_verb.h"
 
 namespace tessera::cli {
 namespace {
 
-using Clock = std::chrono::steady_clock;
 using workloads::gnn::Progress;
 using workloads::gnn::Summary;
 using workloads::gnn::TrainingOptions;
@@ -53,30 +52,27 @@ std::string short_number(double number) {
   return text;
 }
 
-// A line now and then: the first, the last, and one every two seconds.
-class ProgressLine {
+class GnnProgress {
  public:
-  explicit ProgressLine(std::int64_t num_steps) : num_steps_(num_steps) {}
+  explicit GnnProgress(std::int64_t num_steps) : num_steps_(num_steps), line_(num_steps) {}
 
   void operator()(const Progress& progress) {
-    const auto now = Clock::now();
     mean_seconds_ =
         progress.step == 1 ? progress.seconds : 0.9 * mean_seconds_ + 0.1 * progress.seconds;
-    const bool is_due =
-        progress.step == 1 || progress.step == num_steps_ || now - last_ >= std::chrono::seconds(2);
-    if (!is_due) return;
-    last_ = now;
+    if (!line_.is_due(progress.step)) return;
     const double left = mean_seconds_ * static_cast<double>(num_steps_ - progress.step);
-    std::printf("step %5ld/%ld | loss %.4g | %s atoms/s | %.1f ms | eta %.0fs\n",
-                static_cast<long>(progress.step), static_cast<long>(num_steps_), progress.loss,
-                short_number(progress.atoms_per_second).c_str(), 1e3 * progress.seconds, left);
-    std::fflush(stdout);
+    char text[160];
+    std::snprintf(text, sizeof(text),
+                  "step %5ld/%ld | loss %.4g | %s atoms/s | %.1f ms | eta %.0fs",
+                  static_cast<long>(progress.step), static_cast<long>(num_steps_), progress.loss,
+                  short_number(progress.atoms_per_second).c_str(), 1e3 * progress.seconds, left);
+    line_.show(progress.step, text);
   }
 
  private:
   std::int64_t num_steps_;
+  ProgressLine line_;
   double mean_seconds_ = 0;
-  Clock::time_point last_;
 };
 
 void print_summary(const Summary& summary, bool as_json) {
@@ -110,7 +106,7 @@ int train(const TrainGnnWords& words) {
                 options.partition.c_str());
     std::fflush(stdout);
   }
-  ProgressLine line(options.num_steps);
+  GnnProgress line(options.num_steps);
   std::function<void(const Progress&)> report;
   if (is_speaker && !words.as_json) report = [&line](const Progress& progress) { line(progress); };
   const Summary summary =

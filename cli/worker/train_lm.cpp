@@ -1,9 +1,8 @@
 // tessera-worker train-lm — one rank of `tessera train lm`.
 
-#include <unistd.h>
-
 #include <cstdio>
 #include <exception>
+#include <string>
 
 #include <ATen/Parallel.h>
 #include <nlohmann/json.hpp>
@@ -12,6 +11,7 @@
 #include "lm_flags.h"
 #include "tessera/comm/environment.h"
 #include "tessera/comm/group.h"
+#include "worker/progress_line.h"
 #include "worker_verb.h"
 
 namespace tessera::cli {
@@ -36,31 +36,15 @@ workloads::LmOptions options_of(const TrainLmWords& words) {
   return options;
 }
 
-/// Rewrites one line on a terminal; prints a line now and then into a pipe.
-class ProgressLine {
- public:
-  ProgressLine(std::int64_t num_steps, bool is_shown)
-      : num_steps_(num_steps), is_shown_(is_shown), is_terminal_(isatty(STDOUT_FILENO) == 1) {}
-
-  void show(const workloads::LmProgress& progress) {
-    if (!is_shown_) return;
-    const bool is_last = progress.step == num_steps_;
-    const std::int64_t every = std::max<std::int64_t>(num_steps_ / 10, 1);
-    if (!is_terminal_ && !is_last && progress.step % every != 0 && progress.step != 1) return;
-    const double left =
-        static_cast<double>(num_steps_ - progress.step) * progress.milliseconds / 1e3;
-    std::printf("%sstep %ld/%ld | loss %.4f | %.1fk tokens/s | %.1f ms | eta %.0fs%s",
-                is_terminal_ ? "\r" : "", static_cast<long>(progress.step),
-                static_cast<long>(num_steps_), progress.loss, progress.tokens_per_second / 1e3,
-                progress.milliseconds, left, is_terminal_ && !is_last ? " " : "\n");
-    std::fflush(stdout);
-  }
-
- private:
-  std::int64_t num_steps_;
-  bool is_shown_;
-  bool is_terminal_;
-};
+std::string text_of(const workloads::LmProgress& progress, std::int64_t num_steps) {
+  const double left = static_cast<double>(num_steps - progress.step) * progress.milliseconds / 1e3;
+  char text[160];
+  std::snprintf(text, sizeof(text),
+                "step %ld/%ld | loss %.4f | %.1fk tokens/s | %.1f ms | eta %.0fs",
+                static_cast<long>(progress.step), static_cast<long>(num_steps), progress.loss,
+                progress.tokens_per_second / 1e3, progress.milliseconds, left);
+  return text;
+}
 
 int run(const std::vector<std::string>& words) {
   CLI::App app("", "train-lm");
@@ -76,12 +60,15 @@ int run(const std::vector<std::string>& words) {
     const comm::Group world = comm::init();
     // Ranks of one host share its cores.
     at::set_num_threads(std::max(1, at::get_num_threads() / world.size()));
-    ProgressLine line(given.num_steps, world.rank() == 0 && !given.as_json);
+    ProgressLine line(given.num_steps);
+    const bool is_shown = world.rank() == 0 && !given.as_json;
     workloads::LmProgress last;
     const double loss =
         workloads::train_lm(options_of(given), world, [&](const workloads::LmProgress& progress) {
           last = progress;
-          line.show(progress);
+          if (is_shown && line.is_due(progress.step)) {
+            line.show(progress.step, text_of(progress, given.num_steps));
+          }
         });
     if (world.rank() == 0 && given.as_json) {
       const nlohmann::ordered_json report = {{"workload", "lm"},

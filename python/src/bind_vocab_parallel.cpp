@@ -3,10 +3,13 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "bindings.h"
+#include "tessera/regions/copy_reduce.h"
+#include "tessera/vocab_parallel/context_parallel.h"
 #include "tessera/vocab_parallel/cross_entropy.h"
 #include "tessera/vocab_parallel/linear.h"
 #include "tessera/vocab_parallel/log_probabilities.h"
 #include "tessera/vocab_parallel/model_utils.h"
+#include "tessera/vocab_parallel/sampling.h"
 #include "tessera/vocab_parallel/solo_group.h"
 #include "tessera/vocab_parallel/te_parallel_ce.h"
 
@@ -114,7 +117,7 @@ void bind_engine(py::module_& m) {
          const std::vector<bool>& wanted, const Range& columns, MaybeInt vocab_size,
          std::int64_t ignore_index, double temperature, std::optional<bool> check_labels,
          const std::string& reduction, double label_smoothing, double z_loss,
-         std::int64_t workspace_bytes) {
+         MaybeInt workspace_bytes) {
         LinearOptions options;
         fill(options, columns, vocab_size, ignore_index, temperature, 0, check_labels);
         options.reduction = reduction_named(reduction);
@@ -165,6 +168,144 @@ void bind_probabilities(py::module_& m) {
       Release());
 }
 
+SamplingOptions sampling_of(std::int64_t top_k, double top_p, const Range& columns,
+                            MaybeInt vocab_size, double temperature) {
+  SamplingOptions options;
+  fill(options, columns, vocab_size, -100, temperature, 0, std::nullopt);
+  options.top_k = top_k;
+  options.top_p = top_p;
+  return options;
+}
+
+void bind_sampling(py::module_& m) {
+  m.def(
+      "vocab_sampled_log_probabilities",
+      [](const Tensor& logits, const Tensor& labels, const MaybeGroup& group, std::int64_t top_k,
+         double top_p, const Range& columns, MaybeInt vocab_size, double temperature) {
+        return sampled_log_probabilities(
+            logits, labels, group_of(group),
+            sampling_of(top_k, top_p, columns, vocab_size, temperature));
+      },
+      Release());
+  m.def(
+      "vocab_smallest_kept_logit",
+      [](const Tensor& logits, const MaybeGroup& group, std::int64_t top_k, double top_p,
+         const Range& columns, MaybeInt vocab_size, double temperature) {
+        return smallest_kept_logit(logits, group_of(group),
+                                   sampling_of(top_k, top_p, columns, vocab_size, temperature));
+      },
+      Release());
+  m.def(
+      "distributed_logprob_with_sampling",
+      [](const Tensor& logits, const Tensor& target, const MaybeGroup& group, MaybeInt top_k,
+         double top_p) {
+        return DistributedLogprobWithSampling::apply(logits, target, group_of(group), top_k, top_p);
+      },
+      Release());
+  m.def("apply_top_k_top_p", &apply_top_k_top_p, Release());
+}
+
+void bind_context(py::module_& m) {
+  m.def("part_of_context_rank", &part_of_context_rank, Release());
+  m.def(
+      "gather_context",
+      [](const Tensor& x, const MaybeGroup& group, std::int64_t dim, const MaybeTensor& starts) {
+        return gather_context(x, group_of(group), dim, starts);
+      },
+      Release());
+  m.def(
+      "context_window",
+      [](const Tensor& x, const MaybeGroup& group, std::int64_t dim) {
+        return context_window(x, group_of(group), dim);
+      },
+      Release());
+  m.def(
+      "shift_next",
+      [](const Tensor& x, const MaybeGroup& group, double fill) {
+        return shift_next(x, maybe_group(group), fill);
+      },
+      Release());
+  m.def(
+      "to_token_shards",
+      [](const Tensor& x, const MaybeGroup& group) { return to_token_shards(x, group_of(group)); },
+      Release());
+  m.def(
+      "to_vocabulary_shards",
+      [](const Tensor& x, const MaybeGroup& group) {
+        return to_vocabulary_shards(x, group_of(group));
+      },
+      Release());
+}
+
+using MaybeSampling = std::optional<std::pair<MaybeInt, double>>;
+
+std::optional<TrainingSamplingParams> params_of(const MaybeSampling& sampling) {
+  if (!sampling) return std::nullopt;
+  return TrainingSamplingParams{sampling->first, sampling->second};
+}
+
+void bind_distillation(py::module_& m) {
+  m.def(
+      "compute_distributed_log_softmax_with_grad",
+      [](const Tensor& logits, const MaybeGroup& group) {
+        return _compute_distributed_log_softmax_with_grad(logits, group_of(group));
+      },
+      Release());
+  m.def(
+      "compute_distributed_softmax",
+      [](const Tensor& logits, const MaybeGroup& group) {
+        return _compute_distributed_softmax(logits, group_of(group));
+      },
+      Release());
+  m.def(
+      "vocab_parallel_log_softmax",
+      [](const Tensor& logits, double temperature, const MaybeGroup& group) {
+        return vocab_parallel_log_softmax(logits, temperature, group_of(group));
+      },
+      Release());
+  m.def(
+      "vocab_parallel_full_log_softmax",
+      [](const Tensor& logits, double temperature, const MaybeGroup& group) {
+        return vocab_parallel_full_log_softmax(logits, temperature, group_of(group));
+      },
+      Release());
+  m.def(
+      "vocab_parallel_gather_columns",
+      [](const Tensor& logits, const Tensor& ids, const MaybeGroup& group) {
+        return vocab_parallel_gather_columns(logits, ids, group_of(group));
+      },
+      Release());
+  m.def(
+      "vocab_parallel_argmax",
+      [](const Tensor& logits, const MaybeGroup& group) {
+        return vocab_parallel_argmax(logits, group_of(group));
+      },
+      Release());
+  m.def(
+      "group_sum",
+      [](const Tensor& x, const MaybeGroup& group) { return regions::reduce(x, group_of(group)); },
+      Release());
+  m.def(
+      "distillation_topk_logprobs",
+      [](const Tensor& student, const Tensor& teacher, const Tensor& ids, bool zero_outside_topk,
+         bool calculate_entropy, const MaybeGroup& group, const MaybeGroup& cp_group) {
+        const DistillationLogprobs result = get_distillation_topk_logprobs_from_logits(
+            student, teacher, ids, zero_outside_topk, calculate_entropy, group_of(group),
+            maybe_group(cp_group));
+        return std::tuple<Tensor, Tensor, MaybeTensor>(result.student, result.teacher,
+                                                       maybe(result.minus_entropy));
+      },
+      Release());
+  m.def(
+      "distributed_hidden_states_to_logprobs",
+      [](const Tensor& hidden, const Tensor& target, const Tensor& weight, std::int64_t start,
+         std::int64_t end, std::int64_t chunk_size, const MaybeGroup& group) {
+        return ChunkedDistributedHiddenStatesToLogprobs::apply(hidden, target, weight, start, end,
+                                                               chunk_size, group_of(group));
+      },
+      Release());
+}
+
 void bind_model_utils(py::module_& m) {
   m.def(
       "compute_distributed_log_softmax",
@@ -201,27 +342,33 @@ void bind_model_utils(py::module_& m) {
   m.def(
       "from_parallel_logits_to_logprobs",
       [](const Tensor& logits, const Tensor& target, std::int64_t start, std::int64_t end,
-         const MaybeGroup& group, bool inference_only) {
+         const MaybeGroup& group, bool inference_only, const MaybeGroup& cp_group,
+         const MaybeSampling& sampling) {
         return from_parallel_logits_to_logprobs(logits, target, start, end, group_of(group),
-                                                inference_only);
+                                                inference_only, maybe_group(cp_group), std::nullopt,
+                                                params_of(sampling));
       },
       Release());
   m.def(
       "from_parallel_logits_to_logprobs_packed_sequences",
       [](const Tensor& logits, const Tensor& target, const Tensor& cu_seqlens_padded,
          std::int64_t unpacked_seqlen, std::int64_t start, std::int64_t end,
-         const MaybeGroup& group, bool inference_only, bool target_is_pre_rolled) {
+         const MaybeGroup& group, bool inference_only, const MaybeGroup& cp_group,
+         const MaybeSampling& sampling, bool target_is_pre_rolled) {
         return from_parallel_logits_to_logprobs_packed_sequences(
             logits, target, cu_seqlens_padded, unpacked_seqlen, start, end, group_of(group),
-            inference_only, std::nullopt, target_is_pre_rolled);
+            inference_only, maybe_group(cp_group), std::nullopt, params_of(sampling),
+            target_is_pre_rolled);
       },
       Release());
   m.def(
       "from_parallel_hidden_states_to_logprobs",
       [](const Tensor& hidden, const Tensor& weight, const Tensor& target, std::int64_t start,
-         std::int64_t end, const MaybeGroup& group, bool inference_only, MaybeInt chunk_size) {
+         std::int64_t end, const MaybeGroup& group, bool inference_only, const MaybeGroup& cp_group,
+         MaybeInt chunk_size) {
         return from_parallel_hidden_states_to_logprobs(hidden, weight, target, start, end,
-                                                       group_of(group), inference_only, chunk_size);
+                                                       group_of(group), inference_only,
+                                                       maybe_group(cp_group), chunk_size);
       },
       Release());
   m.def(
@@ -233,9 +380,10 @@ void bind_model_utils(py::module_& m) {
       Release());
   m.def(
       "gather_logits_at_global_indices",
-      [](const Tensor& logits, const Tensor& ids, const MaybeGroup& group, std::int64_t start,
-         std::int64_t end) {
-        return gather_logits_at_global_indices(logits, ids, group_of(group), start, end);
+      [](const Tensor& logits, const Tensor& ids, const MaybeGroup& group,
+         const MaybeGroup& cp_group, std::int64_t start, std::int64_t end) {
+        return gather_logits_at_global_indices(logits, ids, group_of(group), maybe_group(cp_group),
+                                               start, end);
       },
       Release());
 }
@@ -265,6 +413,9 @@ void bind_te_parallel_ce(py::module_& m) {
 void bind_vocab_parallel(py::module_& module) {
   bind_engine(module);
   bind_probabilities(module);
+  bind_sampling(module);
+  bind_context(module);
+  bind_distillation(module);
   bind_model_utils(module);
   bind_te_parallel_ce(module);
 }

@@ -266,7 +266,7 @@ def vocab_linear_cross_entropy(
     reduction: str,
     label_smoothing: float,
     z_loss: float,
-    workspace_bytes: int,
+    workspace_bytes: int | None,
 ) -> _Scores: ...
 def vocab_log_probabilities_at(
     logits: Tensor,
@@ -300,7 +300,14 @@ def distributed_gather_logprob(
 def distributed_entropy(logits: Tensor, group: ProcessGroup | None) -> Tensor: ...
 def distributed_cross_entropy(student: Tensor, target: Tensor, group: ProcessGroup | None) -> Tensor: ...
 def from_parallel_logits_to_logprobs(
-    logits: Tensor, target: Tensor, start: int, end: int, group: ProcessGroup | None, inference_only: bool
+    logits: Tensor,
+    target: Tensor,
+    start: int,
+    end: int,
+    group: ProcessGroup | None,
+    inference_only: bool,
+    cp_group: ProcessGroup | None,
+    sampling: tuple[int | None, float] | None,
 ) -> Tensor: ...
 def from_parallel_logits_to_logprobs_packed_sequences(
     logits: Tensor,
@@ -311,6 +318,8 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     end: int,
     group: ProcessGroup | None,
     inference_only: bool,
+    cp_group: ProcessGroup | None,
+    sampling: tuple[int | None, float] | None,
     target_is_pre_rolled: bool,
 ) -> Tensor: ...
 def from_parallel_hidden_states_to_logprobs(
@@ -321,13 +330,75 @@ def from_parallel_hidden_states_to_logprobs(
     end: int,
     group: ProcessGroup | None,
     inference_only: bool,
+    cp_group: ProcessGroup | None,
     chunk_size: int | None,
 ) -> Tensor: ...
 def distributed_vocab_topk(
     logits: Tensor, k: int, group: ProcessGroup | None, start: int, end: int
 ) -> tuple[Tensor, Tensor]: ...
 def gather_logits_at_global_indices(
-    logits: Tensor, ids: Tensor, group: ProcessGroup | None, start: int, end: int
+    logits: Tensor,
+    ids: Tensor,
+    group: ProcessGroup | None,
+    cp_group: ProcessGroup | None,
+    start: int,
+    end: int,
+) -> Tensor: ...
+def vocab_sampled_log_probabilities(
+    logits: Tensor,
+    labels: Tensor,
+    group: ProcessGroup | None,
+    top_k: int,
+    top_p: float,
+    columns: _Columns,
+    vocab_size: int | None,
+    temperature: float,
+) -> Tensor: ...
+def vocab_smallest_kept_logit(
+    logits: Tensor,
+    group: ProcessGroup | None,
+    top_k: int,
+    top_p: float,
+    columns: _Columns,
+    vocab_size: int | None,
+    temperature: float,
+) -> Tensor: ...
+def distributed_logprob_with_sampling(
+    logits: Tensor, target: Tensor, group: ProcessGroup | None, top_k: int | None, top_p: float
+) -> Tensor: ...
+def apply_top_k_top_p(logits: Tensor, top_k: int | None, top_p: float) -> tuple[Tensor, Tensor]: ...
+def part_of_context_rank(x: Tensor, rank: int, size: int, dim: int, starts: Tensor | None) -> Tensor: ...
+def gather_context(x: Tensor, group: ProcessGroup | None, dim: int, starts: Tensor | None) -> Tensor: ...
+def context_window(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor: ...
+def shift_next(x: Tensor, group: ProcessGroup | None, fill: float) -> Tensor: ...
+def to_token_shards(x: Tensor, group: ProcessGroup | None) -> Tensor: ...
+def to_vocabulary_shards(x: Tensor, group: ProcessGroup | None) -> Tensor: ...
+def compute_distributed_log_softmax_with_grad(logits: Tensor, group: ProcessGroup | None) -> Tensor: ...
+def compute_distributed_softmax(logits: Tensor, group: ProcessGroup | None) -> Tensor: ...
+def vocab_parallel_log_softmax(logits: Tensor, temperature: float, group: ProcessGroup | None) -> Tensor: ...
+def vocab_parallel_full_log_softmax(
+    logits: Tensor, temperature: float, group: ProcessGroup | None
+) -> Tensor: ...
+def vocab_parallel_gather_columns(logits: Tensor, ids: Tensor, group: ProcessGroup | None) -> Tensor: ...
+def vocab_parallel_argmax(logits: Tensor, group: ProcessGroup | None) -> Tensor: ...
+def group_sum(x: Tensor, group: ProcessGroup | None) -> Tensor: ...
+def distillation_topk_logprobs(
+    student: Tensor,
+    teacher: Tensor,
+    ids: Tensor,
+    zero_outside_topk: bool,
+    calculate_entropy: bool,
+    group: ProcessGroup | None,
+    cp_group: ProcessGroup | None,
+) -> tuple[Tensor, Tensor, Tensor | None]: ...
+def distributed_hidden_states_to_logprobs(
+    hidden: Tensor,
+    target: Tensor,
+    weight: Tensor,
+    start: int,
+    end: int,
+    chunk_size: int,
+    group: ProcessGroup | None,
 ) -> Tensor: ...
 def parallel_cross_entropy(
     input: Tensor,

@@ -23,6 +23,8 @@ __all__ = [
     "log_probabilities",
     "log_probabilities_at",
     "log_softmax",
+    "sampled_log_probabilities",
+    "smallest_kept_logit",
     "soft_cross_entropy",
     "token_scores",
     "top_k",
@@ -161,13 +163,14 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     temperature: float = 1.0,
     check_labels: bool | None = None,
-    workspace_bytes: int = 256 << 20,
+    workspace_bytes: int | None = None,
 ) -> CrossEntropyScores:
     """Return the cross entropy of softmax(hidden weight^T) without ever holding all logits.
 
     `hidden` [..., features] is the same on all ranks, `local_weight` [columns, features] is sharded.
-    At most `workspace_bytes` of logits exist at a time. The gradient of the weight is accumulated in
-    float32; that of `hidden` is summed over the group.
+    At most `workspace_bytes` of logits exist at a time; without it all of them if they are no larger than
+    the weight, else 256 MiB. The gradient of the weight is summed in float32; that of `hidden` is summed
+    over the group.
 
     >>> import torch
     >>> loss, _ = linear_cross_entropy(torch.zeros(2, 4), torch.zeros(8, 4), torch.tensor([1, 2]))
@@ -207,7 +210,7 @@ def log_softmax(
     vocab_size: int | None = None,
     temperature: float = 1.0,
 ) -> Tensor:
-    """Return this rank's columns of log softmax, computed in float32 and rounded once. No gradient.
+    """Return this rank's columns of log softmax, computed in float32 and rounded once. Differentiable.
 
     >>> import torch
     >>> round(float(log_softmax(torch.zeros(1, 8))[0, 0]), 4)
@@ -254,3 +257,47 @@ def top_k(
     [[1, 2]]
     """
     return _C.vocab_top_k(local_logits, k, group, columns, vocab_size)
+
+
+def smallest_kept_logit(
+    local_logits: Tensor,
+    group: ProcessGroup | None = None,
+    *,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    columns: Columns | None = None,
+    vocab_size: int | None = None,
+    temperature: float = 1.0,
+) -> Tensor:
+    """Return the smallest logit of every token that top-k and top-p filters keep, float32. No gradient.
+
+    >>> import torch
+    >>> smallest_kept_logit(torch.tensor([[1.0, 3.0, 2.0]]), top_k=2).tolist()
+    [2.0]
+    """
+    return _C.vocab_smallest_kept_logit(local_logits, group, top_k, top_p, columns, vocab_size, temperature)
+
+
+def sampled_log_probabilities(
+    local_logits: Tensor,
+    labels: Tensor,
+    group: ProcessGroup | None = None,
+    *,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    columns: Columns | None = None,
+    vocab_size: int | None = None,
+    temperature: float = 1.0,
+) -> Tensor:
+    """Return log p of the labels among the ids that top-k and top-p filters keep, float32.
+
+    A label that was dropped gives -inf and no gradient. Differentiable.
+
+    >>> import torch
+    >>> logits = torch.tensor([[0.0, 0.0, -1.0]])
+    >>> round(float(sampled_log_probabilities(logits, torch.tensor([0]), top_k=2)), 4)
+    -0.6931
+    """
+    return _C.vocab_sampled_log_probabilities(
+        local_logits, labels, group, top_k, top_p, columns, vocab_size, temperature
+    )

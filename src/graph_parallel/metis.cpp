@@ -1,6 +1,7 @@
 #include "graph_parallel/metis.h"
 
 #include <algorithm>
+#include <mutex>
 #include <vector>
 
 #include <ATen/ATen.h>
@@ -48,6 +49,22 @@ Adjacency adjacency_of(std::int64_t num_nodes, const at::Tensor& edge_index) {
   return adjacency;
 }
 
+/// METIS balances within a few percent and may leave a small part empty; it then gets a node of the
+/// largest one.
+void fill_empty_parts(std::vector<idx_t>& owner, int num_parts) {
+  if (static_cast<std::int64_t>(owner.size()) < num_parts) return;
+  std::vector<std::int64_t> sizes(num_parts, 0);
+  for (const idx_t part : owner) ++sizes[part];
+  for (int part = 0; part < num_parts; ++part) {
+    if (sizes[part] > 0) continue;
+    const auto largest =
+        static_cast<idx_t>(std::max_element(sizes.begin(), sizes.end()) - sizes.begin());
+    *std::find(owner.begin(), owner.end(), largest) = part;
+    --sizes[largest];
+    ++sizes[part];
+  }
+}
+
 }  // namespace
 
 bool has_metis() noexcept { return true; }
@@ -60,7 +77,7 @@ at::Tensor metis_owners(std::int64_t num_nodes, const at::Tensor& edge_index, in
   if (num_parts == 1 || num_nodes == 0) return at::zeros({num_nodes}, at::kLong);
   Adjacency adjacency = adjacency_of(num_nodes, edge_index);
   std::vector<idx_t> work;
-  if (weights.defined()) {
+  if (weights.defined() && weights.max().item<double>() > 0) {
     // METIS weighs in whole numbers; a thousand steps up to the heaviest node are enough.
     const at::Tensor scaled =
         (weights.to(at::kCPU, at::kDouble) * (1000.0 / weights.max().item<double>())).round();
@@ -76,12 +93,19 @@ at::Tensor metis_owners(std::int64_t num_nodes, const at::Tensor& edge_index, in
   METIS_SetDefaultOptions(options);
   options[METIS_OPTION_SEED] = 1;  // every rank gets the same answer
   std::vector<idx_t> owner(num_nodes);
+  adjacency.neighbours.reserve(1);  // not null, even without edges
+  // Bisections cut better for few parts, says its manual.
+  const auto partition = num_parts <= 8 ? METIS_PartGraphRecursive : METIS_PartGraphKway;
+  // METIS keeps the state of its random numbers in the process; threads would disturb each other.
+  static std::mutex mutex;
+  const std::lock_guard lock(mutex);
   const int status =
-      METIS_PartGraphKway(&num, &num_constraints, adjacency.first.data(),
-                          adjacency.neighbours.data(), work.empty() ? nullptr : work.data(),
-                          nullptr, nullptr, &parts, nullptr, nullptr, options, &cut, owner.data());
+      partition(&num, &num_constraints, adjacency.first.data(), adjacency.neighbours.data(),
+                work.empty() ? nullptr : work.data(), nullptr, nullptr, &parts, nullptr, nullptr,
+                options, &cut, owner.data());
   TESSERA_CHECK_VALUE(status == METIS_OK, "graph.metis: METIS refused the graph (status ", status,
                       ", ", num_nodes, " nodes, ", num_parts, " parts).");
+  fill_empty_parts(owner, num_parts);
   at::Tensor owners = at::empty({num_nodes}, at::kLong);
   std::copy(owner.begin(), owner.end(), owners.data_ptr<std::int64_t>());
   return owners;

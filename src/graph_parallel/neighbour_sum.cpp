@@ -2,6 +2,7 @@
 
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "graph_parallel/device_copies.h"

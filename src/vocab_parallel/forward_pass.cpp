@@ -172,6 +172,49 @@ T* pointer_of(const at::Tensor& tensor) {
   return tensor.defined() ? tensor.data_ptr<T>() : nullptr;
 }
 
+/// Exchanges the parts in `packed`, which all ranks have `num_parts` of, and fills `result`.
+void exchange_and_merge(const at::Tensor& packed, std::int64_t num_parts, std::int64_t held,
+                        std::int64_t num_rows, const Fields& fields, const at::Tensor& labels,
+                        const comm::Group& group, const PassSettings& settings,
+                        PassResult& result) {
+  at::Tensor gathered = packed;
+  if (group.size() > 1) {
+    write_header(packed, settings, held);
+    gathered = gather_rows(packed, group);
+    if (packed.is_cpu()) check_headers(gathered, settings);
+  }
+
+  kernels::MergeTask merge;
+  merge.gathered = gathered.const_data_ptr<float>();
+  merge.num_ranks = group.size();
+  merge.num_parts = num_parts;
+  merge.num_fields = fields.count;
+  merge.num_rows = num_rows;
+  merge.target_field = fields.target;
+  merge.total_field = fields.total;
+  merge.weighted_field = fields.weighted;
+  merge.best_field = fields.best;
+  merge.labels = pointer_of<std::int64_t>(labels);
+  merge.shape = settings.shape;
+  merge.vocab_size = settings.vocab_size;
+  merge.maximum = pointer_of<float>(result.maximum);
+  merge.sum = pointer_of<float>(result.sum);
+  merge.weighted = pointer_of<float>(result.weighted);
+  merge.log_probability = pointer_of<float>(result.scores.log_probability);
+  merge.log_sum_exp = pointer_of<float>(result.scores.log_sum_exp);
+  merge.entropy = pointer_of<float>(result.scores.entropy);
+  merge.best = pointer_of<std::int64_t>(result.scores.argmax);
+  merge.vocab = pointer_of<std::int64_t>(result.vocab);
+  if (settings.want_loss && settings.reduction == Reduction::kNone) {
+    merge.loss = pointer_of<float>(result.loss);
+  } else if (settings.want_loss) {
+    merge.reduced = pointer_of<float>(result.loss);
+    merge.inverse = pointer_of<float>(result.inverse);
+    merge.divide_by_count = settings.reduction == Reduction::kMean;
+  }
+  run_merge(packed.device(), merge);
+}
+
 }  // namespace
 
 at::Tensor gather_rows(const at::Tensor& row, const comm::Group& group) {
@@ -206,42 +249,37 @@ PassResult forward_pass(const at::Tensor& logits, const at::Tensor& labels,
   if (num_tiles_of(settings) < num_parts) {
     fill_missing_parts(packed, fields, num_rows, num_tiles_of(settings), num_parts);
   }
-  at::Tensor gathered = packed;
-  if (group.size() > 1) {
-    write_header(packed, settings, logits.size(-1));
-    gathered = gather_rows(packed, group);
-    if (logits.is_cpu()) check_headers(gathered, settings);
-  }
+  exchange_and_merge(packed, num_parts, logits.size(-1), num_rows, fields, labels, group, settings,
+                     result);
+  return result;
+}
 
-  kernels::MergeTask merge;
-  merge.gathered = gathered.const_data_ptr<float>();
-  merge.num_ranks = group.size();
-  merge.num_parts = num_parts;
-  merge.num_fields = fields.count;
-  merge.num_rows = num_rows;
-  merge.target_field = fields.target;
-  merge.total_field = fields.total;
-  merge.weighted_field = fields.weighted;
-  merge.best_field = fields.best;
-  merge.labels = pointer_of<std::int64_t>(labels);
-  merge.shape = settings.shape;
-  merge.vocab_size = settings.vocab_size;
-  merge.maximum = pointer_of<float>(result.maximum);
-  merge.sum = pointer_of<float>(result.sum);
-  merge.weighted = pointer_of<float>(result.weighted);
-  merge.log_probability = pointer_of<float>(result.scores.log_probability);
-  merge.log_sum_exp = pointer_of<float>(result.scores.log_sum_exp);
-  merge.entropy = pointer_of<float>(result.scores.entropy);
-  merge.best = pointer_of<std::int64_t>(result.scores.argmax);
-  merge.vocab = pointer_of<std::int64_t>(result.vocab);
-  if (settings.want_loss && settings.reduction == Reduction::kNone) {
-    merge.loss = pointer_of<float>(result.loss);
-  } else if (settings.want_loss) {
-    merge.reduced = pointer_of<float>(result.loss);
-    merge.inverse = pointer_of<float>(result.inverse);
-    merge.divide_by_count = divide;
+PassResult forward_pass_in_parts(const PartsOfLogits& parts, const at::TensorOptions& logit_options,
+                                 const at::Tensor& labels, const comm::Group& group,
+                                 const PassSettings& settings) {
+  const auto options = logit_options.dtype(at::kFloat).requires_grad(false);
+  const Fields fields = fields_of(settings, labels.defined());
+  PassResult result = allocate_results(settings, parts.num_rows, options);
+  const std::int64_t part_size = fields.count * parts.num_rows;
+  const at::Tensor packed = at::empty({kHeader + parts.num_parts * part_size}, options);
+  std::int64_t num_own = 0;
+  for (std::int64_t first = 0; first == 0 || first < settings.num_valid; first += parts.columns) {
+    const std::int64_t last = std::min(first + parts.columns, settings.num_valid);
+    const at::Tensor logits = parts.logits(first, last);
+    auto task = statistics_task(settings, labels, 0);
+    TESSERA_INTERNAL_ASSERT(as_rows(logits, task.rows), "a part of the logits is made of rows");
+    task.rows.num_columns = last - first;
+    task.labels.first_column += first;
+    task.out = arrays_of(packed.data_ptr<float>() + kHeader + num_own * part_size, fields,
+                         parts.num_rows, 0);
+    run_statistics(logits.device(), task);
+    ++num_own;
   }
-  run_merge(logits.device(), merge);
+  if (num_own < parts.num_parts) {
+    fill_missing_parts(packed, fields, parts.num_rows, num_own, parts.num_parts);
+  }
+  exchange_and_merge(packed, parts.num_parts, parts.held, parts.num_rows, fields, labels, group,
+                     settings, result);
   return result;
 }
 

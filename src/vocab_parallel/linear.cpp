@@ -1,7 +1,7 @@
 #include "tessera/vocab_parallel/linear.h"
 
 #include <algorithm>
-#include <vector>
+#include <optional>
 
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -19,46 +19,57 @@ using detail::PassSettings;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
+constexpr std::int64_t kDefaultWorkspace = std::int64_t{256} << 20;
+
 /// What forward leaves for backward besides tensors of the context.
 struct LinearState : torch::CustomClassHolder {
   LinearState(PassSettings given, comm::Group with)
       : settings(std::move(given)), group(std::move(with)) {}
   PassSettings settings;
   comm::Group group;
-  std::int64_t rows_per_chunk = 1;
-  std::vector<PassResult> chunks;
-  at::Tensor kept_logits;  // of the only chunk, until backward has turned them into their gradient
+  std::int64_t columns_per_part = 1;
+  PassResult result;
+  at::Tensor kept_logits;  // of the only part, until backward has turned them into their gradient
 };
 
-/// The same on all ranks: each chunk is exchanged.
-std::int64_t rows_per_chunk(const at::Tensor& hidden, const at::Tensor& weight,
-                            const PassSettings& settings, const comm::Group& group,
-                            std::int64_t workspace_bytes) {
-  std::int64_t columns = weight.size(0);
-  if (settings.explicit_columns && group.size() > 1) {
-    columns = comm::all_reduce(at::full({1}, columns, hidden.options().dtype(at::kLong)), group,
-                               comm::Reduction::kMax)
-                  .item<std::int64_t>();
-  }
-  const std::int64_t row_bytes =
-      std::max<std::int64_t>(columns, 1) * static_cast<std::int64_t>(hidden.element_size());
-  return std::clamp<std::int64_t>(workspace_bytes / row_bytes, 1,
-                                  std::max<std::int64_t>(hidden.size(0), 1));
+/// Note [Parts are columns]
+///
+/// If the logits do not fit the workspace, they are made some columns (ids) at a time, all rows of
+/// them. Then the gradient of a part's weight rows is one product, summed in float32 inside it, and
+/// final: no second copy of the weight is needed to add it up. The hidden states' gradient is added
+/// up over the parts in float32, which is small. And the ranks exchange once, whatever the number
+/// of parts.
+
+std::int64_t largest_of_group(std::int64_t own, const at::Tensor& like, const comm::Group& group,
+                              const PassSettings& settings) {
+  if (!settings.explicit_columns || group.size() == 1) return own;
+  return comm::all_reduce(at::full({1}, own, like.options().dtype(at::kLong).requires_grad(false)),
+                          group, comm::Reduction::kMax)
+      .item<std::int64_t>();
 }
 
-/// Adds gradient^T hidden to the float32 `total`.
-void add_product(at::Tensor& total, const at::Tensor& gradient, const at::Tensor& hidden) {
-  if (hidden.scalar_type() == at::kFloat) {
-    total.addmm_(gradient.t(), hidden);
-  } else if (hidden.is_cuda()) {
-    at::addmm_out(total, total, gradient.t(), hidden, at::kFloat);
+/// Columns of a part, the same on all ranks.
+std::int64_t columns_per_part(const at::Tensor& hidden, std::int64_t most_columns,
+                              std::optional<std::int64_t> workspace_bytes) {
+  const std::int64_t column_bytes =
+      std::max<std::int64_t>(hidden.size(0), 1) * static_cast<std::int64_t>(hidden.element_size());
+  // Logits no larger than the weight are kept: computing them twice costs more than their room.
+  if (!workspace_bytes && hidden.size(0) <= hidden.size(1)) {
+    return std::max<std::int64_t>(most_columns, 1);
+  }
+  return std::clamp<std::int64_t>(workspace_bytes.value_or(kDefaultWorkspace) / column_bytes, 1,
+                                  std::max<std::int64_t>(most_columns, 1));
+}
+
+/// Adds gradient weight to the float32 `total`.
+void add_product(at::Tensor& total, const at::Tensor& gradient, const at::Tensor& weight) {
+  if (weight.scalar_type() == at::kFloat) {
+    total.addmm_(gradient, weight);
+  } else if (weight.is_cuda()) {
+    at::addmm_out(total, total, gradient, weight, at::kFloat);
   } else {
-    total.add_(at::mm(gradient.t(), hidden));
+    total.add_(at::mm(gradient, weight));
   }
-}
-
-at::Tensor slice_of(const at::Tensor& rows, std::int64_t first, std::int64_t last) {
-  return rows.defined() ? rows.slice(0, first, last) : rows;
 }
 
 /// Outputs per row: loss, log-probability, log-sum-exp, entropy, argmax; empty if not wanted. The
@@ -68,45 +79,41 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
   static variable_list forward(AutogradContext* context, const at::Tensor& hidden,
                                const at::Tensor& weight, const at::Tensor& labels,
                                const comm::Group& group, const PassSettings& settings,
-                               std::int64_t workspace_bytes) {
+                               std::optional<std::int64_t> workspace_bytes) {
     auto state = c10::make_intrusive<LinearState>(settings, group);
-    state->rows_per_chunk = rows_per_chunk(hidden, weight, settings, group, workspace_bytes);
-    const std::int64_t num_rows = hidden.size(0);
-    const std::int64_t step = state->rows_per_chunk;
-    at::Tensor workspace =
-        detail::empty_gradient({std::min(step, num_rows), weight.size(0)}, hidden.options());
-    std::vector<variable_list> pieces;
-    for (std::int64_t first = 0; first == 0 || first < num_rows; first += step) {
-      const std::int64_t last = std::min(first + step, num_rows);
-      at::Tensor logits = workspace.slice(0, 0, last - first);
-      at::mm_out(logits, hidden.slice(0, first, last), weight.t());
-      PassResult result =
-          detail::forward_pass(logits, labels.slice(0, first, last), group, settings);
-      pieces.push_back({result.loss, result.scores.log_probability, result.scores.log_sum_exp,
-                        result.scores.entropy, result.scores.argmax});
-      result.loss = at::Tensor();
-      result.scores = {};
-      state->chunks.push_back(std::move(result));
+    const std::int64_t most_columns = largest_of_group(weight.size(0), hidden, group, settings);
+    state->columns_per_part = columns_per_part(hidden, most_columns, workspace_bytes);
+    at::Tensor workspace = workspace_for(hidden, weight, *state);
+    detail::PartsOfLogits parts;
+    parts.num_rows = hidden.size(0);
+    parts.held = weight.size(0);
+    parts.columns = state->columns_per_part;
+    parts.num_parts = std::max<std::int64_t>((most_columns + parts.columns - 1) / parts.columns, 1);
+    parts.logits = [&](std::int64_t first, std::int64_t last) {
+      return product_of(workspace, hidden, weight, first, last);
+    };
+    PassResult& result = state->result;
+    result = detail::forward_pass_in_parts(parts, hidden.options(), labels, group, settings);
+    if (settings.needs_gradient && weight.size(0) <= state->columns_per_part) {
+      state->kept_logits = workspace;
     }
-    if (settings.needs_gradient && num_rows <= step) state->kept_logits = workspace;
 
     context->set_materialize_grads(false);
     context->save_for_backward({hidden, weight, labels});
     variable_list outputs;
     variable_list constants;
-    for (std::size_t i = 0; i < 5; ++i) {
-      std::vector<at::Tensor> parts;
-      for (const auto& piece : pieces) {
-        if (piece[i].defined()) parts.push_back(piece[i]);
-      }
-      outputs.push_back(parts.empty()       ? at::empty({0}, hidden.options().dtype(at::kFloat))
-                        : parts.size() == 1 ? parts[0].clone()
-                                            : at::cat(parts));
-      if (parts.empty() || i == 4) constants.push_back(outputs.back());
+    for (const at::Tensor& value :
+         {result.loss, result.scores.log_probability, result.scores.log_sum_exp,
+          result.scores.entropy, result.scores.argmax}) {
+      outputs.push_back(value.defined() ? value.clone()
+                                        : at::empty({0}, hidden.options().dtype(at::kFloat)));
+      if (!value.defined() || outputs.size() == 5) constants.push_back(outputs.back());
     }
-    outputs.push_back(state->chunks[0].vocab.clone());
+    outputs.push_back(result.vocab.clone());
     constants.push_back(outputs.back());
     context->mark_non_differentiable(constants);
+    result.loss = at::Tensor();
+    result.scores = {};
     context->saved_data["state"] = c10::IValue::make_capsule(std::move(state));
     return outputs;
   }
@@ -123,51 +130,75 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
     const at::Tensor& labels = saved[2];
     const bool need_hidden = context->needs_input_grad(0);
     const bool need_weight = context->needs_input_grad(1);
-    const std::int64_t num_rows = hidden.size(0);
-    const std::int64_t step = state->rows_per_chunk;
-    const bool is_whole = num_rows <= step;
+    const std::int64_t step = state->columns_per_part;
+    const std::int64_t num_valid = settings.num_valid;
+    const bool is_whole = weight.size(0) <= step;
 
-    at::Tensor hidden_gradient = need_hidden ? at::empty_like(hidden) : at::Tensor();
-    at::Tensor weight_gradient;
-    if (need_weight && !is_whole) {
-      weight_gradient = at::zeros(weight.sizes(), weight.options().dtype(at::kFloat));
+    at::Tensor hidden_gradient;
+    if (need_hidden && is_whole) {
+      hidden_gradient = at::empty_like(hidden);
+    } else if (need_hidden) {
+      hidden_gradient = at::zeros(hidden.sizes(), hidden.options().dtype(at::kFloat));
     }
+    at::Tensor weight_gradient = need_weight ? at::empty_like(weight) : at::Tensor();
     at::Tensor workspace = state->kept_logits;
     const bool is_kept = workspace.defined();
     state->kept_logits = at::Tensor();  // a second backward computes them again
-    if (!is_kept) {
-      workspace =
-          detail::empty_gradient({std::min(step, num_rows), weight.size(0)}, hidden.options());
-    }
-    std::vector<comm::Awaitable<at::Tensor>> sums;
-    for (std::int64_t first = 0; first == 0 || first < num_rows; first += step) {
-      const std::int64_t last = std::min(first + step, num_rows);
-      const at::Tensor rows = hidden.slice(0, first, last);
-      at::Tensor logits = workspace.slice(0, 0, last - first);
-      if (!is_kept) at::mm_out(logits, rows, weight.t());
-      const PassGradients of{
-          slice_of(gradients[0], first, last), slice_of(gradients[1], first, last),
-          slice_of(gradients[2], first, last), slice_of(gradients[3], first, last)};
-      const at::Tensor gradient =
-          detail::backward_pass(logits, labels.slice(0, first, last),
-                                state->chunks[static_cast<std::size_t>(first / step)], of, settings,
-                                /*in_place=*/true);
-      if (need_hidden) {
-        at::Tensor piece = hidden_gradient.slice(0, first, last);
-        at::mm_out(piece, gradient, weight);
-        // Travels while the weight's gradient is computed.
-        if (state->group.size() > 1) sums.push_back(comm::all_reduce_async_(piece, state->group));
+    if (!is_kept) workspace = workspace_for(hidden, weight, *state);
+    const PassGradients of{gradients[0], gradients[1], gradients[2], gradients[3]};
+    std::optional<comm::Awaitable<at::Tensor>> sum;
+    for (std::int64_t first = 0; first == 0 || first < num_valid; first += step) {
+      const std::int64_t last = std::min(first + step, num_valid);
+      const at::Tensor logits = is_kept ? part_of(workspace, last - first)
+                                        : product_of(workspace, hidden, weight, first, last);
+      PassSettings own = settings;
+      own.columns = {settings.columns.start + first, settings.columns.start + last};
+      own.num_valid = last - first;
+      const at::Tensor gradient = detail::backward_pass(logits, labels, state->result, of, own,
+                                                        /*in_place=*/true);
+      const at::Tensor rows = weight.slice(0, first, last);
+      if (need_hidden && is_whole) {
+        at::mm_out(hidden_gradient, gradient, rows);
+      } else if (need_hidden) {
+        add_product(hidden_gradient, gradient, rows);
       }
-      if (need_weight && is_whole) {
-        weight_gradient = at::mm(gradient.t(), rows);
-      } else if (need_weight) {
-        add_product(weight_gradient, gradient, rows);
+      // Travels while the weight's gradient is computed.
+      if (need_hidden && last == num_valid && state->group.size() > 1) {
+        sum = comm::all_reduce_async_(hidden_gradient, state->group);
+      }
+      if (need_weight) {
+        at::Tensor piece = weight_gradient.slice(0, first, last);
+        at::mm_out(piece, gradient.t(), hidden);
       }
     }
-    for (auto& sum : sums) sum.wait();
-    if (need_weight) weight_gradient = weight_gradient.to(weight.scalar_type());
+    if (need_weight) weight_gradient.slice(0, num_valid).zero_();  // padding
+    if (sum) sum->wait();
+    if (need_hidden) hidden_gradient = hidden_gradient.to(hidden.scalar_type());
     return {hidden_gradient, weight_gradient, at::Tensor(),
             at::Tensor(),    at::Tensor(),    at::Tensor()};
+  }
+
+ private:
+  static at::Tensor workspace_for(const at::Tensor& hidden, const at::Tensor& weight,
+                                  const LinearState& state) {
+    return detail::empty_gradient(
+        {hidden.size(0), std::min(state.columns_per_part, weight.size(0))},
+        hidden.options().requires_grad(false));
+  }
+
+  /// The workspace for so many columns: a narrower last part has its rows closer together.
+  static at::Tensor part_of(const at::Tensor& workspace, std::int64_t columns) {
+    return workspace.flatten()
+        .narrow(0, 0, workspace.size(0) * columns)
+        .view({workspace.size(0), columns});
+  }
+
+  /// hidden weight^T for some ids, in the workspace.
+  static at::Tensor product_of(const at::Tensor& workspace, const at::Tensor& hidden,
+                               const at::Tensor& weight, std::int64_t first, std::int64_t last) {
+    at::Tensor logits = part_of(workspace, last - first);
+    at::mm_out(logits, hidden, weight.slice(0, first, last).t());
+    return logits;
   }
 };
 
@@ -183,8 +214,9 @@ void check_inputs(const at::Tensor& hidden, const at::Tensor& weight,
   TESSERA_CHECK_TYPE(hidden.scalar_type() == weight.scalar_type(), options.operation,
                      ": the hidden states are ", hidden.scalar_type(), ", the weight is ",
                      weight.scalar_type(), ". Use one type.");
-  TESSERA_CHECK_VALUE(options.workspace_bytes > 0, options.operation, ": a workspace of ",
-                      options.workspace_bytes, " bytes is not possible.");
+  TESSERA_CHECK_VALUE(options.workspace_bytes.value_or(1) > 0, options.operation,
+                      ": a workspace of ", options.workspace_bytes.value_or(1),
+                      " bytes is not possible.");
 }
 
 /// Rows of all tokens from those of the tokens with a label; the others are 0.

@@ -186,6 +186,67 @@ class LogitsAt : public torch::autograd::Function<LogitsAt> {
   }
 };
 
+/// What a log softmax leaves for backward besides tensors.
+struct LogSoftmaxState : torch::CustomClassHolder {
+  LogSoftmaxState(PassSettings given, comm::Group with)
+      : settings(std::move(given)), group(std::move(with)) {}
+  PassSettings settings;
+  comm::Group group;
+};
+
+class LogSoftmax : public torch::autograd::Function<LogSoftmax> {
+ public:
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& logits,
+                            const comm::Group& group, const PassSettings& settings) {
+    const PassResult result = detail::forward_pass(logits.detach(), at::Tensor(), group, settings);
+    const at::Tensor& lse = result.scores.log_sum_exp;
+    at::Tensor out = detail::empty_gradient(logits.sizes(), logits.options().requires_grad(false));
+    const at::Tensor rows = flat_rows(logits.detach());
+    const at::Tensor out_rows = out.view(rows.sizes());
+    chunk_rows(rows, [&](std::int64_t first, std::int64_t last) {
+      out_rows.slice(0, first, last)
+          .copy_(rows.slice(0, first, last).to(at::kFloat).mul(settings.shape.scale) -
+                 lse.slice(0, first, last).unsqueeze(1));
+    });
+    out_rows.slice(1, settings.num_valid, rows.size(1)).fill_(-INFINITY);  // padding
+    context->save_for_backward({logits, lse});
+    context->saved_data["state"] =
+        c10::IValue::make_capsule(c10::make_intrusive<LogSoftmaxState>(settings, group));
+    return out;
+  }
+
+  /// g - softmax times the sum of g over the whole vocabulary.
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    const auto state = c10::static_intrusive_pointer_cast<LogSoftmaxState>(
+        context->saved_data["state"].toCapsule());
+    const PassSettings& settings = state->settings;
+    TORCH_CHECK(!at::GradMode::is_enabled(), settings.operation,
+                ": gradients of gradients are not available. Call backward without create_graph.");
+    const variable_list saved = context->get_saved_variables();
+    const at::Tensor rows = flat_rows(saved[0]);
+    const at::Tensor upstream = gradients[0].reshape(rows.sizes());
+    const at::Tensor valid = upstream.slice(1, 0, settings.num_valid);
+    const at::Tensor sums =
+        sum_over_group(valid.sum(1, /*keepdim=*/true, at::kFloat), state->group);
+    at::Tensor gradient = detail::empty_gradient(saved[0].sizes(), saved[0].options());
+    const at::Tensor gradient_rows = gradient.view(rows.sizes());
+    chunk_rows(rows, [&](std::int64_t first, std::int64_t last) {
+      const at::Tensor p = rows.slice(0, first, last)
+                               .slice(1, 0, settings.num_valid)
+                               .to(at::kFloat)
+                               .mul(settings.shape.scale)
+                               .sub_(saved[1].slice(0, first, last).unsqueeze(1))
+                               .exp_();
+      gradient_rows.slice(0, first, last)
+          .slice(1, 0, settings.num_valid)
+          .copy_((valid.slice(0, first, last) - p * sums.slice(0, first, last)) *
+                 settings.shape.scale);
+    });
+    gradient_rows.slice(1, settings.num_valid, rows.size(1)).zero_();
+    return {gradient, at::Tensor(), at::Tensor()};
+  }
+};
+
 }  // namespace
 
 at::Tensor log_probabilities(const at::Tensor& local_logits, const at::Tensor& labels,
@@ -215,20 +276,11 @@ at::Tensor logits_at(const at::Tensor& local_logits, const at::Tensor& ids,
 
 at::Tensor log_softmax(const at::Tensor& local_logits, const comm::Group& group,
                        const TokenOptions& options) {
-  const at::NoGradGuard no_grad;
   PassSettings settings =
       detail::settings_of(local_logits, at::Tensor(), group, named(options, "vocab.log_softmax"));
   settings.wanted.log_sum_exp = true;
-  const PassResult result = detail::forward_pass(local_logits, at::Tensor(), group, settings);
-  at::Tensor out = detail::empty_gradient(local_logits.sizes(), local_logits.options());
-  const at::Tensor rows = flat_rows(local_logits);
-  at::Tensor out_rows = out.view(rows.sizes());
-  chunk_rows(rows, [&](std::int64_t first, std::int64_t last) {
-    out_rows.slice(0, first, last)
-        .copy_(rows.slice(0, first, last).to(at::kFloat).mul(settings.shape.scale) -
-               result.scores.log_sum_exp.slice(0, first, last).unsqueeze(1));
-  });
-  return out;
+  settings.overwrite = Overwrite::kNever;
+  return LogSoftmax::apply(local_logits, group, settings);
 }
 
 std::pair<at::Tensor, at::Tensor> top_k(const at::Tensor& local_logits, std::int64_t k,

@@ -1,14 +1,20 @@
 #include "tessera/vocab_parallel/model_utils.h"
 
-#include <algorithm>
+#include <cmath>
+#include <string>
+#include <vector>
 
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "tessera/comm/collectives.h"
 #include "tessera/core/check.h"
+#include "tessera/regions/gather_scatter.h"
+#include "tessera/vocab_parallel/context_parallel.h"
 #include "tessera/vocab_parallel/linear.h"
 #include "tessera/vocab_parallel/log_probabilities.h"
+#include "tessera/vocab_parallel/sampling.h"
+#include "tessera/vocab_parallel/solo_group.h"
 #include "vocab_parallel/row_chunks.h"
 #include "vocab_parallel/token_pass.h"
 
@@ -23,6 +29,25 @@ TokenOptions options_for(const char* operation, std::int64_t start, std::int64_t
   options.operation = operation;
   options.columns = Columns{start, end};
   return options;
+}
+
+int size_of(const std::optional<comm::Group>& group) { return group ? group->size() : 1; }
+
+/// Log-probabilities of labels, filtered if the parameters say so.
+at::Tensor label_log_probabilities(const at::Tensor& logits, const at::Tensor& labels,
+                                   const comm::Group& group, const TokenOptions& options,
+                                   const std::optional<TrainingSamplingParams>& sampling) {
+  SamplingOptions filtered;
+  static_cast<TokenOptions&>(filtered) = options;
+  if (sampling) {
+    const std::int64_t top_k = sampling->top_k.value_or(-1);
+    filtered.top_k = top_k == -1 ? 0 : top_k;
+    filtered.top_p = sampling->top_p;
+  }
+  // Wrong values are for the filter to name.
+  const bool plain = filtered.top_k == 0 && filtered.top_p == 1.0;
+  return plain ? log_probabilities(logits, labels, group, options)
+               : sampled_log_probabilities(logits, labels, group, filtered);
 }
 
 /// Gradients only where they are asked for.
@@ -60,11 +85,44 @@ at::Tensor next_tokens(const at::Tensor& tokens, std::int64_t length, std::int64
   return next;
 }
 
+/// This context rank's part of ids [batch, length, k], filled up with ids that stand for none.
+at::Tensor own_ids_padded(const char* operation, const at::Tensor& logits, const at::Tensor& ids,
+                          const comm::Group& cp_group) {
+  TESSERA_CHECK_VALUE(logits.dim() == 3 && ids.dim() == 3 && logits.size(0) == ids.size(0) &&
+                          logits.size(1) * cp_group.size() >= ids.size(1),
+                      operation, ": logits of shape ", logits.sizes(), " on ", cp_group.size(),
+                      " context ranks do not fit ids of shape ", ids.sizes(),
+                      ". Use [batch, length, columns] and [batch, length, k].");
+  const std::int64_t missing = logits.size(1) * cp_group.size() - ids.size(1);
+  const at::Tensor padded =
+      missing == 0 ? ids
+                   : at::constant_pad_nd(ids, std::vector<std::int64_t>{0, 0, 0, missing}, -100);
+  return part_of_context_rank(padded, cp_group.rank(), cp_group.size(), 1);
+}
+
 }  // namespace
 
 at::Tensor _compute_distributed_log_softmax(const at::Tensor& vocab_parallel_logits,
                                             const comm::Group& group) {
+  const at::NoGradGuard no_grad;
   return log_softmax(vocab_parallel_logits, group);
+}
+
+at::Tensor _compute_distributed_log_softmax_with_grad(const at::Tensor& vocab_parallel_logits,
+                                                      const comm::Group& group) {
+  return log_softmax(vocab_parallel_logits, group);
+}
+
+at::Tensor _compute_distributed_softmax(const at::Tensor& vocab_parallel_logits,
+                                        const comm::Group& group) {
+  const at::NoGradGuard no_grad;
+  if (vocab_parallel_logits.scalar_type() == at::kFloat) {
+    return log_softmax(vocab_parallel_logits, group).exp_();
+  }
+  // A rounded logarithm would not do: its error grows with its size.
+  return log_softmax(vocab_parallel_logits.to(at::kFloat), group)
+      .exp_()
+      .to(vocab_parallel_logits.scalar_type());
 }
 
 at::Tensor DistributedLogprob::apply(const at::Tensor& vocab_parallel_logits,
@@ -85,6 +143,28 @@ at::Tensor ChunkedDistributedLogprob::apply(const at::Tensor& vocab_parallel_log
                                             const comm::Group& tp_group, bool inference_only) {
   return DistributedLogprob::apply(vocab_parallel_logits, target, vocab_start_index,
                                    vocab_end_index, tp_group, inference_only);
+}
+
+at::Tensor DistributedLogprobWithSampling::apply(const at::Tensor& vocab_parallel_logits,
+                                                 const at::Tensor& target,
+                                                 const comm::Group& tp_group,
+                                                 std::optional<std::int64_t> top_k, double top_p,
+                                                 bool inference_only) {
+  const GradIf mode(!inference_only);
+  TokenOptions options;
+  options.operation = "vocab.DistributedLogprobWithSampling";
+  return label_log_probabilities(vocab_parallel_logits, target, tp_group, options,
+                                 TrainingSamplingParams{top_k, top_p});
+}
+
+at::Tensor ChunkedDistributedLogprobWithSampling::apply(const at::Tensor& vocab_parallel_logits,
+                                                        const at::Tensor& target,
+                                                        const comm::Group& tp_group,
+                                                        std::optional<std::int64_t> top_k,
+                                                        double top_p, std::int64_t /*chunk_size*/,
+                                                        bool inference_only) {
+  return DistributedLogprobWithSampling::apply(vocab_parallel_logits, target, tp_group, top_k,
+                                               top_p, inference_only);
 }
 
 at::Tensor ChunkedDistributedGatherLogprob::apply(
@@ -116,43 +196,60 @@ at::Tensor DistributedCrossEntropy::apply(const at::Tensor& student_logits,
   return soft_cross_entropy(student_logits, target_logits, group, options);
 }
 
-at::Tensor from_parallel_logits_to_logprobs(const at::Tensor& vocab_parallel_logits,
-                                            const at::Tensor& target,
-                                            std::int64_t vocab_start_index,
-                                            std::int64_t vocab_end_index, const comm::Group& group,
-                                            bool inference_only,
-                                            std::optional<std::int64_t> /*chunk_size*/) {
+at::Tensor from_parallel_logits_to_logprobs(
+    const at::Tensor& vocab_parallel_logits, const at::Tensor& target,
+    std::int64_t vocab_start_index, std::int64_t vocab_end_index, const comm::Group& group,
+    bool inference_only, const std::optional<comm::Group>& cp_group,
+    std::optional<std::int64_t> /*chunk_size*/,
+    const std::optional<TrainingSamplingParams>& sampling_params) {
   constexpr const char* kOperation = "vocab.from_parallel_logits_to_logprobs";
+  const int parts = size_of(cp_group);
   TESSERA_CHECK_VALUE(vocab_parallel_logits.dim() == 3 && target.dim() == 2 &&
                           vocab_parallel_logits.size(0) == target.size(0) &&
-                          vocab_parallel_logits.size(1) >= target.size(1) && target.size(1) >= 1,
+                          vocab_parallel_logits.size(1) * parts >= target.size(1) &&
+                          target.size(1) >= 1,
                       kOperation, ": logits of shape ", vocab_parallel_logits.sizes(),
+                      parts > 1 ? " on " + std::to_string(parts) + " context ranks" : std::string(),
                       " do not fit tokens of shape ", target.sizes(),
                       ". Use [batch, length, columns] and [batch, length].");
   const GradIf mode(!inference_only);
   const std::int64_t length = target.size(1) - 1;
-  const at::Tensor logits = vocab_parallel_logits.narrow(1, 0, length);
-  return log_probabilities(logits, target.narrow(1, 1, length), group,
-                           options_for(kOperation, vocab_start_index, vocab_end_index));
+  const TokenOptions options = options_for(kOperation, vocab_start_index, vocab_end_index);
+  if (parts == 1) {
+    return label_log_probabilities(vocab_parallel_logits.narrow(1, 0, length),
+                                   target.narrow(1, 1, length), group, options, sampling_params);
+  }
+  const at::Tensor labels =
+      next_tokens(target, vocab_parallel_logits.size(1) * parts, options.ignore_index);
+  const at::Tensor values = label_log_probabilities(
+      vocab_parallel_logits, part_of_context_rank(labels, cp_group->rank(), parts, 1), group,
+      options, sampling_params);
+  return gather_context(values, *cp_group, 1).narrow(1, 0, length);
 }
 
 at::Tensor from_parallel_logits_to_logprobs_packed_sequences(
     const at::Tensor& vocab_parallel_logits, const at::Tensor& target,
     const at::Tensor& cu_seqlens_padded, std::int64_t unpacked_seqlen,
     std::int64_t vocab_start_index, std::int64_t vocab_end_index, const comm::Group& group,
-    bool inference_only, std::optional<std::int64_t> /*chunk_size*/, bool target_is_pre_rolled) {
+    bool inference_only, const std::optional<comm::Group>& cp_group,
+    std::optional<std::int64_t> /*chunk_size*/,
+    const std::optional<TrainingSamplingParams>& sampling_params, bool target_is_pre_rolled) {
   constexpr const char* kOperation = "vocab.from_parallel_logits_to_logprobs_packed_sequences";
+  const int parts = size_of(cp_group);
+  const std::int64_t target_parts = target_is_pre_rolled ? 1 : parts;
   TESSERA_CHECK_VALUE(vocab_parallel_logits.dim() == 3 && vocab_parallel_logits.size(0) == 1 &&
-                          target.sizes() == vocab_parallel_logits.sizes().slice(0, 2),
+                          target.dim() == 2 && target.size(0) == 1 &&
+                          target.size(1) == vocab_parallel_logits.size(1) * target_parts,
                       kOperation, ": logits of shape ", vocab_parallel_logits.sizes(),
                       " do not fit tokens of shape ", target.sizes(),
+                      parts > 1 ? " on " + std::to_string(parts) + " context ranks" : std::string(),
                       ". Use [1, total, columns] and [1, total].");
   TESSERA_CHECK_VALUE(
       cu_seqlens_padded.dim() == 1 && cu_seqlens_padded.numel() >= 1 && unpacked_seqlen >= 1,
       kOperation, ": ", cu_seqlens_padded.numel(), " sequence starts and a length of ",
       unpacked_seqlen, " describe no packed sequences.");
   const GradIf mode(!inference_only);
-  const std::int64_t total = target.size(1);
+  const std::int64_t total = vocab_parallel_logits.size(1) * parts;
   const at::Tensor starts = cu_seqlens_padded.to(target.device(), at::kLong).contiguous();
   const std::int64_t num_sequences = starts.numel() - 1;
   constexpr std::int64_t kIgnored = -100;
@@ -163,12 +260,17 @@ at::Tensor from_parallel_logits_to_logprobs_packed_sequences(
   const at::Tensor within = place - starts.index_select(0, sequence.clamp(0, num_sequences));
   const at::Tensor end = starts.index_select(0, (sequence + 1).clamp(0, num_sequences));
   const at::Tensor is_used = (place + 1 < end).logical_and(within < unpacked_seqlen - 1);
+  const auto own_part = [&](const at::Tensor& row) {
+    return parts == 1 ? row : part_of_context_rank(row, cp_group->rank(), parts, 0, starts);
+  };
   at::Tensor next = target.reshape(-1).to(at::kLong);
-  if (!target_is_pre_rolled) next = next.roll(-1, 0);
-  const at::Tensor labels = next.masked_fill(is_used.logical_not(), kIgnored).unsqueeze(0);
-  const at::Tensor values =
-      log_probabilities(vocab_parallel_logits, labels, group,
-                        options_for(kOperation, vocab_start_index, vocab_end_index));
+  if (!target_is_pre_rolled) next = own_part(next.roll(-1, 0));
+  const at::Tensor labels =
+      next.masked_fill(own_part(is_used).logical_not(), kIgnored).unsqueeze(0);
+  at::Tensor values = label_log_probabilities(
+      vocab_parallel_logits, labels, group,
+      options_for(kOperation, vocab_start_index, vocab_end_index), sampling_params);
+  if (parts > 1) values = gather_context(values, *cp_group, 1, starts);
   // Unused places are 0 and land on one spare element behind the result.
   const std::int64_t width = unpacked_seqlen - 1;
   const at::Tensor spot = at::where(is_used, sequence * width + within, num_sequences * width);
@@ -178,31 +280,68 @@ at::Tensor from_parallel_logits_to_logprobs_packed_sequences(
       .view({num_sequences, width});
 }
 
+namespace {
+
+/// Log-probabilities of `labels` ([length, batch]) from hidden states sharded along the sequence.
+at::Tensor hidden_log_probabilities(const char* operation, const at::Tensor& hidden,
+                                    const at::Tensor& weight, const at::Tensor& labels,
+                                    const Columns& columns, const comm::Group& group,
+                                    std::optional<std::int64_t> chunk_size) {
+  TESSERA_CHECK_VALUE(hidden.dim() == 3 && hidden.size(0) * group.size() == labels.size(0) &&
+                          hidden.size(1) == labels.size(1),
+                      operation, ": hidden states of shape ", hidden.sizes(), " on ", group.size(),
+                      " ranks do not fit tokens of shape [", labels.size(1), ", ", labels.size(0),
+                      "]. Use [length / ranks, batch, features] and [batch, length].");
+  const at::Tensor all = GatherSequence::apply(hidden, group);  // [length, batch, features]
+  LinearOptions options;
+  options.operation = operation;
+  options.columns = columns;
+  options.reduction = Reduction::kNone;
+  if (chunk_size) {
+    options.workspace_bytes = *chunk_size * labels.size(1) * weight.size(0) *
+                              static_cast<std::int64_t>(weight.element_size());
+  }
+  return linear_cross_entropy(all, weight, labels, group, options).neg();
+}
+
+}  // namespace
+
+at::Tensor ChunkedDistributedHiddenStatesToLogprobs::apply(
+    const at::Tensor& tensor_parallel_hidden_states, const at::Tensor& target,
+    const at::Tensor& output_weight, std::int64_t vocab_start_index, std::int64_t vocab_end_index,
+    std::int64_t chunk_size, const comm::Group& tp_group, bool inference_only) {
+  const GradIf mode(!inference_only);
+  return hidden_log_probabilities("vocab.ChunkedDistributedHiddenStatesToLogprobs",
+                                  tensor_parallel_hidden_states, output_weight, target.t(),
+                                  {vocab_start_index, vocab_end_index}, tp_group, chunk_size)
+      .t()
+      .contiguous();
+}
+
 at::Tensor from_parallel_hidden_states_to_logprobs(
     const at::Tensor& tensor_parallel_hidden_states, const at::Tensor& output_weight,
     const at::Tensor& target, std::int64_t vocab_start_index, std::int64_t vocab_end_index,
-    const comm::Group& tp_group, bool inference_only, std::optional<std::int64_t> chunk_size) {
+    const comm::Group& tp_group, bool inference_only, const std::optional<comm::Group>& cp_group,
+    std::optional<std::int64_t> chunk_size) {
   constexpr const char* kOperation = "vocab.from_parallel_hidden_states_to_logprobs";
   const at::Tensor& hidden = tensor_parallel_hidden_states;
-  TESSERA_CHECK_VALUE(hidden.dim() == 3 && target.dim() == 2 &&
-                          hidden.size(0) * tp_group.size() == target.size(1) &&
+  const int parts = size_of(cp_group);
+  const std::int64_t held = hidden.dim() == 3 ? hidden.size(0) * tp_group.size() * parts : -1;
+  TESSERA_CHECK_VALUE(hidden.dim() == 3 && target.dim() == 2 && target.size(1) >= 1 &&
+                          (parts > 1 ? held >= target.size(1) : held == target.size(1)) &&
                           hidden.size(1) == target.size(0),
                       kOperation, ": hidden states of shape ", hidden.sizes(), " on ",
-                      tp_group.size(), " ranks do not fit tokens of shape ", target.sizes(),
+                      tp_group.size() * parts, " ranks do not fit tokens of shape ", target.sizes(),
                       ". Use [length / ranks, batch, features] and [batch, length].");
   const GradIf mode(!inference_only);
-  const at::Tensor all = GatherSequence::apply(hidden, tp_group);  // [length, batch, features]
-  LinearOptions options;
-  options.operation = kOperation;
-  options.columns = Columns{vocab_start_index, vocab_end_index};
-  options.reduction = Reduction::kNone;
-  if (chunk_size) {
-    options.workspace_bytes = *chunk_size * target.size(0) * output_weight.size(0) *
-                              static_cast<std::int64_t>(output_weight.element_size());
-  }
-  const at::Tensor labels = next_tokens(target, target.size(1), options.ignore_index).t();
-  const at::Tensor loss = linear_cross_entropy(all, output_weight, labels, tp_group, options);
-  return loss.t().neg().narrow(1, 0, target.size(1) - 1).contiguous();
+  at::Tensor labels = next_tokens(target, held, TokenOptions().ignore_index);
+  if (parts > 1) labels = part_of_context_rank(labels, cp_group->rank(), parts, 1);
+  at::Tensor values =
+      hidden_log_probabilities(kOperation, hidden, output_weight, labels.t(),
+                               {vocab_start_index, vocab_end_index}, tp_group, chunk_size)
+          .t();
+  if (parts > 1) values = gather_context(values, *cp_group, 1);
+  return values.narrow(1, 0, target.size(1) - 1).contiguous();
 }
 
 std::pair<at::Tensor, at::Tensor> distributed_vocab_topk(
@@ -216,12 +355,107 @@ std::pair<at::Tensor, at::Tensor> distributed_vocab_topk(
 at::Tensor gather_logits_at_global_indices(const at::Tensor& vocab_parallel_logits,
                                            const at::Tensor& global_indices,
                                            const comm::Group& tp_group,
+                                           const std::optional<comm::Group>& cp_group,
                                            std::int64_t vocab_start_index,
                                            std::int64_t vocab_end_index,
                                            std::optional<std::int64_t> /*chunk_size*/) {
-  return logits_at(
-      vocab_parallel_logits, global_indices, tp_group,
-      options_for("vocab.gather_logits_at_global_indices", vocab_start_index, vocab_end_index));
+  constexpr const char* kOperation = "vocab.gather_logits_at_global_indices";
+  const TokenOptions options = options_for(kOperation, vocab_start_index, vocab_end_index);
+  const int parts = size_of(cp_group);
+  if (parts == 1) return logits_at(vocab_parallel_logits, global_indices, tp_group, options);
+  const at::Tensor ids =
+      own_ids_padded(kOperation, vocab_parallel_logits, global_indices, *cp_group);
+  return gather_context(logits_at(vocab_parallel_logits, ids, tp_group, options), *cp_group, 1)
+      .narrow(1, 0, global_indices.size(1));
+}
+
+at::Tensor vocab_parallel_log_softmax(const at::Tensor& logits, double temperature,
+                                      const comm::Group& tp_group) {
+  TokenOptions options;
+  options.operation = "vocab.vocab_parallel_log_softmax";
+  options.temperature = temperature;
+  return log_softmax(logits.to(at::kFloat), tp_group, options);
+}
+
+at::Tensor vocab_parallel_full_log_softmax(const at::Tensor& logits, double temperature,
+                                           const comm::Group& tp_group) {
+  const at::Tensor own = vocab_parallel_log_softmax(logits, temperature, tp_group);
+  return tp_group.size() == 1 ? own : regions::gather(own, tp_group, -1);
+}
+
+at::Tensor vocab_parallel_gather_columns(const at::Tensor& logits, const at::Tensor& column_indices,
+                                         const comm::Group& tp_group) {
+  TESSERA_CHECK_VALUE(column_indices.dim() == 1,
+                      "vocab.vocab_parallel_gather_columns: the ids have shape ",
+                      column_indices.sizes(), ". Give one row, for all tokens.");
+  auto shape = logits.sizes().vec();
+  shape.back() = column_indices.size(0);
+  TokenOptions options;
+  options.operation = "vocab.vocab_parallel_gather_columns";
+  return logits_at(logits, column_indices.expand(shape), tp_group, options);
+}
+
+at::Tensor vocab_parallel_argmax(const at::Tensor& logits, const comm::Group& tp_group) {
+  const at::NoGradGuard no_grad;
+  TokenOptions options;
+  options.operation = "vocab.vocab_parallel_argmax";
+  return token_scores(logits, {}, tp_group, {.argmax = true}, options).argmax;
+}
+
+DistillationLogprobs get_distillation_topk_logprobs_from_logits(
+    const at::Tensor& student_logits, const at::Tensor& teacher_topk_logits,
+    const at::Tensor& teacher_topk_indices, bool zero_outside_topk, bool calculate_entropy,
+    const comm::Group& vocab_parallel_group,
+    const std::optional<comm::Group>& context_parallel_group) {
+  constexpr const char* kOperation = "vocab.get_distillation_topk_logprobs_from_logits";
+  TESSERA_CHECK_VALUE(teacher_topk_indices.dim() == 3 && teacher_topk_indices.size(2) > 0 &&
+                          teacher_topk_indices.sizes() == teacher_topk_logits.sizes(),
+                      kOperation, ": ids of shape ", teacher_topk_indices.sizes(),
+                      " and logits of shape ", teacher_topk_logits.sizes(),
+                      " are no best ids of a teacher. Use [batch, length, k] with k above 0.");
+  const at::Tensor ids = teacher_topk_indices.to(student_logits.device());
+  const int parts = size_of(context_parallel_group);
+  const std::int64_t length = ids.size(1) - 1;
+  const std::int64_t start = vocab_parallel_group.rank() * student_logits.size(-1);
+  const std::int64_t end = start + student_logits.size(-1);
+  const auto whole = [&](const at::Tensor& part) {
+    return parts == 1 ? part : gather_context(part, *context_parallel_group, 1);
+  };
+  DistillationLogprobs result;
+  if (zero_outside_topk) {
+    const at::Tensor own_ids =
+        parts == 1 ? ids : own_ids_padded(kOperation, student_logits, ids, *context_parallel_group);
+    result.student = whole(log_probabilities_at(student_logits, own_ids, vocab_parallel_group,
+                                                options_for(kOperation, start, end)));
+    if (calculate_entropy) {
+      result.minus_entropy =
+          whole(ChunkedDistributedEntropy::apply(student_logits, 1, vocab_parallel_group))
+              .narrow(1, 0, length);
+    }
+  } else {
+    result.student =
+        at::log_softmax(gather_logits_at_global_indices(student_logits, ids, vocab_parallel_group,
+                                                        context_parallel_group, start, end),
+                        -1);
+  }
+  result.student = result.student.narrow(1, 0, length);
+  result.teacher = at::log_softmax(teacher_topk_logits.to(student_logits.device(), at::kFloat), -1)
+                       .narrow(1, 0, length);
+  return result;
+}
+
+std::pair<at::Tensor, at::Tensor> apply_top_k_top_p(const at::Tensor& logits,
+                                                    std::optional<std::int64_t> top_k,
+                                                    double top_p) {
+  SamplingOptions options;
+  options.operation = "vocab.apply_top_k_top_p";
+  const std::int64_t k = top_k.value_or(-1);
+  options.top_k = k == -1 ? 0 : k;
+  options.top_p = top_p;
+  const at::Tensor smallest =
+      smallest_kept_logit(logits, group_or_solo(std::nullopt), options).unsqueeze(-1);
+  const at::Tensor keep = logits.detach() >= smallest;
+  return {options.filters() ? logits.masked_fill(keep.logical_not(), -INFINITY) : logits, keep};
 }
 
 }  // namespace tessera::vocab_parallel

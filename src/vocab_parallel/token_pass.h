@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 
 #include <ATen/core/Tensor.h>
@@ -56,6 +57,21 @@ at::Tensor flat_labels(const at::Tensor& labels);
 PassResult forward_pass(const at::Tensor& logits, const at::Tensor& labels,
                         const comm::Group& group, const PassSettings& settings);
 
+/// Logits that come some columns at a time.
+struct PartsOfLogits {
+  std::int64_t num_rows = 0;
+  std::int64_t held = 0;       // columns of this rank, padding included
+  std::int64_t columns = 1;    // of a part, the same on all ranks
+  std::int64_t num_parts = 1;  // of the rank that has most
+  /// Columns [first, last) of this rank, [rows, last - first]; valid until the next call.
+  std::function<at::Tensor(std::int64_t first, std::int64_t last)> logits;
+};
+
+/// forward_pass of logits that never exist as a whole. One exchange. Collective.
+PassResult forward_pass_in_parts(const PartsOfLogits& parts, const at::TensorOptions& logit_options,
+                                 const at::Tensor& labels, const comm::Group& group,
+                                 const PassSettings& settings);
+
 /// Gradients of the results, undefined where there is none; flat, except a reduced loss.
 struct PassGradients {
   at::Tensor loss;
@@ -69,8 +85,9 @@ at::Tensor backward_pass(const at::Tensor& logits, const at::Tensor& labels,
                          const PassResult& saved, const PassGradients& gradients,
                          const PassSettings& settings, bool in_place);
 
-/// An uninitialised tensor for a gradient of this shape. Large ones on the CPU ask for huge pages:
-/// fresh 4 KB pages cost several times more than the kernel that fills them.
+/// An uninitialised tensor for a gradient of this shape. Large ones on the CPU take the memory of
+/// the last one that was freed, or ask for huge pages: fresh 4 KB pages cost several times more
+/// than the kernel that fills them.
 at::Tensor empty_gradient(at::IntArrayRef shape, const at::TensorOptions& options);
 
 /// Stacks tensors of equal shape of all ranks, in rank order.

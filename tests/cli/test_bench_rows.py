@@ -47,6 +47,15 @@ def test_the_peer_is_of_the_same_shape_and_state():
     assert rows.cells(ours, index)[6] == "90.0*"
 
 
+def test_other_modules_have_their_own_peers():
+    assert rows.peer_name("vocab/cross_entropy/forward_scores/f32_n8") == "torch/cross_entropy/forward/f32_n8"
+    assert rows.peer_name("vocab/cross_entropy/new_gradient/s") == "torch/cross_entropy/new_gradient/s"
+    assert rows.peer_name("vocab/logprob/tessera_shm/s") == "vocab/logprob/operators_gloo/s"
+    assert rows.peer_name("graph/layer/halo/s") == "graph/layer/gather/s"
+    assert rows.peer_name("graph/overlap/interior/s") is None
+    assert rows.peer_name("torch/cross_entropy/forward/s") is None
+
+
 def test_void_rows_are_marked():
     assert rows.state_text(row("a/b/c/d", 1.0, others=0.02)) == "near"
     assert rows.state_text(row("a/b/c/d", 1.0, others=0.3)) == "near!"

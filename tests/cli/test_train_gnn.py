@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
+import pty
 import re
 import subprocess
 
@@ -31,6 +33,40 @@ def test_prints_progress_and_errors():
         r"energy error ([\d.]+) per atom, was ([\d.]+) \| force error ([\d.]+), was ([\d.]+)", lines[-1]
     )
     assert float(end[3]) < float(end[4])
+
+
+def on_a_terminal(*words):
+    """What a terminal receives, byte by byte."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen([TESSERA, "train", *words], stdout=theirs, stderr=theirs, stdin=theirs)
+    os.close(theirs)
+    seen = b""
+    with contextlib.suppress(OSError):  # the other end is closed
+        while piece := os.read(ours, 65536):
+            seen += piece
+    os.close(ours)
+    assert process.wait(LIMIT) == 0, seen.decode()
+    return seen.decode()
+
+
+@pytest.mark.parametrize("workload", ["gnn", "lm"])
+def test_progress_rewrites_itself_on_a_terminal(workload):
+    small = (
+        SMALL if workload == "gnn" else ["--batch", "2", "--length", "16", "--layers", "1", "--width", "16"]
+    )
+    flags = [workload, "--ranks", "2", "--steps", "60", *small]
+    seen = on_a_terminal(*flags)
+    step = r"step +\d+/60 \| loss "
+    lines = [line for line in seen.split("\r\n") if re.search(step, line)]
+    assert len(lines) == 1, seen  # one line, written again and again
+    versions = lines[0].split("\r")
+    assert re.match(step.replace(r"\d+", "1"), versions[1]) and re.match(
+        step.replace(r"\d+", "60"), versions[-1]
+    )
+    assert all(version.endswith("\x1b[K") for version in versions[1:])
+    piped = train(*flags).stdout
+    assert "\r" not in piped and "\x1b" not in piped
+    assert len(re.findall(step, piped)) >= 2
 
 
 def test_the_arrangement_of_ranks_does_not_matter():

@@ -193,6 +193,46 @@ TEST_P(Vocab, LargeLogitsLoseNothing) {
   });
 }
 
+// Rounding the probability first would leave nothing of p - 1.
+TEST_P(Vocab, ConfidentTokensKeepTheirGradientIn16Bits) {
+  for (const auto type : {at::kBFloat16, at::kHalf}) {
+    at::Tensor whole = at::zeros({3, kVocab}, at::kFloat);
+    whole.select(1, 500).copy_(at::tensor({13.875, 15.0, 18.0}, at::kFloat));
+    whole = whole.to(type);
+    const at::Tensor labels = at::full({3}, 500, at::kLong);
+    const at::Tensor gradient = plain_gradient(
+        whole, [&](const at::Tensor& x) { return plain_scores(x, labels).loss.sum(); });
+    on_all_ranks([&](const comm::Group& group) {
+      const Columns columns = columns_of(kVocab, group);
+      const at::Tensor logits = shard_of(whole, columns, device());
+      cross_entropy(logits, labels.to(device()), group, options_for(columns, Reduction::kSum))
+          .backward();
+      // One rounding of the result, half a unit in its last place; and before it the sum of the
+      // exponentials, of which a lane adds up at most 64 in float32, each within 2^-24.
+      expect_close(gradient.slice(-1, columns.start, columns.end), logits.grad(),
+                   type == at::kHalf ? 0x1p-11 : 0x1p-8, 0x1p-18, "gradient");
+    });
+  }
+}
+
+TEST_P(Vocab, NothingIsWrittenWithoutGradients) {
+  const at::Tensor whole = whole_logits({4});
+  const at::Tensor labels = some_labels({4});
+  on_all_ranks([&](const comm::Group& group) {
+    const Columns columns = columns_of(kVocab, group);
+    const at::Tensor logits = shard_of(whole, columns, device());
+    const at::Tensor before = logits.detach().clone();
+    const at::NoGradGuard no_grad;
+    for (const auto overwrite :
+         {Overwrite::kNever, Overwrite::kInBackward, Overwrite::kInForward}) {
+      auto options = options_for(columns);
+      options.overwrite = overwrite;
+      cross_entropy(logits, labels.to(device()), group, options);
+      EXPECT_TRUE(at::equal(before, logits));
+    }
+  });
+}
+
 TEST_P(Vocab, SlicesTransposesAndColumnsApartAreReadRight) {
   const at::Tensor whole = whole_logits({4, 6});
   const at::Tensor labels = some_labels({4, 6});

@@ -1,3 +1,5 @@
+#include <thread>
+
 #include "vocab_parallel/cross_entropy_cases.h"
 
 namespace tessera::vocab_parallel {
@@ -120,6 +122,51 @@ TEST(VocabErrors, SecondDerivativesAreRefused) {
         }),
         "vocab.cross_entropy: gradients of gradients are not available. Call backward without "
         "create_graph.");
+  });
+}
+
+// Rows that share their memory: the places of elements pass 2^31, their bytes do not.
+TEST(VocabLarge, MoreThanTwoToThe31Elements) {
+  run_ranks(1, [](const comm::Group& group) {
+    constexpr std::int64_t kRows = 16896;
+    constexpr std::int64_t kColumns = 128256;
+    static_assert(kRows * kColumns > (std::int64_t{1} << 31));
+    at::Tensor row = at::zeros({1, kColumns}, at::kBFloat16);
+    row[0][7] = 3.0;
+    CrossEntropyOptions options;
+    options.reduction = Reduction::kNone;
+    const at::Tensor labels = at::full({kRows}, 7, at::kLong);
+    const at::Tensor loss = cross_entropy(row.expand({kRows, kColumns}), labels, group, options);
+    const double expected = std::log((kColumns - 1) * std::exp(-3.0) + 1.0);
+    EXPECT_NEAR(loss.min().item<double>(), expected, 1e-5);
+    EXPECT_NEAR(loss.max().item<double>(), expected, 1e-5);
+  });
+}
+
+TEST(VocabLarge, GradientsReuseMemoryThatIsFree) {
+  run_ranks(1, [](const comm::Group& group) {
+    const at::Tensor logits = at::randn({2048, 2048}).requires_grad_(true);
+    const at::Tensor labels = at::randint(2048, {2048}, at::kLong);
+    const auto gradient = [&] {
+      return torch::autograd::grad({cross_entropy(logits, labels, group)}, {logits})[0];
+    };
+    at::Tensor first = gradient();
+    const at::Tensor second = gradient();
+    EXPECT_NE(first.data_ptr(), second.data_ptr());
+    EXPECT_TRUE(at::equal(first, second));
+    const void* place = first.data_ptr();
+    first = at::Tensor();
+    const at::Tensor third = gradient();
+    EXPECT_EQ(third.data_ptr(), place);
+    EXPECT_TRUE(at::equal(second, third));
+    // Threads that allocate and free at the same time.
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 4; ++i) {
+      threads.emplace_back([&] {
+        for (int k = 0; k < 5; ++k) EXPECT_TRUE(at::equal(gradient(), second));
+      });
+    }
+    for (auto& thread : threads) thread.join();
   });
 }
 

@@ -1,5 +1,5 @@
-// The cases of linear_cases.h on a GPU, with one rank: autograd runs the backward of all threads of
-// a process on one thread per device, so ranks that are threads cannot meet in a collective there.
+// The cases of linear_cases.h on a GPU. Two ranks are two processes that share it: see
+// support/rank_processes.h.
 
 #include "vocab_parallel/linear_cases.h"
 
@@ -10,7 +10,8 @@ using tessera::testing::vocab_world_name;
 using tessera::testing::VocabWorld;
 
 INSTANTIATE_TEST_SUITE_P(Worlds, Linear,
-                         ::testing::Values(VocabWorld{comm::Engine::kGloo, 1, at::kCUDA}),
+                         ::testing::Values(VocabWorld{comm::Engine::kGloo, 1, at::kCUDA},
+                                           VocabWorld{comm::Engine::kGloo, 2, at::kCUDA, true}),
                          vocab_world_name);
 
 }  // namespace

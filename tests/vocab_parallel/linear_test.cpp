@@ -6,8 +6,12 @@ namespace {
 using tessera::testing::cpu_worlds;
 using tessera::testing::run_ranks;
 using tessera::testing::vocab_world_name;
+using tessera::testing::VocabWorld;
 
 INSTANTIATE_TEST_SUITE_P(Worlds, Linear, ::testing::ValuesIn(cpu_worlds()), vocab_world_name);
+INSTANTIATE_TEST_SUITE_P(Processes, Linear,
+                         ::testing::Values(VocabWorld{comm::Engine::kShm, 2, at::kCPU, true}),
+                         vocab_world_name);
 
 template <typename Body>
 std::string text_thrown_by(const Body& body) {

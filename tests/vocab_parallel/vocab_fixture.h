@@ -9,6 +9,7 @@
 
 #include <ATen/ATen.h>
 
+#include "support/rank_processes.h"
 #include "support/ranks.h"
 #include "tessera/vocab_parallel/columns.h"
 
@@ -18,12 +19,13 @@ struct VocabWorld {
   comm::Engine engine = comm::Engine::kShm;
   int size = 1;
   at::DeviceType device = at::kCPU;
+  bool processes = false;  // ranks are processes, not threads
 };
 
 inline std::string vocab_world_name(const ::testing::TestParamInfo<VocabWorld>& info) {
   return std::string(info.param.device == at::kCUDA ? "cuda_" : "") +
          (info.param.engine == comm::Engine::kShm ? "shm" : "gloo") +
-         std::to_string(info.param.size);
+         std::to_string(info.param.size) + (info.param.processes ? "_processes" : "");
 }
 
 inline std::vector<VocabWorld> cpu_worlds() {
@@ -44,8 +46,12 @@ class Vocab : public ::testing::TestWithParam<VocabWorld> {
   at::Device device() const {
     return GetParam().device == at::kCUDA ? at::Device(at::kCUDA, 0) : at::Device(at::kCPU);
   }
-  void on_all_ranks(const std::function<void(const comm::Group&)>& body) const {
-    run_ranks(size(), body, test_options(GetParam().engine));
+  void on_all_ranks(const std::function<void(const comm::Group&)>& body) {
+    if (GetParam().processes) {
+      processes_.run(size(), body, test_options(GetParam().engine));
+    } else {
+      run_ranks(size(), body, test_options(GetParam().engine));
+    }
   }
   std::vector<std::string> texts_of_all_ranks(
       const std::function<void(const comm::Group&)>& body) const {
@@ -55,6 +61,9 @@ class Vocab : public ::testing::TestWithParam<VocabWorld> {
     }
     return texts;
   }
+
+ private:
+  RankProcesses processes_;
 };
 
 /// This rank's columns of `whole`, apart from it, on `device`, requiring a gradient.

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include <ATen/core/Tensor.h>
 
@@ -18,10 +19,10 @@ namespace tessera::vocab_parallel {
 struct LinearOptions : CrossEntropyOptions {
   LinearOptions() { operation = "vocab.linear_cross_entropy"; }
 
-  /// Bytes of logits held at a time, at least one row. If all logits fit, they are kept for
-  /// backward and nothing is computed twice; otherwise backward computes them again, piece by
-  /// piece.
-  std::int64_t workspace_bytes = std::int64_t{256} << 20;
+  /// Bytes of logits held at a time, at least one column. If all logits fit, they are kept for
+  /// backward and nothing is computed twice; otherwise backward computes them again, part by part.
+  /// Without it: all logits if they are no larger than the weight, else 256 MiB.
+  std::optional<std::int64_t> workspace_bytes = std::nullopt;
 };
 
 /// Returns the cross entropy of `labels` under softmax(hidden weight^T).
@@ -29,9 +30,9 @@ struct LinearOptions : CrossEntropyOptions {
 /// `hidden` is [..., features] and the same on all ranks, `local_weight` [columns, features].
 /// Tokens whose label is ignored are left out before the product (on CUDA only if
 /// options.check_labels is set: finding them waits for the device). Upstream gradients may differ
-/// per token. The gradient of the weight is accumulated in float32; that of `hidden` is summed over
-/// the group while the weight's is computed. Collective, also in backward. Overwrite and
-/// reproducible_tile do not apply.
+/// per token. The gradient of the weight is summed in float32 and rounded once; that of `hidden` is
+/// summed over the group while the weight's (in parts: the last part's) is computed. Collective,
+/// also in backward. Overwrite and reproducible_tile do not apply.
 TESSERA_API at::Tensor linear_cross_entropy(const at::Tensor& hidden,
                                             const at::Tensor& local_weight,
                                             const at::Tensor& labels, const comm::Group& group,

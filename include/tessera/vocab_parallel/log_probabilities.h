@@ -35,7 +35,8 @@ TESSERA_API at::Tensor logits_at(const at::Tensor& local_logits, const at::Tenso
                                  const comm::Group& group, const TokenOptions& options = {});
 
 /// Returns this rank's columns of log softmax, in the type of the logits, computed in float32 and
-/// rounded once. Not differentiable.
+/// rounded once; -inf for padding. Differentiable; backward adds up one number per token over the
+/// group, so all ranks must take part in it.
 TESSERA_API at::Tensor log_softmax(const at::Tensor& local_logits, const comm::Group& group,
                                    const TokenOptions& options = {});
 

@@ -156,7 +156,14 @@ struct BrainForm {
     return bits + 0x7FFFU + ((bits >> 16) & 1U);
   }
   static void store(Stored* to, Pair pair, bool streaming) {
-    store_vector(to, (rounded(pair.a) >> 16) | (rounded(pair.b) & 0xFFFF0000U), streaming);
+    const Words low = rounded(pair.a) >> 16;
+    const Words high = rounded(pair.b);
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    store_vector(to, _mm256_blend_epi16(bits_as<__m256i>(low), bits_as<__m256i>(high), 0xAA),
+                 streaming);
+#else
+    store_vector(to, low | (high & 0xFFFF0000U), streaming);
+#endif
   }
 };
 
@@ -206,6 +213,12 @@ inline void with_form(Element element, const Body& body) {
     default:
       return body(SingleForm{});
   }
+}
+
+/// Asks for what a later block reads, while this one computes: otherwise memory rests meanwhile.
+template <typename Stored>
+inline void prefetch_ahead(const Stored* from) {
+  __builtin_prefetch(from, /*rw=*/0, /*locality=*/3);
 }
 
 /// Up to kPair elements, the rest filled up with -inf.

@@ -47,6 +47,7 @@ void keep_block(const typename Form::Stored* x, std::int64_t count, float scale,
   Floats sum_b{};
   std::int64_t i = 0;
   for (; i < whole; i += kPair) {
+    prefetch_ahead(x + i + Form::kBlock);
     const Pair p = Form::load(x + i);
     const Pair kept{exponential(distance<kScaled>(p.a, middle, factor)),
                     exponential(distance<kScaled>(p.b, middle, factor))};

@@ -9,6 +9,9 @@ namespace tessera::kernels {
 
 namespace {
 
+// Elements: about as many lines as memory has on their way at a time.
+constexpr std::int64_t kAhead = 512;
+
 /// The coefficients of one row, in every lane.
 struct Row {
   Floats maximum;
@@ -56,10 +59,12 @@ void write_row(const typename Form::Stored* x, typename Form::Stored* g, std::in
     i = i < count ? i : count;
     if (i > 0) write_part<Form, kWeighted, kScaled>(x, g, i, row);
     for (; i + kPair <= count; i += kPair) {
+      prefetch_ahead(x + i + kAhead);
       Form::store(g + i, gradient_of<kWeighted, kScaled>(Form::load(x + i), row), true);
     }
   } else {
     for (; i + kPair <= count; i += kPair) {
+      prefetch_ahead(x + i + kAhead);
       Form::store(g + i, gradient_of<kWeighted, kScaled>(Form::load(x + i), row), false);
     }
   }

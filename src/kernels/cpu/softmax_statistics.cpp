@@ -82,6 +82,7 @@ void add_block(const typename Form::Stored* x, std::int64_t start, std::int64_t 
   Lanes even;
   Lanes odd;
   for (i = 0; i < whole; i += kPair) {
+    prefetch_ahead(x + i + Form::kBlock);
     const Pair p = Form::load(x + i);
     accumulate<kExtras, kScaled>(p.a, center, factor, even);
     accumulate<kExtras, kScaled>(p.b, center, factor, odd);

@@ -36,6 +36,13 @@ __device__ __forceinline__ float center_of(float maximum) {
 /// Below this an exponential is 0 in float32; it keeps 0 * -inf out of the weighted sum.
 constexpr float kSmallest = -200.F;
 
+/// The larger one; NaN if one is.
+__device__ __forceinline__ float larger_or_nan(float a, float b) {
+  float r;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+}
+
 template <bool kWeighted>
 __device__ __forceinline__ void move_maximum(Running& r, float maximum, float factor) {
   const float shift = fmaxf(exponent_of(r.maximum, center_of(maximum), factor), kSmallest);
@@ -65,9 +72,8 @@ __device__ __forceinline__ void add_packs(const uint4 (&packs)[kPacks], int firs
       const float x0 = F::get(packs[u], i), x1 = F::get(packs[u], i + 1);
       float d0 = exponent_of(x0, center, factor), d1 = exponent_of(x1, center, factor);
       if constexpr (kWeighted) {
-        // A NaN is kept by this order of operands: the sum shows it.
-        d0 = d0 < kSmallest ? kSmallest : d0;
-        d1 = d1 < kSmallest ? kSmallest : d1;
+        d0 = larger_or_nan(d0, kSmallest);
+        d1 = larger_or_nan(d1, kSmallest);
       }
       const float e0 = exp2_fast(d0), e1 = exp2_fast(d1);
       s0 += e0;
@@ -89,43 +95,40 @@ __device__ __forceinline__ void add_packs(const uint4 (&packs)[kPacks], int firs
   if constexpr (kTotal) r.total += t0 + t1;
 }
 
-template <bool kWeighted>
-__device__ __forceinline__ void join(Running& a, const Running& b, float factor) {
-  const float maximum = fmaxf(a.maximum, b.maximum), center = center_of(maximum);
-  const float da = fmaxf(exponent_of(a.maximum, center, factor), kSmallest);
-  const float db = fmaxf(exponent_of(b.maximum, center, factor), kSmallest);
-  const float fa = exp2_fast(da), fb = exp2_fast(db);
-  if constexpr (kWeighted) {
-    a.weighted = fa * fmaf(da, a.sum, a.weighted) + fb * fmaf(db, b.sum, b.weighted);
-  }
-  a.sum = a.sum * fa + b.sum * fb;
-  a.total += b.total;
-  if (b.maximum > a.maximum) {
-    a.best = b.best;
-  } else if (b.maximum == a.maximum) {
-    a.best = min(a.best, b.best);
-  }
-  a.maximum = maximum;
-}
-
-template <bool kWeighted>
+/// Joins the lanes: first the maximum, so that each lane moves to it once, then plain sums.
+template <bool kTotal, bool kWeighted>
 __device__ __forceinline__ Running join_warp(Running r, float factor) {
+  float maximum = r.maximum;
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) {
-    Running other;
-    other.maximum = __shfl_xor_sync(~0U, r.maximum, offset);
-    other.sum = __shfl_xor_sync(~0U, r.sum, offset);
-    other.total = __shfl_xor_sync(~0U, r.total, offset);
-    other.weighted = __shfl_xor_sync(~0U, r.weighted, offset);
-    other.best = __shfl_xor_sync(~0U, r.best, offset);
-    // Both partners join in the same order, so that they get the same bits.
-    const bool is_upper = (threadIdx.x & offset) != 0;
-    Running low = is_upper ? other : r;
-    const Running high = is_upper ? r : other;
-    join<kWeighted>(low, high, factor);
-    r = low;
+    maximum = fmaxf(maximum, __shfl_xor_sync(~0U, maximum, offset));
+  }
+  move_maximum<kWeighted>(r, maximum, factor);
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) {
+    r.sum += __shfl_xor_sync(~0U, r.sum, offset);
+    if constexpr (kTotal) r.total += __shfl_xor_sync(~0U, r.total, offset);
+    if constexpr (kWeighted) r.weighted += __shfl_xor_sync(~0U, r.weighted, offset);
   }
   return r;
+}
+
+/// Joins the warps' results, which do not depend on each other, in a fixed order.
+template <bool kTotal, bool kWeighted>
+__device__ __forceinline__ Running join_warps(const Running (&of_warp)[kWarps], float factor) {
+  float maximum = of_warp[0].maximum;
+#pragma unroll
+  for (int w = 1; w < kWarps; ++w) maximum = fmaxf(maximum, of_warp[w].maximum);
+  Running all{maximum, 0.F, 0.F, 0.F, 0};
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    Running r = of_warp[w];
+    move_maximum<kWeighted>(r, maximum, factor);
+    all.sum += r.sum;
+    if constexpr (kTotal) all.total += r.total;
+    if constexpr (kWeighted) all.weighted += r.weighted;
+  }
+  return all;
 }
 
 /// The smallest column from the thread's recorded batch on that holds the row's maximum.
@@ -144,6 +147,17 @@ __device__ int exact_best(const T* row, const Cut& cut, int num_columns, int fir
   return num_columns;
 }
 
+/// A row without a label that counts.
+__device__ __forceinline__ void write_nothing(const SoftmaxStatisticsTask& task, int64_t row) {
+  const SoftmaxStatistics& out = task.out;
+  out.maximum[row] = minus_infinity();
+  out.sum[row] = 0.F;
+  if (out.target != nullptr) out.target[row] = minus_infinity();
+  if (out.total != nullptr) out.total[row] = 0.F;
+  if (out.weighted != nullptr) out.weighted[row] = 0.F;
+  if (out.best != nullptr) out.best[row] = static_cast<int32_t>(task.labels.first_column);
+}
+
 template <typename T, bool kTotal, bool kWeighted, bool kBest>
 __global__ void __launch_bounds__(kThreads, kBest ? 3 : 4)
     statistics_kernel(SoftmaxStatisticsTask task) {
@@ -152,13 +166,31 @@ __global__ void __launch_bounds__(kThreads, kBest ? 3 : 4)
   const int64_t row = blockIdx.x;
   const int thread = threadIdx.x;
   const Labels& labels = task.labels;
-  const int64_t label = labels.ids != nullptr ? labels.ids[row] : -1;
-  const bool skip = task.skip_ignored && labels.ids != nullptr && label == labels.ignored;
-  const int num_columns = skip ? 0 : static_cast<int>(task.rows.num_columns);
+  const int num_columns = static_cast<int>(task.rows.num_columns);
   const T* x = static_cast<const T*>(task.rows.data) + task.rows.offset(row);
   const float factor = task.scale * kLog2E;
   const Cut cut = cut_row(x, num_columns);
   const uint4* packs = reinterpret_cast<const uint4*>(x + cut.head);
+
+  // The first packs set off before the label is there: short rows would wait for it.
+  constexpr int kStep = kThreads * kPacks;
+  uint4 now[kPacks], next[kPacks];
+  int i = thread;
+#pragma unroll
+  for (int u = 0; u < kPacks; ++u) {
+    now[u] = padding_pack<T>();
+    if (i + u * kThreads < cut.num_packs) now[u] = packs[i + u * kThreads];
+  }
+  const int64_t label = labels.ids != nullptr ? labels.ids[row] : -1;
+  if (task.skip_ignored && labels.ids != nullptr && label == labels.ignored) {
+    if (thread == 0) write_nothing(task, row);
+    return;
+  }
+  if (thread == 0 && task.out.target != nullptr) {
+    const int64_t column = label - labels.first_column;
+    const bool owned = labels.ids != nullptr && column >= 0 && column < num_columns;
+    task.out.target[row] = owned ? Form<T>::widen(x[column]) : minus_infinity();
+  }
 
   Running r = nothing();
   // The few elements outside whole packs start the sums of the first threads.
@@ -171,15 +203,7 @@ __global__ void __launch_bounds__(kThreads, kBest ? 3 : 4)
     r.best = -column - 1;
   }
 
-  constexpr int kStep = kThreads * kPacks;
   const int num_full = cut.num_packs / kStep;
-  uint4 now[kPacks], next[kPacks];
-  int i = thread;
-#pragma unroll
-  for (int u = 0; u < kPacks; ++u) {
-    now[u] = padding_pack<T>();
-    if (i + u * kThreads < cut.num_packs) now[u] = packs[i + u * kThreads];
-  }
   for (int step = 0; step < num_full; ++step) {
 #pragma unroll
     for (int u = 0; u < kPacks; ++u) {
@@ -199,12 +223,11 @@ __global__ void __launch_bounds__(kThreads, kBest ? 3 : 4)
   int own_best = 0x7fffffff;
   const float own_maximum = r.maximum;
   if constexpr (kBest) own_best = r.best;
-  r = join_warp<kWeighted>(r, factor);
+  r = join_warp<kTotal, kWeighted>(r, factor);
   if ((thread & 31) == 0) of_warp[thread / 32] = r;
   __syncthreads();
-  Running all = of_warp[0];
-#pragma unroll
-  for (int w = 1; w < kWarps; ++w) join<kWeighted>(all, of_warp[w], factor);
+  if (!kBest && thread >= 32) return;
+  const Running all = join_warps<kTotal, kWeighted>(of_warp, factor);
   if constexpr (kBest) {
     int best = 0x7fffffff;
     if (own_best != 0x7fffffff && own_maximum == all.maximum) {
@@ -225,11 +248,6 @@ __global__ void __launch_bounds__(kThreads, kBest ? 3 : 4)
   if (thread != 0) return;
   task.out.maximum[row] = all.maximum;
   task.out.sum[row] = all.sum;
-  if (task.out.target != nullptr) {
-    const int64_t column = label - labels.first_column;
-    const bool owned = labels.ids != nullptr && column >= 0 && column < num_columns;
-    task.out.target[row] = owned ? Form<T>::widen(x[column]) : minus_infinity();
-  }
   if (task.out.total != nullptr) task.out.total[row] = all.total;
   if (task.out.weighted != nullptr) task.out.weighted[row] = all.weighted / kLog2E;
 }

@@ -1,0 +1,1 @@
+"""The module paths of nemo_rl.algorithms, on Tessera's engine."""
