@@ -34,7 +34,10 @@ class TemporaryFolder {
     std::filesystem::remove_all(path_, ignored);
   }
   const std::string& path() const { return path_; }
-  std::string operator/(const std::string& name) const { return path_ + "/" + name; }
+  std::string operator/(const std::string& name) const {
+    std::string inner = path_;
+    return inner.append("/").append(name);
+  }
 
  private:
   std::string path_;

@@ -80,7 +80,7 @@ struct Base {
   std::string sha256;
 };
 
-struct Manifest {
+struct TESSERA_API Manifest {
   std::int64_t step = 0;
   int world = 1;
   std::string plan;  // free text, such as a hash of the sharding plan

@@ -16,7 +16,7 @@
 namespace tessera::checkpoint {
 
 /// A region of a tensor and its bytes, row-major without gaps.
-struct Part {
+struct TESSERA_API Part {
   std::string name;
   Dtype dtype = Dtype::kF32;
   std::vector<std::int64_t> shape;  // of the whole tensor
