@@ -14,7 +14,7 @@ TORCH_VERSION := 2.13.0
 APT_PACKAGES := libgtest-dev libgmock-dev libbenchmark-dev libcli11-dev nlohmann-json3-dev ccache \
                 ninja-build cmake g++ python3-venv iproute2
 TOOLS := clang-format==23.1.3 clang-tidy==23.1.4 ruff==0.17.4 pytest==9.2.0 pytest-timeout==2.4.0 \
-         hypothesis==6.170.15 numpy scikit-build-core==1.1.1
+         hypothesis==6.170.15 safetensors==0.8.0 numpy scikit-build-core==1.1.1
 
 export CCACHE_SLOPPINESS := pch_defines,time_macros,include_file_mtime,include_file_ctime
 export CCACHE_BASEDIR := $(CURDIR)
