@@ -34,6 +34,7 @@ BENCHMARKS = {
     "graph_layer": [[str(PROGRAMS / "layer_bench")]],
     "vocab_cross_entropy": [[str(PROGRAMS / "cross_entropy_bench")]],
     "vocab_logprob": [[sys.executable, str(ROOT / "bench/compare/vocab_logprob.py")]],
+    "checkpoint": [[sys.executable, str(ROOT / "bench/checkpoint/checkpoint_bench.py")]],
 }
 QUICK = {
     "comm_collectives": ["--seconds", "0.1"],
@@ -43,6 +44,7 @@ QUICK = {
     "graph_layer": ["--seconds", "0.5"],
     "vocab_cross_entropy": ["--repetitions", "5"],
     "vocab_logprob": [],
+    "checkpoint": ["--repetitions", "2", "--bytes", "64000000", "--stall-bytes", "256000000"],
 }
 TITLES = {
     "comm_collectives": "Collectives, C++",
@@ -52,6 +54,7 @@ TITLES = {
     "graph_layer": "One layer over a split graph, forward and backward",
     "vocab_cross_entropy": "Cross entropy, one rank",
     "vocab_logprob": "Log-probabilities, two ranks",
+    "checkpoint": "Checkpoints",
 }
 
 
