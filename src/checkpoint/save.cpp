@@ -180,9 +180,13 @@ AsyncSaver::AsyncSaver(std::string root, const std::optional<comm::Group>& group
   worker_->root = std::move(root);
   worker_->options = std::move(options);
   if (group && group->size() > 1) {
+    // Numbered by the store: a group's name must not come back.
+    const auto numbers = together(group, kSave, [&]() -> std::string {
+      return group->rank() == 0 ? std::to_string(group->store()->add("checkpoint/savers", 1)) : "";
+    });
     std::vector<int> ranks(static_cast<std::size_t>(group->size()));
     std::iota(ranks.begin(), ranks.end(), 0);
-    worker_->group = *group->subgroup(ranks, "checkpoint");
+    worker_->group = *group->subgroup(ranks, "checkpoint" + numbers[0]);
   }
 }
 
@@ -211,6 +215,9 @@ void AsyncSaver::save(std::int64_t step, const State& state,
   } catch (const c10::Error& error) {
     thrown = std::current_exception();
     problem = error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    thrown = std::current_exception();
+    problem = error.what();
   }
   {
     const std::lock_guard lock(worker.mutex);

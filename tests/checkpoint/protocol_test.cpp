@@ -200,12 +200,41 @@ TEST(Faults, KillAtFiveHundredPointsLosesNothing) {
     }
   }
   EXPECT_GE(num_points, 500);
+  RecordProperty("points", num_points);
   EXPECT_GT(num_old, num_points / 2);  // most of a save is before its name
   EXPECT_LT(num_old, num_points);      // and its end is after
   save_sample(root.path(), 3);         // and what was left behind goes
   for (const auto& entry : std::filesystem::directory_iterator(root.path())) {
     EXPECT_EQ(entry.path().string().find(".tmp-"), std::string::npos) << entry.path();
   }
+}
+
+// The old folder of a step and the new one change places: one of them is always there.
+TEST(Faults, KillWhileAStepIsReplacedLosesNothing) {
+  const TemporaryFolder root;
+  save_sample(root.path(), 1);
+  bool is_killed = true;
+  int num_points = 0;
+  for (std::int64_t call = 1; is_killed; ++call, ++num_points) {
+    const pid_t child = ::fork();
+    if (child == 0) {
+      CountingDisk disk;
+      disk.before = [&](std::int64_t now, auto, auto, auto) {
+        if (now >= call) ::kill(::getpid(), SIGKILL);
+        return 0;
+      };
+      save_sample(root.path(), 1, 0, disk);
+      ::_exit(0);
+    }
+    int status = 0;
+    ASSERT_EQ(::waitpid(child, &status, 0), child);
+    is_killed = WIFSIGNALED(status);
+    const Found found = find_newest(root.path());
+    ASSERT_NE(found.reader, nullptr) << "lost at call " << call;
+    ASSERT_TRUE(found.warnings.empty()) << found.warnings[0];
+    expect_sample(*found.reader);
+  }
+  EXPECT_GT(num_points, 20);
 }
 
 // Row 12: the n-th call fails, for every n until a save passes without a failure.

@@ -611,8 +611,11 @@ TEST(AsyncSaver, WritesWhatWasThereWhenItWasAsked) {
     saver.save(2, state);
     saver.save(3, state);  // waits for the one before
     saver.wait();
+    AsyncSaver second(root.path(), group, options);  // a group of its own again
+    second.save(4, state);
+    second.wait();
   });
-  EXPECT_EQ(list_steps(root.path()), (std::vector<std::int64_t>{3, 2, 1}));
+  EXPECT_EQ(list_steps(root.path()), (std::vector<std::int64_t>{4, 3, 2, 1}));
   const Reader first(root.path(), 1);
   EXPECT_TRUE(at::equal(read_tensor(first, *first.find("t")),
                         at::tensor(std::vector<float>{0, 0, 1, 1}, at::kFloat)));

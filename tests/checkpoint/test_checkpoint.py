@@ -140,6 +140,30 @@ def test_real_ranks_save_and_others_load(tmp_path):
     assert run_ranks(4, load_ranks, str(tmp_path)) == [(7, 10), (7, 11), (7, 12), (7, None)]
 
 
+def dtensor_rank(rank, root):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+    from torch.distributed.tensor import Shard as Cut
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.arange(15.0).reshape(5, 3)
+    state = {
+        "rows": distribute_tensor(whole, mesh, [Cut(0)]),
+        "all": distribute_tensor(whole, mesh, [Replicate()]),
+    }
+    checkpoint.save(root, 1, state, dist.group.WORLD)
+    target = {"rows": distribute_tensor(whole * 0, mesh, [Cut(1)])}
+    checkpoint.load(root, target, dist.group.WORLD)
+    return torch.equal(target["rows"].full_tensor(), whole)
+
+
+def test_dtensors_are_placed_by_themselves(tmp_path):
+    assert run_ranks(2, dtensor_rank, str(tmp_path)) == [True, True]
+    reader = checkpoint.open_checkpoint(tmp_path)
+    assert torch.equal(reader.read("rows"), torch.arange(15.0).reshape(5, 3))
+    assert torch.equal(reader.read("all"), torch.arange(15.0).reshape(5, 3))
+
+
 def save_and_die(rank, root):
     from tessera import comm
 
