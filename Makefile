@@ -14,7 +14,7 @@ TORCH_VERSION := 2.13.0
 APT_PACKAGES := libgtest-dev libgmock-dev libbenchmark-dev libcli11-dev nlohmann-json3-dev ccache \
                 ninja-build cmake g++ python3-venv iproute2 libmetis-dev
 TOOLS := clang-format==23.1.3 clang-tidy==23.1.4 ruff==0.17.4 pytest==9.2.0 pytest-timeout==2.4.0 \
-         hypothesis==6.170.15 numpy scikit-build-core==1.1.1
+         hypothesis==6.170.15 safetensors==0.8.0 numpy scikit-build-core==1.1.1
 
 export CCACHE_SLOPPINESS := pch_defines,time_macros,include_file_mtime,include_file_ctime
 export CCACHE_BASEDIR := $(CURDIR)
@@ -63,7 +63,8 @@ test: build lint  ## Build and run all tests, C++ and Python
 
 # clang-tidy reads what does without LibTorch in every run; the rest costs half a minute a file and is
 # read by `make tidy`.
-TIDY_QUICK := 'cli/*.cpp' ':!cli/worker' 'src/launch/*.cpp' 'src/kernels/*.cpp' 'src/comm/shm/*.cpp' 'src/core/error_file.cpp'
+TIDY_CHECKPOINT := $(addprefix src/checkpoint/,checksum.cpp convert.cpp disk.cpp folder.cpp json.cpp manifest.cpp open_file.cpp reader.cpp safetensors.cpp writer.cpp)
+TIDY_QUICK := 'cli/*.cpp' ':!cli/worker' 'src/launch/*.cpp' 'src/kernels/*.cpp' 'src/comm/shm/*.cpp' 'src/core/error_file.cpp' $(TIDY_CHECKPOINT)
 TIDY_ALL := 'cli/**/*.cpp' 'src/**/*.cpp' 'python/src/*.cpp'
 run_tidy = git ls-files $(1) | grep -v 'gloo/gloo_backend.cpp' | \
 	xargs -P $(JOBS) -n 2 $(VENV)/bin/clang-tidy -p $(BUILD) --quiet \

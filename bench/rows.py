@@ -48,6 +48,7 @@ def peer_name(name: str) -> str | None:
         "comm": "gloo",
         "python": "gloo",
         "launch": "torchrun",
+        "checkpoint": "dcp",
         "vocab": "operators_gloo",
         "graph": {"layer": "gather", "exchange": "gather", "python_layer": "fairchem_gather"}.get(operation),
     }.get(module)

@@ -39,6 +39,7 @@ BENCHMARKS = {
         ["env", "THP_MEM_ALLOC_ENABLE=1", str(PROGRAMS / "cross_entropy_bench")],
     ],
     "vocab_logprob": [[sys.executable, str(ROOT / "bench/compare/vocab_logprob.py")]],
+    "checkpoint": [[sys.executable, str(ROOT / "bench/checkpoint/checkpoint_bench.py")]],
 }
 QUICK = {
     "comm_collectives": ["--seconds", "0.1"],
@@ -49,6 +50,7 @@ QUICK = {
     "graph_gather": [],
     "vocab_cross_entropy": ["--repetitions", "5"],
     "vocab_logprob": [],
+    "checkpoint": ["--repetitions", "2", "--bytes", "64000000", "--stall-bytes", "256000000"],
 }
 TITLES = {
     "comm_collectives": "Collectives, C++",
@@ -59,6 +61,7 @@ TITLES = {
     "graph_gather": "The same from Python, beside fairchem",
     "vocab_cross_entropy": "Cross entropy, one rank",
     "vocab_logprob": "Log-probabilities, two ranks",
+    "checkpoint": "Checkpoints",
 }
 
 

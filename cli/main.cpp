@@ -15,8 +15,8 @@
 namespace tessera::cli {
 
 std::span<const Verb* const> verbs() {
-  static constexpr const Verb* kVerbs[] = {&kRunVerb, &kTrainVerb, &kPlanVerb, &kDoctorVerb,
-                                           &kCompletionVerb};
+  static constexpr const Verb* kVerbs[] = {&kRunVerb,  &kTrainVerb,  &kPlanVerb,
+                                           &kCkptVerb, &kDoctorVerb, &kCompletionVerb};
   return kVerbs;
 }
 
@@ -45,7 +45,8 @@ std::string program_help() {
          "  -h, --help   this text; after a verb, the verb's own\n"
          "  --version    the version of this program\n"
          "\n"
-         "exit codes: 0 good, 2 wrong usage, 69 hosts not reached, 70 internal, 128+n signal n;\n"
+         "exit codes: 0 good, 2 wrong usage, 65 bad file, 69 hosts not reached, 70 internal,\n"
+         "128+n signal n; "
          "a rank's own code is passed through. More: docs/launch.md\n";
 }
 

@@ -7,9 +7,12 @@ if(TESSERA_DEPS_PREFIX)
   include_directories(SYSTEM ${TESSERA_DEPS_PREFIX}/usr/include)
 endif()
 
+find_path(TESSERA_JSON_INCLUDE nlohmann/json.hpp)
+if(NOT TESSERA_JSON_INCLUDE)
+  message(WARNING "nlohmann-json is missing (nlohmann-json3-dev): checkpoints are left out.")
+endif()
 if(TESSERA_BUILD_CLI)
   find_path(TESSERA_CLI11_INCLUDE CLI/CLI.hpp)
-  find_path(TESSERA_JSON_INCLUDE nlohmann/json.hpp)
   if(NOT TESSERA_CLI11_INCLUDE OR NOT TESSERA_JSON_INCLUDE)
     message(WARNING "CLI11 or nlohmann-json is missing (libcli11-dev, nlohmann-json3-dev): "
                     "the tessera program is not built.")

@@ -15,5 +15,7 @@ void bind_comm_ops(pybind11::module_& module);
 void bind_regions(pybind11::module_& module);
 void bind_graph_parallel(pybind11::module_& module);
 void bind_vocab_parallel(pybind11::module_& module);
+/// Only if the library was built with checkpoints.
+void bind_checkpoint(pybind11::module_& module);
 
 }  // namespace tessera::python

@@ -16,4 +16,7 @@ PYBIND11_MODULE(_C, module) {
   tessera::python::bind_regions(module);
   tessera::python::bind_graph_parallel(module);
   tessera::python::bind_vocab_parallel(module);
+#ifdef TESSERA_HAVE_CHECKPOINT
+  tessera::python::bind_checkpoint(module);
+#endif
 }

@@ -417,3 +417,66 @@ def te_parallel_cross_entropy(
     group: ProcessGroup | None,
     num_label_tokens: int | None,
 ) -> Tensor: ...
+
+_Value = bool | int | float | str
+_Piece = tuple[Sequence[int], Tensor, Tensor | None]
+_Placed = tuple[str, Sequence[int], Sequence[_Piece], bool, int]
+
+class SaveReport:
+    step: int
+    folder: str
+    rank_bytes: int
+    total_bytes: int
+    seconds: float
+
+class LoadReport:
+    step: int
+    folder: str
+    saved_world: int
+    values: dict[str, _Value]
+    rank_values: dict[str, _Value]
+    warnings: list[str]
+
+class CheckpointReader:
+    step: int
+    world: int
+    plan: str
+    values: dict[str, _Value]
+    rank_values: list[dict[str, _Value]]
+    folder: str
+    def __init__(self, root: str, step: int) -> None: ...
+    def names(self) -> list[str]: ...
+    def read(self, name: str) -> Tensor: ...
+    def verify(self) -> None: ...
+    def export(self, path: str) -> None: ...
+
+class AsyncSaver:
+    def __init__(self, root: str, group: ProcessGroup | None, keep: int, plan: str) -> None: ...
+    def save(
+        self,
+        step: int,
+        tensors: Sequence[_Placed],
+        values: dict[str, _Value],
+        rank_values: dict[str, _Value],
+        base: int | None,
+    ) -> None: ...
+    def check(self) -> None: ...
+    def wait(self) -> SaveReport | None: ...
+    def is_saving(self) -> bool: ...
+
+def checkpoint_save(
+    root: str,
+    step: int,
+    tensors: Sequence[_Placed],
+    values: dict[str, _Value],
+    rank_values: dict[str, _Value],
+    group: ProcessGroup | None,
+    keep: int,
+    plan: str,
+    base: int | None,
+) -> SaveReport: ...
+def checkpoint_load(
+    root: str, tensors: Sequence[_Placed], group: ProcessGroup | None, step: int | None
+) -> LoadReport: ...
+def checkpoint_steps(root: str) -> list[int]: ...
+def checkpoint_import(path: str, root: str, step: int) -> None: ...

@@ -113,6 +113,30 @@ def test_the_launcher_and_the_program_do_without_libtorch():
     assert not wrong, "\n".join(wrong)
 
 
+# The rest of the module stands on LibTorch; these are linked into the program.
+TORCH_FREE_CHECKPOINT = {
+    "checksum", "convert", "disk", "error", "folder", "json", "manifest", "open_file", "reader",
+    "safetensors", "writer",
+}  # fmt: skip
+
+
+def test_the_format_of_checkpoints_does_without_libtorch():
+    files = [
+        p for p in sources("src/checkpoint", "include/tessera/checkpoint") if p.stem in TORCH_FREE_CHECKPOINT
+    ]
+    assert {p.stem for p in files} == TORCH_FREE_CHECKPOINT
+    allowed = re.compile(r"^(?!torch/|c10/|ATen/|tessera/comm/)")
+    ours = re.compile(r"^(?:tessera/)?checkpoint/(\w+)\.h$")
+    wrong = [
+        f"{path.relative_to(ROOT)} includes {include}"
+        for path in files
+        for include in includes(path)
+        if not allowed.match(include)
+        or ((match := ours.match(include)) and match.group(1) not in TORCH_FREE_CHECKPOINT)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_gloo_is_seen_by_one_file():
     seen = [
         path.relative_to(ROOT).as_posix()

@@ -8,6 +8,7 @@ namespace tessera::launch {
 
 inline constexpr int kExitOk = 0;
 inline constexpr int kExitUsage = 2;           // wrong command line
+inline constexpr int kExitData = 65;           // a file or a checkpoint cannot be used
 inline constexpr int kExitRendezvous = 69;     // a host is missing, or a port is taken
 inline constexpr int kExitInternal = 70;       // the launcher itself failed
 inline constexpr int kExitLostPeer = 75;       // a peer, or the launcher of another host, is gone

@@ -1,0 +1,372 @@
+// tessera ckpt — lists, checks, shows, cuts anew and exports checkpoints.
+
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <ctime>
+#include <functional>
+#include <map>
+
+#include <nlohmann/json.hpp>
+
+#include "flags.h"
+#include "tessera/checkpoint/convert.h"
+#include "tessera/checkpoint/error.h"
+#include "tessera/checkpoint/folder.h"
+#include "tessera/checkpoint/reader.h"
+#include "tessera/launch/exit_code.h"
+#include "tessera/launch/launch_error.h"
+#include "usage.h"
+#include "verb.h"
+
+namespace tessera::cli {
+namespace {
+
+using checkpoint::Manifest;
+using checkpoint::Reader;
+using Json = nlohmann::ordered_json;
+
+constexpr std::string_view kHelp =
+    R"(tessera ckpt ls|verify|show|reshard|export|import|compact DIR [flags]
+
+  tessera ckpt ls runs/a                                  what is there, and whether it opens
+  tessera ckpt verify runs/a                              read everything, compare every sum
+  tessera ckpt show runs/a --step 300                     tensors, files and values of one
+  tessera ckpt reshard runs/a --ranks 8 --to runs/b       cut for 8 ranks, under another folder
+  tessera ckpt export runs/a --to model.safetensors       one plain file
+  tessera ckpt import runs/a --from model.safetensors     a plain file or folder as a checkpoint
+  tessera ckpt compact runs/a                             make a delta whole
+
+DIR holds folders step-... as tessera::checkpoint saves them. Without --step, the newest that is
+whole is taken (verify: all of them).
+
+  --step N                  which checkpoint
+  --ranks N                 reshard: number of ranks
+  --cut rows|columns|whole  reshard: how tensors are cut (rows)
+  --to PATH, --from PATH    where reshard and export write, what import reads
+  --json                    one JSON object
+
+Exit codes: 0 good, 2 wrong usage, 65 a checkpoint is damaged, missing or cannot be written.
+More: docs/checkpoint.md
+)";
+
+struct CkptWords {
+  std::int64_t step = -1;
+  int ranks = 0;
+  std::string cut = "rows";
+  std::string to;
+  std::string from;
+  bool wants_json = false;
+  bool wants_help = false;
+};
+
+void define_flags(CLI::App& app, CkptWords& words) {
+  app.set_help_flag();
+  app.add_option("--step", words.step);
+  app.add_option("--ranks,-n", words.ranks);
+  app.add_option("--cut", words.cut);
+  app.add_option("--to", words.to);
+  app.add_option("--from", words.from);
+  app.add_flag("--json", words.wants_json);
+  app.add_flag("--help,-h", words.wants_help);
+}
+
+std::string bytes_text(std::uint64_t num_bytes) {
+  const char* units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
+  double amount = static_cast<double>(num_bytes);
+  int unit = 0;
+  for (; amount >= 1024 && unit < 4; ++unit) amount /= 1024;
+  char text[32];
+  std::snprintf(text, sizeof(text), unit == 0 ? "%.0f %s" : "%.1f %s", amount, units[unit]);
+  return text;
+}
+
+std::uint64_t bytes_of(const Manifest& manifest) {
+  std::uint64_t sum = 0;
+  for (const auto& file : manifest.files) sum += file.num_bytes;
+  return sum;
+}
+
+std::string time_of(const std::string& path) {
+  struct stat facts{};
+  if (::stat(path.c_str(), &facts) != 0) return "";
+  std::tm parts{};
+  ::localtime_r(&facts.st_mtime, &parts);
+  char text[32];
+  std::strftime(text, sizeof(text), "%Y-%m-%d %H:%M", &parts);
+  return text;
+}
+
+void print(const Json& answer) { std::printf("%s\n", answer.dump(2).c_str()); }
+
+Reader newest(const std::string& root, std::int64_t step) {
+  if (step >= 0) return Reader(root, step);
+  auto found = checkpoint::find_newest(root);
+  for (const std::string& warning : found.warnings) {
+    std::fprintf(stderr, "warning: %s\n", warning.c_str());
+  }
+  if (found.reader == nullptr) {
+    throw checkpoint::Error(checkpoint::ErrorKind::kMissing,
+                            root + ": there is no checkpoint that can be read.");
+  }
+  return Reader(root, found.reader->manifest().step);
+}
+
+int list(const std::string& root, const CkptWords& words) {
+  Json answer = {{"root", root}, {"latest", checkpoint::latest_folder(root)}};
+  answer["checkpoints"] = Json::array();
+  int code = launch::kExitOk;
+  if (!words.wants_json) {
+    std::printf("%14s  %-16s  %5s  %7s  %9s  %s\n", "step", "saved", "ranks", "tensors", "bytes",
+                "state");
+  }
+  for (const std::int64_t step : checkpoint::list_steps(root)) {
+    const std::string saved = time_of(root + "/" + checkpoint::folder_name(step));
+    Json row = {{"step", step}, {"saved", saved}};
+    try {
+      const Reader reader(root, step);
+      const Manifest& manifest = reader.manifest();
+      const std::string state =
+          manifest.base ? "delta on " + manifest.base->folder : std::string("whole");
+      row["ranks"] = manifest.world;
+      row["tensors"] = reader.tensors().size();
+      row["bytes"] = bytes_of(manifest);
+      row["state"] = state;
+      if (!words.wants_json) {
+        std::printf("%14lld  %-16s  %5d  %7zu  %9s  %s\n", static_cast<long long>(step),
+                    saved.c_str(), manifest.world, reader.tensors().size(),
+                    bytes_text(bytes_of(manifest)).c_str(), state.c_str());
+      }
+    } catch (const checkpoint::Error& error) {
+      code = launch::kExitData;
+      row["state"] = "damaged";
+      row["problem"] = error.what();
+      if (!words.wants_json) {
+        std::printf("%14lld  %-16s  %5s  %7s  %9s  damaged: %s\n", static_cast<long long>(step),
+                    saved.c_str(), "", "", "", error.what());
+      }
+    }
+    answer["checkpoints"].push_back(std::move(row));
+  }
+  if (words.wants_json) print(answer);
+  return code;
+}
+
+int verify(const std::string& root, const CkptWords& words) {
+  std::vector<std::int64_t> steps = checkpoint::list_steps(root);
+  if (words.step >= 0) steps = {words.step};
+  if (steps.empty()) {
+    throw checkpoint::Error(checkpoint::ErrorKind::kMissing, root + ": there is no checkpoint.");
+  }
+  Json answer = {{"root", root}, {"checkpoints", Json::array()}};
+  int code = launch::kExitOk;
+  for (const std::int64_t step : steps) {
+    Json row = {{"step", step}};
+    std::uint64_t num_bytes = 0;
+    std::timespec begin{};
+    std::timespec end{};
+    ::clock_gettime(CLOCK_MONOTONIC, &begin);
+    try {
+      const Reader reader(root, step);
+      reader.verify([&](std::uint64_t done) { num_bytes = done; });
+      ::clock_gettime(CLOCK_MONOTONIC, &end);
+      const double seconds = static_cast<double>(end.tv_sec - begin.tv_sec) +
+                             1e-9 * static_cast<double>(end.tv_nsec - begin.tv_nsec);
+      row["good"] = true;
+      row["bytes"] = num_bytes;
+      row["seconds"] = seconds;
+      if (!words.wants_json) {
+        std::printf("%14lld  good     %9s in %.2f s\n", static_cast<long long>(step),
+                    bytes_text(num_bytes).c_str(), seconds);
+      }
+    } catch (const checkpoint::Error& error) {
+      code = launch::kExitData;
+      row["good"] = false;
+      row["problem"] = error.what();
+      if (!words.wants_json) {
+        std::printf("%14lld  damaged  %s\n", static_cast<long long>(step), error.what());
+      }
+    }
+    answer["checkpoints"].push_back(std::move(row));
+  }
+  if (words.wants_json) print(answer);
+  return code;
+}
+
+Json json_of(const checkpoint::Values& values) {
+  Json object = Json::object();
+  for (const auto& [name, value] : values) {
+    std::visit([&](const auto& v) { object[name] = v; }, value);
+  }
+  return object;
+}
+
+int show(const std::string& root, const CkptWords& words) {
+  const Reader reader = newest(root, words.step);
+  const Manifest& manifest = reader.manifest();
+  Json answer = {{"folder", reader.folder()},    {"step", manifest.step},
+                 {"ranks", manifest.world},      {"plan", manifest.plan},
+                 {"sha256", manifest.sha256},    {"values", json_of(manifest.values)},
+                 {"rank_values", Json::array()}, {"files", Json::array()},
+                 {"tensors", Json::array()}};
+  for (const auto& values : manifest.rank_values) {
+    answer["rank_values"].push_back(json_of(values));
+  }
+  if (manifest.base) answer["base"] = manifest.base->folder;
+  for (const auto& file : manifest.files) {
+    answer["files"].push_back({{"name", file.name}, {"bytes", file.num_bytes}});
+  }
+  for (const auto& tensor : reader.tensors()) {
+    const auto* record = manifest.find(tensor.name);
+    answer["tensors"].push_back({{"name", tensor.name},
+                                 {"dtype", checkpoint::name_of(tensor.dtype)},
+                                 {"shape", tensor.shape},
+                                 {"regions", record == nullptr ? 0 : record->regions.size()}});
+  }
+  if (words.wants_json) {
+    print(answer);
+    return launch::kExitOk;
+  }
+  std::printf("folder   %s\nstep     %lld, %d ranks, %s in %zu files\n", reader.folder().c_str(),
+              static_cast<long long>(manifest.step), manifest.world,
+              bytes_text(bytes_of(manifest)).c_str(), manifest.files.size());
+  if (manifest.base) std::printf("base     %s\n", manifest.base->folder.c_str());
+  if (!manifest.plan.empty()) std::printf("plan     %s\n", manifest.plan.c_str());
+  for (const auto& [name, value] : answer["values"].items()) {
+    std::printf("value    %s = %s\n", name.c_str(), value.dump().substr(0, 80).c_str());
+  }
+  for (const auto& tensor : reader.tensors()) {
+    const auto* record = manifest.find(tensor.name);
+    const std::string regions =
+        record == nullptr ? "delta" : std::to_string(record->regions.size());
+    std::printf("tensor   %-40s %-5s %-20s %s\n", tensor.name.c_str(),
+                checkpoint::name_of(tensor.dtype), checkpoint::text_of(tensor.shape).c_str(),
+                regions.c_str());
+  }
+  return launch::kExitOk;
+}
+
+const std::string& needed(const std::string& value, const char* flag, const char* verb) {
+  if (value.empty()) {
+    throw UsageError(std::string("ckpt: ") + verb + " needs " + flag + " PATH");
+  }
+  return value;
+}
+
+void say_saved(const Manifest& manifest, const std::string& where, const CkptWords& words) {
+  if (words.wants_json) {
+    print({{"path", where},
+           {"step", manifest.step},
+           {"ranks", manifest.world},
+           {"bytes", bytes_of(manifest)}});
+    return;
+  }
+  std::printf("wrote step %lld for %d ranks, %s: %s\n", static_cast<long long>(manifest.step),
+              manifest.world, bytes_text(bytes_of(manifest)).c_str(), where.c_str());
+}
+
+int cut_anew(const std::string& root, const CkptWords& words) {
+  const std::string& to = needed(words.to, "--to", "reshard");
+  if (words.ranks < 1) throw UsageError("ckpt: reshard needs --ranks N, 1 or more");
+  const std::map<std::string, checkpoint::Cut> cuts = {{"rows", checkpoint::Cut::kRows},
+                                                       {"columns", checkpoint::Cut::kColumns},
+                                                       {"whole", checkpoint::Cut::kWhole}};
+  const auto cut = cuts.find(words.cut);
+  if (cut == cuts.end()) {
+    throw UsageError("ckpt: --cut is rows, columns or whole, not '" + words.cut + "'");
+  }
+  const Reader reader = newest(root, words.step);
+  say_saved(checkpoint::reshard(reader, to, words.ranks, cut->second), to, words);
+  return launch::kExitOk;
+}
+
+int export_file(const std::string& root, const CkptWords& words) {
+  const std::string& to = needed(words.to, "--to", "export");
+  const Reader reader = newest(root, words.step);
+  checkpoint::export_plain(reader, to);
+  say_saved(reader.manifest(), to, words);
+  return launch::kExitOk;
+}
+
+int import_file(const std::string& root, const CkptWords& words) {
+  const std::string& from = needed(words.from, "--from", "import");
+  const std::int64_t step = std::max<std::int64_t>(words.step, 0);
+  say_saved(checkpoint::import_plain(from, root, step), root, words);
+  return launch::kExitOk;
+}
+
+int compact_delta(const std::string& root, const CkptWords& words) {
+  const std::int64_t step = words.step >= 0 ? words.step : newest(root, words.step).manifest().step;
+  say_saved(checkpoint::compact(root, step), root, words);
+  return launch::kExitOk;
+}
+
+using Action = int (*)(const std::string& root, const CkptWords& words);
+
+const std::map<std::string, Action>& actions() {
+  static const std::map<std::string, Action> kActions = {{"ls", list},
+                                                         {"verify", verify},
+                                                         {"show", show},
+                                                         {"reshard", cut_anew},
+                                                         {"export", export_file},
+                                                         {"import", import_file},
+                                                         {"compact", compact_delta}};
+  return kActions;
+}
+
+int run(const std::vector<std::string>& words) {
+  CLI::App app("", "ckpt");
+  CkptWords given;
+  define_flags(app, given);
+  if (words.empty()) throw UsageError("ckpt: say what to do, as in tessera ckpt ls DIR");
+  if (words[0] == "--help" || words[0] == "-h") {
+    std::fwrite(kHelp.data(), 1, kHelp.size(), stdout);
+    return launch::kExitOk;
+  }
+  const auto action = actions().find(words[0]);
+  if (action == actions().end()) {
+    std::vector<std::string> known;
+    for (const auto& [name, function] : actions()) known.push_back(name);
+    throw UsageError("ckpt: there is no '" + words[0] + "'" + suggestion(words[0], known));
+  }
+  // The folder may stand before, between or after the flags.
+  std::vector<std::string> flags;
+  std::vector<std::string> names;
+  std::vector<std::string> rest(words.begin() + 1, words.end());
+  while (!rest.empty()) {
+    const SplitWords split = split_words(app, rest);
+    flags.insert(flags.end(), split.flags.begin(), split.flags.end());
+    rest = split.rest;
+    if (rest.empty()) break;
+    names.push_back(rest.front());
+    rest.erase(rest.begin());
+  }
+  read_flags(app, flags);
+  if (given.wants_help) {
+    std::fwrite(kHelp.data(), 1, kHelp.size(), stdout);
+    return launch::kExitOk;
+  }
+  if (names.size() != 1) {
+    throw UsageError("ckpt: name one folder, as in tessera ckpt " + words[0] + " DIR");
+  }
+  try {
+    return action->second(names[0], given);
+  } catch (const checkpoint::Error& error) {
+    throw launch::LaunchError(launch::kExitData, "ckpt: " + words[0] + " " + names[0], error.what(),
+                              "tessera ckpt ls " + names[0] + " shows what is there");
+  }
+}
+
+std::vector<std::string> flags() {
+  CLI::App app("", "ckpt");
+  CkptWords words;
+  define_flags(app, words);
+  return long_flags(app);
+}
+
+}  // namespace
+
+const Verb kCkptVerb{"ckpt", "list, verify, show, reshard, export checkpoints", kHelp, run, flags};
+
+}  // namespace tessera::cli

@@ -1,0 +1,156 @@
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+
+#include <exception>
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "bindings.h"
+#include "tessera/checkpoint/convert.h"
+#include "tessera/checkpoint/error.h"
+#include "tessera/checkpoint/folder.h"
+#include "tessera/checkpoint/load.h"
+#include "tessera/checkpoint/save.h"
+
+namespace tessera::python {
+namespace {
+
+using namespace checkpoint;
+using MaybeGroup = std::optional<c10::intrusive_ptr<c10d::ProcessGroup>>;
+using MaybeStep = std::optional<std::int64_t>;
+using Release = py::call_guard<py::gil_scoped_release>;
+using Sizes = std::vector<std::int64_t>;
+/// Offsets, tensor, touched rows.
+using PieceTuple = std::tuple<Sizes, at::Tensor, std::optional<at::Tensor>>;
+/// Name, shape, pieces, whether replicated, owner.
+using PlacedTuple = std::tuple<std::string, Sizes, std::vector<PieceTuple>, bool, int>;
+
+std::optional<comm::Group> group_of(const MaybeGroup& group) {
+  return group ? std::optional<comm::Group>(comm::Group(*group)) : std::nullopt;
+}
+
+State state_of(const std::vector<PlacedTuple>& tensors, const Values& values,
+               const Values& rank_values) {
+  State state;
+  for (const auto& [name, shape, pieces, is_replicated, owner] : tensors) {
+    PlacedTensor placed{name, shape, {}, is_replicated, owner};
+    for (const auto& [offsets, tensor, rows] : pieces) {
+      placed.pieces.push_back({offsets, tensor, rows.value_or(at::Tensor())});
+    }
+    state.add(std::move(placed));
+  }
+  state.values = values;
+  state.rank_values = rank_values;
+  return state;
+}
+
+SaveOptions options_of(int keep, const std::string& plan) {
+  SaveOptions options;
+  options.keep = keep;
+  options.plan = plan;
+  return options;
+}
+
+void translate(std::exception_ptr exception) {
+  try {
+    std::rethrow_exception(exception);
+  } catch (const Error& error) {
+    const py::object type = py::module_::import("tessera.checkpoint").attr("CheckpointError");
+    PyErr_SetObject(type.ptr(), type(error.what(), name_of(error.kind())).ptr());
+  }
+}
+
+void bind_reader(py::module_& m) {
+  py::class_<Reader>(m, "CheckpointReader", "An open checkpoint; every read is checked.")
+      .def(py::init<const std::string&, std::int64_t>(), Release())
+      .def_property_readonly("step", [](const Reader& self) { return self.manifest().step; })
+      .def_property_readonly("world", [](const Reader& self) { return self.manifest().world; })
+      .def_property_readonly("plan", [](const Reader& self) { return self.manifest().plan; })
+      .def_property_readonly("values", [](const Reader& self) { return self.manifest().values; })
+      .def_property_readonly("rank_values",
+                             [](const Reader& self) { return self.manifest().rank_values; })
+      .def_property_readonly("folder", &Reader::folder)
+      .def("names",
+           [](const Reader& self) {
+             std::vector<std::string> names;
+             for (const TensorInfo& tensor : self.tensors()) names.push_back(tensor.name);
+             return names;
+           })
+      .def(
+          "read",
+          [](const Reader& self, const std::string& name) {
+            const TensorInfo* info = self.find(name);
+            if (info == nullptr) self.read(name, {}, nullptr);  // throws
+            return read_tensor(self, *info);
+          },
+          py::arg("name"), Release())
+      .def(
+          "verify", [](const Reader& self) { self.verify(); }, Release())
+      .def(
+          "export", [](const Reader& self, const std::string& path) { export_plain(self, path); },
+          py::arg("path"), Release());
+}
+
+}  // namespace
+
+void bind_checkpoint(py::module_& m) {
+  py::register_local_exception_translator(translate);
+  py::class_<SaveReport>(m, "SaveReport", "What a save has written.")
+      .def_readonly("step", &SaveReport::step)
+      .def_readonly("folder", &SaveReport::folder)
+      .def_readonly("rank_bytes", &SaveReport::rank_bytes)
+      .def_readonly("total_bytes", &SaveReport::total_bytes)
+      .def_readonly("seconds", &SaveReport::seconds);
+  py::class_<LoadReport>(m, "LoadReport", "Which checkpoint was loaded, and its values.")
+      .def_readonly("step", &LoadReport::step)
+      .def_readonly("folder", &LoadReport::folder)
+      .def_readonly("saved_world", &LoadReport::saved_world)
+      .def_readonly("values", &LoadReport::values)
+      .def_readonly("rank_values", &LoadReport::rank_values)
+      .def_readonly("warnings", &LoadReport::warnings);
+  bind_reader(m);
+  m.def(
+      "checkpoint_save",
+      [](const std::string& root, std::int64_t step, const std::vector<PlacedTuple>& tensors,
+         const Values& values, const Values& rank_values, const MaybeGroup& group, int keep,
+         const std::string& plan, MaybeStep base) {
+        SaveOptions options = options_of(keep, plan);
+        options.base = base;
+        return save(root, step, state_of(tensors, values, rank_values), group_of(group), options);
+      },
+      Release());
+  m.def(
+      "checkpoint_load",
+      [](const std::string& root, const std::vector<PlacedTuple>& tensors, const MaybeGroup& group,
+         MaybeStep step) {
+        State state = state_of(tensors, {}, {});
+        LoadOptions options;
+        options.step = step;
+        return load(root, state, group_of(group), options);
+      },
+      Release());
+  m.def("checkpoint_steps", &list_steps, py::arg("root"));
+  m.def(
+      "checkpoint_import",
+      [](const std::string& path, const std::string& root, std::int64_t step) {
+        import_plain(path, root, step);
+      },
+      Release());
+  py::class_<AsyncSaver>(m, "AsyncSaver")
+      .def(py::init([](const std::string& root, const MaybeGroup& group, int keep,
+                       const std::string& plan) {
+             return std::make_unique<AsyncSaver>(root, group_of(group), options_of(keep, plan));
+           }),
+           Release())
+      .def(
+          "save",
+          [](AsyncSaver& self, std::int64_t step, const std::vector<PlacedTuple>& tensors,
+             const Values& values, const Values& rank_values,
+             MaybeStep base) { self.save(step, state_of(tensors, values, rank_values), base); },
+          Release())
+      .def("check", &AsyncSaver::check, Release())
+      .def("wait", &AsyncSaver::wait, Release())
+      .def("is_saving", &AsyncSaver::is_saving, Release());
+}
+
+}  // namespace tessera::python

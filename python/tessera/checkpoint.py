@@ -1,0 +1,303 @@
+"""Checkpoints of state dicts: whole or absent, loaded at any world size.
+
+A state dict is what torch's modules and optimizers give: dicts and lists of tensors and plain values,
+nested as one likes. Tensors are the same on every rank unless they are a :class:`Shard`.
+
+>>> import tempfile, torch
+>>> from tessera import checkpoint
+>>> root = tempfile.mkdtemp()
+>>> model = torch.nn.Linear(2, 3)
+>>> report = checkpoint.save(root, 10, {"model": model.state_dict(), "epoch": 4})
+>>> report.step
+10
+>>> state = {"model": torch.nn.Linear(2, 3).state_dict(), "epoch": 0}
+>>> checkpoint.load(root, state).step
+10
+>>> state["epoch"], torch.equal(state["model"]["weight"], model.weight)
+(4, True)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from tessera import _C
+
+if not hasattr(_C, "checkpoint_save"):
+    raise ImportError("tessera.checkpoint: this build has no checkpoints; nlohmann-json was missing.")
+
+from tessera._C import CheckpointReader, LoadReport, SaveReport
+
+__all__ = [
+    "AsyncSaver",
+    "CheckpointError",
+    "CheckpointReader",
+    "LoadReport",
+    "SaveReport",
+    "Shard",
+    "import_plain",
+    "load",
+    "open_checkpoint",
+    "read",
+    "save",
+    "steps",
+]
+
+# The plain values of a state dict, by path, as JSON text.
+_PLAIN = "python.state_dict"
+
+
+class CheckpointError(RuntimeError):
+    """Tell what is wrong with a checkpoint, naming file and cause.
+
+    ``kind`` is ``"missing"``, ``"corrupt"``, ``"write"`` or ``"invalid"``.
+    """
+
+    def __init__(self, message: str = "", kind: str = "invalid"):
+        super().__init__(message)
+        self.kind = kind
+
+    def __reduce__(self):
+        return type(self), (str(self), self.kind)
+
+
+@dataclass
+class Shard:
+    """The part of a tensor that this rank holds.
+
+    ``offsets`` say where ``tensor`` begins in the whole, whose shape is ``shape``. A rank that holds
+    several parts gives further ones in ``more`` as (offsets, tensor); one that holds nothing gives
+    an empty tensor. ``touched_rows`` (int64, ascending) lets a delta write only these rows.
+    """
+
+    tensor: torch.Tensor
+    shape: Sequence[int]
+    offsets: Sequence[int]
+    touched_rows: torch.Tensor | None = None
+    more: list[tuple[Sequence[int], torch.Tensor]] = field(default_factory=list)
+
+
+def _shard_of_dtensor(tensor) -> Shard:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return Shard(tensor.to_local(), tuple(tensor.shape), tuple(offsets))
+
+
+def _as_shard(value: Any) -> Shard | None:
+    if isinstance(value, Shard):
+        return value
+    placements = getattr(value, "placements", ()) if isinstance(value, torch.Tensor) else ()
+    return _shard_of_dtensor(value) if any(placement.is_shard() for placement in placements) else None
+
+
+def _children(value: Any):
+    """Yield (key as text, key, child) of a container; None if it is not one."""
+    if isinstance(value, dict):
+        return [(_key_text(key), key, child) for key, child in value.items()]
+    if isinstance(value, list | tuple):
+        return [(str(place), place, child) for place, child in enumerate(value)]
+    return None
+
+
+def _key_text(key: Any) -> str:
+    if not isinstance(key, str | int) or isinstance(key, bool):
+        raise TypeError(f"checkpoint: a state dict has the key {key!r}; keys are strings or integers.")
+    return str(key)
+
+
+def _flatten(state: Any, prefix: str, tensors: dict[str, Any], plain: dict[str, Any]) -> None:
+    """Collect tensors by dotted name, and describe everything else in `plain`."""
+    children = _children(state)
+    if children is not None:
+        keys = [key for _, key, _ in children]
+        kind = "dict" if isinstance(state, dict) else type(state).__name__
+        if not isinstance(state, dict | list | tuple) or kind not in ("dict", "list", "tuple"):
+            kind = "tuple"  # a named one
+        plain[prefix] = [kind, keys if kind == "dict" else len(keys)]
+        for text, _, child in children:
+            _flatten(child, f"{prefix}.{text}" if prefix else text, tensors, plain)
+        return
+    if isinstance(state, torch.Tensor | Shard):
+        if prefix in tensors:
+            raise ValueError(f"checkpoint: two tensors of the state dict are called '{prefix}'.")
+        tensors[prefix] = state
+        plain[prefix] = ["tensor"]
+        return
+    if state is None or isinstance(state, bool | int | float | str):
+        plain[prefix] = ["value", state]
+        return
+    raise TypeError(
+        f"checkpoint: '{prefix}' is a {type(state).__name__}; tensors, numbers, strings, None, and dicts and "
+        "lists of them can be saved."
+    )
+
+
+def _placed(tensors: dict[str, Any]) -> list[tuple]:
+    placed = []
+    for name, value in tensors.items():
+        shard = _as_shard(value)
+        if shard is None:
+            tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+            placed.append((name, list(tensor.shape), [([0] * tensor.dim(), tensor, None)], True, -1))
+            continue
+        pieces = [(list(shard.offsets), shard.tensor, shard.touched_rows)]
+        pieces += [(list(offsets), tensor, None) for offsets, tensor in shard.more]
+        placed.append((name, list(shard.shape), pieces, False, -1))
+    return placed
+
+
+def _described(state: Any) -> tuple[list[tuple], str]:
+    tensors: dict[str, Any] = {}
+    plain: dict[str, Any] = {}
+    _flatten(state, "", tensors, plain)
+    return _placed(tensors), json.dumps(list(plain.items()))
+
+
+def _build(plain: dict[str, Any], prefix: str, tensor_of) -> Any:
+    entry = plain[prefix]
+    if entry[0] == "value":
+        return entry[1]
+    if entry[0] == "tensor":
+        return tensor_of(prefix)
+    if entry[0] == "dict":
+        return {key: _build(plain, f"{prefix}.{key}" if prefix else str(key), tensor_of) for key in entry[1]}
+    items = [_build(plain, f"{prefix}.{i}" if prefix else str(i), tensor_of) for i in range(entry[1])]
+    return items if entry[0] == "list" else tuple(items)
+
+
+def _fill_plain(state: Any, prefix: str, plain: dict[str, Any]) -> None:
+    """Put the plain values that were saved into `state`, where they are."""
+    for text, key, child in _children(state) or []:
+        name = f"{prefix}.{text}" if prefix else text
+        if _children(child) is not None:
+            _fill_plain(child, name, plain)
+        elif not isinstance(state, tuple) and plain.get(name, [""])[0] == "value":
+            state[key] = plain[name][1]
+
+
+def _plain_of(values: dict[str, Any], folder: str) -> dict[str, Any]:
+    if _PLAIN not in values:
+        raise CheckpointError(f"{folder}: was not saved from a state dict.", "missing")
+    return dict(json.loads(values[_PLAIN]))
+
+
+def save(
+    root: str | os.PathLike,
+    step: int,
+    state_dict: Any,
+    group: ProcessGroup | None = None,
+    *,
+    rank_values: dict[str, bool | int | float | str] | None = None,
+    keep: int = 0,
+    plan: str = "",
+    base: int | None = None,
+) -> SaveReport:
+    """Save a state dict as step `step` under `root`, and return when it is safely on the disk.
+
+    Collective over `group`; without one, this process alone. Either the whole checkpoint appears or
+    nothing changes; a full disk or a failed write raises CheckpointError on every rank, and training
+    may go on. `rank_values` are this rank's own, such as its place in the data. The newest `keep`
+    checkpoints stay (0: all). With `base`, shards that know their touched rows write only these.
+    """
+    tensors, plain = _described(state_dict)
+    return _C.checkpoint_save(
+        os.fspath(root), step, tensors, {_PLAIN: plain}, rank_values or {}, group, keep, plan, base
+    )
+
+
+def load(
+    root: str | os.PathLike,
+    state_dict: Any,
+    group: ProcessGroup | None = None,
+    *,
+    step: int | None = None,
+) -> LoadReport:
+    """Load the newest whole checkpoint into the tensors of `state_dict`, and its plain values.
+
+    Collective over `group`, whose size and shards may differ from those that saved; all ranks load
+    the same checkpoint. A newer one that is damaged is named in a warning. Raises CheckpointError if
+    there is none, or if a tensor is missing or has another shape or type.
+    """
+    tensors, _ = _described(state_dict)
+    report = _C.checkpoint_load(os.fspath(root), tensors, group, step)
+    if _PLAIN in report.values:
+        _fill_plain(state_dict, "", _plain_of(report.values, report.folder))
+    return report
+
+
+def read(root: str | os.PathLike, step: int | None = None) -> Any:
+    """Read a whole state dict into memory, e.g. for an optimizer that has no state yet.
+
+    Not collective. Takes the newest checkpoint that opens, or `step`.
+    """
+    reader = open_checkpoint(root, step)
+    return _build(_plain_of(reader.values, reader.folder), "", reader.read)
+
+
+def open_checkpoint(root: str | os.PathLike, step: int | None = None) -> CheckpointReader:
+    """Open the newest checkpoint that opens, or that of `step`, to read single tensors."""
+    if step is not None:
+        return CheckpointReader(os.fspath(root), step)
+    problems = []
+    for candidate in steps(root):
+        try:
+            return CheckpointReader(os.fspath(root), candidate)
+        except CheckpointError as error:
+            problems.append(str(error))
+    text = " ".join([f"checkpoint: there is no whole checkpoint in {os.fspath(root)}.", *problems])
+    raise CheckpointError(text, "missing")
+
+
+def steps(root: str | os.PathLike) -> list[int]:
+    """Return the steps of the checkpoints in `root`, newest first."""
+    return _C.checkpoint_steps(os.fspath(root))
+
+
+def import_plain(path: str | os.PathLike, root: str | os.PathLike, step: int = 0) -> None:
+    """Save plain safetensors files (one, or a folder of them) as a checkpoint."""
+    _C.checkpoint_import(os.fspath(path), os.fspath(root), step)
+
+
+class AsyncSaver:
+    """Save beside training: the caller waits only for a copy of its own tensors.
+
+    Collective over `group`. The memory of the copy is kept for the next save. An error of the writer
+    is raised by the next :meth:`save`, :meth:`check` or :meth:`wait`.
+    """
+
+    def __init__(
+        self, root: str | os.PathLike, group: ProcessGroup | None = None, *, keep: int = 0, plan: str = ""
+    ):
+        self._saver = _C.AsyncSaver(os.fspath(root), group, keep, plan)
+
+    def save(
+        self,
+        step: int,
+        state_dict: Any,
+        *,
+        rank_values: dict[str, bool | int | float | str] | None = None,
+        base: int | None = None,
+    ) -> None:
+        """Copy the state dict and return; waits for the save before, if it is still running."""
+        tensors, plain = _described(state_dict)
+        self._saver.save(step, tensors, {_PLAIN: plain}, rank_values or {}, base)
+
+    def check(self) -> None:
+        """Raise what the last save raised, if it has failed by now. Call it every step."""
+        self._saver.check()
+
+    def wait(self) -> SaveReport | None:
+        """Wait for the save in progress and raise what it raised."""
+        return self._saver.wait()
+
+    @property
+    def is_saving(self) -> bool:
+        return self._saver.is_saving()

@@ -1,0 +1,137 @@
+#include "tessera/checkpoint/disk.h"
+
+#include <fcntl.h>
+#include <stdio.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "tessera/checkpoint/error.h"
+
+namespace tessera::checkpoint {
+namespace {
+
+// Large enough to keep a disk busy, small enough that a failure is noticed soon.
+constexpr std::size_t kMaxWrite = std::size_t{8} << 20;
+// The kernel is asked to start writing after so many bytes, so that the sync at the end waits for
+// the last of them only.
+constexpr std::uint64_t kFlushBytes = std::uint64_t{16} << 20;
+
+}  // namespace
+
+const char* name_of(ErrorKind kind) noexcept {
+  switch (kind) {
+    case ErrorKind::kMissing:
+      return "missing";
+    case ErrorKind::kCorrupt:
+      return "corrupt";
+    case ErrorKind::kWrite:
+      return "write";
+    case ErrorKind::kInvalid:
+      break;
+  }
+  return "invalid";
+}
+
+Error::Error(ErrorKind kind, const std::string& message)
+    : std::runtime_error(message), kind_(kind) {}
+Error::~Error() = default;
+
+void throw_write_error(const std::string& doing, const std::string& path) {
+  const int number = errno;
+  std::string text = "checkpoint: cannot ";
+  text.append(doing).append(" ").append(path).append(": ");
+  text.append(std::strerror(number)).append(".");
+  if (number == ENOSPC || number == EDQUOT) {
+    text.append(" Free some space, or keep fewer checkpoints; earlier ones are untouched.");
+  } else {
+    text.append(" Earlier checkpoints are untouched.");
+  }
+  throw Error(ErrorKind::kWrite, text);
+}
+
+Disk::~Disk() = default;
+
+int Disk::make_folder(const std::string& path) { return ::mkdir(path.c_str(), 0777); }
+
+int Disk::create(const std::string& path) {
+  return ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0666);
+}
+
+ssize_t Disk::write(int fd, const void* data, std::size_t num_bytes) {
+  return ::write(fd, data, num_bytes);
+}
+
+int Disk::sync(int fd) { return ::fsync(fd); }
+
+int Disk::close(int fd) { return ::close(fd); }
+
+int Disk::sync_folder(const std::string& path) {
+  const int fd = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (fd < 0) return -1;
+  const int result = ::fsync(fd);
+  const int number = errno;
+  ::close(fd);
+  errno = number;
+  return result;
+}
+
+int Disk::rename(const std::string& from, const std::string& to) {
+  return ::rename(from.c_str(), to.c_str());
+}
+
+int Disk::exchange(const std::string& first, const std::string& second) {
+  return ::renameat2(AT_FDCWD, first.c_str(), AT_FDCWD, second.c_str(), RENAME_EXCHANGE);
+}
+
+int Disk::remove(const std::string& path) { return ::unlink(path.c_str()); }
+
+int Disk::remove_folder(const std::string& path) { return ::rmdir(path.c_str()); }
+
+Disk& Disk::real() {
+  static Disk disk;
+  return disk;
+}
+
+FileWriter::FileWriter(Disk& disk, std::string path) : disk_(disk), path_(std::move(path)) {
+  fd_ = disk_.create(path_);
+  if (fd_ < 0) throw_write_error("create", path_);
+}
+
+FileWriter::~FileWriter() {
+  if (fd_ >= 0) disk_.close(fd_);
+}
+
+void FileWriter::write(const void* data, std::size_t num_bytes) {
+  const char* next = static_cast<const char*>(data);
+  while (num_bytes > 0) {
+    const ssize_t written = disk_.write(fd_, next, std::min(num_bytes, kMaxWrite));
+    if (written < 0 && errno == EINTR) continue;
+    if (written < 0) throw_write_error("write", path_);
+    if (written == 0) {  // never by a healthy file system; without this, a loop for ever
+      errno = EIO;
+      throw_write_error("write", path_);
+    }
+    next += written;
+    num_bytes -= static_cast<std::size_t>(written);
+    num_bytes_ += static_cast<std::uint64_t>(written);
+    if (num_bytes_ - flushed_bytes_ >= kFlushBytes) {
+      // A hint; what cannot be written is reported by the sync.
+      ::sync_file_range(fd_, static_cast<off64_t>(flushed_bytes_),
+                        static_cast<off64_t>(num_bytes_ - flushed_bytes_), SYNC_FILE_RANGE_WRITE);
+      flushed_bytes_ = num_bytes_;
+    }
+  }
+}
+
+void FileWriter::finish() {
+  if (disk_.sync(fd_) != 0) throw_write_error("sync", path_);
+  const int fd = fd_;
+  fd_ = -1;
+  if (disk_.close(fd) != 0) throw_write_error("close", path_);
+}
+
+}  // namespace tessera::checkpoint

@@ -1,0 +1,254 @@
+#include "tessera/checkpoint/folder.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <charconv>
+#include <functional>
+#include <set>
+
+#include "checkpoint/open_file.h"
+#include "tessera/checkpoint/checksum.h"
+#include "tessera/checkpoint/error.h"
+
+namespace tessera::checkpoint {
+namespace {
+
+constexpr std::string_view kPrefix = "step-";
+constexpr std::size_t kDigits = 12;
+constexpr const char* kLatest = "LATEST";
+constexpr const char* kLock = ".lock";
+
+std::string random_suffix() {
+  std::uint64_t number = 0;
+  if (::getrandom(&number, sizeof(number), 0) != sizeof(number)) {
+    number = static_cast<std::uint64_t>(::getpid());
+  }
+  std::string text;
+  for (int i = 0; i < 16; ++i, number >>= 4) text += "0123456789abcdef"[number & 0xF];
+  return text;
+}
+
+// ".tmp-" followed by the random part.
+bool is_temporary(std::string_view name) {
+  const std::size_t place = name.find(".tmp-");
+  return place != std::string_view::npos &&
+         (step_of(name.substr(0, place)) >= 0 || name.substr(0, place) == kLatest);
+}
+
+std::vector<std::string> names_in(const std::string& path) {
+  std::vector<std::string> names;
+  DIR* folder = ::opendir(path.c_str());
+  if (folder == nullptr) return names;
+  while (const dirent* entry = ::readdir(folder)) {
+    const std::string name = static_cast<const char*>(entry->d_name);
+    if (name != "." && name != "..") names.push_back(name);
+  }
+  ::closedir(folder);
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+bool is_there(const std::string& path) {
+  struct stat facts{};
+  return ::lstat(path.c_str(), &facts) == 0;
+}
+
+bool is_folder(const std::string& path) {
+  struct stat facts{};
+  return ::lstat(path.c_str(), &facts) == 0 && S_ISDIR(facts.st_mode);
+}
+
+void make_folders(const std::string& path, Disk& disk) {
+  if (path.empty() || path == "/" || is_there(path)) return;
+  const std::size_t slash = path.find_last_of('/');
+  if (slash != std::string::npos && slash > 0) make_folders(path.substr(0, slash), disk);
+  if (disk.make_folder(path) != 0 && errno != EEXIST) throw_write_error("make the folder", path);
+  const std::string parent = slash == std::string::npos ? "." : path.substr(0, slash + 1);
+  if (disk.sync_folder(parent) != 0) throw_write_error("sync", parent);
+}
+
+// Folders that the newest `keep` good ones need: themselves, and the bases of deltas.
+std::set<std::string> needed_folders(const std::string& root, int keep) {
+  std::set<std::string> needed;
+  int num_good = 0;
+  for (const std::int64_t step : list_steps(root)) {
+    if (num_good >= keep) break;
+    std::string name = folder_name(step);
+    bool is_good = false;
+    for (int depth = 0; depth < 1000 && !name.empty(); ++depth) {
+      try {
+        const Manifest manifest = read_manifest(root + "/" + name);
+        is_good = true;
+        needed.insert(name);
+        name = manifest.base ? manifest.base->folder : "";
+      } catch (const Error&) {
+        needed.insert(name);  // perhaps of use to somebody; only good ones are counted
+        break;
+      }
+    }
+    num_good += is_good ? 1 : 0;
+  }
+  return needed;
+}
+
+}  // namespace
+
+std::string folder_name(std::int64_t step) {
+  std::string digits = std::to_string(step);
+  if (digits.size() < kDigits) digits.insert(0, kDigits - digits.size(), '0');
+  return std::string(kPrefix).append(digits);
+}
+
+std::int64_t step_of(std::string_view name) noexcept {
+  if (!name.starts_with(kPrefix)) return -1;
+  const std::string_view digits = name.substr(kPrefix.size());
+  if (digits.size() < kDigits || (digits.size() > kDigits && digits[0] == '0')) return -1;
+  std::int64_t step = -1;
+  const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), step);
+  return error == std::errc() && end == digits.data() + digits.size() && step >= 0 ? step : -1;
+}
+
+std::vector<std::int64_t> list_steps(const std::string& root) {
+  std::vector<std::int64_t> steps;
+  for (const std::string& name : names_in(root)) {
+    const std::int64_t step = step_of(name);
+    if (step >= 0 && is_folder(root + "/" + name)) steps.push_back(step);
+  }
+  std::sort(steps.begin(), steps.end(), std::greater<>());
+  return steps;
+}
+
+std::string latest_folder(const std::string& root) {
+  try {
+    std::string text = read_small_file(root + "/.", kLatest, 256);
+    if (text.empty() || text.back() != '\n') return "";
+    text.pop_back();
+    return step_of(text) >= 0 ? text : "";
+  } catch (const Error&) {
+    return "";
+  }
+}
+
+void remove_folder(const std::string& path, Disk& disk) {
+  for (const std::string& name : names_in(path)) {
+    const std::string inner = path + "/" + name;
+    if (is_folder(inner)) {
+      remove_folder(inner, disk);
+    } else {
+      disk.remove(inner);
+    }
+  }
+  disk.remove_folder(path);
+}
+
+PendingFolder::PendingFolder(std::string root, std::int64_t step, Disk& disk)
+    : root_(std::move(root)), name_(folder_name(step)), disk_(disk) {
+  while (root_.size() > 1 && root_.back() == '/') root_.pop_back();
+  if (step < 0) {
+    throw Error(ErrorKind::kInvalid,
+                "checkpoint.save: the step is " + std::to_string(step) + ". Count from 0.");
+  }
+  make_folders(root_, disk_);
+  const std::string lock_path = root_ + "/" + kLock;
+  lock_ = ::open(lock_path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0666);
+  if (lock_ < 0) throw_write_error("create", lock_path);
+  if (::flock(lock_, LOCK_EX | LOCK_NB) != 0) {
+    ::close(lock_);
+    throw Error(ErrorKind::kWrite, "checkpoint.save: another process is saving into " + root_ +
+                                       ". Give every job a folder of its own.");
+  }
+  for (const std::string& left : names_in(root_)) {
+    if (!is_temporary(left)) continue;
+    const std::string path = root_ + "/" + left;
+    if (is_folder(path)) {
+      remove_folder(path, disk_);
+    } else {
+      disk_.remove(path);
+    }
+  }
+  path_ = root_ + "/" + name_ + ".tmp-" + random_suffix();
+  if (disk_.make_folder(path_) != 0) {
+    const int number = errno;
+    ::close(lock_);
+    errno = number;
+    throw_write_error("make the folder", path_);
+  }
+}
+
+PendingFolder::~PendingFolder() {
+  if (!is_committed_) remove_folder(path_, disk_);
+  ::close(lock_);
+}
+
+void PendingFolder::write_manifest(Manifest& manifest) {
+  // The index of whole tensors, for readers that expect one; a sharded tensor has no place in it.
+  std::map<std::string, std::string> index;
+  std::uint64_t total_bytes = 0;
+  for (const TensorRecord& tensor : manifest.tensors) {
+    if (tensor.regions.size() != 1 || tensor.regions[0].region.lengths != tensor.shape) break;
+    const RegionRecord& region = tensor.regions[0];
+    index[tensor.name] = manifest.files.at(region.file).name;
+    total_bytes += region.end - region.begin;
+  }
+  if (index.size() == manifest.tensors.size() && !index.empty() && manifest.deltas.empty()) {
+    const std::string text = encode_index(index, total_bytes);
+    FileWriter writer(disk_, path_ + "/" + kIndexName);
+    writer.write(text);
+    writer.finish();
+    manifest.files.push_back(
+        {.name = kIndexName, .num_bytes = text.size(), .crc = crc32c(text.data(), text.size())});
+  }
+  try {
+    check_manifest(manifest, "checkpoint.save");
+  } catch (const Error& error) {
+    throw Error(ErrorKind::kInvalid, error.what());
+  }
+  const std::string text = encode_manifest(manifest);
+  FileWriter writer(disk_, path_ + "/" + kManifestName);
+  writer.write(text);
+  writer.finish();
+  if (disk_.sync_folder(path_) != 0) throw_write_error("sync", path_);
+}
+
+void PendingFolder::commit(int keep) {
+  const std::string target = root_ + "/" + name_;
+  if (is_there(target)) {
+    if (disk_.exchange(path_, target) != 0) throw_write_error("replace", target);
+    // What was there before now has the temporary name; it goes after the root is synced.
+  } else if (disk_.rename(path_, target) != 0) {
+    throw_write_error("rename to", target);
+  }
+  const bool has_old = is_there(path_);
+  is_committed_ = true;
+  if (disk_.sync_folder(root_) != 0) throw_write_error("sync", root_);
+  if (has_old) remove_folder(path_, disk_);
+
+  const std::string latest = root_ + "/" + kLatest;
+  const std::string next = latest + ".tmp-" + random_suffix();
+  FileWriter writer(disk_, next);
+  writer.write(name_ + "\n");
+  writer.finish();
+  if (disk_.rename(next, latest) != 0) throw_write_error("rename to", latest);
+  if (disk_.sync_folder(root_) != 0) throw_write_error("sync", root_);
+
+  if (keep <= 0) return;
+  const std::set<std::string> needed = needed_folders(root_, keep);
+  for (const std::int64_t step : list_steps(root_)) {
+    const std::string name = folder_name(step);
+    if (needed.contains(name)) continue;
+    // Out of sight first: a folder with a final name is always whole.
+    const std::string path = root_ + "/" + name;
+    const std::string gone = path + ".tmp-" + random_suffix();
+    if (disk_.rename(path, gone) != 0) throw_write_error("remove", path);
+    remove_folder(gone, disk_);
+  }
+}
+
+}  // namespace tessera::checkpoint

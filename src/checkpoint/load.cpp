@@ -1,0 +1,184 @@
+#include "tessera/checkpoint/load.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <set>
+
+#include "checkpoint/exchange.h"
+#include "tessera/checkpoint/error.h"
+#include "tessera/checkpoint/folder.h"
+
+namespace tessera::checkpoint {
+namespace {
+
+constexpr const char* kLoad = "checkpoint.load";
+// Of a tensor that cannot be read in place.
+constexpr std::int64_t kBlockBytes = std::int64_t{64} << 20;
+
+// All ranks agree on a step: the smallest of what each can open, until nobody has to go lower.
+std::unique_ptr<Reader> open_same(const std::string& root, std::int64_t max_step,
+                                  const std::optional<comm::Group>& group,
+                                  std::set<std::string>& warnings) {
+  for (;;) {
+    Found found = find_newest(root, max_step);
+    std::string mine = std::to_string(found.reader ? found.reader->manifest().step : -1);
+    for (const std::string& warning : found.warnings) mine.append("\n").append(warning);
+    const auto all = together(group, kLoad, [&] { return mine; });
+    std::int64_t lowest = INT64_MAX;
+    std::int64_t highest = -1;
+    for (const std::string& text : all) {
+      const std::int64_t step = std::stoll(text);
+      lowest = std::min(lowest, step);
+      highest = std::max(highest, step);
+      for (std::size_t place = text.find('\n'); place != std::string::npos;) {
+        const std::size_t next = text.find('\n', place + 1);
+        warnings.insert(text.substr(place + 1, next - place - 1));
+        place = next;
+      }
+    }
+    if (lowest < 0) return nullptr;
+    if (lowest == highest) return std::move(found.reader);
+    max_step = lowest;
+  }
+}
+
+void check_placed(const Reader& reader, const PlacedTensor& placed) {
+  const TensorInfo* info = reader.find(placed.name);
+  if (info == nullptr) {
+    throw Error(ErrorKind::kMissing,
+                reader.folder() + ": there is no tensor '" + placed.name + "'.");
+  }
+  const auto refuse = [&](const std::string& here) {
+    throw Error(ErrorKind::kInvalid, reader.folder() + ": tensor '" + placed.name + "' is " +
+                                         name_of(info->dtype) + " " + text_of(info->shape) +
+                                         ", the state wants " + here + ".");
+  };
+  if (info->shape != placed.shape) refuse(text_of(placed.shape));
+  for (const Piece& piece : placed.pieces) {
+    if (dtype_of(piece.tensor.scalar_type()) != info->dtype) {
+      refuse(name_of(dtype_of(piece.tensor.scalar_type())));
+    }
+    bool is_inside = piece.offsets.size() == placed.shape.size() &&
+                     piece.tensor.dim() == static_cast<std::int64_t>(placed.shape.size());
+    for (std::size_t i = 0; is_inside && i < placed.shape.size(); ++i) {
+      is_inside =
+          piece.offsets[i] >= 0 && piece.offsets[i] + piece.tensor.size(i) <= placed.shape[i];
+    }
+    if (!is_inside) {
+      refuse("a piece at " + text_of(piece.offsets) + " of " + text_of(piece.tensor.sizes().vec()));
+    }
+  }
+}
+
+void read_piece(const Reader& reader, const std::string& name, const Piece& piece) {
+  const at::Tensor target = piece.tensor.detach();
+  if (target.numel() == 0) return;
+  const Region region{piece.offsets, target.sizes().vec()};
+  if (target.is_cpu() && target.is_contiguous()) {
+    reader.read(name, region, static_cast<std::byte*>(target.mutable_data_ptr()));
+    return;
+  }
+  const std::int64_t num_rows = target.dim() > 0 ? target.size(0) : 1;
+  const std::int64_t row_bytes =
+      target.numel() * static_cast<std::int64_t>(target.element_size()) / num_rows;
+  const std::int64_t step = std::max<std::int64_t>(1, kBlockBytes / row_bytes);
+  for (std::int64_t row = 0; row < num_rows; row += step) {
+    const std::int64_t count = std::min(step, num_rows - row);
+    const at::Tensor rows = target.dim() > 0 ? target.narrow(0, row, count) : target;
+    const at::Tensor block = at::empty(rows.sizes(), rows.options().device(at::kCPU));
+    Region part = region;
+    if (target.dim() > 0) {
+      part.offsets[0] += row;
+      part.lengths[0] = count;
+    }
+    reader.read(name, part, static_cast<std::byte*>(block.mutable_data_ptr()));
+    rows.copy_(block);
+  }
+}
+
+void log_line(const LoadOptions& options, const std::string& line) {
+  if (options.log) {
+    options.log(line);
+  } else {
+    std::fprintf(stderr, "[tessera] %s\n", line.c_str());
+  }
+}
+
+}  // namespace
+
+LoadReport load(const std::string& root, State& state, const std::optional<comm::Group>& group,
+                const LoadOptions& options) {
+  const int rank = group ? group->rank() : 0;
+  std::set<std::string> warnings;
+  std::int64_t max_step = options.step.value_or(INT64_MAX);
+  for (;;) {
+    std::unique_ptr<Reader> reader;
+    if (options.step) {
+      together(group, kLoad, [&]() -> std::string {
+        reader = std::make_unique<Reader>(root, *options.step);
+        return "";
+      });
+    } else {
+      reader = open_same(root, max_step, group, warnings);
+    }
+    if (reader == nullptr) {
+      std::string text = "checkpoint.load: there is no whole checkpoint in " + root + ".";
+      for (const std::string& warning : warnings) text.append(" ").append(warning);
+      throw Error(ErrorKind::kMissing, text);
+    }
+    std::vector<PlacedTensor> tensors = state.tensors();
+    together(group, kLoad, [&]() -> std::string {
+      for (const auto& stateful : state.statefuls()) stateful->prepare(*reader, tensors);
+      for (const PlacedTensor& placed : tensors) check_placed(*reader, placed);
+      return "";
+    });
+    const auto outcomes = together(group, kLoad, [&]() -> std::string {
+      try {
+        for (const PlacedTensor& placed : tensors) {
+          for (const Piece& piece : placed.pieces) read_piece(*reader, placed.name, piece);
+        }
+      } catch (const Error& error) {
+        if (options.step) throw;
+        return error.what();
+      }
+      return "";
+    });
+    const auto failed = std::find_if(outcomes.begin(), outcomes.end(),
+                                     [](const std::string& text) { return !text.empty(); });
+    if (failed != outcomes.end()) {
+      warnings.insert(*failed);
+      max_step = reader->manifest().step - 1;
+      continue;
+    }
+    const Manifest& manifest = reader->manifest();
+    for (const auto& stateful : state.statefuls()) stateful->finish(manifest.values);
+    LoadReport report{.step = manifest.step,
+                      .folder = reader->folder(),
+                      .saved_world = manifest.world,
+                      .values = manifest.values,
+                      .warnings = {warnings.begin(), warnings.end()}};
+    if (static_cast<std::size_t>(rank) < manifest.rank_values.size()) {
+      report.rank_values = manifest.rank_values[static_cast<std::size_t>(rank)];
+    }
+    if (rank == 0) {
+      for (const std::string& warning : report.warnings) {
+        log_line(options, "checkpoint.load: step " + std::to_string(report.step) +
+                              " is loaded instead of a newer one: " + warning);
+      }
+    }
+    return report;
+  }
+}
+
+at::Tensor read_tensor(const TensorSource& source, const TensorInfo& tensor) {
+  at::Tensor result = at::empty(tensor.shape, scalar_type_of(tensor.dtype));
+  const Region whole{std::vector<std::int64_t>(tensor.shape.size(), 0), tensor.shape};
+  if (result.numel() > 0) {
+    source.read(tensor.name, whole, static_cast<std::byte*>(result.mutable_data_ptr()));
+  }
+  return result;
+}
+
+}  // namespace tessera::checkpoint

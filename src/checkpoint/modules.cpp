@@ -1,0 +1,234 @@
+#include "tessera/checkpoint/modules.h"
+
+#include <torch/optim/adagrad.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/rmsprop.h>
+#include <torch/optim/sgd.h>
+
+#include <functional>
+
+#include "tessera/core/check.h"
+
+namespace tessera::checkpoint {
+namespace {
+
+namespace optim = torch::optim;
+
+// What an optimizer keeps per parameter: tensors by name, and a counter if it has one.
+struct Slot {
+  const char* name;
+  std::function<at::Tensor&(optim::OptimizerParamState&)> tensor;
+};
+
+struct Kind {
+  std::function<std::unique_ptr<optim::OptimizerParamState>()> make;
+  std::vector<Slot> slots;
+  std::function<std::int64_t&(optim::OptimizerParamState&)> step;  // empty: none
+};
+
+template <class ParamState>
+ParamState& as(optim::OptimizerParamState& state) {
+  return static_cast<ParamState&>(state);
+}
+
+template <class ParamState>
+Kind adam_kind() {
+  return {[] { return std::make_unique<ParamState>(); },
+          {{"exp_avg", [](auto& s) -> at::Tensor& { return as<ParamState>(s).exp_avg(); }},
+           {"exp_avg_sq", [](auto& s) -> at::Tensor& { return as<ParamState>(s).exp_avg_sq(); }},
+           {"max_exp_avg_sq",
+            [](auto& s) -> at::Tensor& { return as<ParamState>(s).max_exp_avg_sq(); }}},
+          [](auto& s) -> std::int64_t& { return as<ParamState>(s).step(); }};
+}
+
+Kind kind_of(const optim::Optimizer& optimizer) {
+  using optim::AdagradParamState;
+  using optim::RMSpropParamState;
+  using optim::SGDParamState;
+  if (dynamic_cast<const optim::AdamW*>(&optimizer) != nullptr) {
+    return adam_kind<optim::AdamWParamState>();
+  }
+  if (dynamic_cast<const optim::Adam*>(&optimizer) != nullptr) {
+    return adam_kind<optim::AdamParamState>();
+  }
+  if (dynamic_cast<const optim::SGD*>(&optimizer) != nullptr) {
+    return {[] { return std::make_unique<SGDParamState>(); },
+            {{"momentum_buffer",
+              [](auto& s) -> at::Tensor& { return as<SGDParamState>(s).momentum_buffer(); }}},
+            nullptr};
+  }
+  if (dynamic_cast<const optim::Adagrad*>(&optimizer) != nullptr) {
+    return {[] { return std::make_unique<AdagradParamState>(); },
+            {{"sum", [](auto& s) -> at::Tensor& { return as<AdagradParamState>(s).sum(); }}},
+            [](auto& s) -> std::int64_t& { return as<AdagradParamState>(s).step(); }};
+  }
+  if (dynamic_cast<const optim::RMSprop*>(&optimizer) != nullptr) {
+    return {
+        [] { return std::make_unique<RMSpropParamState>(); },
+        {{"square_avg",
+          [](auto& s) -> at::Tensor& { return as<RMSpropParamState>(s).square_avg(); }},
+         {"momentum_buffer",
+          [](auto& s) -> at::Tensor& { return as<RMSpropParamState>(s).momentum_buffer(); }},
+         {"grad_avg", [](auto& s) -> at::Tensor& { return as<RMSpropParamState>(s).grad_avg(); }}},
+        [](auto& s) -> std::int64_t& { return as<RMSpropParamState>(s).step(); }};
+  }
+  TESSERA_CHECK_TYPE(false,
+                     "checkpoint: this optimizer is not known. Known are SGD, Adam, AdamW, Adagrad "
+                     "and RMSprop; add the tensors of others by themselves.");
+  return {};
+}
+
+PlacedTensor replicated(const std::string& name, const at::Tensor& tensor) {
+  State state;
+  state.add_replicated(name, tensor);
+  return state.tensors()[0];
+}
+
+class ModuleState final : public Stateful {
+ public:
+  ModuleState(std::shared_ptr<torch::nn::Module> module, std::string prefix)
+      : module_(std::move(module)), prefix_(std::move(prefix)) {}
+
+  void collect(std::vector<PlacedTensor>& tensors, Values&) override { add_all(tensors); }
+  void prepare(const Reader&, std::vector<PlacedTensor>& tensors) override { add_all(tensors); }
+
+ private:
+  void add_all(std::vector<PlacedTensor>& tensors) {
+    for (const auto& item : module_->named_parameters()) {
+      tensors.push_back(replicated(prefix_ + item.key(), item.value()));
+    }
+    for (const auto& item : module_->named_buffers()) {
+      if (item.value().defined()) tensors.push_back(replicated(prefix_ + item.key(), item.value()));
+    }
+  }
+
+  std::shared_ptr<torch::nn::Module> module_;
+  std::string prefix_;
+};
+
+class OptimizerState final : public Stateful {
+ public:
+  OptimizerState(optim::Optimizer& optimizer, std::vector<PlacedTensor> parameters,
+                 std::string prefix)
+      : optimizer_(optimizer),
+        kind_(kind_of(optimizer)),
+        parameters_(std::move(parameters)),
+        prefix_(std::move(prefix)) {}
+
+  void collect(std::vector<PlacedTensor>& tensors, Values& values) override {
+    for (const PlacedTensor& parameter : parameters_) {
+      for (const Piece& piece : parameter.pieces) {
+        auto* state = find(piece.tensor);
+        if (state == nullptr) continue;
+        if (kind_.step) values[step_name(parameter)] = kind_.step(*state);
+      }
+      for (const Slot& slot : kind_.slots) {
+        PlacedTensor placed = placed_like(parameter, slot);
+        for (const Piece& piece : parameter.pieces) {
+          auto* state = find(piece.tensor);
+          if (state == nullptr || !slot.tensor(*state).defined()) continue;
+          placed.pieces.push_back({piece.offsets, slot.tensor(*state), piece.touched_rows});
+        }
+        if (!placed.pieces.empty()) tensors.push_back(std::move(placed));
+      }
+    }
+    const auto& groups = optimizer_.param_groups();
+    for (std::size_t i = 0; i < groups.size(); ++i) {
+      values[rate_name(i)] = groups[i].options().get_lr();
+    }
+  }
+
+  void prepare(const Reader& source, std::vector<PlacedTensor>& tensors) override {
+    const Values& values = source.manifest().values;
+    for (const PlacedTensor& parameter : parameters_) {
+      for (const Piece& piece : parameter.pieces) {
+        auto& kept = optimizer_.state()[piece.tensor.unsafeGetTensorImpl()];
+        bool is_used = values.contains(step_name(parameter));
+        auto made = kind_.make();
+        for (const Slot& slot : kind_.slots) {
+          const std::string name = prefix_ + parameter.name + "." + slot.name;
+          if (source.find(name) == nullptr) continue;
+          is_used = true;
+          const at::Tensor known = kept ? slot.tensor(*kept) : at::Tensor();
+          at::Tensor& target = slot.tensor(*made);
+          target = known.defined() ? known : at::zeros_like(piece.tensor);
+          PlacedTensor placed = placed_like(parameter, slot);
+          placed.pieces.push_back({piece.offsets, target, {}});
+          placed.is_replicated = false;  // each piece by itself
+          tensors.push_back(std::move(placed));
+        }
+        if (is_used) {
+          kept = std::move(made);
+        } else {
+          optimizer_.state().erase(piece.tensor.unsafeGetTensorImpl());
+        }
+      }
+    }
+  }
+
+  void finish(const Values& values) override {
+    for (const PlacedTensor& parameter : parameters_) {
+      const auto step = values.find(step_name(parameter));
+      if (step == values.end() || !kind_.step) continue;
+      for (const Piece& piece : parameter.pieces) {
+        if (auto* state = find(piece.tensor))
+          kind_.step(*state) = std::get<std::int64_t>(step->second);
+      }
+    }
+    auto& groups = optimizer_.param_groups();
+    for (std::size_t i = 0; i < groups.size(); ++i) {
+      const auto rate = values.find(rate_name(i));
+      if (rate != values.end()) groups[i].options().set_lr(std::get<double>(rate->second));
+    }
+  }
+
+ private:
+  optim::OptimizerParamState* find(const at::Tensor& parameter) {
+    const auto found = optimizer_.state().find(parameter.unsafeGetTensorImpl());
+    return found == optimizer_.state().end() ? nullptr : found->second.get();
+  }
+  PlacedTensor placed_like(const PlacedTensor& parameter, const Slot& slot) const {
+    PlacedTensor placed;
+    placed.name = prefix_ + parameter.name + "." + slot.name;
+    placed.shape = parameter.shape;
+    placed.is_replicated = parameter.is_replicated;
+    placed.owner = parameter.owner;
+    return placed;
+  }
+  std::string step_name(const PlacedTensor& parameter) const {
+    return prefix_ + parameter.name + ".step";
+  }
+  std::string rate_name(std::size_t group) const {
+    return prefix_ + "group." + std::to_string(group) + ".lr";
+  }
+
+  optim::Optimizer& optimizer_;
+  Kind kind_;
+  std::vector<PlacedTensor> parameters_;
+  std::string prefix_;
+};
+
+}  // namespace
+
+void add_module(State& state, const std::shared_ptr<torch::nn::Module>& module,
+                const std::string& prefix) {
+  TESSERA_CHECK_VALUE(module != nullptr, "checkpoint: there is no module to save.");
+  state.add(std::make_shared<ModuleState>(module, prefix));
+}
+
+void add_optimizer(State& state, torch::optim::Optimizer& optimizer,
+                   std::vector<PlacedTensor> parameters, const std::string& prefix) {
+  state.add(std::make_shared<OptimizerState>(optimizer, std::move(parameters), prefix));
+}
+
+void add_optimizer(State& state, torch::optim::Optimizer& optimizer,
+                   const torch::nn::Module& module, const std::string& prefix) {
+  std::vector<PlacedTensor> parameters;
+  for (const auto& item : module.named_parameters()) {
+    parameters.push_back(replicated(item.key(), item.value()));
+  }
+  add_optimizer(state, optimizer, std::move(parameters), prefix);
+}
+
+}  // namespace tessera::checkpoint

@@ -1,0 +1,116 @@
+#include "checkpoint/open_file.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "tessera/checkpoint/error.h"
+
+namespace tessera::checkpoint {
+namespace {
+
+[[noreturn]] void fail(ErrorKind kind, const std::string& path, const std::string& what) {
+  throw Error(kind, path + ": " + what + ".");
+}
+
+}  // namespace
+
+OpenFile::OpenFile(const std::string& folder, const std::string& name)
+    : path_(folder + "/" + name) {
+  check_file_name(name, folder);
+  const int folder_fd = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW);
+  if (folder_fd < 0) {
+    const int number = errno;
+    if (number == ELOOP || number == ENOTDIR) {
+      fail(ErrorKind::kCorrupt, folder, "is a link or not a folder");
+    }
+    fail(ErrorKind::kMissing, folder, std::strerror(number));
+  }
+  // The name has no slash and is not followed, so nothing outside the folder can be reached.
+  // Without O_NONBLOCK, opening a pipe would wait for a writer.
+  fd_ = ::openat(folder_fd, name.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
+  const int number = errno;
+  ::close(folder_fd);
+  if (fd_ < 0) {
+    if (number == ENOENT) fail(ErrorKind::kMissing, path_, "is missing");
+    if (number == ELOOP) fail(ErrorKind::kCorrupt, path_, "is a link");
+    fail(ErrorKind::kCorrupt, path_, std::strerror(number));
+  }
+  struct stat facts{};
+  std::string problem;
+  if (::fstat(fd_, &facts) != 0) {
+    problem = std::strerror(errno);
+  } else if (!S_ISREG(facts.st_mode)) {
+    problem = "is not a regular file";
+  } else if (facts.st_nlink > 1 && facts.st_uid != ::geteuid()) {
+    problem = "belongs to another user and has a second name";
+  }
+  if (!problem.empty()) {
+    ::close(std::exchange(fd_, -1));
+    fail(ErrorKind::kCorrupt, path_, problem);
+  }
+  num_bytes_ = static_cast<std::uint64_t>(facts.st_size);
+}
+
+OpenFile::~OpenFile() {
+  if (fd_ >= 0) ::close(fd_);
+}
+
+void OpenFile::read(std::uint64_t begin, void* data, std::size_t num_bytes) const {
+  char* next = static_cast<char*>(data);
+  while (num_bytes > 0) {
+    const ssize_t got = ::pread(fd_, next, num_bytes, static_cast<off_t>(begin));
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0)
+      fail(ErrorKind::kCorrupt, path_, std::string("cannot be read: ") + strerror(errno));
+    if (got == 0) fail(ErrorKind::kCorrupt, path_, "ends too early");
+    next += got;
+    begin += static_cast<std::uint64_t>(got);
+    num_bytes -= static_cast<std::size_t>(got);
+  }
+}
+
+void OpenFile::expect(std::uint64_t begin, std::uint64_t num_bytes) const {
+  ::posix_fadvise(fd_, static_cast<off_t>(begin), static_cast<off_t>(num_bytes),
+                  POSIX_FADV_WILLNEED);
+}
+
+std::string read_small_file(const std::string& folder, const std::string& name,
+                            std::uint64_t max_bytes) {
+  const OpenFile file(folder, name);
+  if (file.num_bytes() > max_bytes) {
+    fail(ErrorKind::kCorrupt, file.path(),
+         "has " + std::to_string(file.num_bytes()) + " bytes, more than the " +
+             std::to_string(max_bytes) + " that are read");
+  }
+  std::string text(file.num_bytes(), '\0');
+  file.read(0, text.data(), text.size());
+  return text;
+}
+
+Manifest read_manifest(const std::string& folder) {
+  return decode_manifest(read_small_file(folder, kManifestName, kMaxManifestBytes),
+                         folder + "/" + kManifestName);
+}
+
+FileHeader read_header(const OpenFile& file) {
+  unsigned char length_bytes[8];
+  if (file.num_bytes() < sizeof(length_bytes))
+    fail(ErrorKind::kCorrupt, file.path(), "is too short");
+  file.read(0, length_bytes, sizeof(length_bytes));
+  std::uint64_t length = 0;
+  for (int i = 7; i >= 0; --i) length = length << 8 | length_bytes[i];
+  if (length > kMaxHeaderBytes || length > file.num_bytes() - sizeof(length_bytes)) {
+    fail(ErrorKind::kCorrupt, file.path(),
+         "claims a header of " + std::to_string(length) + " bytes, the file has " +
+             std::to_string(file.num_bytes()));
+  }
+  std::string text(length, '\0');
+  file.read(sizeof(length_bytes), text.data(), text.size());
+  return decode_header(text, file.num_bytes(), file.path());
+}
+
+}  // namespace tessera::checkpoint
