@@ -105,6 +105,8 @@ void check_tables(std::string_view operation, const std::vector<EmbeddingTableCo
   for (const auto& table : tables) {
     TESSERA_CHECK_VALUE(!table.name.empty(), operation,
                         ": a table has no name. Give every table one of its own.");
+    TESSERA_CHECK_VALUE(table.name.find('.') == std::string::npos, operation, ": table '",
+                        table.name, "' has a dot in its name, which parameter names cannot have.");
     TESSERA_CHECK_VALUE(names.insert(table.name).second, operation, ": two tables are named '",
                         table.name, "'. Give every table a name of its own.");
     TESSERA_CHECK_VALUE(table.num_embeddings > 0 && table.embedding_dim > 0, operation, ": table '",
