@@ -16,10 +16,15 @@ APT_PACKAGES := libgtest-dev libgmock-dev libbenchmark-dev libcli11-dev nlohmann
 TOOLS := clang-format==23.1.3 clang-tidy==23.1.4 ruff==0.17.4 pytest==9.2.0 pytest-timeout==2.4.0 \
          hypothesis==6.170.15 safetensors==0.8.0 numpy scikit-build-core==1.1.1
 
+# What the tests compare with. No dependencies are followed: torch and numpy are those of $(VENV).
+PEER_PACKAGES := torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 tensordict==0.15.3 torchmetrics==1.0.3 tqdm==4.70.1 \
+                 pyre-extensions==0.0.32 typing-inspect==0.9.0 mypy-extensions==1.2.0 cloudpickle==3.1.2 \
+                 lightning-utilities==0.15.3 pyvers==0.2.3
+
 export CCACHE_SLOPPINESS := pch_defines,time_macros,include_file_mtime,include_file_ctime
 export CCACHE_BASEDIR := $(CURDIR)
 
-.PHONY: build demo test lint tidy format bench clean packages cuda-build cuda-test cuda-bench help
+.PHONY: build demo test peers lint tidy format bench clean packages cuda-build cuda-test cuda-bench help
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -59,7 +64,20 @@ demo: build  ## Run the main job from nothing
 # A test that fails is run once more, and both runs are shown: the fault tests race real signals against
 # real time limits, and a busy machine can lose such a race. One that fails twice is red.
 test: build lint  ## Build and run all tests, C++ and Python
+	$(MAKE) --no-print-directory peers || echo "peers: not installed; the comparisons with them are skipped" >&2
 	ctest --preset full -j 1 --repeat until-pass:2
+
+peers: $(PEERS)/.ready  ## Install the projects that tests and benchmarks compare with
+
+$(PEERS)/.ready: $(VENV)/.ready
+	rm -rf $(PEERS)
+	$(PYTHON) -m venv $(PEERS)
+	site=$$($(PEERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+	$(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$site/tessera.pth
+	echo "$(CURDIR)/python" >> $$site/tessera.pth
+	$(PEERS)/bin/pip install --quiet --no-deps $(PEER_PACKAGES)
+	$(PEERS)/bin/python -W ignore -c 'import torchrec'
+	touch $@
 
 # clang-tidy reads what does without LibTorch in every run; the rest costs half a minute a file and is
 # read by `make tidy`.

@@ -13,6 +13,8 @@ void bind_failure(pybind11::module_& module);
 void bind_collectives(pybind11::module_& module);
 void bind_comm_ops(pybind11::module_& module);
 void bind_regions(pybind11::module_& module);
+void bind_jagged(pybind11::module_& module);
+void bind_embedding(pybind11::module_& module);
 void bind_graph_parallel(pybind11::module_& module);
 void bind_vocab_parallel(pybind11::module_& module);
 /// Only if the library was built with checkpoints.

@@ -14,6 +14,8 @@ PYBIND11_MODULE(_C, module) {
   tessera::python::bind_collectives(module);
   tessera::python::bind_comm_ops(module);
   tessera::python::bind_regions(module);
+  tessera::python::bind_jagged(module);
+  tessera::python::bind_embedding(module);
   tessera::python::bind_graph_parallel(module);
   tessera::python::bind_vocab_parallel(module);
 #ifdef TESSERA_HAVE_CHECKPOINT

@@ -1,0 +1,112 @@
+// tessera/embedding/table_batch.h — looks up many tables in one call.
+//
+// The ids of all features lie behind each other, feature by feature, and in each feature sample by
+// sample. One call reads the rows of all features from their tables and pools them; backward either
+// hands out gradients or, fused, steps the rows at once and never stores a gradient.
+//
+// Results do not depend on the number of threads. Rows that occur several times are summed in the
+// order of the ids. Nothing here communicates.
+
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "tessera/core/export.h"
+#include "tessera/embedding/config.h"
+#include "tessera/embedding/optimizer.h"
+
+namespace tessera::embedding {
+
+/// Where the gradients of the rows go.
+enum class GradientForm : std::uint8_t {
+  kDense,   // into `weight.grad()`, as large as the table
+  kSparse,  // into `weight.grad()`, a sparse tensor of the rows looked up; further passes add to it
+  kFused,   // nowhere: backward steps the rows
+};
+
+/// One table. The weights are shared, not copied.
+struct Table {
+  std::string name;
+  /// [rows, columns], contiguous; float32, float16 or bfloat16; any number of columns.
+  at::Tensor weight;
+  /// For `pooled`; `sequence` does not read it.
+  PoolingType pooling = PoolingType::kSum;
+};
+
+/// One key of the input and the table it is looked up in. Several features may share a table.
+struct Feature {
+  std::string name;
+  std::int64_t table = 0;
+};
+
+/// Ids of all features. Tensors are contiguous, 1-D and on the device of the tables.
+struct LookupInput {
+  /// int32 or int64.
+  at::Tensor ids;
+  /// Where each sample's ids begin, and the end of the last: feature-major, from 0 to the number of
+  /// ids, int32 or int64, one more than there are samples over all features.
+  at::Tensor offsets;
+  /// float32, one per id; undefined means 1. Its gradient is computed if it asks for one.
+  at::Tensor weights = {};
+  /// Samples of each feature. Empty: all features have equally many.
+  std::vector<std::int64_t> batch_sizes = {};
+};
+
+struct TableBatchOptions {
+  GradientForm gradients = GradientForm::kDense;
+  /// Read if the gradients are fused.
+  OptimizerOptions optimizer = {};
+  /// On CUDA, kFatal waits for the device.
+  BoundsCheckMode bounds_check = BoundsCheckMode::kFatal;
+};
+
+/// Tables that are looked up together. Copies share the tables, the optimizer and the workspace.
+///
+/// Work buffers are kept and grow to the largest batch seen: beyond that, a call allocates nothing
+/// but its results. Calls from several threads take turns in backward.
+class TESSERA_API TableBatch {
+ public:
+  /// Throws ValueError or TypeError for tables that cannot be looked up together.
+  TableBatch(std::vector<Table> tables, std::vector<Feature> features,
+             TableBatchOptions options = {});
+
+  /// Returns the pooled rows, float32: [batch, sum of the features' columns]; or, with
+  /// `batch_sizes`, 1-D, feature by feature, sample by sample.
+  ///
+  /// Throws IndexError for an id outside its table if the ids are checked, ValueError or TypeError
+  /// for shapes and types that do not fit.
+  at::Tensor pooled(const LookupInput& input) const;
+  /// The same into `output`, without a record for backward.
+  void pooled_out(const LookupInput& input, at::Tensor& output) const;
+
+  /// Returns the rows of all ids, float32, 1-D: feature by feature, id by id, column by column. If
+  /// all features have one number of columns, view it as [ids, columns]. Weights multiply the rows.
+  at::Tensor sequence(const LookupInput& input) const;
+
+  const std::vector<Table>& tables() const noexcept;
+  const std::vector<Feature>& features() const noexcept;
+  const TableBatchOptions& options() const noexcept;
+  /// Sum of the features' columns.
+  std::int64_t num_columns() const noexcept;
+  /// The optimizer of a fused batch, null otherwise.
+  const std::shared_ptr<RowOptimizer>& optimizer() const noexcept;
+  /// Bytes of the work buffers at present.
+  std::int64_t workspace_bytes() const noexcept;
+
+  struct State;
+
+ private:
+  std::shared_ptr<State> state_;
+};
+
+/// An uninitialised [rows, columns] tensor for a table. On the CPU it asks the system for huge
+/// pages, which makes random rows cheaper to reach.
+TESSERA_API at::Tensor empty_rows(std::int64_t rows, std::int64_t columns, at::ScalarType type,
+                                  at::Device device = at::kCPU);
+
+}  // namespace tessera::embedding

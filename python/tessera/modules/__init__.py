@@ -1,0 +1,1 @@
+"""The module paths of torchrec.modules, on Tessera's engine."""

@@ -1,0 +1,1 @@
+"""The module paths of torchrec.sparse, on Tessera's engine."""

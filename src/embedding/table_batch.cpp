@@ -1,0 +1,428 @@
+#include "tessera/embedding/table_batch.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <numeric>
+#include <set>
+
+#include <ATen/Functions.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include "embedding/table_pass.h"
+#include "tessera/core/check.h"
+
+namespace tessera::embedding {
+
+using detail::TablePass;
+using detail::TableTarget;
+
+struct TableBatch::State {
+  std::vector<Table> tables;
+  std::vector<Feature> features;
+  TableBatchOptions options;
+  std::int64_t num_columns = 0;
+  std::shared_ptr<RowOptimizer> optimizer;
+  at::Tensor anchor;  // makes the output of a fused batch ask for a gradient
+  detail::Workspace workspace;
+
+  const at::Tensor& weight_of(const Feature& feature) const {
+    return tables[static_cast<std::size_t>(feature.table)].weight;
+  }
+  at::Device device() const { return tables.front().weight.device(); }
+};
+
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::Function;
+using torch::autograd::Variable;
+using torch::autograd::variable_list;
+
+using State = TableBatch::State;
+
+bool is_integer(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kLong || tensor.scalar_type() == at::kInt;
+}
+
+const char* name_of_call(bool is_sequence) {
+  return is_sequence ? "embedding.sequence" : "embedding.pooled";
+}
+
+void check_input(const State& state, const LookupInput& input, bool is_sequence) {
+  const char* operation = name_of_call(is_sequence);
+  const auto check = [&](const at::Tensor& tensor, const char* name) {
+    TESSERA_CHECK_VALUE(tensor.defined() && tensor.dim() == 1 && tensor.is_contiguous(), operation,
+                        ": the ", name, " must be a contiguous tensor of one dimension.");
+    TESSERA_CHECK_VALUE(tensor.device() == state.device(), operation, ": the ", name, " are on ",
+                        tensor.device(), ", the tables are on ", state.device(), ".");
+  };
+  check(input.ids, "ids");
+  check(input.offsets, "offsets");
+  TESSERA_CHECK_TYPE(is_integer(input.ids), operation, ": the ids are ", input.ids.scalar_type(),
+                     "; they must be int32 or int64.");
+  TESSERA_CHECK_TYPE(is_integer(input.offsets), operation, ": the offsets are ",
+                     input.offsets.scalar_type(), "; they must be int32 or int64.");
+  TESSERA_CHECK_VALUE(input.ids.numel() < (std::int64_t{1} << 32), operation, ": there are ",
+                      input.ids.numel(), " ids in one call; there may be 4294967295.");
+  if (input.weights.defined()) {
+    check(input.weights, "weights");
+    TESSERA_CHECK_TYPE(input.weights.scalar_type() == at::kFloat, operation, ": the weights are ",
+                       input.weights.scalar_type(), "; they must be float32.");
+    TESSERA_CHECK_VALUE(input.weights.numel() == input.ids.numel(), operation, ": there are ",
+                        input.weights.numel(), " weights for ", input.ids.numel(), " ids.");
+  }
+  const auto num_features = static_cast<std::int64_t>(state.features.size());
+  const std::int64_t num_bags = input.offsets.numel() - 1;
+  if (input.batch_sizes.empty()) {
+    TESSERA_CHECK_VALUE(num_bags >= 0 && num_bags % num_features == 0, operation, ": there are ",
+                        input.offsets.numel(), " offsets, and one less is no multiple of the ",
+                        num_features, " features.");
+    return;
+  }
+  TESSERA_CHECK_VALUE(static_cast<std::int64_t>(input.batch_sizes.size()) == num_features,
+                      operation, ": there are ", input.batch_sizes.size(), " batch sizes for ",
+                      num_features, " features.");
+  std::int64_t total = 0;
+  for (const std::int64_t size : input.batch_sizes) {
+    TESSERA_CHECK_VALUE(size >= 0, operation, ": a batch size is ", size, ".");
+    total += size;
+  }
+  TESSERA_CHECK_VALUE(num_bags == total, operation, ": there are ", input.offsets.numel(),
+                      " offsets for batch sizes that sum up to ", total,
+                      "; there must be one more.");
+}
+
+[[noreturn]] void refuse_offsets(bool is_sequence) {
+  TESSERA_CHECK_VALUE(false, name_of_call(is_sequence),
+                      ": the offsets do not ascend from 0 to the number of ids.");
+}
+
+void check_offsets(const TablePass& pass) {
+  bool is_right = pass.ids.offset(0) == 0 && pass.ids.offset(pass.num_bags) == pass.num_positions;
+  for (std::int64_t bag = 0; bag < pass.num_bags; ++bag) {
+    is_right &= pass.ids.offset(bag) <= pass.ids.offset(bag + 1);
+  }
+  if (!is_right) refuse_offsets(pass.is_sequence);
+}
+
+/// Fills in where the outputs of each feature lie. `row_stride`: from one sample of an even batch
+/// to the next.
+void place_outputs(const State& state, TablePass& pass, const LookupInput& input,
+                   std::int64_t row_stride) {
+  const bool is_even = input.batch_sizes.empty();
+  const auto num_features = static_cast<std::int64_t>(state.features.size());
+  // On the GPU the number of ids of each feature is known there only.
+  at::Tensor bounds;
+  bool has_one_width = true;
+  for (const auto& feature : pass.features) {
+    has_one_width &= feature.rows.num_columns == pass.features.front().rows.num_columns;
+  }
+  const bool needs_bounds = pass.is_sequence && !has_one_width && input.offsets.is_cuda();
+  if (needs_bounds) bounds = input.offsets.to(at::kLong).cpu();
+  std::int64_t output = 0;
+  std::int64_t bag = 0;
+  for (std::int64_t f = 0; f < num_features; ++f) {
+    kernels::TableFeature& feature = pass.features[static_cast<std::size_t>(f)];
+    feature.first_bag = bag;
+    feature.num_bags = is_even ? pass.num_bags / num_features : input.batch_sizes[f];
+    const std::int64_t columns = feature.rows.num_columns;
+    feature.output = output;
+    if (pass.is_sequence) {
+      feature.output_stride = columns;
+      if (needs_bounds) {
+        const auto* offsets = bounds.const_data_ptr<std::int64_t>();
+        output += (offsets[bag + feature.num_bags] - offsets[bag]) * columns;
+      } else if (!input.offsets.is_cuda()) {
+        output += (pass.ids.offset(bag + feature.num_bags) - pass.ids.offset(bag)) * columns;
+      }
+    } else {
+      feature.output_stride = is_even ? row_stride : columns;
+      output += is_even ? columns : feature.num_bags * columns;
+    }
+    bag += feature.num_bags;
+  }
+  if (pass.is_sequence && input.offsets.is_cuda() && has_one_width) {
+    // With one width, a position's place is its number.
+    for (auto& feature : pass.features) feature.output = -1;
+    output = pass.num_positions * pass.features.front().rows.num_columns;
+  }
+  pass.num_outputs =
+      !pass.is_sequence && is_even ? pass.num_bags / num_features * state.num_columns : output;
+}
+
+TablePass make_pass(const State& state, const LookupInput& input, bool is_sequence,
+                    std::int64_t row_stride) {
+  TablePass pass;
+  pass.ids.ids = input.ids.const_data_ptr();
+  pass.ids.offsets = input.offsets.const_data_ptr();
+  pass.ids.weights = input.weights.defined() ? input.weights.const_data_ptr<float>() : nullptr;
+  pass.ids.wide_ids = input.ids.scalar_type() == at::kLong;
+  pass.ids.wide_offsets = input.offsets.scalar_type() == at::kLong;
+  pass.is_sequence = is_sequence;
+  pass.is_weighted = input.weights.defined();
+  pass.num_bags = input.offsets.numel() - 1;
+  pass.num_positions = input.ids.numel();
+  pass.num_tables = state.tables.size();
+  for (const Feature& feature : state.features) {
+    const Table& table = state.tables[static_cast<std::size_t>(feature.table)];
+    kernels::TableFeature entry;
+    entry.rows = detail::rows_of(table.weight);
+    entry.is_mean = !is_sequence && table.pooling == PoolingType::kMean;
+    pass.features.push_back(entry);
+    pass.table_of.push_back(feature.table);
+  }
+  if (input.offsets.is_cpu()) check_offsets(pass);
+  place_outputs(state, pass, input, row_stride);
+  return pass;
+}
+
+/// Says which id was outside; throws, or warns once, or does nothing.
+void report(const State& state, const TablePass& pass, const LookupInput& input,
+            std::int64_t position) {
+  const BoundsCheckMode mode = state.options.bounds_check;
+  if (position < 0 || mode == BoundsCheckMode::kIgnore) return;
+  static std::atomic<bool> has_warned{false};
+  if (mode == BoundsCheckMode::kWarning && has_warned.exchange(true)) return;
+  const at::Tensor offsets = input.offsets.to(at::kLong).cpu();
+  const auto* first = offsets.const_data_ptr<std::int64_t>();
+  std::size_t f = 0;
+  while (first[pass.features[f].first_bag + pass.features[f].num_bags] <= position) ++f;
+  const kernels::TableFeature& feature = pass.features[f];
+  std::int64_t sample = 0;
+  while (first[feature.first_bag + sample + 1] <= position) ++sample;
+  const auto id = input.ids[position].item<std::int64_t>();
+  const std::string& table = state.tables[static_cast<std::size_t>(pass.table_of[f])].name;
+  if (mode == BoundsCheckMode::kFatal) {
+    TESSERA_CHECK_INDEX(false, name_of_call(pass.is_sequence), ": feature '",
+                        state.features[f].name, "', sample ", sample, " has id ", id,
+                        ", but table '", table, "' has ", feature.rows.num_rows, " rows.");
+  }
+  TORCH_WARN(name_of_call(pass.is_sequence), ": feature '", state.features[f].name, "', sample ",
+             sample, " has id ", id, ", but table '", table, "' has ", feature.rows.num_rows,
+             " rows; row 0 is used. Further ids outside their tables are not reported.");
+}
+
+void look_up(State& state, const LookupInput& input, const TablePass& pass,
+             const at::Tensor& output) {
+  if (output.is_cuda()) {
+    const std::scoped_lock lock(state.workspace.mutex);
+    const bool is_checked = state.options.bounds_check != BoundsCheckMode::kIgnore;
+    const std::int64_t bad = detail::cuda_lookup(pass, state.workspace, is_checked, output);
+    if (bad == -2) refuse_offsets(pass.is_sequence);
+    report(state, pass, input, bad);
+    return;
+  }
+  report(state, pass, input, detail::cpu_lookup(pass, output.data_ptr<float>()));
+}
+
+std::vector<std::int64_t> output_shape(const State& state, const LookupInput& input,
+                                       const TablePass& pass) {
+  if (pass.is_sequence || !input.batch_sizes.empty()) return {pass.num_outputs};
+  return {pass.num_bags / static_cast<std::int64_t>(state.features.size()), state.num_columns};
+}
+
+/// One call, kept until its backward.
+struct Call : torch::CustomClassHolder {
+  std::shared_ptr<State> state;
+  std::vector<std::int64_t> batch_sizes;
+  bool is_sequence = false;
+};
+using CallPtr = c10::intrusive_ptr<Call>;
+using MaybeVariable = std::optional<Variable>;
+
+TableTarget target_of(State& state, std::size_t i, bool is_wanted) {
+  const at::Tensor& weight = state.tables[i].weight;
+  TableTarget target;
+  target.rows = detail::rows_of(weight);
+  switch (state.options.gradients) {
+    case GradientForm::kFused:
+      target.kind = TableTarget::Kind::kStep;
+      target.state = state.optimizer->state().state_of(i);
+      target.step = state.optimizer->state().step_of(i);
+      return target;
+    case GradientForm::kDense:
+      if (!is_wanted) return target;
+      target.kind = TableTarget::Kind::kDense;
+      target.values = at::zeros(weight.sizes(), weight.options().dtype(at::kFloat));
+      return target;
+    case GradientForm::kSparse:
+      if (is_wanted) target.kind = TableTarget::Kind::kSparse;
+      return target;
+  }
+  return target;
+}
+
+Variable gradient_of(const at::Tensor& weight, const TableTarget& target) {
+  if (target.kind == TableTarget::Kind::kDense) return target.values.to(weight.scalar_type());
+  if (target.kind != TableTarget::Kind::kSparse) return {};
+  return at::_sparse_coo_tensor_unsafe(target.indices.unsqueeze(0),
+                                       target.values.to(weight.scalar_type()), weight.sizes(),
+                                       weight.options().layout(at::kSparse), /*is_coalesced=*/true);
+}
+
+struct Lookup : Function<Lookup> {
+  static Variable forward(AutogradContext* context, at::TensorList /*weights*/,
+                          const MaybeVariable& sample_weights, const Variable& ids,
+                          const Variable& offsets, const CallPtr& call) {
+    const LookupInput input{ids, offsets, sample_weights.value_or(Variable()), call->batch_sizes};
+    State& state = *call->state;
+    const TablePass pass = make_pass(state, input, call->is_sequence, state.num_columns);
+    at::Tensor output = at::empty(output_shape(state, input, pass),
+                                  at::TensorOptions().dtype(at::kFloat).device(state.device()));
+    look_up(state, input, pass, output);
+    context->save_for_backward({ids, offsets, sample_weights.value_or(Variable())});
+    context->saved_data["call"] = c10::IValue::make_capsule(call);
+    return output;
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    const auto call =
+        c10::static_intrusive_pointer_cast<Call>(context->saved_data["call"].toCapsule());
+    const auto saved = context->get_saved_variables();
+    State& state = *call->state;
+    const LookupInput input{saved[0], saved[1], saved[2], call->batch_sizes};
+    at::Tensor grad = grads[0].to(at::kFloat);
+    if (grad.dim() != 2 || grad.stride(1) != 1) grad = grad.contiguous();
+    const std::int64_t row_stride = grad.dim() == 2 ? grad.stride(0) : state.num_columns;
+    const TablePass pass = make_pass(state, input, call->is_sequence, row_stride);
+
+    const bool is_fused = state.options.gradients == GradientForm::kFused;
+    const std::size_t num_weights = is_fused ? 1 : state.tables.size();
+    variable_list found(num_weights + 4);
+    if (input.weights.defined() && context->needs_input_grad(num_weights)) {
+      // Before the rows are stepped: it is the gradient at the rows that were read.
+      at::Tensor of_weights = at::empty_like(input.weights);
+      if (grad.is_cuda()) {
+        const std::scoped_lock lock(state.workspace.mutex);
+        detail::cuda_weight_gradient(pass, state.workspace, grad, of_weights);
+      } else {
+        detail::cpu_weight_gradient(pass, grad.const_data_ptr<float>(),
+                                    of_weights.data_ptr<float>());
+      }
+      found[num_weights] = of_weights;
+    }
+
+    const std::scoped_lock lock(state.workspace.mutex);
+    if (is_fused) ++state.optimizer->state().num_steps;
+    std::vector<TableTarget> targets;
+    targets.reserve(state.tables.size());
+    for (std::size_t i = 0; i < state.tables.size(); ++i) {
+      targets.push_back(target_of(state, i, !is_fused && context->needs_input_grad(i)));
+    }
+    const auto limit = static_cast<float>(state.options.optimizer.max_gradient);
+    if (grad.is_cuda()) {
+      detail::cuda_backward(pass, grad, limit, state.workspace, targets);
+    } else {
+      detail::cpu_backward(pass, grad.const_data_ptr<float>(), limit, state.workspace, targets);
+    }
+    for (std::size_t i = 0; i < targets.size() && !is_fused; ++i) {
+      found[i] = gradient_of(state.tables[i].weight, targets[i]);
+    }
+    return found;
+  }
+};
+
+at::Tensor look_up(const std::shared_ptr<State>& state, const LookupInput& input,
+                   bool is_sequence) {
+  check_input(*state, input, is_sequence);
+  auto call = c10::make_intrusive<Call>();
+  call->state = state;
+  call->batch_sizes = input.batch_sizes;
+  call->is_sequence = is_sequence;
+  variable_list weights;
+  if (state->options.gradients == GradientForm::kFused) {
+    weights.push_back(state->anchor);
+  } else {
+    for (const Table& table : state->tables) weights.push_back(table.weight);
+  }
+  return Lookup::apply(at::TensorList(weights),
+                       input.weights.defined() ? MaybeVariable(input.weights) : std::nullopt,
+                       input.ids, input.offsets, call);
+}
+
+}  // namespace
+
+TableBatch::TableBatch(std::vector<Table> tables, std::vector<Feature> features,
+                       TableBatchOptions options)
+    : state_(std::make_shared<State>()) {
+  const char* operation = "embedding.table_batch";
+  TESSERA_CHECK_VALUE(!tables.empty() && !features.empty(), operation, ": there are ",
+                      tables.size(), " tables and ", features.size(),
+                      " features; there must be at least one of each.");
+  std::set<std::string> names;
+  for (const Table& table : tables) {
+    detail::check_weight(operation, table.name, table.weight);
+    TESSERA_CHECK_VALUE(table.weight.device() == tables.front().weight.device(), operation,
+                        ": table '", table.name, "' is on ", table.weight.device(), ", table '",
+                        tables.front().name, "' is on ", tables.front().weight.device(), ".");
+    TESSERA_CHECK_VALUE(names.insert(table.name).second, operation, ": there are two tables '",
+                        table.name, "'.");
+  }
+  const auto num_tables = static_cast<std::int64_t>(tables.size());
+  for (const Feature& feature : features) {
+    TESSERA_CHECK_VALUE(feature.table >= 0 && feature.table < num_tables, operation, ": feature '",
+                        feature.name, "' names table ", feature.table, " of ", num_tables, ".");
+    state_->num_columns += tables[static_cast<std::size_t>(feature.table)].weight.size(1);
+  }
+  if (options.gradients == GradientForm::kFused) {
+    std::vector<std::pair<std::string, at::Tensor>> weights;
+    for (const Table& table : tables) weights.emplace_back(table.name, table.weight);
+    state_->optimizer = std::make_shared<RowOptimizer>(std::move(weights), options.optimizer);
+    state_->anchor = at::empty(
+        {0}, at::TensorOptions().dtype(at::kFloat).device(tables.front().weight.device()));
+    state_->anchor.requires_grad_(true);
+  } else {
+    // The limit belongs to the optimizer; gradients that are handed out are not changed.
+    options.optimizer.max_gradient = std::numeric_limits<double>::infinity();
+  }
+  state_->tables = std::move(tables);
+  state_->features = std::move(features);
+  state_->options = options;
+}
+
+at::Tensor TableBatch::pooled(const LookupInput& input) const {
+  return look_up(state_, input, /*is_sequence=*/false);
+}
+
+void TableBatch::pooled_out(const LookupInput& input, at::Tensor& output) const {
+  const at::NoGradGuard no_grad;
+  check_input(*state_, input, /*is_sequence=*/false);
+  const TablePass pass = make_pass(*state_, input, /*is_sequence=*/false, state_->num_columns);
+  TESSERA_CHECK_VALUE(output.is_contiguous() && output.scalar_type() == at::kFloat &&
+                          output.device() == state_->device() &&
+                          output.sizes() == at::IntArrayRef(output_shape(*state_, input, pass)),
+                      "embedding.pooled_out: the output must be a contiguous tensor of float32, ",
+                      at::IntArrayRef(output_shape(*state_, input, pass)), ".");
+  look_up(*state_, input, pass, output);
+}
+
+at::Tensor TableBatch::sequence(const LookupInput& input) const {
+  return look_up(state_, input, /*is_sequence=*/true);
+}
+
+const std::vector<Table>& TableBatch::tables() const noexcept { return state_->tables; }
+const std::vector<Feature>& TableBatch::features() const noexcept { return state_->features; }
+const TableBatchOptions& TableBatch::options() const noexcept { return state_->options; }
+std::int64_t TableBatch::num_columns() const noexcept { return state_->num_columns; }
+const std::shared_ptr<RowOptimizer>& TableBatch::optimizer() const noexcept {
+  return state_->optimizer;
+}
+std::int64_t TableBatch::workspace_bytes() const noexcept { return state_->workspace.bytes(); }
+
+at::Tensor empty_rows(std::int64_t rows, std::int64_t columns, at::ScalarType type,
+                      at::Device device) {
+  at::Tensor tensor = at::empty({rows, columns}, at::TensorOptions().dtype(type).device(device));
+  if (device.is_cpu()) {
+    const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
+    const auto begin = reinterpret_cast<std::uintptr_t>(tensor.data_ptr());
+    const std::uintptr_t first = (begin + page - 1) / page * page;
+    const std::uintptr_t last = (begin + tensor.nbytes()) / page * page;
+    // A wish: where the system has no huge pages, ordinary ones do.
+    if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+  }
+  return tensor;
+}
+
+}  // namespace tessera::embedding

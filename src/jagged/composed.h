@@ -1,0 +1,28 @@
+// src/jagged/composed.h — the operators of operators.h out of LibTorch's own.
+//
+// They run on every device, and where gradients are recorded; on the CPU they judge the kernels.
+
+#pragma once
+
+#include "tessera/core/export.h"
+#include "tessera/jagged/operators.h"
+
+namespace tessera::jagged::detail {
+
+/// The element of `data` that each element of the permuted result comes from. `sizes` and `order`
+/// are int64 on one device.
+TESSERA_API at::Tensor gather_index(const at::Tensor& sizes, const at::Tensor& order);
+
+TESSERA_API Bucketized bucketize_composed(const at::Tensor& lengths, const at::Tensor& values,
+                                          const at::Tensor& weights,
+                                          const BucketizeOptions& options);
+
+TESSERA_API at::Tensor to_padded_composed(const at::Tensor& values, const at::Tensor& offsets,
+                                          std::int64_t max_length, double padding_value);
+TESSERA_API at::Tensor from_padded_composed(const at::Tensor& dense, const at::Tensor& offsets,
+                                            std::int64_t num_values);
+
+/// Throws TypeError unless `tensor` is int32 or int64.
+void check_integers(const at::Tensor& tensor, const char* operation, const char* name);
+
+}  // namespace tessera::jagged::detail

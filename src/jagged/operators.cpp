@@ -1,0 +1,340 @@
+#include "tessera/jagged/operators.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include <ATen/Functions.h>
+#include <ATen/Parallel.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include "jagged/composed.h"
+#include "kernels/jagged.h"
+#include "tessera/core/check.h"
+
+namespace tessera::jagged {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::Function;
+using torch::autograd::Variable;
+using torch::autograd::variable_list;
+
+// About 32 KB of copies: below it, another thread is not worth waking.
+constexpr std::int64_t kGrainBytes = 32768;
+
+// Segments up to which cutting and concatenating is as good as a kernel.
+constexpr std::size_t kFewSegments = 256;
+
+std::int64_t row_bytes(const at::Tensor& data) {
+  std::int64_t elements = 1;
+  for (std::int64_t d = 1; d < data.dim(); ++d) elements *= data.size(d);
+  return elements * static_cast<std::int64_t>(data.element_size());
+}
+
+std::int64_t grain_of(std::int64_t num_segments, std::int64_t total_bytes) {
+  const std::int64_t bytes = total_bytes / std::max<std::int64_t>(1, num_segments);
+  return std::max<std::int64_t>(1, kGrainBytes / std::max<std::int64_t>(1, bytes));
+}
+
+bool records(const at::Tensor& data) {
+  return data.defined() && data.requires_grad() && at::GradMode::is_enabled();
+}
+
+// Running sums in int64, with 0 in front.
+at::Tensor wide_offsets(const at::Tensor& sizes) {
+  at::Tensor offsets = at::zeros({sizes.numel() + 1}, sizes.options().dtype(at::kLong));
+  if (sizes.numel() > 0) offsets.slice(0, 1).copy_(sizes.reshape({-1}).cumsum(0, at::kLong));
+  return offsets;
+}
+
+at::Tensor move_segments(const at::Tensor& data, const at::Tensor& sizes, const at::Tensor& order) {
+  if (!data.is_cpu() || records(data)) {
+    return data.index_select(0, detail::gather_index(sizes, order));
+  }
+  const at::Tensor from = wide_offsets(sizes);
+  const at::Tensor to = wide_offsets(sizes.index_select(0, order));
+  auto shape = data.sizes().vec();
+  const std::int64_t num_segments = order.numel();
+  shape[0] = to[num_segments].item<std::int64_t>();
+  const at::Tensor input = data.contiguous();
+  const std::int64_t bytes = row_bytes(input);
+  at::Tensor output = at::empty(shape, input.options());
+  at::parallel_for(0, num_segments, grain_of(num_segments, shape[0] * bytes),
+                   [&](std::int64_t begin, std::int64_t end) {
+                     kernels::copy_segments(static_cast<const char*>(input.const_data_ptr()), bytes,
+                                            from.const_data_ptr<std::int64_t>(),
+                                            order.const_data_ptr<std::int64_t>(),
+                                            to.const_data_ptr<std::int64_t>(), begin, end,
+                                            static_cast<char*>(output.data_ptr()));
+                   });
+  return output;
+}
+
+at::Tensor checked_order(const char* operation, const at::Tensor& order, std::int64_t num_segments,
+                         c10::Device device) {
+  detail::check_integers(order, operation, "the order");
+  const at::Tensor wide = order.reshape({-1}).to(at::kLong).contiguous();
+  if (wide.is_cpu() && wide.numel() > 0) {
+    const auto* begin = wide.const_data_ptr<std::int64_t>();
+    for (std::int64_t i = 0; i < wide.numel(); ++i) {
+      TESSERA_CHECK_INDEX(begin[i] >= 0 && begin[i] < num_segments, operation, ": entry ", i,
+                          " of the order is ", begin[i], "; there are ", num_segments,
+                          " segments.");
+    }
+  }
+  return wide.to(device);
+}
+
+JaggedParts permute(const char* operation, const at::Tensor& order, const at::Tensor& lengths,
+                    const at::Tensor& values, const at::Tensor& weights) {
+  detail::check_integers(lengths, operation, "the lengths");
+  const at::Tensor index = checked_order(operation, order, lengths.size(0), lengths.device());
+  const at::Tensor sizes =
+      (lengths.dim() == 2 ? lengths.sum(1, false, at::kLong) : lengths.to(at::kLong)).contiguous();
+  if (sizes.is_cpu()) {
+    const auto total = sizes.sum().item<std::int64_t>();
+    TESSERA_CHECK_VALUE(total == values.size(0), operation, ": the lengths add up to ", total,
+                        ", but there are ", values.size(0), " values.");
+  }
+  TESSERA_CHECK_VALUE(!weights.defined() || weights.size(0) == values.size(0), operation,
+                      ": there are ", weights.size(0), " weights for ", values.size(0), " values.");
+  return {lengths.index_select(0, index), move_segments(values, sizes, index),
+          weights.defined() ? move_segments(weights, sizes, index) : at::Tensor()};
+}
+
+}  // namespace
+
+void detail::check_integers(const at::Tensor& tensor, const char* operation, const char* name) {
+  TESSERA_CHECK_TYPE(tensor.scalar_type() == at::kInt || tensor.scalar_type() == at::kLong,
+                     operation, ": ", name, " must be int32 or int64, not ", tensor.scalar_type(),
+                     ".");
+}
+
+at::Tensor lengths_to_offsets(const at::Tensor& lengths) {
+  detail::check_integers(lengths, "jagged.lengths_to_offsets", "the lengths");
+  const at::Tensor flat = lengths.reshape({-1}).contiguous();
+  const std::int64_t count = flat.numel();
+  if (!flat.is_cpu()) return wide_offsets(flat).to(flat.scalar_type());
+  at::Tensor offsets = at::empty({count + 1}, flat.options());
+  const std::int64_t bad = flat.scalar_type() == at::kInt
+                               ? kernels::running_sums(flat.const_data_ptr<std::int32_t>(), count,
+                                                       offsets.data_ptr<std::int32_t>())
+                               : kernels::running_sums(flat.const_data_ptr<std::int64_t>(), count,
+                                                       offsets.data_ptr<std::int64_t>());
+  if (bad >= 0) {
+    const auto length = flat[bad].item<std::int64_t>();
+    TESSERA_CHECK_VALUE(length >= 0, "jagged.lengths_to_offsets: length ", bad, " is ", length,
+                        ".");
+    TESSERA_CHECK_VALUE(false, "jagged.lengths_to_offsets: the lengths add up to more than an ",
+                        flat.scalar_type() == at::kInt ? "int32" : "int64",
+                        " can hold, from length ", bad, " on. Use int64 lengths.");
+  }
+  return offsets;
+}
+
+at::Tensor offsets_to_lengths(const at::Tensor& offsets) {
+  detail::check_integers(offsets, "jagged.offsets_to_lengths", "the offsets");
+  if (offsets.numel() == 0) return at::empty({0}, offsets.options());
+  return offsets.slice(0, 1) - offsets.slice(0, 0, -1);
+}
+
+at::Tensor offsets_range(const at::Tensor& offsets, std::int64_t num_values) {
+  detail::check_integers(offsets, "jagged.offsets_range", "the offsets");
+  const auto options = offsets.options().dtype(at::kLong);
+  if (num_values == 0) return at::empty({0}, options);
+  const at::Tensor wide = offsets.to(at::kLong);
+  const at::Tensor begins = at::repeat_interleave(
+      wide.slice(0, 0, -1), wide.slice(0, 1) - wide.slice(0, 0, -1), 0, num_values);
+  return at::arange(num_values, options) - begins;
+}
+
+JaggedParts permute_1d(const at::Tensor& order, const at::Tensor& lengths, const at::Tensor& values,
+                       const at::Tensor& weights) {
+  TESSERA_CHECK_VALUE(lengths.dim() == 1, "jagged.permute_1d: the lengths have ", lengths.dim(),
+                      " dimensions, not 1.");
+  return permute("jagged.permute_1d", order, lengths, values, weights);
+}
+
+JaggedParts permute_2d(const at::Tensor& order, const at::Tensor& lengths, const at::Tensor& values,
+                       const at::Tensor& weights) {
+  TESSERA_CHECK_VALUE(lengths.dim() == 2, "jagged.permute_2d: the lengths have ", lengths.dim(),
+                      " dimensions, not 2.");
+  return permute("jagged.permute_2d", order, lengths, values, weights);
+}
+
+at::Tensor permute_segments(const at::Tensor& data, const std::vector<std::int64_t>& sizes,
+                            const std::vector<std::int64_t>& order) {
+  const auto num_segments = static_cast<std::int64_t>(sizes.size());
+  const std::int64_t total = std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0});
+  TESSERA_CHECK_VALUE(total == data.size(0), "jagged.permute_segments: the segments add up to ",
+                      total, " rows, but there are ", data.size(0), ".");
+  for (std::size_t i = 0; i < order.size(); ++i) {
+    TESSERA_CHECK_INDEX(order[i] >= 0 && order[i] < num_segments, "jagged.permute_segments: entry ",
+                        i, " of the order is ", order[i], "; there are ", num_segments,
+                        " segments.");
+  }
+  if (order.size() > kFewSegments) {
+    const auto options = at::TensorOptions(at::kLong);
+    return move_segments(data, at::tensor(sizes, options).to(data.device()),
+                         at::tensor(order, options).to(data.device()));
+  }
+  std::vector<std::int64_t> begins(sizes.size() + 1, 0);
+  std::partial_sum(sizes.begin(), sizes.end(), begins.begin() + 1);
+  std::vector<at::Tensor> parts;
+  parts.reserve(order.size());
+  for (const std::int64_t s : order) {
+    const auto at = static_cast<std::size_t>(s);
+    if (sizes[at] > 0) parts.push_back(data.narrow(0, begins[at], sizes[at]));
+  }
+  return parts.empty() ? data.narrow(0, 0, 0) : at::cat(parts);
+}
+
+UniqueIds unique_ids(const at::Tensor& lengths, const at::Tensor& values,
+                     const std::vector<std::int64_t>& bags_per_space) {
+  detail::check_integers(lengths, "jagged.unique_ids", "the lengths");
+  detail::check_integers(values, "jagged.unique_ids", "the ids");
+  const std::int64_t num_bags =
+      std::accumulate(bags_per_space.begin(), bags_per_space.end(), std::int64_t{0});
+  TESSERA_CHECK_VALUE(num_bags == lengths.numel(), "jagged.unique_ids: the spaces have ", num_bags,
+                      " bags, but there are ", lengths.numel(), " lengths.");
+  const at::Tensor offsets = wide_offsets(lengths).cpu();
+  const auto total = offsets[num_bags].item<std::int64_t>();
+  TESSERA_CHECK_VALUE(total == values.numel(), "jagged.unique_ids: the lengths add up to ", total,
+                      ", but there are ", values.numel(), " ids.");
+  const auto* begins = offsets.const_data_ptr<std::int64_t>();
+  std::vector<at::Tensor> ids;
+  std::vector<at::Tensor> reverse;
+  std::vector<std::int64_t> spread;
+  spread.reserve(static_cast<std::size_t>(num_bags));
+  std::int64_t bag = 0;
+  std::int64_t base = 0;
+  for (const std::int64_t bags : bags_per_space) {
+    const std::int64_t first = begins[bag];
+    const std::int64_t count = begins[bag + bags] - first;
+    std::int64_t found = 0;
+    if (count > 0) {
+      auto [unique, inverse, counts] =
+          at::_unique2(values.narrow(0, first, count), /*sorted=*/true, /*return_inverse=*/true);
+      found = unique.numel();
+      ids.push_back(unique);
+      reverse.push_back(inverse + base);
+    }
+    for (std::int64_t b = 0; b < bags; ++b) {
+      spread.push_back(found / bags + (b < found % bags ? 1 : 0));
+    }
+    bag += bags;
+    base += found;
+  }
+  const auto index = values.options().dtype(at::kLong);
+  return {ids.empty() ? values.narrow(0, 0, 0) : at::cat(ids),
+          at::tensor(spread, at::TensorOptions(at::kLong)).to(lengths.options()),
+          reverse.empty() ? at::empty({0}, index) : at::cat(reverse)};
+}
+
+namespace {
+
+// Two functions, each the other's backward, so derivatives of any order are right.
+struct ToPadded : Function<ToPadded> {
+  static Variable forward(AutogradContext* context, const Variable& values, const Variable& offsets,
+                          std::int64_t max_length, double padding_value);
+  static variable_list backward(AutogradContext* context, const variable_list& grads);
+};
+
+struct FromPadded : Function<FromPadded> {
+  static Variable forward(AutogradContext* context, const Variable& dense, const Variable& offsets,
+                          std::int64_t num_values);
+  static variable_list backward(AutogradContext* context, const variable_list& grads);
+};
+
+Variable ToPadded::forward(AutogradContext* context, const Variable& values,
+                           const Variable& offsets, std::int64_t max_length, double padding_value) {
+  context->save_for_backward({offsets});
+  context->saved_data["num_values"] = values.size(0);
+  const std::int64_t bags = offsets.numel() - 1;
+  auto shape = values.sizes().vec();
+  shape[0] = max_length;
+  shape.insert(shape.begin(), bags);
+  const at::Tensor input = values.contiguous();
+  const std::int64_t bytes = row_bytes(input);
+  at::Tensor dense = at::full(shape, padding_value, input.options());
+  at::parallel_for(0, bags, grain_of(bags, bags * max_length * bytes),
+                   [&](std::int64_t begin, std::int64_t end) {
+                     kernels::copy_to_rows(static_cast<const char*>(input.const_data_ptr()), bytes,
+                                           offsets.const_data_ptr<std::int64_t>(), max_length,
+                                           begin, end, static_cast<char*>(dense.data_ptr()));
+                   });
+  return dense;
+}
+
+variable_list ToPadded::backward(AutogradContext* context, const variable_list& grads) {
+  const Variable offsets = context->get_saved_variables()[0];
+  return {FromPadded::apply(grads[0], offsets, context->saved_data["num_values"].toInt()),
+          Variable(), Variable(), Variable()};
+}
+
+Variable FromPadded::forward(AutogradContext* context, const Variable& dense,
+                             const Variable& offsets, std::int64_t num_values) {
+  context->save_for_backward({offsets});
+  context->saved_data["max_length"] = dense.size(1);
+  auto shape = dense.sizes().vec();
+  shape.erase(shape.begin());
+  const std::int64_t max_length = shape[0];
+  shape[0] = num_values;
+  const at::Tensor input = dense.contiguous();
+  at::Tensor values = at::empty(shape, input.options());
+  const std::int64_t bytes = row_bytes(values);
+  const std::int64_t bags = offsets.numel() - 1;
+  at::parallel_for(
+      0, bags, grain_of(bags, num_values * bytes), [&](std::int64_t begin, std::int64_t end) {
+        kernels::copy_from_rows(static_cast<const char*>(input.const_data_ptr()), bytes,
+                                offsets.const_data_ptr<std::int64_t>(), max_length, begin, end,
+                                static_cast<char*>(values.data_ptr()));
+      });
+  return values;
+}
+
+variable_list FromPadded::backward(AutogradContext* context, const variable_list& grads) {
+  const Variable offsets = context->get_saved_variables()[0];
+  return {ToPadded::apply(grads[0], offsets, context->saved_data["max_length"].toInt(), 0.0),
+          Variable(), Variable()};
+}
+
+at::Tensor padded_offsets(const char* operation, const at::Tensor& offsets,
+                          std::int64_t num_values) {
+  detail::check_integers(offsets, operation, "the offsets");
+  TESSERA_CHECK_VALUE(offsets.dim() == 1 && offsets.numel() > 0, operation,
+                      ": the offsets must be [bags + 1], not ", offsets.sizes(), ".");
+  const at::Tensor wide = offsets.to(at::kLong).contiguous();
+  if (wide.is_cpu()) {
+    const auto* at = wide.const_data_ptr<std::int64_t>();
+    const std::int64_t bags = wide.numel() - 1;
+    TESSERA_CHECK_VALUE(at[0] == 0 && at[bags] == num_values && std::is_sorted(at, at + bags + 1),
+                        operation, ": the offsets must rise from 0 to the number of values, ",
+                        num_values, "; they go from ", at[0], " to ", at[bags], ".");
+  }
+  return wide;
+}
+
+}  // namespace
+
+at::Tensor jagged_to_padded_dense(const at::Tensor& values, const at::Tensor& offsets,
+                                  std::int64_t max_length, double padding_value) {
+  TESSERA_CHECK_VALUE(max_length >= 0, "jagged.to_padded_dense: the length is ", max_length, ".");
+  const at::Tensor wide = padded_offsets("jagged.to_padded_dense", offsets, values.size(0));
+  if (!values.is_cpu()) {
+    return detail::to_padded_composed(values, wide, max_length, padding_value);
+  }
+  return ToPadded::apply(values, wide, max_length, padding_value);
+}
+
+at::Tensor padded_dense_to_jagged(const at::Tensor& dense, const at::Tensor& offsets,
+                                  std::int64_t num_values) {
+  const at::Tensor wide = padded_offsets("jagged.padded_dense_to_jagged", offsets, num_values);
+  TESSERA_CHECK_VALUE(dense.dim() >= 2 && dense.size(0) == wide.numel() - 1,
+                      "jagged.padded_dense_to_jagged: the dense tensor has shape ", dense.sizes(),
+                      ", the offsets have ", wide.numel() - 1, " bags.");
+  if (!dense.is_cpu()) return detail::from_padded_composed(dense, wide, num_values);
+  return FromPadded::apply(dense, wide, num_values);
+}
+
+}  // namespace tessera::jagged

@@ -1,0 +1,663 @@
+// A batch of tables as its users see it: values, gradients, steps and errors. LibTorch's own
+// embedding_bag and index_add are the judges.
+
+#include "tessera/embedding/table_batch.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include <ATen/Parallel.h>
+
+namespace tessera::embedding {
+namespace {
+
+using at::Tensor;
+
+template <typename Body>
+std::string text_of(const Body& body) {
+  try {
+    body();
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  }
+  return "";
+}
+
+Tensor longs(const std::vector<std::int64_t>& values) { return at::tensor(values, at::kLong); }
+
+struct Threads {
+  explicit Threads(int count) : before(at::get_num_threads()) { at::set_num_threads(count); }
+  ~Threads() { at::set_num_threads(before); }
+  int before;
+};
+
+/// Three tables of 3, 17 and 64 columns; table 1 is a mean and serves two features.
+struct Fixture {
+  explicit Fixture(TableBatchOptions options = {}, at::ScalarType type = at::kFloat) {
+    at::manual_seed(7);
+    const std::int64_t rows[] = {11, 7, 5000};
+    const std::int64_t columns[] = {3, 17, 64};
+    for (int i = 0; i < 3; ++i) {
+      Tensor weight = at::rand({rows[i], columns[i]}).sub_(0.5).to(type);
+      weight.requires_grad_(true);
+      tables.push_back({std::string("t").append(std::to_string(i)), weight,
+                        i == 1 ? PoolingType::kMean : PoolingType::kSum});
+    }
+    batch.emplace(tables, features, options);
+  }
+  /// Four features, `size` samples each, 0 to 4 ids a sample.
+  LookupInput input(std::int64_t size, bool is_weighted = false, at::ScalarType type = at::kLong,
+                    std::vector<std::int64_t> sizes = {}) const {
+    at::manual_seed(11);
+    std::vector<Tensor> ids;
+    std::vector<Tensor> lengths;
+    for (std::size_t f = 0; f < features.size(); ++f) {
+      const std::int64_t count = sizes.empty() ? size : sizes[f];
+      lengths.push_back(at::randint(0, 5, {count}, at::kLong));
+      const auto total = lengths.back().sum().item<std::int64_t>();
+      ids.push_back(at::randint(tables[features[f].table].weight.size(0), {total}, at::kLong));
+    }
+    LookupInput input;
+    input.ids = at::cat(ids).to(type);
+    input.offsets = at::cat({at::zeros({1}, at::kLong), at::cat(lengths).cumsum(0)}).to(type);
+    if (is_weighted) input.weights = at::rand({input.ids.numel()}).add_(0.5);
+    input.batch_sizes = std::move(sizes);
+    return input;
+  }
+  /// What `pooled` should give, from LibTorch, with a graph to the weights.
+  Tensor judge(const LookupInput& input, std::vector<Tensor>* parts = nullptr) const {
+    const Tensor offsets = input.offsets.to(at::kLong);
+    const auto* offset = offsets.const_data_ptr<std::int64_t>();
+    std::vector<Tensor> columns;
+    std::int64_t bag = 0;
+    for (std::size_t f = 0; f < features.size(); ++f) {
+      const Table& table = tables[static_cast<std::size_t>(features[f].table)];
+      const std::int64_t size = input.batch_sizes.empty()
+                                    ? (offsets.numel() - 1) / static_cast<std::int64_t>(4)
+                                    : input.batch_sizes[f];
+      std::vector<Tensor> rows;
+      for (std::int64_t b = bag; b < bag + size; ++b) {
+        const Tensor ids = input.ids.slice(0, offset[b], offset[b + 1]).to(at::kLong);
+        Tensor found = table.weight.index_select(0, ids).to(at::kDouble);
+        if (input.weights.defined()) {
+          found = found * input.weights.slice(0, offset[b], offset[b + 1]).unsqueeze(1);
+        }
+        found = found.sum(0);
+        if (table.pooling == PoolingType::kMean && ids.numel() > 0) found = found / ids.numel();
+        rows.push_back(found);
+      }
+      bag += size;
+      columns.push_back(rows.empty() ? at::zeros({0, table.weight.size(1)}, at::kDouble)
+                                     : at::stack(rows));
+    }
+    if (parts != nullptr) *parts = columns;
+    if (input.batch_sizes.empty()) return at::cat(columns, 1);
+    for (Tensor& column : columns) column = column.reshape({-1});
+    return at::cat(columns);
+  }
+  std::vector<Tensor> clones() const {
+    std::vector<Tensor> found;
+    for (const Table& table : tables) found.push_back(table.weight.detach().clone());
+    return found;
+  }
+  std::vector<Table> tables;
+  std::vector<Feature> features{{"a", 0}, {"b", 1}, {"c", 2}, {"d", 1}};
+  std::optional<TableBatch> batch;
+};
+
+void expect_close(const Tensor& found, const Tensor& wanted, double slack = 1e-5) {
+  ASSERT_EQ(found.sizes(), wanted.sizes());
+  EXPECT_TRUE(at::allclose(found.to(at::kDouble), wanted.to(at::kDouble), slack, slack))
+      << (found.to(at::kDouble) - wanted.to(at::kDouble)).abs().max();
+}
+
+TEST(TableBatch, PoolsAsLibTorchDoes) {
+  for (const auto type : {at::kFloat, at::kHalf, at::kBFloat16}) {
+    const Fixture fixture({}, type);
+    for (const auto id_type : {at::kLong, at::kInt}) {
+      for (const bool is_weighted : {false, true}) {
+        for (const std::int64_t size : {0, 1, 3, 200}) {
+          const LookupInput input = fixture.input(size, is_weighted, id_type);
+          const Tensor found = fixture.batch->pooled(input);
+          EXPECT_EQ(found.scalar_type(), at::kFloat);
+          expect_close(found, fixture.judge(input));
+          Tensor output = at::full_like(found, -7).detach();
+          fixture.batch->pooled_out(input, output);
+          EXPECT_TRUE(output.equal(found));
+        }
+      }
+    }
+    const LookupInput uneven = fixture.input(0, true, at::kLong, {5, 0, 130, 1});
+    expect_close(fixture.batch->pooled(uneven), fixture.judge(uneven));
+  }
+}
+
+TEST(TableBatch, SequenceGivesTheRowsThemselves) {
+  const Fixture fixture;
+  const LookupInput input = fixture.input(6, true);
+  const Tensor found = fixture.batch->sequence(input);
+  std::vector<Tensor> wanted;
+  const auto* offset = input.offsets.const_data_ptr<std::int64_t>();
+  for (int f = 0; f < 4; ++f) {
+    const Tensor ids = input.ids.slice(0, offset[f * 6], offset[f * 6 + 6]);
+    const Tensor weights = input.weights.slice(0, offset[f * 6], offset[f * 6 + 6]);
+    const Table& table = fixture.tables[fixture.features[f].table];
+    wanted.push_back((table.weight.index_select(0, ids) * weights.unsqueeze(1)).reshape({-1}));
+  }
+  EXPECT_TRUE(found.equal(at::cat(wanted)));
+}
+
+TEST(TableBatch, GradientsAreLibTorchs) {
+  for (const auto form : {GradientForm::kDense, GradientForm::kSparse}) {
+    for (const bool is_weighted : {false, true}) {
+      for (const int threads : {1, 3}) {
+        const Threads guard(threads);
+        Fixture fixture({.gradients = form});
+        LookupInput input = fixture.input(200, is_weighted);
+        if (is_weighted) input.weights.requires_grad_(true);
+        // A gradient that comes as a slice: rows further apart than they are long.
+        const Tensor grad = at::rand({200, 150}).slice(1, 20, 121);
+        std::vector<Tensor> inputs;
+        for (const Table& table : fixture.tables) inputs.push_back(table.weight);
+        if (is_weighted) inputs.push_back(input.weights);
+        const Tensor wanted_output = fixture.judge(input);
+        wanted_output.backward(grad.to(at::kDouble));
+        std::vector<Tensor> wanted;
+        for (Tensor& tensor : inputs) {
+          wanted.push_back(tensor.grad().clone());
+          tensor.mutable_grad() = Tensor();
+        }
+        fixture.batch->pooled(input).backward(grad);
+        for (std::size_t i = 0; i < inputs.size(); ++i) {
+          const Tensor found = inputs[i].grad();
+          if (i < 3) {
+            EXPECT_EQ(found.is_sparse(), form == GradientForm::kSparse);
+          }
+          expect_close(found.is_sparse() ? found.to_dense() : found, wanted[i]);
+        }
+      }
+    }
+  }
+}
+
+TEST(TableBatch, SequenceGradientsAreLibTorchs) {
+  Fixture fixture({.gradients = GradientForm::kSparse});
+  LookupInput input = fixture.input(50, true);
+  input.weights.requires_grad_(true);
+  const Tensor output = fixture.batch->sequence(input);
+  const Tensor grad = at::rand_like(output);
+  output.backward(grad);
+  const auto* offset = input.offsets.const_data_ptr<std::int64_t>();
+  std::int64_t place = 0;
+  std::vector<Tensor> wanted;
+  for (const Table& table : fixture.tables) wanted.push_back(at::zeros_like(table.weight));
+  std::vector<Tensor> of_weights;
+  for (int f = 0; f < 4; ++f) {
+    const auto table = static_cast<std::size_t>(fixture.features[f].table);
+    const Tensor weight = fixture.tables[table].weight.detach();
+    const Tensor ids = input.ids.slice(0, offset[f * 50], offset[f * 50 + 50]);
+    const std::int64_t count = ids.numel() * weight.size(1);
+    const Tensor rows = grad.slice(0, place, place + count).view({-1, weight.size(1)});
+    const Tensor factors = input.weights.detach().slice(0, offset[f * 50], offset[f * 50 + 50]);
+    wanted[table].detach().index_add_(0, ids, rows * factors.unsqueeze(1));
+    of_weights.push_back((rows * weight.index_select(0, ids)).sum(1));
+    place += count;
+  }
+  for (std::size_t i = 0; i < 3; ++i) {
+    expect_close(fixture.tables[i].weight.grad().to_dense(), wanted[i]);
+  }
+  expect_close(input.weights.grad(), at::cat(of_weights));
+}
+
+TEST(TableBatch, NobodyAsksNobodyComputes) {
+  Fixture fixture;
+  fixture.tables[0].weight.requires_grad_(false);
+  const LookupInput input = fixture.input(5, true);
+  fixture.batch->pooled(input).sum().backward();
+  EXPECT_FALSE(fixture.tables[0].weight.grad().defined());
+  EXPECT_FALSE(input.weights.grad().defined());
+  EXPECT_TRUE(fixture.tables[1].weight.grad().defined());
+}
+
+// One step of every rule in double, for tables whose every gradient is known.
+struct Judge {
+  Judge(const OptimizerOptions& options, std::vector<Tensor> weights) : o(options) {
+    for (Tensor& weight : weights) {
+      w.push_back(weight.to(at::kDouble));
+      m.push_back(at::zeros_like(w.back()));
+      v.push_back(at::zeros_like(w.back()));
+    }
+  }
+  /// `touched`: rows that were looked up, as a column of 0 and 1.
+  void step(std::size_t i, Tensor g, const Tensor& touched) {
+    const Tensor before_w = w[i].clone();
+    const Tensor before_m = m[i].clone();
+    const Tensor before_v = v[i].clone();
+    const bool is_layerwise = o.kind == OptimizerKind::kLamb ||
+                              o.kind == OptimizerKind::kPartialRowWiseLamb ||
+                              o.kind == OptimizerKind::kLarsSgd;
+    const bool is_decoupled =
+        o.kind == OptimizerKind::kAdamW || o.weight_decay_mode == WeightDecayMode::kDecoupled;
+    if (!is_layerwise && is_decoupled) w[i] = w[i] * (1 - o.learning_rate * o.weight_decay);
+    if (!is_layerwise && !is_decoupled) g = g + o.weight_decay * w[i];
+    const auto row_mean = [](const Tensor& x) { return x.pow(2).mean(1, true).expand_as(x); };
+    const auto norm = [](const Tensor& x) { return x.pow(2).sum(1, true).sqrt(); };
+    const auto adam = [&](const Tensor& square) {
+      m[i] = o.beta1 * m[i] + (1 - o.beta1) * g;
+      v[i] = o.beta2 * v[i] + (1 - o.beta2) * square;
+      return m[i] / (1 - std::pow(o.beta1, t)) /
+             ((v[i] / (1 - std::pow(o.beta2, t))).sqrt() + o.eps);
+    };
+    const auto lamb = [&](const Tensor& square) {
+      const Tensor u = adam(square) + o.weight_decay * w[i];
+      const Tensor ratio = norm(w[i]) / norm(u);
+      w[i] = w[i] - o.learning_rate * ratio * u;
+    };
+    switch (o.kind) {
+      case OptimizerKind::kSgd:
+        w[i] = w[i] - o.learning_rate * g;
+        break;
+      case OptimizerKind::kAdagrad:
+        m[i] = m[i] + g.pow(2);
+        w[i] = w[i] - o.learning_rate * g / (m[i].sqrt() + o.eps);
+        break;
+      case OptimizerKind::kRowWiseAdagrad:
+        m[i] = m[i] + row_mean(g);
+        w[i] = w[i] - o.learning_rate * g / (m[i].sqrt() + o.eps);
+        break;
+      case OptimizerKind::kAdam:
+      case OptimizerKind::kAdamW:
+        w[i] = w[i] - o.learning_rate * adam(g.pow(2));
+        break;
+      case OptimizerKind::kPartialRowWiseAdam:
+        w[i] = w[i] - o.learning_rate * adam(row_mean(g));
+        break;
+      case OptimizerKind::kLamb:
+        lamb(g.pow(2));
+        break;
+      case OptimizerKind::kPartialRowWiseLamb:
+        lamb(row_mean(g));
+        break;
+      case OptimizerKind::kLarsSgd: {
+        const Tensor rate =
+            o.learning_rate * o.eta * norm(w[i]) / (norm(g) + o.weight_decay * norm(w[i]));
+        m[i] = o.momentum * m[i] + rate * (g + o.weight_decay * w[i]);
+        w[i] = w[i] - m[i];
+        break;
+      }
+    }
+    w[i] = at::where(touched, w[i], before_w);
+    m[i] = at::where(touched, m[i], before_m);
+    v[i] = at::where(touched, v[i], before_v);
+  }
+  OptimizerOptions o;
+  std::vector<Tensor> w, m, v;
+  double t = 0;
+};
+
+constexpr OptimizerKind kKinds[] = {OptimizerKind::kSgd,
+                                    OptimizerKind::kAdagrad,
+                                    OptimizerKind::kRowWiseAdagrad,
+                                    OptimizerKind::kAdam,
+                                    OptimizerKind::kAdamW,
+                                    OptimizerKind::kPartialRowWiseAdam,
+                                    OptimizerKind::kLamb,
+                                    OptimizerKind::kPartialRowWiseLamb,
+                                    OptimizerKind::kLarsSgd};
+
+OptimizerOptions options_of(OptimizerKind kind) {
+  return {.kind = kind,
+          .learning_rate = 0.05,
+          .eps = 1e-4,
+          .weight_decay = 0.02,
+          .weight_decay_mode = WeightDecayMode::kL2,
+          .eta = 0.5};
+}
+
+TEST(TableBatch, FusedStepsAreExactWithDuplicates) {
+  for (const OptimizerKind kind : kKinds) {
+    for (const auto mode : {WeightDecayMode::kL2, WeightDecayMode::kDecoupled}) {
+      SCOPED_TRACE(std::string(name_of(kind)));
+      OptimizerOptions options = options_of(kind);
+      options.weight_decay_mode = mode;
+      Fixture fixture({.gradients = GradientForm::kFused, .optimizer = options});
+      const Fixture twin;  // same weights, gradients from LibTorch
+      Judge judge(options, fixture.clones());
+      for (int step = 0; step < 3; ++step) {
+        const LookupInput input = fixture.input(64 + step, step == 1);
+        const Tensor grad = at::rand({64 + step, 101}).sub_(0.5);
+        for (std::size_t i = 0; i < 3; ++i) {
+          twin.tables[i].weight.mutable_grad() = Tensor();
+          at::NoGradGuard no_grad;
+          twin.tables[i].weight.copy_(judge.w[i]);
+        }
+        std::vector<Tensor> parts;
+        twin.judge(input, &parts);
+        at::cat(parts, 1).backward(grad.to(at::kDouble));
+        ++judge.t;
+        const auto* offset = input.offsets.const_data_ptr<std::int64_t>();
+        for (std::size_t i = 0; i < 3; ++i) {
+          Tensor touched = at::zeros({fixture.tables[i].weight.size(0)}, at::kBool);
+          for (int f = 0; f < 4; ++f) {
+            if (fixture.features[f].table != static_cast<std::int64_t>(i)) continue;
+            const Tensor ids =
+                input.ids.slice(0, offset[f * (64 + step)], offset[(f + 1) * (64 + step)]);
+            touched.index_fill_(0, ids, true);
+          }
+          judge.step(i, twin.tables[i].weight.grad().to(at::kDouble), touched.unsqueeze(1));
+        }
+        fixture.batch->pooled(input).backward(grad);
+        EXPECT_EQ(fixture.batch->optimizer()->num_steps(), step + 1);
+        for (std::size_t i = 0; i < 3; ++i) {
+          expect_close(fixture.tables[i].weight.detach(), judge.w[i], 3e-5);
+          EXPECT_FALSE(fixture.tables[i].weight.grad().defined());
+        }
+      }
+    }
+  }
+}
+
+TEST(TableBatch, TheNumberOfThreadsChangesNoBit) {
+  for (const auto type : {at::kFloat, at::kBFloat16}) {
+    std::vector<std::vector<Tensor>> results;
+    for (const int threads : {1, 2, 3, 4}) {
+      const Threads guard(threads);
+      OptimizerOptions options = options_of(OptimizerKind::kRowWiseAdagrad);
+      options.stochastic_rounding = true;
+      Fixture fixture({.gradients = GradientForm::kFused, .optimizer = options}, type);
+      for (int step = 0; step < 2; ++step) {
+        // Enough ids that tables are cut, and one of them has most.
+        const LookupInput input = fixture.input(0, true, at::kLong, {50, 700, 20000, 3});
+        fixture.batch->pooled(input).pow(2).sum().backward();
+      }
+      results.push_back(fixture.clones());
+      for (const auto& [name, tensor] : fixture.batch->optimizer()->state_dict()) {
+        results.back().push_back(tensor.clone());
+      }
+      for (std::size_t i = 0; i < results.back().size(); ++i) {
+        EXPECT_TRUE(results.back()[i].equal(results.front()[i])) << threads << " threads, " << i;
+      }
+    }
+  }
+}
+
+TEST(TableBatch, UnfusedPassesAddUpToOneStep) {
+  for (const OptimizerKind kind : kKinds) {
+    SCOPED_TRACE(std::string(name_of(kind)));
+    // Two halves and one whole batch: the same gradient, so the same step.
+    Fixture halves({.gradients = GradientForm::kSparse});
+    Fixture whole({.gradients = GradientForm::kSparse});
+    const auto optimizer_of = [&](const Fixture& fixture) {
+      std::vector<std::pair<std::string, Tensor>> weights;
+      for (const Table& table : fixture.tables) weights.emplace_back(table.name, table.weight);
+      return RowOptimizer(weights, options_of(kind));
+    };
+    RowOptimizer of_halves = optimizer_of(halves);
+    RowOptimizer of_whole = optimizer_of(whole);
+    for (int step = 0; step < 2; ++step) {
+      const LookupInput input = whole.input(40);
+      const Tensor grad = at::rand({40, 101});
+      whole.batch->pooled(input).backward(grad);
+      halves.batch->pooled(input).backward(0.25 * grad);
+      halves.batch->pooled(input).backward(0.75 * grad);
+      const double norm = of_whole.clip_grad_norm(0.5);
+      double wanted = 0;
+      for (const Table& table : halves.tables) {
+        wanted += table.weight.grad().to_dense().to(at::kDouble).pow(2).sum().item<double>();
+      }
+      EXPECT_NEAR(norm, std::sqrt(wanted), 1e-4 * norm);
+      EXPECT_NEAR(of_halves.clip_grad_norm(0.5), norm, 1e-5 * norm);
+      EXPECT_NEAR(of_halves.clip_grad_norm(0.5), 0.5, 1e-6);
+      of_whole.step();
+      of_halves.step();
+      of_whole.zero_grad();
+      of_halves.zero_grad();
+      for (std::size_t i = 0; i < 3; ++i) {
+        expect_close(halves.tables[i].weight.detach(), whole.tables[i].weight.detach(), 1e-5);
+        EXPECT_FALSE(whole.tables[i].weight.grad().defined());
+      }
+    }
+  }
+}
+
+TEST(TableBatch, FusedAndUnfusedGiveTheSameBits) {
+  for (const OptimizerKind kind : kKinds) {
+    Fixture fused({.gradients = GradientForm::kFused, .optimizer = options_of(kind)});
+    Fixture sparse({.gradients = GradientForm::kSparse});
+    Fixture dense({.gradients = GradientForm::kDense});
+    std::vector<std::pair<std::string, Tensor>> weights;
+    for (const Table& table : sparse.tables) weights.emplace_back(table.name, table.weight);
+    RowOptimizer optimizer(weights, options_of(kind));
+    const LookupInput input = fused.input(30);
+    const Tensor grad = at::rand({30, 101});
+    fused.batch->pooled(input).backward(grad);
+    sparse.batch->pooled(input).backward(grad);
+    optimizer.step();
+    for (std::size_t i = 0; i < 3; ++i) {
+      EXPECT_TRUE(fused.tables[i].weight.equal(sparse.tables[i].weight)) << name_of(kind);
+    }
+    // A dense gradient steps every row.
+    weights.clear();
+    weights.emplace_back("t0", dense.tables[0].weight);
+    RowOptimizer of_dense(weights, {.learning_rate = 0.5});
+    const Tensor before = dense.tables[0].weight.detach().clone();
+    dense.batch->pooled(input).backward(grad);
+    of_dense.clip_grad_value(0.125);
+    of_dense.step();
+    expect_close(dense.tables[0].weight.detach(),
+                 before - 0.5 * dense.tables[0].weight.grad().clamp(-0.125, 0.125), 1e-6);
+  }
+}
+
+TEST(TableBatch, MaxGradientLimitsWhatComesIn) {
+  OptimizerOptions options{.learning_rate = 1.0, .max_gradient = 0.25};
+  Fixture fixture({.gradients = GradientForm::kFused, .optimizer = options});
+  const Tensor before = fixture.tables[0].weight.detach().clone();
+  LookupInput input;
+  input.ids = longs({4, 4, 5});
+  input.offsets = longs({0, 2, 3, 3, 3, 3, 3, 3, 3});
+  Tensor grad = at::zeros({2, 101});
+  grad.select(0, 0).slice(0, 0, 3).copy_(at::tensor(std::vector<double>{3.0, -0.125, -9.0}));
+  fixture.batch->pooled(input).backward(grad);
+  Tensor wanted = before.clone();
+  wanted[4] -= 2 * at::tensor(std::vector<double>{0.25, -0.125, -0.25});
+  expect_close(fixture.tables[0].weight.detach(), wanted, 1e-6);
+}
+
+TEST(TableBatch, TheLearningRateChangesFromTheNextStepOn) {
+  Fixture fixture({.gradients = GradientForm::kFused, .optimizer = {.learning_rate = 1.0}});
+  const LookupInput input = fixture.input(5);
+  fixture.batch->optimizer()->set_learning_rate(0.0);
+  const std::vector<Tensor> before = fixture.clones();
+  fixture.batch->pooled(input).sum().backward();
+  for (std::size_t i = 0; i < 3; ++i) EXPECT_TRUE(fixture.tables[i].weight.equal(before[i]));
+  EXPECT_EQ(fixture.batch->optimizer()->options().learning_rate, 0.0);
+}
+
+TEST(TableBatch, StateGoesIntoADictionaryAndBack) {
+  const OptimizerOptions options = options_of(OptimizerKind::kPartialRowWiseAdam);
+  Fixture first({.gradients = GradientForm::kFused, .optimizer = options});
+  Fixture second({.gradients = GradientForm::kFused, .optimizer = options});
+  const LookupInput input = first.input(20);
+  first.batch->pooled(input).pow(2).sum().backward();
+  auto state = first.batch->optimizer()->state_dict();
+  EXPECT_EQ(state.size(), 7U);
+  EXPECT_EQ(state.at("t2.momentum1").sizes(), at::IntArrayRef({5000, 64}));
+  EXPECT_EQ(state.at("t2.momentum2").sizes(), at::IntArrayRef({5000}));
+  second.batch->optimizer()->load_state_dict(state);
+  for (std::size_t i = 0; i < 3; ++i) {
+    at::NoGradGuard no_grad;
+    second.tables[i].weight.copy_(first.tables[i].weight);
+  }
+  first.batch->pooled(input).pow(2).sum().backward();
+  second.batch->pooled(input).pow(2).sum().backward();
+  for (std::size_t i = 0; i < 3; ++i) {
+    EXPECT_TRUE(first.tables[i].weight.equal(second.tables[i].weight));
+  }
+  auto wrong = state;
+  wrong.erase("t1.momentum2");
+  EXPECT_EQ(text_of([&] { second.batch->optimizer()->load_state_dict(wrong); }),
+            "embedding.load_state_dict: 't1.momentum2' is missing.");
+  wrong = state;
+  wrong["t9.momentum1"] = at::zeros({1});
+  EXPECT_EQ(text_of([&] { second.batch->optimizer()->load_state_dict(wrong); }),
+            "embedding.load_state_dict: 't9.momentum1' is nothing this optimizer "
+            "(PARTIAL_ROWWISE_ADAM) has a state for.");
+  wrong = state;
+  wrong["t0.momentum2"] = at::zeros({4});
+  EXPECT_EQ(text_of([&] { second.batch->optimizer()->load_state_dict(wrong); }),
+            "embedding.load_state_dict: 't0.momentum2' has shape [4], it should have [11].");
+}
+
+TEST(TableBatch, StochasticRoundingMovesWhatRoundingWouldNot) {
+  // Steps of 2^-12 on bfloat16 ones vanish when rounded to nearest.
+  for (const bool is_stochastic : {false, true}) {
+    Tensor weight = at::ones({4, 64}, at::kBFloat16);
+    TableBatch batch(
+        {{"t", weight}}, {{"f", 0}},
+        {.gradients = GradientForm::kFused,
+         .optimizer = {.learning_rate = 0x1p-12, .stochastic_rounding = is_stochastic, .seed = 5}});
+    LookupInput input;
+    input.ids = longs({0, 1, 2, 3});
+    input.offsets = longs({0, 4});
+    for (int step = 0; step < 400; ++step) batch.pooled(input).sum().backward();
+    const double mean = weight.to(at::kDouble).mean().item<double>();
+    if (is_stochastic) {
+      EXPECT_NEAR(mean, 1.0 - 400 * 0x1p-12, 0.005);
+    } else {
+      EXPECT_EQ(mean, 1.0);
+    }
+  }
+}
+
+TEST(TableBatch, IdsOutsideTheirTable) {
+  LookupInput input;
+  input.ids = longs({3, 10, 2, 0, 7});
+  input.offsets = longs({0, 2, 2, 3, 4, 4, 5, 5, 5});
+  for (const auto mode :
+       {BoundsCheckMode::kFatal, BoundsCheckMode::kWarning, BoundsCheckMode::kIgnore}) {
+    Fixture fixture({.gradients = GradientForm::kSparse, .bounds_check = mode});
+    fixture.batch->pooled(input);  // everything is inside
+    input.ids[1] = std::int64_t{1} << 40;
+    if (mode == BoundsCheckMode::kFatal) {
+      EXPECT_EQ(text_of([&] { fixture.batch->pooled(input); }),
+                "embedding.pooled: feature 'a', sample 0 has id 1099511627776, but table 't0' has "
+                "11 rows.");
+      EXPECT_EQ(text_of([&] { fixture.batch->sequence(input); }),
+                "embedding.sequence: feature 'a', sample 0 has id 1099511627776, but table 't0' "
+                "has 11 rows.");
+      EXPECT_THROW(fixture.batch->pooled(input), c10::IndexError);
+      input.ids[1] = 10;
+      input.ids[2] = -1;
+      EXPECT_EQ(text_of([&] { fixture.batch->pooled(input); }),
+                "embedding.pooled: feature 'b', sample 0 has id -1, but table 't1' has 7 rows.");
+      input.ids[2] = 2;
+      continue;
+    }
+    const Tensor output = fixture.batch->pooled(input);
+    const Tensor weight = fixture.tables[0].weight.detach();
+    expect_close(output.detach()[0].slice(0, 0, 3), weight[3] + weight[0], 1e-6);
+    output.sum().backward();
+    EXPECT_TRUE(fixture.tables[0].weight.grad().coalesce().indices()[0].equal(longs({0, 3})));
+    input.ids[1] = 10;
+  }
+}
+
+TEST(TableBatch, ATableWithoutRowsGivesZeros) {
+  Tensor weight = at::empty({0, 5});
+  weight.requires_grad_(true);
+  for (const auto form : {GradientForm::kDense, GradientForm::kSparse, GradientForm::kFused}) {
+    TableBatch batch({{"t", weight}}, {{"f", 0}}, {.gradients = form});
+    LookupInput input;
+    input.ids = at::empty({0}, at::kLong);
+    input.offsets = longs({0, 0, 0});
+    const Tensor output = batch.pooled(input);
+    EXPECT_TRUE(output.equal(at::zeros({2, 5})));
+    output.sum().backward();
+    input.ids = longs({0});
+    input.offsets = longs({0, 0, 1});
+    EXPECT_EQ(text_of([&] { batch.pooled(input); }),
+              "embedding.pooled: feature 'f', sample 1 has id 0, but table 't' has 0 rows.");
+  }
+}
+
+TEST(TableBatch, WorkBuffersStopGrowing) {
+  Fixture fixture({.gradients = GradientForm::kFused});
+  const LookupInput input = fixture.input(300);
+  fixture.batch->pooled(input).sum().backward();
+  const std::int64_t bytes = fixture.batch->workspace_bytes();
+  EXPECT_GT(bytes, 0);
+  for (int step = 0; step < 5; ++step) fixture.batch->pooled(input).sum().backward();
+  fixture.batch->pooled(fixture.input(20)).sum().backward();
+  EXPECT_EQ(fixture.batch->workspace_bytes(), bytes);
+}
+
+TEST(TableBatch, SaysWhatIsWrong) {
+  const Fixture fixture;
+  const TableBatch& batch = *fixture.batch;
+  const LookupInput good = fixture.input(2);
+  const auto text = [&](auto change) {
+    LookupInput input = good;
+    change(input);
+    return text_of([&] { batch.pooled(input); });
+  };
+  EXPECT_EQ(text([](auto& input) { input.ids = input.ids.view({1, -1}); }),
+            "embedding.pooled: the ids must be a contiguous tensor of one dimension.");
+  EXPECT_EQ(text([](auto& input) { input.ids = input.ids.to(at::kFloat); }),
+            "embedding.pooled: the ids are Float; they must be int32 or int64.");
+  EXPECT_EQ(text([](auto& input) { input.offsets = input.offsets.to(at::kFloat); }),
+            "embedding.pooled: the offsets are Float; they must be int32 or int64.");
+  EXPECT_EQ(
+      text([](auto& input) { input.offsets = input.offsets.slice(0, 1).clone(); }),
+      "embedding.pooled: there are 8 offsets, and one less is no multiple of the 4 features.");
+  EXPECT_EQ(text([](auto& input) { input.offsets = at::flip(input.offsets, {0}); }),
+            "embedding.pooled: the offsets do not ascend from 0 to the number of ids.");
+  EXPECT_EQ(text([](auto& input) { input.weights = at::ones({1}); }),
+            std::string("embedding.pooled: there are 1 weights for ")
+                .append(std::to_string(good.ids.numel()))
+                .append(" ids."));
+  EXPECT_EQ(text([](auto& input) { input.weights = at::ones(input.ids.sizes(), at::kDouble); }),
+            "embedding.pooled: the weights are Double; they must be float32.");
+  EXPECT_EQ(text([](auto& input) { input.batch_sizes = {2, 2}; }),
+            "embedding.pooled: there are 2 batch sizes for 4 features.");
+  EXPECT_EQ(text([](auto& input) { input.batch_sizes = {2, 2, 2, 3}; }),
+            "embedding.pooled: there are 9 offsets for batch sizes that sum up to 9; there must be "
+            "one more.");
+  Tensor wrong = at::empty({2, 3});
+  EXPECT_EQ(text_of([&] { batch.pooled_out(good, wrong); }),
+            "embedding.pooled_out: the output must be a contiguous tensor of float32, [2, 101].");
+
+  const Tensor weight = at::zeros({2, 3});
+  EXPECT_EQ(text_of([&] { TableBatch({}, {}); }),
+            "embedding.table_batch: there are 0 tables and 0 features; there must be at least one "
+            "of each.");
+  EXPECT_EQ(text_of([&] { TableBatch({{"t", weight.t()}}, {{"f", 0}}); }),
+            "embedding.table_batch: the weights of table 't' must be a contiguous tensor [rows, "
+            "columns].");
+  EXPECT_EQ(text_of([&] { TableBatch({{"t", weight.to(at::kDouble)}}, {{"f", 0}}); }),
+            "embedding.table_batch: the weights of table 't' are Double; rows that train are "
+            "float32, float16 or bfloat16.");
+  EXPECT_EQ(text_of([&] { TableBatch({{"t", at::zeros({2, 0})}}, {{"f", 0}}); }),
+            "embedding.table_batch: table 't' has no columns.");
+  EXPECT_EQ(text_of([&] { TableBatch({{"t", weight}, {"t", weight}}, {{"f", 0}}); }),
+            "embedding.table_batch: there are two tables 't'.");
+  EXPECT_EQ(text_of([&] { TableBatch({{"t", weight}}, {{"f", 1}}); }),
+            "embedding.table_batch: feature 'f' names table 1 of 1.");
+  EXPECT_EQ(text_of([&] {
+              TableBatch({{"t", weight}}, {{"f", 0}},
+                         {.gradients = GradientForm::kFused, .optimizer = {.beta1 = 1.0}});
+            }),
+            "embedding.optimizer: beta1 is 1; it must be at least 0 and below 1.");
+  RowOptimizer optimizer({{"t", weight}}, {});
+  EXPECT_EQ(text_of([&] { optimizer.clip_grad_norm(-1); }),
+            "embedding.clip_grad_norm: max_norm is -1; it must not be negative.");
+  EXPECT_EQ(text_of([&] { optimizer.clip_grad_value(-1); }),
+            "embedding.clip_grad_value: the limit is -1; it must not be negative.");
+  EXPECT_EQ(text_of([&] { optimizer.set_learning_rate(-1); }),
+            "embedding.set_learning_rate: learning_rate is -1; it must be finite and not "
+            "negative.");
+}
+
+}  // namespace
+}  // namespace tessera::embedding
