@@ -1,8 +1,8 @@
 // tessera/data_parallel/comm_hook.h — how the gradients of one bucket become their average.
 //
 // Data parallelism hands each bucket of gradients, as soon as backward has filled it, to one
-// CommHook. The hook says how the ranks combine it: plainly, in fewer bits, as low-rank factors, not
-// at all, or in a way of the user's own.
+// CommHook. The hook says how the ranks combine it: plainly, in fewer bits, as low-rank factors,
+// not at all, or in a way of the user's own.
 
 #pragma once
 
@@ -74,18 +74,21 @@ struct TESSERA_API HookState {
 
 /// Combines a bucket's gradients over the ranks. One object serves all buckets of one model.
 ///
-/// The caller promises: `reduce` is called on the thread that runs backward, once per bucket, in the
-/// order of the index, the same on all ranks; then `end_step` once, after the last bucket and before
-/// anybody waits for a future. A rank that has joined early calls both with buckets of zeros.
+/// The caller promises: `reduce` is called on the thread that runs backward, once per bucket, in
+/// the order of the index, the same on all ranks; then `end_step` once, after the last bucket and
+/// before anybody waits for a future. A rank that has joined early calls both with buckets of
+/// zeros.
 ///
-/// A hook may issue collectives in `reduce` and `end_step` and may wait there. It must do neither in
-/// a future's callback: callbacks run on the thread that completes the future, in no common order.
+/// A hook may issue collectives in `reduce` and `end_step` and may wait there. It must do neither
+/// in a future's callback: callbacks run on the thread that completes the future, in no common
+/// order.
 class TESSERA_API CommHook {
  public:
   virtual ~CommHook() = default;
 
-  /// Starts the reduction and returns at once with a future of the averaged gradients: a flat tensor
-  /// of as many elements, which may be the buffer. The future may stay incomplete until end_step.
+  /// Starts the reduction and returns at once with a future of the averaged gradients: a flat
+  /// tensor of as many elements, which may be the buffer. The future may stay incomplete until
+  /// end_step.
   ///
   /// Collective. What it throws, backward throws.
   virtual FuturePtr reduce(Bucket& bucket) = 0;
@@ -102,8 +105,8 @@ class TESSERA_API CommHook {
   /// Shown in logs and in the manifest that ranks compare.
   virtual std::string name() const = 0;
 
-  /// True if the hook has used the gradients up (it ran the optimizer): they need not be copied back
-  /// to the parameters.
+  /// True if the hook has used the gradients up (it ran the optimizer): they need not be copied
+  /// back to the parameters.
   virtual bool consumes_gradients() const { return false; }
 
   /// What to save and restore, keyed by parameter name.
