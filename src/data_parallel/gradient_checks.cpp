@@ -15,6 +15,7 @@
 #include <ATen/ops/isnan.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
 
 #include "data_parallel/hook_base.h"
 #include "tessera/comm/collectives.h"
@@ -163,7 +164,11 @@ class ClippingHook final : public Wrapping<GradientClipping> {
     part->future = pending(bucket.buffer());
     part->reduced = then(inner().reduce(bucket), bucket.buffer(),
                          [part, bucket, type = options_.norm_type](at::Tensor averaged) {
-                           part->norms = at::_foreach_norm(bucket.slices_of(averaged), type);
+                           std::vector<at::Tensor> slices = bucket.slices_of(averaged);
+                           std::erase_if(slices, [](const at::Tensor& slice) {
+                             return slice.numel() == 0;  // has no infinity norm
+                           });
+                           if (!slices.empty()) part->norms = at::_foreach_norm(slices, type);
                            return averaged;
                          });
     parts_.push_back(part);
@@ -202,7 +207,7 @@ class ClippingHook final : public Wrapping<GradientClipping> {
       part->reduced->waitAndThrow();
       for (const at::Tensor& norm : part->norms) norms.push_back(norm.to(at::kFloat));
     }
-    if (norms.empty()) return;
+    if (norms.empty()) norms.push_back(at::zeros({}));
     const at::Tensor total = at::linalg_vector_norm(at::stack(norms), options_.norm_type);
     total_norm_ = total.item<double>();
     if (options_.error_if_nonfinite && !std::isfinite(total_norm_)) {
