@@ -55,8 +55,8 @@ struct Options {
   std::optional<c10::Device> output_device;
 
   /// What the sum of the gradients is divided by; unset means the number of ranks. On a mesh, the
-  /// product of the axes that see different samples; see `average_over`.
-  std::optional<int> divisor;
+  /// product of the axes that see different samples; see MeshAxes.
+  std::optional<double> divisor;
 
   /// Raise, at the end of the backward that did it, when parameters got no gradient. Otherwise the
   /// next forward does.

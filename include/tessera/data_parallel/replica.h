@@ -96,7 +96,7 @@ class TESSERA_API Replica final : public Joinable {
   /// Parameters whose gradients are reduced, in order.
   const std::vector<NamedParameter>& parameters() const noexcept;
   /// What sums are divided by in this iteration.
-  int divisor() const noexcept;
+  double divisor() const noexcept;
 
   LoggingData logging_data();
   OverlapReport overlap_report();
@@ -107,10 +107,11 @@ class TESSERA_API Replica final : public Joinable {
   /// For `join`.
   std::unique_ptr<JoinHook> join_hook(const JoinOptions& options) override;
   comm::Group join_group() const override;
-  /// For callers with a join context of their own (torch's): this forward has `num_active` ranks.
-  void set_active_ranks(int num_active, const JoinOptions& options);
+  /// For callers with a join context of their own (torch's): before_forward, with `num_active`
+  /// ranks still in it.
+  void before_forward_joined(int num_active, const JoinOptions& options);
   /// For the same: one iteration of a rank that has run out, and the end.
-  void shadow_iteration();
+  void shadow_iteration(const JoinOptions& options);
   void finish_join(bool is_last_joiner);
 
   class State;
