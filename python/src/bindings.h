@@ -12,6 +12,7 @@ void bind_comm(pybind11::module_& module);
 void bind_failure(pybind11::module_& module);
 void bind_collectives(pybind11::module_& module);
 void bind_comm_hooks(pybind11::module_& module);
+void bind_data_parallel(pybind11::module_& module);
 void bind_regions(pybind11::module_& module);
 void bind_graph_parallel(pybind11::module_& module);
 void bind_vocab_parallel(pybind11::module_& module);

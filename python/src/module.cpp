@@ -13,6 +13,7 @@ PYBIND11_MODULE(_C, module) {
   tessera::python::bind_failure(module);
   tessera::python::bind_collectives(module);
   tessera::python::bind_comm_hooks(module);
+  tessera::python::bind_data_parallel(module);
   tessera::python::bind_regions(module);
   tessera::python::bind_graph_parallel(module);
   tessera::python::bind_vocab_parallel(module);

@@ -115,6 +115,7 @@ Replica::State::State(ModelParts model, const comm::Group& ranks, Options wishes
     check_manifests(manifest_of(parts, options), group, kept.front().tensor.device());
     broadcast_state(0, with_buffers);
   }
+  current_buffers();
   register_parameters();
 }
 
@@ -176,6 +177,9 @@ void Replica::State::check_arguments() {
                         options.output_device ? options.output_device->str() : "none",
                         ", and module parameters ", listed(devices), ".");
   }
+  TORCH_CHECK(!parts.has_uninitialized,
+              "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. "
+              "Run a dummy forward pass to correctly initialize the modules");
   TESSERA_CHECK_VALUE(!parts.has_sync_batch_norm || is_gpu,
                       "SyncBatchNorm layers only work with GPU modules");
   for (const NamedParameter& parameter : reduced) {
@@ -340,13 +344,14 @@ bool Replica::State::syncs_forward_buffers() const {
   return options.forward_sync_buffers.value_or(options.broadcast_buffers.value_or(true));
 }
 
-std::vector<NamedTensor> Replica::State::current_buffers() const {
+std::vector<NamedTensor> Replica::State::current_buffers() {
   if (!parts.buffers) return {};
   std::vector<NamedTensor> buffers = parts.buffers();
   if (!options.ignored.empty()) {
     std::erase_if(buffers,
                   [&](const NamedTensor& b) { return is_listed(options.ignored, b.name); });
   }
+  num_buffers_ = buffers.size();
   return buffers;
 }
 
@@ -421,7 +426,7 @@ void Replica::State::set_join_divisor(int num_active, const JoinOptions& join) {
   }
 }
 
-void Replica::State::before_forward(int num_active, const JoinOptions* join) {
+void Replica::State::before_forward(const JoinOptions* join) {
   has_had_forward_ = true;
   if (!reducer) return;
   const bool has_gradients = at::GradMode::is_enabled();
@@ -443,16 +448,16 @@ void Replica::State::before_forward(int num_active, const JoinOptions* join) {
     reducer->prepare_for_forward();
   }
   // Buffers are left alone without gradients, so that one rank may evaluate by itself.
-  const bool has_buffers =
-      has_gradients && require_forward_param_sync_ &&
-      (buffer_hook_ ? buffer_hook_place_ == BufferHookPlace::kPreForward
-                    : syncs_forward_buffers() && parts.buffers && !parts.buffers().empty());
+  const bool has_buffers = has_gradients && require_forward_param_sync_ &&
+                           (buffer_hook_ ? buffer_hook_place_ == BufferHookPlace::kPreForward
+                                         : syncs_forward_buffers() && num_buffers_ > 0);
   join_divisor_.reset();
   int source = 0;
   if (join != nullptr) {
     logger->set_uneven_input_join();
-    set_join_divisor(num_active, *join);
-    source = exchange_control(/*is_active=*/true, has_buffers).source;
+    const Control control = exchange_control(/*is_active=*/true, has_buffers);
+    set_join_divisor(control.num_active, *join);
+    source = control.source;
   }
   if (has_gradients) {
     if (options.automatic_graph && num_watched_ == kWatchedIterations) choose_graph();
@@ -525,19 +530,18 @@ void Replica::State::watch(std::vector<at::Tensor>& outputs, bool is_first_stati
   for (at::Tensor& output : outputs) {
     if (!output.defined() || !output.grad_fn()) continue;
     const std::size_t index = iteration->num_outputs++;
-    output.register_hook([weak = weak_from_this(), iteration, index](const at::Tensor&) {
+    // Whoever holds an output may still run backward, with or without the wrapper.
+    output.register_hook([self = shared_from_this(), iteration, index](const at::Tensor&) {
       if (!iteration->has_gradient[index]) {
         iteration->has_gradient[index] = true;
         ++iteration->num_with_gradient;
       }
       if (iteration->is_watched) return;
-      const auto self = weak.lock();
-      if (!self) return;
       iteration->is_watched = true;
       iteration->has_begun = true;
       iteration->has_ended = false;
       if (iteration->is_first_static) self->end_first_static_backward();
-      // The model lives until this backward ends. Twice, to come after the reducer's callback.
+      // Twice, to come after the reducer's callback.
       Engine::get_default_engine().queue_callback([self, iteration] {
         if (self->options.automatic_graph) self->note_usage();
         Engine::get_default_engine().queue_callback(
@@ -557,6 +561,10 @@ void Replica::State::end_backward(const std::shared_ptr<Iteration>& iteration) {
   if (reducer->is_unfinished() && iteration->num_with_gradient == iteration->num_outputs) {
     throw_unfinished();
   }
+}
+
+void Replica::State::check_finalized() {
+  if (reducer && reducer->is_unfinished()) throw_unfinished();
 }
 
 void Replica::State::throw_unfinished() {
@@ -832,8 +840,8 @@ Replica::~Replica() = default;
 
 void Replica::before_forward() {
   const JoinOptions* join = join_options();
-  const int num_active = join == nullptr ? group().size() : notify_join_context();
-  state_->before_forward(num_active, join);
+  if (join != nullptr) notify_join_context();
+  state_->before_forward(join);
 }
 std::vector<at::Tensor> Replica::after_forward(std::vector<at::Tensor> outputs) {
   return state_->after_forward(std::move(outputs));
@@ -858,6 +866,15 @@ void Replica::reset() { state_->reset(); }
 void Replica::set_sparse_metadata(std::map<std::string, at::Tensor> metadata) {
   TORCH_CHECK(state_->reducer, "set_sparse_metadata: all parameters are delayed.");
   state_->reducer->setSparseMetadata(metadata);
+}
+void Replica::check_finalized() { state_->check_finalized(); }
+void Replica::remove_autograd_hooks() {
+  if (state_->reducer) state_->reducer->remove_autograd_hooks();
+}
+void Replica::set_sample_rate(int sample_rate) {
+  TESSERA_CHECK_VALUE(sample_rate >= 1,
+                      "DDP runtime logging sample rate should be equal or greater than 1");
+  if (state_->reducer) state_->reducer->set_ddp_runtime_logging_sample_rate(sample_rate);
 }
 const comm::Group& Replica::group() const noexcept { return state_->group; }
 const Options& Replica::options() const noexcept { return state_->options; }
@@ -887,8 +904,8 @@ std::unique_ptr<JoinHook> Replica::join_hook(const JoinOptions& options) {
   return std::make_unique<ReplicaJoinHook>(state_, options);
 }
 comm::Group Replica::join_group() const { return state_->group; }
-void Replica::before_forward_joined(int num_active, const JoinOptions& options) {
-  state_->before_forward(num_active, &options);
+void Replica::before_forward_joined(const JoinOptions& options) {
+  state_->before_forward(&options);
 }
 void Replica::shadow_iteration(const JoinOptions& options) { state_->shadow_iteration(options); }
 void Replica::finish_join(bool is_last_joiner) { state_->finish_join(is_last_joiner); }

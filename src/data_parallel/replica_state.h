@@ -53,7 +53,7 @@ class Replica::State final : public std::enable_shared_from_this<Replica::State>
   /// What needs a shared pointer to this; once, right after construction.
   void start();
 
-  void before_forward(int num_active, const JoinOptions* join);
+  void before_forward(const JoinOptions* join);
   std::vector<at::Tensor> after_forward(std::vector<at::Tensor> outputs);
   void shadow_iteration(const JoinOptions& join);
   void finish_join(bool is_last_joiner);
@@ -63,6 +63,7 @@ class Replica::State final : public std::enable_shared_from_this<Replica::State>
   void set_static_graph();
   void update_process_group(const comm::Group& group);
   void reset();
+  void check_finalized();
 
   /// Starts the reduction of one bucket. On the thread of backward; the reducer's lock is held.
   FuturePtr reduce(c10d::GradBucket& bucket);
@@ -88,7 +89,7 @@ class Replica::State final : public std::enable_shared_from_this<Replica::State>
   void register_parameters();
 
   bool syncs_forward_buffers() const;
-  std::vector<NamedTensor> current_buffers() const;
+  std::vector<NamedTensor> current_buffers();
   void broadcast_state(int source, bool with_buffers);
   void sync_buffers(int source);
   void run_buffer_hook(bool is_shadow);
@@ -119,6 +120,7 @@ class Replica::State final : public std::enable_shared_from_this<Replica::State>
   bool is_own_engine_ = false;  // averages while it adds
   bool has_hook_ = false;       // the reducer calls `reduce`
   std::shared_ptr<CommHook> user_hook_;
+  std::size_t num_buffers_ = 0;  // when last asked
   BufferHook buffer_hook_;
   BufferHookPlace buffer_hook_place_ = BufferHookPlace::kPostForward;
   bool require_forward_param_sync_ = true;

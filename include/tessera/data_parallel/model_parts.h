@@ -34,6 +34,7 @@ struct ModelParts {
   /// Asked anew at each use, because modules may replace their buffers. May be empty.
   std::function<std::vector<NamedTensor>()> buffers;
   bool has_sync_batch_norm = false;
+  bool has_uninitialized = false;  // parameters without a shape; Python modules may have them
 };
 
 /// The parts of a LibTorch module. Modules are walked depth first in the order of registration;

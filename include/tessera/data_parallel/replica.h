@@ -91,6 +91,13 @@ class TESSERA_API Replica final : public Joinable {
   /// For gradients that are sparse: the rows that can occur, by parameter.
   void set_sparse_metadata(std::map<std::string, at::Tensor> metadata);
 
+  /// Raises, naming them, if parameters got no gradient in the last backward.
+  void check_finalized();
+  /// Leaves gradients alone from now on.
+  void remove_autograd_hooks();
+  /// Times are logged in the first 10 iterations, then in every `sample_rate`-th.
+  void set_sample_rate(int sample_rate);
+
   const comm::Group& group() const noexcept;
   const Options& options() const noexcept;
   /// Parameters whose gradients are reduced, in order.
@@ -107,9 +114,8 @@ class TESSERA_API Replica final : public Joinable {
   /// For `join`.
   std::unique_ptr<JoinHook> join_hook(const JoinOptions& options) override;
   comm::Group join_group() const override;
-  /// For callers with a join context of their own (torch's): before_forward, with `num_active`
-  /// ranks still in it.
-  void before_forward_joined(int num_active, const JoinOptions& options);
+  /// For callers with a join context of their own (torch's), instead of before_forward.
+  void before_forward_joined(const JoinOptions& options);
   /// For the same: one iteration of a rank that has run out, and the end.
   void shadow_iteration(const JoinOptions& options);
   void finish_join(bool is_last_joiner);
