@@ -300,7 +300,9 @@ class PowerSgdHook final : public Sending<PowerSgd> {
       }
     }
     if (options_.use_error_feedback) {
-      job.before.sub_(bucket.buffer());
+      // Together the ranks put in what they now keep plus divisor times the result. Under join the
+      // divisor is less than their number, so each takes off its share, not the whole result.
+      job.before.sub_(bucket.buffer(), bucket.divisor() / bucket.group().size());
       const auto slices = bucket.slices_of(job.before);
       for (std::size_t i = 0; i < slices.size(); ++i) losses_[bucket.names()[i]] = slices[i];
     }

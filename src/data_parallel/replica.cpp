@@ -1,5 +1,7 @@
 #include "tessera/data_parallel/replica.h"
 
+#include <sched.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
@@ -39,6 +41,13 @@ double seconds(Moment from, Moment to) {
 
 bool is_listed(const std::vector<std::string>& names, const std::string& name) {
   return std::find(names.begin(), names.end(), name) != names.end();
+}
+
+// Cores this process may run on.
+int num_cores() {
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  return ::sched_getaffinity(0, sizeof(cores), &cores) == 0 ? CPU_COUNT(&cores) : 1;
 }
 
 // LibTorch's Reducer puts buckets into memory of the backend only if this variable says so, and it
@@ -107,6 +116,7 @@ Replica::State::State(ModelParts model, const comm::Group& ranks, Options wishes
   }
   is_own_engine_ = engine_of(group, kept.front().tensor.device()) != nullptr;
   is_alone_ = group.size() == 1 && options.divisor.value_or(1) == 1;
+  has_overlap_ = options.overlap.value_or(num_cores() >= 2 * group.size());
   if (is_own_engine_) put_buckets_into_shared_memory();
 
   const bool with_buffers =
@@ -332,6 +342,7 @@ void Replica::State::reset() {
   works_.clear();
   iteration_.reset();
   has_failed_ = false;
+  is_hook_step_open_ = false;
   if (user_hook_) user_hook_->reset();
   if (reducer) reducer->reset_state();
 }
@@ -613,8 +624,9 @@ FuturePtr Replica::State::average(at::Tensor& buffer) {
   } else {
     buffer.div_(ranks);
   }
+  call.asyncOp = has_overlap_;
   auto work = group.process_group()->allreduce(tensors, call);
-  works_.push_back(work);
+  if (has_overlap_) works_.push_back(work);
   return work->getFuture();
 }
 
@@ -640,8 +652,9 @@ FuturePtr Replica::State::reduce(c10d::GradBucket& grad_bucket) {
     }
     Bucket bucket(place.index, place.is_last, grad_bucket.getBuffer(), std::move(names),
                   std::move(parameters), group, divisor());
+    is_hook_step_open_ = true;
     FuturePtr future = user_hook_->reduce(bucket);
-    if (place.is_last) user_hook_->end_step();
+    if (place.is_last) end_hook_step();
     return future;
   } catch (...) {
     has_failed_ = true;
@@ -649,8 +662,15 @@ FuturePtr Replica::State::reduce(c10d::GradBucket& grad_bucket) {
   }
 }
 
+void Replica::State::end_hook_step() {
+  if (!is_hook_step_open_) return;
+  is_hook_step_open_ = false;
+  user_hook_->end_step();
+}
+
 void Replica::State::wait_for_buckets() {
   try {
+    end_hook_step();  // the last bucket may have been skipped as unused
     for (const auto& work : works_) work->wait();
   } catch (...) {
     has_failed_ = true;

@@ -86,6 +86,7 @@ class Replica::State final : public std::enable_shared_from_this<Replica::State>
   void delay_parameters();
   void build();
   void attach_hook();
+  void end_hook_step();
   void register_parameters();
 
   bool syncs_forward_buffers() const;
@@ -118,9 +119,11 @@ class Replica::State final : public std::enable_shared_from_this<Replica::State>
 
   bool is_alone_ = false;       // one rank and nothing to do for it
   bool is_own_engine_ = false;  // averages while it adds
+  bool has_overlap_ = true;     // buckets are reduced beside backward
   bool has_hook_ = false;       // the reducer calls `reduce`
   std::shared_ptr<CommHook> user_hook_;
-  std::size_t num_buffers_ = 0;  // when last asked
+  bool is_hook_step_open_ = false;  // buckets have been given to it, end_step has not
+  std::size_t num_buffers_ = 0;     // when last asked
   BufferHook buffer_hook_;
   BufferHookPlace buffer_hook_place_ = BufferHookPlace::kPostForward;
   bool require_forward_param_sync_ = true;
