@@ -83,13 +83,17 @@ std::shared_ptr<CommHook> MixedPrecision::hook() const {
   return options_.reduce_dtype ? compress_hook(*options_.reduce_dtype) : all_reduce_hook();
 }
 
-void MixedPrecision::restore() {
+void MixedPrecision::give_back() {
   for (Pair& pair : pairs_) {
     if (pair.lent.grad_fn()) pair.lent.detach_();
     pair.lent.set_requires_grad(false);
     pair.lent.set_data(pair.ours.detach());
-    pair.lent.set_requires_grad(pair.ours.requires_grad());
   }
+}
+
+void MixedPrecision::restore() {
+  give_back();
+  for (Pair& pair : pairs_) pair.lent.set_requires_grad(pair.ours.requires_grad());
   pairs_.clear();
 }
 

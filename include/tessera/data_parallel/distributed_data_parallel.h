@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -17,6 +18,7 @@
 #include "tessera/comm/mesh.h"
 #include "tessera/core/export.h"
 #include "tessera/data_parallel/join.h"
+#include "tessera/data_parallel/mixed_precision.h"
 #include "tessera/data_parallel/model_parts.h"
 #include "tessera/data_parallel/options.h"
 #include "tessera/data_parallel/outputs.h"
@@ -58,6 +60,16 @@ class DistributedDataParallel {
       : DistributedDataParallel(std::move(module), replica_group(mesh, axes),
                                 replica_options(mesh, axes, std::move(options))) {}
 
+  /// Computes in `precision.param_dtype` and reduces in `precision.reduce_dtype`; see
+  /// mixed_precision.h. Optimizers take `parameters()`.
+  DistributedDataParallel(std::shared_ptr<Module> module, const comm::Group& group, Options options,
+                          const MixedPrecisionOptions& precision)
+      : module_(std::move(module)),
+        precision_(std::make_unique<MixedPrecision>(parts_of(module_), precision)),
+        replica_(precision_->parts(), group, std::move(options)) {
+    if (precision.reduce_dtype) replica_.register_comm_hook(precision_->hook());
+  }
+
   template <class... Arguments>
   auto operator()(Arguments&&... arguments) {
     return forward(std::forward<Arguments>(arguments)...);
@@ -66,7 +78,7 @@ class DistributedDataParallel {
   template <class... Arguments>
   auto forward(Arguments&&... arguments) {
     replica_.before_forward();
-    auto result = module_->forward(std::forward<Arguments>(arguments)...);
+    auto result = run(std::forward<Arguments>(arguments)...);
     std::vector<at::Tensor> outputs;
     for_each_tensor(result, [&](at::Tensor& tensor) { outputs.push_back(tensor); });
     outputs = replica_.after_forward(std::move(outputs));
@@ -79,6 +91,10 @@ class DistributedDataParallel {
   const std::shared_ptr<Module>& module() const noexcept { return module_; }
   Replica& replica() noexcept { return replica_; }
   const comm::Group& group() const noexcept { return replica_.group(); }
+  /// What an optimizer steps: the module's parameters, in full precision.
+  std::vector<at::Tensor> parameters() const {
+    return precision_ ? precision_->parameters() : module_->parameters();
+  }
 
   [[nodiscard]] NoSync no_sync() { return NoSync(replica_); }
   /// Runs `body` on ranks that may have different numbers of batches; see join.h.
@@ -92,11 +108,13 @@ class DistributedDataParallel {
   /// Parameters and buffers by name, each name behind `prefix`; torch writes "module.". Detached,
   /// sharing memory. Not collective.
   std::map<std::string, at::Tensor> state_dict(const std::string& prefix = "") const {
+    if (precision_) precision_->give_back();
     return state_of(*module_, prefix);
   }
   /// Copies values in. Names may carry the prefix "module." or not. Throws ValueError naming what
   /// is missing, unknown, or has another shape. Not collective.
   void load_state_dict(const std::map<std::string, at::Tensor>& state) {
+    if (precision_) precision_->give_back();
     load_state(*module_, state);
   }
 
@@ -104,7 +122,31 @@ class DistributedDataParallel {
   void eval() { module_->eval(); }
 
  private:
+  template <class... Arguments>
+  auto run(Arguments&&... arguments) {
+    // A forward that takes its inputs by reference cannot be given rounded copies.
+    if constexpr (requires { module_->forward(rounded(std::forward<Arguments>(arguments))...); }) {
+      if (precision_) {
+        precision_->before_forward();
+        return module_->forward(rounded(std::forward<Arguments>(arguments))...);
+      }
+    } else {
+      if (precision_) precision_->before_forward();
+    }
+    return module_->forward(std::forward<Arguments>(arguments)...);
+  }
+
+  template <class Argument>
+  auto rounded(Argument&& argument) const {
+    if constexpr (std::is_same_v<std::decay_t<Argument>, at::Tensor>) {
+      return precision_->cast_input(argument);
+    } else {
+      return std::forward<Argument>(argument);
+    }
+  }
+
   std::shared_ptr<Module> module_;
+  std::unique_ptr<MixedPrecision> precision_;
   Replica replica_;
 };
 

@@ -55,6 +55,8 @@ class TESSERA_API MixedPrecision {
   at::Tensor cast_input(const at::Tensor& input) const;
   /// Averages in `reduce_dtype`.
   std::shared_ptr<CommHook> hook() const;
+  /// Lets the module see the masters themselves until the next forward: for saving and loading.
+  void give_back();
   /// Ends the arrangement. Once.
   void restore();
 
