@@ -7,6 +7,7 @@
 #include <ATen/core/jit_type.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/view_as_complex.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "data_parallel/hook_base.h"
@@ -121,6 +122,12 @@ FuturePtr then(const FuturePtr& future, const at::Tensor& /*like*/,
         return step(tensor_in(done.value()));
       },
       c10::TensorType::get());
+}
+
+void use_here(const at::Tensor& tensor) {
+  if (!tensor.is_cuda()) return;
+  tensor.record_stream(
+      c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device()));
 }
 
 bool adds_in_rank_order(const comm::Group& group) { return group.engine() == "shm"; }

@@ -51,6 +51,7 @@ class FiniteCheckHook final : public Wrapping<FiniteCheck> {
   FuturePtr reduce(Bucket& bucket) override {
     if (bucket.index() == 0 && names_.empty()) mine_ = 0;
     group_ = bucket.group();
+    device_ = bucket.buffer().device();
     names_.push_back(bucket.names());
     const at::Tensor buffer = bucket.buffer();
     const at::Tensor values = bucket.is_sparse() ? buffer._values() : buffer;
@@ -75,7 +76,9 @@ class FiniteCheckHook final : public Wrapping<FiniteCheck> {
     found_.clear();
     const auto names = std::exchange(names_, {});
     const std::int64_t mine = std::exchange(mine_, 0);
-    const at::Tensor all = comm::all_gather(at::full({1}, mine, at::kLong), *group_);
+    const at::Tensor all =
+        comm::all_gather(at::full({1}, mine, at::TensorOptions(device_).dtype(at::kLong)), *group_)
+            .cpu();
     for (int rank = 0; rank < group_->size(); ++rank) {
       std::int64_t code = all[rank].item<std::int64_t>();
       if (code == 0) continue;
@@ -117,6 +120,7 @@ class FiniteCheckHook final : public Wrapping<FiniteCheck> {
  private:
   NonFinitePolicy policy_;
   std::optional<comm::Group> group_;
+  c10::Device device_{at::kCPU};                 // of the gradients: the group may know no other
   std::vector<std::vector<std::string>> names_;  // of this step's buckets so far
   std::int64_t mine_ = 0;
   std::int64_t step_ = 0;
@@ -136,6 +140,7 @@ class DeterministicHook final : public Sending<> {
     at::Tensor rows;
     const WorkPtr work = sender().start_gather(buffer, rows, bucket.group());
     return then(work->getFuture(), buffer, [buffer, rows, divisor](const at::Tensor&) {
+      use_here(rows);
       buffer.copy_(rows[0]);
       for (std::int64_t rank = 1; rank < rows.size(0); ++rank) buffer.add_(rows[rank]);
       return buffer.div_(divisor);
@@ -292,6 +297,8 @@ bool ReplicaFingerprint::check(const std::vector<std::string>& names,
   TESSERA_CHECK_VALUE(names.size() == parameters.size(), "ddp.fingerprint: ", names.size(),
                       " names for ", parameters.size(), " parameters.");
   if (++step_ % every_ != 0) return false;
+  // On the parameters' device: the group may know no other.
+  const c10::Device device = parameters.empty() ? at::kCPU : parameters[0].device();
   at::Tensor hashes = at::empty({static_cast<std::int64_t>(parameters.size())}, at::kLong);
   std::uint64_t total = parameters.size();
   for (std::size_t i = 0; i < parameters.size(); ++i) {
@@ -300,9 +307,11 @@ bool ReplicaFingerprint::check(const std::vector<std::string>& names,
     hashes.data_ptr<std::int64_t>()[i] = static_cast<std::int64_t>(hash);
   }
   const at::Tensor totals =
-      comm::all_gather(at::full({1}, static_cast<std::int64_t>(total), at::kLong), group_);
+      comm::all_gather(at::full({1}, static_cast<std::int64_t>(total), at::kLong).to(device),
+                       group_)
+          .cpu();
   if ((totals == totals[0]).all().item<bool>()) return true;
-  const at::Tensor all = comm::all_gather_v(hashes.unsqueeze(0), group_);
+  const at::Tensor all = comm::all_gather(hashes.unsqueeze(0).to(device), group_).cpu();
   for (std::int64_t i = 0; i < all.size(1); ++i) {
     std::map<std::int64_t, std::string> ranks_of;
     for (int rank = 0; rank < group_.size(); ++rank) {

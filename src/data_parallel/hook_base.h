@@ -30,6 +30,10 @@ at::Tensor tensor_in(const c10::IValue& value);
 FuturePtr then(const FuturePtr& future, const at::Tensor& like,
                std::function<at::Tensor(at::Tensor)> step);
 
+/// Tells the allocator that a GPU tensor made elsewhere is used on this thread's stream, as
+/// callbacks do with what they captured.
+void use_here(const at::Tensor& tensor);
+
 /// Whether the engine between the ranks adds in rank order, each element by itself.
 bool adds_in_rank_order(const comm::Group& group);
 

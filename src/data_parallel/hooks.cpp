@@ -102,6 +102,7 @@ class QuantizationHook final : public Sending<> {
     const WorkPtr work = sender().start_gather(message, all, bucket.group());
     const double divisor = bucket.divisor();
     return then(work->getFuture(), buffer, [=](const at::Tensor&) {
+      use_here(all);
       at::Tensor sum = at::zeros({rows, row}, buffer.options().dtype(at::kFloat));
       at::Tensor padded = at::zeros({rows * row}, sum.options());
       for (std::int64_t rank = 0; rank < all.size(0); ++rank) {
@@ -160,6 +161,7 @@ class Int8ErrorFeedbackHook final : public Sending<> {
     std::vector<std::int64_t> lengths;
     for (const at::Tensor& slice : slices) lengths.push_back(slice.numel());
     return then(work->getFuture(), buffer, [=](const at::Tensor&) {
+      use_here(all);
       at::Tensor sum;
       for (std::int64_t rank = 0; rank < all.size(0); ++rank) {
         const at::Tensor theirs = all[rank].narrow(0, 0, head).clone().view(at::kFloat);

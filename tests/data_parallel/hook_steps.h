@@ -63,6 +63,7 @@ inline std::vector<at::Tensor> average_of(const Model& model, int size, int step
 
 struct StepOptions {
   double divisor = 0;  // zero: the group's size
+  c10::Device device{at::kCPU};
   bool flush = false;  // after every bucket, as a caller that cannot tell the last one does
 };
 
@@ -81,7 +82,8 @@ inline std::vector<at::Tensor> run_step(CommHook& hook, const Model& model,
       parameters.push_back(model.parameters[i]);
       length += model.parameters[i].numel();
     }
-    Bucket bucket(index, index + 1 == cuts.size(), at::zeros({length}), names, parameters, group,
+    Bucket bucket(index, index + 1 == cuts.size(),
+                  at::zeros({length}, at::TensorOptions(options.device)), names, parameters, group,
                   options.divisor == 0 ? group.size() : options.divisor);
     const auto views = bucket.gradients();
     for (std::size_t i = 0; i < views.size(); ++i) {
