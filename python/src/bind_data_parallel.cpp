@@ -51,6 +51,7 @@ Options options_of(const py::dict& words) {
   read("delay_all_reduce_named_params", options.delay_all_reduce_named_params);
   read("param_to_hook_all_reduce", options.param_to_hook_all_reduce);
   read("divisor", options.divisor);
+  read("overlap", options.overlap);
   read("check_finalized", options.check_finalized);
   std::vector<std::string> device_ids;
   read("device_ids", device_ids);

@@ -116,7 +116,11 @@ Replica::State::State(ModelParts model, const comm::Group& ranks, Options wishes
   }
   is_own_engine_ = engine_of(group, kept.front().tensor.device()) != nullptr;
   is_alone_ = group.size() == 1 && options.divisor.value_or(1) == 1;
-  has_overlap_ = options.overlap.value_or(num_cores() >= 2 * group.size());
+  // Without a core to spare, a thread beside backward only takes turns with it. Where each rank may
+  // find other parameters unused, orders differ, and blocking inside backward could close a circle
+  // with collectives of the model's own.
+  has_overlap_ =
+      options.overlap.value_or(options.find_unused_parameters || num_cores() >= 2 * group.size());
   if (is_own_engine_) put_buckets_into_shared_memory();
 
   const bool with_buffers =

@@ -58,6 +58,10 @@ struct Options {
   /// product of the axes that see different samples; see MeshAxes.
   std::optional<double> divisor;
 
+  /// Reduce beside backward, on a thread of the group, rather than in it. Unset means: if each rank
+  /// of the group has two cores. Only engines of ours ask; see docs/data_parallel.md.
+  std::optional<bool> overlap;
+
   /// Raise, at the end of the backward that did it, when parameters got no gradient. Otherwise the
   /// next forward does.
   bool check_finalized = true;

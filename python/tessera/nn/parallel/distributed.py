@@ -78,9 +78,9 @@ class DistributedDataParallel(Module, Joinable):
     Collective: all ranks construct it, call it and run backward equally often; `no_sync` and `join`
     are the exceptions.
 
-    `automatic_graph` and `divisor` are ours: watch a few iterations and choose between
+    `automatic_graph`, `divisor` and `overlap` are ours: watch a few iterations and choose between
     `find_unused_parameters`, `static_graph` and neither; divide sums by something else than the
-    number of ranks.
+    number of ranks; reduce beside backward or in it (unset: beside it where ranks have two cores).
     """
 
     _active_ddp_module: ClassVar[DistributedDataParallel | None] = None
@@ -110,6 +110,7 @@ class DistributedDataParallel(Module, Joinable):
         *,
         automatic_graph: bool = False,
         divisor: float | None = None,
+        overlap: bool | None = None,
     ):
         super().__init__()
         Joinable.__init__(self)
@@ -149,6 +150,7 @@ class DistributedDataParallel(Module, Joinable):
             "gradient_as_bucket_view": gradient_as_bucket_view,
             "batched_grad_copy": batched_grad_copy,
             "divisor": divisor,
+            "overlap": overlap,
             "ignored": sorted(self.parameters_to_ignore),
             "device_ids": _device_names(device_ids),
             "output_device": None if output_device is None else _device_names([output_device]),
