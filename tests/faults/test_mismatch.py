@@ -1,7 +1,6 @@
 """The ranks call different things: the same text on every rank, before any data move.
 
-Also what row 9 of the fault table (models that differ between ranks) stands on: there is no data
-parallel module yet, its exchange of shapes will be these collectives.
+Models that differ between ranks are in tests/python/test_data_parallel.py and tests/data_parallel.
 """
 
 import re
