@@ -23,7 +23,7 @@ class PostLocalSGDState:
         post_local_gradient_allreduce: bool = True,
     ):
         if subgroup is None and post_local_gradient_allreduce:
-            subgroup, _ = dist.new_subgroups()
+            subgroup, _ = dist.new_subgroups(group_size=_C.get_local_size(dist.get_world_size()))
         self.process_group = process_group
         self.subgroup = subgroup
         self.start_localSGD_iter = start_localSGD_iter
