@@ -49,6 +49,7 @@ def peer_name(name: str) -> str | None:
         "python": "gloo",
         "launch": "torchrun",
         "checkpoint": "dcp",
+        "data_parallel": "torch",
         "vocab": "operators_gloo",
         "graph": {"layer": "gather", "exchange": "gather", "python_layer": "fairchem_gather"}.get(operation),
     }.get(module)

@@ -31,6 +31,7 @@ BENCHMARKS = {
     "python_collectives": [[sys.executable, str(ROOT / "bench/compare/torch_collectives.py")]],
     "launchers": [[sys.executable, str(ROOT / "bench/compare/launchers.py")]],
     "kernels_reduce": [[str(PROGRAMS / "reduce_bench")]],
+    "ddp_hooks": [[str(PROGRAMS / "hooks_bench")]],
     "graph_layer": [[str(PROGRAMS / "layer_bench")]],
     "graph_gather": [[sys.executable, str(ROOT / "bench/compare/graph_gather.py")]],
     "vocab_cross_entropy": [
@@ -40,28 +41,33 @@ BENCHMARKS = {
     ],
     "vocab_logprob": [[sys.executable, str(ROOT / "bench/compare/vocab_logprob.py")]],
     "checkpoint": [[sys.executable, str(ROOT / "bench/checkpoint/checkpoint_bench.py")]],
+    "data_parallel_step": [[sys.executable, str(ROOT / "bench/compare/ddp_step.py")]],
 }
 QUICK = {
     "comm_collectives": ["--seconds", "0.1"],
     "python_collectives": ["--bytes", "4000", "--bytes", "25000000"],
     "launchers": ["--repetitions", "3"],
     "kernels_reduce": ["--seconds", "0.05"],
+    "ddp_hooks": ["--seconds", "0.3"],
     "graph_layer": ["--seconds", "0.5"],
     "graph_gather": [],
     "vocab_cross_entropy": ["--repetitions", "5"],
     "vocab_logprob": [],
     "checkpoint": ["--repetitions", "2", "--bytes", "64000000", "--stall-bytes", "256000000"],
+    "data_parallel_step": ["--steps", "0.2"],
 }
 TITLES = {
     "comm_collectives": "Collectives, C++",
     "python_collectives": "Collectives, Python",
     "launchers": "Launchers",
     "kernels_reduce": "Reduction kernels, one thread",
+    "ddp_hooks": "Communication hooks on 12.6 million gradients, without backward",
     "graph_layer": "One layer over a split graph, forward and backward",
     "graph_gather": "The same from Python, beside fairchem",
     "vocab_cross_entropy": "Cross entropy, one rank",
     "vocab_logprob": "Log-probabilities, two ranks",
     "checkpoint": "Checkpoints",
+    "data_parallel_step": "Training steps under DistributedDataParallel, two ranks",
 }
 
 

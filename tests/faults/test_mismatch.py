@@ -1,4 +1,7 @@
-"""The ranks call different things: the same text on every rank, before any data move."""
+"""The ranks call different things: the same text on every rank, before any data move.
+
+Models that differ between ranks are in tests/python/test_data_parallel.py and tests/data_parallel.
+"""
 
 import re
 

@@ -1,0 +1,180 @@
+"""Times training steps under DistributedDataParallel: ours over shm and Gloo beside torch's over Gloo.
+
+Starts itself once per rank. A variant's own time is what it adds to the step of the plain model, which
+both ranks run at the same time. All variants take turns, step by step, so that a noisy machine hits
+them alike. The time of a step is the slower rank's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import pathlib
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+
+MODELS = {  # layers, width, batch, steps
+    "0.5M": (8, 256, 64, 300),
+    "12.6M": (12, 1024, 64, 40),
+    "50M": (12, 2048, 32, 16),
+}
+WARM_UPS = 4
+SOLO = (50, 16, 1, 1000)  # one rank, 100 parameters: what the wrapper itself costs
+
+
+class Page:
+    """A few words of memory that all ranks share: a barrier and the times."""
+
+    def __init__(self, path: str, rank: int, size: int):
+        with open(path, "r+b") as file:
+            self.memory = mmap.mmap(file.fileno(), 8192)
+        self.rank, self.size, self.round = rank, size, 0
+
+    def meet(self) -> None:
+        self.round += 1
+        struct.pack_into("q", self.memory, 64 * self.rank, self.round)
+        for other in range(self.size):
+            looks = 0
+            while struct.unpack_from("q", self.memory, 64 * other)[0] < self.round:
+                looks += 1
+                if looks > 1000:
+                    time.sleep(0)
+
+    def slowest(self, mine: float) -> float:
+        struct.pack_into("d", self.memory, 4096 + 64 * self.rank, mine)
+        self.meet()
+        times = [struct.unpack_from("d", self.memory, 4096 + 64 * other)[0] for other in range(self.size)]
+        self.meet()
+        return max(times)
+
+
+def make_model(torch, layers: int, width: int):
+    torch.manual_seed(1)
+    parts = []
+    for _ in range(layers):
+        parts += [torch.nn.Linear(width, width), torch.nn.ReLU()]
+    return torch.nn.Sequential(*parts)
+
+
+def variants(torch, names):
+    import torch.distributed as dist
+    from tessera.nn.parallel import DistributedDataParallel
+    from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+    gloo = dist.new_group(backend="gloo")
+    shm = dist.new_group(backend="shm")
+    table = {
+        "alone": lambda model: model,
+        "shm": lambda model: DistributedDataParallel(model, process_group=shm),
+        "shm view": lambda model: DistributedDataParallel(
+            model, process_group=shm, gradient_as_bucket_view=True
+        ),
+        "shm view, thread": lambda model: DistributedDataParallel(
+            model, process_group=shm, gradient_as_bucket_view=True, overlap=True
+        ),
+        "gloo": lambda model: DistributedDataParallel(model, process_group=gloo),
+        "gloo view": lambda model: DistributedDataParallel(
+            model, process_group=gloo, gradient_as_bucket_view=True
+        ),
+        "torch": lambda model: TorchDDP(model, process_group=gloo),
+        "torch view": lambda model: TorchDDP(model, process_group=gloo, gradient_as_bucket_view=True),
+    }
+    return {name: table[name] for name in names}
+
+
+def run_rank(path: str, rank: int, size: int, models, names, folder: str, times_steps: float) -> None:
+    import tessera  # noqa: F401
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    page = Page(path, rank, size)
+    made = variants(torch, names)
+    for label in models:
+        layers, width, batch, steps = MODELS[label] if size > 1 else SOLO
+        wrapped = {}
+        for name, wrap in made.items():
+            model = make_model(torch, layers, width)
+            wrapped[name] = wrap(model), torch.optim.SGD(model.parameters(), lr=1e-6)
+        x = torch.randn(batch, width, generator=torch.Generator().manual_seed(rank))
+        times = {name: [] for name in wrapped}
+        steps = max(5, int(steps * times_steps))
+        for step in range(steps + WARM_UPS):
+            for name, (model, optimizer) in wrapped.items():
+                page.meet()
+                start = time.perf_counter()
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+                taken = page.slowest(time.perf_counter() - start)
+                if step >= WARM_UPS:
+                    times[name].append(taken)
+        if rank == 0:
+            alone = times.get("alone")
+            for name, found in times.items():
+                # Against the plain step of the same turn: what the machine did meanwhile cancels.
+                own = (
+                    found
+                    if alone is None or name == "alone"
+                    else [a - b for a, b in zip(found, alone, strict=True)]
+                )
+                cut = statistics.quantiles(own, n=10)
+                word = "step" if name == "alone" else "added"
+                print(
+                    json.dumps(
+                        {
+                            "name": f"data_parallel/{word}/{name}/{label}",
+                            "median_us": round(statistics.median(own) * 1e6, 1),
+                            "p10_us": round(cut[0] * 1e6, 1),
+                            "p90_us": round(cut[-1] * 1e6, 1),
+                            "repetitions": len(own),
+                        }
+                    ),
+                    flush=True,
+                )
+        del wrapped
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", action="append", dest="models", help=", ".join(MODELS))
+    parser.add_argument("--steps", type=float, default=1.0, help="times the usual number of steps")
+    parser.add_argument("--variant", action="append", dest="variants")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    words = parser.parse_args()
+    models = words.models or list(MODELS)
+    names = words.variants or ["alone", "shm view", "shm", "gloo view", "torch view", "torch"]
+    if words.rank is not None:
+        run_rank(f"{words.folder}/page", words.rank, words.ranks, models, names, words.folder, words.steps)
+        return 0
+    code = start(words.ranks, models, names, words.steps)
+    if code == 0 and words.ranks > 1 and not words.variants:
+        code = start(1, ["100 parameters, 1 rank"], ["alone", "shm", "torch"], words.steps)
+    return code
+
+
+def start(size: int, models: list[str], names: list[str], steps: float) -> int:
+    with tempfile.TemporaryDirectory(prefix="tessera-bench-") as folder:
+        pathlib.Path(folder, "page").write_bytes(bytes(8192))
+        command = [sys.executable, __file__, "--folder", folder, "--ranks", str(size), "--steps", str(steps)]
+        for label in models:
+            command += ["--model", label]
+        for name in names:
+            command += ["--variant", name]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        ranks = [subprocess.Popen([*command, "--rank", str(rank)], env=environment) for rank in range(size)]
+        return max(rank.wait() for rank in ranks)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+#include <pybind11/stl.h>
+
+#include <torch/csrc/jit/python/pybind_utils.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "bindings.h"
+#include "tessera/data_parallel/comm_hook.h"
+#include "tessera/data_parallel/replica.h"
+
+namespace tessera::python {
+namespace {
+
+using at::Tensor;
+using ProcessGroup = c10::intrusive_ptr<c10d::ProcessGroup>;
+using Release = py::call_guard<py::gil_scoped_release>;
+using NamedTensors = std::vector<std::pair<std::string, Tensor>>;
+using namespace data_parallel;
+
+/// A Python object that may be let go of from any thread.
+std::shared_ptr<py::object> shared(py::object object) {
+  return {new py::object(std::move(object)), [](py::object* held) {
+            const py::gil_scoped_acquire lock;
+            delete held;
+          }};
+}
+
+std::vector<c10::Device> devices_of(const std::vector<std::string>& names) {
+  std::vector<c10::Device> devices;
+  for (const std::string& name : names) devices.emplace_back(name);
+  return devices;
+}
+
+Options options_of(const py::dict& words) {
+  Options options;
+  const auto read = [&](const char* name, auto& field) {
+    if (!words.contains(name) || words[name].is_none()) return;
+    field = words[name].cast<std::decay_t<decltype(field)>>();
+  };
+  read("forward_sync_buffers", options.forward_sync_buffers);
+  read("broadcast_buffers", options.broadcast_buffers);
+  read("init_sync", options.init_sync);
+  read("bucket_cap_mb", options.bucket_cap_mb);
+  read("bucket_cap_mb_list", options.bucket_cap_mb_list);
+  read("find_unused_parameters", options.find_unused_parameters);
+  read("skip_all_reduce_unused_params", options.skip_all_reduce_unused_params);
+  read("static_graph", options.static_graph);
+  read("automatic_graph", options.automatic_graph);
+  read("gradient_as_bucket_view", options.gradient_as_bucket_view);
+  read("batched_grad_copy", options.batched_grad_copy);
+  read("ignored", options.ignored);
+  read("delay_all_reduce_named_params", options.delay_all_reduce_named_params);
+  read("param_to_hook_all_reduce", options.param_to_hook_all_reduce);
+  read("divisor", options.divisor);
+  read("overlap", options.overlap);
+  read("check_finalized", options.check_finalized);
+  std::vector<std::string> device_ids;
+  read("device_ids", device_ids);
+  options.device_ids = devices_of(device_ids);
+  std::vector<std::string> output_device;
+  read("output_device", output_device);
+  if (!output_device.empty()) options.output_device = devices_of(output_device).front();
+  return options;
+}
+
+std::unique_ptr<Replica> make_replica(
+    const std::string& name, const std::vector<std::tuple<std::string, Tensor, bool>>& parameters,
+    py::object buffers, bool has_sync_batch_norm, bool has_uninitialized, const ProcessGroup& group,
+    const py::dict& words) {
+  ModelParts parts;
+  parts.name = name;
+  for (const auto& [parameter_name, tensor, is_sparse] : parameters) {
+    parts.parameters.push_back({parameter_name, tensor, is_sparse});
+  }
+  parts.buffers = [function = shared(std::move(buffers))] {
+    const py::gil_scoped_acquire lock;
+    std::vector<NamedTensor> result;
+    for (auto& [buffer_name, tensor] : (*function)().cast<NamedTensors>()) {
+      result.push_back({std::move(buffer_name), std::move(tensor)});
+    }
+    return result;
+  };
+  parts.has_sync_batch_norm = has_sync_batch_norm;
+  parts.has_uninitialized = has_uninitialized;
+  Options options = options_of(words);
+  const py::gil_scoped_release release;
+  return std::make_unique<Replica>(std::move(parts), comm::Group(group), std::move(options));
+}
+
+BufferHook buffer_hook(py::object hook) {
+  return [function = shared(std::move(hook))](const std::map<std::string, Tensor>& buffers) {
+    const py::gil_scoped_acquire lock;
+    std::vector<FuturePtr> futures;
+    for (const auto& future :
+         (*function)(buffers)
+             .cast<std::vector<std::shared_ptr<torch::jit::PythonFutureWrapper>>>()) {
+      futures.push_back(future->fut);
+    }
+    return futures;
+  };
+}
+
+py::dict report_of(const OverlapReport& report) {
+  py::dict words;
+  words["forward"] = report.forward;
+  words["backward"] = report.backward;
+  words["exposed_comm"] = report.exposed_comm;
+  words["comm"] = report.comm;
+  words["num_buckets"] = report.num_buckets;
+  words["bytes"] = report.bytes;
+  words["advice"] = report.advice;
+  return words;
+}
+
+JoinOptions join_options(bool divide_by_initial_world_size) {
+  JoinOptions options;
+  options.divide_by_initial_world_size = divide_by_initial_world_size;
+  return options;
+}
+
+}  // namespace
+
+void bind_data_parallel(py::module_& module) {
+  py::class_<Replica>(module, "Replica", "One rank's copy of a model, kept equal to the others'.")
+      .def(py::init(&make_replica), py::arg("name"), py::arg("parameters"), py::arg("buffers"),
+           py::arg("has_sync_batch_norm"), py::arg("has_uninitialized"), py::arg("group"),
+           py::arg("options"))
+      .def("before_forward", &Replica::before_forward, Release())
+      .def(
+          "before_forward_joined",
+          [](Replica& self, bool divide_by_initial_world_size) {
+            self.before_forward_joined(join_options(divide_by_initial_world_size));
+          },
+          py::arg("divide_by_initial_world_size"), Release())
+      .def("after_forward", &Replica::after_forward, py::arg("outputs"), Release())
+      .def_property("require_backward_grad_sync", &Replica::require_backward_grad_sync,
+                    &Replica::set_require_backward_grad_sync)
+      .def("register_comm_hook", &Replica::register_comm_hook, py::arg("hook"))
+      .def(
+          "register_buffer_hook",
+          [](Replica& self, py::object hook, bool is_pre_forward) {
+            self.register_buffer_hook(
+                buffer_hook(std::move(hook)),
+                is_pre_forward ? BufferHookPlace::kPreForward : BufferHookPlace::kPostForward);
+          },
+          py::arg("hook"), py::arg("is_pre_forward"))
+      .def("set_static_graph", &Replica::set_static_graph)
+      .def(
+          "update_process_group",
+          [](Replica& self, const ProcessGroup& group) {
+            self.update_process_group(comm::Group(group));
+          },
+          py::arg("group"), Release())
+      .def("reset", &Replica::reset, Release())
+      .def("check_finalized", &Replica::check_finalized, Release())
+      .def("remove_autograd_hooks", &Replica::remove_autograd_hooks, Release())
+      .def("set_sample_rate", &Replica::set_sample_rate, py::arg("sample_rate"))
+      .def("set_sparse_metadata", &Replica::set_sparse_metadata, py::arg("metadata"))
+      .def("options",
+           [](const Replica& self) {
+             py::dict words;
+             words["find_unused_parameters"] = self.options().find_unused_parameters;
+             words["static_graph"] = self.options().static_graph;
+             return words;
+           })
+      .def("divisor", &Replica::divisor)
+      .def("buckets", &Replica::buckets)
+      .def("logging_data",
+           [](Replica& self) {
+             py::dict words;
+             LoggingData data;
+             {
+               const py::gil_scoped_release release;
+               data = self.logging_data();
+             }
+             for (const auto& [name, value] : data.strings) words[py::str(name)] = value;
+             for (const auto& [name, value] : data.integers) words[py::str(name)] = value;
+             return words;
+           })
+      .def("overlap_report", [](Replica& self) { return report_of(self.overlap_report()); })
+      .def(
+          "shadow_iteration",
+          [](Replica& self, bool divide_by_initial_world_size) {
+            self.shadow_iteration(join_options(divide_by_initial_world_size));
+          },
+          py::arg("divide_by_initial_world_size"), Release())
+      .def("finish_join", &Replica::finish_join, py::arg("is_last_joiner"), Release());
+}
+
+}  // namespace tessera::python

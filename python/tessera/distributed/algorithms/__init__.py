@@ -1,0 +1,1 @@
+"""The module paths of torch.distributed.algorithms, on Tessera's engine."""

@@ -1,0 +1,1 @@
+"""Replicas that go their own way and meet from time to time."""

@@ -1,0 +1,137 @@
+#include "data_parallel/bucket_reducer.h"
+
+#include <algorithm>
+#include <limits>
+#include <unordered_map>
+
+#include <torch/version.h>
+
+#include "tessera/core/check.h"
+
+namespace tessera::data_parallel {
+namespace {
+
+constexpr double kMiB = 1024.0 * 1024.0;
+
+std::int64_t bytes_of(double mebibytes) { return static_cast<std::int64_t>(mebibytes * kMiB); }
+
+}  // namespace
+
+std::vector<std::size_t> BucketReducer::missing() const {
+  std::vector<std::size_t> result;
+  for (std::size_t i = 0; i < backward_stats_.size(); ++i) {
+    if (backward_stats_[i] < 0) result.push_back(i);
+  }
+  return result;
+}
+
+BucketPlace BucketReducer::place_of(const c10d::GradBucket& bucket) const {
+  // The first iteration of a static graph numbers every bucket 0: what a bucket is about is told by
+  // its parameters.
+  const auto parameters = bucket.getParameters();
+  const auto holds = [&](const Bucket& candidate) {
+    return candidate.variables.size() == parameters.size() &&
+           candidate.variables[0].is_same(parameters[0]);
+  };
+  std::size_t index = bucket.getIndex();
+  if (index >= buckets_.size() || !holds(buckets_[index])) {
+    for (index = 0; index < buckets_.size() && !holds(buckets_[index]); ++index) {
+    }
+    TESSERA_INTERNAL_ASSERT(index < buckets_.size(), "a bucket of unknown parameters was reduced");
+  }
+  return {index, index + 1 == buckets_.size(), buckets_[index].variable_indices};
+}
+
+std::vector<std::vector<std::size_t>> BucketReducer::assignment() const {
+  std::vector<std::vector<std::size_t>> result;
+  result.reserve(buckets_.size());
+  for (const Bucket& bucket : buckets_) result.push_back(bucket.variable_indices);
+  return result;
+}
+
+std::vector<std::int64_t> BucketReducer::bucket_bytes() const {
+  std::vector<std::int64_t> result;
+  for (const Bucket& bucket : buckets_) {
+    std::int64_t bytes = 0;
+    for (const at::Tensor& variable : bucket.variables) {
+      bytes += static_cast<std::int64_t>(variable.nbytes());
+    }
+    result.push_back(bytes);
+  }
+  return result;
+}
+
+void BucketReducer::restart_hook_counts() {
+  for (auto& [index, count] : numGradHooksTriggeredMap_) count = 0;
+}
+
+void BucketReducer::complete_arrival_order() {
+  if (!static_graph_ || has_rebuilt_bucket_ || rebuilt_param_indices_.empty()) return;
+  std::vector<bool> has_arrived(params_.size(), false);
+  for (const std::int64_t index : rebuilt_param_indices_) has_arrived[index] = true;
+  for (std::size_t i = 0; i < params_.size(); ++i) {
+    if (!has_arrived[i]) push_rebuilt_params(i);
+  }
+}
+
+BucketLimits bucket_limits(const Options& options) {
+  BucketLimits limits;
+  if (!options.bucket_cap_mb_list.empty()) {
+    for (const double size : options.bucket_cap_mb_list) limits.list.push_back(bytes_of(size));
+    limits.cap = *std::max_element(limits.list.begin(), limits.list.end());
+    limits.first_cap = limits.cap;
+  } else if (options.bucket_cap_mb) {
+    limits.cap = bytes_of(*options.bucket_cap_mb);
+    limits.first_cap = limits.cap;
+  } else {
+    limits.cap = c10d::kDefaultBucketBytesCap;
+    limits.first_cap = c10d::kDefaultFirstBucketBytes;
+  }
+  return limits;
+}
+
+std::shared_ptr<BucketReducer> make_reducer(const std::vector<NamedParameter>& parameters,
+                                            const comm::Group& group, const Options& options) {
+  std::vector<at::Tensor> tensors;
+  std::vector<bool> is_sparse;
+  std::unordered_map<std::size_t, std::string> names;
+  for (const NamedParameter& parameter : parameters) {
+    names[tensors.size()] = parameter.name;
+    tensors.push_back(parameter.tensor);
+    is_sparse.push_back(parameter.is_sparse);
+  }
+
+  const BucketLimits limits = bucket_limits(options);
+  std::vector<std::size_t> sizes;
+  if (!limits.list.empty()) {
+    sizes.assign(limits.list.begin(), limits.list.end());
+  } else if (options.static_graph || !options.find_unused_parameters) {
+    // One bucket until the order in which gradients arrive is known: other collectives in the
+    // backward graph then cannot come between buckets in another order on another rank.
+    sizes.push_back(std::numeric_limits<std::size_t>::max());
+  } else {
+    sizes = {static_cast<std::size_t>(limits.first_cap), static_cast<std::size_t>(limits.cap)};
+  }
+  auto indices =
+      std::get<0>(c10d::compute_bucket_assignment_by_size(tensors, sizes, is_sparse, {}, {}));
+  std::reverse(indices.begin(), indices.end());  // gradients arrive last layer first
+
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+  return std::make_shared<BucketReducer>(
+      std::move(tensors), std::move(indices), group.process_group(), std::move(is_sparse),
+      limits.cap, options.find_unused_parameters, options.gradient_as_bucket_view, std::move(names),
+      limits.first_cap, options.skip_all_reduce_unused_params, /*use_python_reducer=*/false,
+      limits.list, options.batched_grad_copy);
+#else
+  TESSERA_CHECK_VALUE(limits.list.empty() && !options.batched_grad_copy,
+                      "data_parallel: bucket_cap_mb_list and batched_grad_copy need LibTorch 2.13, "
+                      "this is ",
+                      TORCH_VERSION, ".");
+  return std::make_shared<BucketReducer>(
+      std::move(tensors), std::move(indices), group.process_group(), std::move(is_sparse),
+      limits.cap, options.find_unused_parameters, options.gradient_as_bucket_view, std::move(names),
+      limits.first_cap, options.skip_all_reduce_unused_params, /*use_python_reducer=*/false);
+#endif
+}
+
+}  // namespace tessera::data_parallel

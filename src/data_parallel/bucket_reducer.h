@@ -1,0 +1,75 @@
+// src/data_parallel/bucket_reducer.h — LibTorch's Reducer, and what a wrapper has to know of it.
+
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/logger.hpp>
+#include <torch/csrc/distributed/c10d/reducer.hpp>
+
+#include "tessera/comm/group.h"
+#include "tessera/data_parallel/model_parts.h"
+#include "tessera/data_parallel/options.h"
+
+namespace tessera::data_parallel {
+
+/// Where a bucket that a hook is given sits among all buckets.
+struct BucketPlace {
+  std::size_t index = 0;
+  bool is_last = false;
+  std::vector<std::size_t> parameters;  // indices, in the order of the buffer
+};
+
+/// c10d::Reducer with its cures: buckets that know their place in the first iteration of a static
+/// graph, static graphs that begin without synchronisation or with unused parameters, and the
+/// names of what is missing.
+class BucketReducer final : public c10d::Reducer {
+ public:
+  using c10d::Reducer::Reducer;
+
+  /// Some gradients of the current backward have been taken over, but not all.
+  bool is_unfinished() const { return require_finalize_; }
+  /// Starts to watch which gradients arrive.
+  void watch_arrivals() { std::fill(backward_stats_.begin(), backward_stats_.end(), -1); }
+  /// Indices of parameters whose gradients have not arrived since.
+  std::vector<std::size_t> missing() const;
+
+  /// Where `bucket` sits. During a hook, on its thread.
+  BucketPlace place_of(const c10d::GradBucket& bucket) const;
+  /// For every bucket, in the order of reduction, the indices of its parameters.
+  std::vector<std::vector<std::size_t>> assignment() const;
+  /// Bytes of every bucket.
+  std::vector<std::int64_t> bucket_bytes() const;
+
+  /// What the next backward divides sums by, where no hook does.
+  void set_divisor(int divisor) { div_factor_ = divisor; }
+  /// Forgets how often each gradient arrived in backwards without synchronisation, so that the
+  /// first synchronised one of a static graph counts alone.
+  void restart_hook_counts();
+  /// Parameters that a static graph never uses have no place in the order of arrival; puts them at
+  /// its end, so that buckets can be rebuilt.
+  void complete_arrival_order();
+
+  /// Which parameters have got gradients since the last synchronised backward, 0 or 1 each. Only
+  /// kept with find_unused_parameters, and before the end of the backward.
+  at::Tensor used_map() const { return local_used_map_.clone(); }
+};
+
+/// Sizes of buckets in bytes, as torch's options mean them.
+struct BucketLimits {
+  std::int64_t cap = 0;
+  std::int64_t first_cap = 0;
+  std::vector<std::int64_t> list;
+};
+BucketLimits bucket_limits(const Options& options);
+
+/// Cuts the parameters into buckets and makes the reducer.
+std::shared_ptr<BucketReducer> make_reducer(const std::vector<NamedParameter>& parameters,
+                                            const comm::Group& group, const Options& options);
+
+}  // namespace tessera::data_parallel

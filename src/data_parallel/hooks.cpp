@@ -1,0 +1,275 @@
+#include "tessera/data_parallel/hooks.h"
+
+#include <limits>
+#include <map>
+#include <utility>
+
+#include <ATen/ops/amax.h>
+#include <ATen/ops/aminmax.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
+
+#include "data_parallel/hook_base.h"
+#include "tessera/core/check.h"
+
+namespace tessera::data_parallel {
+namespace {
+
+void check_floating(c10::ScalarType dtype, const char* operation) {
+  TESSERA_CHECK_VALUE(c10::isFloatingType(dtype), operation, ": ", dtype,
+                      " is not a floating type. Use float16, bfloat16 or float32.");
+}
+
+class AllReduceHook final : public Sending<> {
+ public:
+  FuturePtr reduce(Bucket& bucket) override { return sender().average_plainly(bucket); }
+  std::string name() const override { return "all_reduce"; }
+};
+
+class CompressHook final : public Sending<> {
+ public:
+  explicit CompressHook(c10::ScalarType dtype) : dtype_(dtype) {
+    check_floating(dtype, "ddp.compress_hook");
+  }
+
+  FuturePtr reduce(Bucket& bucket) override {
+    at::Tensor buffer = bucket.buffer();
+    if (bucket.is_sparse() || buffer.is_complex() || buffer.scalar_type() == dtype_) {
+      return sender().average_plainly(bucket);
+    }
+    const at::Tensor small = buffer.to(dtype_);
+    return then(sender().start_average(small, bucket.group(), bucket.divisor())->getFuture(),
+                buffer, [buffer](const at::Tensor& result) { return buffer.copy_(result); });
+  }
+
+  std::string name() const override {
+    return std::string(c10::toString(dtype_)).append("_compress");
+  }
+
+ private:
+  c10::ScalarType dtype_;
+};
+
+class NoopHook final : public CommHook {
+ public:
+  FuturePtr reduce(Bucket& bucket) override { return completed(bucket.buffer()); }
+  std::string name() const override { return "noop"; }
+};
+
+/// One scale and zero point per row of `values`, for unsigned bytes: [rows, 2] of float32.
+///
+/// The range always contains zero, so that zero gradients stay zero.
+at::Tensor byte_ranges(const at::Tensor& values) {
+  auto [low, high] = at::aminmax(values, 1);
+  low = low.clamp_max(0);
+  high = high.clamp_min(0);
+  const at::Tensor scale = ((high - low) / 255.0).clamp_min(std::numeric_limits<float>::epsilon());
+  const at::Tensor zero = (0 - at::round(low / scale)).clamp(0, 255);
+  return at::stack({scale, zero}, 1);
+}
+
+class QuantizationHook final : public Sending<> {
+ public:
+  /// `channel_size` zero: one range for the whole bucket.
+  explicit QuantizationHook(std::int64_t channel_size) : channel_size_(channel_size) {}
+
+  FuturePtr reduce(Bucket& bucket) override {
+    at::Tensor buffer = bucket.buffer();
+    if (bucket.is_sparse() || buffer.is_complex() || buffer.numel() == 0) {
+      return sender().average_plainly(bucket);
+    }
+    // Ranges and bytes travel in one message: [ranges as bytes | values].
+    const std::int64_t length = buffer.numel();
+    const std::int64_t row = channel_size_ > 0 ? channel_size_ : length;
+    const std::int64_t rows = (length + row - 1) / row;
+    at::Tensor values = buffer.to(at::kFloat);
+    if (rows * row != length) {
+      values = at::cat({values, at::zeros({rows * row - length}, values.options())});
+    }
+    values = values.view({rows, row});
+    const at::Tensor ranges = byte_ranges(values);
+    const at::Tensor bytes = at::round(values / ranges.select(1, 0).unsqueeze(1))
+                                 .add_(ranges.select(1, 1).unsqueeze(1))
+                                 .clamp_(0, 255)
+                                 .to(at::kByte);
+    const std::int64_t head = rows * 2 * static_cast<std::int64_t>(sizeof(float));
+    // Only as many values as the bucket has: the filling of the last row is known to be zero.
+    const at::Tensor message = at::cat(
+        {ranges.contiguous().view(at::kByte).view(-1), bytes.view(-1).narrow(0, 0, length)});
+    at::Tensor all;
+    const WorkPtr work = sender().start_gather(message, all, bucket.group());
+    const double divisor = bucket.divisor();
+    return then(work->getFuture(), buffer, [=](const at::Tensor&) {
+      use_here(all);
+      at::Tensor sum = at::zeros({rows, row}, buffer.options().dtype(at::kFloat));
+      at::Tensor padded = at::zeros({rows * row}, sum.options());
+      for (std::int64_t rank = 0; rank < all.size(0); ++rank) {
+        // Copied: the message's own bytes may begin anywhere.
+        const at::Tensor theirs =
+            all[rank].narrow(0, 0, head).clone().view(at::kFloat).view({rows, 2});
+        padded.narrow(0, 0, length).copy_(all[rank].narrow(0, head, length));
+        sum.add_((padded.view({rows, row}) - theirs.select(1, 1).unsqueeze(1))
+                     .mul_(theirs.select(1, 0).unsqueeze(1)));
+      }
+      buffer.copy_(sum.view(-1).narrow(0, 0, length).div_(divisor));
+      return buffer;
+    });
+  }
+
+  std::string name() const override {
+    return channel_size_ > 0
+               ? std::string("quantization_per_channel_").append(std::to_string(channel_size_))
+               : "quantization_per_tensor";
+  }
+
+ private:
+  std::int64_t channel_size_;
+};
+
+class Int8ErrorFeedbackHook final : public Sending<> {
+ public:
+  FuturePtr reduce(Bucket& bucket) override {
+    at::Tensor buffer = bucket.buffer();
+    if (bucket.is_sparse() || buffer.is_complex() || buffer.numel() == 0) {
+      return sender().average_plainly(bucket);
+    }
+    const at::Tensor values = buffer.to(at::kFloat, false, /*copy=*/true);
+    const auto slices = bucket.slices_of(values);
+    const std::size_t count = slices.size();
+    std::vector<at::Tensor> scales;
+    const at::Tensor bytes = at::empty({values.numel()}, values.options().dtype(at::kChar));
+    const auto byte_slices = bucket.slices_of(bytes);
+    for (std::size_t i = 0; i < count; ++i) {
+      if (const auto loss = losses_.find(bucket.names()[i]);
+          loss != losses_.end() && loss->second.numel() == slices[i].numel()) {
+        slices[i].add_(loss->second.to(slices[i].device()));
+      }
+      scales.push_back(slices[i].numel() == 0 ? at::zeros({}, values.options())
+                                              : slices[i].abs().amax().div(127.0).clamp_min(
+                                                    std::numeric_limits<float>::min()));
+      byte_slices[i].copy_(at::round(slices[i] / scales[i]));
+      slices[i].sub_(byte_slices[i].to(at::kFloat).mul_(scales[i]));
+      losses_[bucket.names()[i]] = slices[i];
+    }
+    const at::Tensor message = at::cat({at::stack(scales).view(at::kChar).view(-1), bytes});
+    at::Tensor all;
+    const WorkPtr work = sender().start_gather(message, all, bucket.group());
+    const double divisor = bucket.divisor();
+    const std::int64_t head = static_cast<std::int64_t>(count * sizeof(float));
+    std::vector<std::int64_t> lengths;
+    for (const at::Tensor& slice : slices) lengths.push_back(slice.numel());
+    return then(work->getFuture(), buffer, [=](const at::Tensor&) {
+      use_here(all);
+      at::Tensor sum;
+      for (std::int64_t rank = 0; rank < all.size(0); ++rank) {
+        const at::Tensor theirs = all[rank].narrow(0, 0, head).clone().view(at::kFloat);
+        at::Tensor numbers = all[rank].narrow(0, head, all.size(1) - head).to(at::kFloat);
+        std::int64_t offset = 0;
+        for (std::size_t i = 0; i < lengths.size(); ++i) {
+          numbers.narrow(0, offset, lengths[i]).mul_(theirs[static_cast<std::int64_t>(i)]);
+          offset += lengths[i];
+        }
+        sum = rank == 0 ? numbers : sum.add_(numbers);
+      }
+      buffer.copy_(sum.div_(divisor));
+      return buffer;
+    });
+  }
+
+  std::string name() const override { return "int8_error_feedback"; }
+
+  HookState state() const override {
+    HookState state;
+    for (const auto& [name, loss] : losses_) state.tensors["error/" + name] = loss;
+    return state;
+  }
+
+  void load_state(const HookState& state) override {
+    losses_.clear();
+    for (const auto& [key, tensor] : state.tensors) {
+      TESSERA_CHECK_VALUE(key.rfind("error/", 0) == 0, "ddp.int8_error_feedback: '", key,
+                          "' is not a key of its state. Keys are 'error/<parameter>'.");
+      losses_[key.substr(6)] = tensor.clone();
+    }
+  }
+
+ private:
+  std::map<std::string, at::Tensor> losses_;  // float32, flat, in the gradient's memory order
+};
+
+class CompressWrapper final : public Wrapping<> {
+ public:
+  CompressWrapper(HookPtr inner, c10::ScalarType dtype)
+      : Wrapping(std::move(inner), std::string(c10::toString(dtype)).append("_compress_wrapper")),
+        dtype_(dtype) {
+    check_floating(dtype, "ddp.compress_wrapper");
+    TESSERA_CHECK_VALUE(!this->inner().consumes_gradients(), "ddp.compress_wrapper: '",
+                        this->inner().name(),
+                        "' steps parameters from the gradients it is given. Wrap the hook inside "
+                        "it instead.");
+  }
+
+  FuturePtr reduce(Bucket& bucket) override {
+    at::Tensor buffer = bucket.buffer();
+    if (bucket.is_sparse() || buffer.is_complex() || buffer.scalar_type() == dtype_) {
+      return inner().reduce(bucket);
+    }
+    bucket.set_buffer(buffer.to(dtype_));
+    const FuturePtr future = inner().reduce(bucket);
+    bucket.set_buffer(buffer);
+    return then(future, buffer,
+                [buffer](const at::Tensor& result) { return buffer.copy_(result); });
+  }
+
+ private:
+  c10::ScalarType dtype_;
+};
+
+class CustomHook final : public CommHook {
+ public:
+  CustomHook(std::string name, std::function<FuturePtr(Bucket&)> reduce)
+      : name_(std::move(name)), reduce_(std::move(reduce)) {
+    TESSERA_CHECK_VALUE(reduce_ != nullptr, "ddp.custom_hook: '", name_, "' has no function.");
+  }
+  FuturePtr reduce(Bucket& bucket) override { return reduce_(bucket); }
+  std::string name() const override { return name_; }
+
+ private:
+  std::string name_;
+  std::function<FuturePtr(Bucket&)> reduce_;
+};
+
+}  // namespace
+
+HookPtr all_reduce_hook() { return std::make_shared<AllReduceHook>(); }
+HookPtr compress_hook(c10::ScalarType dtype) { return std::make_shared<CompressHook>(dtype); }
+HookPtr fp16_compress_hook() { return compress_hook(at::kHalf); }
+HookPtr bf16_compress_hook() { return compress_hook(at::kBFloat16); }
+HookPtr noop_hook() { return std::make_shared<NoopHook>(); }
+HookPtr quantization_per_tensor_hook() { return std::make_shared<QuantizationHook>(0); }
+
+HookPtr quantization_per_channel_hook(std::int64_t channel_size) {
+  TESSERA_CHECK_VALUE(channel_size > 0, "ddp.quantization_per_channel: a channel of ", channel_size,
+                      " elements. It must have at least one.");
+  return std::make_shared<QuantizationHook>(channel_size);
+}
+
+HookPtr int8_error_feedback_hook() { return std::make_shared<Int8ErrorFeedbackHook>(); }
+
+HookPtr compress_wrapper(HookPtr inner, c10::ScalarType dtype) {
+  return std::make_shared<CompressWrapper>(std::move(inner), dtype);
+}
+HookPtr fp16_compress_wrapper(HookPtr inner) {
+  return compress_wrapper(std::move(inner), at::kHalf);
+}
+HookPtr bf16_compress_wrapper(HookPtr inner) {
+  return compress_wrapper(std::move(inner), at::kBFloat16);
+}
+
+HookPtr custom_hook(std::string name, std::function<FuturePtr(Bucket&)> reduce) {
+  return std::make_shared<CustomHook>(std::move(name), std::move(reduce));
+}
+
+}  // namespace tessera::data_parallel

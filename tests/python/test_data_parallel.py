@@ -1,0 +1,364 @@
+"""tessera.nn.parallel.DistributedDataParallel beside torch's, in processes over shm and Gloo."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import io
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks, run_ranks_collecting
+from tessera.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+
+def make_model(seed=7):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last),
+        torch.nn.BatchNorm2d(8),
+        torch.nn.ReLU(),
+        torch.nn.Flatten(),
+        torch.nn.Linear(8 * 36, 33),
+        torch.nn.Tanh(),
+        torch.nn.Linear(33, 5, bias=False),
+    )
+
+
+def train(kind, rank, steps=5, accumulate=False, set_to_none=True, **options):
+    model = make_model(7 + rank)
+    parallel = kind(model, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    generator = torch.Generator().manual_seed(100 + rank)
+    gradients = []
+    for step in range(steps):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        for part in range(2 if accumulate and step else 1):
+            x = torch.randn(4, 3, 8, 8, generator=generator)
+            with parallel.no_sync() if accumulate and step and part == 0 else torch.enable_grad():
+                parallel(x).square().mean().backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+        optimizer.step()
+    return gradients, parallel.state_dict()
+
+
+OPTIONS = [
+    {},
+    {"gradient_as_bucket_view": True},
+    {"gradient_as_bucket_view": True, "set_to_none": False},
+    {"bucket_cap_mb": 0.01},
+    {"bucket_cap_mb_list": [0.001, 0.02]},
+    {"batched_grad_copy": True, "gradient_as_bucket_view": True},
+    {"find_unused_parameters": True},
+    {"static_graph": True, "bucket_cap_mb": 0.01},
+    {"accumulate": True},
+    {"forward_sync_buffers": False},
+]
+
+
+def compare(rank):
+    for options in OPTIONS:
+        mine, state = train(DistributedDataParallel, rank, **options)
+        theirs, expected = train(TorchDDP, rank, process_group=torch_group(), **options)
+        for step, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+            for x, y in zip(a, b, strict=True):
+                assert torch.equal(x, y), f"{options}, step {step}: {(x - y).abs().max()}"
+        assert state.keys() == expected.keys()
+        for name in state:
+            assert torch.equal(state[name], expected[name]), (options, name)
+
+
+_torch_group = None
+
+
+def torch_group():
+    global _torch_group
+    if _torch_group is None:
+        _torch_group = dist.new_group(backend="gloo")
+    return _torch_group
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_two_ranks_train_as_with_torch_bit_for_bit(backend):
+    run_ranks(2, compare, backend=backend)
+
+
+def compare_three(rank):
+    mine, _ = train(DistributedDataParallel, rank)
+    theirs, _ = train(TorchDDP, rank, process_group=torch_group())
+    for a, b in zip(mine, theirs, strict=True):
+        for x, y in zip(a, b, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_other_worlds_train_as_with_torch(size):
+    run_ranks(size, compare_three)
+
+
+def test_the_signature_is_torch_s():
+    ours = list(inspect.signature(DistributedDataParallel.__init__).parameters.values())
+    theirs = list(inspect.signature(TorchDDP.__init__).parameters.values())
+    assert [(p.name, p.default) for p in ours[: len(theirs)]] == [(p.name, p.default) for p in theirs]
+    for name in ("join", "no_sync", "register_comm_hook", "join_hook", "train"):
+        a, b = (inspect.signature(getattr(c, name)).parameters for c in (DistributedDataParallel, TorchDDP))
+        assert list(a) == list(b), name
+
+
+def check_errors(rank):
+    def text(kind, **options):
+        module = options.pop("module", None)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with pytest.raises(Exception) as caught:
+                kind(module if module is not None else torch.nn.Linear(2, 2), **options)
+        return type(caught.value), str(caught.value).split("\n")[0]
+
+    frozen = torch.nn.Linear(2, 2).requires_grad_(False)
+    linear = torch.nn.Linear(2, 2)
+    for options in (
+        {"delay_all_reduce_named_params": [("weight", linear.weight)], "module": linear},
+        {"param_to_hook_all_reduce": linear.weight, "module": linear},
+        {"module": frozen},
+        {"device_ids": [0, 1]},
+        {"module": torch.nn.LazyLinear(3)},
+        {"module": torch.nn.Sequential(linear, torch.nn.SyncBatchNorm(2))},
+    ):
+        assert text(DistributedDataParallel, **options) == text(TorchDDP, **options), options
+    kind, message = text(DistributedDataParallel, device_ids=[0])
+    assert kind is ValueError
+    assert message.startswith("DistributedDataParallel device_ids and output_device arguments only work")
+    mesh = dist.init_device_mesh("cpu", (1,))
+    for kind in (DistributedDataParallel, TorchDDP):
+        with pytest.raises(RuntimeError, match="Cannot specify both process_group and device_mesh"):
+            kind(linear, process_group=dist.group.WORLD, device_mesh=mesh)
+    assert DistributedDataParallel(linear, device_mesh=mesh).process_group.size() == 1
+    with pytest.warns(FutureWarning, match="`broadcast_buffers` is deprecated"):
+        DistributedDataParallel(torch.nn.Linear(2, 2), broadcast_buffers=True)
+    with pytest.warns(FutureWarning, match="its value is ignored"):
+        DistributedDataParallel(torch.nn.Linear(2, 2), broadcast_buffers=True, forward_sync_buffers=True)
+    with pytest.warns(FutureWarning, match="`check_reduction` argument"):
+        DistributedDataParallel(torch.nn.Linear(2, 2), check_reduction=True)
+    ddp = DistributedDataParallel(torch.nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=r"Communication hook must be callable\."):
+        ddp.register_comm_hook(None, 3)
+
+    def wrong_bucket(state, bucket: int) -> torch.futures.Future[torch.Tensor]: ...
+
+    def wrong_return(state, bucket: dist.GradBucket) -> int: ...
+
+    for hook, match in ((wrong_bucket, "bucket annotation should be"), (wrong_return, "return annotation")):
+        hook.__annotations__ = {k: eval(v) for k, v in hook.__annotations__.items()}
+        with pytest.raises(ValueError, match=match):
+            ddp.register_comm_hook(None, hook)
+
+
+def test_arguments_are_checked_as_torch_does():
+    run_ranks(1, check_errors)
+
+
+def differ(rank, case):
+    if case == "dtype":
+        model = torch.nn.Linear(2, 2, dtype=torch.float64 if rank else torch.float32)
+    elif case == "order":
+        parts = {"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)}
+        model = torch.nn.ModuleDict({k: parts[k] for k in (("b", "a") if rank else ("a", "b"))})
+    else:
+        model = torch.nn.Linear(2 + rank, 2)
+    DistributedDataParallel(model)
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize(
+    "case, text",
+    [
+        ("dtype", "parameter 0: 'weight' Float [2, 2] on rank 0; 'weight' Double [2, 2] on rank 1"),
+        ("order", "parameter 0: 'a.weight' Float [2, 2] on rank 0; 'b.weight' Float [2, 2] on rank 1"),
+        ("shape", "parameter 0: 'weight' Float [2, 2] on rank 0; 'weight' Float [2, 3] on rank 1"),
+    ],
+)
+def test_models_that_differ_are_named_on_all_ranks(case, text, backend):
+    outcomes = run_ranks_collecting(2, differ, case, backend=backend)
+    assert outcomes[0].error == outcomes[1].error
+    assert outcomes[0].error.startswith("CommError: ") and text in outcomes[0].error
+
+
+def static_and_local(rank):
+    """What torch 2.13 cannot: a static graph that begins with no_sync, or ignores an output."""
+    torch.manual_seed(1)
+    model = torch.nn.Linear(4, 3)
+    ddp = DistributedDataParallel(model, static_graph=True)
+    torch.manual_seed(1)
+    alone = torch.nn.Linear(4, 3)
+    for step in range(4):
+        for network in (ddp, alone):
+            network.zero_grad()
+            scope = ddp.no_sync() if network is ddp else torch.enable_grad()
+            with scope:
+                network(torch.full((2, 4), 1.0 + step)).sum().backward()
+            network(torch.ones(2, 4)).sum().backward()
+        assert torch.allclose(model.weight.grad, alone.weight.grad)
+
+
+def test_a_static_graph_may_begin_without_sync():
+    run_ranks(2, static_and_local)
+
+
+@dataclasses.dataclass
+class Result:
+    y: torch.Tensor
+    extra: dict
+    note: str = "n"
+
+
+class Two(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x, wrap):
+        return wrap(self.a(x), self.b(x))
+
+
+def outputs(rank):
+    for wrap, pick in (
+        (lambda a, b: {"a": a, "b": [b]}, lambda r: r["a"]),
+        (lambda a, b: (a, b, "text"), lambda r: r[0]),
+        (lambda a, b: Result(a, {"b": b}), lambda r: r.y),
+    ):
+        ddp = DistributedDataParallel(Two(), find_unused_parameters=True)
+        pick(ddp(torch.full((2, 4), rank + 1.0), wrap=wrap)).sum().backward()
+        assert torch.equal(ddp.module.a.weight.grad, torch.full((4, 4), 3.0))
+        assert ddp.module.b.weight.grad is None
+    ddp = DistributedDataParallel(Two())
+    with pytest.raises(RuntimeError, match=r"2 of 4 parameters of Two got no gradient.*b\.weight, b\.bias"):
+        ddp(torch.ones(2, 4), wrap=lambda a, b: a).sum().backward()
+
+
+def test_any_output_and_unused_parameters():
+    run_ranks(2, outputs)
+
+
+def joined(rank, kind_name):
+    kind = {"ours": DistributedDataParallel, "torch": TorchDDP}[kind_name]
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+    ddp = kind(model)
+    generator = torch.Generator().manual_seed(rank)
+    with ddp.join(divide_by_initial_world_size=False):
+        for _ in range(2 + 2 * rank):
+            ddp.zero_grad()
+            ddp(torch.randn(4, 3, generator=generator)).square().sum().backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.01 * parameter.grad
+    return model.state_dict()
+
+
+def test_join_ends_with_torch_s_model():
+    ours, theirs = run_ranks(2, joined, "ours"), run_ranks(2, joined, "torch", backend="gloo")
+    for a, b in zip(ours, theirs, strict=True):
+        for name in a:
+            torch.testing.assert_close(a[name], b[name], rtol=1e-6, atol=1e-7)
+
+
+def join_throws(rank):
+    ddp = DistributedDataParallel(torch.nn.Linear(2, 2))
+    with ddp.join(throw_on_early_termination=True):
+        for _ in range(2 + rank):
+            ddp(torch.ones(1, 2)).sum().backward()
+
+
+def test_join_throws_early_if_asked():
+    first, second = run_ranks_collecting(2, join_throws)
+    assert "Rank 0 exhausted all inputs." in first.error
+    assert "Detected at least one rank that exhausted inputs." in second.error
+
+
+def mixed(rank):
+    from torch.nn.parallel.distributed import _MixedPrecision
+
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+    precision = _MixedPrecision(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16
+    )
+    ddp = DistributedDataParallel(model, mixed_precision=precision)
+    y = ddp(torch.full((4, 8), 1.0 + rank) * torch.arange(4).reshape(4, 1))
+    assert y.dtype == torch.bfloat16
+    y.float().square().sum().backward()
+    assert model[0].weight.dtype == torch.float32 and model[0].weight.grad.dtype == torch.float32
+    return model[0].weight.grad
+
+
+def test_mixed_precision_runs_on_the_cpu():
+    first, second = run_ranks(2, mixed)
+    assert torch.equal(first, second) and first.abs().sum() > 0
+
+
+def extras(rank):
+    model = make_model()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.01)
+    assert ddp.broadcast_buffers and not ddp.static_graph and not ddp.find_unused_parameters
+    assert ddp.require_backward_grad_sync
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(3):
+        ddp(torch.randn(4, 3, 8, 8, generator=generator)).sum().backward()
+    data = ddp._get_ddp_logging_data()
+    assert data["world_size"] == 2 and data["module_name"] == "Sequential"
+    assert data["has_rebuilt_buckets"] == 1
+    report = ddp.overlap_report()
+    assert report["num_buckets"] > 1 and report["bytes"] == sum(p.nbytes for p in model.parameters())
+    ddp._check_reducer_finalized()
+    ddp._set_ddp_runtime_logging_sample_rate(2)
+    with torch.no_grad():
+        if rank == 0:  # buffers are not sent without gradients
+            ddp.eval()(torch.randn(4, 3, 8, 8))
+    dist.barrier()
+
+    # Only the module goes into a file of one's own; a pickle rebuilds the wrapper.
+    file = io.BytesIO()
+    torch.save(ddp, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    again.train()(torch.ones(2, 3, 8, 8)).sum().backward()
+    with pytest.raises(RuntimeError, match="can only be called once"):
+        hook = lambda state, bucket: None  # noqa: E731
+        other = DistributedDataParallel(make_model())
+        other.register_comm_hook(None, hook)
+        other.register_comm_hook(None, hook)
+
+    # Ignored names, also at the root.
+    class Root(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w, self.v = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+
+        def forward(self, x):
+            return x * self.w * self.v
+
+    root = Root()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(root, ["w"])
+    DistributedDataParallel(root)(torch.full((2,), 1.0 + rank)).sum().backward()
+    assert root.w.grad[0] == 1.0 + rank and root.v.grad[0] == 1.5
+
+    # Delayed parameters.
+    late = Root()
+    named = [("v", late.v)]
+    ddp = DistributedDataParallel(late, delay_all_reduce_named_params=named, param_to_hook_all_reduce=late.w)
+    ddp(torch.full((2,), 1.0 + rank)).sum().backward()
+    assert late.w.grad[0] == 1.5 and late.v.grad[0] == 1.5
+
+    # Buffers by a hook of one's own.
+    calls = []
+    counted = DistributedDataParallel(make_model())
+    counted._register_buffer_comm_hook(None, lambda state, buffers: calls.append(sorted(buffers)))
+    counted(torch.ones(2, 3, 8, 8)).sum().backward()
+    assert calls == [["1.num_batches_tracked", "1.running_mean", "1.running_var"]]
+
+
+def test_the_rest_of_the_interface():
+    run_ranks(2, extras)
