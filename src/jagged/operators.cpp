@@ -5,6 +5,7 @@
 
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "jagged/composed.h"
