@@ -19,6 +19,7 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 NUM_TENSORS = 16
+REST = 1.0  # seconds
 
 
 def quantile(values: list[float], share: float) -> float:
@@ -42,9 +43,9 @@ def print_row(name: str, times: list[float], num_bytes: int, ranks: int = 1, flo
     print(json.dumps(row), flush=True)
 
 
-def forget(folder: pathlib.Path) -> None:
-    """Take the files of a folder out of the page cache."""
-    for path in folder.rglob("*"):
+def forget(place: pathlib.Path) -> None:
+    """Take a file, or the files of a folder, out of the page cache."""
+    for path in [place, *place.rglob("*")]:
         if path.is_file():
             fd = os.open(path, os.O_RDONLY)
             os.fsync(fd)
@@ -77,19 +78,33 @@ def one_rank(folder: pathlib.Path, num_bytes: int, repetitions: int) -> None:
     def add(name: str, action) -> None:
         times.setdefault(name, []).append(timed(action))
 
-    for step in range(repetitions):
-        root = folder / "ckpt"
-        copy = folder / "copy"
-        # The source of dd is in the cache, as the tensors are in memory.
-        blob.read_bytes()
-        add("write/dd", lambda copy=copy: run_dd(f"if={blob}", f"of={copy}", "conv=fsync"))
-        add("save/tessera", lambda root=root, step=step: checkpoint.save(root, step, state, keep=1))
-        forget(folder)
-        add("read/dd", lambda copy=copy: run_dd(f"if={copy}", "of=/dev/null"))
-        add("load/tessera", lambda root=root: checkpoint.load(root, target))
-        forget(folder)
-        add("verify/tessera", lambda root=root: checkpoint.open_checkpoint(root).verify())
-        assert all(torch.equal(target[name], state[name]) for name in state)
+    root = folder / "ckpt"
+    copy = folder / "copy"
+    steps = iter(range(1000))
+    writers = [
+        ("write/dd", lambda: run_dd(f"if={blob}", f"of={copy}", "conv=fsync")),
+        ("save/tessera", lambda: checkpoint.save(root, next(steps), state, keep=1)),
+    ]
+    readers = [
+        ("read/dd", lambda: run_dd(f"if={copy}", "of=/dev/null")),
+        ("load/tessera", lambda: checkpoint.load(root, target)),
+        ("verify/tessera", lambda: checkpoint.open_checkpoint(root).verify()),
+    ]
+    for _, action in writers + readers:  # warm-up: memory is touched, files are there
+        action()
+        blob.read_bytes()  # the source of dd is in the cache, as the tensors are in memory
+    assert all(torch.equal(target[name], state[name]) for name in state)
+    for repetition in range(repetitions):
+        # A virtual disk is fast until its credit is spent, and whoever comes second pays: the order
+        # changes, and the disk gets a rest.
+        for place in range(len(writers)):
+            time.sleep(REST)
+            add(*writers[(place + repetition) % len(writers)])
+        for place in range(len(readers)):
+            forget(folder / "ckpt")
+            forget(copy)
+            time.sleep(REST)
+            add(*readers[(place + repetition) % len(readers)])
     shape = f"n{num_bytes}_p1"
     write, read = (statistics.median(times[name]) for name in ("write/dd", "read/dd"))
     floors = {"save/tessera": write, "load/tessera": read, "verify/tessera": read}
@@ -136,7 +151,9 @@ def rank_main(rank: int, size: int, folder: str, num_bytes: int, repetitions: in
     }
     times: dict[str, list[float]] = {name: [] for name in actions}
     for step in range(repetitions):
-        for name, action in actions.items():
+        for name in sorted(actions, reverse=step % 2 == 1):
+            action = actions[name]
+            time.sleep(REST)
             dist.barrier()
             begin = time.perf_counter()
             action(step)

@@ -155,6 +155,9 @@ PendingFolder::PendingFolder(std::string root, std::int64_t step, Disk& disk)
     throw Error(ErrorKind::kInvalid,
                 "checkpoint.save: the step is " + std::to_string(step) + ". Count from 0.");
   }
+  if (root_.empty()) {
+    throw Error(ErrorKind::kInvalid, "checkpoint.save: the folder to save into has no name.");
+  }
   make_folders(root_, disk_);
   const std::string lock_path = root_ + "/" + kLock;
   lock_ = ::open(lock_path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0666);

@@ -3,8 +3,12 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
+#include <exception>
+#include <mutex>
 #include <set>
+#include <thread>
 
 #include "checkpoint/exchange.h"
 #include "tessera/checkpoint/error.h"
@@ -98,6 +102,35 @@ void read_piece(const Reader& reader, const std::string& name, const Piece& piec
   }
 }
 
+// Two threads: while one sums and copies, the other waits for the disk.
+constexpr std::size_t kNumThreads = 2;
+
+void read_all(const Reader& reader, const std::vector<PlacedTensor>& tensors) {
+  std::vector<std::pair<const std::string*, const Piece*>> pieces;
+  for (const PlacedTensor& placed : tensors) {
+    for (const Piece& piece : placed.pieces) pieces.emplace_back(&placed.name, &piece);
+  }
+  std::atomic<std::size_t> next = 0;
+  std::exception_ptr error;
+  std::mutex mutex;
+  const auto work = [&] {
+    for (std::size_t i = next++; i < pieces.size(); i = next++) {
+      try {
+        read_piece(reader, *pieces[i].first, *pieces[i].second);
+      } catch (...) {
+        const std::lock_guard lock(mutex);
+        if (!error) error = std::current_exception();
+        next = pieces.size();
+      }
+    }
+  };
+  std::vector<std::thread> threads;
+  for (std::size_t i = 1; i < std::min(kNumThreads, pieces.size()); ++i) threads.emplace_back(work);
+  work();
+  for (std::thread& thread : threads) thread.join();
+  if (error) std::rethrow_exception(error);
+}
+
 void log_line(const LoadOptions& options, const std::string& line) {
   if (options.log) {
     options.log(line);
@@ -136,9 +169,7 @@ LoadReport load(const std::string& root, State& state, const std::optional<comm:
     });
     const auto outcomes = together(group, kLoad, [&]() -> std::string {
       try {
-        for (const PlacedTensor& placed : tensors) {
-          for (const Piece& piece : placed.pieces) read_piece(*reader, placed.name, piece);
-        }
+        read_all(*reader, tensors);
       } catch (const Error& error) {
         if (options.step) throw;
         return error.what();

@@ -18,6 +18,8 @@ namespace tessera::checkpoint {
 namespace {
 
 constexpr int kMaxChain = 1000;
+// What a disk of some gigabytes per second delivers while one chunk is summed and copied, and more.
+constexpr std::uint64_t kAheadBytes = 6 * kChunkBytes;
 
 [[noreturn]] void corrupt(const std::string& where, const std::string& what) {
   throw Error(ErrorKind::kCorrupt, where + ": " + what + ".");
@@ -75,9 +77,11 @@ class Chunks {
  private:
   void load(std::uint64_t chunk, std::uint64_t first, std::uint64_t last, std::byte* target) {
     const std::uint64_t place = record_.begin + first;
-    // The next chunk comes from the disk while this one is summed.
-    if (last < num_bytes_) {
-      file_.expect(record_.begin + last, std::min(kChunkBytes, num_bytes_ - last));
+    // The chunks that follow, also of the next tensor, come from the disk while this one is summed.
+    const std::uint64_t ahead = expected_ == 0 ? place : expected_;
+    if (ahead < place + kAheadBytes) {
+      file_.expect(ahead, place + kAheadBytes - ahead);
+      expected_ = place + kAheadBytes;
     }
     file_.read(place, target, last - first);
     if (record_.chunk_crcs.empty()) return;  // of a stranger; nothing to compare with
@@ -93,6 +97,7 @@ class Chunks {
   const std::string& tensor_;
   std::uint64_t num_bytes_;
   std::uint64_t held_ = UINT64_MAX;
+  std::uint64_t expected_ = 0;  // end of what the kernel was told to fetch
   std::vector<std::byte> buffer_;
 };
 

@@ -79,6 +79,8 @@ TEST(Protocol, SavesAndMovesLatest) {
   EXPECT_EQ(find_newest(root / "a/b").reader->manifest().step, 100);
   EXPECT_EQ(error_of([&] { save_sample(root.path(), -1); }),
             "checkpoint.save: the step is -1. Count from 0.");
+  EXPECT_EQ(error_of([&] { save_sample("", 1); }),
+            "checkpoint.save: the folder to save into has no name.");
 }
 
 TEST(Protocol, KeepsTheLastThatAreGood) {
