@@ -31,6 +31,9 @@ using torch::autograd::Engine;
 using torch::autograd::variable_list;
 
 constexpr std::size_t kBroadcastBytes = 250U << 20;
+// A message over shared memory costs a microsecond, so buckets may be small enough to be reduced
+// while the caches still hold them.
+constexpr double kSharedMemoryBucket = 4;
 constexpr int kWatchedIterations = 5;
 constexpr std::size_t kMaxNames = 20;
 
@@ -75,6 +78,11 @@ c10d::Backend* engine_of(const comm::Group& group, c10::Device device) {
   } catch (const c10::Error&) {
     return nullptr;  // a group without an engine for CPU tensors
   }
+}
+
+bool is_shared_memory(const comm::Group& group) {
+  const c10d::Backend* engine = engine_of(group, c10::Device(c10::kCPU));
+  return engine != nullptr && engine->getBackendName() == "shm";
 }
 
 // The reducer's only hook: which hook runs, and on which group, is decided anew for each bucket.
@@ -122,6 +130,9 @@ Replica::State::State(ModelParts model, const comm::Group& ranks, Options wishes
   has_overlap_ =
       options.overlap.value_or(options.find_unused_parameters || num_cores() >= 2 * group.size());
   if (is_own_engine_) put_buckets_into_shared_memory();
+  if (is_shared_memory(group) && !options.bucket_cap_mb && options.bucket_cap_mb_list.empty()) {
+    options.bucket_cap_mb = kSharedMemoryBucket;
+  }
 
   const bool with_buffers =
       options.forward_sync_buffers ? true : options.broadcast_buffers.value_or(true);
@@ -292,6 +303,7 @@ void Replica::State::build() {
   has_hook_ = false;
   is_first_static_done_ = false;
   if (is_own_engine_ || options.divisor || user_hook_) attach_hook();
+  if (user_hook_) announce_user_hook();
 }
 
 void Replica::State::attach_hook() {
@@ -311,6 +323,10 @@ void Replica::State::register_comm_hook(std::shared_ptr<CommHook> hook) {
   user_hook_ = std::move(hook);
   is_alone_ = false;
   attach_hook();
+  announce_user_hook();
+}
+
+void Replica::State::announce_user_hook() {
   if (user_hook_->consumes_gradients()) reducer->set_optimizer_in_backward();
   logger->set_comm_hook(user_hook_->name());
 }
@@ -572,6 +588,14 @@ void Replica::State::end_backward(const std::shared_ptr<Iteration>& iteration) {
   iteration->has_ended = true;
   timeline_.end = now();
   works_.clear();
+  if (options.gradient_as_bucket_view && has_had_sync_) {
+    // The same memory without being a view of it for autograd: torch::optim's zero_grad detaches
+    // gradients in place, which views refuse.
+    for (const NamedParameter& parameter : reduced) {
+      at::Tensor& gradient = parameter.tensor.mutable_grad();
+      if (gradient.defined() && gradient.is_view()) gradient = gradient.tensor_data();
+    }
+  }
   if (iteration != iteration_ || !options.check_finalized) return;
   if (reducer->is_unfinished() && iteration->num_with_gradient == iteration->num_outputs) {
     throw_unfinished();
@@ -628,9 +652,9 @@ FuturePtr Replica::State::average(at::Tensor& buffer) {
   } else {
     buffer.div_(ranks);
   }
-  call.asyncOp = has_overlap_;
+  call.asyncOp = has_overlap_ || !is_own_engine_;
   auto work = group.process_group()->allreduce(tensors, call);
-  if (has_overlap_) works_.push_back(work);
+  if (has_overlap_ && is_own_engine_) works_.push_back(work);  // whoever waits for it helps
   return work->getFuture();
 }
 
