@@ -31,9 +31,6 @@ using torch::autograd::Engine;
 using torch::autograd::variable_list;
 
 constexpr std::size_t kBroadcastBytes = 250U << 20;
-// A message over shared memory costs a microsecond, so buckets may be small enough to be reduced
-// while the caches still hold them.
-constexpr double kSharedMemoryBucket = 4;
 constexpr int kWatchedIterations = 5;
 constexpr std::size_t kMaxNames = 20;
 
@@ -78,11 +75,6 @@ c10d::Backend* engine_of(const comm::Group& group, c10::Device device) {
   } catch (const c10::Error&) {
     return nullptr;  // a group without an engine for CPU tensors
   }
-}
-
-bool is_shared_memory(const comm::Group& group) {
-  const c10d::Backend* engine = engine_of(group, c10::Device(c10::kCPU));
-  return engine != nullptr && engine->getBackendName() == "shm";
 }
 
 // The reducer's only hook: which hook runs, and on which group, is decided anew for each bucket.
@@ -130,9 +122,6 @@ Replica::State::State(ModelParts model, const comm::Group& ranks, Options wishes
   has_overlap_ =
       options.overlap.value_or(options.find_unused_parameters || num_cores() >= 2 * group.size());
   if (is_own_engine_) put_buckets_into_shared_memory();
-  if (is_shared_memory(group) && !options.bucket_cap_mb && options.bucket_cap_mb_list.empty()) {
-    options.bucket_cap_mb = kSharedMemoryBucket;
-  }
 
   const bool with_buffers =
       options.forward_sync_buffers ? true : options.broadcast_buffers.value_or(true);

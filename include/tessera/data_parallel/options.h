@@ -22,8 +22,7 @@ struct Options {
   bool init_sync = true;
 
   /// Gradients are reduced in buckets of about this many MiB; unset means 25, with a first bucket
-  /// of 1 MiB, or 4 where all ranks share memory. `bucket_cap_mb_list` gives one size per bucket,
-  /// the last one repeats.
+  /// of 1 MiB. `bucket_cap_mb_list` gives one size per bucket, the last one repeats.
   std::optional<double> bucket_cap_mb;
   std::vector<double> bucket_cap_mb_list;
 
