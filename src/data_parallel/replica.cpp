@@ -292,6 +292,7 @@ void Replica::State::build() {
   has_hook_ = false;
   is_first_static_done_ = false;
   if (is_own_engine_ || options.divisor || user_hook_) attach_hook();
+  if (user_hook_) announce_user_hook();
 }
 
 void Replica::State::attach_hook() {
@@ -311,6 +312,10 @@ void Replica::State::register_comm_hook(std::shared_ptr<CommHook> hook) {
   user_hook_ = std::move(hook);
   is_alone_ = false;
   attach_hook();
+  announce_user_hook();
+}
+
+void Replica::State::announce_user_hook() {
   if (user_hook_->consumes_gradients()) reducer->set_optimizer_in_backward();
   logger->set_comm_hook(user_hook_->name());
 }
@@ -572,6 +577,14 @@ void Replica::State::end_backward(const std::shared_ptr<Iteration>& iteration) {
   iteration->has_ended = true;
   timeline_.end = now();
   works_.clear();
+  if (options.gradient_as_bucket_view && has_had_sync_) {
+    // The same memory without being a view of it for autograd: torch::optim's zero_grad detaches
+    // gradients in place, which views refuse.
+    for (const NamedParameter& parameter : reduced) {
+      at::Tensor& gradient = parameter.tensor.mutable_grad();
+      if (gradient.defined() && gradient.is_view()) gradient = gradient.tensor_data();
+    }
+  }
   if (iteration != iteration_ || !options.check_finalized) return;
   if (reducer->is_unfinished() && iteration->num_with_gradient == iteration->num_outputs) {
     throw_unfinished();
@@ -628,9 +641,9 @@ FuturePtr Replica::State::average(at::Tensor& buffer) {
   } else {
     buffer.div_(ranks);
   }
-  call.asyncOp = has_overlap_;
+  call.asyncOp = has_overlap_ || !is_own_engine_;
   auto work = group.process_group()->allreduce(tensors, call);
-  if (has_overlap_) works_.push_back(work);
+  if (has_overlap_ && is_own_engine_) works_.push_back(work);  // whoever waits for it helps
   return work->getFuture();
 }
 

@@ -86,6 +86,7 @@ class Replica::State final : public std::enable_shared_from_this<Replica::State>
   void delay_parameters();
   void build();
   void attach_hook();
+  void announce_user_hook();
   void end_hook_step();
   void register_parameters();
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,28 @@ def test_split_graph_has_the_same_forces_on_any_number_of_ranks():
         assert f"{ranks} ranks" in out
         answers.add(re.search(r"energy [\d.]+, largest force [\d.]+", out).group(0))
     assert len(answers) == 1, answers
+
+
+def test_ddp_train_loses_nothing_when_told_to_stop(tmp_path):
+    program = TESSERA.parent / "ddp_train"
+    whole = run(program, tmp_path / "whole.pt", 600)
+    last = re.search(r"finished at step 600, loss ([\d.]+), 2 ranks over shm", whole)
+    assert last and float(last.group(1)) < 0.02, whole
+
+    # Told to stop in the middle, started again: the same loss to the last digit.
+    command = [TESSERA, "run", "-n", "2", "--", program, tmp_path / "cut.pt", "600"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    for line in process.stdout:
+        if "step 100 of" in line:
+            process.send_signal(signal.SIGTERM)
+            break
+    rest = process.stdout.read()
+    process.wait(60)
+    step = int(re.search(r"stopped at step (\d+)", rest).group(1))
+    assert 100 <= step < 600
+    again = run(program, tmp_path / "cut.pt", 600)
+    assert f"resumed at step {step}" in again
+    assert re.search(r"finished at step 600, loss ([\d.]+)", again).group(1) == last.group(1)
 
 
 def test_every_example_is_tested():

@@ -20,6 +20,7 @@ from tessera.distributed.algorithms.ddp_comm_hooks import (
 )
 from tessera.distributed.algorithms.model_averaging import averagers, hierarchical_model_averager
 from tessera.distributed.algorithms.replica_fingerprint import ReplicaFingerprint
+from tessera.nn.parallel import DistributedDataParallel as TesseraDDP
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_default
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as torch_local
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_power
@@ -292,6 +293,17 @@ def test_post_local_sgd_is_torchs():
     run_ranks(2, compare_local_sgd, backend="gloo")
 
 
+def local_sgd_on_one_host(rank):
+    state = post_localSGD_hook.PostLocalSGDState(None, None, 1)
+    assert state.subgroup.size() == 2
+    ours = train(rank, state, post_localSGD_hook.post_localSGD_hook)
+    assert_same(ours, train(rank, None, default_hooks.allreduce_hook))
+
+
+def test_post_local_sgd_takes_the_host_for_a_subgroup():
+    run_ranks(2, local_sgd_on_one_host, env={"LOCAL_WORLD_SIZE": "2"})
+
+
 OPTIMIZERS = {
     "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}),
     "adam": (torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.01, "amsgrad": True}),
@@ -492,3 +504,142 @@ def test_wrong_arguments_are_named():
     state.native(batched=False)
     with pytest.raises(ValueError, match="cannot serve both"):
         state.native(batched=True)
+
+
+def train_ours(rank, state, hook, steps=3, **options):
+    model = make_model()
+    parallel = TesseraDDP(model, **options)
+    parallel.register_comm_hook(state, hook)
+    return run_steps(rank, model, parallel, steps)
+
+
+def compare_wrappers(rank):
+    small = {"bucket_cap_mb": 0.01}
+    for ours, theirs in PAIRS.values():
+        assert_same(train_ours(rank, None, ours, **small), train(rank, None, theirs, **small))
+    # With a group of its own the hook is called from Python; the values stay.
+    group = dist.new_group(backend="gloo")
+    ours, theirs = PAIRS["fp16"]
+    assert_same(train_ours(rank, group, ours, **small), train(rank, group, theirs, **small))
+
+
+def test_in_our_wrapper_the_bits_are_torchs():
+    run_ranks(2, compare_wrappers, backend="gloo")
+
+
+def power_sgd_in_our_wrapper(rank):
+    state = powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=64, start_powerSGD_iter=0, min_compression_rate=0
+    )
+    wrapped = default_hooks.bf16_compress_wrapper(powerSGD_hook.powerSGD_hook)
+    train_ours(rank, state, wrapped, bucket_cap_mb=0.001, static_graph=True)
+    assert state.iter == 3
+    assert "error/0.weight" in state.native(batched=False).state()[0]
+
+
+def test_power_sgd_keeps_its_state_by_name():
+    run_ranks(2, power_sgd_in_our_wrapper)
+
+
+def python_hook_in_our_wrapper(rank):
+    names = []
+
+    def doubled(state, bucket):
+        if state == "fails" and len(names) == 2:
+            names.append([])
+            raise KeyError("not today")
+        names.append(bucket.names())
+        future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+        return future.then(lambda done: done.value()[0] * 2 / bucket.divisor())
+
+    exact = train(rank, None, default_hooks.allreduce_hook, steps=3)
+    doubles = train_ours(rank, None, doubled)
+    for mine, other in zip(doubles[2], exact[2], strict=True):
+        torch.testing.assert_close(mine, 2 * other)
+    assert set(names[0]) == {f"{i}.{what}" for i in (0, 3, 4, 5) for what in ("weight", "bias")}
+
+    # An exception surfaces as itself, and the next step works.
+    names.clear()
+    model = make_model()
+    parallel = TesseraDDP(model)
+    parallel.register_comm_hook("fails", doubled)
+    run_steps(rank, model, parallel, 2)
+    with pytest.raises(Exception, match="not today"):
+        run_steps(rank, model, parallel, 1)
+    again = run_steps(rank, model, parallel, 1)
+    for mine, other in zip(again[0], exact[0], strict=True):
+        torch.testing.assert_close(mine, 2 * other)
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_hooks_in_python_in_our_wrapper(backend):
+    run_ranks(2, python_hook_in_our_wrapper, backend=backend)
+
+
+def optimizer_with_accumulation(rank):
+    plain, stepped = make_model(), make_model()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    theirs = DistributedDataParallel(plain)
+    ours = TesseraDDP(stepped, gradient_as_bucket_view=True, bucket_cap_mb=0.01)
+    state = optimizer_overlap_hooks.OptimizerState("adamw", lr=0.01)
+    ours.register_comm_hook(state, optimizer_overlap_hooks.optimizer_hook)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(3):
+        optimizer.zero_grad()
+        batches = torch.randn(2, 4, 3, 8, 8, generator=generator)
+        for parallel in (theirs, ours):
+            with parallel.no_sync():
+                parallel(batches[0]).square().mean().backward()
+            parallel(batches[1]).square().mean().backward()
+        optimizer.step()
+        assert all(p.grad is None for p in stepped.parameters())
+    for a, b in zip(stepped.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert "optimizer/0.weight/exp_avg" in state.state_dict()["tensors"]
+
+
+def test_optimizer_in_backward_with_accumulation():
+    run_ranks(2, optimizer_with_accumulation)
+
+
+def mixed_precision(rank):
+    precision = torch.nn.parallel.distributed._MixedPrecision(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16
+    )
+    model = torch.nn.Sequential(torch.nn.BatchNorm2d(3, affine=False), make_model())
+    parallel = TesseraDDP(model, mixed_precision=precision)
+    assert model[0].running_mean.dtype == torch.bfloat16
+    exact = torch.nn.Sequential(torch.nn.BatchNorm2d(3, affine=False), make_model())
+    reference = DistributedDataParallel(exact)
+    x = torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(rank))
+    for _ in range(2):
+        model.zero_grad()
+        exact.zero_grad()
+        out = parallel(x)
+        assert out.dtype == torch.bfloat16
+        out.float().square().mean().backward()
+        reference(x).square().mean().backward()
+        assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
+        ours = torch.cat([p.grad.flatten() for p in model.parameters()])
+        theirs = torch.cat([p.grad.flatten() for p in exact.parameters()])
+        # Eight bits of mantissa through seven layers and back.
+        assert (ours - theirs).norm() <= 0.05 * theirs.norm()
+        assert not torch.equal(ours, theirs)
+
+
+def test_mixed_precision_on_the_cpu():
+    run_ranks(2, mixed_precision)
+
+
+def poisoned_in_our_wrapper(rank):
+    model = PoisonedModel(rank == 1)
+    parallel = TesseraDDP(model)
+    parallel.register_comm_hook(checking_hooks.FiniteCheckState(), checking_hooks.finite_check_hook)
+    parallel(torch.ones(2, 4)).sum().backward()
+
+
+def test_nan_is_named_by_parameter():
+    for outcome in run_ranks_collecting(2, poisoned_in_our_wrapper):
+        assert outcome.error.startswith(
+            "RuntimeError: ddp.finite_check: step 1: rank 1 has NaN in the gradient of 'first."
+        ), outcome.error

@@ -362,3 +362,61 @@ def extras(rank):
 
 def test_the_rest_of_the_interface():
     run_ranks(2, extras)
+
+
+def fused(rank):
+    torch.manual_seed(3)
+    model, plain = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    plain.load_state_dict(model.state_dict())
+    ddp = DistributedDataParallel(model)
+    ddp._register_fused_optim(torch.optim.SGD, lr=0.1, momentum=0.9)
+    reference = DistributedDataParallel(plain)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for step in range(4):
+        x = torch.full((2, 4), 1.0 + rank + step)
+        ddp(x).square().mean().backward()
+        optimizer.zero_grad()
+        reference(x).square().mean().backward()
+        optimizer.step()
+        torch.testing.assert_close(model.weight, plain.weight)
+        ddp.zero_grad()
+    with pytest.raises(ValueError, match="Adagrad cannot run in backward"):
+        DistributedDataParallel(torch.nn.Linear(2, 2))._register_fused_optim(torch.optim.Adagrad)
+
+
+def test_an_optimizer_may_run_in_backward():
+    run_ranks(2, fused)
+
+
+def segment_bytes() -> int:
+    """This rank's share of the memory of shared segments."""
+    total, is_ours = 0, False
+    with open("/proc/self/smaps") as lines:
+        for line in lines:
+            word = line.split()
+            if not word[0].endswith(":"):
+                is_ours = "/tessera-" in line
+            elif is_ours and word[0] == "Pss:":
+                total += 1024 * int(word[1])
+    return total
+
+
+def memory(rank):
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(24)))
+    before = segment_bytes()
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=4)
+    for _ in range(4):
+        ddp.zero_grad()
+        ddp(torch.ones(2, 512)).sum().backward()
+    dist.barrier()
+    used = segment_bytes() - before
+    dist.barrier()
+    storages = {p.grad.untyped_storage().data_ptr(): p.grad.untyped_storage() for p in model.parameters()}
+    held = sum(storage.nbytes() for storage in storages.values())
+    return used, held, sum(p.nbytes for p in model.parameters()), len(storages)
+
+
+def test_gradients_live_once_in_the_segment():
+    for used, held, gradients, num_buckets in run_ranks(2, memory):
+        assert held == gradients  # what .grad keeps alive is the buckets and nothing else
+        assert used <= gradients + num_buckets * 2**21  # large blocks begin at huge pages

@@ -325,6 +325,22 @@ class DistributedDataParallel(Module, Joinable):
         hooks = {"ALLREDUCE": _C.all_reduce_hook, "FP16_COMPRESS": lambda: _C.compress_hook(torch.float16)}
         self._replica.register_comm_hook(hooks[name]())
 
+    def _register_fused_optim(self, optim: type, *args, optim_params=None, **kwargs) -> None:
+        """Step parameters as their buckets arrive. `optim` is SGD, Adam or AdamW of torch.optim."""
+        makers = {
+            torch.optim.SGD: _C.sgd_in_backward,
+            torch.optim.Adam: _C.adam_in_backward,
+            torch.optim.AdamW: _C.adamw_in_backward,
+        }
+        if optim not in makers:
+            raise ValueError(f"{optim.__name__} cannot run in backward; SGD, Adam and AdamW can.")
+        only = None
+        if optim_params is not None:
+            wanted = {id(parameter) for parameter in optim_params}
+            only = {name for name, parameter, _ in _parameters_of(self.module) if id(parameter) in wanted}
+        hook = _C.hook_then_optimizer(_C.all_reduce_hook(), makers[optim](*args, **kwargs), only)
+        self._replica.register_comm_hook(hook)
+
     def _register_buffer_comm_hook(
         self, state: object, hook: Callable, comm_hook_location=_BufferCommHookLocation.POST_FORWARD
     ) -> None:
