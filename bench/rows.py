@@ -42,7 +42,7 @@ def verdict(before: Row, after: Row) -> str:
 def peer_of(row: Row, rows: dict[tuple[str, str], Row]) -> Row | None:
     """Find the peer's row of the same shape: in the same state if there is one, else in the other."""
     module, operation, variant, shape = row["name"].split("/")
-    peer = {"comm": "gloo", "python": "gloo", "launch": "torchrun"}.get(module)
+    peer = {"comm": "gloo", "python": "gloo", "launch": "torchrun", "embedding": "fbgemm"}.get(module)
     if peer is None or variant == peer:
         return None
     name = f"{module}/{operation}/{peer}/{shape}"

@@ -34,6 +34,10 @@ BENCHMARKS = {
     "graph_layer": [[str(PROGRAMS / "layer_bench")]],
     "vocab_cross_entropy": [[str(PROGRAMS / "cross_entropy_bench")]],
     "vocab_logprob": [[sys.executable, str(ROOT / "bench/compare/vocab_logprob.py")]],
+    "embedding": [
+        [str(PROGRAMS / "table_bench")],
+        [str(ROOT / ".venv-peers/bin/python"), str(ROOT / "bench/compare/fbgemm_tables.py")],
+    ],
 }
 QUICK = {
     "comm_collectives": ["--seconds", "0.1"],
@@ -43,6 +47,7 @@ QUICK = {
     "graph_layer": ["--seconds", "0.5"],
     "vocab_cross_entropy": ["--repetitions", "5"],
     "vocab_logprob": [],
+    "embedding": ["--seconds", "0.2"],
 }
 TITLES = {
     "comm_collectives": "Collectives, C++",
@@ -52,6 +57,7 @@ TITLES = {
     "graph_layer": "One layer over a split graph, forward and backward",
     "vocab_cross_entropy": "Cross entropy, one rank",
     "vocab_logprob": "Log-probabilities, two ranks",
+    "embedding": "Tables on one rank",
 }
 
 
