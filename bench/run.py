@@ -42,6 +42,10 @@ BENCHMARKS = {
     "vocab_logprob": [[sys.executable, str(ROOT / "bench/compare/vocab_logprob.py")]],
     "checkpoint": [[sys.executable, str(ROOT / "bench/checkpoint/checkpoint_bench.py")]],
     "data_parallel_step": [[sys.executable, str(ROOT / "bench/compare/ddp_step.py")]],
+    "embedding": [
+        [str(PROGRAMS / "table_bench")],
+        [str(ROOT / ".venv-peers/bin/python"), str(ROOT / "bench/compare/fbgemm_tables.py")],
+    ],
 }
 QUICK = {
     "comm_collectives": ["--seconds", "0.1"],
@@ -55,6 +59,7 @@ QUICK = {
     "vocab_logprob": [],
     "checkpoint": ["--repetitions", "2", "--bytes", "64000000", "--stall-bytes", "256000000"],
     "data_parallel_step": ["--steps", "0.2"],
+    "embedding": ["--seconds", "0.2"],
 }
 TITLES = {
     "comm_collectives": "Collectives, C++",
@@ -68,6 +73,7 @@ TITLES = {
     "vocab_logprob": "Log-probabilities, two ranks",
     "checkpoint": "Checkpoints",
     "data_parallel_step": "Training steps under DistributedDataParallel, two ranks",
+    "embedding": "Tables on one rank",
 }
 
 

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include <ATen/Functions.h>
+#include <ATen/core/grad_mode.h>
 
 #include "embedding/row_state.h"
 #include "embedding/table_pass.h"

@@ -8,6 +8,7 @@
 #include <set>
 
 #include <ATen/Functions.h>
+#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "embedding/table_pass.h"

@@ -1,5 +1,7 @@
 #include <algorithm>
 #include <atomic>
+#include <cstring>
+#include <limits>
 #include <span>
 
 #include <ATen/Functions.h>
@@ -111,6 +113,12 @@ class Backward {
            std::vector<TableTarget>& targets)
       : pass_(pass), workspace_(workspace), targets_(targets) {
     source_ = pass.is_sequence || pass.is_weighted ? EntrySource::kPosition : EntrySource::kBag;
+    // Means and limits are cheaper once per bag than once per id.
+    const bool has_work = limit < std::numeric_limits<float>::infinity() ||
+                          std::any_of(
+                              pass.features.begin(), pass.features.end(),
+                              [](const auto& feature) { return feature.is_mean; });
+    is_gathered_ = has_work && !pass.is_sequence && pass.num_positions >= 2 * pass.num_bags;
     count_entries();
     describe_gradients(gradient, limit);
     num_threads_ = threads_for(pass.num_positions);
@@ -168,15 +176,26 @@ class Backward {
   }
 
   void describe_gradients(const float* gradient, float limit) {
+    gradient_ = gradient;
+    limit_ = limit;
+    if (is_gathered_) {
+      workspace_.places.assign(pass_.features.size(), 0);
+      std::int64_t next = 0;
+      for (std::size_t f = 0; f < pass_.features.size(); ++f) {
+        workspace_.places[f] = next;
+        next += pass_.features[f].num_bags * pass_.features[f].rows.num_columns;
+      }
+      at_least(workspace_.gathered, static_cast<std::size_t>(next));
+    }
     auto& segments = workspace_.segments;
     segments.clear();
     segments.reserve(pass_.features.size());
     workspace_.gradients.assign(pass_.num_tables, {});
     for (std::size_t table = 0; table < pass_.num_tables; ++table) {
       kernels::RowGradients& gradients = workspace_.gradients[table];
-      gradients.data = gradient;
+      gradients.data = is_gathered_ ? workspace_.gathered.data() : gradient;
       gradients.segments = segments.data() + segments.size();
-      gradients.limit = limit;
+      if (!is_gathered_) gradients.limit = limit;
       if (pass_.is_weighted) gradients.weights = pass_.ids.weights;
       if (pass_.is_weighted && !pass_.is_sequence) gradients.bag_of = workspace_.bag_of.data();
       for (std::size_t f = 0; f < pass_.features.size(); ++f) {
@@ -185,6 +204,8 @@ class Backward {
         if (pass_.is_sequence) {
           segments.push_back(
               {pass_.ids.offset(feature.first_bag), feature.output, feature.rows.num_columns});
+        } else if (is_gathered_) {
+          segments.push_back({feature.first_bag, workspace_.places[f], feature.rows.num_columns});
         } else {
           segments.push_back({feature.first_bag, feature.output, feature.output_stride});
           if (feature.is_mean) gradients.bags = &pass_.ids;
@@ -194,7 +215,30 @@ class Backward {
     }
   }
 
-  void fill(std::size_t table) {
+  /// Copies the gradients of bags `begin` to `end - 1` of a feature to where they lie together.
+  void gather(std::size_t f, std::int64_t begin, std::int64_t end) {
+    const kernels::TableFeature& feature = pass_.features[f];
+    const std::int64_t columns = feature.rows.num_columns;
+    const bool is_limited = limit_ < std::numeric_limits<float>::infinity();
+    for (std::int64_t bag = begin; bag < end; ++bag) {
+      const float* from = gradient_ + feature.output + bag * feature.output_stride;
+      float* to = workspace_.gathered.data() + workspace_.places[f] + bag * columns;
+      std::memcpy(to, from, static_cast<std::size_t>(columns) * sizeof(float));
+      if (is_limited) {
+        for (std::int64_t c = 0; c < columns; ++c) {
+          to[c] = to[c] > limit_ ? limit_ : (to[c] < -limit_ ? -limit_ : to[c]);
+        }
+      }
+      if (feature.is_mean) {
+        const std::int64_t count = pass_.ids.offset(feature.first_bag + bag + 1) -
+                                   pass_.ids.offset(feature.first_bag + bag);
+        const float factor = 1.0F / static_cast<float>(std::max<std::int64_t>(count, 1));
+        for (std::int64_t c = 0; c < columns; ++c) to[c] *= factor;
+      }
+    }
+  }
+
+  void fill(std::size_t table, bool together = false) {
     RowEntry* entries = entries_of(table).data();
     std::uint32_t* bag_of =
         pass_.is_weighted && !pass_.is_sequence ? workspace_.bag_of.data() : nullptr;
@@ -203,6 +247,13 @@ class Backward {
       if (static_cast<std::size_t>(pass_.table_of[f]) != table) continue;
       kernels::fill_entries(pass_.ids, feature, 0, feature.num_bags, source_, entries, bag_of);
       entries += positions_of(feature);
+      if (!is_gathered_) continue;
+      if (together) {
+        at::parallel_for(0, feature.num_bags, 256,
+                         [&](std::int64_t begin, std::int64_t end) { gather(f, begin, end); });
+      } else {
+        gather(f, 0, feature.num_bags);
+      }
     }
   }
 
@@ -218,7 +269,7 @@ class Backward {
       if (size_of(table) == 0) continue;
       const auto plan = kernels::radix_plan(targets_[table].rows.num_rows);
       if (num_threads_ > 1 && size_of(table) > share) {
-        fill(table);
+        fill(table, true);
         sort_together(plan, entries_of(table), workspace_.spare.data() + workspace_.firsts[table],
                       num_threads_, workspace_.counts);
       } else {
@@ -317,6 +368,9 @@ class Backward {
   Workspace& workspace_;
   std::vector<TableTarget>& targets_;
   EntrySource source_;
+  bool is_gathered_ = false;
+  const float* gradient_ = nullptr;
+  float limit_ = 0;
   std::int64_t num_threads_ = 1;
 };
 
@@ -326,9 +380,9 @@ std::int64_t Workspace::bytes() const {
   const auto size = [](const auto& buffer) {
     return static_cast<std::int64_t>(buffer.capacity() * sizeof(buffer[0]));
   };
-  return size(entries) + size(spare) + size(counts) + size(bag_of) + size(rows) + size(segments) +
-         size(gradients) + size(firsts) + size(pieces) + size(order) +
-         (device_bytes.defined() ? device_bytes.numel() : 0);
+  return size(entries) + size(spare) + size(counts) + size(bag_of) + size(rows) + size(gathered) +
+         size(places) + size(segments) + size(gradients) + size(firsts) + size(pieces) +
+         size(order) + (device_bytes.defined() ? device_bytes.numel() : 0);
 }
 
 std::int64_t cpu_lookup(const TablePass& pass, float* output) {

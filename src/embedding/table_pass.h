@@ -38,6 +38,8 @@ struct Workspace {
   std::vector<std::uint32_t> counts;
   std::vector<std::uint32_t> bag_of;
   std::vector<float> rows;
+  std::vector<float> gathered;       // gradients, feature by feature
+  std::vector<std::int64_t> places;  // where a feature's begin
   std::vector<kernels::GradientSegment> segments;
   std::vector<kernels::RowGradients> gradients;
   std::vector<std::int64_t> firsts;  // of each table's entries

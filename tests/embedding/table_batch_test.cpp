@@ -7,7 +7,9 @@
 
 #include <cmath>
 
+#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <ATen/core/grad_mode.h>
 
 namespace tessera::embedding {
 namespace {

@@ -95,16 +95,22 @@ inline std::int64_t rows_ahead(std::int64_t bytes_per_row) {
   return rows < 3 ? 3 : (rows > 16 ? 16 : rows);
 }
 
+// GCC takes a function that only prefetches for one that does nothing, and drops calls of it: such
+// functions are inlined before it looks.
+#define TESSERA_INLINE_ALWAYS inline __attribute__((always_inline))
+
 template <int kWrite>
-inline void prefetch(const void* from, std::int64_t bytes) {
+TESSERA_INLINE_ALWAYS void prefetch(const void* from, std::int64_t bytes) {
   const char* first = static_cast<const char*>(from);
   constexpr std::int64_t kMost = 32 * kLineBytes;
   const std::int64_t count = bytes < kMost ? bytes : kMost;
   for (std::int64_t at = 0; at < count; at += kLineBytes) {
     __builtin_prefetch(first + at, kWrite, 3);
   }
-  // Rows need not begin at a line.
-  if (count > 0) __builtin_prefetch(first + count - 1, kWrite, 3);
+  // A row that does not begin at a line ends in one more.
+  if ((reinterpret_cast<std::uintptr_t>(first) & (kLineBytes - 1)) != 0 && count > 0) {
+    __builtin_prefetch(first + count - 1, kWrite, 3);
+  }
 }
 
 /// The sum over the elements of two arrays, with lanes of its own so that all levels add alike.
@@ -112,14 +118,14 @@ template <typename Row>
 inline float dot(const typename Row::Stored* a, const float* b, std::int64_t count) {
   constexpr int kSums = 16 / kLanes;
   Floats sums[kSums] = {};
-  std::int64_t c = 0;
-  for (; c + 16 <= count; c += 16) {
+  const std::int64_t whole = count / 16 * 16;
+  for (std::int64_t c = 0; c < whole; c += 16) {
     for (int i = 0; i < kSums; ++i) {
       sums[i] += Row::load(a + c + i * kLanes) * SingleRow::load(b + c + i * kLanes);
     }
   }
   float total = 0;
-  for (; c < count; ++c) total += Row::widen(a[c]) * b[c];
+  for (std::int64_t c = whole; c < count; ++c) total += Row::widen(a[c]) * b[c];
   for (int i = 0; i < kSums; ++i) {
     for (int lane = 0; lane < kLanes; ++lane) total += sums[i][lane];
   }

@@ -38,7 +38,7 @@ struct Walk {
   bool is_outside(std::int64_t id) const {
     return static_cast<std::uint64_t>(id) >= static_cast<std::uint64_t>(num_rows);
   }
-  void fetch(std::int64_t position) const {
+  TESSERA_INLINE_ALWAYS void fetch(std::int64_t position) const {
     if (position >= last) return;
     const std::int64_t id = ids.id(position);
     if (!is_outside(id)) prefetch<0>(data + id * num_columns, row_bytes());

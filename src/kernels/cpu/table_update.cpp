@@ -20,8 +20,20 @@ struct Source {
   float factor;
 };
 
-inline Source source_at(const RowGradients& gradients, RowEntry entry) {
+/// Whether every gradient is found by one multiplication and needs no factor.
+inline bool is_plain(const RowGradients& gradients) {
+  return gradients.num_segments == 1 && gradients.weights == nullptr &&
+         gradients.bag_of == nullptr && gradients.bags == nullptr &&
+         !(gradients.limit < __builtin_inff());
+}
+
+template <bool kPlain>
+TESSERA_INLINE_ALWAYS Source source_at(const RowGradients& gradients, RowEntry entry) {
   std::int64_t source = source_of(entry);
+  if constexpr (kPlain) {
+    const GradientSegment& only = gradients.segments[0];
+    return {gradients.data + only.base + (source - only.first) * only.stride, 1.0F};
+  }
   float factor = 1.0F;
   if (gradients.weights != nullptr) factor = gradients.weights[source];
   if (gradients.bag_of != nullptr) source = gradients.bag_of[source];
@@ -44,16 +56,17 @@ inline float within(float x, float limit) {
   return x < -limit ? -limit : x;
 }
 
-template <int kVectors>
+template <bool kPlain, int kVectors>
 inline void add_block(const RowGradients& gradients, const RowEntry* entries, std::int64_t begin,
                       std::int64_t end, std::int64_t column, float* sum) {
   Floats sums[kVectors] = {};
   for (std::int64_t i = begin; i < end; ++i) {
-    const Source source = source_at(gradients, entries[i]);
+    const Source source = source_at<kPlain>(gradients, entries[i]);
     const Floats factor = splat(source.factor);
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
-      sums[v] += factor * SingleRow::load(source.data + column + v * kLanes);
+      const Floats part = SingleRow::load(source.data + column + v * kLanes);
+      sums[v] += kPlain ? part : factor * part;
     }
   }
 #pragma GCC unroll 8
@@ -61,16 +74,17 @@ inline void add_block(const RowGradients& gradients, const RowEntry* entries, st
 }
 
 /// The sum of the gradients of entries begin .. end - 1, in `sum` or where it already lies.
+template <bool kPlain>
 const float* sum_run(const RowGradients& gradients, const RowEntry* entries, std::int64_t begin,
                      std::int64_t end, std::int64_t num_columns, float* sum) {
-  const bool is_limited = gradients.limit < __builtin_inff();
-  if (end - begin == 1 && !is_limited && !has_factors(gradients)) {
-    return source_at(gradients, entries[begin]).data;
+  const bool is_limited = !kPlain && gradients.limit < __builtin_inff();
+  if (end - begin == 1 && (kPlain || (!is_limited && !has_factors(gradients)))) {
+    return source_at<kPlain>(gradients, entries[begin]).data;
   }
   if (is_limited) {
     for (std::int64_t c = 0; c < num_columns; ++c) sum[c] = 0;
     for (std::int64_t i = begin; i < end; ++i) {
-      const Source source = source_at(gradients, entries[i]);
+      const Source source = source_at<kPlain>(gradients, entries[i]);
       for (std::int64_t c = 0; c < num_columns; ++c) {
         sum[c] += source.factor * within(source.data[c], gradients.limit);
       }
@@ -80,18 +94,18 @@ const float* sum_run(const RowGradients& gradients, const RowEntry* entries, std
   std::int64_t column = 0;
   const auto left = [&] { return (num_columns - column) / kLanes; };
   for (; left() >= kBlock; column += kBlock * kLanes) {
-    add_block<kBlock>(gradients, entries, begin, end, column, sum);
+    add_block<kPlain, kBlock>(gradients, entries, begin, end, column, sum);
   }
   for (; left() >= 2; column += 2 * kLanes) {
-    add_block<2>(gradients, entries, begin, end, column, sum);
+    add_block<kPlain, 2>(gradients, entries, begin, end, column, sum);
   }
   for (; left() >= 1; column += kLanes) {
-    add_block<1>(gradients, entries, begin, end, column, sum);
+    add_block<kPlain, 1>(gradients, entries, begin, end, column, sum);
   }
   for (; column < num_columns; ++column) {
     float total = 0;
     for (std::int64_t i = begin; i < end; ++i) {
-      const Source source = source_at(gradients, entries[i]);
+      const Source source = source_at<kPlain>(gradients, entries[i]);
       total += source.factor * source.data[column];
     }
     sum[column] = total;
@@ -103,11 +117,11 @@ const float* sum_run(const RowGradients& gradients, const RowEntry* entries, std
 
 inline void step_sgd(float* __restrict__ w, const float* __restrict__ g, std::int64_t count,
                      float rate) {
-  std::int64_t c = 0;
-  for (; c + kLanes <= count; c += kLanes) {
+  const std::int64_t whole = count / kLanes * kLanes;
+  for (std::int64_t c = 0; c < whole; c += kLanes) {
     store(w + c, SingleRow::load(w + c) - SingleRow::load(g + c) * rate);
   }
-  for (; c < count; ++c) w[c] -= rate * g[c];
+  for (std::int64_t c = whole; c < count; ++c) w[c] -= rate * g[c];
 }
 
 inline void step_adagrad(float* __restrict__ w, const float* __restrict__ g, float* __restrict__ h,
@@ -180,9 +194,10 @@ inline float mean_square(const float* g, std::int64_t count) {
   return dot<SingleRow>(g, g, count) / static_cast<float>(count);
 }
 
-/// Steps one row; `spare` has room for a row and is not `g`.
-inline void step_row(float* w, const float* g, std::int64_t row, std::int64_t count,
-                     const RowState& state, const RowStep& step, float* spare) {
+/// Steps one row; `spare` has room for a row and is not `g`. Inlined, so that a known number of
+/// columns is known here, too.
+TESSERA_INLINE_ALWAYS void step_row(float* w, const float* g, std::int64_t row, std::int64_t count,
+                                    const RowState& state, const RowStep& step, float* spare) {
   const bool decays = step.decay != 0.0F && step.rule < RowRule::kLamb;
   if (decays && step.is_decoupled) {
     const float keep = 1.0F - step.rate * step.decay;
@@ -245,6 +260,7 @@ inline void step_narrow_row(typename Row::Stored* w, const float* g, std::int64_
 }
 
 /// What is fetched ahead for one entry.
+template <bool kPlain>
 struct Fetch {
   const RowGradients& gradients;
   const TableRows& rows;
@@ -256,7 +272,7 @@ struct Fetch {
     const std::int64_t full = rows.num_columns * 4;
     return (has_full_momentum1(step.rule) ? full : 4) + (has_full_momentum2(step.rule) ? full : 4);
   }
-  void operator()(RowEntry entry) const {
+  TESSERA_INLINE_ALWAYS void operator()(RowEntry entry) const {
     const std::int64_t row = row_of(entry);
     const std::int64_t full = rows.num_columns * 4;
     prefetch<1>(static_cast<const char*>(rows.data) + row * row_bytes, row_bytes);
@@ -274,7 +290,7 @@ struct Fetch {
         __builtin_prefetch(state.momentum2 + row, 1, 3);
       }
     }
-    prefetch<0>(source_at(gradients, entry).data, full);
+    prefetch<0>(source_at<kPlain>(gradients, entry).data, full);
   }
 };
 
@@ -284,15 +300,18 @@ inline std::int64_t end_of_run(const RowEntry* entries, std::int64_t begin, std:
   return last;
 }
 
-template <typename Row>
+/// `kColumns`: the number of columns, or 0 if it is any. Rows take so little arithmetic that loops
+/// of unknown length cost as much as they do.
+template <typename Row, int kColumns, bool kPlain>
 void update_rows(const RowGradients& gradients, const RowEntry* entries, std::int64_t begin,
-                 std::int64_t end, const TableRows& rows, const RowState& state,
-                 const RowStep& step, float* buffer) {
+                 std::int64_t end, TableRows rows, const RowState& state, const RowStep& step,
+                 float* buffer) {
   using Stored = typename Row::Stored;
+  if constexpr (kColumns > 0) rows.num_columns = kColumns;
   const std::int64_t count = rows.num_columns;
-  const Fetch fetch{gradients, rows, state, step,
-                    count * static_cast<std::int64_t>(sizeof(Stored))};
-  const std::int64_t ahead = rows_ahead(fetch.row_bytes + fetch.state_bytes());
+  const Fetch<kPlain> fetch{gradients, rows, state, step,
+                            count * static_cast<std::int64_t>(sizeof(Stored))};
+  const std::int64_t ahead = rows_ahead(fetch.row_bytes + fetch.state_bytes() + count * 4);
   float* sum = buffer;
   float* spare = buffer + count;
   float* wide = buffer + 2 * count;
@@ -300,7 +319,7 @@ void update_rows(const RowGradients& gradients, const RowEntry* entries, std::in
   for (std::int64_t first = begin; first < end;) {
     const std::int64_t last = end_of_run(entries, first, end);
     for (; fetched < end && fetched < last + ahead; ++fetched) fetch(entries[fetched]);
-    const float* g = sum_run(gradients, entries, first, last, count, sum);
+    const float* g = sum_run<kPlain>(gradients, entries, first, last, count, sum);
     const std::int64_t row = row_of(entries[first]);
     Stored* w = static_cast<Stored*>(rows.data) + row * count;
     if constexpr (sizeof(Stored) == 4) {
@@ -316,7 +335,21 @@ void update(const RowGradients& gradients, const RowEntry* entries, std::int64_t
             std::int64_t end, const TableRows& rows, const RowState& state, const RowStep& step,
             float* buffer) {
   with_row(rows.element, [&](auto row) {
-    update_rows<decltype(row)>(gradients, entries, begin, end, rows, state, step, buffer);
+    using Row = decltype(row);
+    if (!is_plain(gradients)) {
+      return update_rows<Row, 0, false>(gradients, entries, begin, end, rows, state, step, buffer);
+    }
+    if constexpr (sizeof(typename Row::Stored) == 4) {
+      if (rows.num_columns == 64) {
+        return update_rows<Row, 64, true>(gradients, entries, begin, end, rows, state, step,
+                                          buffer);
+      }
+      if (rows.num_columns == 128) {
+        return update_rows<Row, 128, true>(gradients, entries, begin, end, rows, state, step,
+                                           buffer);
+      }
+    }
+    update_rows<Row, 0, true>(gradients, entries, begin, end, rows, state, step, buffer);
   });
 }
 
@@ -326,7 +359,7 @@ void sum_rows(const RowGradients& gradients, const RowEntry* entries, std::int64
   std::int64_t index = 0;
   for (std::int64_t first = begin; first < end; ++index) {
     const std::int64_t last = end_of_run(entries, first, end);
-    const float* sum = sum_run(gradients, entries, first, last, num_columns, buffer);
+    const float* sum = sum_run<false>(gradients, entries, first, last, num_columns, buffer);
     float* to = output + (by_row ? row_of(entries[first]) : index) * num_columns;
     __builtin_memcpy(to, sum, static_cast<std::size_t>(num_columns) * 4);
     first = last;

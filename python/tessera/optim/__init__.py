@@ -1,0 +1,38 @@
+"""Optimizers of embedding tables: they step the rows that have a gradient, and no others.
+
+    weights = dict(bags.named_parameters())
+    optimizer = tessera.optim.RowWiseAdagrad(weights, lr=0.02)
+    loss.backward()
+    optimizer.clip_grad_norm(1.0)
+    optimizer.step()
+
+They take sparse gradients (rows that occur several times are summed first) and dense ones (every row
+steps). The rules, with their numbers, are those of tessera/embedding/optimizer.h. A collection whose
+backward steps its rows at once needs none of them.
+"""
+
+from tessera.optim._optimizers import (
+    LAMB,
+    SGD,
+    Adagrad,
+    Adam,
+    AdamW,
+    LarsSGD,
+    PartialRowWiseAdam,
+    PartialRowWiseLAMB,
+    RowWiseAdagrad,
+    TableOptimizer,
+)
+
+__all__ = [
+    "LAMB",
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "LarsSGD",
+    "PartialRowWiseAdam",
+    "PartialRowWiseLAMB",
+    "RowWiseAdagrad",
+    "TableOptimizer",
+]
