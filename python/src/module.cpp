@@ -12,6 +12,7 @@ PYBIND11_MODULE(_C, module) {
   tessera::python::bind_comm(module);
   tessera::python::bind_failure(module);
   tessera::python::bind_collectives(module);
+  tessera::python::bind_comm_ops(module);
   tessera::python::bind_regions(module);
   tessera::python::bind_jagged(module);
   tessera::python::bind_embedding(module);

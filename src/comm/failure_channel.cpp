@@ -6,6 +6,8 @@
 #include <string>
 #include <utility>
 
+#include "comm/failure_post.h"
+
 namespace tessera::comm {
 namespace {
 
@@ -17,17 +19,19 @@ constexpr auto kStoreLimit = std::chrono::milliseconds(1000);
 
 std::string arrival_key(int rank) { return "arrived/" + std::to_string(rank); }
 
-std::vector<std::uint8_t> encode(const Failure& failure) {
+std::string post_key(int rank) { return "post/" + std::to_string(rank); }
+
+std::string encode(const Failure& failure) {
   std::ostringstream text;
   text << static_cast<int>(failure.kind()) << ' ' << failure.ranks().size();
   for (const int rank : failure.ranks()) text << ' ' << rank;
   text << '\n' << failure.what();
-  const std::string bytes = text.str();
-  return {bytes.begin(), bytes.end()};
+  return text.str();
 }
 
-Failure decode(const std::vector<std::uint8_t>& bytes) {
-  const std::string text(bytes.begin(), bytes.end());
+std::vector<std::uint8_t> as_bytes(const std::string& text) { return {text.begin(), text.end()}; }
+
+Failure decode(const std::string& text) {
   const auto line = text.find('\n');
   std::istringstream head(text.substr(0, line));
   int kind = static_cast<int>(FailureKind::kAborted);
@@ -41,8 +45,12 @@ Failure decode(const std::vector<std::uint8_t>& bytes) {
 }  // namespace
 
 struct FailureChannel::State {
+  explicit State(const std::string& address) : post(address) {}
+
   int rank = 0;
   int size = 0;
+  FailurePost post;
+  std::vector<std::string> posts;  // where the other ranks listen
   mutable std::mutex mutex;
   std::condition_variable asked;          // there is something for the thread to do
   std::condition_variable answered;       // the thread has done something, or has ended
@@ -67,11 +75,12 @@ struct FailureChannel::State {
 
   // The calls to the store; the mutex is not held.
   Failure exchange(const Failure& mine) {
-    return decode(store->compareSet(kKey, {}, encode(mine)));
+    const auto settled = store->compareSet(kKey, {}, as_bytes(encode(mine)));
+    return decode({settled.begin(), settled.end()});
   }
   std::optional<Failure> look() {
     if (!store->check({kKey})) return std::nullopt;
-    return decode(store->get(kKey));
+    return decode(store->get_to_str(kKey));
   }
   std::vector<int> call_roll(std::uint64_t sequence) {
     store->set(arrival_key(rank), std::to_string(sequence));
@@ -87,14 +96,16 @@ struct FailureChannel::State {
   }
 };
 
-FailureChannel::FailureChannel(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size)
-    : state_(std::make_shared<State>()) {
+FailureChannel::FailureChannel(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                               const std::string& address)
+    : state_(std::make_shared<State>(address)) {
   state_->rank = rank;
   state_->size = size;
   try {
     // A connection of its own: the shared one may be inside a long wait of another thread.
     state_->store = store->clone();
     state_->store->setTimeout(kStoreLimit);
+    state_->store->set(post_key(rank), as_bytes(state_->post.address()));
   } catch (const std::exception&) {
     state_->store = nullptr;
   }
@@ -115,6 +126,19 @@ FailureChannel::~FailureChannel() {
     thread_.join();
   } else {
     thread_.detach();
+  }
+}
+
+void FailureChannel::meet(c10d::Store& store) noexcept {
+  try {
+    std::vector<std::string> posts;
+    for (int rank = 0; rank < state_->size; ++rank) {
+      if (rank != state_->rank) posts.push_back(store.get_to_str(post_key(rank)));
+    }
+    std::lock_guard lock(state_->mutex);
+    state_->posts = std::move(posts);
+  } catch (const std::exception&) {
+    // The store is gone already; what this rank learns it keeps to itself.
   }
 }
 
@@ -168,12 +192,17 @@ Failure FailureChannel::publish(const Failure& failure) noexcept {
     state_->answered.wait_until(lock, state_->patience(),
                                 [&] { return state_->failure.has_value(); });
     if (!state_->failure) state_->failure = failure;
+    // Settled, or nobody can settle it any more: for those who cannot reach the store.
+    state_->post.send(encode(*state_->failure), state_->posts);
   }
   return *state_->failure;
 }
 
 std::optional<Failure> FailureChannel::poll() noexcept {
   std::lock_guard lock(state_->mutex);
+  if (!state_->failure) {
+    if (const auto letter = state_->post.receive()) state_->failure = decode(*letter);
+  }
   if (!state_->failure && !state_->has_poll && Clock::now() >= state_->next_poll) {
     state_->next_poll = Clock::now() + kPollInterval;
     state_->has_poll = true;

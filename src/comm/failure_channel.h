@@ -2,7 +2,8 @@
 //
 // Shared memory carries failures by itself. Between hosts they travel through the store: the first
 // reason written stays, and ranks that wait look for it a few times a second. A store that is gone
-// or does not answer is not an error; the ranks then only know what they see themselves.
+// or does not answer is not an error: what was settled, or could not be, also goes to each rank by
+// a datagram.
 
 #pragma once
 
@@ -10,6 +11,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -23,10 +25,15 @@ namespace tessera::comm {
 /// hangs holds nobody up.
 class FailureChannel {
  public:
-  FailureChannel(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size);
+  /// `address` is the one by which the other ranks reach this one.
+  FailureChannel(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                 const std::string& address);
   ~FailureChannel();
   FailureChannel(const FailureChannel&) = delete;
   FailureChannel& operator=(const FailureChannel&) = delete;
+
+  /// Learns where the other ranks listen. To be called once all of them have a channel.
+  void meet(c10d::Store& store) noexcept;
 
   /// Makes `failure` the group's, unless it has one; returns the group's. Waits for the store, at
   /// most 1 s. Never throws.

@@ -23,7 +23,7 @@ namespace {
 constexpr auto kGlooSlack = std::chrono::seconds(5);
 constexpr auto kSlice = std::chrono::milliseconds(20);
 // How long Gloo may take to end an operation whose connections are closed. It takes milliseconds.
-constexpr auto kEndLimit = std::chrono::seconds(2);
+constexpr auto kEndLimit = std::chrono::milliseconds(300);
 // How long a broken connection may wait for somebody who knows why.
 constexpr auto kRootCauseLimit = std::chrono::milliseconds(800);
 

@@ -92,9 +92,10 @@ std::shared_ptr<HierarchicalTransport> HierarchicalTransport::create(
   agree_on_shared_memory(store, *monitor, problem, deadline);
 
   // One channel for all levels: whoever waits anywhere learns of a failure anywhere else.
-  self->channel_ = make_channel(store, *monitor);
+  self->channel_ = make_channel(store, *monitor, address);
   self->flat_ = std::make_shared<GlooTransport>(prefixed(store, "flat"), monitor, self->channel_,
                                                 options.timeout, address, /*check_calls=*/false);
+  self->channel_->meet(*store);  // Gloo has met, so all channels are there
   if (self->is_leader()) {
     std::vector<int> leaders;
     for (const auto& host : self->hosts_) leaders.push_back(host.front());

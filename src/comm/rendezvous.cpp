@@ -1,7 +1,9 @@
 #include "comm/rendezvous.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
+#include <future>
 #include <set>
 #include <thread>
 
@@ -12,6 +14,7 @@
 #include "comm/hierarchical_transport.h"
 #include "comm/network.h"
 #include "comm/shm/shm_transport.h"
+#include "comm/side_thread.h"
 #include "tessera/core/check.h"
 
 namespace tessera::comm {
@@ -110,9 +113,12 @@ std::shared_ptr<Transport> make_transport(const c10::intrusive_ptr<c10d::Store>&
                                           [](const auto& host) { return host.second.size() > 1; });
   const std::string address = is_one_host ? "127.0.0.1" : address_towards_peers();
   const auto deadline = Clock::now() + options.timeout;
-  const auto make_gloo = [&] {
-    return std::make_shared<GlooTransport>(store, monitor, make_channel(store, *monitor),
-                                           options.timeout, address, options.check_gloo_calls);
+  const auto make_gloo = [&]() -> std::shared_ptr<Transport> {
+    const auto channel = make_channel(store, *monitor, address);
+    auto transport = std::make_shared<GlooTransport>(store, monitor, channel, options.timeout,
+                                                     address, options.check_gloo_calls);
+    channel->meet(*store);  // Gloo has met, so all channels are there
+    return transport;
   };
   if (options.engine == Engine::kGloo) return make_gloo();
   if (!is_one_host && !has_neighbours) {
@@ -160,8 +166,11 @@ void say_farewell(c10d::Store& store) noexcept {
   }
 }
 
+// `has_met` is set once all ranks have come: what then still waits for the store, or for Gloo, gets
+// the limit anew.
 c10::intrusive_ptr<EngineBackend> join(const c10::intrusive_ptr<c10d::Store>& store, int rank,
-                                       int size, const GroupOptions& options) {
+                                       int size, const GroupOptions& options,
+                                       std::atomic<bool>& has_met) {
   TESSERA_CHECK_VALUE(size >= 1, "comm.init: a group has at least one rank, not ", size, ".");
   TESSERA_CHECK_VALUE(rank >= 0 && rank < size, "comm.init: rank ", rank, " is outside a group of ",
                       size, " (0 to ", size - 1, ").");
@@ -175,6 +184,7 @@ c10::intrusive_ptr<EngineBackend> join(const c10::intrusive_ptr<c10d::Store>& st
   set_text(*store, key + "/size", std::to_string(size));
   set_text(*store, key, encode(self));
   auto members = gather_members(*store, generation, size, options);
+  has_met = true;
   check_sizes(*store, generation, rank, size);
   auto monitor = std::make_shared<GroupMonitor>(std::move(members), rank, options.name);
   const auto own_store =
@@ -182,6 +192,29 @@ c10::intrusive_ptr<EngineBackend> join(const c10::intrusive_ptr<c10d::Store>& st
   auto transport = make_transport(own_store, monitor, options);
   return c10::make_intrusive<EngineBackend>(std::move(transport), std::move(monitor),
                                             options.timeout);
+}
+
+// Joins beside the calling thread: a store that is reached but does not answer would hold this one
+// for good, since LibTorch's client waits for it without a limit. Returns nothing in that case.
+c10::intrusive_ptr<EngineBackend> join_within_limit(const c10::intrusive_ptr<c10d::Store>& store,
+                                                    int rank, int size,
+                                                    const GroupOptions& options) {
+  struct Outcome {
+    std::atomic<bool> has_met{false};
+    c10::intrusive_ptr<EngineBackend> engine;
+  };
+  // More than the limit, so that whoever finds ranks missing can say so first.
+  const auto limit = options.timeout + std::chrono::seconds(1);
+  auto outcome = std::make_shared<Outcome>();
+  auto end =
+      run_beside([=] { outcome->engine = join(store, rank, size, options, outcome->has_met); });
+  const auto has_ended = [&] { return end.wait_for(limit) == std::future_status::ready; };
+  if (!has_ended() && !(outcome->has_met && has_ended())) {
+    abandon_side_thread();
+    return nullptr;
+  }
+  end.get();
+  return std::move(outcome->engine);
 }
 
 }  // namespace
@@ -196,9 +229,9 @@ void set_text(c10d::Store& store, const std::string& key, const std::string& val
 }
 
 std::shared_ptr<FailureChannel> make_channel(const c10::intrusive_ptr<c10d::Store>& store,
-                                             GroupMonitor& monitor) {
-  auto channel = std::make_shared<FailureChannel>(store, monitor.rank(),
-                                                  static_cast<int>(monitor.members().size()));
+                                             GroupMonitor& monitor, const std::string& address) {
+  auto channel = std::make_shared<FailureChannel>(
+      store, monitor.rank(), static_cast<int>(monitor.members().size()), address);
   monitor.set_poll([channel] { return channel->poll(); });
   monitor.set_roll_call([channel](std::uint64_t sequence) { return channel->absent(sequence); });
   return channel;
@@ -234,8 +267,14 @@ void await_farewells(c10d::Store& store, Clock::time_point limit) noexcept {
 
 c10::intrusive_ptr<EngineBackend> make_engine(const c10::intrusive_ptr<c10d::Store>& store,
                                               int rank, int size, const GroupOptions& options) {
+  const auto silent_store = [&] {
+    return Error(ErrorKind::kRendezvous, {},
+                 "comm.init: group '" + options.name + "' cannot be made: the store" +
+                     place_of(store) + " does not answer. Groups that exist go on; new ones need " +
+                     "it. Look at the process that hosts it: the launcher, or rank 0.");
+  };
   try {
-    return join(store, rank, size, options);
+    if (auto engine = join_within_limit(store, rank, size, options)) return engine;
   } catch (const Failure& failure) {
     say_farewell(*store);
     throw Error(error_kind(failure.kind()), failure.ranks(), failure.what());
@@ -244,11 +283,9 @@ c10::intrusive_ptr<EngineBackend> make_engine(const c10::intrusive_ptr<c10d::Sto
     throw;
   } catch (const c10::DistError&) {
     // What LibTorch throws here is a page of stack that ends in "Broken pipe".
-    throw Error(ErrorKind::kRendezvous, {},
-                "comm.init: group '" + options.name + "' cannot be made: the store" +
-                    place_of(store) + " does not answer. Groups that exist go on; new ones need " +
-                    "it. Look at the process that hosts it: the launcher, or rank 0.");
+    throw silent_store();
   }
+  throw silent_store();
 }
 
 }  // namespace tessera::comm

@@ -38,9 +38,10 @@ c10::intrusive_ptr<EngineBackend> make_engine(const c10::intrusive_ptr<c10d::Sto
 /// For the rank whose process hosts the store: when it ends, the others can read nothing any more.
 void await_farewells(c10d::Store& store, Clock::time_point limit) noexcept;
 
-/// The channel for failures of the monitor's group, which the monitor reads from then on.
+/// The channel for failures of the monitor's group, which the monitor reads from then on. Other
+/// ranks reach this one by `address`.
 std::shared_ptr<FailureChannel> make_channel(const c10::intrusive_ptr<c10d::Store>& store,
-                                             GroupMonitor& monitor);
+                                             GroupMonitor& monitor, const std::string& address);
 
 /// Store values as text.
 std::string get_text(c10d::Store& store, const std::string& key);

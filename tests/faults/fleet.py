@@ -26,9 +26,8 @@ PYTHON = os.environ.get("TESSERA_TEST_PYTHON", str(ROOT / ".venv/bin/python"))
 MARK = "TESSERA_FAULT_MARK"
 LIMIT = 60.0  # seconds until a wait is given up; for a loaded machine, not a figure
 
-# Seconds from a death or a mismatch to the error on a survivor. The promise is 1 s; the second one is
-# for machines where more ranks than cores share with other work.
-PROMPT = 2.0
+# Seconds from a death or a mismatch to the error on a survivor.
+PROMPT = 1.0
 
 LAUNCHER_VARIABLES = (
     "RANK",

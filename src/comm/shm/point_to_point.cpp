@@ -104,9 +104,10 @@ void PointToPoint::check_match(const Head& head, const Request& request, int sou
   const auto sent = static_cast<DataType>(head.dtype);
   if (sent == request.dtype && head.count == request.data.count) return;
   waiter_.fail(FailureKind::kMismatch, rank_bit(source) | rank_bit(rank_),
-               "comm.recv: rank " + std::to_string(source) + " sent " + describe(sent, head.count) +
-                   " with tag " + std::to_string(head.tag) + ", but rank " + std::to_string(rank_) +
-                   " receives " + describe(request.dtype, request.data.count) +
+               "comm.recv #" + std::to_string(request.sequence) + ": rank " +
+                   std::to_string(source) + " sent " + describe(sent, head.count) + " with tag " +
+                   std::to_string(head.tag) + ", but rank " + std::to_string(rank_) + " receives " +
+                   describe(request.dtype, request.data.count) +
                    ". Give both sides the same type and size.");
   waiter_.raise();
 }
@@ -226,7 +227,8 @@ int PointToPoint::recv(const Call& call, Piece data, int source, int tag) {
   waiter_.check();
   const int first = source < 0 ? 0 : source;
   const int last = source < 0 ? size - 1 : source;
-  Request request{.data = data, .dtype = call.dtype, .source = source, .tag = tag};
+  Request request{
+      .data = data, .dtype = call.dtype, .source = source, .tag = tag, .sequence = call.sequence};
   std::unique_lock lock(mutex_);
   if (take_kept(request)) return request.came_from;
   requests_.push_back(&request);

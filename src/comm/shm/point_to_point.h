@@ -47,7 +47,8 @@ class PointToPoint {
     DataType dtype;
     int source;
     int tag;
-    int came_from = -1;  // set when a message was found for it
+    std::uint64_t sequence;  // of the receiving call
+    int came_from = -1;      // set when a message was found for it
     std::atomic<bool> is_complete = false;
   };
 

@@ -163,11 +163,11 @@ TEST(PointToPoint, DifferentSizesAreAnErrorOnBothSides) {
   for (const bool arrives_early : {false, true}) {
     check_mismatch({from.data(), 25}, DataType::kFloat32, {to.data(), 24}, DataType::kFloat32,
                    arrives_early,
-                   "comm.recv: rank 0 sent float32 [25] with tag 3, but rank 1 receives float32 "
+                   "comm.recv #1: rank 0 sent float32 [25] with tag 3, but rank 1 receives float32 "
                    "[24]. Give both sides the same type and size.");
     check_mismatch({from.data(), 25}, DataType::kFloat32, {to.data(), 25}, DataType::kInt32,
                    arrives_early,
-                   "comm.recv: rank 0 sent float32 [25] with tag 3, but rank 1 receives int32 "
+                   "comm.recv #1: rank 0 sent float32 [25] with tag 3, but rank 1 receives int32 "
                    "[25]. Give both sides the same type and size.");
   }
 }

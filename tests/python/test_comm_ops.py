@@ -1,0 +1,92 @@
+"""tessera.distributed.comm_ops, ranks as processes, under torch's Gloo groups and shm."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from tessera.distributed import comm_ops
+from tessera.distributed.types import QuantizedCommCodec, QuantizedCommCodecs
+
+
+def exchange(rank):
+    size = dist.get_world_size()
+    batches = [1 + r % 2 for r in range(size)]
+    dims = [2 + r for r in range(size)]
+    # The value says whose table and whose sample it is.
+    samples = torch.repeat_interleave(torch.arange(size), torch.tensor(batches))
+    pooled = (10.0 * rank + samples[:, None]).expand(-1, dims[rank]).clone().requires_grad_(True)
+    output = comm_ops.alltoall_pooled(pooled, batches, dims).wait()
+    tables = torch.repeat_interleave(torch.arange(size), torch.tensor(dims))
+    assert torch.equal(output, (10.0 * tables + rank).expand(batches[rank], -1))
+    output.sum().backward()
+    assert torch.equal(pooled.grad, torch.full_like(pooled, 1 / size))
+
+    codec = QuantizedCommCodec("fp16")
+    packed = comm_ops.alltoall_pooled(
+        pooled.detach(), batches, dims, codecs=QuantizedCommCodecs(codec, codec)
+    )
+    assert torch.equal(packed.wait(), output)  # small whole numbers survive 16 bits
+
+    rows = torch.ones(size * 2, 3, requires_grad=True)
+    assert torch.equal(comm_ops.reduce_scatter_base_pooled(rows).wait(), torch.full((2, 3), float(size)))
+    assert comm_ops.reduce_scatter_v_pooled(rows, [0] * (size - 1) + [2 * size]).wait().shape == (
+        (2 * size if rank == size - 1 else 0),
+        3,
+    )
+    assert torch.equal(
+        comm_ops.reduce_scatter_pooled([torch.full((1,), float(r)) for r in range(size)]).wait(),
+        torch.full((1,), float(rank * size)),
+    )
+    assert comm_ops.all_gather_base_pooled(torch.full((1, 2), float(rank))).wait()[:, 0].tolist() == list(
+        range(size)
+    )
+    parts = comm_ops.alltoallv([torch.full((size, 1), float(rank))] * 2, per_rank_split_lengths=[2] * size)
+    assert [part.tolist() for part in parts.wait()] == [[[float(r)] * 2] for r in range(size)]
+    flat = comm_ops.reduce_scatter_v_per_feature_pooled(torch.ones(3 * size), [[1, 1]] * size, [2, 1])
+    assert flat.wait().tolist() == [float(size)] * 3
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_exchanges(backend):
+    for size in (1, 2, 3):
+        run_ranks(size, exchange, backend=backend)
+
+
+def reference_numbers(rank):
+    # Two ranks; rank 0 holds one feature of 2 values, rank 1 two features of 3 values.
+    dims = [[2], [3, 3]]
+    own = [[2, 1, 2], [1, 3, 1]][rank]  # this rank's batch of the three features
+    batches = [[[2], [1]], [[1, 2], [3, 1]]][rank]  # [rank][this rank's feature]
+    count = sum(b * d for row in batches for b, d in zip(row, dims[rank], strict=True))
+    output = comm_ops.variable_batch_alltoall_pooled(
+        torch.arange(float(count)) + 100 * rank, batches, own, dims
+    ).wait()
+    return output.tolist()
+
+
+def test_variable_batch():
+    first, second = run_ranks(2, reference_numbers)
+    # Rank 0 gets its 2 samples of feature 0 and, from rank 1, 1 + 2 samples of 3 values.
+    assert first == [0, 1, 2, 3] + [100 + i for i in range(9)]
+    assert second == [4, 5] + [109 + i for i in range(12)]
+
+
+def test_gradient_division_is_a_switch():
+    assert comm_ops.get_gradient_division()
+    comm_ops.set_gradient_division(False)
+    assert not comm_ops.get_gradient_division()
+    comm_ops.set_gradient_division(True)
+
+
+def test_codecs_say_what_they_know():
+    with pytest.raises(ValueError, match="'fp12' is not one of fp32, fp16, bf16, int8, fp8"):
+        QuantizedCommCodec("fp12")
+    codec = QuantizedCommCodec("int8")
+    values = torch.linspace(-1, 1, 40)
+    wire = codec.encode(values)
+    assert wire.dtype == torch.uint8 and wire.numel() == codec.calc_quantized_size(40) == 80
+    assert torch.allclose(codec.decode(wire, 40), values, atol=2 / 255)
+    with pytest.raises(ValueError, match="give out_split or per_rank_split_lengths"):
+        comm_ops.alltoallv([torch.ones(1, 1)])
