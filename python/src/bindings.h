@@ -12,6 +12,7 @@ void bind_comm(pybind11::module_& module);
 void bind_failure(pybind11::module_& module);
 void bind_collectives(pybind11::module_& module);
 void bind_comm_ops(pybind11::module_& module);
+void bind_dist_data(pybind11::module_& module);
 void bind_regions(pybind11::module_& module);
 void bind_jagged(pybind11::module_& module);
 void bind_embedding(pybind11::module_& module);
