@@ -20,11 +20,21 @@ using MaybeTensor = std::optional<Tensor>;
 using Release = py::call_guard<py::gil_scoped_release>;
 using Strides = std::optional<std::variant<Tensor, std::vector<Integers>>>;
 
+// torch takes devices by name too.
+using DeviceName = std::variant<std::string, at::Device>;
+
+at::Device device_of(const DeviceName& device) {
+  const auto* name = std::get_if<std::string>(&device);
+  return name != nullptr ? at::Device(*name) : std::get<at::Device>(device);
+}
+
 Tensor tensor_of(const MaybeTensor& tensor) { return tensor.value_or(Tensor()); }
 
-at::TensorOptions options_of(const std::optional<at::Device>& device,
+at::TensorOptions options_of(const std::optional<DeviceName>& device,
                              std::optional<at::ScalarType> type) {
-  return at::TensorOptions().device(device.value_or(at::kCPU)).dtype(type.value_or(at::kFloat));
+  return at::TensorOptions()
+      .device(device ? device_of(*device) : at::Device(at::kCPU))
+      .dtype(type.value_or(at::kFloat));
 }
 
 // Strides as the reference takes them: a matrix, or a list of rows.
@@ -84,7 +94,7 @@ void bind_jagged_tensor(py::module_& module) {
            py::arg("offsets") = py::none())
       .def_static(
           "empty",
-          [](bool is_weighted, const std::optional<at::Device>& device,
+          [](bool is_weighted, const std::optional<DeviceName>& device,
              std::optional<at::ScalarType> values_dtype,
              std::optional<at::ScalarType> weights_dtype, at::ScalarType lengths_dtype) {
             return JaggedTensor::empty(is_weighted, options_of(device, values_dtype),
@@ -133,8 +143,8 @@ void bind_jagged_tensor(py::module_& module) {
           py::arg("desired_length") = py::none(), py::arg("padding_value") = 0.0)
       .def(
           "to",
-          [](const JaggedTensor& self, const at::Device& device, bool non_blocking) {
-            return self.to(device, non_blocking);
+          [](const JaggedTensor& self, const DeviceName& device, bool non_blocking) {
+            return self.to(device_of(device), non_blocking);
           },
           py::arg("device"), py::arg("non_blocking") = false)
       .def("pin_memory", &JaggedTensor::pin_memory)
@@ -212,7 +222,7 @@ void bind_keyed_jagged_construction(py::class_<KeyedJaggedTensor>& type) {
       .def_static("concat", &KeyedJaggedTensor::concat, py::arg("kjt_list"))
       .def_static(
           "empty",
-          [](bool is_weighted, const std::optional<at::Device>& device,
+          [](bool is_weighted, const std::optional<DeviceName>& device,
              std::optional<at::ScalarType> values_dtype,
              std::optional<at::ScalarType> weights_dtype, at::ScalarType lengths_dtype) {
             return KeyedJaggedTensor::empty(is_weighted, options_of(device, values_dtype),
@@ -326,8 +336,10 @@ void bind_keyed_jagged_parts(py::class_<KeyedJaggedTensor>& type) {
            })
       .def(
           "to",
-          [](const KeyedJaggedTensor& self, const at::Device& device, bool non_blocking,
-             std::optional<at::ScalarType> dtype) { return self.to(device, non_blocking, dtype); },
+          [](const KeyedJaggedTensor& self, const DeviceName& device, bool non_blocking,
+             std::optional<at::ScalarType> dtype) {
+            return self.to(device_of(device), non_blocking, dtype);
+          },
           py::arg("device"), py::arg("non_blocking") = false, py::arg("dtype") = py::none())
       .def("pin_memory", &KeyedJaggedTensor::pin_memory)
       .def("record_stream", &KeyedJaggedTensor::record_stream, py::arg("stream"))
@@ -392,8 +404,8 @@ void bind_keyed_tensor(py::module_& module) {
            })
       .def(
           "to",
-          [](const KeyedTensor& self, const at::Device& device, bool non_blocking) {
-            return self.to(device, non_blocking);
+          [](const KeyedTensor& self, const DeviceName& device, bool non_blocking) {
+            return self.to(device_of(device), non_blocking);
           },
           py::arg("device"), py::arg("non_blocking") = false)
       .def("record_stream", &KeyedTensor::record_stream, py::arg("stream"))

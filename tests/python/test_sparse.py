@@ -109,6 +109,7 @@ def test_identity_and_views():
     assert not kjt_is_equal(made, None)
     assert jt_is_equal(made["f"], JaggedTensor(torch.tensor([1, 2, 3]), lengths=torch.tensor([2, 0, 1])))
     assert made.to(torch.device("meta")).values().is_meta
+    assert made.to("meta").values().is_meta
     assert JaggedTensor.empty(is_weighted=True).weights().numel() == 0
     assert KeyedJaggedTensor.empty_like(made).stride() == 3
 
