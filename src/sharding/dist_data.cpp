@@ -253,12 +253,13 @@ Awaitable<at::Tensor> sequence_embeddings_alltoall(
   // The order of segments, [feature][rank] here and [rank][feature] on the way; and back.
   at::Tensor forward_recat;
   at::Tensor backward_recat;
-  if (features > 0 && options.sparse_features_recat.defined()) {
+  const bool has_segments = features > 0 && lengths.numel() > 0;
+  if (has_segments && options.sparse_features_recat.defined()) {
     backward_recat = options.sparse_features_recat.to(at::kLong);
     forward_recat = at::empty_like(backward_recat)
                         .scatter(0, backward_recat,
                                  at::arange(backward_recat.numel(), backward_recat.options()));
-  } else if (features > 0) {
+  } else if (has_segments) {
     Sizes forward;
     Sizes backward;
     for (std::int64_t rank = 0; rank < world; ++rank) {

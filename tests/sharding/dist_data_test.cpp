@@ -32,10 +32,11 @@ Sizes bag(int rank, int key, std::int64_t sample) {
   return ids;
 }
 
-enum class Batch { kEqual, kUnequal, kVariable };
+enum class Batch { kEqual, kUnequal, kVariable, kNone };
 
 std::int64_t batch_of(Batch kind, int rank, int key) {
   if (kind == Batch::kEqual) return 3;
+  if (kind == Batch::kNone) return 0;
   return kind == Batch::kUnequal ? rank : (rank + key) % 3;  // rank 0 has no sample
 }
 
@@ -77,7 +78,7 @@ TEST_P(EachWorld, KeysGoToTheirOwners) {
     for (int r = 0; r < world; ++r) splits.push_back(world == 1 ? 2 : r);
     const int num_keys = static_cast<int>(std::accumulate(splits.begin(), splits.end(), 0LL));
     const int first = static_cast<int>(std::accumulate(splits.begin(), splits.begin() + me, 0LL));
-    for (const auto kind : {Batch::kEqual, Batch::kUnequal, Batch::kVariable}) {
+    for (const auto kind : {Batch::kEqual, Batch::kUnequal, Batch::kVariable, Batch::kNone}) {
       for (const bool is_weighted : {false, true}) {
         for (const int stagger : {1, 2}) {
           if (world % stagger != 0) continue;
@@ -150,7 +151,7 @@ TEST_P(EachWorld, RowsOfSentIdsComeBack) {
     Sizes splits;
     for (int r = 0; r < world; ++r) splits.push_back(world == 1 ? 2 : r);
     const int num_keys = static_cast<int>(std::accumulate(splits.begin(), splits.end(), 0LL));
-    for (const auto kind : {Batch::kEqual, Batch::kUnequal}) {
+    for (const auto kind : {Batch::kEqual, Batch::kUnequal, Batch::kNone}) {
       for (const bool gives_recat : {false, true}) {
         const auto input = features_of(kind, me, num_keys, false, at::kLong);
         const auto got = KJTAllToAll(group, splits).forward(input).wait().wait();
