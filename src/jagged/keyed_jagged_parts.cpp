@@ -241,8 +241,9 @@ KeyedJaggedTensor KeyedJaggedTensor::dist_init(std::vector<std::string> keys,
       if (weights.defined()) weights = permute_1d(fields.recat, sums, weights).values;
       lengths = permute_1d(fields.recat, strides, lengths).values;
     }
-    if (per_rank.numel() == 0) per_rank = at::zeros({num_keys, 1}, at::kLong);
-    if (fields.stagger > 1) {
+    if (per_rank.numel() == 0) {
+      per_rank = at::zeros({num_keys, 1}, at::kLong);
+    } else if (fields.stagger > 1) {
       const at::Tensor order =
           at::arange(fields.num_workers, at::kLong).view({fields.stagger, -1}).t().reshape({-1});
       per_rank = per_rank.index_select(1, order);

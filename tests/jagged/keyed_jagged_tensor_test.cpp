@@ -315,6 +315,12 @@ TEST(KeyedJaggedTensor, IsRebuiltFromAVariableBatch) {
   const auto none = KeyedJaggedTensor::dist_init(
       {}, {longs({}), longs({}), longs({})}, {.variable_stride_per_key = true, .num_workers = 2});
   EXPECT_TRUE(none.variable_stride_per_key());
+  // Without keys there is nothing to reorder, whatever the order of the ranks.
+  EXPECT_TRUE(KeyedJaggedTensor::dist_init(
+                  {}, {longs({}), longs({}), longs({})},
+                  {.variable_stride_per_key = true, .num_workers = 4, .stagger = 2})
+                  .keys()
+                  .empty());
   EXPECT_EQ(error_text([] {
               KeyedJaggedTensor::dist_init({"a"}, {longs({1}), longs({1})},
                                            {.num_workers = 2, .stride_per_rank = {1}});
