@@ -14,6 +14,7 @@ void bind_collectives(pybind11::module_& module);
 void bind_comm_ops(pybind11::module_& module);
 void bind_comm_hooks(pybind11::module_& module);
 void bind_data_parallel(pybind11::module_& module);
+void bind_dist_data(pybind11::module_& module);
 void bind_regions(pybind11::module_& module);
 void bind_jagged(pybind11::module_& module);
 void bind_embedding(pybind11::module_& module);

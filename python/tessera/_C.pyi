@@ -993,3 +993,66 @@ class Replica:
     def overlap_report(self) -> dict[str, Any]: ...
     def shadow_iteration(self, divide_by_initial_world_size: bool) -> None: ...
     def finish_join(self, is_last_joiner: bool) -> None: ...
+class dist_data:
+    class PendingSplits:
+        def wait(self) -> list[list[int]]: ...
+
+    class PendingFeatures:
+        def wait(self) -> dist_data.ReceivedFeatures: ...
+
+    class PendingFeatureSplits:
+        def wait(self) -> dist_data.PendingFeatures: ...
+
+    class ReceivedFeatures:
+        @property
+        def features(self) -> jagged.KeyedJaggedTensor: ...
+        @property
+        def input_splits(self) -> list[int]: ...
+        @property
+        def output_splits(self) -> list[int]: ...
+        @property
+        def stride_per_rank(self) -> list[int]: ...
+        @property
+        def recat(self) -> Tensor | None: ...
+
+    @staticmethod
+    def get_recat(
+        local_split: int, num_splits: int, stagger: int, batch_size_per_rank: Sequence[int]
+    ) -> Tensor | None: ...
+    @staticmethod
+    def exchange_splits(
+        lists: Sequence[Sequence[int]], group: ProcessGroup, device: torch.device
+    ) -> PendingSplits: ...
+    @staticmethod
+    def kjt_alltoall(
+        features: jagged.KeyedJaggedTensor, splits: Sequence[int], stagger: int, group: ProcessGroup
+    ) -> PendingFeatureSplits: ...
+    @staticmethod
+    def kjt_one_to_all(
+        features: jagged.KeyedJaggedTensor, splits: Sequence[int], devices: Sequence[torch.device]
+    ) -> list[jagged.KeyedJaggedTensor]: ...
+    @staticmethod
+    def pooled_embeddings_alltoall(
+        rows: Tensor,
+        dim_sum_per_rank: Sequence[int],
+        group: ProcessGroup,
+        batch_size_per_rank: Sequence[int],
+        codecs: comm_ops.Codecs,
+    ) -> Pending: ...
+    @staticmethod
+    def sequence_embeddings_alltoall(
+        rows: Tensor,
+        lengths: Tensor,
+        input_splits: Sequence[int],
+        output_splits: Sequence[int],
+        features_per_rank: Sequence[int],
+        group: ProcessGroup,
+        unbucketize_permute: Tensor | None,
+        batch_size_per_rank: Sequence[int],
+        sparse_features_recat: Tensor | None,
+        codecs: comm_ops.Codecs,
+    ) -> Pending: ...
+    @staticmethod
+    def embeddings_all_to_one(parts: Sequence[Tensor], device: torch.device, cat_dim: int) -> Tensor: ...
+    @staticmethod
+    def embeddings_all_to_one_reduce(parts: Sequence[Tensor], device: torch.device) -> Tensor: ...

@@ -1,0 +1,83 @@
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "bindings.h"
+#include "tessera/sharding/dist_data.h"
+
+namespace tessera::python {
+namespace {
+
+using at::Tensor;
+using comm::Codecs;
+using comm::Group;
+using jagged::KeyedJaggedTensor;
+using sharding::ReceivedFeatures;
+using sharding::Sizes;
+using MaybeTensor = std::optional<Tensor>;
+using ProcessGroup = c10::intrusive_ptr<c10d::ProcessGroup>;
+using Release = py::call_guard<py::gil_scoped_release>;
+
+Tensor tensor_of(const MaybeTensor& tensor) { return tensor.value_or(Tensor()); }
+
+template <class T>
+void bind_awaitable(py::module_& module, const char* name) {
+  py::class_<comm::Awaitable<T>>(module, name)
+      .def("wait", [](const comm::Awaitable<T>& self) { return self.wait(); }, Release());
+}
+
+void bind_exchanges(py::module_& module) {
+  py::class_<ReceivedFeatures>(module, "ReceivedFeatures")
+      .def_readonly("features", &ReceivedFeatures::features)
+      .def_readonly("input_splits", &ReceivedFeatures::input_splits)
+      .def_readonly("output_splits", &ReceivedFeatures::output_splits)
+      .def_readonly("stride_per_rank", &ReceivedFeatures::stride_per_rank)
+      .def_readonly("recat", &ReceivedFeatures::recat);
+  module.def("get_recat", &sharding::get_recat);
+  module.def(
+      "exchange_splits",
+      [](const std::vector<Sizes>& lists, const ProcessGroup& group, at::Device device) {
+        return sharding::exchange_splits(lists, Group(group), device);
+      },
+      Release());
+  module.def(
+      "kjt_alltoall",
+      [](const KeyedJaggedTensor& features, const Sizes& splits, int stagger,
+         const ProcessGroup& group) {
+        return sharding::KJTAllToAll(Group(group), splits, stagger).forward(features);
+      },
+      Release());
+  module.def("kjt_one_to_all", &sharding::kjt_one_to_all, Release());
+  module.def(
+      "pooled_embeddings_alltoall",
+      [](const Tensor& rows, const Sizes& dim_sum_per_rank, const ProcessGroup& group,
+         const Sizes& batch_size_per_rank, const Codecs& codecs) {
+        return sharding::pooled_embeddings_alltoall(rows, dim_sum_per_rank, Group(group),
+                                                    batch_size_per_rank, codecs);
+      },
+      Release());
+  module.def(
+      "sequence_embeddings_alltoall",
+      [](const Tensor& rows, const Tensor& lengths, const Sizes& input_splits,
+         const Sizes& output_splits, const Sizes& features_per_rank, const ProcessGroup& group,
+         const MaybeTensor& unbucketize_permute, const Sizes& batch_size_per_rank,
+         const MaybeTensor& sparse_features_recat, const Codecs& codecs) {
+        return sharding::sequence_embeddings_alltoall(
+            rows, lengths, input_splits, output_splits, features_per_rank, Group(group),
+            {tensor_of(unbucketize_permute), batch_size_per_rank, tensor_of(sparse_features_recat)},
+            codecs);
+      },
+      Release());
+  module.def("embeddings_all_to_one", &sharding::embeddings_all_to_one, Release());
+  module.def("embeddings_all_to_one_reduce", &sharding::embeddings_all_to_one_reduce, Release());
+}
+
+}  // namespace
+
+void bind_dist_data(py::module_& module) {
+  py::module_ sub = module.def_submodule("dist_data", "Features to their tables, and rows back.");
+  bind_awaitable<std::vector<Sizes>>(sub, "PendingSplits");
+  bind_awaitable<ReceivedFeatures>(sub, "PendingFeatures");
+  bind_awaitable<comm::Awaitable<ReceivedFeatures>>(sub, "PendingFeatureSplits");
+  bind_exchanges(sub);
+}
+
+}  // namespace tessera::python
