@@ -8,11 +8,11 @@
 #include <vector>
 
 #include <ATen/CPUGeneratorImpl.h>
-#include <ATen/ops/bmm.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linalg_qr.h>
 #include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/mm.h>
 #include <ATen/ops/randn.h>
 #include <ATen/ops/zeros.h>
 
@@ -54,13 +54,15 @@ std::uint64_t hash_of(const std::string& text) {
   return hash;
 }
 
-/// Matrices of one shape, compressed together.
+/// Matrices of one shape: their factors lie together, and are made orthogonal together. The
+/// matrices themselves are multiplied where they are; copying them side by side costs more than it
+/// saves.
 struct Batch {
   std::vector<std::string> keys;
-  std::vector<at::Tensor> targets;  // where the result goes, in the gradient's own layout
-  at::Tensor matrices;              // [count, n, m]
-  at::Tensor p;                     // [count, n, r], a piece of the bucket's Ps
-  at::Tensor q;                     // [count, m, r]
+  std::vector<at::Tensor> targets;   // where the result goes, in the gradient's own layout
+  std::vector<at::Tensor> matrices;  // [n, m], views of the targets where the layout allows it
+  at::Tensor p;                      // [count, n, r], a piece of the bucket's Ps
+  at::Tensor q;                      // [count, m, r]
 };
 
 /// One bucket on its way.
@@ -168,7 +170,6 @@ class PowerSgdHook final : public Sending<PowerSgd> {
     const auto views = bucket.gradients();
     std::vector<at::Tensor> plain;
     std::map<std::pair<std::int64_t, std::int64_t>, std::size_t> batch_of_shape;
-    std::vector<std::vector<at::Tensor>> matrices;
     std::int64_t p_length = 0;
     std::int64_t q_length = 0;
     for (std::size_t i = 0; i < views.size(); ++i) {
@@ -189,26 +190,18 @@ class PowerSgdHook final : public Sending<PowerSgd> {
       p_length += n * r;
       q_length += m * r;
       const auto [place, is_new] = batch_of_shape.emplace(std::pair(n, m), job.batches.size());
-      if (is_new) {
-        job.batches.emplace_back();
-        matrices.emplace_back();
-      }
+      if (is_new) job.batches.emplace_back();
       Batch& batch = job.batches[place->second];
       batch.keys.push_back(bucket.names()[i]);
       batch.targets.push_back(view);
-      matrices[place->second].push_back(view.reshape({n, m}));
+      batch.matrices.push_back(view.reshape({n, m}));
     }
     job.plain = plain.empty() ? at::empty({0}, bucket.buffer().options()) : at::cat(plain);
     job.ps = at::empty({p_length}, bucket.buffer().options());
     job.qs = at::empty({q_length}, bucket.buffer().options());
     std::int64_t p_offset = 0;
     std::int64_t q_offset = 0;
-    for (std::size_t i = 0; i < job.batches.size(); ++i) {
-      Batch& batch = job.batches[i];
-      batch.matrices =
-          matrices[i].size() == 1 ? matrices[i][0].unsqueeze(0) : at::stack(matrices[i]);
-      place_factors(batch, job, p_offset, q_offset);
-    }
+    for (Batch& batch : job.batches) place_factors(batch, job, p_offset, q_offset);
   }
 
   void cut_square(const Bucket& bucket, Compression& job) {
@@ -228,7 +221,7 @@ class PowerSgdHook final : public Sending<PowerSgd> {
                       .append(" parameters from ")
                       .append(bucket.names().front())};
     batch.targets = {bucket.buffer()};
-    batch.matrices = square.view({1, side, side});
+    batch.matrices = {square.view({side, side})};
     std::int64_t p_offset = 0;
     std::int64_t q_offset = 0;
     place_factors(batch, job, p_offset, q_offset);
@@ -238,9 +231,9 @@ class PowerSgdHook final : public Sending<PowerSgd> {
   /// Gives a batch its pieces of the bucket's factors and fills Q.
   void place_factors(Batch& batch, const Compression& job, std::int64_t& p_offset,
                      std::int64_t& q_offset) {
-    const std::int64_t count = batch.matrices.size(0);
-    const std::int64_t n = batch.matrices.size(1);
-    const std::int64_t m = batch.matrices.size(2);
+    const auto count = static_cast<std::int64_t>(batch.matrices.size());
+    const std::int64_t n = batch.matrices[0].size(0);
+    const std::int64_t m = batch.matrices[0].size(1);
     const std::int64_t r = std::min({n, m, options_.matrix_approximation_rank});
     batch.p = job.ps.narrow(0, p_offset, count * n * r).view({count, n, r});
     batch.q = job.qs.narrow(0, q_offset, count * m * r).view({count, m, r});
@@ -262,7 +255,12 @@ class PowerSgdHook final : public Sending<PowerSgd> {
   }
 
   void send_p(Compression& job, const comm::Group& group) {
-    for (Batch& batch : job.batches) batch.p.copy_(at::bmm(batch.matrices, batch.q));
+    for (Batch& batch : job.batches) {
+      for (std::size_t i = 0; i < batch.matrices.size(); ++i) {
+        at::Tensor p = batch.p[static_cast<std::int64_t>(i)];
+        at::mm_out(p, batch.matrices[i], batch.q[static_cast<std::int64_t>(i)]);
+      }
+    }
     if (job.plain.numel() > 0) job.plain_work = sender().start_sum(job.plain, group);
     if (job.ps.numel() > 0) job.factor_work = sender().start_sum(job.ps, group);
   }
@@ -271,7 +269,10 @@ class PowerSgdHook final : public Sending<PowerSgd> {
     job.factor_work->wait();
     for (Batch& batch : job.batches) {
       orthogonalize(batch.p, options_.orthogonalization_epsilon);
-      batch.q.copy_(at::bmm(batch.matrices.transpose(1, 2), batch.p));
+      for (std::size_t i = 0; i < batch.matrices.size(); ++i) {
+        at::Tensor q = batch.q[static_cast<std::int64_t>(i)];
+        at::mm_out(q, batch.matrices[i].t(), batch.p[static_cast<std::int64_t>(i)]);
+      }
     }
     job.factor_work = sender().start_sum(job.qs, group);
   }
@@ -291,11 +292,14 @@ class PowerSgdHook final : public Sending<PowerSgd> {
       job.qs.div_(bucket.divisor());
     }
     for (Batch& batch : job.batches) {
-      const at::Tensor products = at::bmm(batch.p, batch.q.transpose(1, 2));
       for (std::size_t i = 0; i < batch.targets.size(); ++i) {
         const auto place = static_cast<std::int64_t>(i);
+        at::Tensor& matrix = batch.matrices[i];
+        at::mm_out(matrix, batch.p[place], batch.q[place].t());
         at::Tensor& target = batch.targets[i];
-        target.copy_(products[place].reshape(-1).narrow(0, 0, target.numel()).view(target.sizes()));
+        if (!matrix.is_alias_of(target)) {
+          target.copy_(matrix.view(-1).narrow(0, 0, target.numel()).view(target.sizes()));
+        }
         if (options_.warm_start) qs_[batch.keys[i]] = batch.q[place];
       }
     }
