@@ -247,7 +247,7 @@ int show(const std::string& root, const CkptWords& words) {
   return launch::kExitOk;
 }
 
-const std::string& needed(const std::string& value, const char* flag, const char* verb) {
+std::string needed(const std::string& value, const char* flag, const char* verb) {
   if (value.empty()) {
     throw UsageError(std::string("ckpt: ") + verb + " needs " + flag + " PATH");
   }
