@@ -80,7 +80,7 @@ void bind_halo(py::module_& module) {
       .def_property_readonly("num_sent", &HaloPlan::num_sent)
       .def_property_readonly("nodes", &HaloPlan::nodes)
       .def_property_readonly("halo_nodes", &HaloPlan::halo_nodes)
-      .def_property_readonly("send_index", &HaloPlan::send_index)
+      .def_property_readonly("send_index", [](const HaloPlan& plan) { return plan.send_index(); })
       .def_property_readonly("send_rows", &HaloPlan::send_rows)
       .def_property_readonly("recv_rows", &HaloPlan::recv_rows)
       .def_property_readonly("local_edges", &HaloPlan::local_edges)

@@ -123,14 +123,14 @@ std::shared_ptr<BucketReducer> make_reducer(const std::vector<NamedParameter>& p
       limits.first_cap, options.skip_all_reduce_unused_params, /*use_python_reducer=*/false,
       limits.list, options.batched_grad_copy);
 #else
-  TESSERA_CHECK_VALUE(limits.list.empty() && !options.batched_grad_copy,
-                      "data_parallel: bucket_cap_mb_list and batched_grad_copy need LibTorch 2.13, "
-                      "this is ",
+  TESSERA_CHECK_VALUE(!options.batched_grad_copy,
+                      "data_parallel: batched_grad_copy needs LibTorch 2.13, this is ",
                       TORCH_VERSION, ".");
   return std::make_shared<BucketReducer>(
       std::move(tensors), std::move(indices), group.process_group(), std::move(is_sparse),
       limits.cap, options.find_unused_parameters, options.gradient_as_bucket_view, std::move(names),
-      limits.first_cap, options.skip_all_reduce_unused_params, /*use_python_reducer=*/false);
+      limits.first_cap, options.skip_all_reduce_unused_params, /*use_python_reducer=*/false,
+      limits.list);
 #endif
 }
 
