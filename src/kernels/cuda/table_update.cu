@@ -659,8 +659,10 @@ __global__ void __launch_bounds__(kThreads, kCount > 1 ? 2 : 3)
       owner = is_shared ? table_of_key(shared_keys, num_tables, key)
                         : table_of_steps(tables, num_tables, key);
       // Tables without rows share their first key with the next table: the search finds the last.
+      // The light kernel notes the long runs of its own tables: noted twice, a row is stepped
+      // twice.
       if (key != ~0U && end - begin > long_run() &&
-          is_for<kElement, kCount, kFull>(tables[owner])) {
+          is_heavy<kElement, kCount, kFull>(tables[owner])) {
         long_runs[1 + atomicAdd(long_runs, 1U)] = own;
         key = ~0U;
       }
