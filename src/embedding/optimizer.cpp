@@ -134,6 +134,8 @@ kernels::RowStep RowOptimizer::State::step_of(std::size_t table) const {
   step.eps = static_cast<float>(options.eps);
   step.beta1 = static_cast<float>(options.beta1);
   step.beta2 = static_cast<float>(options.beta2);
+  step.rest1 = static_cast<float>(1.0 - options.beta1);
+  step.rest2 = static_cast<float>(1.0 - options.beta2);
   step.correction1 = corrected(options.beta1);
   step.correction2 = corrected(options.beta2);
   step.decay = static_cast<float>(options.weight_decay);

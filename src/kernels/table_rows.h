@@ -111,6 +111,9 @@ struct RowStep {
   float eps = 0;
   float beta1 = 0;
   float beta2 = 0;
+  // 1 - beta, taken in double: of a beta near 1, float32 has too few digits for the difference.
+  float rest1 = 1;
+  float rest2 = 1;
   float correction1 = 1;  // 1 / (1 - beta1^t)
   float correction2 = 1;
   float decay = 0;

@@ -236,7 +236,9 @@ RowStep step_with(RowRule rule) {
   step.rate = 0.05F;
   step.eps = 1e-3F;
   step.beta1 = 0.9F;
+  step.rest1 = 0.1F;
   step.beta2 = 0.99F;
+  step.rest2 = 0.01F;
   step.correction1 = 1.0F / (1.0F - 0.9F * 0.9F);
   step.correction2 = 1.0F / (1.0F - 0.99F * 0.99F);
   step.momentum = 0.9F;

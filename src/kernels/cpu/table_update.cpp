@@ -138,8 +138,8 @@ inline void step_adam(float* __restrict__ w, const float* __restrict__ g, float*
                       float* __restrict__ v, std::int64_t count, const RowStep& step) {
   const RowStep s = step;
   for (std::int64_t c = 0; c < count; ++c) {
-    m[c] = s.beta1 * m[c] + (1.0F - s.beta1) * g[c];
-    v[c] = s.beta2 * v[c] + (1.0F - s.beta2) * g[c] * g[c];
+    m[c] = s.beta1 * m[c] + s.rest1 * g[c];
+    v[c] = s.beta2 * v[c] + s.rest2 * g[c] * g[c];
     w[c] -= s.rate * (m[c] * s.correction1) / (__builtin_sqrtf(v[c] * s.correction2) + s.eps);
   }
 }
@@ -150,7 +150,7 @@ inline void step_partial_adam(float* __restrict__ w, const float* __restrict__ g
   const RowStep s = step;
   const float rate = s.rate * s.correction1 / denominator;
   for (std::int64_t c = 0; c < count; ++c) {
-    m[c] = s.beta1 * m[c] + (1.0F - s.beta1) * g[c];
+    m[c] = s.beta1 * m[c] + s.rest1 * g[c];
     w[c] -= rate * m[c];
   }
 }
@@ -162,14 +162,14 @@ inline void lamb_direction(const float* __restrict__ w, const float* __restrict_
   const RowStep s = step;
   if (row_denominator == 0.0F) {
     for (std::int64_t c = 0; c < count; ++c) {
-      m[c] = s.beta1 * m[c] + (1.0F - s.beta1) * g[c];
-      v[c] = s.beta2 * v[c] + (1.0F - s.beta2) * g[c] * g[c];
+      m[c] = s.beta1 * m[c] + s.rest1 * g[c];
+      v[c] = s.beta2 * v[c] + s.rest2 * g[c] * g[c];
       u[c] =
           (m[c] * s.correction1) / (__builtin_sqrtf(v[c] * s.correction2) + s.eps) + s.decay * w[c];
     }
   } else {
     for (std::int64_t c = 0; c < count; ++c) {
-      m[c] = s.beta1 * m[c] + (1.0F - s.beta1) * g[c];
+      m[c] = s.beta1 * m[c] + s.rest1 * g[c];
       u[c] = m[c] * s.correction1 / row_denominator + s.decay * w[c];
     }
   }
@@ -213,7 +213,7 @@ TESSERA_INLINE_ALWAYS void step_row(float* w, const float* g, std::int64_t row, 
   float denominator = 0;  // of the rules with one v per row
   if (v != nullptr &&
       (step.rule == RowRule::kPartialRowWiseAdam || step.rule == RowRule::kPartialRowWiseLamb)) {
-    v[row] = step.beta2 * v[row] + (1.0F - step.beta2) * mean_square(g, count);
+    v[row] = step.beta2 * v[row] + step.rest2 * mean_square(g, count);
     denominator = __builtin_sqrtf(v[row] * step.correction2) + step.eps;
   } else if (v != nullptr) {
     v += row * count;

@@ -243,10 +243,10 @@ __device__ __forceinline__ void decay(const RowStep& step, Part<kCount>& part) {
 template <int kCount>
 __device__ __forceinline__ float lamb_direction(const RowStep& step, Part<kCount>& part, int c,
                                                 float row_denominator) {
-  part.m[c] = step.beta1 * part.m[c] + (1.0F - step.beta1) * part.g[c];
+  part.m[c] = step.beta1 * part.m[c] + step.rest1 * part.g[c];
   float below = row_denominator;
   if (step.rule == RowRule::kLamb) {
-    part.v[c] = step.beta2 * part.v[c] + (1.0F - step.beta2) * part.g[c] * part.g[c];
+    part.v[c] = step.beta2 * part.v[c] + step.rest2 * part.g[c] * part.g[c];
     below = sqrtf(part.v[c] * step.correction2) + step.eps;
   }
   return part.m[c] * step.correction1 / below + step.decay * part.w[c];
@@ -269,13 +269,13 @@ __device__ __forceinline__ void step_part(const RowStep& step, const RowNumbers&
         part.w[c] -= step.rate * g / (sqrtf(part.m[c]) + step.eps);
         break;
       case RowRule::kAdam:
-        part.m[c] = step.beta1 * part.m[c] + (1.0F - step.beta1) * g;
-        part.v[c] = step.beta2 * part.v[c] + (1.0F - step.beta2) * g * g;
+        part.m[c] = step.beta1 * part.m[c] + step.rest1 * g;
+        part.v[c] = step.beta2 * part.v[c] + step.rest2 * g * g;
         part.w[c] -= step.rate * (part.m[c] * step.correction1) /
                      (sqrtf(part.v[c] * step.correction2) + step.eps);
         break;
       case RowRule::kPartialRowWiseAdam:
-        part.m[c] = step.beta1 * part.m[c] + (1.0F - step.beta1) * g;
+        part.m[c] = step.beta1 * part.m[c] + step.rest1 * g;
         part.w[c] -= step.rate * step.correction1 / numbers.denominator * part.m[c];
         break;
       case RowRule::kLamb:
@@ -347,7 +347,7 @@ __device__ __forceinline__ RowNumbers row_numbers(const TableSteps& table, std::
       if (group.lane == 0) table.state.momentum1[row] = h;
       numbers.rate = step.rate / (sqrtf(h) + step.eps);
     } else {
-      const float v = step.beta2 * table.state.momentum2[row] + (1.0F - step.beta2) * square;
+      const float v = step.beta2 * table.state.momentum2[row] + step.rest2 * square;
       __syncwarp(group.mask);
       if (group.lane == 0) table.state.momentum2[row] = v;
       numbers.denominator = sqrtf(v * step.correction2) + step.eps;

@@ -61,14 +61,14 @@ struct WideRow {
 void moments(WideRow& row, const Numbers& g, const RowStep& s) {
   const double beta1 = s.beta1;
   const double beta2 = s.beta2;
-  for (std::size_t c = 0; c < g.size(); ++c) row.m[c] = beta1 * row.m[c] + (1 - beta1) * g[c];
+  for (std::size_t c = 0; c < g.size(); ++c) row.m[c] = beta1 * row.m[c] + s.rest1 * g[c];
   if (row.v.size() == g.size() && has_full_momentum2(s.rule)) {
     for (std::size_t c = 0; c < g.size(); ++c) {
-      row.v[c] = beta2 * row.v[c] + (1 - beta2) * g[c] * g[c];
+      row.v[c] = beta2 * row.v[c] + s.rest2 * g[c] * g[c];
     }
   } else {
     const double square = norm_of(g) * norm_of(g) / static_cast<double>(g.size());
-    row.v[0] = beta2 * row.v[0] + (1 - beta2) * square;
+    row.v[0] = beta2 * row.v[0] + s.rest2 * square;
   }
 }
 
