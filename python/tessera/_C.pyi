@@ -1004,6 +1004,9 @@ class dist_data:
     class PendingFeatureSplits:
         def wait(self) -> dist_data.PendingFeatures: ...
 
+    class PendingFusedSplits:
+        def wait(self) -> list[dist_data.PendingFeatures]: ...
+
     class ReceivedFeatures:
         @property
         def features(self) -> jagged.KeyedJaggedTensor: ...
@@ -1028,6 +1031,10 @@ class dist_data:
     def kjt_alltoall(
         features: jagged.KeyedJaggedTensor, splits: Sequence[int], stagger: int, group: ProcessGroup
     ) -> PendingFeatureSplits: ...
+    @staticmethod
+    def fused_kjt_alltoall(
+        inputs: Sequence[tuple[jagged.KeyedJaggedTensor, Sequence[int], int]], group: ProcessGroup
+    ) -> dist_data.PendingFusedSplits: ...
     @staticmethod
     def kjt_one_to_all(
         features: jagged.KeyedJaggedTensor, splits: Sequence[int], devices: Sequence[torch.device]
