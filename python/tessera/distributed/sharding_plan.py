@@ -251,7 +251,9 @@ def get_sharding_constructor_from_type(
 
 def get_default_sharders() -> list[ModuleSharder[nn.Module]]:
     """Return a sharder for every type of module that can be sharded."""
-    return []
+    from tessera.distributed.embeddingbag import EmbeddingBagCollectionSharder, EmbeddingBagSharder
+
+    return [EmbeddingBagCollectionSharder(), EmbeddingBagSharder()]
 
 
 def get_module_to_default_sharders() -> dict[type[nn.Module], ModuleSharder[nn.Module]]:
