@@ -120,7 +120,8 @@ void LocalTables::make_routed() {
   for (std::size_t i = 0; i < shards_.size(); ++i) {
     const std::size_t t = table_of_shard_[i];
     const ParameterSharding& sharding = layout_->sharding(t);
-    if (is_local(sharding) || shards_[i].place.rows == 0) continue;
+    if (is_local(sharding)) continue;
+    if (shards_[i].place.rows == 0 && !layout_->is_hosted(t)) continue;
     table_number[{t, number_of(i)}] = static_cast<std::int64_t>(tables.size());
     tables.push_back(table_of(i));
     receiver.shards.push_back(i);

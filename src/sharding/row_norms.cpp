@@ -5,6 +5,7 @@
 
 #include <ATen/ATen.h>
 
+#include "sharding/subgroups.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/core/check.h"
 
@@ -56,11 +57,7 @@ RowNorms::RowNorms(const TableLayout& layout, const comm::Group& group,
   }
   std::sort(ranks.begin(), ranks.end());
   ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
-  if (static_cast<int>(ranks.size()) == group.size()) {
-    group_ = group;
-  } else if (const auto made = group.subgroup(ranks, "row_norms")) {
-    group_ = *made;
-  }
+  group_ = shared_subgroup(group, ranks);
   if (!group_) return;
   std::map<std::pair<std::size_t, std::size_t>, std::size_t> number_of;
   for (std::size_t i = 0; i < shards.size(); ++i) number_of[shards[i]] = i;

@@ -194,6 +194,33 @@ TEST(BagHosts, TableRowWiseAndGrid) {
   check(job);
 }
 
+// Sums inside hosts of tables with fewer rows than ranks, and with one rank's batch empty; several
+// modules share the groups of the hosts.
+TEST(BagHosts, SumsInHosts) {
+  Job job = job_of_all_kinds(4);
+  job.local_size = 2;
+  job.tables.push_back(table("one", 1, 4, {"f5", "f1"}, PoolingType::kMean));
+  job.wishes = {{"rows", grid_shard({0, 1})},     {"whole", table_row_wise(1)},
+                {"columns", column_wise({3, 0})}, {"copies", fused_data_parallel()},
+                {"sum", table_wise(1)},           {"one", table_row_wise(0)}};
+  for (const bool is_variable : {false, true}) {
+    job.is_variable = is_variable;
+    job.is_weighted = is_variable;
+    job.batches = {3, 1, 0, 4};
+    const Expected expected = run_alone(job);
+    run_ranks(4, [&](const comm::Group& group) {
+      run_sharded(job, expected, group);
+      run_sharded(job, expected, group);
+    });
+  }
+  // What cannot be summed in its encoded form goes straight home.
+  job.is_weighted = false;
+  job.options.codecs.forward = comm::Codec({.format = comm::WireFormat::kInt8});
+  job.steps = 1;
+  job.tolerance = 0.1;
+  check(job);
+}
+
 TEST(BagEngines, Gloo) { check(job_of_all_kinds(3, PoolingType::kMean), comm::Engine::kGloo); }
 
 // Types in order of their first table, in a type by rank, then as configured.
