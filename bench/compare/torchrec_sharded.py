@@ -137,7 +137,7 @@ def main() -> None:
                     "--seconds",
                     str(args.seconds),
                 ],
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
             )
             for rank in range(RANKS)
         ]

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
@@ -194,9 +195,7 @@ void LocalTables::make_local() {
   if (!stepped.tables.empty()) {
     local_receiver_.optimizer = make_optimizer(local_receiver_);
     options.gradients = GradientForm::kSparse;
-    options.sink = [this](std::vector<RowGradient> gradients) {
-      take(local_receiver_, averaged(std::move(gradients)));
-    };
+    options.sink = [this](std::vector<RowGradient> gradients) { take_local(std::move(gradients)); };
     local_stepped_ = std::make_unique<TableBatch>(stepped.tables, stepped.features, options);
   }
 }
@@ -227,6 +226,29 @@ void LocalTables::step_rows(const Receiver& receiver, const std::vector<RowGradi
   receiver.optimizer->step_cut_rows(
       gradients, receiver.columns,
       [this](std::vector<at::Tensor>& numbers) { row_norms_->sum(numbers); });
+}
+
+void LocalTables::take_local(std::vector<RowGradient> gradients) {
+  const at::NoGradGuard no_grad;
+  if (!keeps_local_ && kept_.empty()) {
+    return take(local_receiver_, averaged(std::move(gradients)));
+  }
+  kept_.resize(gradients.size());
+  for (std::size_t t = 0; t < gradients.size(); ++t) {
+    const at::Tensor& weight = shards_[local_receiver_.shards[t]].weight;
+    const at::Tensor own = sparse_of(gradients[t], weight);
+    kept_[t] = (kept_[t].defined() ? kept_[t] + own : own).coalesce();
+    gradients[t] = {kept_[t].indices()[0].contiguous(), kept_[t].values().to(at::kFloat)};
+  }
+  if (keeps_local_) return;
+  kept_.clear();
+  take(local_receiver_, averaged(std::move(gradients)));
+}
+
+bool LocalTables::keep_local_gradients(bool is_kept) {
+  TESSERA_CHECK_VALUE(options_.gradients == GradientForm::kSparse, layout_->operation,
+                      ": no_sync() is for sparse gradients, which add up over passes.");
+  return std::exchange(keeps_local_, is_kept);
 }
 
 std::vector<RowGradient> LocalTables::averaged(std::vector<RowGradient> gradients) const {
@@ -308,11 +330,18 @@ std::vector<std::shared_ptr<RowOptimizer>> LocalTables::optimizers() const {
   return all;
 }
 
+void LocalTables::check_exchanged() const {
+  TESSERA_CHECK_VALUE(kept_.empty(), layout_->operation,
+                      ": the last passes were under no_sync(), and data-parallel tables have not "
+                      "exchanged their gradients. Take the last pass outside of it.");
+}
+
 void LocalTables::step() {
   TESSERA_CHECK_VALUE(options_.gradients == GradientForm::kSparse, layout_->operation,
                       ": step() is for sparse gradients; here ",
                       options_.gradients == GradientForm::kFused ? "backward steps the rows."
                                                                  : "gradients are dense.");
+  check_exchanged();
   if (row_norms_ != nullptr && routed_receiver_.optimizer) {
     step_rows(routed_receiver_, kept_gradients(routed_receiver_));
     if (local_receiver_.optimizer) local_receiver_.optimizer->step();
@@ -340,6 +369,7 @@ std::vector<RowGradient> LocalTables::kept_gradients(const Receiver& receiver) c
 }
 
 void LocalTables::zero_grad() {
+  kept_.clear();
   for (const LocalShard& shard : shards_) shard.weight.mutable_grad() = at::Tensor();
 }
 
@@ -348,6 +378,7 @@ double LocalTables::clip_grad_norm(double max_norm) {
                       "; it must not be negative.");
   TESSERA_CHECK_VALUE(options_.gradients != GradientForm::kFused, layout_->operation,
                       ": backward steps the rows; there are no gradients to clip.");
+  check_exchanged();
   const at::NoGradGuard no_grad;
   double own = 0;
   double shared = 0;  // the same on every rank

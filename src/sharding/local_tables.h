@@ -49,6 +49,8 @@ class LocalTables {
   std::vector<std::shared_ptr<embedding::RowOptimizer>> optimizers() const;
   void step();
   void zero_grad();
+  /// Whether gradients of tables that stay here are kept for a later exchange. Returns what it was.
+  bool keep_local_gradients(bool is_kept);
   double clip_grad_norm(double max_norm);
   void set_learning_rate(double learning_rate);
 
@@ -66,12 +68,14 @@ class LocalTables {
   void make_routed();
   void make_local();
   bool is_exact() const;
+  void check_exchanged() const;
   /// Its number among all shards of its table.
   std::size_t number_of(std::size_t shard) const;
   embedding::Table table_of(std::size_t shard) const;
   std::vector<embedding::RowGradient> kept_gradients(const Receiver& receiver) const;
   std::shared_ptr<embedding::RowOptimizer> make_optimizer(const Receiver& receiver) const;
   void take(const Receiver& receiver, std::vector<embedding::RowGradient> gradients);
+  void take_local(std::vector<embedding::RowGradient> gradients);
   void step_rows(const Receiver& receiver, const std::vector<embedding::RowGradient>& gradients);
   std::vector<embedding::RowGradient> averaged(std::vector<embedding::RowGradient> gradients) const;
 
@@ -83,6 +87,8 @@ class LocalTables {
   std::unique_ptr<RowNorms> row_norms_;  // if norms are taken over cut rows
   Receiver routed_receiver_;
   Receiver local_receiver_;
+  bool keeps_local_ = false;
+  std::vector<at::Tensor> kept_;  // sparse, one per table that stays here, or none
   std::unique_ptr<embedding::TableBatch> routed_;
   std::unique_ptr<embedding::TableBatch> local_stepped_;
   std::unique_ptr<embedding::TableBatch> local_dense_;

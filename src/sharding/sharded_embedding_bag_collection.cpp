@@ -355,6 +355,11 @@ std::map<std::string, at::Tensor> ShardedEmbeddingBagCollection::gather_tables()
   return gather_shards(*state_->layout, state_->local->weights(), state_->group);
 }
 
+ShardedEmbeddingBagCollection::NoSync::NoSync(std::shared_ptr<State> state)
+    : state_(std::move(state)), was_kept_(state_->local->keep_local_gradients(true)) {}
+
+ShardedEmbeddingBagCollection::NoSync::~NoSync() { state_->local->keep_local_gradients(was_kept_); }
+
 void ShardedEmbeddingBagCollection::step() { state_->local->step(); }
 void ShardedEmbeddingBagCollection::zero_grad_rows() { state_->local->zero_grad(); }
 double ShardedEmbeddingBagCollection::clip_grad_norm(double max_norm) {

@@ -234,6 +234,7 @@ TEST(BagErrors, StepsThatBackwardTakes) {
     const auto tables = make(group);
     EXPECT_THROW(tables->step(), c10::ValueError);
     EXPECT_THROW(tables->clip_grad_norm(1), c10::ValueError);
+    EXPECT_THROW(static_cast<void>(tables->no_sync()), c10::ValueError);
     ShardedOptions sparse;
     sparse.gradients = embedding::GradientForm::kSparse;
     EXPECT_THROW(make(group, sparse)->clip_grad_norm(-1), c10::ValueError);

@@ -86,6 +86,21 @@ class TESSERA_API ShardedEmbeddingBagCollection : public torch::nn::Module, publ
   void set_learning_rate(double learning_rate);
 
   struct State;
+  /// While it lives, backward passes of this rank keep the gradients of data-parallel tables; the
+  /// first pass after it exchanges what has gathered. Live on all ranks in the same passes.
+  class TESSERA_API NoSync {
+   public:
+    explicit NoSync(std::shared_ptr<State> state);
+    ~NoSync();
+    NoSync(const NoSync&) = delete;
+    NoSync& operator=(const NoSync&) = delete;
+
+   private:
+    std::shared_ptr<State> state_;
+    bool was_kept_;
+  };
+  /// For accumulating over passes. Throws ValueError unless gradients are kSparse.
+  [[nodiscard]] NoSync no_sync() { return NoSync(state_); }
 
  private:
   std::shared_ptr<State> state_;
