@@ -40,8 +40,9 @@ Arrangement::Arrangement(const TableLayout& layout) : num_ranks_(layout.routes.s
     }
   }
   for (std::size_t c = 0; c < cuts_.size(); ++c) {
-    std::sort(parts[c].begin(), parts[c].end(),
-              [](const Part& a, const Part& b) { return a.row < b.row; });
+    std::sort(parts[c].begin(), parts[c].end(), [](const Part& a, const Part& b) {
+      return std::pair(a.row, a.rows) < std::pair(b.row, b.rows);
+    });
     for (const Part& part : parts[c]) {
       cuts_[c].starts.push_back(part.row);
       cuts_[c].segments.push_back(part.segment);
@@ -214,6 +215,7 @@ ArrangedIds Arrangement::arrange(const KeyedJaggedTensor& features,
     result.lengths = at::empty({0}, options.dtype(at::kInt));
     result.values = at::empty({0}, features.values().options());
     if (is_weighted) result.weights = at::empty({0}, options.dtype(at::kFloat));
+    if (needs_source) result.source = at::empty({0}, options.dtype(at::kLong));
     return result;
   }
   if (!features.values().is_cpu()) {

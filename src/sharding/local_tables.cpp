@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
@@ -46,6 +47,29 @@ LocalTables::LocalTables(std::shared_ptr<const TableLayout> layout, const comm::
   make_shards();
   make_routed();
   make_local();
+  make_row_norms();
+}
+
+void LocalTables::make_row_norms() {
+  if (!is_exact()) return;
+  std::vector<std::pair<std::size_t, std::size_t>> places;
+  for (std::size_t i = 0; i < routed_receiver_.shards.size(); ++i) {
+    if (routed_receiver_.is_dense[i]) continue;
+    const std::size_t shard = routed_receiver_.shards[i];
+    places.emplace_back(table_of_shard_[shard], number_of(shard));
+  }
+  row_norms_ = std::make_unique<RowNorms>(*layout_, group_, std::move(places));
+}
+
+bool LocalTables::is_exact() const {
+  return options_.exact_row_norms && embedding::reads_row_norms(options_.optimizer.kind) &&
+         RowNorms::has_cut_columns(*layout_);
+}
+
+std::size_t LocalTables::number_of(std::size_t shard) const {
+  const auto& all = layout_->sharding(table_of_shard_[shard]).shards;
+  return static_cast<std::size_t>(std::find(all.begin(), all.end(), shards_[shard].place) -
+                                  all.begin());
 }
 
 void LocalTables::make_shards() {
@@ -92,31 +116,31 @@ std::shared_ptr<RowOptimizer> LocalTables::make_optimizer(const Receiver& receiv
 
 void LocalTables::make_routed() {
   std::vector<Table> tables;
-  std::map<std::pair<std::size_t, std::int64_t>, std::int64_t> number_of;  // by table and shard
+  std::map<std::pair<std::size_t, std::size_t>, std::int64_t> table_number;  // by table and shard
   Receiver& receiver = routed_receiver_;
-  std::vector<std::size_t> seen(layout_->tables.size(), 0);
   for (std::size_t i = 0; i < shards_.size(); ++i) {
     const std::size_t t = table_of_shard_[i];
     const ParameterSharding& sharding = layout_->sharding(t);
-    if (is_local(sharding) || shards_[i].place.rows == 0) continue;
-    const auto found = std::find(sharding.shards.begin(), sharding.shards.end(), shards_[i].place);
-    number_of[{t, found - sharding.shards.begin()}] = static_cast<std::int64_t>(tables.size());
+    if (is_local(sharding)) continue;
+    if (shards_[i].place.rows == 0 && !layout_->is_hosted(t)) continue;
+    table_number[{t, number_of(i)}] = static_cast<std::int64_t>(tables.size());
     tables.push_back(table_of(i));
     receiver.shards.push_back(i);
     receiver.is_dense.push_back(sharding.kernel == ComputeKernel::kDense ||
                                 options_.gradients == GradientForm::kDense);
+    if (!receiver.is_dense.back()) receiver.columns.push_back(shards_[i].table_columns);
   }
   if (tables.empty()) return;
   std::vector<Feature> features;
   for (int source = 0; source < group_.size(); ++source) {
     for (const Route& route : layout_->routes[static_cast<std::size_t>(group_.rank())]) {
-      features.push_back({layout_->features[route.feature],
-                          number_of.at({route.table, static_cast<std::int64_t>(route.shard)})});
+      features.push_back(
+          {layout_->features[route.feature], table_number.at({route.table, route.shard})});
     }
   }
   TableBatchOptions options;
   options.bounds_check = BoundsCheckMode::kIgnore;  // ids were checked where they came from
-  const bool is_fused = options_.gradients == GradientForm::kFused &&
+  const bool is_fused = options_.gradients == GradientForm::kFused && !is_exact() &&
                         std::none_of(receiver.is_dense.begin(), receiver.is_dense.end(),
                                      [](bool is_dense) { return is_dense; });
   if (is_fused) {
@@ -171,9 +195,7 @@ void LocalTables::make_local() {
   if (!stepped.tables.empty()) {
     local_receiver_.optimizer = make_optimizer(local_receiver_);
     options.gradients = GradientForm::kSparse;
-    options.sink = [this](std::vector<RowGradient> gradients) {
-      take(local_receiver_, averaged(std::move(gradients)));
-    };
+    options.sink = [this](std::vector<RowGradient> gradients) { take_local(std::move(gradients)); };
     local_stepped_ = std::make_unique<TableBatch>(stepped.tables, stepped.features, options);
   }
 }
@@ -194,7 +216,39 @@ void LocalTables::take(const Receiver& receiver, std::vector<RowGradient> gradie
       steps.push_back(std::move(gradients[i]));
     }
   }
-  if (!steps.empty()) receiver.optimizer->step_rows(steps);
+  if (!steps.empty()) step_rows(receiver, steps);
+}
+
+void LocalTables::step_rows(const Receiver& receiver, const std::vector<RowGradient>& gradients) {
+  if (row_norms_ == nullptr || &receiver != &routed_receiver_) {
+    return receiver.optimizer->step_rows(gradients);
+  }
+  receiver.optimizer->step_cut_rows(
+      gradients, receiver.columns,
+      [this](std::vector<at::Tensor>& numbers) { row_norms_->sum(numbers); });
+}
+
+void LocalTables::take_local(std::vector<RowGradient> gradients) {
+  const at::NoGradGuard no_grad;
+  if (!keeps_local_ && kept_.empty()) {
+    return take(local_receiver_, averaged(std::move(gradients)));
+  }
+  kept_.resize(gradients.size());
+  for (std::size_t t = 0; t < gradients.size(); ++t) {
+    const at::Tensor& weight = shards_[local_receiver_.shards[t]].weight;
+    const at::Tensor own = sparse_of(gradients[t], weight);
+    kept_[t] = (kept_[t].defined() ? kept_[t] + own : own).coalesce();
+    gradients[t] = {kept_[t].indices()[0].contiguous(), kept_[t].values().to(at::kFloat)};
+  }
+  if (keeps_local_) return;
+  kept_.clear();
+  take(local_receiver_, averaged(std::move(gradients)));
+}
+
+bool LocalTables::keep_local_gradients(bool is_kept) {
+  TESSERA_CHECK_VALUE(options_.gradients == GradientForm::kSparse, layout_->operation,
+                      ": no_sync() is for sparse gradients, which add up over passes.");
+  return std::exchange(keeps_local_, is_kept);
 }
 
 std::vector<RowGradient> LocalTables::averaged(std::vector<RowGradient> gradients) const {
@@ -276,15 +330,46 @@ std::vector<std::shared_ptr<RowOptimizer>> LocalTables::optimizers() const {
   return all;
 }
 
+void LocalTables::check_exchanged() const {
+  TESSERA_CHECK_VALUE(kept_.empty(), layout_->operation,
+                      ": the last passes were under no_sync(), and data-parallel tables have not "
+                      "exchanged their gradients. Take the last pass outside of it.");
+}
+
 void LocalTables::step() {
   TESSERA_CHECK_VALUE(options_.gradients == GradientForm::kSparse, layout_->operation,
                       ": step() is for sparse gradients; here ",
                       options_.gradients == GradientForm::kFused ? "backward steps the rows."
                                                                  : "gradients are dense.");
+  check_exchanged();
+  if (row_norms_ != nullptr && routed_receiver_.optimizer) {
+    step_rows(routed_receiver_, kept_gradients(routed_receiver_));
+    if (local_receiver_.optimizer) local_receiver_.optimizer->step();
+    return;
+  }
   for (const auto& optimizer : optimizers()) optimizer->step();
 }
 
+std::vector<RowGradient> LocalTables::kept_gradients(const Receiver& receiver) const {
+  std::vector<RowGradient> gradients;
+  for (std::size_t i = 0; i < receiver.shards.size(); ++i) {
+    if (receiver.is_dense[i]) continue;
+    const at::Tensor& weight = shards_[receiver.shards[i]].weight;
+    const at::Tensor gradient = weight.grad();
+    if (gradient.defined()) {
+      const at::Tensor once = gradient.coalesce();
+      gradients.push_back({once.indices()[0].contiguous(), once.values().to(at::kFloat)});
+    } else {
+      const auto options = at::TensorOptions().device(weight.device());
+      gradients.push_back({at::empty({0}, options.dtype(at::kLong)),
+                           at::empty({0, weight.size(1)}, options.dtype(at::kFloat))});
+    }
+  }
+  return gradients;
+}
+
 void LocalTables::zero_grad() {
+  kept_.clear();
   for (const LocalShard& shard : shards_) shard.weight.mutable_grad() = at::Tensor();
 }
 
@@ -293,6 +378,7 @@ double LocalTables::clip_grad_norm(double max_norm) {
                       "; it must not be negative.");
   TESSERA_CHECK_VALUE(options_.gradients != GradientForm::kFused, layout_->operation,
                       ": backward steps the rows; there are no gradients to clip.");
+  check_exchanged();
   const at::NoGradGuard no_grad;
   double own = 0;
   double shared = 0;  // the same on every rank

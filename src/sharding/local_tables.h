@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "sharding/row_norms.h"
 #include "sharding/table_layout.h"
 #include "tessera/embedding/optimizer.h"
 #include "tessera/embedding/table_batch.h"
@@ -17,6 +18,7 @@ namespace tessera::sharding {
 struct LocalTablesOptions {
   embedding::OptimizerOptions optimizer = {};
   embedding::GradientForm gradients = embedding::GradientForm::kFused;
+  bool exact_row_norms = false;
   at::Device device = at::kCPU;
 };
 
@@ -47,23 +49,34 @@ class LocalTables {
   std::vector<std::shared_ptr<embedding::RowOptimizer>> optimizers() const;
   void step();
   void zero_grad();
+  /// Whether gradients of tables that stay here are kept for a later exchange. Returns what it was.
+  bool keep_local_gradients(bool is_kept);
   double clip_grad_norm(double max_norm);
   void set_learning_rate(double learning_rate);
 
  private:
   /// Tables whose gradients come through a sink.
   struct Receiver {
-    std::vector<std::size_t> shards;                     // numbers among shards_, one per table
-    std::vector<bool> is_dense;                          // its gradient becomes a dense one
+    std::vector<std::size_t> shards;    // numbers among shards_, one per table
+    std::vector<bool> is_dense;         // its gradient becomes a dense one
+    std::vector<std::int64_t> columns;  // of the whole rows of those that are not dense
     std::shared_ptr<embedding::RowOptimizer> optimizer;  // of those that are not dense
   };
 
   void make_shards();
+  void make_row_norms();
   void make_routed();
   void make_local();
+  bool is_exact() const;
+  void check_exchanged() const;
+  /// Its number among all shards of its table.
+  std::size_t number_of(std::size_t shard) const;
   embedding::Table table_of(std::size_t shard) const;
+  std::vector<embedding::RowGradient> kept_gradients(const Receiver& receiver) const;
   std::shared_ptr<embedding::RowOptimizer> make_optimizer(const Receiver& receiver) const;
   void take(const Receiver& receiver, std::vector<embedding::RowGradient> gradients);
+  void take_local(std::vector<embedding::RowGradient> gradients);
+  void step_rows(const Receiver& receiver, const std::vector<embedding::RowGradient>& gradients);
   std::vector<embedding::RowGradient> averaged(std::vector<embedding::RowGradient> gradients) const;
 
   std::shared_ptr<const TableLayout> layout_;
@@ -71,8 +84,11 @@ class LocalTables {
   LocalTablesOptions options_;
   std::vector<LocalShard> shards_;
   std::vector<std::size_t> table_of_shard_;
+  std::unique_ptr<RowNorms> row_norms_;  // if norms are taken over cut rows
   Receiver routed_receiver_;
   Receiver local_receiver_;
+  bool keeps_local_ = false;
+  std::vector<at::Tensor> kept_;  // sparse, one per table that stays here, or none
   std::unique_ptr<embedding::TableBatch> routed_;
   std::unique_ptr<embedding::TableBatch> local_stepped_;
   std::unique_ptr<embedding::TableBatch> local_dense_;

@@ -10,6 +10,7 @@
 #include "sharding/flat_exchange.h"
 #include "sharding/input_dist.h"
 #include "sharding/local_tables.h"
+#include "sharding/subgroups.h"
 #include "sharding/table_layout.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/topology.h"
@@ -32,7 +33,7 @@ Topology topology_of(const comm::Group& group, int local_size) {
 
 /// Where a block of rows from another rank, or from here, goes.
 struct Home {
-  std::size_t source = 0;  // 0: the exchange; 1, 2: tables that stay here
+  std::size_t source = 0;  // 0: the exchange; 1, 2: tables that stay here; 3: sums of hosts
   std::size_t place = 0;   // number of the block in its source
   std::size_t feature = 0;
   std::int64_t columns = 0;
@@ -41,31 +42,45 @@ struct Home {
   bool is_divided = false;
 };
 
+/// Rows on their way home: from their rank, and from their host.
+struct Homeward {
+  comm::Awaitable<at::Tensor> direct;
+  comm::Awaitable<at::Tensor> hosted;
+};
+
 }  // namespace
 
 struct ShardedEmbeddingBagCollection::State {
   State(std::vector<embedding::EmbeddingBagConfig> tables, ModulePlan plan, const comm::Group& own,
         bool weighted, const ShardedOptions& given)
       : group(own), is_weighted(weighted), options(given) {
-    layout = std::make_shared<const TableLayout>(kOperation, std::move(tables), std::move(plan),
-                                                 topology_of(group, options.local_size),
-                                                 /*is_pooled=*/true);
+    layout = std::make_shared<const TableLayout>(
+        kOperation, std::move(tables), std::move(plan), topology_of(group, options.local_size),
+        /*is_pooled=*/true, options.codecs.forward.is_linear());
     check_same_layout(*layout, group);
-    local = std::make_unique<LocalTables>(
-        layout, group, LocalTablesOptions{options.optimizer, options.gradients, options.device});
+    local =
+        std::make_unique<LocalTables>(layout, group,
+                                      LocalTablesOptions{options.optimizer, options.gradients,
+                                                         options.exact_row_norms, options.device});
     InputDistOptions input;
     input.is_weighted = is_weighted;
     input.bounds_check = options.bounds_check;
     input.device = options.device;
+    input.needs_one_batch = true;
     sender = std::make_shared<const InputSender>(layout, group, input);
     for (const Output& output : layout->outputs) {
       names.push_back(output.name);
       dims.push_back(output.columns);
     }
     find_homes();
+    if (layout->has_hosted) hosts.emplace(group, layout->topology.local_size);
   }
 
   void find_homes();
+  /// Numbers that come home from rank r, and from host h for all of its ranks.
+  std::int64_t direct_size(const DistContext& context, std::size_t rank) const;
+  std::int64_t hosted_size(const DistContext& context, std::size_t host) const;
+  Homeward send_home(const DistContext& context, const at::Tensor& rows) const;
   LookupInput local_input(const DistContext& context, const std::vector<std::size_t>& routes) const;
   CombinePlan combine_plan(const DistContext& context) const;
 
@@ -80,7 +95,8 @@ struct ShardedEmbeddingBagCollection::State {
   std::int64_t num_columns = 0;
   std::vector<Home> homes;
   /// The columns and the feature of each block, in the order in which a source has them.
-  std::vector<std::vector<std::pair<std::int64_t, std::size_t>>> blocks{3};
+  std::vector<std::vector<std::pair<std::int64_t, std::size_t>>> blocks{4};
+  std::optional<HostGroups> hosts;  // if rows are summed inside hosts
 };
 
 using State = ShardedEmbeddingBagCollection::State;
@@ -107,7 +123,16 @@ void State::find_homes() {
     found.push_back({{route.output, shard.column, shard.row}, home});
   };
   for (const auto& routes : layout->routes) {
-    for (const Route& route : routes) add(0, route);
+    for (const Route& route : routes) {
+      if (!layout->is_hosted(route.table)) add(0, route);
+    }
+  }
+  // The ranks of a host have the same hosted routes; their rows come as one sum.
+  const auto local_size = static_cast<std::size_t>(layout->topology.local_size);
+  for (std::size_t first = 0; first < layout->routes.size(); first += local_size) {
+    for (const Route& route : layout->routes[first]) {
+      if (layout->is_hosted(route.table)) add(3, route);
+    }
   }
   for (const std::size_t r : local->stepped_routes()) add(1, layout->local[r]);
   for (const std::size_t r : local->dense_routes()) add(2, layout->local[r]);
@@ -117,6 +142,75 @@ void State::find_homes() {
     found[i].second.is_added = i > 0 && found[i].second.column == found[i - 1].second.column;
     homes.push_back(found[i].second);
   }
+}
+
+std::int64_t State::direct_size(const DistContext& context, std::size_t rank) const {
+  std::int64_t size = 0;
+  for (const Route& route : layout->routes[rank]) {
+    if (layout->is_hosted(route.table)) continue;
+    size += context.strides[route.feature] * layout->shard(route).columns;
+  }
+  return size;
+}
+
+std::int64_t State::hosted_size(const DistContext& context, std::size_t host) const {
+  std::int64_t size = 0;
+  for (const Route& route :
+       layout->routes[host * static_cast<std::size_t>(layout->topology.local_size)]) {
+    if (!layout->is_hosted(route.table)) continue;
+    size += context.strides[route.feature] * layout->shard(route).columns;
+  }
+  return size;
+}
+
+Homeward State::send_home(const DistContext& context, const at::Tensor& rows) const {
+  const auto& own = layout->routes[static_cast<std::size_t>(group.rank())];
+  const std::size_t world = layout->routes.size();
+  // The rows for a rank lie together, those of hosted tables last.
+  Sizes direct(world, 0);
+  Sizes hosted(world, 0);
+  Sizes received;
+  for (std::size_t r = 0; r < world; ++r) {
+    for (std::size_t k = 0; k < own.size(); ++k) {
+      (layout->is_hosted(own[k].table) ? hosted : direct)[r] +=
+          context.batches[r][k] * layout->shard(own[k]).columns;
+    }
+    received.push_back(direct_size(context, r));
+  }
+  const auto exchange = [&](const at::Tensor& values, const Sizes& sent, const Sizes& arriving,
+                            const comm::Group& over) {
+    return exchange_flat(values, sent, arriving, over, options.codecs, gradient_factor(over));
+  };
+  if (!layout->has_hosted) {
+    return {exchange(rows, direct, received, group),
+            comm::NoWait<at::Tensor>(at::empty({0}, rows.options().requires_grad(false)))};
+  }
+  std::vector<at::Tensor> direct_rows;
+  std::vector<std::vector<at::Tensor>> by_local_rank(
+      static_cast<std::size_t>(layout->topology.local_size));
+  Sizes sums(by_local_rank.size(), 0);
+  Sizes across;
+  std::int64_t begin = 0;
+  for (std::size_t r = 0; r < world; ++r) {
+    const std::size_t local_rank = r % by_local_rank.size();
+    direct_rows.push_back(rows.narrow(0, begin, direct[r]));
+    by_local_rank[local_rank].push_back(rows.narrow(0, begin + direct[r], hosted[r]));
+    begin += direct[r] + hosted[r];
+    sums[local_rank] += hosted[r];
+    if (local_rank == static_cast<std::size_t>(hosts->intra.rank())) across.push_back(hosted[r]);
+  }
+  std::vector<at::Tensor> hosted_rows;
+  for (const auto& parts : by_local_rank) {
+    hosted_rows.insert(hosted_rows.end(), parts.begin(), parts.end());
+  }
+  const Request summed =
+      reduce_scatter_v_pooled(at::cat(hosted_rows), sums, hosts->intra, options.codecs);
+  const auto pending = exchange(at::cat(direct_rows), direct, received, group);
+  Sizes arriving;
+  for (std::size_t host = 0; host < world / by_local_rank.size(); ++host) {
+    arriving.push_back(hosted_size(context, host));
+  }
+  return {pending, exchange(summed.wait(), across, arriving, hosts->cross)};
 }
 
 LookupInput State::local_input(const DistContext& context,
@@ -211,24 +305,7 @@ comm::LazyAwaitable<KeyedTensor> ShardedEmbeddingBagCollection::compute_and_outp
   const at::Tensor rows = routed != nullptr            ? routed->pooled(context->lookup_input())
                           : context->weights.defined() ? context->weights
                                                        : at::empty({0}, nothing);
-  Sizes sent;
-  Sizes received;
-  const auto& routes = state->layout->routes;
-  const auto& own = routes[static_cast<std::size_t>(state->group.rank())];
-  for (std::size_t r = 0; r < routes.size(); ++r) {
-    std::int64_t away = 0;
-    for (std::size_t k = 0; k < own.size(); ++k) {
-      away += context->batches[r][k] * state->layout->shard(own[k]).columns;
-    }
-    std::int64_t home = 0;
-    for (const Route& route : routes[r]) {
-      home += context->strides[route.feature] * state->layout->shard(route).columns;
-    }
-    sent.push_back(away);
-    received.push_back(home);
-  }
-  const auto pending = exchange_flat(rows, sent, received, state->group, state->options.codecs,
-                                     gradient_factor(state->group));
+  const Homeward pending = state->send_home(*context, rows);
   const auto look_up = [&](const TableBatch* batch, const std::vector<std::size_t>& local) {
     return batch == nullptr ? at::empty({0}, nothing)
                             : batch->pooled(state->local_input(*context, local));
@@ -238,8 +315,11 @@ comm::LazyAwaitable<KeyedTensor> ShardedEmbeddingBagCollection::compute_and_outp
   const bool is_recorded = at::GradMode::is_enabled();
   return comm::LazyAwaitable<KeyedTensor>([=] {
     const at::AutoGradMode recorded(is_recorded);
-    return KeyedTensor(state->names, state->dims,
-                       combine(state->combine_plan(*context), {pending.wait(), stepped, dense}));
+    CombinePlan plan = state->combine_plan(*context);
+    plan.owner = state;  // backward hands gradients to its tables
+    return KeyedTensor(
+        state->names, state->dims,
+        combine(std::move(plan), {pending.direct.wait(), stepped, dense, pending.hosted.wait()}));
   });
 }
 
@@ -274,6 +354,11 @@ void ShardedEmbeddingBagCollection::load_tables(const std::map<std::string, at::
 std::map<std::string, at::Tensor> ShardedEmbeddingBagCollection::gather_tables() const {
   return gather_shards(*state_->layout, state_->local->weights(), state_->group);
 }
+
+ShardedEmbeddingBagCollection::NoSync::NoSync(std::shared_ptr<State> state)
+    : state_(std::move(state)), was_kept_(state_->local->keep_local_gradients(true)) {}
+
+ShardedEmbeddingBagCollection::NoSync::~NoSync() { state_->local->keep_local_gradients(was_kept_); }
 
 void ShardedEmbeddingBagCollection::step() { state_->local->step(); }
 void ShardedEmbeddingBagCollection::zero_grad_rows() { state_->local->zero_grad(); }

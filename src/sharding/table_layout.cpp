@@ -64,8 +64,11 @@ std::string description(const TableLayout& layout, std::size_t t) {
 }  // namespace
 
 TableLayout::TableLayout(std::string own_operation, std::vector<EmbeddingTableConfig> own_tables,
-                         ModulePlan own_plan, const Topology& topology, bool is_pooled)
+                         ModulePlan own_plan, const Topology& own_topology, bool is_pooled,
+                         bool own_sums_in_hosts)
     : operation(std::move(own_operation)),
+      topology(own_topology),
+      sums_in_hosts(own_sums_in_hosts),
       tables(std::move(own_tables)),
       plan(std::move(own_plan)),
       routes(static_cast<std::size_t>(topology.world_size)) {
@@ -104,26 +107,38 @@ TableLayout::TableLayout(std::string own_operation, std::vector<EmbeddingTableCo
       outputs.push_back({names[t][f], t, number_of.at(own[f]), tables[t].embedding_dim});
     }
   }
-  for (std::size_t t = 0; t < tables.size(); ++t) {
+  const auto add_routes = [&](std::size_t t) {
     const auto own = tables[t].features();
     for (std::size_t s = 0; s < sharding(t).shards.size(); ++s) {
       if (is_local(sharding(t)) && s > 0) break;
       const Shard& shard = sharding(t).shards[s];
-      if (shard.rows == 0) continue;
+      if (shard.rows == 0 && !is_hosted(t)) continue;
       auto& list = is_local(sharding(t)) ? local : routes[static_cast<std::size_t>(shard.rank)];
       for (std::size_t f = 0; f < own.size(); ++f) {
         list.push_back({t, number_of.at(own[f]), first_output[t] + f, s});
       }
     }
+  };
+  for (std::size_t t = 0; t < tables.size(); ++t) {
+    if (!is_hosted(t)) add_routes(t);
   }
+  for (std::size_t t = 0; t < tables.size(); ++t) {
+    if (is_hosted(t)) add_routes(t);
+    has_hosted |= is_hosted(t);
+  }
+}
+
+bool TableLayout::is_hosted(std::size_t table) const {
+  const ShardingType type = sharding(table).type;
+  return sums_in_hosts && topology.num_hosts() > 1 && topology.local_size > 1 &&
+         (type == ShardingType::kTableRowWise || type == ShardingType::kGrid);
 }
 
 bool TableLayout::is_row_cut(std::size_t table) const {
   return !is_local(sharding(table)) &&
-         std::any_of(sharding(table).shards.begin(), sharding(table).shards.end(),
-                     [&](const Shard& shard) {
-                       return shard.rows > 0 && shard.rows < tables[table].num_embeddings;
-                     });
+         std::any_of(
+             sharding(table).shards.begin(), sharding(table).shards.end(),
+             [&](const Shard& shard) { return shard.rows != tables[table].num_embeddings; });
 }
 
 void check_same_layout(const TableLayout& layout, const comm::Group& group) {

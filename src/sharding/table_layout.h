@@ -30,23 +30,33 @@ struct Output {
 
 /// The lists that every rank makes from the same plan, and so has alike.
 struct TableLayout {
-  /// Throws ValueError for configs or a plan that cannot be; `operation` begins the text.
+  /// Throws ValueError for configs or a plan that cannot be; `operation` begins the text. With
+  /// `sums_in_hosts`, tables whose rows lie over the ranks of a host are marked as hosted if there
+  /// are several hosts.
   TableLayout(std::string operation, std::vector<embedding::EmbeddingTableConfig> tables,
-              ModulePlan plan, const Topology& topology, bool is_pooled);
+              ModulePlan plan, const Topology& topology, bool is_pooled,
+              bool sums_in_hosts = false);
 
   const ParameterSharding& sharding(std::size_t table) const { return *shardings[table]; }
   const Shard& shard(const Route& route) const { return sharding(route.table).shards[route.shard]; }
   /// Whether the rows of the table lie in several shards.
   bool is_row_cut(std::size_t table) const;
+  /// Whether the rows of the table are summed inside their host before they leave it. All ranks of
+  /// a host then have the same hosted routes, also for shards without rows.
+  bool is_hosted(std::size_t table) const;
 
   std::string operation;
+  Topology topology;
+  bool sums_in_hosts = false;
+  bool has_hosted = false;
   std::vector<embedding::EmbeddingTableConfig> tables;
   ModulePlan plan;
   std::vector<const ParameterSharding*> shardings;  // of each table
   /// Every feature once, and the smallest table it is looked up in.
   std::vector<std::string> features;
   std::vector<std::size_t> smallest_table;
-  /// What goes to each rank: shard by shard, feature by feature. Shards without rows get nothing.
+  /// What goes to each rank: shard by shard, feature by feature, those of hosted tables last.
+  /// Shards without rows get nothing.
   std::vector<std::vector<Route>> routes;
   /// What stays here: features of data-parallel tables.
   std::vector<Route> local;

@@ -29,8 +29,10 @@ struct ShardedOptions {
   comm::Codecs codecs = {};
   /// Ranks per host, for the types that know hosts; 0: as many as the environment says.
   int local_size = 0;
-  /// Row-wise Adagrad of a column-cut table: one accumulator per row, of the norm over all its
-  /// columns, as if it were not cut. Costs one small exchange per backward pass.
+  /// Rules that read the norm of a row (row-wise Adagrad, partial row-wise Adam, LAMB and its
+  /// partial form, LARS) take it over all columns of a column-cut table, as if it were not cut.
+  /// Otherwise each part goes by its own columns. Costs one or two small exchanges per step among
+  /// the ranks that hold such parts.
   bool exact_row_norms = false;
   at::Device device = at::kCPU;
 };
@@ -84,6 +86,21 @@ class TESSERA_API ShardedEmbeddingBagCollection : public torch::nn::Module, publ
   void set_learning_rate(double learning_rate);
 
   struct State;
+  /// While it lives, backward passes of this rank keep the gradients of data-parallel tables; the
+  /// first pass after it exchanges what has gathered. Live on all ranks in the same passes.
+  class TESSERA_API NoSync {
+   public:
+    explicit NoSync(std::shared_ptr<State> state);
+    ~NoSync();
+    NoSync(const NoSync&) = delete;
+    NoSync& operator=(const NoSync&) = delete;
+
+   private:
+    std::shared_ptr<State> state_;
+    bool was_kept_;
+  };
+  /// For accumulating over passes. Throws ValueError unless gradients are kSparse.
+  [[nodiscard]] NoSync no_sync() { return NoSync(state_); }
 
  private:
   std::shared_ptr<State> state_;
