@@ -51,6 +51,7 @@ def peer_name(name: str) -> str | None:
         "checkpoint": "dcp",
         "data_parallel": "torch",
         "embedding": "fbgemm",
+        "sharding": "torchrec",
         "vocab": "operators_gloo",
         "graph": {"layer": "gather", "exchange": "gather", "python_layer": "fairchem_gather"}.get(operation),
     }.get(module)

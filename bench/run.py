@@ -46,6 +46,10 @@ BENCHMARKS = {
         [str(PROGRAMS / "table_bench")],
         [str(ROOT / ".venv-peers/bin/python"), str(ROOT / "bench/compare/fbgemm_tables.py")],
     ],
+    "sharding_step": [
+        [str(PROGRAMS / "step_bench")],
+        [str(ROOT / ".venv-peers/bin/python"), str(ROOT / "bench/compare/torchrec_sharded.py")],
+    ],
 }
 QUICK = {
     "comm_collectives": ["--seconds", "0.1"],
@@ -60,6 +64,7 @@ QUICK = {
     "checkpoint": ["--repetitions", "2", "--bytes", "64000000", "--stall-bytes", "256000000"],
     "data_parallel_step": ["--steps", "0.2"],
     "embedding": ["--seconds", "0.2"],
+    "sharding_step": ["--seconds", "0.3"],
 }
 TITLES = {
     "comm_collectives": "Collectives, C++",
@@ -74,6 +79,7 @@ TITLES = {
     "checkpoint": "Checkpoints",
     "data_parallel_step": "Training steps under DistributedDataParallel, two ranks",
     "embedding": "Tables on one rank",
+    "sharding_step": "Training steps on sharded tables, two ranks",
 }
 
 

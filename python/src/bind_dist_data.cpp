@@ -45,6 +45,17 @@ void bind_exchanges(py::module_& module) {
         return sharding::KJTAllToAll(Group(group), splits, stagger).forward(features);
       },
       Release());
+  module.def(
+      "fused_kjt_alltoall",
+      [](const std::vector<std::tuple<KeyedJaggedTensor, Sizes, int>>& inputs,
+         const ProcessGroup& group) {
+        std::vector<sharding::KJTSplitsAllToAllMeta> metas;
+        for (const auto& [features, splits, stagger] : inputs) {
+          metas.emplace_back(Group(group), features, splits, stagger);
+        }
+        return sharding::fused_kjt_alltoall(std::move(metas));
+      },
+      Release());
   module.def("kjt_one_to_all", &sharding::kjt_one_to_all, Release());
   module.def(
       "pooled_embeddings_alltoall",
@@ -77,6 +88,7 @@ void bind_dist_data(py::module_& module) {
   bind_awaitable<std::vector<Sizes>>(sub, "PendingSplits");
   bind_awaitable<ReceivedFeatures>(sub, "PendingFeatures");
   bind_awaitable<comm::Awaitable<ReceivedFeatures>>(sub, "PendingFeatureSplits");
+  bind_awaitable<std::vector<comm::Awaitable<ReceivedFeatures>>>(sub, "PendingFusedSplits");
   bind_exchanges(sub);
 }
 

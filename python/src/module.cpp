@@ -19,6 +19,7 @@ PYBIND11_MODULE(_C, module) {
   tessera::python::bind_jagged(module);
   tessera::python::bind_embedding(module);
   tessera::python::bind_dist_data(module);
+  tessera::python::bind_sharding(module);
   tessera::python::bind_graph_parallel(module);
   tessera::python::bind_vocab_parallel(module);
 #ifdef TESSERA_HAVE_CHECKPOINT

@@ -1,60 +1,392 @@
-"""Types that the distributed modules share."""
+"""Types that the distributed modules share.
+
+>>> tables = EmbeddingModuleShardingPlan({"t": ParameterSharding("data_parallel", "dense")})
+>>> plan = ShardingPlan({"ebc": tables})
+>>> plan.get_plan_for_module("ebc")["t"].sharding_type
+'data_parallel'
+>>> plan.get_plan_for_module("other") is None
+True
+"""
 
 from __future__ import annotations
 
-import torch
+import abc
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum, unique
+from typing import Any, Generic, TypeVar
 
-from tessera import _C
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardingSpec, ShardMetadata
+
 from tessera.comm import Awaitable, LazyAwaitable, LazyNoWait, NoWait
+from tessera.distributed._codecs import (
+    NoOpQuantizedCommCodec,
+    QuantizationContext,
+    QuantizedCommCodec,
+    QuantizedCommCodecs,
+)
+from tessera.modules.embedding_configs import BoundsCheckMode, DataType
+from tessera.streamable import Multistreamable
 
 __all__ = [
     "Awaitable",
+    "BoundsCheckMode",
+    "CacheParams",
+    "CacheStatistics",
+    "CommOp",
+    "ComputeKernel",
+    "EmbeddingModuleShardingPlan",
+    "EnumerableShardingSpec",
+    "GenericMeta",
     "LazyAwaitable",
     "LazyNoWait",
+    "ModuleSharder",
+    "ModuleShardingPlan",
+    "NoOpQuantizedCommCodec",
     "NoWait",
+    "NullShardedModuleContext",
+    "NullShardingContext",
+    "ParameterSharding",
+    "ParameterStorage",
+    "QuantizationContext",
     "QuantizedCommCodec",
     "QuantizedCommCodecs",
+    "ShardMetadata",
+    "ShardedModule",
+    "ShardingEnv",
+    "ShardingPlan",
+    "ShardingPlanner",
+    "ShardingSpec",
+    "ShardingType",
+    "get_tensor_size_bytes",
+    "scope",
 ]
 
+M = TypeVar("M", bound=nn.Module)
+Out = TypeVar("Out")
+CompIn = TypeVar("CompIn")
+DistOut = TypeVar("DistOut")
+ShrdCtx = TypeVar("ShrdCtx")
 
-class QuantizedCommCodec:
-    """Say what values become on the wire: ``fp32``, ``fp16``, ``bf16``, ``int8`` or ``fp8``.
+# Classes may be generic and abstract at once without a metaclass of their own.
+GenericMeta = type
 
-    16-bit values are clamped to the finite range. ``int8`` and ``fp8`` encode rows of `row_dim` values
-    with a scale of their own. `loss_scale` multiplies before encoding and divides after.
 
-    >>> codec = QuantizedCommCodec("int8")
-    >>> codec.calc_quantized_size(64)
-    80
+def scope(method):
+    """Return the method: names of torch.fx scopes are not kept."""
+
+    @functools.wraps(method)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs)
+
+    return wrapper
+
+
+@unique
+class ShardingType(Enum):
+    """Say how a table lies over the ranks."""
+
+    DATA_PARALLEL = "data_parallel"  # whole on every rank
+    TABLE_WISE = "table_wise"  # whole on one rank
+    COLUMN_WISE = "column_wise"  # columns cut over ranks
+    ROW_WISE = "row_wise"  # rows cut over all ranks
+    TABLE_ROW_WISE = "table_row_wise"  # rows cut over the ranks of one host
+    TABLE_COLUMN_WISE = "table_column_wise"  # columns cut over ranks of one host
+    GRID_SHARD = "grid_shard"  # columns cut over hosts, and in a host rows over its ranks
+
+
+@unique
+class ParameterStorage(Enum):
+    """Name the memory that a plan may have to spare."""
+
+    HBM = "hbm"
+    DDR = "ddr"
+
+
+@unique
+class ComputeKernel(Enum):
+    """Name the kernel of a module that has no choice of them."""
+
+    DEFAULT = "default"
+
+
+@unique
+class CommOp(Enum):
+    """Name the exchanges that have codecs; a registry is keyed by these names."""
+
+    POOLED_EMBEDDINGS_ALL_TO_ALL = "pooled_embeddings_all_to_all"
+    POOLED_EMBEDDINGS_REDUCE_SCATTER = "pooled_embeddings_reduce_scatter"
+    SEQUENCE_EMBEDDINGS_ALL_TO_ALL = "sequence_embeddings_all_to_all"
+
+
+class CacheStatistics(abc.ABC):
+    """Say how the ids of a table would use a cache."""
+
+    @property
+    @abc.abstractmethod
+    def expected_lookups(self) -> float:
+        """Return the number of different ids of a step, over all ranks."""
+
+    @abc.abstractmethod
+    def expected_miss_rate(self, clf: float) -> float:
+        """Return the share of lookups that miss a cache of `clf` times the table: 1 at 0, 0 at 1."""
+
+    @property
+    @abc.abstractmethod
+    def cacheability(self) -> float:
+        """Return how hard the ids are to cache whatever the size: 0 easy, 1 hard."""
+
+
+@dataclass
+class CacheParams:
+    """Say how the cache of a table is made. Statistics do not count in comparisons by hash."""
+
+    algorithm: Enum | None = None
+    load_factor: float | None = None
+    reserved_memory: float | None = None
+    precision: DataType | None = None
+    prefetch_pipeline: bool | None = None
+    stats: CacheStatistics | None = None
+
+    def __hash__(self) -> int:
+        return hash(
+            (self.algorithm, self.load_factor, self.reserved_memory, self.precision, self.prefetch_pipeline)
+        )
+
+
+@dataclass
+class ParameterSharding:
+    """Say how one table lies: its shards are in `sharding_spec`, `ranks` has the rank of each.
+
+    Without a spec the ranks decide: the rank of a table-wise table, one rank per part of a column-wise
+    one, the first rank of the host of a table-row-wise one; row-wise and data-parallel tables need none.
     """
 
-    _FORMATS = ("fp32", "fp16", "bf16", "int8", "fp8")
-
-    def __init__(self, comm_precision: str = "fp32", loss_scale: float | None = None, row_dim: int = 32):
-        if comm_precision not in self._FORMATS:
-            known = ", ".join(self._FORMATS)
-            raise ValueError(f"QuantizedCommCodec: {comm_precision!r} is not one of {known}.")
-        name = "NONE" if comm_precision == "fp32" else comm_precision.upper()
-        scale = 1.0 if loss_scale is None else loss_scale
-        self._codec = _C.comm_ops.Codec(getattr(_C.comm_ops.WireFormat, name), scale, row_dim)
-        self.comm_precision = comm_precision
-
-    def encode(self, input_tensor: torch.Tensor) -> torch.Tensor:
-        """Return the values as they travel, flat."""
-        return self._codec.encode(input_tensor.reshape(-1), [input_tensor.numel()])
-
-    def decode(self, wire: torch.Tensor, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return the `count` values that `encode` was given, up to what the format loses."""
-        return self._codec.decode(wire, [count], dtype)
-
-    def calc_quantized_size(self, input_len: int) -> int:
-        """Return how many elements `input_len` values become."""
-        return self._codec.wire_size(input_len)
+    sharding_type: str
+    compute_kernel: str
+    ranks: list[int] | None = None
+    sharding_spec: ShardingSpec | None = None
+    cache_params: CacheParams | None = None
+    enforce_hbm: bool | None = None
+    stochastic_rounding: bool | None = None
+    bounds_check_mode: BoundsCheckMode | None = None
+    # Rows and columns of the whole table, if they were known; data-parallel tables have no spec to ask.
+    _shape: tuple[int, int] | None = field(default=None, repr=False, compare=False)
 
 
-class QuantizedCommCodecs:
-    """Hold one codec for the values and one for their gradients."""
+class ModuleShardingPlan:
+    """Stand for the plan of one module."""
 
-    def __init__(self, forward: QuantizedCommCodec | None = None, backward: QuantizedCommCodec | None = None):
-        self.forward = forward or QuantizedCommCodec()
-        self.backward = backward or QuantizedCommCodec()
+
+class EmbeddingModuleShardingPlan(ModuleShardingPlan, dict[str, ParameterSharding]):
+    """Map the tables of one module to their shardings."""
+
+    def __str__(self) -> str:
+        lines = [("table", "type", "kernel", "rank", "rows", "columns")]
+        for table, sharding in self.items():
+            head = (table, sharding.sharding_type, sharding.compute_kernel)
+            shards = getattr(sharding.sharding_spec, "shards", None)
+            if shards is None:
+                ranks = "all" if sharding.ranks is None else ", ".join(map(str, sharding.ranks))
+                lines.append((*head, ranks, "", ""))
+                continue
+            for shard in shards:
+                ranges = [
+                    f"[{begin}, {begin + size})"
+                    for begin, size in zip(shard.shard_offsets, shard.shard_sizes, strict=True)
+                ]
+                lines.append((*head, str(shard.placement.rank()), *ranges))
+                head = ("", "", "")
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        rows = ("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+        return "\n".join(rows)
+
+
+@dataclass
+class ShardingPlan:
+    """Map the paths of modules to their plans."""
+
+    plan: dict[str, ModuleShardingPlan]
+
+    def get_plan_for_module(self, module_path: str) -> ModuleShardingPlan | None:
+        """Return the plan of the module at `module_path`, or None."""
+        return self.plan.get(module_path)
+
+    def __str__(self) -> str:
+        return "\n\n".join(f"module: {path}\n{plan}" for path, plan in self.plan.items())
+
+
+class NullShardedModuleContext(Multistreamable):
+    """Hold nothing: the module needs no context."""
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Do nothing."""
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        raise NotImplementedError(f"NullShardedModuleContext: {key!r} cannot be set.")
+
+
+class NullShardingContext(Multistreamable):
+    """Hold nothing: the sharding needs no context."""
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Do nothing."""
+
+
+class ShardingEnv:
+    """Say who the ranks are: a group, or in inference the devices of one process.
+
+    >>> env = ShardingEnv.from_local(2, 0)
+    >>> env.world_size, env.rank, env.process_group
+    (2, 0, None)
+    """
+
+    def __init__(self, world_size: int, rank: int, pg: ProcessGroup | None = None) -> None:
+        self.world_size = world_size
+        self.rank = rank
+        self.process_group: ProcessGroup | None = pg
+
+    @classmethod
+    def from_process_group(cls, pg: ProcessGroup) -> ShardingEnv:
+        """Return the environment of a group."""
+        return cls(pg.size(), pg.rank(), pg)
+
+    @classmethod
+    def from_local(cls, world_size: int, rank: int) -> ShardingEnv:
+        """Return the environment of one process that drives `world_size` devices."""
+        return cls(world_size, rank, None)
+
+
+class ShardedModule(abc.ABC, nn.Module, Generic[CompIn, DistOut, Out, ShrdCtx]):
+    """Compute on features that lie on other ranks: input and output are this rank's own batch.
+
+    `forward` is input_dist, waited for twice, then compute_and_output_dist. All ranks call it.
+    """
+
+    def __init__(self, qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None) -> None:
+        super().__init__()
+        self._qcomm_codecs_registry = {} if qcomm_codecs_registry is None else qcomm_codecs_registry
+
+    @property
+    def qcomm_codecs_registry(self) -> dict[str, QuantizedCommCodecs] | None:
+        """Return the codecs by the names of CommOp."""
+        return self._qcomm_codecs_registry
+
+    @abc.abstractmethod
+    def create_context(self) -> ShrdCtx:
+        """Return what one batch leaves behind between the steps."""
+
+    @abc.abstractmethod
+    def input_dist(self, ctx: ShrdCtx, *input: Any, **kwargs: Any) -> Awaitable[Awaitable[CompIn]]:
+        """Start sending the input to the ranks that compute with it."""
+
+    @abc.abstractmethod
+    def compute(self, ctx: ShrdCtx, dist_input: CompIn) -> DistOut:
+        """Compute with what arrived."""
+
+    @abc.abstractmethod
+    def output_dist(self, ctx: ShrdCtx, output: DistOut) -> LazyAwaitable[Out]:
+        """Start sending the results home."""
+
+    def compute_and_output_dist(self, ctx: ShrdCtx, input: CompIn) -> LazyAwaitable[Out]:
+        """Compute, and send each result home as soon as it is there."""
+        return self.output_dist(ctx, self.compute(ctx, input))
+
+    def forward(self, *input: Any, **kwargs: Any) -> LazyAwaitable[Out]:
+        """Take all steps, one after the other."""
+        ctx = self.create_context()
+        dist_input = self.input_dist(ctx, *input, **kwargs).wait().wait()
+        return self.compute_and_output_dist(ctx, dist_input)
+
+    def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
+        """Return the names of the parameters that are sharded: all of them."""
+        for name, _ in self.named_parameters(prefix):
+            yield name
+
+    @property
+    def unsharded_module_type(self) -> type[nn.Module]:
+        """Return the type of the module before it was sharded."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what it was.")
+
+
+_BITS = {torch.quint4x2: 4, torch.quint2x4: 2}
+
+
+def get_tensor_size_bytes(t: torch.Tensor) -> int:
+    """Return the bytes of the elements; several share a byte in 4 and 2 bit tensors.
+
+    >>> get_tensor_size_bytes(torch.empty(3, 2))
+    24
+    """
+    if t.dtype in _BITS:
+        return t.numel() * _BITS[t.dtype] // 8
+    return t.element_size() * t.nelement()
+
+
+class ModuleSharder(abc.ABC, Generic[M]):
+    """Know how one type of module is cut over ranks."""
+
+    def __init__(self, qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None) -> None:
+        self._qcomm_codecs_registry = qcomm_codecs_registry
+
+    @abc.abstractmethod
+    def shard(
+        self,
+        module: M,
+        params: EmbeddingModuleShardingPlan,
+        env: ShardingEnv,
+        device: torch.device | None = None,
+    ) -> ShardedModule[Any, Any, Any, Any]:
+        """Return the module over the ranks of `env` as `params` says. All ranks call it."""
+
+    @property
+    @abc.abstractmethod
+    def module_type(self) -> type[M]:
+        """Return the type of module that is sharded."""
+
+    @property
+    def qcomm_codecs_registry(self) -> dict[str, QuantizedCommCodecs] | None:
+        """Return the codecs by the names of CommOp."""
+        return self._qcomm_codecs_registry
+
+    def shardable_parameters(self, module: M) -> dict[str, nn.Parameter]:
+        """Return the parameters that can be sharded, by the names that plans use."""
+        return dict(module.named_parameters())
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Return the types of sharding there are on such a device."""
+        return [ShardingType.DATA_PARALLEL.value]
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        """Return the kernels there are for a type of sharding."""
+        return [ComputeKernel.DEFAULT.value]
+
+    def storage_usage(
+        self, tensor: torch.Tensor, compute_device_type: str, compute_kernel: str
+    ) -> dict[str, int]:
+        """Return the bytes that a parameter takes, by kind of memory."""
+        return {_storage(compute_device_type).value: get_tensor_size_bytes(tensor)}
+
+
+def _storage(compute_device_type: str) -> ParameterStorage:
+    """Return the memory of a device."""
+    kinds = {"cuda": ParameterStorage.HBM, "cpu": ParameterStorage.DDR, "mtia": ParameterStorage.DDR}
+    if compute_device_type not in kinds:
+        raise ValueError(f"sharding: {compute_device_type!r} is not one of {', '.join(kinds)}.")
+    return kinds[compute_device_type]
+
+
+class ShardingPlanner(abc.ABC):
+    """Decide how the modules of a model are sharded."""
+
+    @abc.abstractmethod
+    def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
+        """Return a plan. Not collective."""
+
+    @abc.abstractmethod
+    def collective_plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
+        """Return rank 0's plan on all ranks. Collective."""

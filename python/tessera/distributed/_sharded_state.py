@@ -1,0 +1,104 @@
+"""Tables over ranks as entries of state dicts, and back from any other sharding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
+
+from tessera import _C
+
+
+@dataclass
+class LocalPart:
+    """One part of a table on this rank, and where it lies."""
+
+    weight: torch.Tensor
+    place: _C.sharding.Shard
+
+
+def sharded_tensor(
+    shape: tuple[int, int], shards: Sequence[ShardMetadata], parts: Sequence[LocalPart], pg: ProcessGroup
+) -> ShardedTensor:
+    """Return a table as torch's sharded tensor, which shares the rows. Nothing is communicated."""
+    by_place = {(part.place.row, part.place.column, part.place.rows): part.weight for part in parts}
+    local = []
+    for shard in shards:
+        key = (*shard.shard_offsets, shard.shard_sizes[0])
+        if shard.placement.rank() == pg.rank() and key in by_place:
+            local.append(Shard(by_place[key].detach(), shard))
+    properties = TensorProperties(
+        dtype=parts[0].weight.dtype if parts else torch.float32, requires_grad=False
+    )
+    metadata = ShardedTensorMetadata(list(shards), torch.Size(shape), properties)
+    return ShardedTensor._init_from_local_shards_and_global_metadata(local, metadata, process_group=pg)
+
+
+def _copy_overlap(part: LocalPart, offsets: Sequence[int], source: torch.Tensor) -> None:
+    """Copy the rows and columns of `source`, which begins at `offsets` of the table, that are in `part`."""
+    begins = (part.place.row, part.place.column)
+    ends = (part.place.row + part.place.rows, part.place.column + part.place.columns)
+    low = [max(a, b) for a, b in zip(begins, offsets, strict=True)]
+    high = [min(a, b + size) for a, b, size in zip(ends, offsets, source.shape, strict=True)]
+    if any(a >= b for a, b in zip(low, high, strict=True)):
+        return
+    target = part.weight[low[0] - begins[0] : high[0] - begins[0], low[1] - begins[1] : high[1] - begins[1]]
+    target.copy_(
+        source[low[0] - offsets[0] : high[0] - offsets[0], low[1] - offsets[1] : high[1] - offsets[1]]
+    )
+
+
+def _boxes(shards: Sequence[ShardMetadata]) -> list[tuple]:
+    return [(tuple(s.shard_offsets), tuple(s.shard_sizes), s.placement.rank()) for s in shards]
+
+
+def load_table(
+    name: str,
+    shape: tuple[int, int],
+    shards: Sequence[ShardMetadata] | None,
+    parts: Sequence[LocalPart],
+    value: torch.Tensor,
+    pg: ProcessGroup,
+) -> None:
+    """Fill the parts of a table from a whole tensor or a sharded one.
+
+    A whole tensor is each rank's own business, and so is one that is sharded alike. If it is sharded
+    otherwise, each of its shards is sent to all ranks: collective. `shards` is None for a table that is
+    whole on every rank.
+    """
+    if tuple(value.shape) != shape:
+        raise ValueError(
+            f"sharding.load_state_dict: table {name!r} is {list(value.shape)} in the state and "
+            f"{list(shape)} here."
+        )
+    with torch.no_grad():
+        if not isinstance(value, ShardedTensor):
+            for part in parts:
+                _copy_overlap(part, (0, 0), value)
+            return
+        theirs = value.metadata().shards_metadata
+        local = {tuple(shard.metadata.shard_offsets): shard.tensor for shard in value.local_shards()}
+        if shards is not None and _boxes(theirs) == _boxes(shards):
+            for part in parts:
+                if part.place.rows:
+                    _copy_overlap(
+                        part, (part.place.row, part.place.column), local[part.place.row, part.place.column]
+                    )
+            return
+        device = parts[0].weight.device if parts else torch.device("cpu")
+        for shard in theirs:
+            if 0 in shard.shard_sizes:
+                continue
+            own = shard.placement.rank() == pg.rank()
+            rows = local[tuple(shard.shard_offsets)].to(device) if own else None
+            if rows is None:
+                rows = torch.empty(shard.shard_sizes, dtype=value.dtype, device=device)
+            if pg.size() > 1:
+                _C.broadcast_(rows.contiguous(), shard.placement.rank(), pg)
+            for part in parts:
+                _copy_overlap(part, shard.shard_offsets, rows)

@@ -1,0 +1,404 @@
+"""A whole model over ranks: its tables as a plan says, the rest as replicas.
+
+model = DistributedModelParallel(Model(), plan=ShardingPlan({"ebc": tables}))
+optimizer = torch.optim.Adam(dense_parameters(model))
+loss = model(batch)
+loss.backward()
+optimizer.step()
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tessera.distributed.algorithms.ddp_comm_hooks import default_hooks
+from tessera.distributed.comm import get_local_size
+from tessera.distributed.sharding_plan import construct_module_sharding_plan, get_default_sharders, table_wise
+from tessera.distributed.types import (
+    ModuleSharder,
+    ShardedModule,
+    ShardingEnv,
+    ShardingPlan,
+    get_tensor_size_bytes,
+)
+from tessera.distributed.utils import append_prefix, init_parameters, sharded_model_copy
+from tessera.nn.parallel import DistributedDataParallel
+from tessera.optim.keyed import CombinedOptimizer
+
+__all__ = [
+    "DataParallelWrapper",
+    "DefaultDataParallelWrapper",
+    "DistributedModelParallel",
+    "dense_parameters",
+    "get_module",
+    "get_unwrapped_module",
+]
+
+
+def get_module(module: nn.Module) -> nn.Module:
+    """Return the module inside DistributedModelParallel, still under data parallelism."""
+    while isinstance(module, DistributedModelParallel):
+        module = module._dmp_wrapped_module
+    return module
+
+
+def get_unwrapped_module(module: nn.Module) -> nn.Module:
+    """Return the module without any wrapper."""
+    wrappers = (DistributedModelParallel, DistributedDataParallel, nn.parallel.DistributedDataParallel)
+    while isinstance(module, wrappers):
+        is_ours = isinstance(module, DistributedModelParallel)
+        module = module._dmp_wrapped_module if is_ours else module.module
+    return module
+
+
+def dense_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that an optimizer of one's own has to step: not those that backward steps."""
+    return [
+        parameter
+        for parameter in module.parameters()
+        if parameter.requires_grad and not hasattr(parameter, "_in_backward_optimizers")
+    ]
+
+
+class DataParallelWrapper(abc.ABC):
+    """Make replicas of what is not sharded."""
+
+    @abc.abstractmethod
+    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
+        """Wrap `dmp._dmp_wrapped_module`, in place. Collective."""
+
+
+class DefaultDataParallelWrapper(DataParallelWrapper):
+    """Wrap in Tessera's DistributedDataParallel; nothing if there is nothing left to average.
+
+    `allreduce_comm_precision` is None, ``"fp16"`` or ``"bf16"``.
+    """
+
+    def __init__(
+        self,
+        bucket_cap_mb: int = 25,
+        static_graph: bool = True,
+        find_unused_parameters: bool = False,
+        allreduce_comm_precision: str | None = None,
+    ) -> None:
+        hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+        if allreduce_comm_precision is not None and allreduce_comm_precision not in hooks:
+            raise ValueError(
+                f"DefaultDataParallelWrapper: {allreduce_comm_precision!r} is not one of {', '.join(hooks)}."
+            )
+        self._bucket_cap_mb = bucket_cap_mb
+        self._static_graph = static_graph
+        self._find_unused_parameters = find_unused_parameters
+        self._hook = hooks.get(allreduce_comm_precision)
+
+    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
+        """Wrap the module unless it is wrapped, or all of it is sharded."""
+        module = dmp._dmp_wrapped_module
+        if isinstance(module, (DistributedDataParallel, nn.parallel.DistributedDataParallel)):
+            return
+        if env.process_group is None:
+            raise ValueError("DefaultDataParallelWrapper: the environment has no process group.")
+        sharded = set(_sharded_parameter_names(module))
+        if not any(p.requires_grad for name, p in _own_parameters(module) if name not in sharded):
+            return
+        module._ddp_params_and_buffers_to_ignore = sharded
+        wrapped = DistributedDataParallel(
+            module,
+            device_ids=None if device.type == "cpu" else [device],
+            process_group=env.process_group,
+            gradient_as_bucket_view=True,
+            bucket_cap_mb=self._bucket_cap_mb,
+            static_graph=self._static_graph,
+            find_unused_parameters=self._find_unused_parameters,
+        )
+        if self._hook is not None:
+            wrapped.register_comm_hook(env.process_group, self._hook)
+        dmp._dmp_wrapped_module = wrapped
+
+
+def _own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Return every parameter by the path of the module that registers it."""
+    for path, part in module.named_modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                yield append_prefix(path, name), parameter
+
+
+def _sharded_modules(module: nn.Module) -> list[tuple[str, ShardedModule]]:
+    found: list[tuple[str, ShardedModule]] = []
+
+    def walk(part: nn.Module, path: str) -> None:
+        if isinstance(part, ShardedModule):
+            found.append((path, part))
+            return
+        for name, child in part.named_children():
+            walk(child, append_prefix(path, name))
+
+    walk(module, "")
+    return found
+
+
+def _sharded_parameter_names(module: nn.Module) -> list[str]:
+    return [
+        name for path, sharded in _sharded_modules(module) for name in sharded.sharded_parameter_names(path)
+    ]
+
+
+def _greedy_plan(
+    module: nn.Module, sharders: dict[type[nn.Module], ModuleSharder], env: ShardingEnv, device: torch.device
+) -> ShardingPlan:
+    """Return whole tables on ranks, largest first, each on the rank that has least. The same on all ranks."""
+    found: list[tuple[str, nn.Module, ModuleSharder]] = []
+
+    def walk(part: nn.Module, path: str) -> None:
+        if type(part) in sharders:
+            found.append((path, part, sharders[type(part)]))
+            return
+        for name, child in part.named_children():
+            walk(child, append_prefix(path, name))
+
+    walk(module, "")
+    tables = [
+        (get_tensor_size_bytes(tensor), path, name)
+        for path, part, sharder in found
+        for name, tensor in sharder.shardable_parameters(part).items()
+    ]
+    loads = [0] * env.world_size
+    places: dict[tuple[str, str], int] = {}
+    for size, path, name in sorted(tables, key=lambda table: (-table[0], table[1], table[2])):
+        places[path, name] = loads.index(min(loads))
+        loads[places[path, name]] += size
+    local_size = get_local_size(env.world_size)
+    return ShardingPlan(
+        {
+            path: construct_module_sharding_plan(
+                part,
+                {name: table_wise(places[path, name]) for name in sharder.shardable_parameters(part)},
+                sharder,
+                local_size,
+                env.world_size,
+                device.type,
+            )
+            for path, part, sharder in found
+        }
+    )
+
+
+class DistributedModelParallel(nn.Module):
+    """Shard the collections of a model by a plan, and average the gradients of everything else.
+
+    Collective: construction, forward, backward, copies, loading from another sharding. `env` is the world
+    if left out. Without a plan, tables go whole to ranks, balanced by size. Meta parameters are filled by
+    their modules' `reset_parameters`, tables by their `init_fn`, part by part. Names of parameters and of
+    the state are those of the model before.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        env: ShardingEnv | None = None,
+        device: torch.device | None = None,
+        plan: ShardingPlan | None = None,
+        sharders: list[ModuleSharder[nn.Module]] | None = None,
+        init_data_parallel: bool = True,
+        init_parameters: bool = True,
+        data_parallel_wrapper: DataParallelWrapper | None = None,
+    ) -> None:
+        super().__init__()
+        self.init_parameters = init_parameters
+        self._env = env or ShardingEnv.from_process_group(dist.group.WORLD)
+        self.device = torch.device(device or "cpu")
+        if sharders is None:
+            sharders = get_default_sharders()
+        self._sharder_map = {sharder.module_type: sharder for sharder in sharders}
+        self._data_parallel_wrapper = data_parallel_wrapper or DefaultDataParallelWrapper()
+        if plan is None:
+            plan = _greedy_plan(module, self._sharder_map, self._env, self.device)
+        self._plan = plan
+        self._ddp_wrapped = False
+        self._check_plan(module)
+        self._dmp_wrapped_module = self._shard(module, "")
+        if init_parameters:
+            self._init_parameters()
+        if init_data_parallel:
+            self.init_data_parallel()
+
+    def _check_plan(self, module: nn.Module) -> None:
+        paths = dict(module.named_modules())
+        for path in self._plan.plan:
+            if path not in paths:
+                raise ValueError(
+                    f"DistributedModelParallel: the plan has a module {path!r} that is not there."
+                )
+            if type(paths[path]) not in self._sharder_map:
+                kind = type(paths[path]).__name__
+                raise ValueError(f"DistributedModelParallel: there is no sharder for {path!r}, a {kind}.")
+
+    def _shard(self, module: nn.Module, path: str) -> nn.Module:
+        tables = self._plan.get_plan_for_module(path)
+        if tables is not None:
+            return self._sharder_map[type(module)].shard(module, tables, self._env, self.device)
+        for name, child in module.named_children():
+            replaced = self._shard(child, append_prefix(path, name))
+            if replaced is not child:
+                module._modules[name] = replaced
+        return module
+
+    def _init_parameters(self) -> None:
+        init_parameters(self.module, self.device)
+
+    def init_data_parallel(self) -> None:
+        """Make replicas of what is not sharded, once; later calls do nothing. Collective."""
+        if not self._ddp_wrapped:
+            if self.init_parameters:
+                self._init_parameters()
+            self._data_parallel_wrapper.wrap(self, self._env, self.device)
+            self._ddp_wrapped = True
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model on this rank's batch."""
+        return self._dmp_wrapped_module(*args, **kwargs)
+
+    @property
+    def module(self) -> nn.Module:
+        """Return the model itself, with its sharded modules."""
+        return get_unwrapped_module(self)
+
+    @module.setter
+    def module(self, value: nn.Module) -> None:
+        if isinstance(self.module, nn.Module) and value is not self.module:
+            raise RuntimeError("DistributedModelParallel: module cannot be set.")
+
+    @property
+    def plan(self) -> ShardingPlan:
+        """Return the plan."""
+        return self._plan
+
+    @property
+    def fused_optimizer(self) -> CombinedOptimizer:
+        """Return the optimizers of all sharded modules, by their paths."""
+        return CombinedOptimizer(
+            [
+                (append_prefix(path, name), optimizer)
+                for path, sharded in _sharded_modules(self.module)
+                for name, optimizer in getattr(sharded, "fused_optimizer", CombinedOptimizer([])).optimizers
+            ]
+        )
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it, gradients of replicas are not averaged; tables that backward steps are stepped."""
+        wrapped = self._dmp_wrapped_module
+        is_wrapped = isinstance(wrapped, DistributedDataParallel)
+        with wrapped.no_sync() if is_wrapped else contextlib.nullcontext():
+            yield
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Scale all gradients, of replicas and of tables, to this 2-norm; return what it was. Collective.
+
+        Tables must leave their gradients: `fused_params={"gradients": "sparse"}`.
+        """
+        sharded = _sharded_modules(self.module)
+        names = set(_sharded_parameter_names(self.module))
+        dense = [
+            parameter.grad
+            for name, parameter in _own_parameters(self.module)
+            if name not in names and parameter.grad is not None and not name.endswith("__")
+        ]
+        norms = [module.clip_grad_norm(float("inf")) for _, module in sharded]
+        replicas = [p.grad for _, module in sharded for p in _replica_tables(module) if p.grad is not None]
+        own = [grad for grad in dense if not any(grad is other for other in replicas)]
+        total = torch.nn.utils.get_total_norm(own).item() if own else 0.0
+        total = (total**2 + sum(norm**2 for norm in norms)) ** 0.5
+        if total > max_norm:
+            torch._foreach_mul_(own, max_norm / total)
+            for (_, module), norm in zip(sharded, norms, strict=True):
+                module.clip_grad_norm(norm * max_norm / total)
+        return total
+
+    # ---- names and state: those of the model, without wrappers ----
+
+    def state_dict(
+        self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """Return the state of the model; tables are sharded tensors."""
+        if destination is None:
+            return self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
+        return self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+
+    def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "", strict: bool = True):
+        """Load whole tensors, or sharded ones of any sharding; return what is missing and too much."""
+        state = {name[len(prefix) :]: value for name, value in state_dict.items() if name.startswith(prefix)}
+        return self.module.load_state_dict(state, strict=strict)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Return the parameters of the model by name."""
+        seen: set[int] = set()
+        for name, parameter in self._all_parameters(self.module, prefix):
+            if not remove_duplicate or id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield name, parameter
+
+    def _all_parameters(self, module: nn.Module, path: str) -> Iterator[tuple[str, nn.Parameter]]:
+        if isinstance(module, ShardedModule):
+            yield from module.named_parameters(path)
+            return
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield append_prefix(path, name), parameter
+        for name, child in module.named_children():
+            yield from self._all_parameters(child, append_prefix(path, name))
+
+    def bare_named_parameters(
+        self, prefix: str = "", recurse: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Return the parameters of the model by name, each once."""
+        yield from self.named_parameters(prefix, recurse)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return the buffers of the model by name."""
+        yield from self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def sparse_grad_parameter_names(
+        self, destination: list[str] | None = None, prefix: str = ""
+    ) -> list[str]:
+        """Return the parameters whose gradients are sparse tensors."""
+        names = [] if destination is None else destination
+        for path, part in self.module.named_modules():
+            if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
+                names.append(prefix + append_prefix(path, "weight"))
+        return names
+
+    def copy(self, device: torch.device) -> DistributedModelParallel:
+        """Return a copy: tables sharded alike, with their optimizers, the rest on `device`. Collective."""
+        with sharded_model_copy(device):
+            module = copy.deepcopy(self.module)
+        other = DistributedModelParallel.__new__(DistributedModelParallel)
+        nn.Module.__init__(other)
+        for name in ("init_parameters", "_env", "_sharder_map", "_data_parallel_wrapper", "_plan"):
+            setattr(other, name, getattr(self, name))
+        other.device = torch.device(device)
+        other._ddp_wrapped = False
+        other._dmp_wrapped_module = module
+        if self._ddp_wrapped:
+            other.init_data_parallel()
+        other.train(self.training)
+        return other
+
+
+def _replica_tables(module: ShardedModule) -> list[nn.Parameter]:
+    """Return the whole tables that leave a gradient; their norm is the module's."""
+    names = getattr(module, "_replica_parameters", set)()
+    return [parameter for name, parameter in module.named_parameters() if name in names]
