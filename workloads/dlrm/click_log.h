@@ -63,4 +63,8 @@ class ClickLog {
   virtual void read(std::int64_t first, std::int64_t count, SampleBlock& block) const = 0;
 };
 
+/// Throws DataError beginning with `name` unless the log holds the samples [first, first + count).
+void check_range(const ClickLog& log, std::int64_t first, std::int64_t count,
+                 const std::string& name);
+
 }  // namespace tessera::workloads::dlrm

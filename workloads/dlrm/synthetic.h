@@ -5,7 +5,8 @@
 // of x^-exponent over [k+1, k+2]; ranks are scattered over the rows. Every id has a hidden effect
 // and hidden factors. The chance of a click is
 //   p = sigmoid(bias + dense part + sum of effects + products of factors of different features),
-// and the label is drawn with it. Sample n is a function of (options, n) alone.
+// and the label is drawn with it. Dense numbers are log(1 + count), counts from 0 to 1022. Sample n
+// is a function of (options, n) alone.
 
 #pragma once
 
@@ -23,6 +24,8 @@ struct SyntheticOptions {
   ClickSchema schema = {13, equal_features(26, 100000)};
   /// How steep the popularity is; 0 is uniform.
   double zipf_exponent = 1.05;
+  /// Bags of features whose size varies hold 0 to this many ids, all sizes equally likely.
+  std::int64_t largest_bag = 10;
   /// Standard deviations of the three parts of the logit. Together they set the ceiling.
   double dense_scale = 0.6;
   double effect_scale = 1.2;
