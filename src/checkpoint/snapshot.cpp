@@ -151,7 +151,14 @@ Snapshot take_snapshot(const State& state, int rank, int size, bool is_delta, St
             : static_cast<std::size_t>(placed->owner);
     load[owner] += placed->pieces[0].tensor.nbytes();
     if (static_cast<int>(owner) != rank) continue;
-    taker.take(placed->name, placed->shape, placed->pieces[0].offsets, placed->pieces[0].tensor);
+    const Piece& piece = placed->pieces[0];
+    if (is_delta && piece.touched_rows.defined()) {
+      snapshot.deltas.push_back(
+          {placed->name, dtype_of(piece.tensor.scalar_type()), placed->shape, {}});
+      take_delta(*placed, piece, rank, 0, snapshot.deltas.back(), taker);
+    } else {
+      taker.take(placed->name, placed->shape, piece.offsets, piece.tensor);
+    }
   }
   return snapshot;
 }
