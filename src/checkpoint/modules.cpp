@@ -6,12 +6,14 @@
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
+#include <algorithm>
 #include <functional>
 
 #include "tessera/checkpoint/tables.h"
 #include "tessera/core/check.h"
 #include "tessera/embedding/embedding_bag_collection.h"
 #include "tessera/embedding/embedding_collection.h"
+#include "tessera/sharding/sharded_embedding_bag_collection.h"
 
 namespace tessera::checkpoint {
 namespace {
@@ -88,6 +90,10 @@ PlacedTensor replicated(const std::string& name, const at::Tensor& tensor) {
   return state.tensors()[0];
 }
 
+bool is_sharded(const torch::nn::Module& module) {
+  return dynamic_cast<const sharding::ShardedTables*>(&module) != nullptr;
+}
+
 class TensorsState final : public Stateful {
  public:
   TensorsState(std::function<std::map<std::string, at::Tensor>()> source, std::string prefix)
@@ -107,9 +113,20 @@ class TensorsState final : public Stateful {
   std::string prefix_;
 };
 
+// All but the parts of sharded tables, which are placed by their plan.
 std::map<std::string, at::Tensor> tensors_of(const torch::nn::Module& module) {
+  std::vector<std::string> sharded;
+  for (const auto& item : module.named_modules("", /*include_self=*/false)) {
+    if (is_sharded(*item.value())) sharded.push_back(item.key() + ".");
+  }
   std::map<std::string, at::Tensor> tensors;
-  for (const auto& item : module.named_parameters()) tensors[item.key()] = item.value();
+  if (is_sharded(module)) return tensors;
+  for (const auto& item : module.named_parameters()) {
+    const bool is_part = std::any_of(sharded.begin(), sharded.end(), [&](const auto& path) {
+      return item.key().rfind(path, 0) == 0;
+    });
+    if (!is_part) tensors[item.key()] = item.value();
+  }
   for (const auto& item : module.named_buffers()) {
     if (item.value().defined()) tensors[item.key()] = item.value();
   }
@@ -133,6 +150,76 @@ class CollectionTables final : public TableSource {
   std::shared_ptr<Collection> collection_;
   std::string group_;
 };
+
+// The parts of sharded tables on this rank, with what steps them.
+template <class Collection>
+class ShardedSource final : public TableSource {
+ public:
+  ShardedSource(std::shared_ptr<Collection> collection, std::string group)
+      : collection_(std::move(collection)), group_(std::move(group)) {}
+
+  std::vector<TableShard> shards() override {
+    std::vector<TableShard> shards;
+    for (const sharding::LocalShard& local : collection_->local_shards()) {
+      TableShard shard;
+      shard.name = name_of(local);
+      shard.table_rows = local.table_rows;
+      shard.table_columns = local.table_columns;
+      shard.row = local.place.row;
+      shard.column = local.place.column;
+      shard.weight = local.weight;
+      shard.is_replicated =
+          collection_->plan().at(local.table).type == sharding::ShardingType::kDataParallel;
+      if (const auto optimizer = optimizer_of(local)) add_state(shard, *optimizer, local.name);
+      shards.push_back(std::move(shard));
+    }
+    return shards;
+  }
+
+  Values values() override {
+    Values values;
+    for (const sharding::LocalShard& local : collection_->local_shards()) {
+      if (const auto optimizer = optimizer_of(local)) {
+        values.merge(values_of(*optimizer, name_of(local)));
+      }
+    }
+    return values;
+  }
+
+  void restore(const Values& values) override {
+    for (const sharding::LocalShard& local : collection_->local_shards()) {
+      if (const auto optimizer = optimizer_of(local)) {
+        checkpoint::restore(*optimizer, name_of(local), values);
+      }
+    }
+  }
+
+ private:
+  std::string name_of(const sharding::LocalShard& local) const {
+    return group_ + local.table + ".weight";
+  }
+
+  // Null for a table that nobody of the collection steps.
+  std::shared_ptr<embedding::RowOptimizer> optimizer_of(const sharding::LocalShard& local) const {
+    for (const auto& optimizer : collection_->optimizers()) {
+      if (optimizer->has_table(local.name)) return optimizer;
+    }
+    return nullptr;
+  }
+
+  std::shared_ptr<Collection> collection_;
+  std::string group_;
+};
+
+template <class Collection>
+void add_sharded(State& state, const std::shared_ptr<torch::nn::Module>& module,
+                 const std::string& group, const std::string& prefix,
+                 const std::string& optimizer_prefix) {
+  const auto collection = std::dynamic_pointer_cast<Collection>(module);
+  if (!collection) return;
+  add_tables(state, std::make_shared<ShardedSource<Collection>>(collection, group), prefix,
+             optimizer_prefix);
+}
 
 template <class Collection>
 void add_fused(State& state, const std::shared_ptr<torch::nn::Module>& module,
@@ -255,6 +342,8 @@ void add_module(State& state, const std::shared_ptr<torch::nn::Module>& module,
     const std::string path = item.key().empty() ? "" : item.key() + ".";
     add_fused<embedding::EmbeddingBagCollection>(state, item.value(), path + "embedding_bags.",
                                                  optimizer_prefix);
+    add_sharded<sharding::ShardedEmbeddingBagCollection>(
+        state, item.value(), path + "embedding_bags.", prefix, optimizer_prefix);
     add_fused<embedding::EmbeddingCollection>(state, item.value(), path + "embeddings.",
                                               optimizer_prefix);
   }

@@ -1,5 +1,6 @@
 #include "tessera/embedding/optimizer.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include <ATen/Functions.h>
@@ -179,6 +180,20 @@ RowOptimizer::RowOptimizer(std::vector<std::pair<std::string, at::Tensor>> weigh
   state_->options = options;
 }
 
+namespace {
+
+/// Remembers that `rows` were stepped; undefined means all.
+void note_rows(const RowOptimizer::State::Rows& table, const at::Tensor& rows) {
+  if (!table.is_stepped.defined()) return;
+  if (rows.defined()) {
+    table.is_stepped.index_fill_(0, rows, true);
+  } else {
+    table.is_stepped.fill_(true);
+  }
+}
+
+}  // namespace
+
 void RowOptimizer::step() {
   const at::NoGradGuard no_grad;
   ++state_->num_steps;
@@ -195,12 +210,22 @@ void RowOptimizer::step() {
     }
     detail::step_rows(detail::rows_of(table.weight), state_->state_of(i), state_->step_of(i), rows,
                       grad.to(at::kFloat).contiguous(), limit);
-    if (!table.is_stepped.defined()) continue;
-    if (rows.defined()) {
-      table.is_stepped.index_fill_(0, rows, true);
-    } else {
-      table.is_stepped.fill_(true);
-    }
+    note_rows(table, rows);
+  }
+}
+
+void RowOptimizer::step_rows(const std::vector<RowGradient>& gradients) {
+  TESSERA_CHECK_VALUE(gradients.size() == state_->tables.size(), "embedding.step_rows: there are ",
+                      gradients.size(), " gradients for ", state_->tables.size(), " tables.");
+  const at::NoGradGuard no_grad;
+  ++state_->num_steps;
+  const auto limit = static_cast<float>(state_->options.max_gradient);
+  for (std::size_t i = 0; i < state_->tables.size(); ++i) {
+    if (gradients[i].values.numel() == 0) continue;
+    detail::step_rows(detail::rows_of(state_->tables[i].weight), state_->state_of(i),
+                      state_->step_of(i), gradients[i].rows,
+                      gradients[i].values.to(at::kFloat).contiguous(), limit);
+    note_rows(state_->tables[i], gradients[i].rows);
   }
 }
 
@@ -291,6 +316,11 @@ void RowOptimizer::load_state_dict(const std::map<std::string, at::Tensor>& stat
     if (name != "step") at::Tensor(tensor).copy_(state.at(name));
   }
   state_->num_steps = state.at("step").item<std::int64_t>();
+}
+
+bool RowOptimizer::has_table(const std::string& table) const noexcept {
+  return std::any_of(state_->tables.begin(), state_->tables.end(),
+                     [&](const State::Rows& rows) { return rows.name == table; });
 }
 
 void RowOptimizer::track_rows() {

@@ -19,7 +19,9 @@ namespace tessera::checkpoint {
 
 /// Adds the parameters and buffers of a module that every rank holds whole, as in data parallelism.
 /// Names are `prefix` and the module's own. If there are embedding collections in it whose backward
-/// steps the rows, adds the state of these optimizers too, under `optimizer_prefix`.
+/// steps the rows, adds the state of these optimizers too, under `optimizer_prefix`. Sharded
+/// collections are placed as their plans say, under the names they would have on one rank: saved
+/// with one plan, they load with any other, or into a collection that is not sharded.
 TESSERA_API void add_module(State& state, const std::shared_ptr<torch::nn::Module>& module,
                             const std::string& prefix = "model.",
                             const std::string& optimizer_prefix = "optimizer.");
