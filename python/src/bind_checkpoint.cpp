@@ -10,7 +10,9 @@
 #include "tessera/checkpoint/error.h"
 #include "tessera/checkpoint/folder.h"
 #include "tessera/checkpoint/load.h"
+#include "tessera/checkpoint/replicas.h"
 #include "tessera/checkpoint/save.h"
+#include "tessera/checkpoint/tables.h"
 
 namespace tessera::python {
 namespace {
@@ -25,19 +27,50 @@ using PieceTuple = std::tuple<Sizes, at::Tensor, std::optional<at::Tensor>>;
 /// Name, shape, pieces, whether replicated, owner.
 using PlacedTuple = std::tuple<std::string, Sizes, std::vector<PieceTuple>, bool, int>;
 
+/// Prefix of the weights (none: somebody else saves them), prefix of the state, parts.
+using TablesTuple =
+    std::tuple<std::optional<std::string>, std::string, std::vector<TableShard>, Values>;
+/// Prefix, hook, rank, size.
+using HookTuple = std::tuple<std::string, std::shared_ptr<data_parallel::CommHook>, int, int>;
+
+/// What a state dict holds besides plain values.
+struct Leaves {
+  std::vector<PlacedTuple> tensors;
+  std::vector<TablesTuple> tables;
+  std::vector<HookTuple> hooks;
+};
+
+/// Parts of tables as they are now; Python takes the values from the report of a load.
+class GivenTables final : public TableSource {
+ public:
+  GivenTables(std::vector<TableShard> shards, Values values)
+      : shards_(std::move(shards)), values_(std::move(values)) {}
+  std::vector<TableShard> shards() override { return shards_; }
+  Values values() override { return values_; }
+
+ private:
+  std::vector<TableShard> shards_;
+  Values values_;
+};
+
 std::optional<comm::Group> group_of(const MaybeGroup& group) {
   return group ? std::optional<comm::Group>(comm::Group(*group)) : std::nullopt;
 }
 
-State state_of(const std::vector<PlacedTuple>& tensors, const Values& values,
-               const Values& rank_values) {
+State state_of(const Leaves& leaves, const Values& values, const Values& rank_values) {
   State state;
-  for (const auto& [name, shape, pieces, is_replicated, owner] : tensors) {
+  for (const auto& [name, shape, pieces, is_replicated, owner] : leaves.tensors) {
     PlacedTensor placed{name, shape, {}, is_replicated, owner};
     for (const auto& [offsets, tensor, rows] : pieces) {
       placed.pieces.push_back({offsets, tensor, rows.value_or(at::Tensor())});
     }
     state.add(std::move(placed));
+  }
+  for (const auto& [prefix, state_prefix, shards, numbers] : leaves.tables) {
+    add_tables(state, std::make_shared<GivenTables>(shards, numbers), prefix, state_prefix);
+  }
+  for (const auto& [prefix, hook, rank, size] : leaves.hooks) {
+    add_hook(state, hook, rank, size, prefix);
   }
   state.values = values;
   state.rank_values = rank_values;
@@ -91,6 +124,37 @@ void bind_reader(py::module_& m) {
           py::arg("path"), Release());
 }
 
+void bind_leaves(py::module_& m) {
+  py::class_<TableShard>(m, "TableShard", "A box of a table on this rank.")
+      .def(py::init([](std::string name, std::int64_t table_rows, std::int64_t table_columns,
+                       std::int64_t row, std::int64_t column, at::Tensor weight,
+                       std::map<std::string, at::Tensor> state, bool is_replicated,
+                       const std::optional<at::Tensor>& touched_rows) {
+             return TableShard{std::move(name),
+                               table_rows,
+                               table_columns,
+                               row,
+                               column,
+                               std::move(weight),
+                               std::move(state),
+                               is_replicated,
+                               touched_rows.value_or(at::Tensor())};
+           }),
+           py::arg("name"), py::arg("table_rows"), py::arg("table_columns"), py::arg("row"),
+           py::arg("column"), py::arg("weight"),
+           py::arg("state") = std::map<std::string, at::Tensor>(), py::arg("is_replicated") = false,
+           py::arg("touched_rows") = py::none())
+      .def_readonly("name", &TableShard::name)
+      .def_readonly("weight", &TableShard::weight)
+      .def_readonly("state", &TableShard::state);
+  py::class_<Leaves>(m, "CheckpointLeaves")
+      .def(py::init([](std::vector<PlacedTuple> tensors, std::vector<TablesTuple> tables,
+                       std::vector<HookTuple> hooks) {
+             return Leaves{std::move(tensors), std::move(tables), std::move(hooks)};
+           }),
+           py::arg("tensors"), py::arg("tables"), py::arg("hooks"));
+}
+
 }  // namespace
 
 void bind_checkpoint(py::module_& m) {
@@ -109,21 +173,21 @@ void bind_checkpoint(py::module_& m) {
       .def_readonly("rank_values", &LoadReport::rank_values)
       .def_readonly("warnings", &LoadReport::warnings);
   bind_reader(m);
+  bind_leaves(m);
   m.def(
       "checkpoint_save",
-      [](const std::string& root, std::int64_t step, const std::vector<PlacedTuple>& tensors,
-         const Values& values, const Values& rank_values, const MaybeGroup& group, int keep,
-         const std::string& plan, MaybeStep base) {
+      [](const std::string& root, std::int64_t step, const Leaves& leaves, const Values& values,
+         const Values& rank_values, const MaybeGroup& group, int keep, const std::string& plan,
+         MaybeStep base) {
         SaveOptions options = options_of(keep, plan);
         options.base = base;
-        return save(root, step, state_of(tensors, values, rank_values), group_of(group), options);
+        return save(root, step, state_of(leaves, values, rank_values), group_of(group), options);
       },
       Release());
   m.def(
       "checkpoint_load",
-      [](const std::string& root, const std::vector<PlacedTuple>& tensors, const MaybeGroup& group,
-         MaybeStep step) {
-        State state = state_of(tensors, {}, {});
+      [](const std::string& root, const Leaves& leaves, const MaybeGroup& group, MaybeStep step) {
+        State state = state_of(leaves, {}, {});
         LoadOptions options;
         options.step = step;
         return load(root, state, group_of(group), options);
@@ -144,9 +208,9 @@ void bind_checkpoint(py::module_& m) {
            Release())
       .def(
           "save",
-          [](AsyncSaver& self, std::int64_t step, const std::vector<PlacedTuple>& tensors,
-             const Values& values, const Values& rank_values,
-             MaybeStep base) { self.save(step, state_of(tensors, values, rank_values), base); },
+          [](AsyncSaver& self, std::int64_t step, const Leaves& leaves, const Values& values,
+             const Values& rank_values,
+             MaybeStep base) { self.save(step, state_of(leaves, values, rank_values), base); },
           Release())
       .def("check", &AsyncSaver::check, Release())
       .def("wait", &AsyncSaver::wait, Release())

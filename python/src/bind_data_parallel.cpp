@@ -135,6 +135,7 @@ void bind_data_parallel(py::module_& module) {
       .def_property("require_backward_grad_sync", &Replica::require_backward_grad_sync,
                     &Replica::set_require_backward_grad_sync)
       .def("register_comm_hook", &Replica::register_comm_hook, py::arg("hook"))
+      .def("comm_hook", &Replica::comm_hook)
       .def(
           "register_buffer_hook",
           [](Replica& self, py::object hook, bool is_pre_forward) {

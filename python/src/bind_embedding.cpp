@@ -111,7 +111,14 @@ void bind_optimizer(py::module_& module) {
       .def("set_learning_rate", &RowOptimizer::set_learning_rate)
       .def_property_readonly("num_steps", &RowOptimizer::num_steps)
       .def("state_dict", &RowOptimizer::state_dict)
-      .def("load_state_dict", &RowOptimizer::load_state_dict);
+      .def("load_state_dict", &RowOptimizer::load_state_dict)
+      .def("track_rows", &RowOptimizer::track_rows)
+      .def("stepped_rows",
+           [](const RowOptimizer& self, const std::string& table) -> MaybeTensor {
+             const Tensor rows = self.stepped_rows(table);
+             return rows.defined() ? MaybeTensor(rows) : std::nullopt;
+           })
+      .def("forget_rows", &RowOptimizer::forget_rows);
 }
 
 void bind_lookup(py::module_& module) {

@@ -453,12 +453,37 @@ class CheckpointReader:
     def verify(self) -> None: ...
     def export(self, path: str) -> None: ...
 
+class TableShard:
+    name: str
+    weight: Tensor
+    state: dict[str, Tensor]
+    def __init__(
+        self,
+        name: str,
+        table_rows: int,
+        table_columns: int,
+        row: int,
+        column: int,
+        weight: Tensor,
+        state: dict[str, Tensor] = ...,
+        is_replicated: bool = False,
+        touched_rows: Tensor | None = None,
+    ) -> None: ...
+
+class CheckpointLeaves:
+    def __init__(
+        self,
+        tensors: Sequence[_Placed],
+        tables: Sequence[tuple[str | None, str, Sequence[TableShard], dict[str, _Value]]],
+        hooks: Sequence[tuple[str, CommHook, int, int]],
+    ) -> None: ...
+
 class AsyncSaver:
     def __init__(self, root: str, group: ProcessGroup | None, keep: int, plan: str) -> None: ...
     def save(
         self,
         step: int,
-        tensors: Sequence[_Placed],
+        leaves: CheckpointLeaves,
         values: dict[str, _Value],
         rank_values: dict[str, _Value],
         base: int | None,
@@ -470,7 +495,7 @@ class AsyncSaver:
 def checkpoint_save(
     root: str,
     step: int,
-    tensors: Sequence[_Placed],
+    leaves: CheckpointLeaves,
     values: dict[str, _Value],
     rank_values: dict[str, _Value],
     group: ProcessGroup | None,
@@ -479,7 +504,7 @@ def checkpoint_save(
     base: int | None,
 ) -> SaveReport: ...
 def checkpoint_load(
-    root: str, tensors: Sequence[_Placed], group: ProcessGroup | None, step: int | None
+    root: str, leaves: CheckpointLeaves, group: ProcessGroup | None, step: int | None
 ) -> LoadReport: ...
 def checkpoint_steps(root: str) -> list[int]: ...
 def checkpoint_import(path: str, root: str, step: int) -> None: ...
@@ -797,6 +822,9 @@ class embedding:
         def num_steps(self) -> int: ...
         def state_dict(self) -> dict[str, Tensor]: ...
         def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
+        def track_rows(self) -> None: ...
+        def stepped_rows(self, table: str) -> Tensor | None: ...
+        def forget_rows(self) -> None: ...
 
     class TableBatch:
         def __init__(
@@ -976,6 +1004,7 @@ class Replica:
     def before_forward_joined(self, divide_by_initial_world_size: bool) -> None: ...
     def after_forward(self, outputs: Sequence[Tensor]) -> list[Tensor]: ...
     def register_comm_hook(self, hook: CommHook) -> None: ...
+    def comm_hook(self) -> CommHook | None: ...
     def register_buffer_hook(
         self, hook: Callable[[dict[str, Tensor]], Sequence[Future]], is_pre_forward: bool
     ) -> None: ...

@@ -33,15 +33,19 @@ from tessera import _C
 if not hasattr(_C, "checkpoint_save"):
     raise ImportError("tessera.checkpoint: this build has no checkpoints; nlohmann-json was missing.")
 
-from tessera._C import CheckpointReader, LoadReport, SaveReport
+from tessera._C import CheckpointReader, LoadReport, SaveReport, TableShard
 
 __all__ = [
     "AsyncSaver",
     "CheckpointError",
     "CheckpointReader",
+    "HookState",
     "LoadReport",
     "SaveReport",
     "Shard",
+    "TableShard",
+    "Tables",
+    "fused_state",
     "import_plain",
     "load",
     "open_checkpoint",
@@ -52,6 +56,8 @@ __all__ = [
 
 # The plain values of a state dict, by path, as JSON text.
 _PLAIN = "python.state_dict"
+# What row optimizers keep.
+_SLOTS = ("momentum1", "momentum2")
 
 
 class CheckpointError(RuntimeError):
@@ -82,6 +88,79 @@ class Shard:
     offsets: Sequence[int]
     touched_rows: torch.Tensor | None = None
     more: list[tuple[Sequence[int], torch.Tensor]] = field(default_factory=list)
+
+
+@dataclass
+class Tables:
+    """Parts of embedding tables with the state of their optimizer, as a value in a state dict.
+
+    Saved under any way of cutting, they load under any other. `shards` are `TableShard`; several may be
+    of one table. `optimizer` is the row optimizer that steps them. With `has_weights` false only the
+    state is saved: the weights are in the state dict already.
+    """
+
+    shards: list[TableShard]
+    optimizer: _C.embedding.RowOptimizer | None = None
+    has_weights: bool = True
+
+    def _values(self) -> dict[str, Any]:
+        if self.optimizer is None:
+            return {}
+        values = {}
+        for shard in self.shards:
+            values[f"{shard.name}.step"] = self.optimizer.num_steps
+            values[f"{shard.name}.lr"] = self.optimizer.options.learning_rate
+        return values
+
+    def _restore(self, prefix: str, values: dict[str, Any]) -> None:
+        if self.optimizer is None or not self.shards:
+            return
+        name = f"{prefix}{self.shards[0].name}"
+        if f"{name}.lr" in values:
+            self.optimizer.set_learning_rate(values[f"{name}.lr"])
+        if f"{name}.step" in values:
+            state = self.optimizer.state_dict()
+            state["step"] = torch.tensor(values[f"{name}.step"])
+            self.optimizer.load_state_dict(state)
+
+
+def fused_state(module: torch.nn.Module) -> dict[str, Tables]:
+    """Return the state of the optimizers that run in the backward of the module's embedding collections.
+
+    By path of the collection; put it into the state dict beside `module.state_dict()`, which has the
+    weights. Rows that `track_rows` has seen stepped are all that a delta writes.
+    """
+    found = {}
+    for path, part in module.named_modules():
+        tables = getattr(part, "embedding_bags", None) or getattr(part, "embeddings", None)
+        optimizer = part.fused_optimizer() if hasattr(part, "fused_optimizer") else None
+        if optimizer is None or tables is None:
+            continue
+        state = optimizer.state_dict()
+        shards = []
+        for name, table in tables.items():
+            weight = table.weight.detach()
+            kept = {slot: state[f"{name}.{slot}"] for slot in _SLOTS if f"{name}.{slot}" in state}
+            rows = optimizer.stepped_rows(name)
+            shards.append(TableShard(name, *weight.shape, 0, 0, weight, kept, True, rows))
+        found[path] = Tables(shards, optimizer, has_weights=False)
+    return found
+
+
+@dataclass
+class HookState:
+    """What the communication hook of a `tessera.nn.parallel.DistributedDataParallel` keeps.
+
+    A value in a state dict: error feedback, factors, and the state of an optimizer in backward, by
+    parameter name. Loads at any number of ranks.
+    """
+
+    model: Any
+
+    def _hook(self) -> tuple[_C.CommHook, int, int] | None:
+        hook = self.model._replica.comm_hook()
+        group = self.model.process_group
+        return None if hook is None else (hook, group.rank(), group.size())
 
 
 def _shard_of_dtensor(tensor) -> Shard:
@@ -125,6 +204,10 @@ def _flatten(state: Any, prefix: str, tensors: dict[str, Any], plain: dict[str, 
         for text, _, child in children:
             _flatten(child, f"{prefix}.{text}" if prefix else text, tensors, plain)
         return
+    if isinstance(state, Tables | HookState):
+        tensors[prefix] = state
+        plain[prefix] = ["part"]
+        return
     if isinstance(state, torch.Tensor | Shard):
         if prefix in tensors:
             raise ValueError(f"checkpoint: two tensors of the state dict are called '{prefix}'.")
@@ -154,11 +237,22 @@ def _placed(tensors: dict[str, Any]) -> list[tuple]:
     return placed
 
 
-def _described(state: Any) -> tuple[list[tuple], str]:
-    tensors: dict[str, Any] = {}
+def _described(state: Any) -> tuple[_C.CheckpointLeaves, str, dict[str, Tables]]:
+    found: dict[str, Any] = {}
     plain: dict[str, Any] = {}
-    _flatten(state, "", tensors, plain)
-    return _placed(tensors), json.dumps(list(plain.items()))
+    _flatten(state, "", found, plain)
+    tables = {f"{name}.": part for name, part in found.items() if isinstance(part, Tables)}
+    hooks = {f"{name}.": part._hook() for name, part in found.items() if isinstance(part, HookState)}
+    tensors = {name: part for name, part in found.items() if not isinstance(part, Tables | HookState)}
+    leaves = _C.CheckpointLeaves(
+        _placed(tensors),
+        [
+            (prefix if part.has_weights else None, prefix, part.shards, part._values())
+            for prefix, part in tables.items()
+        ],
+        [(prefix, *hook) for prefix, hook in hooks.items() if hook is not None],
+    )
+    return leaves, json.dumps(list(plain.items())), tables
 
 
 def _build(plain: dict[str, Any], prefix: str, tensor_of) -> Any:
@@ -167,6 +261,8 @@ def _build(plain: dict[str, Any], prefix: str, tensor_of) -> Any:
         return entry[1]
     if entry[0] == "tensor":
         return tensor_of(prefix)
+    if entry[0] == "part":
+        return None
     if entry[0] == "dict":
         return {key: _build(plain, f"{prefix}.{key}" if prefix else str(key), tensor_of) for key in entry[1]}
     items = [_build(plain, f"{prefix}.{i}" if prefix else str(i), tensor_of) for i in range(entry[1])]
@@ -207,9 +303,9 @@ def save(
     may go on. `rank_values` are this rank's own, such as its place in the data. The newest `keep`
     checkpoints stay (0: all). With `base`, shards that know their touched rows write only these.
     """
-    tensors, plain = _described(state_dict)
+    leaves, plain, _ = _described(state_dict)
     return _C.checkpoint_save(
-        os.fspath(root), step, tensors, {_PLAIN: plain}, rank_values or {}, group, keep, plan, base
+        os.fspath(root), step, leaves, {_PLAIN: plain}, rank_values or {}, group, keep, plan, base
     )
 
 
@@ -226,8 +322,10 @@ def load(
     the same checkpoint. A newer one that is damaged is named in a warning. Raises CheckpointError if
     there is none, or if a tensor is missing or has another shape or type.
     """
-    tensors, _ = _described(state_dict)
-    report = _C.checkpoint_load(os.fspath(root), tensors, group, step)
+    leaves, _, tables = _described(state_dict)
+    report = _C.checkpoint_load(os.fspath(root), leaves, group, step)
+    for prefix, part in tables.items():
+        part._restore(prefix, report.values)
     if _PLAIN in report.values:
         _fill_plain(state_dict, "", _plain_of(report.values, report.folder))
     return report
@@ -236,7 +334,8 @@ def load(
 def read(root: str | os.PathLike, step: int | None = None) -> Any:
     """Read a whole state dict into memory, e.g. for an optimizer that has no state yet.
 
-    Not collective. Takes the newest checkpoint that opens, or `step`.
+    Not collective. Takes the newest checkpoint that opens, or `step`. Tables and hooks are None; load
+    them into objects.
     """
     reader = open_checkpoint(root, step)
     return _build(_plain_of(reader.values, reader.folder), "", reader.read)
@@ -287,8 +386,8 @@ class AsyncSaver:
         base: int | None = None,
     ) -> None:
         """Copy the state dict and return; waits for the save before, if it is still running."""
-        tensors, plain = _described(state_dict)
-        self._saver.save(step, tensors, {_PLAIN: plain}, rank_values or {}, base)
+        leaves, plain, _ = _described(state_dict)
+        self._saver.save(step, leaves, {_PLAIN: plain}, rank_values or {}, base)
 
     def check(self) -> None:
         """Raise what the last save raised, if it has failed by now. Call it every step."""

@@ -6,9 +6,14 @@
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
+#include <algorithm>
 #include <functional>
 
+#include "tessera/checkpoint/tables.h"
 #include "tessera/core/check.h"
+#include "tessera/embedding/embedding_bag_collection.h"
+#include "tessera/embedding/embedding_collection.h"
+#include "tessera/sharding/sharded_embedding_bag_collection.h"
 
 namespace tessera::checkpoint {
 namespace {
@@ -85,27 +90,145 @@ PlacedTensor replicated(const std::string& name, const at::Tensor& tensor) {
   return state.tensors()[0];
 }
 
-class ModuleState final : public Stateful {
+bool is_sharded(const torch::nn::Module& module) {
+  return dynamic_cast<const sharding::ShardedTables*>(&module) != nullptr;
+}
+
+class TensorsState final : public Stateful {
  public:
-  ModuleState(std::shared_ptr<torch::nn::Module> module, std::string prefix)
-      : module_(std::move(module)), prefix_(std::move(prefix)) {}
+  TensorsState(std::function<std::map<std::string, at::Tensor>()> source, std::string prefix)
+      : source_(std::move(source)), prefix_(std::move(prefix)) {}
 
   void collect(std::vector<PlacedTensor>& tensors, Values&) override { add_all(tensors); }
   void prepare(const Reader&, std::vector<PlacedTensor>& tensors) override { add_all(tensors); }
 
  private:
   void add_all(std::vector<PlacedTensor>& tensors) {
-    for (const auto& item : module_->named_parameters()) {
-      tensors.push_back(replicated(prefix_ + item.key(), item.value()));
-    }
-    for (const auto& item : module_->named_buffers()) {
-      if (item.value().defined()) tensors.push_back(replicated(prefix_ + item.key(), item.value()));
+    for (const auto& [name, tensor] : source_()) {
+      tensors.push_back(replicated(prefix_ + name, tensor));
     }
   }
 
-  std::shared_ptr<torch::nn::Module> module_;
+  std::function<std::map<std::string, at::Tensor>()> source_;
   std::string prefix_;
 };
+
+// All but the parts of sharded tables, which are placed by their plan.
+std::map<std::string, at::Tensor> tensors_of(const torch::nn::Module& module) {
+  std::vector<std::string> sharded;
+  for (const auto& item : module.named_modules("", /*include_self=*/false)) {
+    if (is_sharded(*item.value())) sharded.push_back(item.key() + ".");
+  }
+  std::map<std::string, at::Tensor> tensors;
+  if (is_sharded(module)) return tensors;
+  for (const auto& item : module.named_parameters()) {
+    const bool is_part = std::any_of(sharded.begin(), sharded.end(), [&](const auto& path) {
+      return item.key().rfind(path, 0) == 0;
+    });
+    if (!is_part) tensors[item.key()] = item.value();
+  }
+  for (const auto& item : module.named_buffers()) {
+    if (item.value().defined()) tensors[item.key()] = item.value();
+  }
+  return tensors;
+}
+
+// The tables of a collection, which binds its batch anew when its weights move.
+template <class Collection>
+class CollectionTables final : public TableSource {
+ public:
+  CollectionTables(std::shared_ptr<Collection> collection, std::string group)
+      : collection_(std::move(collection)), group_(std::move(group)) {}
+
+  std::vector<TableShard> shards() override { return now()->shards(); }
+  Values values() override { return now()->values(); }
+  void restore(const Values& values) override { now()->restore(values); }
+
+ private:
+  std::shared_ptr<TableSource> now() { return whole_tables(collection_->batch(), group_); }
+
+  std::shared_ptr<Collection> collection_;
+  std::string group_;
+};
+
+// The parts of sharded tables on this rank, with what steps them.
+template <class Collection>
+class ShardedSource final : public TableSource {
+ public:
+  ShardedSource(std::shared_ptr<Collection> collection, std::string group)
+      : collection_(std::move(collection)), group_(std::move(group)) {}
+
+  std::vector<TableShard> shards() override {
+    std::vector<TableShard> shards;
+    for (const sharding::LocalShard& local : collection_->local_shards()) {
+      TableShard shard;
+      shard.name = name_of(local);
+      shard.table_rows = local.table_rows;
+      shard.table_columns = local.table_columns;
+      shard.row = local.place.row;
+      shard.column = local.place.column;
+      shard.weight = local.weight;
+      shard.is_replicated =
+          collection_->plan().at(local.table).type == sharding::ShardingType::kDataParallel;
+      if (const auto optimizer = optimizer_of(local)) add_state(shard, *optimizer, local.name);
+      shards.push_back(std::move(shard));
+    }
+    return shards;
+  }
+
+  Values values() override {
+    Values values;
+    for (const sharding::LocalShard& local : collection_->local_shards()) {
+      if (const auto optimizer = optimizer_of(local)) {
+        values.merge(values_of(*optimizer, name_of(local)));
+      }
+    }
+    return values;
+  }
+
+  void restore(const Values& values) override {
+    for (const sharding::LocalShard& local : collection_->local_shards()) {
+      if (const auto optimizer = optimizer_of(local)) {
+        checkpoint::restore(*optimizer, name_of(local), values);
+      }
+    }
+  }
+
+ private:
+  std::string name_of(const sharding::LocalShard& local) const {
+    return group_ + local.table + ".weight";
+  }
+
+  // Null for a table that nobody of the collection steps.
+  std::shared_ptr<embedding::RowOptimizer> optimizer_of(const sharding::LocalShard& local) const {
+    for (const auto& optimizer : collection_->optimizers()) {
+      if (optimizer->has_table(local.name)) return optimizer;
+    }
+    return nullptr;
+  }
+
+  std::shared_ptr<Collection> collection_;
+  std::string group_;
+};
+
+template <class Collection>
+void add_sharded(State& state, const std::shared_ptr<torch::nn::Module>& module,
+                 const std::string& group, const std::string& prefix,
+                 const std::string& optimizer_prefix) {
+  const auto collection = std::dynamic_pointer_cast<Collection>(module);
+  if (!collection) return;
+  add_tables(state, std::make_shared<ShardedSource<Collection>>(collection, group), prefix,
+             optimizer_prefix);
+}
+
+template <class Collection>
+void add_fused(State& state, const std::shared_ptr<torch::nn::Module>& module,
+               const std::string& group, const std::string& optimizer_prefix) {
+  const auto collection = std::dynamic_pointer_cast<Collection>(module);
+  if (!collection || !collection->batch().optimizer()) return;
+  add_tables(state, std::make_shared<CollectionTables<Collection>>(collection, group), std::nullopt,
+             optimizer_prefix);
+}
 
 class OptimizerState final : public Stateful {
  public:
@@ -212,9 +335,23 @@ class OptimizerState final : public Stateful {
 }  // namespace
 
 void add_module(State& state, const std::shared_ptr<torch::nn::Module>& module,
-                const std::string& prefix) {
+                const std::string& prefix, const std::string& optimizer_prefix) {
   TESSERA_CHECK_VALUE(module != nullptr, "checkpoint: there is no module to save.");
-  state.add(std::make_shared<ModuleState>(module, prefix));
+  add_tensors(state, [module] { return tensors_of(*module); }, prefix);
+  for (const auto& item : module->named_modules()) {
+    const std::string path = item.key().empty() ? "" : item.key() + ".";
+    add_fused<embedding::EmbeddingBagCollection>(state, item.value(), path + "embedding_bags.",
+                                                 optimizer_prefix);
+    add_sharded<sharding::ShardedEmbeddingBagCollection>(
+        state, item.value(), path + "embedding_bags.", prefix, optimizer_prefix);
+    add_fused<embedding::EmbeddingCollection>(state, item.value(), path + "embeddings.",
+                                              optimizer_prefix);
+  }
+}
+
+void add_tensors(State& state, std::function<std::map<std::string, at::Tensor>()> tensors,
+                 const std::string& prefix) {
+  state.add(std::make_shared<TensorsState>(std::move(tensors), prefix));
 }
 
 void add_optimizer(State& state, torch::optim::Optimizer& optimizer,
@@ -223,12 +360,20 @@ void add_optimizer(State& state, torch::optim::Optimizer& optimizer,
 }
 
 void add_optimizer(State& state, torch::optim::Optimizer& optimizer,
+                   const std::vector<std::pair<std::string, at::Tensor>>& parameters,
+                   const std::string& prefix) {
+  std::vector<PlacedTensor> placed;
+  for (const auto& [name, tensor] : parameters) placed.push_back(replicated(name, tensor));
+  add_optimizer(state, optimizer, std::move(placed), prefix);
+}
+
+void add_optimizer(State& state, torch::optim::Optimizer& optimizer,
                    const torch::nn::Module& module, const std::string& prefix) {
-  std::vector<PlacedTensor> parameters;
+  std::vector<std::pair<std::string, at::Tensor>> parameters;
   for (const auto& item : module.named_parameters()) {
-    parameters.push_back(replicated(item.key(), item.value()));
+    parameters.emplace_back(item.key(), item.value());
   }
-  add_optimizer(state, optimizer, std::move(parameters), prefix);
+  add_optimizer(state, optimizer, parameters, prefix);
 }
 
 }  // namespace tessera::checkpoint

@@ -4,9 +4,13 @@
 #include <sys/stat.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
+#include <exception>
 #include <map>
+#include <mutex>
 #include <set>
+#include <thread>
 #include <utility>
 
 #include "checkpoint/open_file.h"
@@ -74,22 +78,43 @@ class Chunks {
     }
   }
 
+  /// Compares one chunk with its sum and keeps nothing: the bytes pass through `buffer`, which
+  /// stays in the cache. Returns how many there were.
+  std::uint64_t check(std::uint64_t chunk, std::vector<std::byte>& buffer) {
+    const std::uint64_t first = chunk * kChunkBytes;
+    const std::uint64_t last = std::min(first + kChunkBytes, num_bytes_);
+    expect(record_.begin + first);
+    std::uint32_t sum = 0;
+    for (std::uint64_t begin = first; begin < last; begin += buffer.size()) {
+      const std::uint64_t count = std::min<std::uint64_t>(buffer.size(), last - begin);
+      file_.read(record_.begin + begin, buffer.data(), count);
+      sum = crc32c(buffer.data(), count, sum);
+    }
+    compare(chunk, first, last, sum);
+    return last - first;
+  }
+
  private:
   void load(std::uint64_t chunk, std::uint64_t first, std::uint64_t last, std::byte* target) {
-    const std::uint64_t place = record_.begin + first;
-    // The chunks that follow, also of the next tensor, come from the disk while this one is summed.
-    const std::uint64_t ahead = expected_ == 0 ? place : expected_;
-    if (ahead < place + kAheadBytes) {
-      file_.expect(ahead, place + kAheadBytes - ahead);
-      expected_ = place + kAheadBytes;
-    }
-    file_.read(place, target, last - first);
+    expect(record_.begin + first);
+    file_.read(record_.begin + first, target, last - first);
     if (record_.chunk_crcs.empty()) return;  // of a stranger; nothing to compare with
-    if (crc32c(target, last - first) != record_.chunk_crcs[chunk]) {
-      corrupt(file_.path(), "tensor '" + tensor_ + "' was changed between bytes " +
-                                std::to_string(place) + " and " +
-                                std::to_string(record_.begin + last));
-    }
+    compare(chunk, first, last, crc32c(target, last - first));
+  }
+
+  // The chunks that follow, also of the next tensor, come from the disk while this one is summed.
+  void expect(std::uint64_t place) {
+    const std::uint64_t ahead = expected_ == 0 ? place : expected_;
+    if (ahead >= place + kAheadBytes) return;
+    file_.expect(ahead, place + kAheadBytes - ahead);
+    expected_ = place + kAheadBytes;
+  }
+
+  void compare(std::uint64_t chunk, std::uint64_t first, std::uint64_t last, std::uint32_t sum) {
+    if (sum == record_.chunk_crcs[chunk]) return;
+    corrupt(file_.path(), "tensor '" + tensor_ + "' was changed between bytes " +
+                              std::to_string(record_.begin + first) + " and " +
+                              std::to_string(record_.begin + last));
   }
 
   const OpenFile& file_;
@@ -320,23 +345,76 @@ void Reader::read(const std::string& name, const Region& region, std::byte* data
   state_->apply_delta(*delta, region, data);
 }
 
-void Reader::verify(const std::function<void(std::uint64_t)>& progress) const {
-  std::vector<std::byte> buffer(kChunkBytes);
+namespace {
+
+// A stretch of chunks of one region, for one thread.
+struct Stretch {
+  const OpenFile* file;
+  const RegionRecord* record;
+  const std::string* tensor;
+  std::uint64_t first_chunk;
+  std::uint64_t num_chunks;
+};
+
+constexpr std::uint64_t kStretchChunks = 16;
+constexpr std::size_t kVerifyThreads = 2;
+constexpr std::size_t kVerifyBytes = std::size_t{256} << 10;
+
+// Checks all stretches with two threads, in order of the files as far as that goes.
+void check_stretches(const std::vector<Stretch>& stretches,
+                     const std::function<void(std::uint64_t)>& progress) {
+  std::atomic<std::size_t> next = 0;
+  std::mutex mutex;
+  std::exception_ptr error;
   std::uint64_t done = 0;
+  const auto work = [&] {
+    std::vector<std::byte> buffer(kVerifyBytes);
+    for (std::size_t i = next++; i < stretches.size(); i = next++) {
+      const Stretch& stretch = stretches[i];
+      try {
+        Chunks chunks(*stretch.file, *stretch.record, *stretch.tensor);
+        for (std::uint64_t c = 0; c < stretch.num_chunks; ++c) {
+          const std::uint64_t count = chunks.check(stretch.first_chunk + c, buffer);
+          const std::lock_guard lock(mutex);
+          done += count;
+          if (progress) progress(done);
+        }
+      } catch (...) {
+        const std::lock_guard lock(mutex);
+        if (!error) error = std::current_exception();
+        next = stretches.size();
+      }
+    }
+  };
+  std::vector<std::thread> threads;
+  for (std::size_t i = 1; i < std::min(kVerifyThreads, stretches.size()); ++i) {
+    threads.emplace_back(work);
+  }
+  work();
+  for (std::thread& thread : threads) thread.join();
+  if (error) std::rethrow_exception(error);
+}
+
+}  // namespace
+
+void Reader::verify(const std::function<void(std::uint64_t)>& progress) const {
+  std::vector<Stretch> stretches;
   for (const Reader* reader = this; reader != nullptr; reader = reader->state_->base.get()) {
     const State& state = *reader->state_;
     for (const TensorRecord& tensor : state.manifest.tensors) {
       for (const RegionRecord& record : tensor.regions) {
-        Chunks chunks(state.files[record.file], record, tensor.name);
-        const std::uint64_t count = record.end - record.begin;
-        for (std::uint64_t place = 0; place < count; place += kChunkBytes) {
-          const std::uint64_t here = std::min(kChunkBytes, count - place);
-          chunks.copy(place, here, buffer.data());
-          done += here;
-          if (progress) progress(done);
+        const std::uint64_t num_chunks =
+            (record.end - record.begin + kChunkBytes - 1) / kChunkBytes;
+        for (std::uint64_t first = 0; first < num_chunks; first += kStretchChunks) {
+          stretches.push_back({&state.files[record.file], &record, &tensor.name, first,
+                               std::min(kStretchChunks, num_chunks - first)});
         }
       }
     }
+  }
+  check_stretches(stretches, progress);
+  for (const Reader* reader = this; reader != nullptr; reader = reader->state_->base.get()) {
+    const State& state = *reader->state_;
     // The sum of a whole file follows from those of its parts; a manifest that says otherwise lies.
     for (std::size_t i = 0; i < state.manifest.files.size(); ++i) {
       const FileRecord& file = state.manifest.files[i];

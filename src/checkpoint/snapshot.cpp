@@ -1,9 +1,11 @@
 #include "checkpoint/snapshot.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <set>
+#include <utility>
 
 #include "tessera/core/check.h"
 
@@ -32,6 +34,12 @@ void check_piece(const PlacedTensor& placed, const Piece& piece) {
                      "' are not a vector of int64.");
 }
 
+struct DeviceOrder {
+  bool operator()(const at::Device& a, const at::Device& b) const {
+    return std::pair(a.type(), a.index()) < std::pair(b.type(), b.index());
+  }
+};
+
 class Taker {
  public:
   Taker(Snapshot& snapshot, Staging* staging) : snapshot_(snapshot), staging_(staging) {}
@@ -53,21 +61,33 @@ class Taker {
     snapshot_.memory.push_back(memory);
   }
 
+  /// Waits for copies that devices have begun. Before anybody reads or changes the tensors.
+  void wait() const {
+    for (const at::Device& device : devices_) {
+      c10::impl::VirtualGuardImpl(device.type()).getStream(device).synchronize();
+    }
+  }
+
  private:
   at::Tensor in_host_memory(const std::string& name, const at::Tensor& tensor) {
     if (staging_ == nullptr) return tensor.to(at::kCPU).contiguous();
     at::Tensor& kept = (*staging_)[name + "#" + std::to_string(num_of_name_[name]++)];
     if (!kept.defined() || kept.sizes() != tensor.sizes() ||
         kept.scalar_type() != tensor.scalar_type()) {
-      kept = at::empty(tensor.sizes(), tensor.options().device(at::kCPU).requires_grad(false));
+      // Pinned memory is written by the device itself, while the host goes on.
+      kept = at::empty(
+          tensor.sizes(),
+          tensor.options().device(at::kCPU).requires_grad(false).pinned_memory(tensor.is_cuda()));
     }
-    kept.copy_(tensor);
+    kept.copy_(tensor, /*non_blocking=*/tensor.is_cuda());
+    if (tensor.is_cuda()) devices_.insert(tensor.device());
     return kept;
   }
 
   Snapshot& snapshot_;
   Staging* staging_;
   std::map<std::string, int> num_of_name_;
+  std::set<at::Device, DeviceOrder> devices_;
 };
 
 void take_delta(const PlacedTensor& placed, const Piece& piece, int rank, std::size_t place,
@@ -151,8 +171,16 @@ Snapshot take_snapshot(const State& state, int rank, int size, bool is_delta, St
             : static_cast<std::size_t>(placed->owner);
     load[owner] += placed->pieces[0].tensor.nbytes();
     if (static_cast<int>(owner) != rank) continue;
-    taker.take(placed->name, placed->shape, placed->pieces[0].offsets, placed->pieces[0].tensor);
+    const Piece& piece = placed->pieces[0];
+    if (is_delta && piece.touched_rows.defined()) {
+      snapshot.deltas.push_back(
+          {placed->name, dtype_of(piece.tensor.scalar_type()), placed->shape, {}});
+      take_delta(*placed, piece, rank, 0, snapshot.deltas.back(), taker);
+    } else {
+      taker.take(placed->name, placed->shape, piece.offsets, piece.tensor);
+    }
   }
+  taker.wait();
   return snapshot;
 }
 

@@ -182,7 +182,10 @@ class Int8ErrorFeedbackHook final : public Sending<> {
 
   HookState state() const override {
     HookState state;
-    for (const auto& [name, loss] : losses_) state.tensors["error/" + name] = loss;
+    for (const auto& [name, loss] : losses_) {
+      state.tensors["error/" + name] = loss;
+      state.local.insert("error/" + name);
+    }
     return state;
   }
 

@@ -9,6 +9,7 @@
 #include <ATen/ops/_fused_adam.h>
 #include <ATen/ops/_fused_adamw.h>
 #include <ATen/ops/_fused_sgd.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 
@@ -83,6 +84,10 @@ class FlatOptimizer : public BackwardOptimizer {
   HookState state() const override {
     const std::lock_guard lock(mutex_);
     HookState state;
+    // What was loaded and has not been asked for yet.
+    for (const auto& [name, kept] : loaded_) {
+      for (const auto& [key, tensor] : kept) state.tensors[name + "/" + key] = tensor;
+    }
     for (const auto& [name, memory] : memories_) {
       if (memory.is_new) continue;
       state.tensors[name + "/step"] = memory.step;
@@ -273,6 +278,7 @@ class HookThenOptimizer final : public Wrapping<> {
     for (auto& [key, tensor] : optimizer_->state().tensors) {
       state.tensors["optimizer/" + key] = tensor;
     }
+    state.tensors[kRate] = at::full({}, optimizer_->learning_rate(), at::kDouble);
     return state;
   }
 
@@ -280,7 +286,9 @@ class HookThenOptimizer final : public Wrapping<> {
     HookState inner_state{.tensors = {}, .numbers = state.numbers};
     HookState optimizer_state;
     for (const auto& [key, tensor] : state.tensors) {
-      if (key.rfind("optimizer/", 0) == 0) {
+      if (key == kRate) {
+        optimizer_->set_learning_rate(tensor.item<double>());
+      } else if (key.rfind("optimizer/", 0) == 0) {
         optimizer_state.tensors[key.substr(10)] = tensor;
       } else {
         inner_state.tensors[key] = tensor;
@@ -291,6 +299,8 @@ class HookThenOptimizer final : public Wrapping<> {
   }
 
  private:
+  static constexpr const char* kRate = "optimizer/lr";
+
   std::shared_ptr<BackwardOptimizer> optimizer_;
   std::optional<std::set<std::string>> only_;
 };

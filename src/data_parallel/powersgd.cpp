@@ -132,7 +132,10 @@ class PowerSgdHook final : public Sending<PowerSgd> {
 
   HookState state() const override {
     HookState state;
-    for (const auto& [name, loss] : losses_) state.tensors["error/" + name] = loss;
+    for (const auto& [name, loss] : losses_) {
+      state.tensors["error/" + name] = loss;
+      state.local.insert("error/" + name);
+    }
     for (const auto& [name, q] : qs_) state.tensors["q/" + name] = q;
     state.numbers["step"] = step_;
     return state;

@@ -892,6 +892,7 @@ void Replica::set_require_backward_grad_sync(bool value) noexcept {
 void Replica::register_comm_hook(std::shared_ptr<CommHook> hook) {
   state_->register_comm_hook(std::move(hook));
 }
+std::shared_ptr<CommHook> Replica::comm_hook() const { return state_->comm_hook(); }
 void Replica::register_buffer_hook(BufferHook hook, BufferHookPlace place) {
   state_->register_buffer_hook(std::move(hook), place);
 }

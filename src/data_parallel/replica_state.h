@@ -59,6 +59,7 @@ class Replica::State final : public std::enable_shared_from_this<Replica::State>
   void finish_join(bool is_last_joiner);
 
   void register_comm_hook(std::shared_ptr<CommHook> hook);
+  const std::shared_ptr<CommHook>& comm_hook() const noexcept { return user_hook_; }
   void register_buffer_hook(BufferHook hook, BufferHookPlace place);
   void set_static_graph();
   void update_process_group(const comm::Group& group);

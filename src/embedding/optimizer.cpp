@@ -1,5 +1,6 @@
 #include "tessera/embedding/optimizer.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include <ATen/Functions.h>
@@ -165,7 +166,8 @@ RowOptimizer::RowOptimizer(std::vector<std::pair<std::string, at::Tensor>> weigh
     TESSERA_CHECK_VALUE(weight.device() == weights.front().second.device(), operation, ": table '",
                         name, "' is on ", weight.device(), ", table '", weights.front().first,
                         "' is on ", weights.front().second.device(), ".");
-    State::Rows rows{.name = name, .weight = weight, .momentum1 = {}, .momentum2 = {}};
+    State::Rows rows{
+        .name = name, .weight = weight, .momentum1 = {}, .momentum2 = {}, .is_stepped = {}};
     if (rule != RowRule::kSgd) {
       rows.momentum1 = full_state(weight, kernels::has_full_momentum1(rule),
                                   is_adagrad ? options.initial_accumulator : 0.0);
@@ -177,6 +179,20 @@ RowOptimizer::RowOptimizer(std::vector<std::pair<std::string, at::Tensor>> weigh
   }
   state_->options = options;
 }
+
+namespace {
+
+/// Remembers that `rows` were stepped; undefined means all.
+void note_rows(const RowOptimizer::State::Rows& table, const at::Tensor& rows) {
+  if (!table.is_stepped.defined()) return;
+  if (rows.defined()) {
+    table.is_stepped.index_fill_(0, rows, true);
+  } else {
+    table.is_stepped.fill_(true);
+  }
+}
+
+}  // namespace
 
 void RowOptimizer::step() {
   const at::NoGradGuard no_grad;
@@ -194,6 +210,7 @@ void RowOptimizer::step() {
     }
     detail::step_rows(detail::rows_of(table.weight), state_->state_of(i), state_->step_of(i), rows,
                       grad.to(at::kFloat).contiguous(), limit);
+    note_rows(table, rows);
   }
 }
 
@@ -208,6 +225,7 @@ void RowOptimizer::step_rows(const std::vector<RowGradient>& gradients) {
     detail::step_rows(detail::rows_of(state_->tables[i].weight), state_->state_of(i),
                       state_->step_of(i), gradients[i].rows,
                       gradients[i].values.to(at::kFloat).contiguous(), limit);
+    note_rows(state_->tables[i], gradients[i].rows);
   }
 }
 
@@ -298,6 +316,33 @@ void RowOptimizer::load_state_dict(const std::map<std::string, at::Tensor>& stat
     if (name != "step") at::Tensor(tensor).copy_(state.at(name));
   }
   state_->num_steps = state.at("step").item<std::int64_t>();
+}
+
+bool RowOptimizer::has_table(const std::string& table) const noexcept {
+  return std::any_of(state_->tables.begin(), state_->tables.end(),
+                     [&](const State::Rows& rows) { return rows.name == table; });
+}
+
+void RowOptimizer::track_rows() {
+  for (State::Rows& table : state_->tables) {
+    if (table.is_stepped.defined()) continue;
+    table.is_stepped = at::zeros({table.weight.size(0)},
+                                 table.weight.options().dtype(at::kBool).requires_grad(false));
+  }
+}
+
+at::Tensor RowOptimizer::stepped_rows(const std::string& table) const {
+  for (const State::Rows& rows : state_->tables) {
+    if (rows.name != table) continue;
+    return rows.is_stepped.defined() ? rows.is_stepped.nonzero().squeeze(1) : at::Tensor();
+  }
+  TESSERA_CHECK_INDEX(false, "embedding.stepped_rows: there is no table '", table, "'.");
+}
+
+void RowOptimizer::forget_rows() {
+  for (State::Rows& table : state_->tables) {
+    if (table.is_stepped.defined()) table.is_stepped.zero_();
+  }
 }
 
 }  // namespace tessera::embedding

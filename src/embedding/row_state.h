@@ -18,6 +18,7 @@ struct RowOptimizer::State {
     at::Tensor weight;
     at::Tensor momentum1;  // undefined if the rule has none
     at::Tensor momentum2;
+    at::Tensor is_stepped;  // [rows], bool; undefined if nobody asked for it
   };
   OptimizerOptions options;
   std::vector<Rows> tables;

@@ -267,6 +267,25 @@ Variable gradient_of(const at::Tensor& weight, const TableTarget& target) {
                                        weight.options().layout(at::kSparse), /*is_coalesced=*/true);
 }
 
+/// Notes the rows of the ids of a fused step; an id outside its table stepped row 0.
+void note_rows(State& state, const TablePass& pass, const LookupInput& input) {
+  std::vector<RowOptimizer::State::Rows>& tables = state.optimizer->state().tables;
+  if (!tables.front().is_stepped.defined()) return;
+  const at::NoGradGuard no_grad;
+  const at::Tensor offsets = input.offsets.to(at::kLong).cpu();
+  const auto* first = offsets.const_data_ptr<std::int64_t>();
+  for (std::size_t f = 0; f < pass.features.size(); ++f) {
+    const kernels::TableFeature& feature = pass.features[f];
+    const std::int64_t begin = first[feature.first_bag];
+    const std::int64_t end = first[feature.first_bag + feature.num_bags];
+    at::Tensor& is_stepped = tables[static_cast<std::size_t>(pass.table_of[f])].is_stepped;
+    if (begin == end || is_stepped.numel() == 0) continue;
+    const at::Tensor ids = input.ids.slice(0, begin, end).to(at::kLong);
+    is_stepped.index_fill_(0, ids.masked_fill(ids.lt(0).logical_or_(ids.ge(is_stepped.size(0))), 0),
+                           true);
+  }
+}
+
 struct Lookup : Function<Lookup> {
   static Variable forward(AutogradContext* context, at::TensorList /*weights*/,
                           const MaybeVariable& sample_weights, const Variable& ids,
@@ -323,6 +342,7 @@ struct Lookup : Function<Lookup> {
     } else {
       detail::cpu_backward(pass, grad.const_data_ptr<float>(), limit, state.workspace, targets);
     }
+    if (is_fused) note_rows(state, pass, input);
     if (state.options.sink) {
       std::vector<RowGradient> gradients;
       gradients.reserve(targets.size());

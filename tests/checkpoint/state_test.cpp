@@ -623,6 +623,30 @@ TEST(AsyncSaver, WritesWhatWasThereWhenItWasAsked) {
   EXPECT_TRUE(at::equal(read_tensor(third, *third.find("t")), at::full({4}, 99.F)));
 }
 
+// The device copies while the host goes on; what comes later on the same stream is not saved.
+TEST(AsyncSaver, WritesWhatWasOnTheDevice) {
+  if (!at::hasCUDA()) GTEST_SKIP() << "no GPU";
+  const TemporaryFolder root;
+  AsyncSaver saver(root.path(), std::nullopt, quiet());
+  const at::Tensor tensor = at::arange(1 << 20, at::TensorOptions(at::kCUDA).dtype(at::kFloat));
+  for (const int step : {1, 2}) {
+    State state;
+    state.add_replicated("t", tensor);
+    saver.save(step, state);
+    tensor.add_(1);
+  }
+  saver.wait();
+  for (const int step : {1, 2}) {
+    State loaded;
+    const at::Tensor into = at::zeros({1 << 20}, tensor.options());
+    loaded.add_replicated("t", into);
+    LoadOptions options = quiet_load();
+    options.step = step;
+    load(root.path(), loaded, std::nullopt, options);
+    EXPECT_TRUE(at::equal(into.cpu(), at::arange(1 << 20, at::kFloat) + (step - 1)));
+  }
+}
+
 TEST(AsyncSaver, ErrorsOfTheWriterSurfaceAtTheNextCall) {
   const TemporaryFolder root;
   run_ranks(2, [&](const comm::Group& group) {

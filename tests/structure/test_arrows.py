@@ -27,7 +27,7 @@ BELOW = {
     "planner": {"core", "jagged", "embedding", "comm", "sharding"},
     "pipeline": {"core", "jagged", "embedding", "comm", "sharding"},
     "collision": {"core", "jagged", "embedding", "comm", "sharding"},
-    "checkpoint": {"core", "comm"},
+    "checkpoint": {"core", "comm", "regions", "data_parallel", "jagged", "embedding", "sharding"},
     "launch": {"core", "comm"},
 }
 # Only the module that owns an operator calls its kernel, from its source files.

@@ -48,7 +48,8 @@ class TESSERA_API Reader : public TensorSource {
   const TensorInfo* find(const std::string& name) const;
   void read(const std::string& name, const Region& region, std::byte* data) const override;
 
-  /// Reads everything, also of the bases, and checks every sum. `progress` gets the bytes done.
+  /// Reads everything, also of the bases, and checks every sum, with two threads. `progress` gets
+  /// the bytes done; it is called by one thread at a time, not always the same.
   void verify(const std::function<void(std::uint64_t)>& progress = nullptr) const;
 
  private:

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -70,6 +71,9 @@ class TESSERA_API Bucket {
 struct TESSERA_API HookState {
   std::map<std::string, at::Tensor> tensors;
   std::map<std::string, std::int64_t> numbers;
+  /// Names of tensors that differ from rank to rank and add up in the average; all others are equal
+  /// on all ranks.
+  std::set<std::string> local = {};
 };
 
 /// Combines a bucket's gradients over the ranks. One object serves all buckets of one model.

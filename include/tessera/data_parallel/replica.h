@@ -78,6 +78,8 @@ class TESSERA_API Replica final : public Joinable {
   /// Reduces buckets with `hook` instead of averaging them. Once, before the first backward. Not
   /// collective, but all ranks must register the same one.
   void register_comm_hook(std::shared_ptr<CommHook> hook);
+  /// The registered hook; null if there is none.
+  std::shared_ptr<CommHook> comm_hook() const;
   /// Replaces the synchronisation of buffers.
   void register_buffer_hook(BufferHook hook, BufferHookPlace place = BufferHookPlace::kPostForward);
 

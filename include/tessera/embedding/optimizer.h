@@ -133,6 +133,15 @@ class TESSERA_API RowOptimizer {
   /// changes anything.
   void load_state_dict(const std::map<std::string, at::Tensor>& state);
 
+  bool has_table(const std::string& table) const noexcept;
+  /// Remembers, from now on, which rows are stepped; checkpoints of changes want to know. One byte
+  /// per row.
+  void track_rows();
+  /// The rows of `table` stepped since they were last forgotten, int64, ascending; undefined if
+  /// nobody keeps track. Throws IndexError for a table it does not have.
+  at::Tensor stepped_rows(const std::string& table) const;
+  void forget_rows();
+
   struct State;
   State& state() noexcept { return *state_; }
 
