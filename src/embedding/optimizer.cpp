@@ -197,6 +197,20 @@ void RowOptimizer::step() {
   }
 }
 
+void RowOptimizer::step_rows(const std::vector<RowGradient>& gradients) {
+  TESSERA_CHECK_VALUE(gradients.size() == state_->tables.size(), "embedding.step_rows: there are ",
+                      gradients.size(), " gradients for ", state_->tables.size(), " tables.");
+  const at::NoGradGuard no_grad;
+  ++state_->num_steps;
+  const auto limit = static_cast<float>(state_->options.max_gradient);
+  for (std::size_t i = 0; i < state_->tables.size(); ++i) {
+    if (gradients[i].values.numel() == 0) continue;
+    detail::step_rows(detail::rows_of(state_->tables[i].weight), state_->state_of(i),
+                      state_->step_of(i), gradients[i].rows,
+                      gradients[i].values.to(at::kFloat).contiguous(), limit);
+  }
+}
+
 void RowOptimizer::zero_grad() {
   for (State::Rows& table : state_->tables) table.weight.mutable_grad() = at::Tensor();
 }

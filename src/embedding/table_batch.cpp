@@ -32,6 +32,10 @@ struct TableBatch::State {
     return tables[static_cast<std::size_t>(feature.table)].weight;
   }
   at::Device device() const { return tables.front().weight.device(); }
+  /// Whether backward keeps the gradients to itself.
+  bool has_anchor() const {
+    return options.gradients == GradientForm::kFused || options.sink != nullptr;
+  }
 };
 
 namespace {
@@ -290,7 +294,8 @@ struct Lookup : Function<Lookup> {
     const TablePass pass = make_pass(state, input, call->is_sequence, row_stride);
 
     const bool is_fused = state.options.gradients == GradientForm::kFused;
-    const std::size_t num_weights = is_fused ? 1 : state.tables.size();
+    const bool has_anchor = state.has_anchor();
+    const std::size_t num_weights = has_anchor ? 1 : state.tables.size();
     variable_list found(num_weights + 4);
     if (input.weights.defined() && context->needs_input_grad(num_weights)) {
       // Before the rows are stepped: it is the gradient at the rows that were read.
@@ -310,7 +315,7 @@ struct Lookup : Function<Lookup> {
     std::vector<TableTarget> targets;
     targets.reserve(state.tables.size());
     for (std::size_t i = 0; i < state.tables.size(); ++i) {
-      targets.push_back(target_of(state, i, !is_fused && context->needs_input_grad(i)));
+      targets.push_back(target_of(state, i, has_anchor || context->needs_input_grad(i)));
     }
     const auto limit = static_cast<float>(state.options.optimizer.max_gradient);
     if (grad.is_cuda()) {
@@ -318,7 +323,13 @@ struct Lookup : Function<Lookup> {
     } else {
       detail::cpu_backward(pass, grad.const_data_ptr<float>(), limit, state.workspace, targets);
     }
-    for (std::size_t i = 0; i < targets.size() && !is_fused; ++i) {
+    if (state.options.sink) {
+      std::vector<RowGradient> gradients;
+      gradients.reserve(targets.size());
+      for (TableTarget& target : targets) gradients.push_back({target.indices, target.values});
+      state.options.sink(std::move(gradients));
+    }
+    for (std::size_t i = 0; i < targets.size() && !has_anchor; ++i) {
       found[i] = gradient_of(state.tables[i].weight, targets[i]);
     }
     return found;
@@ -333,7 +344,7 @@ at::Tensor look_up(const std::shared_ptr<State>& state, const LookupInput& input
   call->batch_sizes = input.batch_sizes;
   call->is_sequence = is_sequence;
   variable_list weights;
-  if (state->options.gradients == GradientForm::kFused) {
+  if (state->has_anchor()) {
     weights.push_back(state->anchor);
   } else {
     for (const Table& table : state->tables) weights.push_back(table.weight);
@@ -371,16 +382,18 @@ TableBatch::TableBatch(std::vector<Table> tables, std::vector<Feature> features,
     std::vector<std::pair<std::string, at::Tensor>> weights;
     for (const Table& table : tables) weights.emplace_back(table.name, table.weight);
     state_->optimizer = std::make_shared<RowOptimizer>(std::move(weights), options.optimizer);
-    state_->anchor = at::empty(
-        {0}, at::TensorOptions().dtype(at::kFloat).device(tables.front().weight.device()));
-    state_->anchor.requires_grad_(true);
   } else {
     // The limit belongs to the optimizer; gradients that are handed out are not changed.
     options.optimizer.max_gradient = std::numeric_limits<double>::infinity();
   }
+  TESSERA_CHECK_VALUE(!options.sink || options.gradients == GradientForm::kSparse, operation,
+                      ": a sink takes sparse gradients; ask for those.");
+  state_->anchor =
+      at::empty({0}, at::TensorOptions().dtype(at::kFloat).device(tables.front().weight.device()));
+  state_->anchor.requires_grad_(true);
   state_->tables = std::move(tables);
   state_->features = std::move(features);
-  state_->options = options;
+  state_->options = std::move(options);
 }
 
 at::Tensor TableBatch::pooled(const LookupInput& input) const {

@@ -11,6 +11,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/from_blob.h>
 
+#include "comm/texts.h"
 #include "regions/together.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/error.h"
@@ -188,7 +189,7 @@ std::vector<Record> exchange(const Record& mine, const Group& group) {
                                    const std::vector<int>& different, const Group& group) {
   const int other = different[0];
   if (records[other][kIsValid] == 0) raise_faults(fault, different, group);
-  const auto texts = exchange_texts(request.describe(), group);
+  const auto texts = comm::detail::exchange_texts(request.describe(), group);
   std::ostringstream text;
   text << "regions." << name_of(static_cast<Operator>(records[0][kOperator])) << ": rank 0 calls "
        << texts[0] << ", rank " << other << " calls " << texts[other] << " in group '"

@@ -10,9 +10,6 @@
 
 namespace tessera::regions::detail {
 
-/// Every rank's text, on every rank. Collective.
-std::vector<std::string> exchange_texts(std::string mine, const comm::Group& group);
-
 /// Every rank's words, on every rank; all bring the same number. Collective.
 std::vector<std::vector<std::int64_t>> exchange_words(const std::vector<std::int64_t>& mine,
                                                       const comm::Group& group);

@@ -7,6 +7,7 @@
 #include <ATen/ATen.h>
 
 #include "sharding/exchange.h"
+#include "sharding/flat_exchange.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/core/check.h"
 
@@ -33,12 +34,6 @@ Sizes times(const Sizes& sizes, std::int64_t factor) {
   return result;
 }
 
-Sizes wire_sizes(const Sizes& counts, const Codec& codec) {
-  Sizes result = counts;
-  for (auto& count : result) count = codec.wire_size(count);
-  return result;
-}
-
 void check_per_rank(const char* op, const char* what, std::size_t given, const Group& group) {
   TESSERA_CHECK_VALUE(static_cast<int>(given) == group.size(), "sharding.", op, ": ", given, " ",
                       what, " were given for a group of ", group.size(), " ranks.");
@@ -56,16 +51,6 @@ void check_linear(const char* op, const Codecs& codecs) {
                       ": sums are made of encoded values, so only fp16 and bf16 may encode them.");
 }
 
-// Flat values, cut into `send`, become flat values cut into `receive`.
-Exchange::Pending all_to_all_flat(const at::Tensor& values, const Sizes& send, const Sizes& receive,
-                                  const Codec& codec, const Group& group) {
-  const auto dtype = values.scalar_type();
-  const at::Tensor wire = codec.encode(values, send);
-  auto work =
-      comm::all_to_all_v_async(wire, wire_sizes(send, codec), group, wire_sizes(receive, codec));
-  return [=] { return codec.decode(work.wait(), receive, dtype); };
-}
-
 // Flat values, cut into `parts`, are summed over the ranks; this rank keeps its own part.
 Exchange::Pending reduce_scatter_flat(const at::Tensor& values, const Sizes& parts,
                                       const Codec& codec, const Group& group) {
@@ -81,11 +66,6 @@ Exchange::Pending all_gather_flat(const at::Tensor& values, const Sizes& parts, 
   const at::Tensor wire = codec.encode(values, {values.numel()});
   auto work = comm::all_gather_v_async(wire, group, wire_sizes(parts, codec));
   return [=] { return codec.decode(work.wait(), parts, dtype); };
-}
-
-// The factor of this call, decided when it starts.
-double gradient_factor(const Group& group) {
-  return get_gradient_division() ? 1.0 / group.size() : 1.0;
 }
 
 at::Tensor scaled(at::Tensor gradient, double factor) {
@@ -152,33 +132,6 @@ class PooledAllToAll final : public Exchange {
   std::int64_t rows_;
   Sizes sent_;
   Sizes received_;
-};
-
-class FlatAllToAll final : public Exchange {
- public:
-  FlatAllToAll(Sizes sent, Sizes received, const Group& group, Codecs codecs)
-      : sent_(std::move(sent)),
-        received_(std::move(received)),
-        group_(group),
-        codecs_(std::move(codecs)),
-        factor_(gradient_factor(group)) {}
-
-  Pending start(const at::Tensor& input) override {
-    return all_to_all_flat(input.contiguous(), sent_, received_, codecs_.forward, group_);
-  }
-
-  Pending start_backward(const at::Tensor& gradient) override {
-    auto pending =
-        all_to_all_flat(gradient.contiguous(), received_, sent_, codecs_.backward, group_);
-    return [=, this] { return scaled(pending(), factor_); };
-  }
-
- private:
-  Sizes sent_;
-  Sizes received_;
-  Group group_;
-  Codecs codecs_;
-  double factor_;
 };
 
 // The rows of all segments, segment recat[0] first.
@@ -369,8 +322,7 @@ Request variable_batch_alltoall_pooled(const at::Tensor& pooled,
   TESSERA_CHECK_VALUE(pooled.dim() == 1 && pooled.numel() == total(sent), "sharding.", kOp,
                       ": the batches and dims make ", total(sent), " values, the input has shape ",
                       pooled.sizes(), ".");
-  if (group.size() == 1) return at_once(pooled);
-  return run(std::make_shared<FlatAllToAll>(sent, received, group, codecs), pooled);
+  return exchange_flat(pooled, sent, received, group, codecs, gradient_factor(group));
 }
 
 Request alltoall_sequence(const at::Tensor& embeddings, const at::Tensor& forward_recat,

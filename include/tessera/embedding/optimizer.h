@@ -78,6 +78,12 @@ struct OptimizerOptions {
 /// Throws ValueError for numbers no optimizer can use. `operation` begins the text.
 TESSERA_API void check_options(std::string_view operation, const OptimizerOptions& options);
 
+/// The summed gradients of some rows of one table.
+struct RowGradient {
+  at::Tensor rows;    // int64, ascending, each once
+  at::Tensor values;  // [rows, columns], float32
+};
+
 /// The state of some tables and the rule that steps their rows. Not safe to share between threads.
 class TESSERA_API RowOptimizer {
  public:
@@ -89,6 +95,8 @@ class TESSERA_API RowOptimizer {
   /// are; rows it has several times are summed first) or dense (every row steps). One step, however
   /// many backward passes the gradients come from.
   void step();
+  /// Steps every table by the gradients given, one entry per table, in place of its `grad()`.
+  void step_rows(const std::vector<RowGradient>& gradients);
   /// Drops the gradients.
   void zero_grad();
 

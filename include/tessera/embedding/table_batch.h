@@ -10,6 +10,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -57,12 +58,18 @@ struct LookupInput {
   std::vector<std::int64_t> batch_sizes = {};
 };
 
+/// Takes the gradients of a backward pass, one entry per table.
+using RowGradientSink = std::function<void(std::vector<RowGradient>)>;
+
 struct TableBatchOptions {
   GradientForm gradients = GradientForm::kDense;
   /// Read if the gradients are fused.
   OptimizerOptions optimizer = {};
   /// On CUDA, kFatal waits for the device.
   BoundsCheckMode bounds_check = BoundsCheckMode::kFatal;
+  /// kSparse: gets the gradients of every backward pass in place of `weight.grad()`. It is called
+  /// also if no row was looked up.
+  RowGradientSink sink = {};
 };
 
 /// Tables that are looked up together. Copies share the tables, the optimizer and the workspace.

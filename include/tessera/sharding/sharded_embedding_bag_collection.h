@@ -1,0 +1,92 @@
+// tessera/sharding/sharded_embedding_bag_collection.h — pooled lookups of tables cut over ranks.
+
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <torch/nn/module.h>
+
+#include "tessera/comm/codec.h"
+#include "tessera/embedding/config.h"
+#include "tessera/embedding/optimizer.h"
+#include "tessera/embedding/table_batch.h"
+#include "tessera/jagged/keyed_tensor.h"
+#include "tessera/sharding/sharded_module.h"
+
+namespace tessera::sharding {
+
+struct ShardedOptions {
+  /// How the rows of kFused tables are stepped in backward.
+  embedding::OptimizerOptions optimizer = {};
+  /// kFused: backward steps the rows. kSparse: backward leaves row-sparse gradients, which
+  /// `accumulate` over several passes; step() steps. Tables whose plan says kDense are kDense.
+  embedding::GradientForm gradients = embedding::GradientForm::kFused;
+  embedding::BoundsCheckMode bounds_check = embedding::BoundsCheckMode::kFatal;
+  /// What rows become on the wire, forward and backward.
+  comm::Codecs codecs = {};
+  /// Ranks per host, for the types that know hosts; 0: as many as the environment says.
+  int local_size = 0;
+  /// Row-wise Adagrad of a column-cut table: one accumulator per row, of the norm over all its
+  /// columns, as if it were not cut. Costs one small exchange per backward pass.
+  bool exact_row_norms = false;
+  at::Device device = at::kCPU;
+};
+
+/// An EmbeddingBagCollection whose tables lie over the ranks of a group as a plan says. Every rank
+/// puts in its own batch and gets the pooled rows of its own samples. Gradients equal those of one
+/// process with all batches, averaged over the ranks (see set_gradient_division).
+///
+/// Collective over the group: construction, forward, backward, state transfer. Batches may have
+/// different sizes, or none, on every rank. Keys of the result: see docs/sharding.md; use names,
+/// not places.
+///
+/// Parameters are this rank's shards, `embedding_bags.<table>.weight`, and `weight_1`, `weight_2` …
+/// for further shards of a table on this rank.
+class TESSERA_API ShardedEmbeddingBagCollection : public torch::nn::Module, public ShardedTables {
+ public:
+  /// Rows start as the configs say; the same numbers as without sharding if the tables' init does
+  /// not depend on the shard (see `load_tables`). Throws ValueError for a plan that does not fit,
+  /// and if the ranks' plans differ, naming the table.
+  ShardedEmbeddingBagCollection(std::vector<embedding::EmbeddingBagConfig> tables, ModulePlan plan,
+                                comm::Group group, bool is_weighted = false,
+                                ShardedOptions options = {});
+  ~ShardedEmbeddingBagCollection() override;
+
+  jagged::KeyedTensor forward(const jagged::KeyedJaggedTensor& features);
+
+  /// Reads the rows and starts sending them home.
+  comm::LazyAwaitable<jagged::KeyedTensor> compute_and_output_dist(const DistributedInput& input);
+
+  const comm::Group& group() const noexcept override;
+  const ModulePlan& plan() const noexcept override;
+  const std::vector<embedding::EmbeddingBagConfig>& embedding_bag_configs() const noexcept;
+
+  std::vector<LocalShard> local_shards() const override;
+  std::shared_ptr<const InputSender> input_sender() const override;
+  /// What steps the rows of this rank's shards, and of the data-parallel tables, as far as there
+  /// are any. Tables are called as in LocalShard::name.
+  std::vector<std::shared_ptr<embedding::RowOptimizer>> optimizers() const;
+
+  /// Fills this rank's parts from whole tables (name → [rows, columns]), each rank for itself.
+  void load_tables(const std::map<std::string, at::Tensor>& tables);
+  /// Whole tables, on every rank. Collective; for tests and small models.
+  std::map<std::string, at::Tensor> gather_tables() const;
+
+  /// With GradientForm::kSparse: one step from the gradients of all passes since the last.
+  void step();
+  void zero_grad_rows();
+  /// The norm over all gradients of all ranks' shards; scales them to `max_norm` if it is greater.
+  /// Collective. Data-parallel tables count once.
+  double clip_grad_norm(double max_norm);
+  void set_learning_rate(double learning_rate);
+
+  struct State;
+
+ private:
+  std::shared_ptr<State> state_;
+};
+
+}  // namespace tessera::sharding

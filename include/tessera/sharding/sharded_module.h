@@ -1,0 +1,77 @@
+// tessera/sharding/sharded_module.h — tables over ranks, in steps that a pipeline can take apart.
+//
+// A forward pass is: input_dist (ids to the ranks that own their rows; waited twice, once for the
+// sizes and once for the ids), compute (rows are read), output_dist (rows to the ranks that own the
+// samples; waited once). `forward` takes all of them one after the other. A pipeline starts the
+// input_dist of a later batch before it computes an earlier one.
+
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "tessera/comm/awaitable.h"
+#include "tessera/comm/group.h"
+#include "tessera/core/export.h"
+#include "tessera/jagged/keyed_jagged_tensor.h"
+#include "tessera/sharding/plan.h"
+
+namespace tessera::sharding {
+
+/// What a batch leaves behind between the steps: sizes, orders, ids. Made by input_dist, belongs to
+/// one batch, opaque to others.
+struct DistContext;
+/// What sends a module's ids; opaque to others.
+class InputSender;
+
+/// The ids this rank will look up, once they are here.
+struct DistributedInput {
+  std::shared_ptr<DistContext> context;
+};
+/// First wait: the sizes are known and the ids are on their way. Second: they are here.
+using InputDist = comm::Awaitable<comm::Awaitable<DistributedInput>>;
+
+/// A part of a table on this rank, as checkpoints and optimizers see it.
+struct LocalShard {
+  std::string table;
+  /// The table's name; "<table>#1", "<table>#2" … for its second, third shard on this rank.
+  std::string name;
+  Shard place;
+  std::int64_t table_rows = 0;
+  std::int64_t table_columns = 0;
+  at::Tensor weight;  // [place.rows, place.columns]
+  /// What the optimizer keeps beside it, "momentum1" and "momentum2" as far as it has them:
+  /// [place.rows, place.columns] or [place.rows]. The tensors are the state itself.
+  std::map<std::string, at::Tensor> state;
+};
+
+/// What pipelines and DistributedModelParallel need of a sharded collection, pooled or not.
+class TESSERA_API ShardedTables {
+ public:
+  virtual ~ShardedTables();
+
+  /// Starts sending the ids. Collective over the group: all ranks call it, in the same order. Bad
+  /// features (missing keys, ids outside their table, other keys than on other ranks) are the same
+  /// exception on all ranks, raised by the first wait, and name rank and feature.
+  InputDist input_dist(const jagged::KeyedJaggedTensor& features);
+
+  virtual const comm::Group& group() const noexcept = 0;
+  virtual const ModulePlan& plan() const noexcept = 0;
+  /// The parts of tables on this rank, in order of the configs; data-parallel tables whole.
+  virtual std::vector<LocalShard> local_shards() const = 0;
+  /// For fused_input_dist.
+  virtual std::shared_ptr<const InputSender> input_sender() const = 0;
+};
+
+/// Starts the input_dist of several modules with one message for all their sizes. All modules are
+/// of one group; the same modules in the same order on every rank.
+TESSERA_API std::vector<InputDist> fused_input_dist(
+    const std::vector<std::pair<ShardedTables*, jagged::KeyedJaggedTensor>>& inputs);
+
+}  // namespace tessera::sharding

@@ -1,0 +1,217 @@
+#include "sharding/input_dist.h"
+
+#include <algorithm>
+#include <atomic>
+#include <sstream>
+
+#include <ATen/Functions.h>
+#include <ATen/core/grad_mode.h>
+
+#include "sharding/flat_exchange.h"
+#include "tessera/comm/collectives.h"
+#include "tessera/core/check.h"
+#include "tessera/jagged/operators.h"
+#include "tessera/jagged/validate.h"
+
+namespace tessera::sharding {
+namespace {
+
+using comm::Awaitable;
+using embedding::BoundsCheckMode;
+using jagged::KeyedJaggedTensor;
+
+// The numbers of a message before the batches.
+enum Header : std::int64_t { kCall, kStatus, kNumValues, kHeader };
+
+template <typename... Parts>
+std::string text_of(const Parts&... parts) {
+  std::ostringstream text;
+  (text << ... << parts);
+  return text.str();
+}
+
+bool is_integer(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kLong || tensor.scalar_type() == at::kInt;
+}
+
+// The first key with a negative length, or the number of keys.
+std::size_t negative_length(const KeyedJaggedTensor& features) {
+  const std::size_t num_keys = features.keys().size();
+  if (features.lengths().numel() == 0 || features.lengths().min().item<std::int64_t>() >= 0) {
+    return num_keys;
+  }
+  std::size_t key = 0;
+  while (features.feature(key).lengths().min().item<std::int64_t>() >= 0) ++key;
+  return key;
+}
+
+}  // namespace
+
+embedding::LookupInput DistContext::lookup_input() const {
+  embedding::LookupInput input;
+  input.ids = ids;
+  input.offsets = jagged::lengths_to_offsets(lengths);
+  input.weights = weights;
+  for (const Sizes& rank : batches) {
+    input.batch_sizes.insert(input.batch_sizes.end(), rank.begin(), rank.end());
+  }
+  return input;
+}
+
+InputSender::InputSender(std::shared_ptr<const TableLayout> layout, const comm::Group& group,
+                         InputDistOptions options)
+    : layout_(std::move(layout)), group_(group), options_(options), arrangement_(*layout_) {
+  for (const auto& routes : layout_->routes) {
+    most_routes_ = std::max(most_routes_, static_cast<std::int64_t>(routes.size()));
+  }
+}
+
+void InputSender::check(DistContext& context) const {
+  const KeyedJaggedTensor& features = context.features;
+  const auto fault = [&](Fault::Kind kind, const std::string& text) {
+    context.fault = {kind, text_of(layout_->operation, ": on rank ", group_.rank(), ", ", text)};
+  };
+  for (const auto& name : layout_->features) {
+    if (!features.has_key(name)) {
+      return fault(Fault::Kind::kValue, text_of("there is no feature '", name, "' among the ",
+                                                features.keys().size(), " keys of the batch."));
+    }
+    context.places.push_back(features.index_of(name));
+    context.strides.push_back(features.stride_per_key()[context.places.back()]);
+  }
+  if (features.device() != options_.device) {
+    return fault(Fault::Kind::kValue, text_of("the features are on ", features.device(),
+                                              ", the tables are on ", options_.device, "."));
+  }
+  if (!is_integer(features.values()) || features.values().dim() != 1) {
+    return fault(
+        Fault::Kind::kType,
+        text_of("the ids are ", features.values().scalar_type(), ", of ", features.values().dim(),
+                " dimensions; they must be int32 or int64, of one dimension."));
+  }
+  if (options_.is_weighted && !features.weights_or_none().defined()) {
+    return fault(Fault::Kind::kValue,
+                 "the collection is weighted, but the features have no weights.");
+  }
+  const std::size_t negative = negative_length(features);
+  if (negative < features.keys().size()) {
+    return fault(Fault::Kind::kValue,
+                 text_of("feature '", features.keys()[negative], "' has a negative length."));
+  }
+  if (features.offset_per_key().back() != features.values().numel()) {
+    return fault(Fault::Kind::kValue,
+                 text_of("the lengths add up to ", features.offset_per_key().back(),
+                         ", but there are ", features.values().numel(), " ids."));
+  }
+  if (options_.bounds_check == BoundsCheckMode::kIgnore) return;
+  static std::atomic<bool> has_warned{false};
+  if (options_.bounds_check == BoundsCheckMode::kWarning && has_warned) return;
+  for (std::size_t f = 0; f < layout_->features.size(); ++f) {
+    const auto& table = layout_->tables[layout_->smallest_table[f]];
+    const auto bad = jagged::find_bad_id(features, context.places[f], table.num_embeddings);
+    if (!bad) continue;
+    const std::string text =
+        text_of("feature '", bad->feature, "', sample ", bad->sample, " has id ", bad->id,
+                ", but table '", table.name, "' has ", table.num_embeddings, " rows");
+    if (options_.bounds_check == BoundsCheckMode::kFatal) {
+      return fault(Fault::Kind::kIndex, text + ".");
+    }
+    if (!has_warned.exchange(true)) {
+      TORCH_WARN(layout_->operation, ": on rank ", group_.rank(), ", ", text,
+                 "; row 0 is used. Further ids outside their tables are not reported.");
+    }
+    return;
+  }
+}
+
+std::shared_ptr<DistContext> InputSender::prepare(const KeyedJaggedTensor& features) const {
+  auto context = std::make_shared<DistContext>(features);
+  check(*context);
+  const bool is_good = context->fault.kind == Fault::Kind::kNone;
+  context->is_recorded = at::GradMode::is_enabled();
+  context->wants_weight_gradient =
+      is_good && options_.is_weighted && context->is_recorded && features.weights().requires_grad();
+  context->call =
+      text_of(layout_->operation, " of table '", layout_->tables[0].name, "' and ",
+              layout_->tables.size() - 1, " more, ids of ", features.values().scalar_type(), ", ",
+              context->is_recorded ? "with" : "without", " a record for backward",
+              context->wants_weight_gradient ? " and gradients of the weights" : "");
+  context->sent.values_per_rank.assign(static_cast<std::size_t>(group_.size()), 0);
+  context->sent.lengths_per_rank = context->sent.values_per_rank;
+  if (is_good) {
+    context->sent = arrangement_.arrange(features, context->places, options_.is_weighted,
+                                         options_.needs_source || context->wants_weight_gradient);
+  }
+  return context;
+}
+
+std::int64_t InputSender::message_size() const noexcept { return kHeader + most_routes_; }
+
+void InputSender::write_message(const DistContext& context, std::int64_t* message,
+                                std::int64_t columns, std::int64_t column) const {
+  for (std::size_t rank = 0; rank < layout_->routes.size(); ++rank) {
+    std::int64_t* row = message + static_cast<std::int64_t>(rank) * columns + column;
+    row[kCall] = static_cast<std::int64_t>(hash_of(context.call));
+    row[kStatus] = static_cast<std::int64_t>(context.fault.kind);
+    row[kNumValues] = context.sent.values_per_rank[rank];
+    row += kHeader;
+    for (const Route& route : layout_->routes[rank]) {
+      *row++ = context.strides.empty() ? 0 : context.strides[route.feature];
+    }
+  }
+}
+
+bool InputSender::read_message(DistContext& context, const std::int64_t* message,
+                               std::int64_t columns, std::int64_t column) const {
+  bool is_good = true;
+  const auto num_routes =
+      static_cast<std::ptrdiff_t>(layout_->routes[static_cast<std::size_t>(group_.rank())].size());
+  for (int rank = 0; rank < group_.size(); ++rank) {
+    const std::int64_t* row = message + rank * columns + column;
+    is_good &= row[kCall] == message[column + kCall] && row[kStatus] == 0;
+    context.received_values.push_back(row[kNumValues]);
+    context.batches.emplace_back(row + kHeader, row + kHeader + num_routes);
+  }
+  return is_good;
+}
+
+void InputSender::raise(const DistContext& context) const {
+  raise_together(layout_->operation, context.fault, context.call, group_);
+}
+
+Awaitable<DistributedInput> InputSender::send(const std::shared_ptr<DistContext>& context) const {
+  Sizes received_lengths;
+  for (const Sizes& rank : context->batches) {
+    std::int64_t total = 0;
+    for (const std::int64_t size : rank) total += size;
+    received_lengths.push_back(total);
+  }
+  const ArrangedIds& sent = context->sent;
+  const auto exchange = [&](const at::Tensor& tensor, const Sizes& to, const Sizes& from) {
+    return group_.size() == 1 ? Awaitable<at::Tensor>(comm::NoWait<at::Tensor>(tensor))
+                              : comm::all_to_all_v_async(tensor, to, group_, from);
+  };
+  const auto lengths = exchange(sent.lengths, sent.lengths_per_rank, received_lengths);
+  const auto ids = exchange(sent.values, sent.values_per_rank, context->received_values);
+  std::vector<Awaitable<at::Tensor>> weights;
+  if (context->wants_weight_gradient) {
+    const at::AutoGradMode recorded(true);
+    // Rows bring gradients that are divided already; those of the weights are not to be.
+    const double factor = 1.0 / gradient_factor(group_);
+    at::Tensor own = context->features.weights().to(at::kFloat);
+    if (sent.source.defined()) own = own.index_select(0, sent.source);
+    weights.push_back(
+        exchange_flat(own, sent.values_per_rank, context->received_values, group_, {}, factor));
+  } else if (options_.is_weighted) {
+    weights.push_back(exchange(sent.weights, sent.values_per_rank, context->received_values));
+  }
+  return Awaitable<DistributedInput>([context, lengths, ids, weights] {
+    const at::AutoGradMode recorded(context->is_recorded);
+    context->lengths = lengths.wait();
+    context->ids = ids.wait();
+    if (!weights.empty()) context->weights = weights[0].wait();
+    return DistributedInput{context};
+  });
+}
+
+}  // namespace tessera::sharding

@@ -1,0 +1,91 @@
+// src/sharding/input_dist.h — ids to the ranks that own their rows.
+//
+// Nothing is put in another order after it has arrived: what rank r sent stays together, route by
+// route, and a lookup treats every route of every rank as a feature of its own. The rows that come
+// of it then lie rank by rank, ready to be sent back.
+
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "sharding/agreement.h"
+#include "sharding/arrange.h"
+#include "sharding/table_layout.h"
+#include "tessera/embedding/config.h"
+#include "tessera/embedding/table_batch.h"
+#include "tessera/sharding/sharded_module.h"
+
+namespace tessera::sharding {
+
+/// One batch of one module, between the steps.
+struct DistContext {
+  explicit DistContext(jagged::KeyedJaggedTensor given) : features(std::move(given)) {}
+
+  // At home.
+  jagged::KeyedJaggedTensor features;  // as given
+  std::vector<std::size_t> places;     // of the layout's features among the keys
+  Sizes strides;                       // the batch of each feature of the layout
+  ArrangedIds sent;
+  Fault fault;
+  std::string call;          // what this rank is about to do
+  bool is_recorded = false;  // for backward
+  bool wants_weight_gradient = false;
+
+  // Here, once it has arrived.
+  std::vector<Sizes> batches;  // of each rank and route of this rank
+  Sizes received_values;       // ids from each rank
+  at::Tensor lengths;          // int32, rank by rank, route by route
+  at::Tensor ids;
+  at::Tensor weights;  // undefined if there are none
+
+  /// The ids as a lookup of every route of every rank takes them.
+  embedding::LookupInput lookup_input() const;
+};
+
+struct InputDistOptions {
+  bool is_weighted = false;
+  /// Keep where each id came from, for what is not pooled.
+  bool needs_source = false;
+  embedding::BoundsCheckMode bounds_check = embedding::BoundsCheckMode::kFatal;
+  at::Device device = at::kCPU;
+};
+
+/// Sends the ids of a layout's features to the ranks of a group.
+class InputSender {
+ public:
+  InputSender(std::shared_ptr<const TableLayout> layout, const comm::Group& group,
+              InputDistOptions options);
+
+  /// Checks the features and puts them in order. Not collective: what is wrong becomes the fault of
+  /// the context, and the error of all ranks when the ids are sent.
+  std::shared_ptr<DistContext> prepare(const jagged::KeyedJaggedTensor& features) const;
+
+  /// Numbers for each rank in the first message: who, how, how many ids, and the batch of every
+  /// route.
+  std::int64_t message_size() const noexcept;
+  /// Row r of [ranks, columns] is for rank r; this module's numbers begin at `column`.
+  void write_message(const DistContext& context, std::int64_t* message, std::int64_t columns,
+                     std::int64_t column) const;
+  /// Whether what all ranks say fits together and is without faults.
+  bool read_message(DistContext& context, const std::int64_t* message, std::int64_t columns,
+                    std::int64_t column) const;
+  [[noreturn]] void raise(const DistContext& context) const;
+
+  /// Sends the ids. Collective.
+  comm::Awaitable<DistributedInput> send(const std::shared_ptr<DistContext>& context) const;
+
+  const comm::Group& group() const noexcept { return group_; }
+
+ private:
+  void check(DistContext& context) const;
+
+  std::shared_ptr<const TableLayout> layout_;
+  comm::Group group_;
+  InputDistOptions options_;
+  Arrangement arrangement_;
+  std::int64_t most_routes_ = 0;
+};
+
+}  // namespace tessera::sharding

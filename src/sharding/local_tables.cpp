@@ -1,0 +1,322 @@
+#include "sharding/local_tables.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include <ATen/Functions.h>
+#include <ATen/core/grad_mode.h>
+
+#include "tessera/comm/collectives.h"
+#include "tessera/core/check.h"
+
+namespace tessera::sharding {
+namespace {
+
+using embedding::BoundsCheckMode;
+using embedding::Feature;
+using embedding::GradientForm;
+using embedding::PoolingType;
+using embedding::RowGradient;
+using embedding::RowOptimizer;
+using embedding::Table;
+using embedding::TableBatch;
+using embedding::TableBatchOptions;
+
+bool is_local(const ParameterSharding& sharding) {
+  return sharding.type == ShardingType::kDataParallel;
+}
+
+at::Tensor sparse_of(const RowGradient& gradient, const at::Tensor& weight) {
+  return at::_sparse_coo_tensor_unsafe(
+      gradient.rows.unsqueeze(0), gradient.values.to(weight.scalar_type()), weight.sizes(),
+      weight.options().layout(at::kSparse).requires_grad(false), /*is_coalesced=*/true);
+}
+
+void add_gradient(at::Tensor weight, const at::Tensor& gradient) {
+  at::Tensor& own = weight.mutable_grad();
+  own = own.defined() ? own + gradient : gradient;
+}
+
+}  // namespace
+
+LocalTables::LocalTables(std::shared_ptr<const TableLayout> layout, const comm::Group& group,
+                         const LocalTablesOptions& options)
+    : layout_(std::move(layout)), group_(group), options_(options) {
+  embedding::check_options(layout_->operation, options_.optimizer);
+  make_shards();
+  make_routed();
+  make_local();
+}
+
+void LocalTables::make_shards() {
+  for (std::size_t t = 0; t < layout_->tables.size(); ++t) {
+    const auto& table = layout_->tables[t];
+    std::size_t number = 0;
+    for (const Shard& shard : layout_->sharding(t).shards) {
+      if (shard.rank != group_.rank()) continue;
+      LocalShard own;
+      own.table = table.name;
+      own.name = number == 0 ? table.name : table.name + "#" + std::to_string(number);
+      own.place = shard;
+      own.table_rows = table.num_embeddings;
+      own.table_columns = table.embedding_dim;
+      own.weight = embedding::empty_rows(shard.rows, shard.columns,
+                                         embedding::scalar_type(table.data_type), options_.device);
+      embedding::initialize(table, own.weight);
+      if (is_local(layout_->sharding(t)) && group_.size() > 1) {
+        comm::broadcast_(own.weight, 0, group_);
+      }
+      own.weight.requires_grad_(true);
+      shards_.push_back(std::move(own));
+      table_of_shard_.push_back(t);
+      ++number;
+    }
+  }
+}
+
+Table LocalTables::table_of(std::size_t shard) const {
+  const std::size_t table = table_of_shard_[shard];
+  return {shards_[shard].name, shards_[shard].weight,
+          layout_->is_row_cut(table) ? PoolingType::kSum : layout_->tables[table].pooling};
+}
+
+std::shared_ptr<RowOptimizer> LocalTables::make_optimizer(const Receiver& receiver) const {
+  std::vector<std::pair<std::string, at::Tensor>> weights;
+  for (std::size_t i = 0; i < receiver.shards.size(); ++i) {
+    const LocalShard& shard = shards_[receiver.shards[i]];
+    if (!receiver.is_dense[i]) weights.emplace_back(shard.name, shard.weight);
+  }
+  if (weights.empty()) return nullptr;
+  return std::make_shared<RowOptimizer>(std::move(weights), options_.optimizer);
+}
+
+void LocalTables::make_routed() {
+  std::vector<Table> tables;
+  std::map<std::pair<std::size_t, std::int64_t>, std::int64_t> number_of;  // by table and shard
+  Receiver& receiver = routed_receiver_;
+  std::vector<std::size_t> seen(layout_->tables.size(), 0);
+  for (std::size_t i = 0; i < shards_.size(); ++i) {
+    const std::size_t t = table_of_shard_[i];
+    const ParameterSharding& sharding = layout_->sharding(t);
+    if (is_local(sharding) || shards_[i].place.rows == 0) continue;
+    const auto found = std::find(sharding.shards.begin(), sharding.shards.end(), shards_[i].place);
+    number_of[{t, found - sharding.shards.begin()}] = static_cast<std::int64_t>(tables.size());
+    tables.push_back(table_of(i));
+    receiver.shards.push_back(i);
+    receiver.is_dense.push_back(sharding.kernel == ComputeKernel::kDense ||
+                                options_.gradients == GradientForm::kDense);
+  }
+  if (tables.empty()) return;
+  std::vector<Feature> features;
+  for (int source = 0; source < group_.size(); ++source) {
+    for (const Route& route : layout_->routes[static_cast<std::size_t>(group_.rank())]) {
+      features.push_back({layout_->features[route.feature],
+                          number_of.at({route.table, static_cast<std::int64_t>(route.shard)})});
+    }
+  }
+  TableBatchOptions options;
+  options.bounds_check = BoundsCheckMode::kIgnore;  // ids were checked where they came from
+  const bool is_fused = options_.gradients == GradientForm::kFused &&
+                        std::none_of(receiver.is_dense.begin(), receiver.is_dense.end(),
+                                     [](bool is_dense) { return is_dense; });
+  if (is_fused) {
+    options.gradients = GradientForm::kFused;
+    options.optimizer = options_.optimizer;
+    routed_ = std::make_unique<TableBatch>(std::move(tables), std::move(features), options);
+    receiver.optimizer = routed_->optimizer();
+    return;
+  }
+  receiver.optimizer = make_optimizer(receiver);
+  options.gradients = GradientForm::kSparse;
+  options.sink = [this](std::vector<RowGradient> gradients) {
+    take(routed_receiver_, std::move(gradients));
+  };
+  routed_ = std::make_unique<TableBatch>(std::move(tables), std::move(features), options);
+}
+
+void LocalTables::make_local() {
+  struct Part {
+    std::vector<Table> tables;
+    std::vector<Feature> features;
+    std::map<std::size_t, std::int64_t> number_of;
+  };
+  Part stepped;
+  Part dense;
+  for (std::size_t r = 0; r < layout_->local.size(); ++r) {
+    const Route& route = layout_->local[r];
+    const bool is_dense = layout_->sharding(route.table).kernel == ComputeKernel::kDense ||
+                          options_.gradients == GradientForm::kDense;
+    Part& part = is_dense ? dense : stepped;
+    const auto [found, is_new] =
+        part.number_of.emplace(route.table, static_cast<std::int64_t>(part.tables.size()));
+    if (is_new) {
+      const auto shard = static_cast<std::size_t>(
+          std::find(table_of_shard_.begin(), table_of_shard_.end(), route.table) -
+          table_of_shard_.begin());
+      part.tables.push_back(table_of(shard));
+      if (!is_dense) {
+        local_receiver_.shards.push_back(shard);
+        local_receiver_.is_dense.push_back(false);
+      }
+    }
+    part.features.push_back({layout_->features[route.feature], found->second});
+    (is_dense ? dense_routes_ : stepped_routes_).push_back(r);
+  }
+  TableBatchOptions options;
+  options.bounds_check = BoundsCheckMode::kIgnore;
+  if (!dense.tables.empty()) {
+    options.gradients = GradientForm::kDense;
+    local_dense_ = std::make_unique<TableBatch>(dense.tables, dense.features, options);
+  }
+  if (!stepped.tables.empty()) {
+    local_receiver_.optimizer = make_optimizer(local_receiver_);
+    options.gradients = GradientForm::kSparse;
+    options.sink = [this](std::vector<RowGradient> gradients) {
+      take(local_receiver_, averaged(std::move(gradients)));
+    };
+    local_stepped_ = std::make_unique<TableBatch>(stepped.tables, stepped.features, options);
+  }
+}
+
+void LocalTables::take(const Receiver& receiver, std::vector<RowGradient> gradients) {
+  const at::NoGradGuard no_grad;
+  std::vector<RowGradient> steps;
+  for (std::size_t i = 0; i < gradients.size(); ++i) {
+    const at::Tensor& weight = shards_[receiver.shards[i]].weight;
+    if (receiver.is_dense[i]) {
+      const at::Tensor dense =
+          at::zeros(weight.sizes(), weight.options().requires_grad(false))
+              .index_copy_(0, gradients[i].rows, gradients[i].values.to(weight.scalar_type()));
+      add_gradient(weight, dense);
+    } else if (options_.gradients == GradientForm::kSparse) {
+      add_gradient(weight, sparse_of(gradients[i], weight));
+    } else {
+      steps.push_back(std::move(gradients[i]));
+    }
+  }
+  if (!steps.empty()) receiver.optimizer->step_rows(steps);
+}
+
+std::vector<RowGradient> LocalTables::averaged(std::vector<RowGradient> gradients) const {
+  const at::NoGradGuard no_grad;
+  if (group_.size() == 1) return gradients;
+  const auto world = static_cast<std::size_t>(group_.size());
+  std::vector<std::int64_t> counts;
+  std::vector<at::Tensor> own_rows;
+  std::vector<at::Tensor> own_values;
+  for (const RowGradient& gradient : gradients) {
+    counts.push_back(gradient.rows.numel());
+    own_rows.push_back(gradient.rows);
+    own_values.push_back(gradient.values.reshape({-1}));
+  }
+  const at::Tensor all_counts =
+      comm::all_gather(at::tensor(counts, at::kLong).unsqueeze(0), group_).contiguous();
+  const auto* count = all_counts.const_data_ptr<std::int64_t>();
+  const auto count_of = [&](std::size_t rank, std::size_t table) {
+    return count[rank * gradients.size() + table];
+  };
+  std::vector<std::int64_t> rows_of(world, 0);
+  std::vector<std::int64_t> values_of(world, 0);
+  for (std::size_t r = 0; r < world; ++r) {
+    for (std::size_t t = 0; t < gradients.size(); ++t) {
+      rows_of[r] += count_of(r, t);
+      values_of[r] += count_of(r, t) * gradients[t].values.size(1);
+    }
+  }
+  const auto all_rows = comm::all_gather_v_async(at::cat(own_rows), group_, rows_of);
+  const at::Tensor values = comm::all_gather_v(at::cat(own_values), group_, values_of);
+  const at::Tensor rows = all_rows.wait();
+
+  std::vector<std::vector<at::Tensor>> rows_by(gradients.size());
+  std::vector<std::vector<at::Tensor>> values_by(gradients.size());
+  std::int64_t row = 0;
+  std::int64_t value = 0;
+  for (std::size_t r = 0; r < world; ++r) {
+    for (std::size_t t = 0; t < gradients.size(); ++t) {
+      const std::int64_t columns = gradients[t].values.size(1);
+      const std::int64_t num = count_of(r, t);
+      rows_by[t].push_back(rows.narrow(0, row, num));
+      values_by[t].push_back(values.narrow(0, value, num * columns).view({num, columns}));
+      row += num;
+      value += num * columns;
+    }
+  }
+  std::vector<RowGradient> result;
+  for (std::size_t t = 0; t < gradients.size(); ++t) {
+    const at::Tensor& weight = shards_[local_receiver_.shards[t]].weight;
+    const at::Tensor sum =
+        at::_sparse_coo_tensor_unsafe(
+            at::cat(rows_by[t]).unsqueeze(0), at::cat(values_by[t]), weight.sizes(),
+            at::TensorOptions(at::kFloat).device(weight.device()).layout(at::kSparse))
+            .coalesce();
+    result.push_back({sum.indices()[0].contiguous(), sum.values().div(group_.size())});
+  }
+  return result;
+}
+
+std::vector<LocalShard> LocalTables::shards() const {
+  std::vector<LocalShard> all = shards_;
+  for (const auto& optimizer : optimizers()) {
+    const auto state = optimizer->state_dict();
+    for (LocalShard& shard : all) {
+      for (const char* name : {"momentum1", "momentum2"}) {
+        const auto found = state.find(shard.name + "." + name);
+        if (found != state.end()) shard.state[name] = found->second;
+      }
+    }
+  }
+  return all;
+}
+
+std::vector<std::shared_ptr<RowOptimizer>> LocalTables::optimizers() const {
+  std::vector<std::shared_ptr<RowOptimizer>> all;
+  for (const auto* receiver : {&routed_receiver_, &local_receiver_}) {
+    if (receiver->optimizer) all.push_back(receiver->optimizer);
+  }
+  return all;
+}
+
+void LocalTables::step() {
+  TESSERA_CHECK_VALUE(options_.gradients == GradientForm::kSparse, layout_->operation,
+                      ": step() is for sparse gradients; here ",
+                      options_.gradients == GradientForm::kFused ? "backward steps the rows."
+                                                                 : "gradients are dense.");
+  for (const auto& optimizer : optimizers()) optimizer->step();
+}
+
+void LocalTables::zero_grad() {
+  for (const LocalShard& shard : shards_) shard.weight.mutable_grad() = at::Tensor();
+}
+
+double LocalTables::clip_grad_norm(double max_norm) {
+  TESSERA_CHECK_VALUE(max_norm >= 0, layout_->operation, ": max_norm is ", max_norm,
+                      "; it must not be negative.");
+  TESSERA_CHECK_VALUE(options_.gradients != GradientForm::kFused, layout_->operation,
+                      ": backward steps the rows; there are no gradients to clip.");
+  const at::NoGradGuard no_grad;
+  double own = 0;
+  double shared = 0;  // the same on every rank
+  std::vector<at::Tensor> values;
+  for (std::size_t i = 0; i < shards_.size(); ++i) {
+    at::Tensor& gradient = shards_[i].weight.mutable_grad();
+    if (!gradient.defined()) continue;
+    if (gradient.is_sparse() && !gradient.is_coalesced()) gradient = gradient.coalesce();
+    values.push_back(gradient.is_sparse() ? gradient._values() : gradient);
+    const double square = values.back().to(at::kDouble).pow(2).sum().item<double>();
+    (is_local(layout_->sharding(table_of_shard_[i])) ? shared : own) += square;
+  }
+  if (group_.size() > 1) {
+    own = comm::all_reduce(at::full({1}, own, at::kDouble), group_).item<double>();
+  }
+  const double norm = std::sqrt(own + shared);
+  if (norm > max_norm) {
+    for (const at::Tensor& value : values) value.mul_(max_norm / norm);
+  }
+  return norm;
+}
+
+void LocalTables::set_learning_rate(double learning_rate) {
+  for (const auto& optimizer : optimizers()) optimizer->set_learning_rate(learning_rate);
+}
+
+}  // namespace tessera::sharding

@@ -1,0 +1,92 @@
+// src/sharding/local_tables.h — the parts of tables on this rank: rows, gradients, steps.
+
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "sharding/table_layout.h"
+#include "tessera/embedding/optimizer.h"
+#include "tessera/embedding/table_batch.h"
+#include "tessera/sharding/sharded_module.h"
+
+namespace tessera::sharding {
+
+struct LocalTablesOptions {
+  embedding::OptimizerOptions optimizer = {};
+  embedding::GradientForm gradients = embedding::GradientForm::kFused;
+  at::Device device = at::kCPU;
+};
+
+/// Makes the weights of this rank's shards and looks them up. Construction is collective:
+/// data-parallel tables start as on rank 0.
+class LocalTables {
+ public:
+  LocalTables(std::shared_ptr<const TableLayout> layout, const comm::Group& group,
+              const LocalTablesOptions& options);
+  LocalTables(const LocalTables&) = delete;
+  LocalTables& operator=(const LocalTables&) = delete;
+
+  /// The shards on this rank; the weights ask for gradients. State is filled in anew.
+  std::vector<LocalShard> shards() const;
+  /// The weights themselves, in the order of `shards`.
+  const std::vector<LocalShard>& weights() const noexcept { return shards_; }
+
+  /// Looks up every route of every rank; null if this rank has no rows.
+  const embedding::TableBatch* routed() const noexcept { return routed_.get(); }
+  /// Look up the routes that stay here: tables whose rows are stepped together, and tables with
+  /// dense gradients. Null if there are none.
+  const embedding::TableBatch* local_stepped() const noexcept { return local_stepped_.get(); }
+  const embedding::TableBatch* local_dense() const noexcept { return local_dense_.get(); }
+  /// Which of the layout's local routes each of them takes, in order.
+  const std::vector<std::size_t>& stepped_routes() const noexcept { return stepped_routes_; }
+  const std::vector<std::size_t>& dense_routes() const noexcept { return dense_routes_; }
+
+  std::vector<std::shared_ptr<embedding::RowOptimizer>> optimizers() const;
+  void step();
+  void zero_grad();
+  double clip_grad_norm(double max_norm);
+  void set_learning_rate(double learning_rate);
+
+ private:
+  /// Tables whose gradients come through a sink.
+  struct Receiver {
+    std::vector<std::size_t> shards;                     // numbers among shards_, one per table
+    std::vector<bool> is_dense;                          // its gradient becomes a dense one
+    std::shared_ptr<embedding::RowOptimizer> optimizer;  // of those that are not dense
+  };
+
+  void make_shards();
+  void make_routed();
+  void make_local();
+  embedding::Table table_of(std::size_t shard) const;
+  std::shared_ptr<embedding::RowOptimizer> make_optimizer(const Receiver& receiver) const;
+  void take(const Receiver& receiver, std::vector<embedding::RowGradient> gradients);
+  std::vector<embedding::RowGradient> averaged(std::vector<embedding::RowGradient> gradients) const;
+
+  std::shared_ptr<const TableLayout> layout_;
+  comm::Group group_;
+  LocalTablesOptions options_;
+  std::vector<LocalShard> shards_;
+  std::vector<std::size_t> table_of_shard_;
+  Receiver routed_receiver_;
+  Receiver local_receiver_;
+  std::unique_ptr<embedding::TableBatch> routed_;
+  std::unique_ptr<embedding::TableBatch> local_stepped_;
+  std::unique_ptr<embedding::TableBatch> local_dense_;
+  std::vector<std::size_t> stepped_routes_;
+  std::vector<std::size_t> dense_routes_;
+};
+
+/// Fills shards from whole tables by name. Throws ValueError for a table that is missing or of
+/// another shape, before it changes anything.
+void load_shards(const TableLayout& layout, const std::vector<LocalShard>& shards,
+                 const std::map<std::string, at::Tensor>& tables);
+/// Whole tables on every rank, on the CPU. Collective.
+std::map<std::string, at::Tensor> gather_shards(const TableLayout& layout,
+                                                const std::vector<LocalShard>& shards,
+                                                const comm::Group& group);
+
+}  // namespace tessera::sharding
