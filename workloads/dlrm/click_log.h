@@ -1,0 +1,70 @@
+// dlrm/click_log.h — samples of a click log, by number. No LibTorch.
+//
+// A sample is a label (clicked or not), dense numbers, and a bag of ids per feature. Every source
+// of samples (synthetic.h, criteo.h, click_file.h) is a ClickLog; batch.h makes tensors of it.
+
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace tessera::workloads::dlrm {
+
+/// Data that cannot be used. The text names the file, the place and the reason.
+class DataError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+/// A sparse feature: a bag of ids per sample, each in [0, num_rows).
+struct Feature {
+  std::string name;
+  std::int64_t num_rows = 0;
+  /// Ids per sample, 0 if it varies.
+  std::int64_t bag_size = 1;
+
+  bool operator==(const Feature&) const = default;
+};
+
+struct ClickSchema {
+  std::int64_t num_dense = 13;
+  std::vector<Feature> features;
+
+  bool operator==(const ClickSchema&) const = default;
+};
+
+/// Features "<prefix>0", "<prefix>1", …, all alike.
+std::vector<Feature> equal_features(std::int64_t count, std::int64_t num_rows,
+                                    std::int64_t bag_size = 1, const std::string& prefix = "cat_");
+
+/// Samples in a row, laid out as a KeyedJaggedTensor wants them.
+struct SampleBlock {
+  std::int64_t num_samples = 0;
+  std::vector<float> labels;          // [samples], 0 or 1
+  std::vector<float> dense;           // [samples, num_dense]
+  std::vector<std::int32_t> lengths;  // [features, samples]
+  std::vector<std::int64_t> ids;      // feature by feature, sample by sample
+};
+
+/// Samples by number. Immutable once made; `read` is safe from several threads.
+class ClickLog {
+ public:
+  virtual ~ClickLog() = default;
+
+  virtual const ClickSchema& schema() const noexcept = 0;
+
+  /// How many there are; -1 for a log without end.
+  virtual std::int64_t num_samples() const noexcept = 0;
+
+  /// Fills `block` with the samples [first, first + count), reusing its memory. Any rank may read
+  /// any sample. Throws DataError past the end.
+  virtual void read(std::int64_t first, std::int64_t count, SampleBlock& block) const = 0;
+};
+
+/// Throws DataError beginning with `name` unless the log holds the samples [first, first + count).
+void check_range(const ClickLog& log, std::int64_t first, std::int64_t count,
+                 const std::string& name);
+
+}  // namespace tessera::workloads::dlrm

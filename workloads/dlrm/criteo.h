@@ -1,0 +1,72 @@
+// dlrm/criteo.h — Criteo's tab-separated click logs. No LibTorch.
+//
+// A line: label (0 or 1), 13 integers, 26 hexadecimal strings of at most 8 digits, separated by
+// tabs; numbers and strings may be missing. Dense x becomes log(1 + x); x below 0 counts as 0, as
+// does a missing one. A string h becomes row h mod num_rows; a missing one becomes row 0 (a bag of
+// one id, as in the reference pipelines).
+
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "dlrm/click_log.h"
+
+namespace tessera::workloads::dlrm {
+
+inline constexpr std::int64_t kCriteoDense = 13;
+inline constexpr std::int64_t kCriteoFeatures = 26;
+
+struct CriteoOptions {
+  /// 26 features with bags of 1; names and rows as wanted.
+  std::vector<Feature> features = equal_features(kCriteoFeatures, 100000);
+  /// Throw for the first bad line instead of leaving it out.
+  bool strict = false;
+  /// Threads that parse; 0 for one per core.
+  int num_threads = 0;
+  /// How many bad lines are remembered by number and reason.
+  std::int64_t num_named = 5;
+};
+
+/// What was read and what was left out.
+struct CriteoReport {
+  struct BadLine {
+    std::int64_t line = 0;  // from 1
+    std::string reason;
+  };
+  std::int64_t num_lines = 0;
+  std::int64_t num_samples = 0;
+  std::int64_t num_bad = 0;
+  std::int64_t num_bytes = 0;
+  std::vector<BadLine> first_bad;
+};
+
+/// Parses the file by several threads and hands over blocks of samples in the order of the lines,
+/// from the calling thread. The blocks are the same for any number of threads. Throws DataError if
+/// the file cannot be read and, if strict, for the first bad line.
+CriteoReport read_criteo(const std::string& path, const CriteoOptions& options,
+                         const std::function<void(const SampleBlock&)>& take);
+
+/// A file read whole into memory (about 170 bytes per sample). Larger ones: `tessera data convert`.
+class CriteoLog : public ClickLog {
+ public:
+  explicit CriteoLog(const std::string& path, const CriteoOptions& options = {});
+  ~CriteoLog() override;
+
+  const ClickSchema& schema() const noexcept override;
+  std::int64_t num_samples() const noexcept override;
+  void read(std::int64_t first, std::int64_t count, SampleBlock& block) const override;
+  const CriteoReport& report() const noexcept { return report_; }
+
+ private:
+  ClickSchema schema_;
+  CriteoReport report_;
+  std::vector<SampleBlock> blocks_;
+  std::vector<std::int64_t> first_samples_;
+};
+
+}  // namespace tessera::workloads::dlrm

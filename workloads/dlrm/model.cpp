@@ -1,0 +1,120 @@
+#include "dlrm/model.h"
+
+#include <cmath>
+#include <utility>
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Functions.h>
+
+#include "tessera/core/check.h"
+
+namespace tessera::workloads::dlrm {
+namespace {
+
+torch::nn::Linear linear(std::int64_t inputs, std::int64_t outputs, bool has_bias = true) {
+  return torch::nn::Linear(torch::nn::LinearOptions(inputs, outputs).bias(has_bias));
+}
+
+// Weights of variance 2 / (inputs + outputs), biases of variance 1 / outputs, in the order of the
+// parameters: the start that DLRM was published with.
+void draw_parameters(torch::nn::Module& module, std::uint64_t seed) {
+  const torch::NoGradGuard no_grad;
+  auto generator = at::detail::createCPUGenerator(seed);
+  for (auto& parameter : module.parameters()) {
+    const auto outputs = static_cast<double>(parameter.size(0));
+    const double variance =
+        parameter.dim() == 2 ? 2 / (outputs + static_cast<double>(parameter.size(1))) : 1 / outputs;
+    parameter.normal_(0, std::sqrt(variance), generator);
+  }
+}
+
+std::int64_t top_inputs(const DlrmOptions& options) {
+  const auto n = static_cast<std::int64_t>(options.features.size());
+  if (options.interaction == Interaction::kCross) return (n + 1) * options.embedding_dim;
+  return options.embedding_dim + n * (n + 1) / 2;
+}
+
+}  // namespace
+
+Perceptron::Perceptron(std::int64_t num_inputs, const std::vector<std::int64_t>& widths,
+                       bool relu_at_end)
+    : relu_at_end_(relu_at_end) {
+  for (const std::int64_t width : widths) {
+    TESSERA_CHECK_VALUE(width > 0, "dlrm: a layer of ", width, " outputs was asked for.");
+    layers_.push_back(
+        register_module("layer_" + std::to_string(layers_.size()), linear(num_inputs, width)));
+    num_inputs = width;
+  }
+}
+
+torch::Tensor Perceptron::forward(torch::Tensor x) {
+  for (std::size_t i = 0; i < layers_.size(); ++i) {
+    x = layers_[i]->forward(x);
+    if (i + 1 < layers_.size() || relu_at_end_) x = at::relu_(x);
+  }
+  return x;
+}
+
+LowRankCross::LowRankCross(std::int64_t width, std::int64_t rank, std::int64_t num_layers) {
+  TESSERA_CHECK_VALUE(width > 0 && rank > 0 && num_layers > 0, "dlrm: ", num_layers,
+                      " cross layers of width ", width, " and rank ", rank, " were asked for.");
+  for (std::int64_t i = 0; i < num_layers; ++i) {
+    down_.push_back(register_module("down_" + std::to_string(i), linear(width, rank, false)));
+    up_.push_back(register_module("up_" + std::to_string(i), linear(rank, width)));
+  }
+}
+
+torch::Tensor LowRankCross::forward(const torch::Tensor& x0) {
+  torch::Tensor x = x0;
+  for (std::size_t i = 0; i < down_.size(); ++i) {
+    x = at::addcmul(x, x0, up_[i]->forward(down_[i]->forward(x)));
+  }
+  return x;
+}
+
+Dlrm::Dlrm(const DlrmOptions& options) : options_(options) {
+  TESSERA_CHECK_VALUE(!options.features.empty() && !options.bottom.empty() && !options.top.empty(),
+                      "dlrm: features, bottom and top layers must not be empty.");
+  TESSERA_CHECK_VALUE(options.bottom.back() == options.embedding_dim,
+                      "dlrm: the last bottom layer has ", options.bottom.back(),
+                      " outputs, the embeddings have ", options.embedding_dim,
+                      " columns; both must be equal.");
+  TESSERA_CHECK_VALUE(options.top.back() == 1, "dlrm: the last top layer has ", options.top.back(),
+                      " outputs; it must have 1.");
+  bottom_ = register_module("bottom",
+                            std::make_shared<Perceptron>(options.num_dense, options.bottom, true));
+  const std::int64_t inputs = top_inputs(options);
+  if (options.interaction == Interaction::kCross) {
+    cross_ = register_module(
+        "cross", std::make_shared<LowRankCross>(inputs, options.cross_rank, options.cross_layers));
+  }
+  top_ = register_module("top", std::make_shared<Perceptron>(inputs, options.top, false));
+  draw_parameters(*this, options.seed);
+}
+
+torch::Tensor Dlrm::forward(const torch::Tensor& dense, const jagged::KeyedTensor& embeddings) {
+  TESSERA_CHECK_VALUE(dense.dim() == 2 && dense.size(1) == options_.num_dense,
+                      "dlrm: dense has shape ", dense.sizes(), "; it must be [batch, ",
+                      options_.num_dense, "].");
+  for (std::size_t i = 0; i < embeddings.keys().size(); ++i) {
+    TESSERA_CHECK_VALUE(embeddings.length_per_key()[i] == options_.embedding_dim, "dlrm: feature '",
+                        embeddings.keys()[i], "' has ", embeddings.length_per_key()[i],
+                        " columns; the model takes ", options_.embedding_dim, ".");
+  }
+  const bool in_order = embeddings.keys() == options_.features;
+  const torch::Tensor rows =
+      in_order ? embeddings.values()
+               : jagged::KeyedTensor::regroup({embeddings}, {options_.features}).front();
+  const torch::Tensor first = bottom_->forward(dense);
+  const torch::Tensor mixed =
+      cross_ == nullptr ? dot_interaction(first, rows) : cross_->forward(at::cat({first, rows}, 1));
+  return top_->forward(mixed).squeeze(1);
+}
+
+std::int64_t Dlrm::num_parameters() const {
+  std::int64_t sum = 0;
+  for (const auto& parameter : parameters()) sum += parameter.numel();
+  return sum;
+}
+
+}  // namespace tessera::workloads::dlrm
