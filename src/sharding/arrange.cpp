@@ -214,6 +214,7 @@ ArrangedIds Arrangement::arrange(const KeyedJaggedTensor& features,
     result.lengths = at::empty({0}, options.dtype(at::kInt));
     result.values = at::empty({0}, features.values().options());
     if (is_weighted) result.weights = at::empty({0}, options.dtype(at::kFloat));
+    if (needs_source) result.source = at::empty({0}, options.dtype(at::kLong));
     return result;
   }
   if (!features.values().is_cpu()) {

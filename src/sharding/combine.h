@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -30,6 +31,8 @@ struct CombinePlan {
   std::vector<at::Tensor> factors;
   /// Per feature: which sample each row of the result reads, int64; undefined: its own.
   std::vector<at::Tensor> inverse;
+  /// Lives as long as the record for backward.
+  std::shared_ptr<const void> owner;
 };
 
 /// Returns [plan.rows, plan.columns]. Sources are flat, float32, on one device. Differentiable.

@@ -40,9 +40,13 @@ std::size_t negative_length(const KeyedJaggedTensor& features) {
   if (features.lengths().numel() == 0 || features.lengths().min().item<std::int64_t>() >= 0) {
     return num_keys;
   }
-  std::size_t key = 0;
-  while (features.feature(key).lengths().min().item<std::int64_t>() >= 0) ++key;
-  return key;
+  const auto& begins = features.lengths_offset_per_key();
+  for (std::size_t key = 0; key < num_keys; ++key) {
+    const at::Tensor own =
+        features.lengths().reshape({-1}).narrow(0, begins[key], begins[key + 1] - begins[key]);
+    if (own.numel() > 0 && own.min().item<std::int64_t>() < 0) return key;
+  }
+  return num_keys;
 }
 
 }  // namespace
@@ -66,67 +70,105 @@ InputSender::InputSender(std::shared_ptr<const TableLayout> layout, const comm::
   }
 }
 
-void InputSender::check(DistContext& context) const {
+Fault InputSender::find_fault(DistContext& context) const {
   const KeyedJaggedTensor& features = context.features;
-  const auto fault = [&](Fault::Kind kind, const std::string& text) {
-    context.fault = {kind, text_of(layout_->operation, ": on rank ", group_.rank(), ", ", text)};
-  };
   for (const auto& name : layout_->features) {
     if (!features.has_key(name)) {
-      return fault(Fault::Kind::kValue, text_of("there is no feature '", name, "' among the ",
-                                                features.keys().size(), " keys of the batch."));
+      return {Fault::Kind::kValue, text_of("there is no feature '", name, "' among the ",
+                                           features.keys().size(), " keys of the batch.")};
     }
     context.places.push_back(features.index_of(name));
     context.strides.push_back(features.stride_per_key()[context.places.back()]);
   }
   if (features.device() != options_.device) {
-    return fault(Fault::Kind::kValue, text_of("the features are on ", features.device(),
-                                              ", the tables are on ", options_.device, "."));
+    return {Fault::Kind::kValue, text_of("the features are on ", features.device(),
+                                         ", the tables are on ", options_.device, ".")};
   }
   if (!is_integer(features.values()) || features.values().dim() != 1) {
-    return fault(
+    return {
         Fault::Kind::kType,
         text_of("the ids are ", features.values().scalar_type(), ", of ", features.values().dim(),
-                " dimensions; they must be int32 or int64, of one dimension."));
+                " dimensions; they must be int32 or int64, of one dimension.")};
   }
   if (options_.is_weighted && !features.weights_or_none().defined()) {
-    return fault(Fault::Kind::kValue,
-                 "the collection is weighted, but the features have no weights.");
+    return {Fault::Kind::kValue, "the collection is weighted, but the features have no weights."};
   }
   const std::size_t negative = negative_length(features);
   if (negative < features.keys().size()) {
-    return fault(Fault::Kind::kValue,
-                 text_of("feature '", features.keys()[negative], "' has a negative length."));
+    return {Fault::Kind::kValue,
+            text_of("feature '", features.keys()[negative], "' has a negative length.")};
   }
   if (features.offset_per_key().back() != features.values().numel()) {
-    return fault(Fault::Kind::kValue,
-                 text_of("the lengths add up to ", features.offset_per_key().back(),
-                         ", but there are ", features.values().numel(), " ids."));
+    return {Fault::Kind::kValue, text_of("the lengths add up to ", features.offset_per_key().back(),
+                                         ", but there are ", features.values().numel(), " ids.")};
   }
-  if (options_.bounds_check == BoundsCheckMode::kIgnore) return;
+  Fault fault = find_batch_fault(context);
+  return fault.kind == Fault::Kind::kNone ? find_id_fault(context) : fault;
+}
+
+Fault InputSender::find_batch_fault(const DistContext& context) const {
+  const KeyedJaggedTensor& features = context.features;
+  if (!options_.needs_one_batch || !features.variable_stride_per_key()) return {};
+  const auto& inverse = features.inverse_indices_or_none();
+  for (std::size_t f = 0; f < layout_->features.size(); ++f) {
+    const std::string& name = layout_->features[f];
+    if (!inverse) {
+      if (context.strides[f] == context.strides[0]) continue;
+      return {Fault::Kind::kValue,
+              text_of("feature '", name, "' has a batch of ", context.strides[f], ", feature '",
+                      layout_->features[0], "' of ", context.strides[0],
+                      ". Give inverse indices with a variable batch.")};
+    }
+    const auto found = std::find(inverse->first.rbegin(), inverse->first.rend(), name);
+    if (found == inverse->first.rend()) {
+      return {Fault::Kind::kValue,
+              text_of("there are no inverse indices for feature '", name, "'.")};
+    }
+    const at::Tensor own = inverse->second[inverse->first.rend() - found - 1];
+    if (own.numel() > 0 && (own.min().item<std::int64_t>() < 0 ||
+                            own.max().item<std::int64_t>() >= context.strides[f])) {
+      return {Fault::Kind::kIndex,
+              text_of("the inverse indices of feature '", name, "' go from ",
+                      own.min().item<std::int64_t>(), " to ", own.max().item<std::int64_t>(),
+                      ", but it has ", context.strides[f], " samples.")};
+    }
+  }
+  return {};
+}
+
+Fault InputSender::find_id_fault(const DistContext& context) const {
   static std::atomic<bool> has_warned{false};
-  if (options_.bounds_check == BoundsCheckMode::kWarning && has_warned) return;
+  const BoundsCheckMode mode = options_.bounds_check;
+  if (mode == BoundsCheckMode::kIgnore) return {};
+  if (mode == BoundsCheckMode::kWarning && has_warned) return {};
   for (std::size_t f = 0; f < layout_->features.size(); ++f) {
     const auto& table = layout_->tables[layout_->smallest_table[f]];
-    const auto bad = jagged::find_bad_id(features, context.places[f], table.num_embeddings);
+    const auto bad = jagged::find_bad_id(context.features, context.places[f], table.num_embeddings);
     if (!bad) continue;
     const std::string text =
         text_of("feature '", bad->feature, "', sample ", bad->sample, " has id ", bad->id,
                 ", but table '", table.name, "' has ", table.num_embeddings, " rows");
-    if (options_.bounds_check == BoundsCheckMode::kFatal) {
-      return fault(Fault::Kind::kIndex, text + ".");
-    }
+    if (mode == BoundsCheckMode::kFatal) return {Fault::Kind::kIndex, text + "."};
     if (!has_warned.exchange(true)) {
       TORCH_WARN(layout_->operation, ": on rank ", group_.rank(), ", ", text,
                  "; row 0 is used. Further ids outside their tables are not reported.");
     }
-    return;
+    break;
   }
+  return {};
 }
 
 std::shared_ptr<DistContext> InputSender::prepare(const KeyedJaggedTensor& features) const {
   auto context = std::make_shared<DistContext>(features);
-  check(*context);
+  try {
+    context->fault = find_fault(*context);
+  } catch (const c10::Error& error) {  // features that cannot say what they hold
+    context->fault = {Fault::Kind::kValue, error.what_without_backtrace()};
+  }
+  if (context->fault.kind != Fault::Kind::kNone) {
+    context->fault.text =
+        text_of(layout_->operation, ": on rank ", group_.rank(), ", ", context->fault.text);
+  }
   const bool is_good = context->fault.kind == Fault::Kind::kNone;
   context->is_recorded = at::GradMode::is_enabled();
   context->wants_weight_gradient =

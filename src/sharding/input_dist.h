@@ -48,6 +48,8 @@ struct InputDistOptions {
   bool is_weighted = false;
   /// Keep where each id came from, for what is not pooled.
   bool needs_source = false;
+  /// Of a variable batch, all features must become one batch by their inverse indices.
+  bool needs_one_batch = false;
   embedding::BoundsCheckMode bounds_check = embedding::BoundsCheckMode::kFatal;
   at::Device device = at::kCPU;
 };
@@ -79,7 +81,9 @@ class InputSender {
   const comm::Group& group() const noexcept { return group_; }
 
  private:
-  void check(DistContext& context) const;
+  Fault find_fault(DistContext& context) const;
+  Fault find_batch_fault(const DistContext& context) const;
+  Fault find_id_fault(const DistContext& context) const;
 
   std::shared_ptr<const TableLayout> layout_;
   comm::Group group_;

@@ -46,6 +46,29 @@ LocalTables::LocalTables(std::shared_ptr<const TableLayout> layout, const comm::
   make_shards();
   make_routed();
   make_local();
+  make_row_norms();
+}
+
+void LocalTables::make_row_norms() {
+  if (!is_exact()) return;
+  std::vector<std::pair<std::size_t, std::size_t>> places;
+  for (std::size_t i = 0; i < routed_receiver_.shards.size(); ++i) {
+    if (routed_receiver_.is_dense[i]) continue;
+    const std::size_t shard = routed_receiver_.shards[i];
+    places.emplace_back(table_of_shard_[shard], number_of(shard));
+  }
+  row_norms_ = std::make_unique<RowNorms>(*layout_, group_, std::move(places));
+}
+
+bool LocalTables::is_exact() const {
+  return options_.exact_row_norms && embedding::reads_row_norms(options_.optimizer.kind) &&
+         RowNorms::has_cut_columns(*layout_);
+}
+
+std::size_t LocalTables::number_of(std::size_t shard) const {
+  const auto& all = layout_->sharding(table_of_shard_[shard]).shards;
+  return static_cast<std::size_t>(std::find(all.begin(), all.end(), shards_[shard].place) -
+                                  all.begin());
 }
 
 void LocalTables::make_shards() {
@@ -92,31 +115,30 @@ std::shared_ptr<RowOptimizer> LocalTables::make_optimizer(const Receiver& receiv
 
 void LocalTables::make_routed() {
   std::vector<Table> tables;
-  std::map<std::pair<std::size_t, std::int64_t>, std::int64_t> number_of;  // by table and shard
+  std::map<std::pair<std::size_t, std::size_t>, std::int64_t> table_number;  // by table and shard
   Receiver& receiver = routed_receiver_;
-  std::vector<std::size_t> seen(layout_->tables.size(), 0);
   for (std::size_t i = 0; i < shards_.size(); ++i) {
     const std::size_t t = table_of_shard_[i];
     const ParameterSharding& sharding = layout_->sharding(t);
     if (is_local(sharding) || shards_[i].place.rows == 0) continue;
-    const auto found = std::find(sharding.shards.begin(), sharding.shards.end(), shards_[i].place);
-    number_of[{t, found - sharding.shards.begin()}] = static_cast<std::int64_t>(tables.size());
+    table_number[{t, number_of(i)}] = static_cast<std::int64_t>(tables.size());
     tables.push_back(table_of(i));
     receiver.shards.push_back(i);
     receiver.is_dense.push_back(sharding.kernel == ComputeKernel::kDense ||
                                 options_.gradients == GradientForm::kDense);
+    if (!receiver.is_dense.back()) receiver.columns.push_back(shards_[i].table_columns);
   }
   if (tables.empty()) return;
   std::vector<Feature> features;
   for (int source = 0; source < group_.size(); ++source) {
     for (const Route& route : layout_->routes[static_cast<std::size_t>(group_.rank())]) {
-      features.push_back({layout_->features[route.feature],
-                          number_of.at({route.table, static_cast<std::int64_t>(route.shard)})});
+      features.push_back(
+          {layout_->features[route.feature], table_number.at({route.table, route.shard})});
     }
   }
   TableBatchOptions options;
   options.bounds_check = BoundsCheckMode::kIgnore;  // ids were checked where they came from
-  const bool is_fused = options_.gradients == GradientForm::kFused &&
+  const bool is_fused = options_.gradients == GradientForm::kFused && !is_exact() &&
                         std::none_of(receiver.is_dense.begin(), receiver.is_dense.end(),
                                      [](bool is_dense) { return is_dense; });
   if (is_fused) {
@@ -194,7 +216,16 @@ void LocalTables::take(const Receiver& receiver, std::vector<RowGradient> gradie
       steps.push_back(std::move(gradients[i]));
     }
   }
-  if (!steps.empty()) receiver.optimizer->step_rows(steps);
+  if (!steps.empty()) step_rows(receiver, steps);
+}
+
+void LocalTables::step_rows(const Receiver& receiver, const std::vector<RowGradient>& gradients) {
+  if (row_norms_ == nullptr || &receiver != &routed_receiver_) {
+    return receiver.optimizer->step_rows(gradients);
+  }
+  receiver.optimizer->step_cut_rows(
+      gradients, receiver.columns,
+      [this](std::vector<at::Tensor>& numbers) { row_norms_->sum(numbers); });
 }
 
 std::vector<RowGradient> LocalTables::averaged(std::vector<RowGradient> gradients) const {
@@ -281,7 +312,30 @@ void LocalTables::step() {
                       ": step() is for sparse gradients; here ",
                       options_.gradients == GradientForm::kFused ? "backward steps the rows."
                                                                  : "gradients are dense.");
+  if (row_norms_ != nullptr && routed_receiver_.optimizer) {
+    step_rows(routed_receiver_, kept_gradients(routed_receiver_));
+    if (local_receiver_.optimizer) local_receiver_.optimizer->step();
+    return;
+  }
   for (const auto& optimizer : optimizers()) optimizer->step();
+}
+
+std::vector<RowGradient> LocalTables::kept_gradients(const Receiver& receiver) const {
+  std::vector<RowGradient> gradients;
+  for (std::size_t i = 0; i < receiver.shards.size(); ++i) {
+    if (receiver.is_dense[i]) continue;
+    const at::Tensor& weight = shards_[receiver.shards[i]].weight;
+    const at::Tensor gradient = weight.grad();
+    if (gradient.defined()) {
+      const at::Tensor once = gradient.coalesce();
+      gradients.push_back({once.indices()[0].contiguous(), once.values().to(at::kFloat)});
+    } else {
+      const auto options = at::TensorOptions().device(weight.device());
+      gradients.push_back({at::empty({0}, options.dtype(at::kLong)),
+                           at::empty({0, weight.size(1)}, options.dtype(at::kFloat))});
+    }
+  }
+  return gradients;
 }
 
 void LocalTables::zero_grad() {

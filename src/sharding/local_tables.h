@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "sharding/row_norms.h"
 #include "sharding/table_layout.h"
 #include "tessera/embedding/optimizer.h"
 #include "tessera/embedding/table_batch.h"
@@ -17,6 +18,7 @@ namespace tessera::sharding {
 struct LocalTablesOptions {
   embedding::OptimizerOptions optimizer = {};
   embedding::GradientForm gradients = embedding::GradientForm::kFused;
+  bool exact_row_norms = false;
   at::Device device = at::kCPU;
 };
 
@@ -53,17 +55,24 @@ class LocalTables {
  private:
   /// Tables whose gradients come through a sink.
   struct Receiver {
-    std::vector<std::size_t> shards;                     // numbers among shards_, one per table
-    std::vector<bool> is_dense;                          // its gradient becomes a dense one
+    std::vector<std::size_t> shards;    // numbers among shards_, one per table
+    std::vector<bool> is_dense;         // its gradient becomes a dense one
+    std::vector<std::int64_t> columns;  // of the whole rows of those that are not dense
     std::shared_ptr<embedding::RowOptimizer> optimizer;  // of those that are not dense
   };
 
   void make_shards();
+  void make_row_norms();
   void make_routed();
   void make_local();
+  bool is_exact() const;
+  /// Its number among all shards of its table.
+  std::size_t number_of(std::size_t shard) const;
   embedding::Table table_of(std::size_t shard) const;
+  std::vector<embedding::RowGradient> kept_gradients(const Receiver& receiver) const;
   std::shared_ptr<embedding::RowOptimizer> make_optimizer(const Receiver& receiver) const;
   void take(const Receiver& receiver, std::vector<embedding::RowGradient> gradients);
+  void step_rows(const Receiver& receiver, const std::vector<embedding::RowGradient>& gradients);
   std::vector<embedding::RowGradient> averaged(std::vector<embedding::RowGradient> gradients) const;
 
   std::shared_ptr<const TableLayout> layout_;
@@ -71,6 +80,7 @@ class LocalTables {
   LocalTablesOptions options_;
   std::vector<LocalShard> shards_;
   std::vector<std::size_t> table_of_shard_;
+  std::unique_ptr<RowNorms> row_norms_;  // if norms are taken over cut rows
   Receiver routed_receiver_;
   Receiver local_receiver_;
   std::unique_ptr<embedding::TableBatch> routed_;

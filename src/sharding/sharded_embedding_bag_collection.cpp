@@ -51,12 +51,15 @@ struct ShardedEmbeddingBagCollection::State {
                                                  topology_of(group, options.local_size),
                                                  /*is_pooled=*/true);
     check_same_layout(*layout, group);
-    local = std::make_unique<LocalTables>(
-        layout, group, LocalTablesOptions{options.optimizer, options.gradients, options.device});
+    local =
+        std::make_unique<LocalTables>(layout, group,
+                                      LocalTablesOptions{options.optimizer, options.gradients,
+                                                         options.exact_row_norms, options.device});
     InputDistOptions input;
     input.is_weighted = is_weighted;
     input.bounds_check = options.bounds_check;
     input.device = options.device;
+    input.needs_one_batch = true;
     sender = std::make_shared<const InputSender>(layout, group, input);
     for (const Output& output : layout->outputs) {
       names.push_back(output.name);
@@ -238,8 +241,10 @@ comm::LazyAwaitable<KeyedTensor> ShardedEmbeddingBagCollection::compute_and_outp
   const bool is_recorded = at::GradMode::is_enabled();
   return comm::LazyAwaitable<KeyedTensor>([=] {
     const at::AutoGradMode recorded(is_recorded);
+    CombinePlan plan = state->combine_plan(*context);
+    plan.owner = state;  // backward hands gradients to its tables
     return KeyedTensor(state->names, state->dims,
-                       combine(state->combine_plan(*context), {pending.wait(), stepped, dense}));
+                       combine(std::move(plan), {pending.wait(), stepped, dense}));
   });
 }
 

@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <map>
 #include <random>
 #include <string>
@@ -39,6 +40,44 @@ struct Bags {
   std::vector<std::string> keys;
   std::vector<std::vector<std::vector<std::int64_t>>> ids;
   std::vector<std::vector<std::vector<float>>> weights;
+  /// Of a variable batch: which of the bags of a feature each sample of the full batch has.
+  std::vector<std::vector<std::int64_t>> inverse;
+
+  /// Every sample with bags of its own.
+  Bags expanded() const {
+    if (inverse.empty()) return *this;
+    Bags all;
+    all.keys = keys;
+    all.ids.resize(keys.size());
+    all.weights.resize(keys.size());
+    for (std::size_t f = 0; f < keys.size(); ++f) {
+      for (const std::int64_t sample : inverse[f]) {
+        all.ids[f].push_back(ids[f][static_cast<std::size_t>(sample)]);
+        all.weights[f].push_back(weights[f][static_cast<std::size_t>(sample)]);
+      }
+    }
+    return all;
+  }
+
+  /// Numbers of the elements of `expanded`, summed over the samples that share a bag.
+  at::Tensor folded(const at::Tensor& numbers) const {
+    if (inverse.empty()) return numbers;
+    std::vector<at::Tensor> parts;
+    std::int64_t next = 0;
+    for (std::size_t f = 0; f < keys.size(); ++f) {
+      std::vector<at::Tensor> sums;
+      for (const auto& bag : ids[f]) {
+        sums.push_back(at::zeros({static_cast<std::int64_t>(bag.size())}));
+      }
+      for (const std::int64_t sample : inverse[f]) {
+        at::Tensor& sum = sums[static_cast<std::size_t>(sample)];
+        sum += numbers.narrow(0, next, sum.numel());
+        next += sum.numel();
+      }
+      parts.insert(parts.end(), sums.begin(), sums.end());
+    }
+    return parts.empty() ? at::zeros({0}) : at::cat(parts);
+  }
 
   KeyedJaggedTensor kjt(bool is_weighted, at::ScalarType ids_type = at::kLong,
                         at::ScalarType lengths_type = at::kInt) const {
@@ -54,7 +93,18 @@ struct Bags {
     }
     jagged::KeyedJaggedFields fields;
     fields.lengths = at::tensor(lengths, at::kLong).to(lengths_type);
-    fields.stride = keys.empty() ? 0 : static_cast<std::int64_t>(ids[0].size());
+    if (inverse.empty()) {
+      fields.stride = keys.empty() ? 0 : static_cast<std::int64_t>(ids[0].size());
+    } else {
+      std::vector<std::int64_t> strides;
+      std::vector<at::Tensor> rows;
+      for (std::size_t f = 0; f < keys.size(); ++f) {
+        strides.push_back(static_cast<std::int64_t>(ids[f].size()));
+        rows.push_back(at::tensor(inverse[f], at::kLong));
+      }
+      fields.stride_per_key_per_rank = at::tensor(strides, at::kLong).unsqueeze(1);
+      fields.inverse_indices.emplace(keys, at::stack(rows));
+    }
     if (is_weighted) fields.weights = at::tensor(all_weights, at::kFloat);
     return KeyedJaggedTensor(keys, at::tensor(values, at::kLong).to(ids_type), fields);
   }
@@ -113,6 +163,8 @@ struct Job {
   bool compares_state = true;
   at::ScalarType ids_type = at::kLong;
   double tolerance = 2e-6;
+  /// Every feature has a batch of its own.
+  bool is_variable = false;
 
   int world() const { return static_cast<int>(batches.size()); }
 
@@ -127,6 +179,27 @@ struct Job {
   }
 
   Bags bags(int step, int rank) const {
+    const std::int64_t batch = batches[static_cast<std::size_t>(rank)];
+    Bags bags = bags_of(step, rank, batch);
+    if (!is_variable) return bags;
+    // As many bags as samples at most; the samples share them, and every bag has one. (The rows of
+    // a bag that no sample has are looked up and step with a gradient of zero.)
+    std::mt19937_64 random(seed + static_cast<std::uint64_t>(step * 10 + rank));
+    for (std::size_t f = 0; f < bags.keys.size(); ++f) {
+      const std::size_t count = batch == 0 ? 0 : 1 + random() % static_cast<std::size_t>(batch);
+      bags.ids[f].resize(count);
+      bags.weights[f].resize(count);
+      bags.inverse.emplace_back();
+      for (std::int64_t b = 0; b < batch; ++b) {
+        const std::size_t bag = static_cast<std::size_t>(b) < count ? b : random() % count;
+        bags.inverse[f].push_back(static_cast<std::int64_t>(bag));
+      }
+      std::shuffle(bags.inverse[f].begin(), bags.inverse[f].end(), random);
+    }
+    return bags;
+  }
+
+  Bags bags_of(int step, int rank, std::int64_t batch) const {
     std::vector<std::string> keys{"unused"};
     std::vector<std::int64_t> rows{10};
     for (std::size_t t = tables.size(); t-- > 0;) {
@@ -142,7 +215,7 @@ struct Job {
       }
     }
     return random_bags(
-        keys, rows, batches[static_cast<std::size_t>(rank)],
+        keys, rows, batch,
         seed * 10000 + static_cast<std::uint64_t>(step) * 100 + static_cast<std::uint64_t>(rank));
   }
 
@@ -163,10 +236,6 @@ struct Expected {
   std::map<std::string, at::Tensor> state;
 };
 
-inline std::vector<std::string> names_of(const jagged::KeyedTensor& tensor) {
-  return tensor.keys();
-}
-
 inline Expected run_alone(const Job& job) {
   embedding::TableBatchOptions options;
   options.gradients = embedding::GradientForm::kFused;
@@ -180,7 +249,9 @@ inline Expected run_alone(const Job& job) {
   Expected expected;
   for (int step = 0; step < job.steps; ++step) {
     std::vector<Bags> parts;
-    for (int rank = 0; rank < job.world(); ++rank) parts.push_back(job.bags(step, rank));
+    for (int rank = 0; rank < job.world(); ++rank) {
+      parts.push_back(job.bags(step, rank).expanded());
+    }
     KeyedJaggedTensor all = joined(parts).kjt(job.is_weighted, job.ids_type);
     if (job.is_weighted) all = all.with_weights(all.weights().clone().requires_grad_(true));
     const auto output = tables.forward(all);
@@ -274,8 +345,9 @@ inline void run_sharded(const Job& job, const Expected& expected, const comm::Gr
       tables.zero_grad_rows();
     }
     if (job.is_weighted) {
-      EXPECT_TRUE(
-          is_close(features.weights().grad(), expected.weight_gradients[step][rank], job.tolerance))
+      EXPECT_TRUE(is_close(features.weights().grad(),
+                           job.bags(step, rank).folded(expected.weight_gradients[step][rank]),
+                           job.tolerance))
           << "weights, step " << step << ", rank " << rank;
     }
     const auto now = tables.gather_tables();

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "dlrm/click_log.h"
+#include "dlrm/synthetic.h"
 
 namespace tessera::workloads::dlrm {
 
@@ -49,9 +50,20 @@ struct CriteoReport {
 /// from the calling thread. The blocks are the same for any number of threads. Throws DataError if
 /// the file cannot be read and, if strict, for the first bad line.
 CriteoReport read_criteo(const std::string& path, const CriteoOptions& options,
-                         const std::function<void(const SampleBlock&)>& take);
+                         const std::function<void(SampleBlock&)>& take);
 
-/// A file read whole into memory (about 170 bytes per sample). Larger ones: `tessera data convert`.
+/// Parses one line without its end. Returns an empty text and fills `label`, `dense` (13) and `ids`
+/// (26), or returns what is wrong with it.
+std::string parse_criteo_line(std::string_view line, const std::vector<Feature>& features,
+                              float& label, float* dense, std::int64_t* ids);
+
+/// Writes samples [first, first + count) of a synthetic log as lines, so that reading them gives
+/// the same samples. The schema must be Criteo's (13 numbers, 26 bags of 1, tables below 2^32
+/// rows).
+void append_criteo_lines(const SyntheticLog& log, std::int64_t first, std::int64_t count,
+                         std::string& text);
+
+/// A file read whole into memory (about 270 bytes per sample). Larger ones: `tessera data convert`.
 class CriteoLog : public ClickLog {
  public:
   explicit CriteoLog(const std::string& path, const CriteoOptions& options = {});

@@ -23,6 +23,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <limits>
 #include <map>
 #include <memory>
@@ -84,6 +85,13 @@ struct RowGradient {
   at::Tensor values;  // [rows, columns], float32
 };
 
+/// Whether a step of the rule reads a norm over a whole row.
+TESSERA_API bool reads_row_norms(OptimizerKind kind) noexcept;
+
+/// Sums numbers of rows over all parts of the rows: one tensor per table, one number per row of its
+/// gradient, changed in place.
+using RowSum = std::function<void(std::vector<at::Tensor>&)>;
+
 /// The state of some tables and the rule that steps their rows. Not safe to share between threads.
 class TESSERA_API RowOptimizer {
  public:
@@ -97,6 +105,12 @@ class TESSERA_API RowOptimizer {
   void step();
   /// Steps every table by the gradients given, one entry per table, in place of its `grad()`.
   void step_rows(const std::vector<RowGradient>& gradients);
+  /// The same if the tables hold some columns of rows whose others lie elsewhere: norms over a row
+  /// are made of what `sum` returns, and `num_columns[t]` is the number of columns of table t's
+  /// whole rows. Each part then steps as the whole row would. Throws ValueError if rows are rounded
+  /// at random, which depends on the columns.
+  void step_cut_rows(const std::vector<RowGradient>& gradients,
+                     const std::vector<std::int64_t>& num_columns, const RowSum& sum);
   /// Drops the gradients.
   void zero_grad();
 

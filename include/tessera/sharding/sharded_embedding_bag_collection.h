@@ -29,8 +29,10 @@ struct ShardedOptions {
   comm::Codecs codecs = {};
   /// Ranks per host, for the types that know hosts; 0: as many as the environment says.
   int local_size = 0;
-  /// Row-wise Adagrad of a column-cut table: one accumulator per row, of the norm over all its
-  /// columns, as if it were not cut. Costs one small exchange per backward pass.
+  /// Rules that read the norm of a row (row-wise Adagrad, partial row-wise Adam, LAMB and its
+  /// partial form, LARS) take it over all columns of a column-cut table, as if it were not cut.
+  /// Otherwise each part goes by its own columns. Costs one or two small exchanges per step among
+  /// the ranks that hold such parts.
   bool exact_row_norms = false;
   at::Device device = at::kCPU;
 };

@@ -1,0 +1,28 @@
+// dlrm/mapped_file.h — a file as bytes in memory.
+
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+namespace tessera::workloads::dlrm {
+
+/// A regular file, mapped for reading until it is destroyed. Whoever cuts the file short meanwhile
+/// makes the next read of the lost bytes fail with SIGBUS.
+class MappedFile {
+ public:
+  /// Throws DataError naming the file.
+  explicit MappedFile(const std::string& path);
+  ~MappedFile();
+  MappedFile(const MappedFile&) = delete;
+  MappedFile& operator=(const MappedFile&) = delete;
+
+  std::string_view bytes() const noexcept { return {data_, num_bytes_}; }
+
+ private:
+  const char* data_ = nullptr;
+  std::size_t num_bytes_ = 0;
+};
+
+}  // namespace tessera::workloads::dlrm
