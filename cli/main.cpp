@@ -15,7 +15,7 @@
 namespace tessera::cli {
 
 std::span<const Verb* const> verbs() {
-  static constexpr const Verb* kVerbs[] = {&kRunVerb,  &kTrainVerb,  &kPlanVerb,
+  static constexpr const Verb* kVerbs[] = {&kRunVerb,  &kTrainVerb,  &kReportVerb,    &kPlanVerb,
                                            &kCkptVerb, &kDoctorVerb, &kCompletionVerb};
   return kVerbs;
 }
@@ -28,7 +28,7 @@ std::string program_help() {
       "\n"
       "  tessera run -n 4 -- ./train --epochs 3       start four ranks of a program\n"
       "  tessera run -n 2 train.py                    the same for Python\n"
-      "  tessera train lm --ranks 2                   train a built-in workload: lm, gnn\n"
+      "  tessera train dlrm --ranks 2                 train a built-in workload: dlrm, lm, gnn\n"
       "  tessera doctor                               look at this machine and test two ranks\n"
       "\n"
       "verbs\n";

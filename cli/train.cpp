@@ -19,20 +19,22 @@
 namespace tessera::cli {
 namespace {
 
-constexpr const Workload* kWorkloads[] = {&kLmWorkload, &kGnnWorkload};
+constexpr const Workload* kWorkloads[] = {&kDlrmWorkload, &kLmWorkload, &kGnnWorkload};
 
 constexpr std::string_view kHelp =
     R"(tessera train <workload> [flags]
 
+  tessera train dlrm --ranks 2      clicks: tables over two ranks, and a report
   tessera train lm --ranks 2        a small GPT, its vocabulary over two ranks
   tessera train gnn --ranks 2       energies and forces of atoms, one graph over two ranks
 
 workloads
+  dlrm   recommender: embedding tables over all ranks, dense layers on each
   lm     language model: vocabulary and batch over a mesh
   gnn    message passing: the graph and the structures over a mesh
 
 tessera train <workload> --help shows the flags of one.
-More: docs/vocab_parallel.md, docs/graph_parallel.md
+More: docs/train_your_own.md, docs/vocab_parallel.md, docs/graph_parallel.md
 )";
 
 std::string worker_program() {
@@ -54,7 +56,7 @@ int run(const std::vector<std::string>& words) {
                    [&](const Workload* workload) { return workload->name == words[0]; });
   if (found == std::end(kWorkloads)) {
     throw UsageError("train: there is no workload '" + words[0] + "'" +
-                     suggestion(words[0], {"lm", "gnn"}));
+                     suggestion(words[0], {"dlrm", "lm", "gnn"}));
   }
   const Workload& workload = **found;
   const std::vector<std::string> flags(words.begin() + 1, words.end());
@@ -85,6 +87,6 @@ std::vector<std::string> flags() {
 
 }  // namespace
 
-const Verb kTrainVerb{"train", "train a built-in workload: lm, gnn", kHelp, run, flags};
+const Verb kTrainVerb{"train", "train a built-in workload: dlrm, lm, gnn", kHelp, run, flags};
 
 }  // namespace tessera::cli

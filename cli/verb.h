@@ -23,6 +23,7 @@ struct Verb {
 };
 
 extern const Verb kPlanVerb;
+extern const Verb kReportVerb;
 extern const Verb kRunVerb;
 extern const Verb kTrainVerb;
 extern const Verb kCkptVerb;

@@ -20,6 +20,7 @@ struct Workload {
   std::vector<std::string> (*flags)();
 };
 
+extern const Workload kDlrmWorkload;
 extern const Workload kGnnWorkload;
 extern const Workload kLmWorkload;
 

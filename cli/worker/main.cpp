@@ -8,8 +8,8 @@
 
 int main(int argc, char** argv) {
   using namespace tessera::cli;
-  static constexpr const WorkerVerb* kVerbs[] = {&kPlanGraphVerb, &kStoreVerb, &kTrainGnnVerb,
-                                                 &kTrainLmVerb, &kDoctorRankVerb};
+  static constexpr const WorkerVerb* kVerbs[] = {&kPlanGraphVerb, &kStoreVerb,   &kTrainDlrmVerb,
+                                                 &kTrainGnnVerb,  &kTrainLmVerb, &kDoctorRankVerb};
   const std::string name = argc > 1 ? argv[1] : "";
   try {
     for (const WorkerVerb* verb : kVerbs) {

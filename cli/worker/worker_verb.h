@@ -19,6 +19,7 @@ struct WorkerVerb {
 
 extern const WorkerVerb kPlanGraphVerb;
 extern const WorkerVerb kStoreVerb;
+extern const WorkerVerb kTrainDlrmVerb;
 extern const WorkerVerb kTrainGnnVerb;
 extern const WorkerVerb kDoctorRankVerb;
 extern const WorkerVerb kTrainLmVerb;

@@ -1,14 +1,44 @@
 #include "comm/executor.h"
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include <ATen/core/ivalue.h>
 #include <ATen/core/jit_type.h>
 
 #include "tessera/comm/error.h"
+#include "tessera/core/step_recorder.h"
 
 namespace tessera::comm {
+namespace {
+
+// What a step that waits for the operation is said to wait for.
+const char* wait_name(c10d::OpType type) {
+  switch (type) {
+    case c10d::OpType::ALLREDUCE:
+    case c10d::OpType::ALLREDUCE_COALESCED:
+      return "all_reduce";
+    case c10d::OpType::ALLTOALL:
+    case c10d::OpType::ALLTOALL_BASE:
+      return "all_to_all";
+    case c10d::OpType::ALLGATHER:
+    case c10d::OpType::_ALLGATHER_BASE:
+    case c10d::OpType::ALLGATHER_COALESCED:
+      return "all_gather";
+    case c10d::OpType::REDUCE_SCATTER:
+    case c10d::OpType::_REDUCE_SCATTER_BASE:
+      return "reduce_scatter";
+    case c10d::OpType::BROADCAST:
+      return "broadcast";
+    case c10d::OpType::BARRIER:
+      return "barrier";
+    default:
+      return "communication";
+  }
+}
+
+}  // namespace
 
 EngineWork::EngineWork(std::shared_ptr<Executor> executor, int rank, c10d::OpType type,
                        const char* title, std::uint64_t sequence, std::vector<at::Tensor> outputs,
@@ -30,6 +60,8 @@ bool EngineWork::isSuccess() const {
 }
 
 bool EngineWork::wait(std::chrono::milliseconds timeout) {
+  std::optional<core::Span> span;
+  if (!isCompleted()) span.emplace(core::Span::Wait{wait_name(retrieveOpType())});
   if (timeout != kNoTimeout) {
     std::unique_lock lock(mutex_);
     if (!cv_.wait_for(lock, timeout, [this] { return completed_; })) {
@@ -123,6 +155,7 @@ void Executor::run_front(std::unique_lock<std::mutex>& lock) {
 }
 
 void Executor::run_now(const c10::intrusive_ptr<EngineWork>& work) {
+  const core::Span span(core::Span::Wait{wait_name(work->retrieveOpType())});
   std::unique_lock lock(mutex_);
   if (!is_stopped_ && !is_running_ && queue_.empty()) {
     is_running_ = true;

@@ -1,0 +1,102 @@
+// tessera train dlrm — the flags of this workload and their meaning.
+
+#include <cstdio>
+#include <filesystem>
+
+#include "dlrm_flags.h"
+#include "flags.h"
+#include "tessera/launch/exit_code.h"
+#include "tessera/launch/launch_error.h"
+#include "usage.h"
+#include "workload.h"
+
+namespace tessera::cli {
+namespace {
+
+constexpr std::string_view kHelp =
+    R"(tessera train dlrm [flags]
+
+  tessera train dlrm --ranks 2                       a made-up click log with a known best AUC
+  tessera train dlrm --ranks 4 --data day_0.tsv      Criteo's format, or a file of tessera data
+  tessera train dlrm --resume runs/2026-11-15-1      go on after the newest checkpoint of a run
+
+Trains DLRM: tables over all ranks, dense layers on each. Writes a run folder with report.html.
+
+ranks
+  -n, --ranks N             processes on this host (1)
+  --sharding S              auto, table_wise, row_wise, column_wise or data_parallel (auto)
+  --plan FILE               the plan itself, as JSON
+data
+  --data D                  synthetic, or a file (synthetic)
+  --tables N --rows N       of synthetic data, or rows of a Criteo file's tables (26, 100000)
+  --bag N                   ids per feature, synthetic (1)
+model
+  --dim N --bottom W --top W --interaction dot|cross    (32; 128,32; 128,64,1; dot)
+training
+  --steps N --batch N       steps (300), samples per rank and step (2048)
+  --optimizer O --lr X      dense: sgd, adagrad, adam (adagrad, 0.05)
+  --table-optimizer O --table-lr X   also rowwise_adagrad, partial_rowwise_adam (rowwise_adagrad, 0.05)
+  --warmup N --decay D      steps up to the full rate (0); then none, linear or cosine (none)
+  --precision P             float32, or bfloat16 for the dense layers
+  --eval-every N --eval-samples N    (100, 65536)
+  --checkpoint-every N --keep N      steps (0: when told to stop), how many stay (2)
+  --seed N                  of data and parameters (1)
+output
+  --runs DIR                where run folders go (runs)
+  --json                    one JSON object at the end
+  --config FILE             read flags from a TOML file; --print-config shows the result
+More: docs/train_your_own.md, docs/report.md
+)";
+
+void check(const TrainDlrmWords& given) {
+  if (given.data != "synthetic" && !std::filesystem::exists(given.data)) {
+    throw launch::LaunchError(launch::kExitData, "train: there is no file " + given.data,
+                              "--data names it", "name a file, or leave --data out");
+  }
+  if (!given.plan.empty() && !std::filesystem::exists(given.plan)) {
+    throw launch::LaunchError(launch::kExitConfiguration, "train: there is no file " + given.plan,
+                              "--plan names it", "name a file, or use --sharding");
+  }
+  const auto bottom = widths_of(given.bottom);
+  const auto top = widths_of(given.top);
+  if (bottom.back() != given.embedding_dim || top.back() != 1) {
+    throw launch::LaunchError(
+        launch::kExitConfiguration,
+        "train: --bottom ends with " + std::to_string(bottom.back()) + " and --top with " +
+            std::to_string(top.back()) + ", --dim is " + std::to_string(given.embedding_dim),
+        "the bottom layers end as wide as the embeddings, the top layers with one number",
+        "let --bottom end with --dim, and --top with 1");
+  }
+}
+
+int read(const std::vector<std::string>& words) {
+  CLI::App app("", "train");
+  TrainDlrmWords given;
+  define_flags(app, given);
+  const SplitWords split = split_words(app, with_resumed_config(words));
+  read_flags(app, split.flags);
+  if (given.wants_help) {
+    std::fwrite(kHelp.data(), 1, kHelp.size(), stdout);
+    return 0;
+  }
+  if (!split.rest.empty()) throw UsageError("train: takes flags only, not '" + split.rest[0] + "'");
+  if (given.print_config) {
+    std::fputs(app.config_to_str(true, false).c_str(), stdout);
+    return 0;
+  }
+  check(given);
+  return given.num_ranks;
+}
+
+std::vector<std::string> flags() {
+  CLI::App app("", "train");
+  TrainDlrmWords words;
+  define_flags(app, words);
+  return long_flags(app);
+}
+
+}  // namespace
+
+const Workload kDlrmWorkload{"dlrm", "train-dlrm", kHelp, read, flags};
+
+}  // namespace tessera::cli

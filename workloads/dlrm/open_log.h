@@ -1,0 +1,32 @@
+// dlrm/open_log.h — a click log by its name on the command line. No LibTorch.
+
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "dlrm/click_log.h"
+#include "dlrm/synthetic.h"
+
+namespace tessera::workloads::dlrm {
+
+struct LogOptions {
+  std::int64_t num_tables = 26;    // synthetic
+  std::int64_t num_rows = 100000;  // of each table; a binary file knows its own
+  std::int64_t bag_size = 1;       // synthetic
+  std::uint64_t seed = 1;          // synthetic
+};
+
+struct OpenedLog {
+  std::shared_ptr<const ClickLog> log;
+  std::shared_ptr<const SyntheticLog> synthetic;  // the same, if it is one
+  std::string notes;                              // lines about bad input, or nothing
+};
+
+/// "synthetic", a file of `tessera data convert`, or a text in Criteo's format: which of the two a
+/// file is, its first bytes say. Bad lines of a text are left out, counted and named in `notes`.
+/// Throws DataError.
+OpenedLog open_log(const std::string& name, const LogOptions& options);
+
+}  // namespace tessera::workloads::dlrm

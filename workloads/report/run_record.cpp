@@ -1,0 +1,161 @@
+#include "report/run_record.h"
+
+#include <algorithm>
+#include <filesystem>
+
+#include <nlohmann/json.hpp>
+
+#include "report/run_folder.h"
+
+namespace tessera::workloads::report {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+// A number that is not there, or that JSON cannot hold (written as null), is missing.
+double number_of(const Json& line, const char* key) {
+  const auto found = line.find(key);
+  return found != line.end() && found->is_number() ? found->get<double>() : kMissing;
+}
+
+std::string text_of(const Json& value) {
+  return value.is_string() ? value.get<std::string>() : value.dump();
+}
+
+void read_facts(const Json& line, const char* key, RunRecord& run) {
+  if (!line.contains(key)) return;
+  for (const auto& [name, value] : line.at(key).items()) {
+    run.facts.emplace_back(name, text_of(value));
+  }
+}
+
+void read_head(const Json& line, RunRecord& run) {
+  run.workload = line.value("workload", "");
+  run.started = line.value("started", "");
+  run.num_ranks = line.value("ranks", 1);
+  const double ceiling = number_of(line, "auc_ceiling");
+  if (ceiling == ceiling) run.auc_ceiling = ceiling;
+  run.facts.clear();
+  read_facts(line, "versions", run);
+  read_facts(line, "machine", run);
+}
+
+Table read_table(const Json& line) {
+  Table table;
+  table.name = line.at("name").get<std::string>();
+  table.rows = line.at("rows").get<std::int64_t>();
+  table.columns = line.at("columns").get<std::int64_t>();
+  table.bytes = line.at("bytes").get<double>();
+  table.sharding = line.value("sharding", "");
+  for (const Json& shard : line.at("shards")) {
+    table.shards.push_back(
+        {shard.at("rank").get<int>(), shard.at("row").get<std::int64_t>(),
+         shard.at("rows").get<std::int64_t>(), shard.at("column").get<std::int64_t>(),
+         shard.at("columns").get<std::int64_t>(), shard.at("bytes").get<double>()});
+  }
+  return table;
+}
+
+Breakdown read_breakdown(const Json& line) {
+  Breakdown breakdown;
+  breakdown.rank = line.at("rank").get<int>();
+  breakdown.steps = line.at("steps").get<std::int64_t>();
+  breakdown.seconds = line.at("seconds").get<double>();
+  for (const auto& [phase, time] : line.at("phases").items()) {
+    breakdown.phases[phase] = {time.at("seconds").get<double>(), time.at("waited").get<double>()};
+  }
+  return breakdown;
+}
+
+void read_line(const Json& line, RunRecord& run) {
+  const std::string kind = line.at("kind").get<std::string>();
+  if (kind == "run") {
+    read_head(line, run);
+  } else if (kind == "table") {
+    run.tables.push_back(read_table(line));
+  } else if (kind == "step") {
+    run.steps.push_back({line.at("step").get<std::int64_t>(), number_of(line, "loss"),
+                         number_of(line, "seconds"), number_of(line, "samples_per_second"),
+                         number_of(line, "learning_rate"),
+                         number_of(line, "exposed_comm_seconds")});
+  } else if (kind == "eval") {
+    run.evals.push_back({line.at("step").get<std::int64_t>(), number_of(line, "log_loss"),
+                         number_of(line, "auc"), number_of(line, "normalized_entropy"),
+                         number_of(line, "calibration"), line.value("samples", std::int64_t{0})});
+  } else if (kind == "breakdown") {
+    run.breakdowns.push_back(read_breakdown(line));
+  } else if (kind == "end") {
+    run.has_ended = true;
+    run.total_steps = line.at("steps").get<std::int64_t>();
+    run.total_seconds = line.at("seconds").get<double>();
+    run.total_samples = line.at("samples").get<double>();
+    run.peak_memory_bytes = line.value("peak_memory_bytes", std::vector<double>{});
+  }  // kinds of later versions are left alone
+}
+
+void read_metrics(const std::string& path, RunRecord& run) {
+  const std::string text = read_text(path);
+  std::size_t begin = 0;
+  for (int number = 1; begin < text.size(); ++number) {
+    const std::size_t end = text.find('\n', begin);
+    const bool is_whole = end != std::string::npos;
+    const std::string line = text.substr(begin, is_whole ? end - begin : end);
+    begin = is_whole ? end + 1 : text.size();
+    if (line.empty()) continue;
+    try {
+      read_line(Json::parse(line), run);
+    } catch (const nlohmann::json::exception& error) {
+      if (!is_whole) return;
+      throw Error("report: line " + std::to_string(number) + " of " + path +
+                  " makes no sense: " + error.what() + ".");
+    }
+  }
+}
+
+void read_trace(const std::string& path, RunRecord& run) {
+  try {
+    const Json trace = Json::parse(read_text(path));
+    for (const Json& event : trace.at("traceEvents")) {
+      if (event.value("ph", "") != "X") continue;
+      TraceSpan span;
+      span.rank = event.at("pid").get<int>();
+      span.thread = event.at("tid").get<int>();
+      span.name = event.at("name").get<std::string>();
+      span.phase = event.value("cat", "");
+      span.begin = event.at("ts").get<double>();
+      span.duration = event.at("dur").get<double>();
+      if (event.contains("args")) {
+        span.step = event["args"].value("step", std::int64_t{0});
+        span.is_wait = event["args"].value("wait", false);
+      }
+      run.spans.push_back(std::move(span));
+    }
+  } catch (const nlohmann::json::exception& error) {
+    throw Error("report: " + path + " makes no sense: " + error.what() + ".");
+  }
+  // A span before those inside it.
+  std::stable_sort(run.spans.begin(), run.spans.end(), [](const TraceSpan& a, const TraceSpan& b) {
+    return a.begin != b.begin ? a.begin < b.begin : a.duration > b.duration;
+  });
+}
+
+}  // namespace
+
+RunRecord read_run(const std::string& folder) {
+  RunRecord run;
+  const std::filesystem::path path(folder);
+  auto last = path.lexically_normal();
+  if (last.filename().empty()) last = last.parent_path();
+  run.name = last.filename().string();
+  read_metrics((path / kMetricsFile).string(), run);
+  if (std::filesystem::exists(path / kTraceFile)) read_trace((path / kTraceFile).string(), run);
+  if (std::filesystem::exists(path / kConfigFile)) {
+    run.config = read_text((path / kConfigFile).string());
+  }
+  std::sort(run.breakdowns.begin(), run.breakdowns.end(),
+            [](const Breakdown& a, const Breakdown& b) { return a.rank < b.rank; });
+  if (!run.has_ended && !run.steps.empty()) run.total_steps = run.steps.back().step;
+  return run;
+}
+
+}  // namespace tessera::workloads::report

@@ -1,0 +1,112 @@
+// report/run_record.h — what metrics.jsonl and trace.json say about a run.
+//
+// metrics.jsonl holds one JSON object per line, told apart by "kind":
+//
+//   run        name, workload, ranks, started, auc_ceiling, versions {}, machine {}
+//   table      name, rows, columns, bytes, sharding, shards [{rank, row, rows, column, columns,
+//              bytes}]
+//   step       step, loss, seconds, samples_per_second, learning_rate, exposed_comm_seconds
+//   eval       step, log_loss, auc, normalized_entropy, calibration, samples
+//   breakdown  rank, steps, seconds, phases {name: {seconds, waited}}; seconds of all steps
+//   end        steps, seconds, samples, peak_memory_bytes [per rank]
+
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace tessera::workloads::report {
+
+inline constexpr double kMissing = std::numeric_limits<double>::quiet_NaN();
+
+struct StepRow {
+  std::int64_t step = 0;
+  double loss = kMissing;
+  double seconds = kMissing;
+  double samples_per_second = kMissing;
+  double learning_rate = kMissing;
+  double exposed_comm_seconds = kMissing;
+};
+
+struct EvalRow {
+  std::int64_t step = 0;
+  double log_loss = kMissing;
+  double auc = kMissing;
+  double normalized_entropy = kMissing;
+  double calibration = kMissing;
+  std::int64_t samples = 0;
+};
+
+struct Shard {
+  int rank = 0;
+  std::int64_t row = 0;
+  std::int64_t rows = 0;
+  std::int64_t column = 0;
+  std::int64_t columns = 0;
+  double bytes = 0;
+};
+
+struct Table {
+  std::string name;
+  std::int64_t rows = 0;
+  std::int64_t columns = 0;
+  double bytes = 0;
+  std::string sharding;
+  std::vector<Shard> shards;
+};
+
+struct PhaseTime {
+  double seconds = 0;  // the phase itself, without phases inside it; waiting included
+  double waited = 0;   // of these, waiting for communication
+};
+
+struct Breakdown {
+  int rank = 0;
+  std::int64_t steps = 0;
+  double seconds = 0;
+  std::map<std::string, PhaseTime> phases;
+};
+
+/// One piece of a rank's time, from trace.json.
+struct TraceSpan {
+  int rank = 0;
+  int thread = 0;
+  std::string phase;
+  std::string name;
+  std::int64_t step = 0;
+  bool is_wait = false;
+  double begin = 0;  // microseconds
+  double duration = 0;
+};
+
+struct RunRecord {
+  std::string name;
+  std::string workload;
+  std::string started;
+  int num_ranks = 1;
+  std::optional<double> auc_ceiling;
+  std::vector<std::pair<std::string, std::string>> facts;  // versions and machine
+  std::vector<Table> tables;
+  std::vector<StepRow> steps;
+  std::vector<EvalRow> evals;
+  std::vector<Breakdown> breakdowns;  // by rank
+  std::vector<TraceSpan> spans;       // by begin
+  std::string config;
+  std::int64_t total_steps = 0;
+  double total_seconds = 0;
+  double total_samples = 0;
+  std::vector<double> peak_memory_bytes;
+  bool has_ended = false;
+};
+
+/// Reads a run folder. metrics.jsonl must be there; the others may be missing. Half a line at the
+/// end of metrics.jsonl, as a killed process leaves it, is ignored. Throws Error naming file, line
+/// and cause.
+RunRecord read_run(const std::string& folder);
+
+}  // namespace tessera::workloads::report
