@@ -53,12 +53,12 @@ class TESSERA_API ShardedEmbeddingCollection : public torch::nn::Module, public 
   std::shared_ptr<const InputSender> input_sender() const override;
   /// As ShardedEmbeddingBagCollection's.
   std::vector<std::shared_ptr<embedding::RowOptimizer>> optimizers() const;
-  void load_tables(const std::map<std::string, at::Tensor>& tables);
-  std::map<std::string, at::Tensor> gather_tables() const;
-  void step();
-  void zero_grad_rows();
-  double clip_grad_norm(double max_norm);
-  void set_learning_rate(double learning_rate);
+  void load_tables(const std::map<std::string, at::Tensor>& tables) override;
+  std::map<std::string, at::Tensor> gather_tables() const override;
+  void step() override;
+  void zero_grad_rows() override;
+  double clip_grad_norm(double max_norm) override;
+  void set_learning_rate(double learning_rate) override;
 
   struct State;
 
