@@ -129,20 +129,19 @@ Manifest manifest_of(const ModelParts& parts, const Options& options) {
   const auto is_listed = [](const std::vector<std::string>& names, const std::string& name) {
     return std::find(names.begin(), names.end(), name) != names.end();
   };
+  // What is ignored may differ, and may be on some ranks only: shards of tables do and are.
   for (const NamedParameter& parameter : parts.parameters) {
+    if (is_listed(options.ignored, parameter.name)) continue;
     std::string line = describe(parameter.name, parameter.tensor);
     if (!parameter.tensor.requires_grad()) line.append(" without gradient");
     if (parameter.is_sparse) line.append(" sparse gradient");
-    if (is_listed(options.ignored, parameter.name)) line.append(" ignored");
     if (is_listed(options.delay_all_reduce_named_params, parameter.name)) line.append(" delayed");
     manifest.parameters.push_back(std::move(line));
   }
   if (parts.buffers) {
     for (const NamedTensor& buffer : parts.buffers()) {
-      // What is ignored may differ.
-      manifest.buffers.push_back(is_listed(options.ignored, buffer.name)
-                                     ? "'" + buffer.name + "' ignored"
-                                     : describe(buffer.name, buffer.tensor));
+      if (is_listed(options.ignored, buffer.name)) continue;
+      manifest.buffers.push_back(describe(buffer.name, buffer.tensor));
     }
   }
   const auto say = [&](const char* name, const std::string& value) {

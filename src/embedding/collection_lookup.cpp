@@ -173,16 +173,18 @@ NamedRows CollectionLookup::sequence(const KeyedJaggedTensor& features,
   const at::Tensor rows = batch.sequence(input_of(input, false));
   NamedRows named;
   named.reserve(state.names.size());
-  std::int64_t begin = 0;
+  std::vector<std::int64_t> sizes;
+  for (std::size_t f = 0; f < state.names.size(); ++f) {
+    sizes.push_back(input.length_per_key()[f] * state.dims[f]);
+  }
+  // One cut, not many views: its gradient is put together once.
+  const std::vector<at::Tensor> parts = rows.split_with_sizes(sizes);
   for (std::size_t f = 0; f < state.names.size(); ++f) {
     const JaggedTensor feature = input.feature(f);
-    const std::int64_t count = feature.values().size(0);
-    const std::int64_t dim = state.dims[f];
     named.emplace_back(
         state.names[f],
-        JaggedTensor(rows.narrow(0, begin, count * dim).view({count, dim}),
+        JaggedTensor(parts[f].view({input.length_per_key()[f], state.dims[f]}),
                      need_indices ? feature.values() : at::Tensor(), feature.lengths()));
-    begin += count * dim;
   }
   return named;
 }

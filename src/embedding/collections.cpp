@@ -28,8 +28,19 @@ std::vector<at::Tensor> register_tables(torch::nn::Module& owner, const char* gr
   return weights;
 }
 
+// Drops the tables of a collection for those of another.
+void replace_tables(torch::nn::Module& owner, const char* group, const torch::nn::Module& other,
+                    std::vector<at::Tensor>& weights) {
+  const auto tables = other.named_children()[group];
+  owner.unregister_module(group);
+  owner.register_module(group, tables);
+  weights.clear();
+}
+
 at::Tensor weight_of(const char* operation, const std::vector<EmbeddingTableConfig>& tables,
                      const std::vector<at::Tensor>& weights, const std::string& table) {
+  TESSERA_CHECK_VALUE(!weights.empty(), operation, ": the tables lie elsewhere; ask there for '",
+                      table, "'.");
   for (std::size_t t = 0; t < tables.size(); ++t) {
     if (tables[t].name == table) return weights[t];
   }
@@ -37,7 +48,7 @@ at::Tensor weight_of(const char* operation, const std::vector<EmbeddingTableConf
 }
 
 void fill(const std::vector<EmbeddingTableConfig>& tables, const std::vector<at::Tensor>& weights) {
-  for (std::size_t t = 0; t < tables.size(); ++t) {
+  for (std::size_t t = 0; t < weights.size(); ++t) {
     if (!weights[t].is_meta()) initialize(tables[t], weights[t].detach());
   }
 }
@@ -58,7 +69,13 @@ EmbeddingBagCollection::EmbeddingBagCollection(std::vector<EmbeddingBagConfig> t
       weights_(register_tables(*this, kBags, lookup_.tables(), device)) {}
 
 KeyedTensor EmbeddingBagCollection::forward(const KeyedJaggedTensor& features) {
-  return lookup_.pooled(features, weights_, is_weighted_);
+  return forward_ ? forward_(features) : lookup_.pooled(features, weights_, is_weighted_);
+}
+
+void EmbeddingBagCollection::delegate(const std::shared_ptr<torch::nn::Module>& tables,
+                                      Forward forward) {
+  replace_tables(*this, kBags, *tables, weights_);
+  forward_ = std::move(forward);
 }
 
 const std::vector<EmbeddingBagConfig>& EmbeddingBagCollection::embedding_bag_configs()
@@ -82,7 +99,13 @@ EmbeddingCollection::EmbeddingCollection(std::vector<EmbeddingConfig> tables, at
       weights_(register_tables(*this, kSequences, lookup_.tables(), device)) {}
 
 NamedRows EmbeddingCollection::forward(const KeyedJaggedTensor& features) {
-  return lookup_.sequence(features, weights_, need_indices_);
+  return forward_ ? forward_(features) : lookup_.sequence(features, weights_, need_indices_);
+}
+
+void EmbeddingCollection::delegate(const std::shared_ptr<torch::nn::Module>& tables,
+                                   Forward forward) {
+  replace_tables(*this, kSequences, *tables, weights_);
+  forward_ = std::move(forward);
 }
 
 const std::vector<EmbeddingConfig>& EmbeddingCollection::embedding_configs() const noexcept {

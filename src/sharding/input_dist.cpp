@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <numeric>
+#include <set>
 #include <sstream>
 
 #include <ATen/Functions.h>
@@ -158,6 +160,43 @@ Fault InputSender::find_id_fault(const DistContext& context) const {
   return {};
 }
 
+// Note [Ids once]
+// Features that are looked up in the same tables share one space of ids. Its different ids are
+// spread over the bags of those features, so that they travel as any batch does; the rows come back
+// in that order, and place_in_space deals them out again.
+void InputSender::remove_repeated_ids(DistContext& context) const {
+  std::vector<std::set<std::size_t>> tables(layout_->features.size());
+  for (const Output& output : layout_->outputs) tables[output.feature].insert(output.table);
+  const std::vector<std::int64_t> order(context.places.begin(), context.places.end());
+  const KeyedJaggedTensor given = context.features.permute(order);
+  std::vector<std::int64_t> bags;
+  for (std::size_t f = 0; f < tables.size(); ++f) {
+    const bool is_new = f == 0 || tables[f] != tables[f - 1];
+    if (is_new) bags.push_back(0);
+    bags.back() += context.strides[f];
+    context.space_of.push_back(bags.size() - 1);
+  }
+  const jagged::UniqueIds unique = jagged::unique_ids(given.lengths(), given.values(), bags);
+  jagged::KeyedJaggedFields fields;
+  fields.lengths = unique.lengths;
+  fields.stride_per_key_per_rank = given.stride_per_key_per_rank();
+  if (!given.variable_stride_per_key()) fields.stride = given.stride();
+  context.features = KeyedJaggedTensor(given.keys(), unique.ids, fields);
+  std::vector<std::int64_t> first(bags.size(), 0);  // id of each space
+  for (std::size_t f = tables.size(); f-- > 0;) {
+    first[context.space_of[f]] = context.features.offset_per_key()[f];
+  }
+  std::vector<at::Tensor> places;
+  for (std::size_t f = 0; f < tables.size(); ++f) {
+    places.push_back(
+        unique.reverse_index.narrow(0, given.offset_per_key()[f], given.length_per_key()[f]) -
+        first[context.space_of[f]]);
+  }
+  context.place_in_space = at::cat(places);
+  context.given = given;
+  std::iota(context.places.begin(), context.places.end(), 0);
+}
+
 std::shared_ptr<DistContext> InputSender::prepare(const KeyedJaggedTensor& features) const {
   auto context = std::make_shared<DistContext>(features);
   try {
@@ -181,7 +220,8 @@ std::shared_ptr<DistContext> InputSender::prepare(const KeyedJaggedTensor& featu
   context->sent.values_per_rank.assign(static_cast<std::size_t>(group_.size()), 0);
   context->sent.lengths_per_rank = context->sent.values_per_rank;
   if (is_good) {
-    context->sent = arrangement_.arrange(features, context->places, options_.is_weighted,
+    if (options_.sends_ids_once) remove_repeated_ids(*context);
+    context->sent = arrangement_.arrange(context->features, context->places, options_.is_weighted,
                                          options_.needs_source || context->wants_weight_gradient);
   }
   return context;

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -33,6 +34,11 @@ struct DistContext {
   bool is_recorded = false;  // for backward
   bool wants_weight_gradient = false;
 
+  // If ids are sent once: `features` then holds the different ids of the layout's features.
+  std::optional<jagged::KeyedJaggedTensor> given;  // the layout's features with all their ids
+  std::vector<std::size_t> space_of;               // which features share their ids
+  at::Tensor place_in_space;                       // of every id given, among those of its space
+
   // Here, once it has arrived.
   std::vector<Sizes> batches;  // of each rank and route of this rank
   Sizes received_values;       // ids from each rank
@@ -50,6 +56,8 @@ struct InputDistOptions {
   bool needs_source = false;
   /// Of a variable batch, all features must become one batch by their inverse indices.
   bool needs_one_batch = false;
+  /// Send an id once, however often a batch holds it. Weights are not read.
+  bool sends_ids_once = false;
   embedding::BoundsCheckMode bounds_check = embedding::BoundsCheckMode::kFatal;
   at::Device device = at::kCPU;
 };
@@ -84,6 +92,7 @@ class InputSender {
   Fault find_fault(DistContext& context) const;
   Fault find_batch_fault(const DistContext& context) const;
   Fault find_id_fault(const DistContext& context) const;
+  void remove_repeated_ids(DistContext& context) const;
 
   std::shared_ptr<const TableLayout> layout_;
   comm::Group group_;

@@ -10,15 +10,14 @@
 #include "sharding/flat_exchange.h"
 #include "sharding/input_dist.h"
 #include "sharding/local_tables.h"
+#include "sharding/module_parts.h"
 #include "sharding/subgroups.h"
 #include "sharding/table_layout.h"
 #include "tessera/comm/collectives.h"
-#include "tessera/comm/topology.h"
 #include "tessera/core/check.h"
 
 namespace tessera::sharding {
 
-using embedding::LookupInput;
 using embedding::TableBatch;
 using jagged::KeyedJaggedTensor;
 using jagged::KeyedTensor;
@@ -26,10 +25,6 @@ using jagged::KeyedTensor;
 namespace {
 
 constexpr const char* kOperation = "sharding.embedding_bag_collection";
-
-Topology topology_of(const comm::Group& group, int local_size) {
-  return {group.size(), local_size > 0 ? local_size : comm::get_local_size(group.size())};
-}
 
 /// Where a block of rows from another rank, or from here, goes.
 struct Home {
@@ -81,7 +76,6 @@ struct ShardedEmbeddingBagCollection::State {
   std::int64_t direct_size(const DistContext& context, std::size_t rank) const;
   std::int64_t hosted_size(const DistContext& context, std::size_t host) const;
   Homeward send_home(const DistContext& context, const at::Tensor& rows) const;
-  LookupInput local_input(const DistContext& context, const std::vector<std::size_t>& routes) const;
   CombinePlan combine_plan(const DistContext& context) const;
 
   comm::Group group;
@@ -213,26 +207,6 @@ Homeward State::send_home(const DistContext& context, const at::Tensor& rows) co
   return {pending, exchange(summed.wait(), across, arriving, hosts->cross)};
 }
 
-LookupInput State::local_input(const DistContext& context,
-                               const std::vector<std::size_t>& routes) const {
-  std::vector<std::int64_t> order;
-  for (const std::size_t r : routes) {
-    order.push_back(static_cast<std::int64_t>(context.places[layout->local[r].feature]));
-  }
-  const KeyedJaggedTensor& all = context.features;
-  bool is_in_order = order.size() == all.keys().size();
-  for (std::size_t i = 0; is_in_order && i < order.size(); ++i) {
-    is_in_order = order[i] == static_cast<std::int64_t>(i);
-  }
-  const KeyedJaggedTensor own = is_in_order ? all : all.permute(order);
-  LookupInput input;
-  input.ids = own.values().contiguous();
-  input.offsets = own.offsets().contiguous();
-  if (is_weighted) input.weights = own.weights().to(at::kFloat).contiguous();
-  input.batch_sizes = own.stride_per_key();
-  return input;
-}
-
 CombinePlan State::combine_plan(const DistContext& context) const {
   CombinePlan plan;
   plan.rows = context.features.stride();
@@ -275,18 +249,7 @@ ShardedEmbeddingBagCollection::ShardedEmbeddingBagCollection(
     : torch::nn::Module("ShardedEmbeddingBagCollection"),
       state_(std::make_shared<State>(std::move(tables), std::move(plan), group, is_weighted,
                                      options)) {
-  const auto holder =
-      register_module("embedding_bags", std::make_shared<torch::nn::Module>("embedding_bags"));
-  std::map<std::string, std::pair<std::shared_ptr<torch::nn::Module>, int>> children;
-  for (const LocalShard& shard : state_->local->weights()) {
-    auto& [child, number] = children[shard.table];
-    if (child == nullptr) {
-      child = holder->register_module(shard.table, std::make_shared<torch::nn::Module>("Table"));
-    }
-    child->register_parameter(number == 0 ? "weight" : "weight_" + std::to_string(number),
-                              shard.weight);
-    ++number;
-  }
+  register_shards(*this, "embedding_bags", state_->local->weights());
 }
 
 ShardedEmbeddingBagCollection::~ShardedEmbeddingBagCollection() = default;
@@ -307,8 +270,9 @@ comm::LazyAwaitable<KeyedTensor> ShardedEmbeddingBagCollection::compute_and_outp
                                                        : at::empty({0}, nothing);
   const Homeward pending = state->send_home(*context, rows);
   const auto look_up = [&](const TableBatch* batch, const std::vector<std::size_t>& local) {
-    return batch == nullptr ? at::empty({0}, nothing)
-                            : batch->pooled(state->local_input(*context, local));
+    return batch == nullptr
+               ? at::empty({0}, nothing)
+               : batch->pooled(local_input(*state->layout, *context, local, state->is_weighted));
   };
   const at::Tensor stepped = look_up(state->local->local_stepped(), state->local->stepped_routes());
   const at::Tensor dense = look_up(state->local->local_dense(), state->local->dense_routes());
@@ -360,6 +324,9 @@ ShardedEmbeddingBagCollection::NoSync::NoSync(std::shared_ptr<State> state)
 
 ShardedEmbeddingBagCollection::NoSync::~NoSync() { state_->local->keep_local_gradients(was_kept_); }
 
+bool ShardedEmbeddingBagCollection::keep_local_gradients(bool is_kept) {
+  return state_->local->keep_local_gradients(is_kept);
+}
 void ShardedEmbeddingBagCollection::step() { state_->local->step(); }
 void ShardedEmbeddingBagCollection::zero_grad_rows() { state_->local->zero_grad(); }
 double ShardedEmbeddingBagCollection::clip_grad_norm(double max_norm) {

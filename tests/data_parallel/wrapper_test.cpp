@@ -633,6 +633,17 @@ TEST(DistributedDataParallel, LeavesIgnoredParametersAloneAtTheRootToo) {
   });
 }
 
+TEST(DistributedDataParallel, LetsIgnoredParametersDifferBetweenRanks) {
+  run_ranks(2, [](const comm::Group& world) {
+    auto net = std::make_shared<Layers>();
+    net->register_parameter("shard", at::ones({2 + world.rank()}));
+    if (world.rank() == 1) net->register_parameter("other", at::ones({1}));
+    DistributedDataParallel model(net, world, {.ignored = {"shard", "other"}});
+    loss_of(model(sample(world.rank(), {2, 5}))).backward();
+    EXPECT_EQ(net->named_parameters()["shard"].size(0), 2 + world.rank());
+  });
+}
+
 TEST(DistributedDataParallel, CountsASharedParameterOnce) {
   struct Tied : torch::nn::Module {
     Tied() {

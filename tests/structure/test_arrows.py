@@ -23,7 +23,7 @@ BELOW = {
     "graph_parallel": {"core", "comm", "regions"},
     "jagged": {"core"},
     "embedding": {"core", "jagged"},
-    "sharding": {"core", "jagged", "embedding", "comm"},
+    "sharding": {"core", "jagged", "embedding", "comm", "data_parallel"},
     "planner": {"core", "jagged", "embedding", "comm", "sharding"},
     "pipeline": {"core", "jagged", "embedding", "comm", "sharding"},
     "collision": {"core", "jagged", "embedding", "comm", "sharding"},

@@ -33,11 +33,18 @@ class TESSERA_API EmbeddingBagCollection : public torch::nn::Module {
   /// The lookup itself, e.g. for its fused optimizer.
   const TableBatch& batch() const;
 
+  using Forward = std::function<jagged::KeyedTensor(const jagged::KeyedJaggedTensor&)>;
+  /// Looks up through `forward` from now on and lets go of its own tables; the child
+  /// `embedding_bags` of `tables` takes their place among the parameters. So shards over ranks
+  /// stand in.
+  void delegate(const std::shared_ptr<torch::nn::Module>& tables, Forward forward);
+
  private:
   CollectionLookup lookup_;
   bool is_weighted_;
   // The parameters themselves: moving the module changes what they hold, not which they are.
   std::vector<at::Tensor> weights_;
+  Forward forward_;  // elsewhere; empty: here
 };
 
 }  // namespace tessera::embedding

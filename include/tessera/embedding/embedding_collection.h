@@ -31,11 +31,17 @@ class TESSERA_API EmbeddingCollection : public torch::nn::Module {
   at::Tensor weight(const std::string& table) const;
   const TableBatch& batch() const;
 
+  using Forward = std::function<NamedRows(const jagged::KeyedJaggedTensor&)>;
+  /// Looks up through `forward` from now on and lets go of its own tables; the child `embeddings`
+  /// of `tables` takes their place among the parameters. So shards over ranks stand in.
+  void delegate(const std::shared_ptr<torch::nn::Module>& tables, Forward forward);
+
  private:
   CollectionLookup lookup_;
   bool need_indices_;
   // The parameters themselves: moving the module changes what they hold, not which they are.
   std::vector<at::Tensor> weights_;
+  Forward forward_;  // elsewhere; empty: here
 };
 
 }  // namespace tessera::embedding

@@ -72,18 +72,13 @@ class TESSERA_API ShardedEmbeddingBagCollection : public torch::nn::Module, publ
   /// are any. Tables are called as in LocalShard::name.
   std::vector<std::shared_ptr<embedding::RowOptimizer>> optimizers() const;
 
-  /// Fills this rank's parts from whole tables (name → [rows, columns]), each rank for itself.
-  void load_tables(const std::map<std::string, at::Tensor>& tables);
-  /// Whole tables, on every rank. Collective; for tests and small models.
-  std::map<std::string, at::Tensor> gather_tables() const;
-
-  /// With GradientForm::kSparse: one step from the gradients of all passes since the last.
-  void step();
-  void zero_grad_rows();
-  /// The norm over all gradients of all ranks' shards; scales them to `max_norm` if it is greater.
-  /// Collective. Data-parallel tables count once.
-  double clip_grad_norm(double max_norm);
-  void set_learning_rate(double learning_rate);
+  void load_tables(const std::map<std::string, at::Tensor>& tables) override;
+  std::map<std::string, at::Tensor> gather_tables() const override;
+  void step() override;
+  void zero_grad_rows() override;
+  double clip_grad_norm(double max_norm) override;
+  void set_learning_rate(double learning_rate) override;
+  bool keep_local_gradients(bool is_kept) override;
 
   struct State;
   /// While it lives, backward passes of this rank keep the gradients of data-parallel tables; the

@@ -67,6 +67,22 @@ class TESSERA_API ShardedTables {
   virtual std::vector<LocalShard> local_shards() const = 0;
   /// For fused_input_dist.
   virtual std::shared_ptr<const InputSender> input_sender() const = 0;
+
+  /// Fills this rank's parts from whole tables (name → [rows, columns]), each rank for itself.
+  virtual void load_tables(const std::map<std::string, at::Tensor>& tables) = 0;
+  /// Whole tables, on every rank. Collective; for tests and small models.
+  virtual std::map<std::string, at::Tensor> gather_tables() const = 0;
+  /// With GradientForm::kSparse: one step from the gradients of all passes since the last.
+  virtual void step() = 0;
+  virtual void zero_grad_rows() = 0;
+  /// The norm over all gradients of all ranks' shards; scales them to `max_norm` if it is greater.
+  /// Collective. Data-parallel tables count once.
+  virtual double clip_grad_norm(double max_norm) = 0;
+  virtual void set_learning_rate(double learning_rate) = 0;
+  /// Whether backward passes of this rank keep the gradients of data-parallel tables, from now on;
+  /// the first pass that does not exchanges what has gathered. The same on all ranks. Returns what
+  /// was. Throws ValueError unless gradients are kSparse.
+  virtual bool keep_local_gradients(bool is_kept) = 0;
 };
 
 /// Starts the input_dist of several modules with one message for all their sizes. All modules are

@@ -1,0 +1,300 @@
+// Rows of single ids of sharded tables, against one process that has all tables and all ids.
+
+#include <gtest/gtest.h>
+
+#include <set>
+
+#include "sharding/sharded_tables.h"
+#include "support/error_text.h"
+#include "support/ranks.h"
+#include "tessera/embedding/embedding_collection.h"
+#include "tessera/sharding/sharded_embedding_collection.h"
+
+namespace tessera::sharding {
+namespace {
+
+using embedding::OptimizerKind;
+using tessera::testing::Bags;
+using tessera::testing::is_close;
+using tessera::testing::Job;
+using tessera::testing::joined;
+using tessera::testing::run_ranks;
+using tessera::testing::table;
+using tessera::testing::test_options;
+using tessera::testing::Weights;
+
+/// What one process gets: rows by step, rank and name, the tables after each step, the state.
+struct Alone {
+  std::vector<std::vector<std::map<std::string, at::Tensor>>> rows;
+  std::vector<Weights> tables;
+  std::map<std::string, at::Tensor> state;
+};
+
+std::int64_t num_ids(const Bags& bags, const std::string& key) {
+  std::int64_t count = 0;
+  for (std::size_t f = 0; f < bags.keys.size(); ++f) {
+    if (bags.keys[f] != key) continue;
+    for (const auto& bag : bags.ids[f]) count += static_cast<std::int64_t>(bag.size());
+  }
+  return count;
+}
+
+std::string feature_of(const std::string& name) { return name.substr(0, name.find('@')); }
+
+Alone rows_alone(const Job& job) {
+  embedding::TableBatchOptions options;
+  options.gradients = embedding::GradientForm::kFused;
+  options.optimizer = job.options.optimizer;
+  embedding::EmbeddingCollection tables(job.tables, at::kCPU, false, options);
+  {
+    const at::NoGradGuard no_grad;
+    for (const auto& [name, weight] : job.initial()) tables.weight(name).copy_(weight);
+  }
+  Alone alone;
+  for (int step = 0; step < job.steps; ++step) {
+    std::vector<Bags> parts;
+    for (int rank = 0; rank < job.world(); ++rank) parts.push_back(job.bags(step, rank));
+    alone.rows.emplace_back(job.batches.size());
+    at::Tensor loss = at::zeros({});
+    for (const auto& [name, result] : tables.forward(joined(parts).kjt(false, job.ids_type))) {
+      std::int64_t begin = 0;
+      for (int rank = 0; rank < job.world(); ++rank) {
+        const std::int64_t count = num_ids(parts[rank], feature_of(name));
+        const at::Tensor own = result.values().narrow(0, begin, count);
+        alone.rows[step][rank][name] = own.detach().clone();
+        loss = loss + (own * job.coefficients(step, rank, name, own)).sum() / job.world();
+        begin += count;
+      }
+    }
+    loss.backward();
+    alone.tables.emplace_back();
+    for (const auto& config : job.tables) {
+      alone.tables[step][config.name] = tables.weight(config.name).detach().clone();
+    }
+  }
+  for (const auto& [name, tensor] : tables.batch().optimizer()->state_dict()) {
+    alone.state[name] = tensor.clone();
+  }
+  return alone;
+}
+
+void rows_sharded(const Job& job, const Alone& alone, bool is_once, const comm::Group& group) {
+  ShardedSequenceOptions options;
+  static_cast<ShardedOptions&>(options) = job.options;
+  options.local_size = job.local_size > 0 ? job.local_size : group.size();
+  options.need_indices = true;
+  options.use_index_dedup = is_once;
+  const auto plan = make_module_plan(job.tables, job.wishes, {group.size(), options.local_size});
+  ShardedEmbeddingCollection tables(job.tables, plan, group, options);
+  tables.load_tables(job.initial());
+  const int rank = group.rank();
+  for (int step = 0; step < job.steps; ++step) {
+    const auto features = job.bags(step, rank).kjt(false, job.ids_type);
+    const auto results = tables.forward(features);
+    ASSERT_EQ(results.size(), alone.rows[step][rank].size());
+    at::Tensor loss = at::zeros({});
+    for (const auto& [name, result] : results) {
+      const auto given = features[feature_of(name)];
+      ASSERT_TRUE(is_close(result.values(), alone.rows[step][rank].at(name), job.tolerance))
+          << "step " << step << ", rank " << rank << ", " << name;
+      EXPECT_TRUE(at::equal(result.weights(), given.values())) << name;
+      EXPECT_TRUE(at::equal(result.lengths(), given.lengths())) << name;
+      loss = loss + (result.values() * job.coefficients(step, rank, name, result.values())).sum();
+    }
+    loss.backward();
+    if (job.options.gradients == embedding::GradientForm::kSparse) {
+      tables.step();
+      tables.zero_grad_rows();
+    }
+    const auto now = tables.gather_tables();
+    for (const auto& [name, weight] : alone.tables[step]) {
+      ASSERT_TRUE(is_close(now.at(name), weight, job.tolerance))
+          << "step " << step << ", rank " << rank << ", table " << name << " differs by "
+          << (now.at(name) - weight).abs().max();
+    }
+  }
+  for (const LocalShard& shard : tables.local_shards()) {
+    for (const auto& [name, own] : shard.state) {
+      at::Tensor part =
+          alone.state.at(shard.table + "." + name).narrow(0, shard.place.row, shard.place.rows);
+      if (part.dim() == 2) part = part.narrow(1, shard.place.column, shard.place.columns);
+      EXPECT_TRUE(is_close(own, part, job.tolerance)) << shard.name << "." << name;
+    }
+  }
+}
+
+void check(const Job& job, comm::Engine engine = comm::Engine::kAuto) {
+  const Alone alone = rows_alone(job);
+  for (const bool is_once : {false, true}) {
+    run_ranks(
+        job.world(), [&](const comm::Group& group) { rows_sharded(job, alone, is_once, group); },
+        test_options(engine));
+  }
+}
+
+/// Three tables of different widths; f1 is looked up in two of them.
+Job job_of(int world) {
+  Job job;
+  job.tables = {table("a", 11, 4, {"f0", "f1"}), table("b", 7, 3), table("c", 20, 8, {"f2", "f1"})};
+  for (int rank = 0; rank < world; ++rank) job.batches.push_back(5);
+  job.options.optimizer.kind = OptimizerKind::kAdam;
+  job.options.optimizer.learning_rate = 0.1;
+  return job;
+}
+
+class Sequence : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Worlds, Sequence, ::testing::Values(1, 2, 3, 4));
+
+TEST_P(Sequence, TableWise) {
+  Job job = job_of(GetParam());
+  job.wishes = {{"a", table_wise(GetParam() - 1)}, {"b", table_wise(0)}, {"c", table_wise(0)}};
+  check(job);
+}
+
+TEST_P(Sequence, RowWise) {
+  Job job = job_of(GetParam());
+  job.wishes = {{"a", row_wise()}, {"b", row_wise()}, {"c", row_wise()}};
+  check(job);
+}
+
+TEST_P(Sequence, ColumnWise) {
+  Job job = job_of(GetParam());
+  std::vector<int> ranks;
+  for (int i = 0; i < 3; ++i) ranks.push_back(i % GetParam());
+  job.wishes = {
+      {"a", column_wise(ranks)}, {"b", column_wise({0})}, {"c", table_column_wise(ranks)}};
+  check(job);
+}
+
+TEST_P(Sequence, DataParallelFused) {
+  Job job = job_of(GetParam());
+  const auto everywhere = data_parallel().with_kernel(ComputeKernel::kFused);
+  job.wishes = {{"a", everywhere}, {"b", everywhere}, {"c", everywhere}};
+  check(job);
+}
+
+TEST_P(Sequence, UnevenAndMissingBatches) {
+  Job job = job_of(GetParam());
+  for (int rank = 0; rank < GetParam(); ++rank) job.batches[rank] = rank % 2 == 0 ? 3 + rank : 0;
+  job.wishes = {{"a", row_wise()},
+                {"b", table_wise(0)},
+                {"c", data_parallel().with_kernel(ComputeKernel::kFused)}};
+  job.ids_type = at::kInt;
+  check(job);
+}
+
+TEST_P(Sequence, StepsWhenAsked) {
+  Job job = job_of(GetParam());
+  job.wishes = {{"a", row_wise()}, {"b", table_wise(0)}, {"c", column_wise({0})}};
+  job.options.gradients = embedding::GradientForm::kSparse;
+  check(job);
+}
+
+TEST(SequenceOnHosts, RowsOfAHostAndGrid) {
+  Job job = job_of(4);
+  job.local_size = 2;
+  job.wishes = {{"a", table_row_wise(1)}, {"b", row_wise()}, {"c", grid_shard({1, 0})}};
+  check(job);
+}
+
+TEST(SequenceOverGloo, GivesTheSame) {
+  Job job = job_of(2);
+  job.wishes = {{"a", row_wise()}, {"b", table_wise(1)}, {"c", column_wise({1, 0})}};
+  check(job, comm::Engine::kGloo);
+}
+
+TEST(SequenceWithVariableBatch, KeepsTheBatchOfEachFeature) {
+  run_ranks(2, [](const comm::Group& group) {
+    const std::vector<embedding::EmbeddingConfig> tables = {table("a", 6, 2, {"x"}),
+                                                            table("b", 5, 3, {"y"})};
+    const auto plan = make_module_plan(tables, {{"a", row_wise()}, {"b", table_wise(1)}}, {2, 2});
+    ShardedEmbeddingCollection sharded(tables, plan, group);
+    const Weights weights = {{"a", at::arange(12, at::kFloat).view({6, 2})},
+                             {"b", at::arange(15, at::kFloat).view({5, 3})}};
+    sharded.load_tables(weights);
+    jagged::KeyedJaggedFields fields;
+    fields.lengths = at::tensor({2, 0, 1}, at::kInt);  // two samples of x, one of y
+    fields.stride_per_key_per_rank = at::tensor({2, 1}, at::kLong).view({2, 1});
+    const jagged::KeyedJaggedTensor features({"x", "y"}, at::tensor({5, 0, 4}, at::kLong), fields);
+    const auto rows = sharded.forward(features);
+    std::map<std::string, jagged::JaggedTensor> by_name(rows.begin(), rows.end());
+    EXPECT_TRUE(at::equal(by_name.at("x").values(),
+                          at::tensor({10., 11., 0., 1.}, at::kFloat).view({2, 2})));
+    EXPECT_TRUE(at::equal(by_name.at("x").lengths(), at::tensor({2, 0}, at::kInt)));
+    EXPECT_TRUE(
+        at::equal(by_name.at("y").values(), at::tensor({12., 13., 14.}, at::kFloat).view({1, 3})));
+  });
+}
+
+TEST(SequenceErrors, NameRankFeatureSampleAndId) {
+  run_ranks(2, [](const comm::Group& group) {
+    const std::vector<embedding::EmbeddingConfig> tables = {table("a", 6, 2, {"x"})};
+    const auto plan = make_module_plan(tables, {{"a", row_wise()}}, {2, 2});
+    ShardedEmbeddingCollection sharded(tables, plan, group);
+    jagged::KeyedJaggedFields fields;
+    fields.lengths = at::tensor({1, 1}, at::kInt);
+    const jagged::KeyedJaggedTensor features(
+        {"x"}, at::tensor({0, group.rank() == 1 ? 6 : 5}, at::kLong), fields);
+    // The same text on the rank whose ids are good.
+    try {
+      sharded.forward(features);
+      ADD_FAILURE() << "an id outside the table passed";
+    } catch (const c10::IndexError& error) {
+      EXPECT_NE(std::string(error.what())
+                    .find("on rank 1, feature 'x', sample 1 has id 6, but "
+                          "table 'a' has 6 rows."),
+                std::string::npos)
+          << error.what();
+    }
+  });
+}
+
+TEST(SequencePlans, MayBeRandom) {
+  std::mt19937_64 random(11);
+  constexpr OptimizerKind kinds[] = {OptimizerKind::kSgd, OptimizerKind::kAdagrad,
+                                     OptimizerKind::kAdamW, OptimizerKind::kLarsSgd};
+  for (std::uint64_t round = 0; round < 12; ++round) {
+    const int world = 1 + static_cast<int>(random() % 4);
+    Job job;
+    job.seed = 100 + round;
+    job.steps = 2;
+    job.local_size = world == 4 ? 2 : world;
+    job.options.optimizer.kind = kinds[random() % 4];
+    job.options.optimizer.learning_rate = 0.05;
+    // LARS looks at whole rows: columns of such tables stay together.
+    const bool may_cut_columns = job.options.optimizer.kind != OptimizerKind::kLarsSgd;
+    for (int t = 0; t < 4; ++t) {
+      const std::string name = "t" + std::to_string(t);
+      const auto columns = static_cast<std::int64_t>(2 + random() % 6);
+      std::vector<std::string> features = {"f" + std::to_string(t)};
+      if (random() % 2 == 0) features.push_back("shared");
+      job.tables.push_back(
+          table(name, static_cast<std::int64_t>(1 + random() % 12), columns, features));
+      const int rank = static_cast<int>(random() % world);
+      switch (random() % 5) {
+        case 0:
+          job.wishes.emplace(name, table_wise(rank));
+          break;
+        case 1:
+          job.wishes.emplace(name, row_wise());
+          break;
+        case 2:
+          job.wishes.emplace(name, may_cut_columns ? column_wise({rank, 0}) : row_wise());
+          break;
+        case 3:
+          job.wishes.emplace(name, table_row_wise(rank / job.local_size));
+          break;
+        default:
+          job.wishes.emplace(name, data_parallel().with_kernel(ComputeKernel::kFused));
+      }
+    }
+    for (int rank = 0; rank < world; ++rank) {
+      job.batches.push_back(static_cast<std::int64_t>(random() % 5));
+    }
+    SCOPED_TRACE(round);
+    check(job);
+  }
+}
+
+}  // namespace
+}  // namespace tessera::sharding
