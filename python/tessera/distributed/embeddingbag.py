@@ -358,9 +358,11 @@ class ShardedEmbeddingBagCollection(
             weight._is_param = True  # the engine's tensor itself: its gradient is the parameter's
             if is_stepped:
                 weight._in_backward_optimizers = []  # marks parameters that a dense optimizer must leave
+            weight._is_table_part = is_stepped or not self._is_replica(table)  # differs between ranks
             holder.register_parameter(f"weight_{place}" if place else "weight", weight)
         if not self._parts[table.config.name]:
             holder.weight = nn.Parameter(torch.empty(0, device=self._device), requires_grad=False)
+            holder.weight._is_table_part = True
         return holder
 
     def _make_optimizer(self) -> CombinedOptimizer:

@@ -311,7 +311,7 @@ class DistributedModelParallel(nn.Module):
         dense = [
             parameter.grad
             for name, parameter in _own_parameters(self.module)
-            if name not in names and parameter.grad is not None and not name.endswith("__")
+            if name not in names and parameter.grad is not None
         ]
         norms = [module.clip_grad_norm(float("inf")) for _, module in sharded]
         replicas = [p.grad for _, module in sharded for p in _replica_tables(module) if p.grad is not None]

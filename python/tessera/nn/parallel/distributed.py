@@ -43,13 +43,13 @@ def _map_tensors(value: Any, visit: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _parameters_of(module: Module) -> list[tuple[str, Tensor, bool]]:
-    """Each parameter once, by its first name, and whether its gradient is sparse."""
+    """Each parameter once, by its first name, and whether its gradient is sparse; no parts of tables."""
     seen: set[Tensor] = set()
     found = []
     for module_name, part in module.named_modules():
         is_sparse = isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and part.sparse
         for name, parameter in part.named_parameters(recurse=False):
-            if parameter not in seen:
+            if parameter not in seen and not getattr(parameter, "_is_table_part", False):
                 seen.add(parameter)
                 found.append((f"{module_name}.{name}" if module_name else name, parameter, is_sparse))
     return found
