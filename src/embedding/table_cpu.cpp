@@ -105,6 +105,12 @@ void sort_together(const kernels::RadixPlan& plan, std::span<RowEntry> entries, 
   if (from.data() != entries.data()) std::copy(from.begin(), from.end(), entries.begin());
 }
 
+/// Whether sources of `next` lie where `last` says, too.
+bool continues(const kernels::GradientSegment& last, const kernels::GradientSegment& next) {
+  return last.stride == next.stride &&
+         last.base - last.first * last.stride == next.base - next.first * next.stride;
+}
+
 /// The backward pass of a call on the CPU: sort the ids of each table, then step its rows. Every
 /// row is stepped by one thread, so the result does not depend on how many there are.
 class Backward {
@@ -201,15 +207,20 @@ class Backward {
       for (std::size_t f = 0; f < pass_.features.size(); ++f) {
         const kernels::TableFeature& feature = pass_.features[f];
         if (static_cast<std::size_t>(pass_.table_of[f]) != table) continue;
+        kernels::GradientSegment segment;
         if (pass_.is_sequence) {
-          segments.push_back(
-              {pass_.ids.offset(feature.first_bag), feature.output, feature.rows.num_columns});
+          segment = {pass_.ids.offset(feature.first_bag), feature.output, feature.rows.num_columns};
         } else if (is_gathered_) {
-          segments.push_back({feature.first_bag, workspace_.places[f], feature.rows.num_columns});
+          segment = {feature.first_bag, workspace_.places[f], feature.rows.num_columns};
         } else {
-          segments.push_back({feature.first_bag, feature.output, feature.output_stride});
+          segment = {feature.first_bag, feature.output, feature.output_stride};
           if (feature.is_mean) gradients.bags = &pass_.ids;
         }
+        // Features whose gradients go on where those of the one before would are one segment: those
+        // of all ranks, if all rows are equally wide.
+        const bool goes_on = gradients.num_segments > 0 && continues(segments.back(), segment);
+        if (goes_on) continue;
+        segments.push_back(segment);
         ++gradients.num_segments;
       }
     }

@@ -2,9 +2,12 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdlib>
+
 #include "sharding/sharded_tables.h"
 #include "support/rank_processes.h"
 #include "support/ranks.h"
+#include "tessera/comm/topology.h"
 
 namespace tessera::sharding {
 namespace {
@@ -37,6 +40,25 @@ TEST(BagProcesses, AnyEngine) {
         3, [&](const comm::Group& group) { run_sharded(job, expected, group); },
         test_options(engine));
   }
+}
+
+// Started by test_hosts.py on two hosts of two ranks each: rows are summed inside the hosts.
+TEST(BagLaunched, SumsInHosts) {
+  if (std::getenv("TESSERA_TEST_HOSTS") == nullptr) GTEST_SKIP() << "test_hosts.py starts it";
+  const comm::Group group = comm::init();
+  Job job;
+  job.tables = {table("rows", 11, 4, {"f0", "f1"}, PoolingType::kMean),
+                table("grid", 9, 8, {"f3", "f0"}), table("whole", 7, 3, {"f2"}),
+                table("all", 13, 6, {"f4"})};
+  job.wishes = {{"rows", table_row_wise(1)},
+                {"grid", grid_shard({0, 1})},
+                {"whole", table_wise(2)},
+                {"all", row_wise()}};
+  job.batches = {4, 0, 6, 3};
+  job.local_size = comm::get_local_size(group.size());
+  EXPECT_EQ(job.local_size, 2);
+  EXPECT_EQ(group.engine(), "shm+gloo");
+  run_sharded(job, run_alone(job), group);
 }
 
 }  // namespace
