@@ -1,4 +1,5 @@
-// The hooks on gradients that live on a GPU; ranks share it. Skipped where there is none.
+// The hooks on gradients that live on a GPU; ranks are processes that share it, see
+// support/rank_processes.h. Skipped where there is none.
 
 #include <gtest/gtest.h>
 
@@ -6,6 +7,7 @@
 
 #include "data_parallel/hook_steps.h"
 #include "data_parallel/models.h"
+#include "support/rank_processes.h"
 #include "tessera/data_parallel/deterministic.h"
 #include "tessera/data_parallel/finite_check.h"
 #include "tessera/data_parallel/gradient_clipping.h"
@@ -17,7 +19,7 @@ namespace tessera::data_parallel {
 namespace {
 
 using tessera::testing::Layers;
-using tessera::testing::run_ranks;
+using tessera::testing::RankProcesses;
 using namespace testing;
 
 class HooksOnGpu : public ::testing::Test {
@@ -25,6 +27,12 @@ class HooksOnGpu : public ::testing::Test {
   void SetUp() override {
     if (!at::hasCUDA() || at::getNumGPUs() == 0) GTEST_SKIP() << "there is no GPU here";
   }
+  void run_ranks(int size, const std::function<void(const comm::Group&)>& body) {
+    ranks_.run(size, body, {.engine = comm::Engine::kGloo, .timeout = std::chrono::seconds(60)});
+  }
+
+ private:
+  RankProcesses ranks_;
 };
 
 Model on_gpu(Model model) {
