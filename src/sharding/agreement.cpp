@@ -69,7 +69,7 @@ void check_same_lines(const std::string& operation, const std::vector<std::strin
     return line < all.size() ? all[line] : std::string("no further table");
   };
   TESSERA_CHECK_VALUE(false, operation, ": rank 0 has ", at(ours), "; rank ", rank, " has ",
-                      at(theirs), ". Give all ranks the same tables and plan.");
+                      at(theirs), ". Give all ranks the same tables, plan and options.");
 }
 
 void raise_together(const std::string& operation, const Fault& fault, const std::string& call,

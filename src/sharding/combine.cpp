@@ -118,7 +118,13 @@ at::Tensor compose(const CombinePlan& plan, const std::vector<at::Tensor>& sourc
 }  // namespace
 
 at::Tensor combine(CombinePlan plan, const std::vector<at::Tensor>& sources) {
-  if (!sources[0].is_cpu()) return compose(plan, sources);
+  if (!sources[0].is_cpu()) {
+    const at::Tensor result = compose(plan, sources);
+    if (result.requires_grad()) {
+      result.register_hook([owner = plan.owner](const at::Tensor& gradient) { return gradient; });
+    }
+    return result;
+  }
   auto combined = c10::make_intrusive<Combined>();
   combined->plan = std::move(plan);
   return Combine::apply(at::TensorList(sources), combined);

@@ -44,6 +44,8 @@ LocalTables::LocalTables(std::shared_ptr<const TableLayout> layout, const comm::
                          const LocalTablesOptions& options)
     : layout_(std::move(layout)), group_(group), options_(options) {
   embedding::check_options(layout_->operation, options_.optimizer);
+  TESSERA_CHECK_VALUE(!is_exact() || !options_.optimizer.stochastic_rounding, layout_->operation,
+                      ": rows that are cut cannot have exact norms and be rounded at random.");
   make_shards();
   make_routed();
   make_local();
@@ -62,8 +64,8 @@ void LocalTables::make_row_norms() {
 }
 
 bool LocalTables::is_exact() const {
-  return options_.exact_row_norms && embedding::reads_row_norms(options_.optimizer.kind) &&
-         RowNorms::has_cut_columns(*layout_);
+  return options_.exact_row_norms && options_.gradients != GradientForm::kDense &&
+         embedding::reads_row_norms(options_.optimizer.kind) && RowNorms::has_cut_columns(*layout_);
 }
 
 std::size_t LocalTables::number_of(std::size_t shard) const {

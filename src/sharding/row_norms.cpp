@@ -15,6 +15,7 @@ namespace {
 bool is_column_cut(const TableLayout& layout, std::size_t table) {
   const auto& shards = layout.sharding(table).shards;
   return layout.sharding(table).type != ShardingType::kDataParallel &&
+         layout.sharding(table).kernel != ComputeKernel::kDense &&
          std::any_of(shards.begin(), shards.end(), [&](const Shard& shard) {
            return shard.columns < layout.tables[table].embedding_dim;
          });

@@ -1,6 +1,7 @@
 #include "tessera/sharding/sharded_embedding_bag_collection.h"
 
 #include <algorithm>
+#include <sstream>
 #include <tuple>
 
 #include <ATen/Functions.h>
@@ -52,7 +53,7 @@ struct ShardedEmbeddingBagCollection::State {
     layout = std::make_shared<const TableLayout>(
         kOperation, std::move(tables), std::move(plan), topology_of(group, options.local_size),
         /*is_pooled=*/true, options.codecs.forward.is_linear());
-    check_same_layout(*layout, group);
+    check_same_layout(*layout, group, options_text());
     local =
         std::make_unique<LocalTables>(layout, group,
                                       LocalTablesOptions{options.optimizer, options.gradients,
@@ -71,6 +72,7 @@ struct ShardedEmbeddingBagCollection::State {
     if (layout->has_hosted) hosts.emplace(group, layout->topology.local_size);
   }
 
+  std::string options_text() const;
   void find_homes();
   /// Numbers that come home from rank r, and from host h for all of its ranks.
   std::int64_t direct_size(const DistContext& context, std::size_t rank) const;
@@ -94,6 +96,22 @@ struct ShardedEmbeddingBagCollection::State {
 };
 
 using State = ShardedEmbeddingBagCollection::State;
+
+// What must be the same on all ranks, for the passes to fit together.
+std::string State::options_text() const {
+  std::ostringstream text;
+  const auto form = static_cast<int>(options.gradients);
+  text << "options: " << embedding::name_of(options.optimizer.kind) << ", "
+       << (form == 0   ? "dense"
+           : form == 1 ? "sparse"
+                       : "fused")
+       << " gradients, " << (options.exact_row_norms ? "exact" : "local") << " row norms, "
+       << (is_weighted ? "weighted" : "not weighted") << ", wire formats "
+       << static_cast<int>(options.codecs.forward.format()) << " and "
+       << static_cast<int>(options.codecs.backward.format()) << ", " << layout->topology.local_size
+       << " ranks per host";
+  return text.str();
+}
 
 void State::find_homes() {
   std::vector<std::int64_t> begins;
@@ -175,10 +193,9 @@ Homeward State::send_home(const DistContext& context, const at::Tensor& rows) co
                             const comm::Group& over) {
     return exchange_flat(values, sent, arriving, over, options.codecs, gradient_factor(over));
   };
-  if (!layout->has_hosted) {
-    return {exchange(rows, direct, received, group),
-            comm::NoWait<at::Tensor>(at::empty({0}, rows.options().requires_grad(false)))};
-  }
+  const comm::NoWait<at::Tensor> nothing(at::empty({0}, rows.options().requires_grad(false)));
+  if (!layout->has_routes) return {nothing, nothing};
+  if (!layout->has_hosted) return {exchange(rows, direct, received, group), nothing};
   std::vector<at::Tensor> direct_rows;
   std::vector<std::vector<at::Tensor>> by_local_rank(
       static_cast<std::size_t>(layout->topology.local_size));

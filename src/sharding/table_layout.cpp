@@ -125,6 +125,7 @@ TableLayout::TableLayout(std::string own_operation, std::vector<EmbeddingTableCo
   for (std::size_t t = 0; t < tables.size(); ++t) {
     if (is_hosted(t)) add_routes(t);
     has_hosted |= is_hosted(t);
+    has_routes |= !is_local(sharding(t));
   }
 }
 
@@ -141,9 +142,11 @@ bool TableLayout::is_row_cut(std::size_t table) const {
              [&](const Shard& shard) { return shard.rows != tables[table].num_embeddings; });
 }
 
-void check_same_layout(const TableLayout& layout, const comm::Group& group) {
+void check_same_layout(const TableLayout& layout, const comm::Group& group,
+                       const std::string& options) {
   std::vector<std::string> lines;
   for (std::size_t t = 0; t < layout.tables.size(); ++t) lines.push_back(description(layout, t));
+  if (!options.empty()) lines.push_back(options);
   check_same_lines(layout.operation, lines, group);
 }
 

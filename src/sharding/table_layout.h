@@ -49,6 +49,7 @@ struct TableLayout {
   Topology topology;
   bool sums_in_hosts = false;
   bool has_hosted = false;
+  bool has_routes = false;  // whether anything travels at all
   std::vector<embedding::EmbeddingTableConfig> tables;
   ModulePlan plan;
   std::vector<const ParameterSharding*> shardings;  // of each table
@@ -64,8 +65,9 @@ struct TableLayout {
   std::vector<Output> outputs;
 };
 
-/// Throws the same ValueError on all ranks, naming the first table whose config or plan differs,
-/// unless all ranks have the same. Collective.
-void check_same_layout(const TableLayout& layout, const comm::Group& group);
+/// Throws the same ValueError on all ranks, naming the first table whose config or plan differs (or
+/// the `options`, as words), unless all ranks have the same. Collective.
+void check_same_layout(const TableLayout& layout, const comm::Group& group,
+                       const std::string& options = {});
 
 }  // namespace tessera::sharding

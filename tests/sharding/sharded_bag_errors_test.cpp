@@ -185,6 +185,25 @@ TEST(BagErrors, RanksWithOtherPlans) {
   });
 }
 
+TEST(BagErrors, RanksWithOtherOptions) {
+  expect_on_all<c10::ValueError>("rank 0 has options: SGD, fused gradients",
+                                 [](const comm::Group& group) {
+                                   ShardedOptions options;
+                                   if (group.rank() == 1) {
+                                     options.gradients = embedding::GradientForm::kSparse;
+                                   }
+                                   make(group, options);
+                                 });
+  run_ranks(1, [](const comm::Group& group) {
+    ShardedOptions options;
+    options.optimizer.kind = embedding::OptimizerKind::kRowWiseAdagrad;
+    options.optimizer.stochastic_rounding = true;
+    options.exact_row_norms = true;
+    EXPECT_THROW(make(group, options, false, {{"a", column_wise({0, 0})}, {"b", table_wise(0)}}),
+                 c10::ValueError);
+  });
+}
+
 TEST(BagErrors, ConfigsAndPlansThatCannotBe) {
   run_ranks(1, [](const comm::Group& group) {
     const auto text = [&](std::vector<EmbeddingBagConfig> tables, const ModulePlan& plan) {

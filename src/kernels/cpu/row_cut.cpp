@@ -49,14 +49,17 @@ void fill_parts(const RowCut<Id>& cut, const RowCutExtras& extras, std::int64_t*
   }
 }
 
-#define TESSERA_ROW_CUT(Id)                                                       \
-  template void count_parts(const RowCut<Id>&, const std::int32_t*, std::int64_t, \
-                            std::int32_t* const*) noexcept;                       \
-  template void count_parts(const RowCut<Id>&, const std::int64_t*, std::int64_t, \
-                            std::int32_t* const*) noexcept;                       \
-  template void fill_parts(const RowCut<Id>&, const RowCutExtras&, std::int64_t*, Id*) noexcept;
-TESSERA_ROW_CUT(std::int32_t)
-TESSERA_ROW_CUT(std::int64_t)
-#undef TESSERA_ROW_CUT
+template void count_parts(const RowCut<std::int32_t>&, const std::int32_t*, std::int64_t,
+                          std::int32_t* const*) noexcept;
+template void count_parts(const RowCut<std::int32_t>&, const std::int64_t*, std::int64_t,
+                          std::int32_t* const*) noexcept;
+template void fill_parts(const RowCut<std::int32_t>&, const RowCutExtras&, std::int64_t*,
+                         std::int32_t*) noexcept;
+template void count_parts(const RowCut<std::int64_t>&, const std::int32_t*, std::int64_t,
+                          std::int32_t* const*) noexcept;
+template void count_parts(const RowCut<std::int64_t>&, const std::int64_t*, std::int64_t,
+                          std::int32_t* const*) noexcept;
+template void fill_parts(const RowCut<std::int64_t>&, const RowCutExtras&, std::int64_t*,
+                         std::int64_t*) noexcept;
 
 }  // namespace tessera::kernels
