@@ -796,7 +796,8 @@ void Replica::State::shadow_iteration(const JoinOptions& join) {
       map[0].zero_();
       group.process_group()->allreduce(map)->wait();
     };
-    if (options.static_graph && !is_first_static_done_) {
+    const bool is_first_static = options.static_graph && !is_first_static_done_;
+    if (is_first_static) {
       is_first_static_done_ = true;
       add_nothing_to_used_map();
     }
@@ -807,7 +808,9 @@ void Replica::State::shadow_iteration(const JoinOptions& join) {
     for (const FuturePtr& future : futures) future->waitAndThrow();
     works_.clear();
     if (options.find_unused_parameters && !options.static_graph) add_nothing_to_used_map();
-    reducer->push_rebuilt_params_for_all_indices();
+    // The first iteration of a static graph says nothing about the order of gradients; active ranks
+    // rebuild their buckets after the second.
+    if (!is_first_static) reducer->push_rebuilt_params_for_all_indices();
   }
   is_shadowing_ = false;
 }
