@@ -46,6 +46,8 @@ BENCHMARKS = {
         [str(PROGRAMS / "table_bench")],
         [str(ROOT / ".venv-peers/bin/python"), str(ROOT / "bench/compare/fbgemm_tables.py")],
     ],
+    "jagged": [[str(ROOT / ".venv-peers/bin/python"), str(ROOT / "bench/compare/jagged_operators.py")]],
+    "faults": [[sys.executable, str(ROOT / "bench/compare/faults.py")]],
 }
 QUICK = {
     "comm_collectives": ["--seconds", "0.1"],
@@ -60,6 +62,8 @@ QUICK = {
     "checkpoint": ["--repetitions", "2", "--bytes", "64000000", "--stall-bytes", "256000000"],
     "data_parallel_step": ["--steps", "0.2"],
     "embedding": ["--seconds", "0.2"],
+    "jagged": ["--seconds", "0.2"],
+    "faults": ["--repetitions", "3"],
 }
 TITLES = {
     "comm_collectives": "Collectives, C++",
@@ -74,6 +78,8 @@ TITLES = {
     "checkpoint": "Checkpoints",
     "data_parallel_step": "Training steps under DistributedDataParallel, two ranks",
     "embedding": "Tables on one rank",
+    "jagged": "Operators on jagged batches, beside fbgemm",
+    "faults": "From a fault to the last survivor's error",
 }
 
 
