@@ -50,6 +50,8 @@ BENCHMARKS = {
         [str(PROGRAMS / "step_bench")],
         [str(ROOT / ".venv-peers/bin/python"), str(ROOT / "bench/compare/torchrec_sharded.py")],
     ],
+    "jagged": [[str(ROOT / ".venv-peers/bin/python"), str(ROOT / "bench/compare/jagged_operators.py")]],
+    "faults": [[sys.executable, str(ROOT / "bench/compare/faults.py")]],
 }
 QUICK = {
     "comm_collectives": ["--seconds", "0.1"],
@@ -65,6 +67,8 @@ QUICK = {
     "data_parallel_step": ["--steps", "0.2"],
     "embedding": ["--seconds", "0.2"],
     "sharding_step": ["--seconds", "0.3"],
+    "jagged": ["--seconds", "0.2"],
+    "faults": ["--repetitions", "3"],
 }
 TITLES = {
     "comm_collectives": "Collectives, C++",
@@ -80,6 +84,8 @@ TITLES = {
     "data_parallel_step": "Training steps under DistributedDataParallel, two ranks",
     "embedding": "Tables on one rank",
     "sharding_step": "Training steps on sharded tables, two ranks",
+    "jagged": "Operators on jagged batches, beside fbgemm",
+    "faults": "From a fault to the last survivor's error",
 }
 
 

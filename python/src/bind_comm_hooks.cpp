@@ -74,6 +74,31 @@ class PythonHook final : public CommHook {
   std::string name_;
 };
 
+/// An optimizer that is a Python function of the bucket's names and averaged gradients.
+class PythonOptimizer final : public BackwardOptimizer {
+ public:
+  explicit PythonOptimizer(py::object step) : step_(std::move(step)) {}
+  ~PythonOptimizer() override {
+    const py::gil_scoped_acquire gil;
+    step_ = py::object();
+  }
+
+  void step(const Bucket& bucket, const Tensor& averaged,
+            const std::optional<std::set<std::string>>&) override {
+    const py::gil_scoped_acquire gil;
+    step_(bucket.names(), bucket.views_of(averaged));
+  }
+  std::string name() const override { return "python"; }
+  // Rates and state are the function's own.
+  void set_learning_rate(double) override {}
+  double learning_rate() const override { return 0; }
+  HookState state() const override { return {}; }
+  void load_state(const HookState&) override {}
+
+ private:
+  py::object step_;
+};
+
 /// Runs a hook from Python, on buckets of ours and of torch's DistributedDataParallel.
 class HookRunner {
  public:
@@ -248,6 +273,12 @@ void bind_optimizers(py::module_& m) {
   m.def("adamw_in_backward", adam(true), py::arg("lr") = 1e-3,
         py::arg("betas") = std::pair(0.9, 0.999), py::arg("eps") = 1e-8,
         py::arg("weight_decay") = 0.01, py::arg("amsgrad") = false, py::arg("maximize") = false);
+  m.def(
+      "python_in_backward",
+      [](py::object step) -> std::shared_ptr<BackwardOptimizer> {
+        return std::make_shared<PythonOptimizer>(std::move(step));
+      },
+      py::arg("step"));
   m.def("hook_then_optimizer", &hook_then_optimizer, py::arg("inner"), py::arg("optimizer"),
         py::arg("only") = py::none());
 }

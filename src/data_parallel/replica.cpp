@@ -12,7 +12,6 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/tensor.h>
-#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/distributed/c10d/comm.hpp>
@@ -230,50 +229,6 @@ void Replica::State::register_parameters() {
   }
 }
 
-void Replica::State::delay_parameters() {
-  if (options.delay_all_reduce_named_params.empty()) return;
-  std::map<std::pair<c10::ScalarType, c10::Device>, std::vector<at::Tensor>,
-           decltype([](const auto& a, const auto& b) {
-             return std::make_pair(a.first, a.second.str()) <
-                    std::make_pair(b.first, b.second.str());
-           })>
-      groups;
-  for (const std::string& name : options.delay_all_reduce_named_params) {
-    const auto place = std::find_if(parts.parameters.begin(), parts.parameters.end(),
-                                    [&](const NamedParameter& p) { return p.name == name; });
-    TESSERA_CHECK_VALUE(place != parts.parameters.end(),
-                        "DistributedDataParallel: delay_all_reduce_named_params names '", name,
-                        "', which is no parameter.");
-    groups[{place->tensor.scalar_type(), place->tensor.device()}].push_back(place->tensor);
-  }
-  for (auto& [key, parameters] : groups) {
-    DelayedGroup delayed;
-    std::int64_t count = 0;
-    for (const at::Tensor& parameter : parameters) count += parameter.numel();
-    delayed.buffer = at::zeros({count}, parameters.front().options().requires_grad(false));
-    std::int64_t first = 0;
-    for (const at::Tensor& parameter : parameters) {
-      delayed.views.push_back(
-          delayed.buffer.narrow(0, first, parameter.numel()).view(parameter.sizes()));
-      first += parameter.numel();
-    }
-    delayed.parameters = std::move(parameters);
-    delayed_.push_back(std::move(delayed));
-  }
-  const auto trigger = std::find_if(
-      parts.parameters.begin(), parts.parameters.end(),
-      [&](const NamedParameter& p) { return p.name == *options.param_to_hook_all_reduce; });
-  TESSERA_CHECK_VALUE(trigger != parts.parameters.end(),
-                      "DistributedDataParallel: param_to_hook_all_reduce names '",
-                      *options.param_to_hook_all_reduce, "', which is no parameter.");
-  trigger->tensor.register_hook([weak = weak_from_this()](const at::Tensor&) {
-    if (const auto self = weak.lock()) {
-      // At the end of this node, the gradient of the trigger itself may be one of them.
-      Engine::get_default_engine().queue_callback([self] { self->reduce_delayed(); });
-    }
-  });
-}
-
 void Replica::State::build() {
   reducer = make_reducer(reduced, group, options);
   logger = std::make_shared<c10d::Logger>(reducer);
@@ -410,40 +365,6 @@ void Replica::State::run_buffer_hook(bool is_shadow) {
   c10::List<FuturePtr> list(c10::FutureType::create(c10::TensorType::get()));
   for (const auto& future : futures) list.push_back(future);
   reducer->install_futures(list);
-}
-
-Replica::State::Control Replica::State::exchange_control(bool is_active, bool has_buffers) {
-  const std::size_t size = group.size();
-  std::vector<std::int64_t> words(size + 3, 0);
-  if (is_active) {
-    const bool has_gradients = at::GradMode::is_enabled();
-    words[group.rank()] = 1;
-    words[size] = has_gradients && require_backward_grad_sync ? 1 : 0;
-    words[size + 1] = has_buffers ? 1 : 0;
-    words[size + 2] = has_gradients ? 1 : 0;
-  }
-  at::Tensor sums = at::tensor(words, at::kLong).to(kept.front().tensor.device());
-  comm::all_reduce_(sums, group);
-  sums = sums.cpu();
-  const std::int64_t* values = sums.const_data_ptr<std::int64_t>();
-  Control control;
-  for (std::size_t rank = 0; rank < size; ++rank) {
-    if (values[rank] == 0) continue;
-    control.source = static_cast<int>(rank);
-    ++control.num_active;
-  }
-  control.has_sync = values[size] != 0;
-  control.has_buffers = values[size + 1] != 0;
-  control.has_gradients = values[size + 2] != 0;
-  return control;
-}
-
-void Replica::State::set_join_divisor(int num_active, const JoinOptions& join) {
-  if (join.divide_by_initial_world_size) {
-    join_divisor_.reset();
-  } else {
-    join_divisor_ = options.divisor.value_or(group.size()) * num_active / group.size();
-  }
 }
 
 void Replica::State::before_forward(const JoinOptions* join) {
@@ -703,45 +624,6 @@ void Replica::State::end_first_static_backward() {
       [self = shared_from_this()] { self->reducer->delay_all_reduce(); });
 }
 
-void Replica::State::point_delayed_gradients() {
-  for (DelayedGroup& delayed : delayed_) {
-    for (std::size_t i = 0; i < delayed.parameters.size(); ++i) {
-      if (delayed.parameters[i].grad().defined()) continue;
-      delayed.views[i].zero_();
-      delayed.parameters[i].mutable_grad() = delayed.views[i];
-    }
-  }
-}
-
-void Replica::State::reduce_delayed() {
-  if (!has_delayed_sync_) return;
-  at::NoGradGuard no_grad;
-  std::vector<c10::intrusive_ptr<c10d::Work>> works;
-  for (DelayedGroup& delayed : delayed_) {
-    for (std::size_t i = 0; i < delayed.parameters.size(); ++i) {
-      const at::Tensor& gradient = delayed.parameters[i].grad();
-      // Accumulation may have made a tensor of its own.
-      if (gradient.defined() && !gradient.is_alias_of(delayed.buffer)) {
-        delayed.views[i].copy_(gradient);
-      }
-    }
-    delayed.buffer.div_(divisor());
-    std::vector<at::Tensor> tensors{delayed.buffer};
-    works.push_back(group.process_group()->allreduce(tensors));
-  }
-  for (const auto& work : works) work->wait();
-  for (DelayedGroup& delayed : delayed_) {
-    for (std::size_t i = 0; i < delayed.parameters.size(); ++i) {
-      at::Tensor& gradient = delayed.parameters[i].mutable_grad();
-      if (gradient.defined() && !gradient.is_alias_of(delayed.buffer)) {
-        gradient.copy_(delayed.views[i]);
-      } else {
-        gradient = delayed.views[i];
-      }
-    }
-  }
-}
-
 void Replica::State::note_usage() {
   if (!options.find_unused_parameters || num_watched_ >= kWatchedIterations) return;
   const at::Tensor used = reducer->used_map();
@@ -764,60 +646,6 @@ void Replica::State::choose_graph() {
   logger.reset();
   reducer.reset();
   build();
-}
-
-void Replica::State::shadow_iteration(const JoinOptions& join) {
-  if (!reducer) return;
-  is_shadowing_ = true;
-  timeline_.num_buckets = 0;
-  const Control control = exchange_control(/*is_active=*/false, false);
-  set_join_divisor(control.num_active, join);
-  if (control.has_gradients) {
-    reducer->complete_arrival_order();
-    reducer->rebuild_buckets();
-  }
-  if (control.has_buffers) {
-    if (buffer_hook_) {
-      run_buffer_hook(/*is_shadow=*/true);
-    } else {
-      sync_buffers(control.source);
-    }
-  }
-  if (control.has_gradients && buffer_hook_ &&
-      buffer_hook_place_ == BufferHookPlace::kPostForward) {
-    run_buffer_hook(/*is_shadow=*/true);
-  }
-  require_forward_param_sync_ = control.has_sync;
-  if (control.has_sync) {
-    // Active ranks learn which parameters anybody has used: after the buckets, or before them where
-    // a static graph is seen for the first time.
-    const auto add_nothing_to_used_map = [&] {
-      std::vector<at::Tensor> map{reducer->get_local_used_map_on_device()};
-      map[0].zero_();
-      group.process_group()->allreduce(map)->wait();
-    };
-    if (options.static_graph && !is_first_static_done_) {
-      is_first_static_done_ = true;
-      add_nothing_to_used_map();
-    }
-    std::vector<FuturePtr> futures;
-    for (c10d::GradBucket& bucket : reducer->get_grad_buckets(/*return_zero_tensors=*/true)) {
-      futures.push_back(reducer->run_comm_hook(bucket));
-    }
-    for (const FuturePtr& future : futures) future->waitAndThrow();
-    works_.clear();
-    if (options.find_unused_parameters && !options.static_graph) add_nothing_to_used_map();
-    reducer->push_rebuilt_params_for_all_indices();
-  }
-  is_shadowing_ = false;
-}
-
-void Replica::State::finish_join(bool is_last_joiner) {
-  const std::vector<std::int64_t> words{is_last_joiner ? group.rank() : -1};
-  at::Tensor source = at::tensor(words, at::kLong).to(kept.front().tensor.device());
-  comm::all_reduce_(source, group, comm::Reduction::kMax);
-  broadcast_state(static_cast<int>(source.item<std::int64_t>()), syncs_forward_buffers());
-  join_divisor_.reset();
 }
 
 OverlapReport Replica::State::overlap_report() const {
@@ -850,107 +678,5 @@ OverlapReport Replica::State::overlap_report() const {
   report.advice = text;
   return report;
 }
-
-// ---- Replica: the public face ----
-
-namespace {
-
-class ReplicaJoinHook final : public JoinHook {
- public:
-  ReplicaJoinHook(std::shared_ptr<Replica::State> state, const JoinOptions& options)
-      : state_(std::move(state)), options_(options) {}
-  void main_hook() override { state_->shadow_iteration(options_); }
-  void post_hook(bool is_last_joiner) override { state_->finish_join(is_last_joiner); }
-
- private:
-  std::shared_ptr<Replica::State> state_;
-  JoinOptions options_;
-};
-
-}  // namespace
-
-Replica::Replica(ModelParts parts, const comm::Group& group, Options options)
-    : state_(std::make_shared<State>(std::move(parts), group, std::move(options))) {
-  state_->start();
-}
-Replica::~Replica() = default;
-
-void Replica::before_forward() {
-  const JoinOptions* join = join_options();
-  if (join != nullptr) notify_join_context();
-  state_->before_forward(join);
-}
-std::vector<at::Tensor> Replica::after_forward(std::vector<at::Tensor> outputs) {
-  return state_->after_forward(std::move(outputs));
-}
-bool Replica::require_backward_grad_sync() const noexcept {
-  return state_->require_backward_grad_sync;
-}
-void Replica::set_require_backward_grad_sync(bool value) noexcept {
-  state_->require_backward_grad_sync = value;
-}
-void Replica::register_comm_hook(std::shared_ptr<CommHook> hook) {
-  state_->register_comm_hook(std::move(hook));
-}
-std::shared_ptr<CommHook> Replica::comm_hook() const { return state_->comm_hook(); }
-void Replica::register_buffer_hook(BufferHook hook, BufferHookPlace place) {
-  state_->register_buffer_hook(std::move(hook), place);
-}
-void Replica::set_static_graph() { state_->set_static_graph(); }
-void Replica::update_process_group(const comm::Group& group) {
-  state_->update_process_group(group);
-}
-void Replica::reset() { state_->reset(); }
-void Replica::set_sparse_metadata(std::map<std::string, at::Tensor> metadata) {
-  TORCH_CHECK(state_->reducer, "set_sparse_metadata: all parameters are delayed.");
-  state_->reducer->setSparseMetadata(metadata);
-}
-void Replica::check_finalized() { state_->check_finalized(); }
-void Replica::remove_autograd_hooks() {
-  if (state_->reducer) state_->reducer->remove_autograd_hooks();
-}
-void Replica::set_sample_rate(int sample_rate) {
-  TESSERA_CHECK_VALUE(sample_rate >= 1,
-                      "DDP runtime logging sample rate should be equal or greater than 1");
-  if (state_->reducer) state_->reducer->set_ddp_runtime_logging_sample_rate(sample_rate);
-}
-const comm::Group& Replica::group() const noexcept { return state_->group; }
-const Options& Replica::options() const noexcept { return state_->options; }
-const std::vector<NamedParameter>& Replica::parameters() const noexcept { return state_->reduced; }
-double Replica::divisor() const noexcept { return state_->divisor(); }
-
-LoggingData Replica::logging_data() {
-  if (!state_->logger) return {};
-  const at::DDPLoggingData data = state_->logger->get_ddp_logging_data();
-  return {{data.strs_map.begin(), data.strs_map.end()},
-          {data.ints_map.begin(), data.ints_map.end()}};
-}
-OverlapReport Replica::overlap_report() { return state_->overlap_report(); }
-
-std::vector<std::vector<std::string>> Replica::buckets() const {
-  std::vector<std::vector<std::string>> result;
-  if (!state_->reducer) return result;
-  for (const auto& bucket : state_->reducer->assignment()) {
-    std::vector<std::string> names;
-    for (const std::size_t index : bucket) names.push_back(state_->reduced[index].name);
-    result.push_back(std::move(names));
-  }
-  return result;
-}
-
-std::unique_ptr<JoinHook> Replica::join_hook(const JoinOptions& options) {
-  return std::make_unique<ReplicaJoinHook>(state_, options);
-}
-comm::Group Replica::join_group() const { return state_->group; }
-void Replica::before_forward_joined(const JoinOptions& options) {
-  state_->before_forward(&options);
-}
-void Replica::shadow_iteration(const JoinOptions& options) { state_->shadow_iteration(options); }
-void Replica::finish_join(bool is_last_joiner) { state_->finish_join(is_last_joiner); }
-
-NoSync::NoSync(Replica& replica) : replica_(replica), outer_(replica.require_backward_grad_sync()) {
-  replica_.set_require_backward_grad_sync(false);
-}
-NoSync::~NoSync() { replica_.set_require_backward_grad_sync(outer_); }
 
 }  // namespace tessera::data_parallel

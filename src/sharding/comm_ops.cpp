@@ -347,7 +347,10 @@ Request alltoall_sequence(const at::Tensor& embeddings, const at::Tensor& forwar
                         "sharding.", kOp, ": ", forward_recat.numel(), " and ",
                         backward_recat.numel(), " segments are ordered, there are ",
                         lengths.numel(), " lengths.");
-    const at::Tensor segments = lengths.to(at::kLong).reshape({forward_recat.numel(), -1}).sum(1);
+    const at::Tensor segments =
+        lengths.to(at::kLong)
+            .reshape({forward_recat.numel(), lengths.numel() / forward_recat.numel()})
+            .sum(1);
     const at::Tensor order = forward_recat.to(at::kLong);
     forward_rows = rows_of_segments(segments, order);
     backward_rows = rows_of_segments(segments.index_select(0, order), backward_recat.to(at::kLong));

@@ -236,6 +236,21 @@ TEST_P(CommOps, AllToAllSequence) {
       divided());
 }
 
+// Segments of no samples: there are no lengths at all, and nothing to send.
+TEST_P(CommOps, SequenceOfNoSamples) {
+  const int world = size();
+  tessera::testing::run_ranks(world, [&](const Group& group) {
+    const at::Tensor order = at::arange(2 * world, at::kInt);
+    const at::Tensor input = at::empty({0, 3}).requires_grad_(true);
+    const Sizes none(world, 0);
+    const at::Tensor output =
+        alltoall_sequence(input, order, order, at::empty({0}, at::kInt), none, none, group).wait();
+    EXPECT_EQ(output.sizes(), at::IntArrayRef({0, 3}));
+    output.sum().backward();
+    EXPECT_EQ(input.grad().sizes(), at::IntArrayRef({0, 3}));
+  });
+}
+
 TEST_P(CommOps, AllToAllV) {
   // 5 samples, so the first rank gets one more; two inputs on each rank; no division.
   const Sizes dims = first({3, 2, 5, 4}, size());

@@ -10,6 +10,7 @@ namespace tessera::comm::shm {
 namespace {
 
 constexpr std::size_t kPageBytes = 4096;
+constexpr std::size_t kAlignedBytes = 32 * kHugePageBytes;
 
 std::size_t round_up(std::size_t value, std::size_t unit) {
   return (value + unit - 1) / unit * unit;
@@ -25,7 +26,8 @@ Arena::Arena(std::shared_ptr<Segment> segment, std::size_t offset, std::size_t b
 std::shared_ptr<void> Arena::allocate(std::size_t bytes) {
   if (bytes > SIZE_MAX / 2) return nullptr;
   const std::size_t length = bytes == 0 ? kPageBytes : round_up(bytes, kPageBytes);
-  const std::size_t alignment = length >= kHugePageBytes ? kHugePageBytes : kPageBytes;
+  // A gap before a block costs memory where the system gives huge pages: a few per cent at most.
+  const std::size_t alignment = length >= kAlignedBytes ? kHugePageBytes : kPageBytes;
   const std::lock_guard lock(mutex_);
   for (auto block = free_.begin(); block != free_.end(); ++block) {
     const auto [start, room] = *block;

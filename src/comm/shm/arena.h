@@ -18,8 +18,8 @@ class Arena : public std::enable_shared_from_this<Arena> {
   /// Owns `bytes` of `segment` from `offset` on; none of them need to be present yet.
   Arena(std::shared_ptr<Segment> segment, std::size_t offset, std::size_t bytes);
 
-  /// A block at the start of a page, of a huge page if it is that large; null if no room is left in
-  /// the arena or in the file system. The block keeps the arena and the mapping alive.
+  /// A block at the start of a page, of a huge page if it is many of them; null if no room is left
+  /// in the arena or in the file system. The block keeps the arena and the mapping alive.
   std::shared_ptr<void> allocate(std::size_t bytes);
 
  private:

@@ -40,6 +40,16 @@ TEST(Arena, BlocksStartAtPagesAndDoNotOverlap) {
   EXPECT_EQ(static_cast<unsigned char*>(blocks[2].get())[4096], 3);
 }
 
+TEST(Arena, BucketsOfSomeMegabytesLieCloseTogether) {
+  const TemporaryDirectory directory;
+  const auto arena = arena_of(directory, 64 * kMiB);
+  const std::size_t bytes = 4 * kMiB + 4100;  // a bucket is rarely a number of huge pages
+  std::vector<std::shared_ptr<void>> blocks;
+  for (int i = 0; i < 12; ++i) blocks.push_back(arena->allocate(bytes));
+  const std::size_t span = address_of(blocks.back()) + bytes - address_of(blocks.front());
+  EXPECT_LE(span, 12 * bytes + 12 * bytes / 20);
+}
+
 TEST(Arena, ReturnedNeighboursAreMerged) {
   const TemporaryDirectory directory;
   const auto arena = arena_of(directory, 4 * kMiB);

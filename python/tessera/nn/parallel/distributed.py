@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
 from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
 from torch.nn import Module
 from torch.nn.parallel.distributed import _BufferCommHookLocation
@@ -176,6 +177,8 @@ class DistributedDataParallel(Module, Joinable):
             where = device_ids[0] if output_device is None else output_device
             self.output_device = torch.device(_device_names([where])[0]).index
         self._set_mixed_precision()
+        self._used_gradients: tuple[Tensor, ...] = ()
+        self._set_optimizers_in_backward()
 
     def _start(self):
         module = self.module
@@ -214,6 +217,40 @@ class DistributedDataParallel(Module, Joinable):
         if precision.reduce_dtype is not None:
             self._replica.register_comm_hook(_C.compress_hook(precision.reduce_dtype))
 
+    def _set_optimizers_in_backward(self):
+        """Take over the optimizers that `_apply_optimizer_in_backward` gave to parameters."""
+        stepped = {
+            name: parameter
+            for name, parameter, _ in _parameters_of(self.module)
+            if name not in self.parameters_to_ignore and hasattr(parameter, "_in_backward_optimizers")
+        }
+        if not stepped:
+            return
+        # They would step by this rank's own gradient; from now on they get the average.
+        for parameter in stepped.values():
+            for handle in param_to_optim_hook_handle_map.get(parameter, ()):
+                handle.remove()
+
+        def step(names: list[str], gradients: list[Tensor]) -> None:
+            for name, gradient in zip(names, gradients, strict=True):
+                parameter = stepped.get(name)
+                if parameter is None:
+                    continue
+                parameter.grad = gradient
+                for optimizer in parameter._in_backward_optimizers:
+                    optimizer.step()
+                parameter.grad = None
+
+            self._used_gradients = leftover
+
+        reduced = sum(p.requires_grad for p in self._module_parameters)
+        is_all = len(stepped) == reduced
+        leftover = () if is_all else tuple(stepped.values())
+        hook = _C.hook_then_optimizer(
+            _C.all_reduce_hook(), _C.python_in_backward(step), None if is_all else set(stepped)
+        )
+        self._replica.register_comm_hook(hook)
+
     # ---- one iteration ----
 
     def forward(self, *inputs, **kwargs):
@@ -223,6 +260,10 @@ class DistributedDataParallel(Module, Joinable):
         return self._forward(inputs, kwargs)
 
     def _forward(self, inputs, kwargs):
+        # Averages that an optimizer in backward has used must not be added to.
+        for parameter in self._used_gradients:
+            parameter.grad = None
+        self._used_gradients = ()
         if self._join_config.enable:
             Join.notify_join_context(self)
             self._replica.before_forward_joined(self._divide_by_initial_world_size)
@@ -471,6 +512,8 @@ class DistributedDataParallel(Module, Joinable):
         self._settings = {**self._settings, "init_sync": False}
         self._start()
         self._set_mixed_precision()
+        self._used_gradients = ()
+        self._set_optimizers_in_backward()
 
 
 @functools.cache

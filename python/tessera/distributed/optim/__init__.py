@@ -1,0 +1,5 @@
+"""Optimizers that know of other ranks."""
+
+from tessera.distributed.optim.post_localSGD_optimizer import PostLocalSGDOptimizer
+
+__all__ = ["PostLocalSGDOptimizer"]
