@@ -15,7 +15,7 @@
 namespace tessera::cli {
 
 std::span<const Verb* const> verbs() {
-  static constexpr const Verb* kVerbs[] = {&kRunVerb,  &kTrainVerb,  &kPlanVerb,
+  static constexpr const Verb* kVerbs[] = {&kRunVerb,  &kTrainVerb,  &kPlanVerb,      &kDataVerb,
                                            &kCkptVerb, &kDoctorVerb, &kCompletionVerb};
   return kVerbs;
 }

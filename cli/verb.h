@@ -26,6 +26,7 @@ extern const Verb kPlanVerb;
 extern const Verb kRunVerb;
 extern const Verb kTrainVerb;
 extern const Verb kCkptVerb;
+extern const Verb kDataVerb;
 extern const Verb kDoctorVerb;
 extern const Verb kCompletionVerb;
 
