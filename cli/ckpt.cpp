@@ -330,18 +330,7 @@ int run(const std::vector<std::string>& words) {
     for (const auto& [name, function] : actions()) known.push_back(name);
     throw UsageError("ckpt: there is no '" + words[0] + "'" + suggestion(words[0], known));
   }
-  // The folder may stand before, between or after the flags.
-  std::vector<std::string> flags;
-  std::vector<std::string> names;
-  std::vector<std::string> rest(words.begin() + 1, words.end());
-  while (!rest.empty()) {
-    const SplitWords split = split_words(app, rest);
-    flags.insert(flags.end(), split.flags.begin(), split.flags.end());
-    rest = split.rest;
-    if (rest.empty()) break;
-    names.push_back(rest.front());
-    rest.erase(rest.begin());
-  }
+  const auto [names, flags] = names_and_flags(app, {words.begin() + 1, words.end()});
   read_flags(app, flags);
   if (given.wants_help) {
     std::fwrite(kHelp.data(), 1, kHelp.size(), stdout);

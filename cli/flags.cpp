@@ -73,6 +73,19 @@ SplitWords split_words(const CLI::App& app, const std::vector<std::string>& word
   return split;
 }
 
+NamesAndFlags names_and_flags(const CLI::App& app, std::vector<std::string> words) {
+  NamesAndFlags sorted;
+  while (!words.empty()) {
+    SplitWords split = split_words(app, words);
+    sorted.flags.insert(sorted.flags.end(), split.flags.begin(), split.flags.end());
+    words = std::move(split.rest);
+    if (words.empty()) break;
+    sorted.names.push_back(words.front());
+    words.erase(words.begin());
+  }
+  return sorted;
+}
+
 void read_flags(CLI::App& app, std::vector<std::string> flags) {
   std::reverse(flags.begin(), flags.end());  // CLI11 takes them from the back
   try {

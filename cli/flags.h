@@ -21,6 +21,14 @@ struct SplitWords {
 };
 SplitWords split_words(const CLI::App& app, const std::vector<std::string>& words);
 
+/// Sorts words that may come in any order into flags (with their values) and names. Throws
+/// UsageError for an unknown flag.
+struct NamesAndFlags {
+  std::vector<std::string> names;
+  std::vector<std::string> flags;
+};
+NamesAndFlags names_and_flags(const CLI::App& app, std::vector<std::string> words);
+
 /// Lets `app` read the flags. Throws UsageError with one line, or launch::LaunchError for a
 /// configuration file that cannot be used.
 void read_flags(CLI::App& app, std::vector<std::string> flags);

@@ -27,6 +27,7 @@ extern const Verb kReportVerb;
 extern const Verb kRunVerb;
 extern const Verb kTrainVerb;
 extern const Verb kCkptVerb;
+extern const Verb kDataVerb;
 extern const Verb kDoctorVerb;
 extern const Verb kCompletionVerb;
 

@@ -1,0 +1,387 @@
+// tessera data — converts, shows, checks and makes click logs.
+
+#include <algorithm>
+#include <charconv>
+#include <chrono>
+#include <cstdio>
+#include <fstream>
+#include <map>
+#include <memory>
+
+#include <nlohmann/json.hpp>
+
+#include "dlrm/click_file.h"
+#include "dlrm/criteo.h"
+#include "dlrm/synthetic.h"
+#include "flags.h"
+#include "tessera/launch/exit_code.h"
+#include "tessera/launch/launch_error.h"
+#include "usage.h"
+#include "verb.h"
+
+namespace tessera::cli {
+namespace {
+
+using workloads::dlrm::ClickFile;
+using workloads::dlrm::ClickFileWriter;
+using workloads::dlrm::CriteoOptions;
+using workloads::dlrm::CriteoReport;
+using workloads::dlrm::DataError;
+using workloads::dlrm::Feature;
+using workloads::dlrm::SampleBlock;
+using workloads::dlrm::SyntheticLog;
+using Json = nlohmann::ordered_json;
+
+constexpr std::string_view kHelp =
+    R"(tessera data convert|show|check|synth FILE [flags]
+
+  tessera data convert day_0.tsv --to day_0.click          Criteo's text to the binary format
+  tessera data convert day_0.tsv --to day_0.click --rows 1000000 --half
+  tessera data show day_0.click                            samples, features, tables
+  tessera data check day_0.click                           read everything, compare every sum
+  tessera data check day_0.tsv                             count and name bad lines
+  tessera data synth clicks.click --samples 1000000        a log with a known best AUC
+  tessera data synth clicks.tsv --format text              the same as Criteo's text
+
+  --to PATH             convert: the file to write
+  --rows N or N,N,...   convert, synth: rows of all tables, or of each (100000)
+  --half                convert, synth: dense numbers in 16 bits
+  --strict              convert, check: the first bad line ends it (otherwise they are left out)
+  --threads N           convert, check: threads that parse (one per core)
+  --format binary|text  synth: what to write (binary)
+  --samples N           synth: how many (100000)
+  --features N          synth: how many sparse features (26)
+  --bag N               synth: ids per bag, 0 for bags that vary (1)
+  --seed N              synth: another log (1)
+  --zipf X              synth: how steep the popularity of ids is (1.05)
+  --json                one JSON object
+
+Exit codes: 0 good, 2 wrong usage, 65 a file is damaged, missing or cannot be written.
+More: docs/dlrm.md
+)";
+
+struct DataWords {
+  std::string to;
+  std::string rows = "100000";
+  std::string format = "binary";
+  bool half = false;
+  bool strict = false;
+  int threads = 0;
+  std::int64_t samples = 100000;
+  std::int64_t features = 26;
+  std::int64_t bag = 1;
+  std::uint64_t seed = 1;
+  double zipf = 1.05;
+  bool wants_json = false;
+  bool wants_help = false;
+};
+
+void define_flags(CLI::App& app, DataWords& words) {
+  app.set_help_flag();
+  app.add_option("--to", words.to);
+  app.add_option("--rows", words.rows);
+  app.add_option("--format", words.format);
+  app.add_flag("--half", words.half);
+  app.add_flag("--strict", words.strict);
+  app.add_option("--threads", words.threads);
+  app.add_option("--samples", words.samples);
+  app.add_option("--features", words.features);
+  app.add_option("--bag", words.bag);
+  app.add_option("--seed", words.seed);
+  app.add_option("--zipf", words.zipf);
+  app.add_flag("--json", words.wants_json);
+  app.add_flag("--help,-h", words.wants_help);
+}
+
+void print(const Json& answer) { std::printf("%s\n", answer.dump(2).c_str()); }
+
+class Watch {
+ public:
+  double seconds() const {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count();
+  }
+
+ private:
+  std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
+};
+
+// One number for all tables, or one for each.
+std::vector<Feature> features_of(const DataWords& words, std::int64_t count, std::int64_t bag) {
+  std::vector<std::int64_t> rows;
+  std::string_view rest = words.rows;
+  while (true) {
+    const std::size_t end = std::min(rest.find(','), rest.size());
+    const std::string word(rest.substr(0, end));
+    const char* word_end = word.data() + word.size();
+    std::int64_t number = 0;
+    const auto [stop, error] = std::from_chars(word.data(), word_end, number);
+    if (error != std::errc() || stop != word_end || number < 1) {
+      throw UsageError("data: --rows is a number of rows or a list of them, not '" + words.rows +
+                       "'");
+    }
+    rows.push_back(number);
+    if (end == rest.size()) break;
+    rest.remove_prefix(end + 1);
+  }
+  if (rows.size() != 1 && static_cast<std::int64_t>(rows.size()) != count) {
+    throw UsageError("data: --rows lists " + std::to_string(rows.size()) + " tables, there are " +
+                     std::to_string(count));
+  }
+  auto features = workloads::dlrm::equal_features(count, rows[0], bag);
+  for (std::size_t i = 0; i < rows.size() && rows.size() > 1; ++i) features[i].num_rows = rows[i];
+  return features;
+}
+
+CriteoOptions criteo_options(const DataWords& words) {
+  CriteoOptions options;
+  options.features = features_of(words, workloads::dlrm::kCriteoFeatures, 1);
+  options.strict = words.strict;
+  options.num_threads = words.threads;
+  return options;
+}
+
+Json json_of(const CriteoReport& report, double seconds) {
+  Json bad = Json::array();
+  for (const auto& line : report.first_bad) {
+    bad.push_back({{"line", line.line}, {"reason", line.reason}});
+  }
+  return {{"lines", report.num_lines},   {"samples", report.num_samples},
+          {"bad_lines", report.num_bad}, {"first_bad", bad},
+          {"bytes", report.num_bytes},   {"seconds", seconds}};
+}
+
+void say_bad_lines(const CriteoReport& report) {
+  if (report.num_bad == 0) return;
+  std::printf("left out %lld bad lines\n", static_cast<long long>(report.num_bad));
+  for (const auto& line : report.first_bad) {
+    std::printf("  line %lld %s\n", static_cast<long long>(line.line), line.reason.c_str());
+  }
+  const auto others = report.num_bad - static_cast<std::int64_t>(report.first_bad.size());
+  if (others > 0) std::printf("  and %lld more\n", static_cast<long long>(others));
+}
+
+double megabytes_per_second(std::int64_t num_bytes, double seconds) {
+  return static_cast<double>(num_bytes) / 1e6 / std::max(seconds, 1e-9);
+}
+
+int convert(const std::string& path, const DataWords& words) {
+  if (words.to.empty()) throw UsageError("data: convert needs --to PATH");
+  const Watch watch;
+  const CriteoOptions options = criteo_options(words);
+  ClickFileWriter writer(words.to, {workloads::dlrm::kCriteoDense, options.features},
+                         {.half_dense = words.half});
+  const CriteoReport report = workloads::dlrm::read_criteo(
+      path, options, [&](const SampleBlock& samples) { writer.append(samples); });
+  writer.finish();
+  const double seconds = watch.seconds();
+  if (words.wants_json) {
+    Json answer = {{"path", words.to}};
+    answer.update(json_of(report, seconds));
+    print(answer);
+    return launch::kExitOk;
+  }
+  std::printf("wrote %lld samples to %s: %.1f MB of text in %.2f s, %.0f MB/s\n",
+              static_cast<long long>(report.num_samples), words.to.c_str(),
+              static_cast<double>(report.num_bytes) / 1e6, seconds,
+              megabytes_per_second(report.num_bytes, seconds));
+  say_bad_lines(report);
+  return launch::kExitOk;
+}
+
+int show(const std::string& path, const DataWords& words) {
+  const ClickFile file(path);
+  const auto& layout = file.layout();
+  if (words.wants_json) {
+    Json answer = {{"path", path},
+                   {"version", workloads::dlrm::kClickFileVersion},
+                   {"samples", layout.num_samples},
+                   {"bytes", file.num_bytes()},
+                   {"dense", layout.schema.num_dense},
+                   {"dense_bits", layout.half_dense ? 16 : 32},
+                   {"blocks", layout.blocks.size()},
+                   {"block_samples", layout.block_samples},
+                   {"features", Json::array()}};
+    for (const Feature& feature : layout.schema.features) {
+      answer["features"].push_back(
+          {{"name", feature.name}, {"rows", feature.num_rows}, {"bag_size", feature.bag_size}});
+    }
+    print(answer);
+    return launch::kExitOk;
+  }
+  std::printf("samples  %lld in %zu blocks, %.1f MB\ndense    %lld numbers of %d bits\n",
+              static_cast<long long>(layout.num_samples), layout.blocks.size(),
+              static_cast<double>(file.num_bytes()) / 1e6,
+              static_cast<long long>(layout.schema.num_dense), layout.half_dense ? 16 : 32);
+  for (const Feature& feature : layout.schema.features) {
+    const std::string bag =
+        feature.bag_size == 0 ? "any number of" : std::to_string(feature.bag_size);
+    std::printf("feature  %-24s %12lld rows, %s ids per sample\n", feature.name.c_str(),
+                static_cast<long long>(feature.num_rows), bag.c_str());
+  }
+  return launch::kExitOk;
+}
+
+bool is_binary(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  std::string front(8, '\0');
+  file.read(front.data(), 8);
+  return front == "TSRCLICK";
+}
+
+int check_binary(const std::string& path, const DataWords& words) {
+  const Watch watch;
+  const ClickFile file(path);
+  file.verify();
+  const double seconds = watch.seconds();
+  if (words.wants_json) {
+    print({{"path", path},
+           {"good", true},
+           {"samples", file.num_samples()},
+           {"bytes", file.num_bytes()},
+           {"seconds", seconds}});
+  } else {
+    std::printf("good     %lld samples, %.1f MB in %.2f s\n",
+                static_cast<long long>(file.num_samples()),
+                static_cast<double>(file.num_bytes()) / 1e6, seconds);
+  }
+  return launch::kExitOk;
+}
+
+int check_text(const std::string& path, const DataWords& words) {
+  const Watch watch;
+  const CriteoReport report =
+      workloads::dlrm::read_criteo(path, criteo_options(words), [](const SampleBlock&) {});
+  const bool is_good = report.num_bad == 0;
+  if (words.wants_json) {
+    Json answer = {{"path", path}, {"good", is_good}};
+    answer.update(json_of(report, watch.seconds()));
+    print(answer);
+  } else {
+    std::printf("%s %lld lines of text, %lld samples\n", is_good ? "good    " : "damaged ",
+                static_cast<long long>(report.num_lines),
+                static_cast<long long>(report.num_samples));
+    say_bad_lines(report);
+  }
+  return is_good ? launch::kExitOk : launch::kExitData;
+}
+
+int check(const std::string& path, const DataWords& words) {
+  return is_binary(path) ? check_binary(path, words) : check_text(path, words);
+}
+
+void write_binary(const std::string& path, const SyntheticLog& log, const DataWords& words) {
+  constexpr std::int64_t kPart = 8192;
+  ClickFileWriter writer(path, log.schema(), {.half_dense = words.half});
+  SampleBlock samples;
+  for (std::int64_t first = 0; first < words.samples; first += kPart) {
+    log.read(first, std::min(kPart, words.samples - first), samples);
+    writer.append(samples);
+  }
+  writer.finish();
+}
+
+void write_text(const std::string& path, const SyntheticLog& log, const DataWords& words) {
+  constexpr std::int64_t kPart = 8192;
+  std::ofstream file(path, std::ios::binary);
+  std::string text;
+  for (std::int64_t first = 0; first < words.samples; first += kPart) {
+    text.clear();
+    workloads::dlrm::append_criteo_lines(log, first, std::min(kPart, words.samples - first), text);
+    file << text;
+  }
+  file.close();
+  if (!file) throw DataError(path + ": cannot be written.");
+}
+
+int synth(const std::string& path, const DataWords& words) {
+  if (words.samples < 1) throw UsageError("data: --samples is 1 or more");
+  if (words.features < 1) throw UsageError("data: --features is 1 or more");
+  if (words.format != "binary" && words.format != "text") {
+    throw UsageError("data: --format is binary or text, not '" + words.format + "'");
+  }
+  workloads::dlrm::SyntheticOptions options;
+  options.seed = words.seed;
+  options.schema.features = features_of(words, words.features, words.bag);
+  options.zipf_exponent = words.zipf;
+  options.num_samples = words.samples;
+  const Watch watch;
+  const SyntheticLog log(options);
+  if (words.format == "binary") {
+    write_binary(path, log, words);
+  } else {
+    write_text(path, log, words);
+  }
+  const double seconds = watch.seconds();
+  const auto ceiling = log.ceiling(std::min<std::int64_t>(words.samples, 1000000));
+  if (words.wants_json) {
+    print({{"path", path},
+           {"samples", words.samples},
+           {"seconds", seconds},
+           {"ceiling",
+            {{"auc", ceiling.auc},
+             {"log_loss", ceiling.log_loss},
+             {"normalised_entropy", ceiling.normalised_entropy},
+             {"click_rate", ceiling.click_rate},
+             {"samples", ceiling.num_samples}}}});
+    return launch::kExitOk;
+  }
+  std::printf(
+      "wrote %lld samples to %s in %.2f s\nceiling  auc %.4f, log loss %.4f, normalised entropy "
+      "%.4f, click rate %.4f\n",
+      static_cast<long long>(words.samples), path.c_str(), seconds, ceiling.auc, ceiling.log_loss,
+      ceiling.normalised_entropy, ceiling.click_rate);
+  return launch::kExitOk;
+}
+
+using Action = int (*)(const std::string& path, const DataWords& words);
+
+const std::map<std::string, Action>& actions() {
+  static const std::map<std::string, Action> kActions = {
+      {"convert", convert}, {"show", show}, {"check", check}, {"synth", synth}};
+  return kActions;
+}
+
+int help() {
+  std::fwrite(kHelp.data(), 1, kHelp.size(), stdout);
+  return launch::kExitOk;
+}
+
+int run(const std::vector<std::string>& words) {
+  CLI::App app("", "data");
+  DataWords given;
+  define_flags(app, given);
+  if (words.empty()) throw UsageError("data: say what to do, as in tessera data show FILE");
+  if (words[0] == "--help" || words[0] == "-h") return help();
+  const auto action = actions().find(words[0]);
+  if (action == actions().end()) {
+    std::vector<std::string> known;
+    for (const auto& [name, function] : actions()) known.push_back(name);
+    throw UsageError("data: there is no '" + words[0] + "'" + suggestion(words[0], known));
+  }
+  const std::vector<std::string> rest(words.begin() + 1, words.end());
+  const NamesAndFlags split = names_and_flags(app, rest);
+  read_flags(app, split.flags);
+  if (given.wants_help) return help();
+  if (split.names.size() != 1) {
+    throw UsageError("data: name one file, as in tessera data " + words[0] + " FILE");
+  }
+  try {
+    return action->second(split.names[0], given);
+  } catch (const DataError& error) {
+    throw launch::LaunchError(launch::kExitData, "data: " + words[0] + " " + split.names[0],
+                              error.what(), "tessera data --help shows what can be read");
+  }
+}
+
+std::vector<std::string> flags() {
+  CLI::App app("", "data");
+  DataWords words;
+  define_flags(app, words);
+  return long_flags(app);
+}
+
+}  // namespace
+
+const Verb kDataVerb{"data", "convert, show, check and make click logs", kHelp, run, flags};
+
+}  // namespace tessera::cli
