@@ -50,6 +50,7 @@ def peer_name(name: str) -> str | None:
         "launch": "torchrun",
         "checkpoint": "dcp",
         "data_parallel": "torch",
+        "dlrm": "torchrec",
         "embedding": "fbgemm",
         "vocab": "operators_gloo",
         "graph": {"layer": "gather", "exchange": "gather", "python_layer": "fairchem_gather"}.get(operation),

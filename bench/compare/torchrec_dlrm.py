@@ -3,7 +3,8 @@
 26 tables of 100,000 rows and 32 columns, 10 ids per bag, 13 dense numbers, bottom 128-32, top
 128-64-1, 2048 samples per rank, SGD. Runs under the peers' Python. The two take turns, one whole run
 each; the time of a step is the slower rank's for torchrec, rank 0's for ours, whose steps end with a
-collective. torchrec gets batches that are made beforehand; ours reads its own.
+collective. torchrec gets batches that are made beforehand, and runs without its
+pipeline; ours makes its own batches, with Zipf-distributed ids, inside the step.
 """
 
 from __future__ import annotations
@@ -87,10 +88,21 @@ def run_rank(rank: int, world: int, folder: str, args) -> None:
 
 def time_torchrec(args) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-W", "ignore", __file__, "--rows", str(args.rows), "--batch", str(args.batch)]
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            __file__,
+            "--rows",
+            str(args.rows),
+            "--batch",
+            str(args.batch),
+        ]
         command += ["--steps", str(args.steps), "--folder", folder, "--rank"]
         environment = {**os.environ, "LOCAL_WORLD_SIZE": "2"}
-        ranks = [subprocess.Popen([*command, str(r)], env=environment, stderr=subprocess.DEVNULL) for r in (0, 1)]
+        ranks = [
+            subprocess.Popen([*command, str(r)], env=environment, stderr=subprocess.DEVNULL) for r in (0, 1)
+        ]
         if any([rank.wait() for rank in ranks]):
             raise SystemExit("torchrec's ranks failed")
         return json.loads(pathlib.Path(folder, "times.json").read_text())
