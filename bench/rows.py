@@ -50,6 +50,7 @@ def peer_name(name: str) -> str | None:
         "launch": "torchrun",
         "checkpoint": "dcp",
         "data_parallel": "torch",
+        "dlrm": "torchrec",
         "embedding": "fbgemm",
         "sharding": "torchrec",
         "vocab": "operators_gloo",

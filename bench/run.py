@@ -42,6 +42,7 @@ BENCHMARKS = {
     "vocab_logprob": [[sys.executable, str(ROOT / "bench/compare/vocab_logprob.py")]],
     "checkpoint": [[sys.executable, str(ROOT / "bench/checkpoint/checkpoint_bench.py")]],
     "data_parallel_step": [[sys.executable, str(ROOT / "bench/compare/ddp_step.py")]],
+    "dlrm_step": [[str(ROOT / ".venv-peers/bin/python"), str(ROOT / "bench/compare/torchrec_dlrm.py")]],
     "embedding": [
         [str(PROGRAMS / "table_bench")],
         [str(ROOT / ".venv-peers/bin/python"), str(ROOT / "bench/compare/fbgemm_tables.py")],
@@ -55,6 +56,7 @@ BENCHMARKS = {
 }
 QUICK = {
     "comm_collectives": ["--seconds", "0.1"],
+    "dlrm_step": ["--steps", "3", "--rounds", "1"],
     "python_collectives": ["--bytes", "4000", "--bytes", "25000000"],
     "launchers": ["--repetitions", "3"],
     "kernels_reduce": ["--seconds", "0.05"],

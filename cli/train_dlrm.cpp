@@ -35,7 +35,8 @@ model
 training
   --steps N --batch N       steps (300), samples per rank and step (2048)
   --optimizer O --lr X      dense: sgd, adagrad, adam (adagrad, 0.05)
-  --table-optimizer O --table-lr X   also rowwise_adagrad, partial_rowwise_adam (rowwise_adagrad, 0.05)
+  --table-optimizer O --table-lr X   tables: also rowwise_adagrad, partial_rowwise_adam
+                            (rowwise_adagrad, 0.05)
   --warmup N --decay D      steps up to the full rate (0); then none, linear or cosine (none)
   --precision P             float32, or bfloat16 for the dense layers
   --eval-every N --eval-samples N    (100, 65536)

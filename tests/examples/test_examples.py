@@ -74,3 +74,12 @@ def test_every_example_is_tested():
     names = {p.stem for p in (ROOT / "examples").iterdir() if p.suffix in {".cpp", ".py"}}
     tests = Path(__file__).read_text()
     assert all(name in tests for name in names), names
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_dlrm_learns_who_likes_what(ranks):
+    out = run(TESSERA.parent / "dlrm", 400, ranks=ranks)
+    losses = [float(loss) for loss in re.findall(r"step \d+ of 400, loss ([\d.]+)", out)]
+    assert len(losses) == 8
+    assert losses[0] > 0.62  # little more than `dense` is known
+    assert losses[-1] < 0.5
