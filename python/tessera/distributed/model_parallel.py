@@ -109,7 +109,6 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
         sharded = set(_sharded_parameter_names(module))
         if not any(p.requires_grad for name, p in _own_parameters(module) if name not in sharded):
             return
-        module._ddp_params_and_buffers_to_ignore = sharded
         wrapped = DistributedDataParallel(
             module,
             device_ids=None if device.type == "cpu" else [device],
