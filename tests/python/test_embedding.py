@@ -116,6 +116,24 @@ def check_dedup(rank):
     ):
         assert module._use_index_dedup is is_once
         assert_rows(module(batch(rank)), collection()(batch(rank)))
+    # One id 4096 times: its gradients leave one by one, or as one sum, which 16 bits cannot hold.
+    codecs = QuantizedCommCodecs(QuantizedCommCodec("fp32"), QuantizedCommCodec("fp16"))
+    features = KeyedJaggedTensor.from_lengths_sync(
+        ["f", "g", "h", "i"],
+        torch.zeros((1 - rank) * 4096, dtype=torch.long),
+        torch.tensor([0, 0, 0, (1 - rank) * 4096]),
+    )
+    for is_once in (False, True):
+        sharded = shard(
+            MIXED,
+            {"learning_rate": 1.0},
+            use_index_dedup=is_once,
+            qcomm_codecs_registry={"SEQUENCE_EMBEDDINGS_ALL_TO_ALL": codecs},
+        )
+        before = sharded.gather_tables()["d"]
+        (40 * sharded(features)["i"].values()).sum().backward()
+        moved = (before - sharded.gather_tables()["d"])[0, 0].item()
+        assert moved < 70_000 if is_once else moved == pytest.approx(4096 * 40 / 2, rel=1e-4)
 
 
 def check_state(rank):
