@@ -1,4 +1,5 @@
 #include "bindings.h"
+#include "named_rows.h"
 #include "tessera/embedding/collection_lookup.h"
 #include "tessera/embedding/embedding_bag.h"
 #include "tessera/embedding/position_weighted.h"
@@ -161,11 +162,7 @@ void bind_lookup(py::module_& module) {
                const py::gil_scoped_release release;
                rows = self.sequence(features, weights, need_indices);
              }
-             py::dict named;
-             for (auto& [name, feature] : rows) {
-               named[py::str(name)] = py::cast(std::move(feature));
-             }
-             return named;
+             return named_rows(std::move(rows));
            })
       .def("optimizer", [](const CollectionLookup& self, const std::vector<Tensor>& weights) {
         return self.bind(weights).optimizer();

@@ -1,8 +1,10 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "bindings.h"
+#include "named_rows.h"
 #include "tessera/sharding/plan.h"
 #include "tessera/sharding/sharded_embedding_bag_collection.h"
+#include "tessera/sharding/sharded_embedding_collection.h"
 
 namespace tessera::python {
 namespace {
@@ -18,7 +20,9 @@ using sharding::ParameterSharding;
 using sharding::Placement;
 using sharding::Shard;
 using sharding::ShardedEmbeddingBagCollection;
+using sharding::ShardedEmbeddingCollection;
 using sharding::ShardedOptions;
+using sharding::ShardedSequenceOptions;
 using sharding::ShardedTables;
 using sharding::ShardingPlan;
 
@@ -93,6 +97,10 @@ void bind_options(py::module_& module) {
       .def_readwrite("local_size", &ShardedOptions::local_size)
       .def_readwrite("exact_row_norms", &ShardedOptions::exact_row_norms)
       .def_readwrite("device", &ShardedOptions::device);
+  py::class_<ShardedSequenceOptions, ShardedOptions>(module, "ShardedSequenceOptions")
+      .def(py::init<>())
+      .def_readwrite("need_indices", &ShardedSequenceOptions::need_indices)
+      .def_readwrite("use_index_dedup", &ShardedSequenceOptions::use_index_dedup);
   py::class_<LocalShard>(module, "LocalShard")
       .def_readonly("table", &LocalShard::table)
       .def_readonly("name", &LocalShard::name)
@@ -101,33 +109,61 @@ void bind_options(py::module_& module) {
       .def_readonly("state", &LocalShard::state);
 }
 
+void bind_pending_rows(py::module_& module) {
+  using Pending = comm::LazyAwaitable<embedding::NamedRows>;
+  py::class_<Pending>(module, "PendingRows").def("wait", [](const Pending& self) {
+    embedding::NamedRows rows;
+    {
+      const py::gil_scoped_release release;
+      rows = self.wait();
+    }
+    return named_rows(std::move(rows));
+  });
+}
+
+/// What both collections have in common. Rows are left unset: whoever makes the module fills them.
+template <class T, class... Bases>
+void bind_collection(py::class_<T, Bases...>& collection) {
+  collection.def("compute_and_output_dist", &T::compute_and_output_dist, Release())
+      .def("optimizers", &T::optimizers)
+      .def("gather_tables", &T::gather_tables, Release())
+      .def("step", &T::step, Release())
+      .def("zero_grad_rows", &T::zero_grad_rows)
+      .def("clip_grad_norm", &T::clip_grad_norm, Release())
+      .def("set_learning_rate", &T::set_learning_rate);
+}
+
 void bind_tables(py::module_& module) {
   py::class_<DistributedInput>(module, "DistributedInput");
   bind_awaitable<comm::Awaitable<DistributedInput>>(module, "PendingInput");
   bind_awaitable<InputDist>(module, "PendingInputSplits");
   bind_awaitable<comm::LazyAwaitable<jagged::KeyedTensor>>(module, "PendingPooled");
+  bind_pending_rows(module);
   py::class_<ShardedTables, std::shared_ptr<ShardedTables>>(module, "ShardedTables")
       .def("input_dist", &ShardedTables::input_dist, Release())
       .def("local_shards", &ShardedTables::local_shards);
-  // Rows are left unset: whoever makes the module fills them.
-  py::class_<ShardedEmbeddingBagCollection, ShardedTables,
-             std::shared_ptr<ShardedEmbeddingBagCollection>>(
-      module, "ShardedEmbeddingBagCollection", py::multiple_inheritance())
-      .def(py::init([](std::vector<embedding::EmbeddingBagConfig> tables, ModulePlan plan,
+  auto bags = py::class_<ShardedEmbeddingBagCollection, ShardedTables,
+                         std::shared_ptr<ShardedEmbeddingBagCollection>>(
+      module, "ShardedEmbeddingBagCollection", py::multiple_inheritance());
+  bags.def(py::init([](std::vector<embedding::EmbeddingBagConfig> tables, ModulePlan plan,
                        const ProcessGroup& group, bool is_weighted, const ShardedOptions& options) {
-        const py::gil_scoped_release release;
-        for (auto& table : tables) table.init_fn = [](const at::Tensor&) {};
-        return std::make_shared<ShardedEmbeddingBagCollection>(
-            std::move(tables), std::move(plan), comm::Group(group), is_weighted, options);
-      }))
-      .def("compute_and_output_dist", &ShardedEmbeddingBagCollection::compute_and_output_dist,
-           Release())
-      .def("optimizers", &ShardedEmbeddingBagCollection::optimizers)
-      .def("gather_tables", &ShardedEmbeddingBagCollection::gather_tables, Release())
-      .def("step", &ShardedEmbeddingBagCollection::step, Release())
-      .def("zero_grad_rows", &ShardedEmbeddingBagCollection::zero_grad_rows)
-      .def("clip_grad_norm", &ShardedEmbeddingBagCollection::clip_grad_norm, Release())
-      .def("set_learning_rate", &ShardedEmbeddingBagCollection::set_learning_rate);
+    const py::gil_scoped_release release;
+    for (auto& table : tables) table.init_fn = [](const at::Tensor&) {};
+    return std::make_shared<ShardedEmbeddingBagCollection>(
+        std::move(tables), std::move(plan), comm::Group(group), is_weighted, options);
+  }));
+  bind_collection(bags);
+  auto rows = py::class_<ShardedEmbeddingCollection, ShardedTables,
+                         std::shared_ptr<ShardedEmbeddingCollection>>(
+      module, "ShardedEmbeddingCollection", py::multiple_inheritance());
+  rows.def(py::init([](std::vector<embedding::EmbeddingConfig> tables, ModulePlan plan,
+                       const ProcessGroup& group, const ShardedSequenceOptions& options) {
+    const py::gil_scoped_release release;
+    for (auto& table : tables) table.init_fn = [](const at::Tensor&) {};
+    return std::make_shared<ShardedEmbeddingCollection>(std::move(tables), std::move(plan),
+                                                        comm::Group(group), options);
+  }));
+  bind_collection(rows);
   module.def(
       "fused_input_dist",
       [](const std::vector<std::pair<std::shared_ptr<ShardedTables>, KeyedJaggedTensor>>& inputs) {

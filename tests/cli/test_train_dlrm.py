@@ -170,7 +170,8 @@ def test_prints_placement_progress_and_report(tmp_path):
     assert re.fullmatch(r"judged   log loss [\d.]+ \| auc [\d.]+, best possible 0\.\d+", lines[-2])
     report = pathlib.Path(re.fullmatch(r"report   (\S+)", lines[-1])[1])
     text = report.read_text()
-    for word in ("input dist", "Timeline", "all-reduce", "step 3", "cat_4"):
+    # Gradients may be reduced beside backward, where nobody waits: their part is not always there.
+    for word in ("input dist", "Timeline", "step 3", "cat_4"):
         assert word in text
 
 

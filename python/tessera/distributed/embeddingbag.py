@@ -10,7 +10,6 @@ Keys of the result are in the order of the shardings; use names, never places.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,42 +19,26 @@ from torch import nn
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 
 from tessera import _C
-from tessera.distributed._fused_optimizer import FusedTableOptimizer
-from tessera.distributed._sharded_state import LocalPart, load_table, sharded_tensor
-from tessera.distributed.comm import get_local_size
-from tessera.distributed.comm_ops import _native
+from tessera.distributed._sharded_tables import ShardedTables, sharding_infos
 from tessera.distributed.embedding_sharding import EmbeddingShardingContext, EmbeddingShardingInfo
 from tessera.distributed.embedding_types import BaseEmbeddingSharder, ShardedEmbeddingModule
-from tessera.distributed.sharding_plan import _from_engine, _to_engine
 from tessera.distributed.types import (
     Awaitable,
     CommOp,
-    EmbeddingModuleShardingPlan,
     LazyAwaitable,
     NullShardedModuleContext,
     ParameterSharding,
     QuantizedCommCodecs,
     ShardingEnv,
-    ShardingType,
-)
-from tessera.distributed.utils import (
-    _in_backward_params,
-    _to_bounds_check,
-    _to_options,
-    add_params_from_parameter_sharding,
-    merge_fused_params,
 )
 from tessera.modules.embedding_configs import (
     EmbeddingBagConfig,
-    EmbeddingTableConfig,
     PoolingType,
     dtype_to_data_type,
 )
-from tessera.modules.embedding_configs import _to_engine as _config_to_engine
 from tessera.modules.embedding_modules import (
     EmbeddingBagCollection,
     EmbeddingBagCollectionInterface,
-    get_embedding_names_by_table,
 )
 from tessera.optim.keyed import CombinedOptimizer
 from tessera.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
@@ -74,6 +57,7 @@ __all__ = [
     "replace_placement_with_meta_device",
 ]
 
+_OPERATION = "sharding.embedding_bag_collection"
 _engine = _C.sharding
 
 
@@ -101,14 +85,6 @@ def replace_placement_with_meta_device(sharding_infos: list[EmbeddingShardingInf
             shard.placement = torch.distributed._remote_device(f"rank:{shard.placement.rank()}/meta")
 
 
-def _table_fused_params(
-    name: str, param: torch.Tensor, sharding: ParameterSharding, fused_params: dict[str, Any] | None
-) -> dict[str, Any]:
-    params = merge_fused_params(fused_params, _in_backward_params(param, name))
-    is_stepped = sharding.compute_kernel != "dense"
-    return add_params_from_parameter_sharding(params, sharding) if is_stepped else params
-
-
 def create_sharding_infos_by_sharding(
     module: EmbeddingBagCollectionInterface,
     table_name_to_parameter_sharding: Mapping[str, ParameterSharding],
@@ -121,36 +97,16 @@ def create_sharding_infos_by_sharding(
     `prefix` and `suffix` are around the table's name in the name of its parameter. The parameter's own
     optimizer, set to run in backward, wins over `fused_params`.
     """
-    configs = module.embedding_bag_configs()
-    names = get_embedding_names_by_table(configs)
-    parameters = dict(module.named_parameters())
-    infos: dict[str, list[EmbeddingShardingInfo]] = {}
-    for config, embedding_names in zip(configs, names, strict=True):
-        if config.name not in table_name_to_parameter_sharding:
-            raise ValueError(f"sharding.embedding_bag_collection: the plan has no table '{config.name}'.")
-        sharding = table_name_to_parameter_sharding[config.name]
-        param = parameters[f"{prefix}{config.name}" + (f".{suffix}" if suffix else "")]
-        infos.setdefault(sharding.sharding_type, []).append(
-            EmbeddingShardingInfo(
-                embedding_config=EmbeddingTableConfig(
-                    num_embeddings=config.num_embeddings,
-                    embedding_dim=config.embedding_dim,
-                    name=config.name,
-                    data_type=config.data_type,
-                    feature_names=list(config.feature_names),
-                    pooling=config.pooling,
-                    is_weighted=module.is_weighted(),
-                    embedding_names=embedding_names,
-                    weight_init_max=config.weight_init_max,
-                    weight_init_min=config.weight_init_min,
-                    init_fn=config.init_fn,
-                ),
-                param_sharding=sharding,
-                param=param,
-                fused_params=_table_fused_params(config.name, param, sharding, fused_params),
-            )
-        )
-    return infos
+    return sharding_infos(
+        _OPERATION,
+        module,
+        module.embedding_bag_configs(),
+        table_name_to_parameter_sharding,
+        prefix,
+        fused_params,
+        suffix,
+        module.is_weighted(),
+    )
 
 
 @dataclass
@@ -165,24 +121,6 @@ class EmbeddingBagCollectionContext(Multistreamable):
         """Keep the memory of the tensors until `stream` has used them."""
         if self.inverse_indices is not None:
             self.inverse_indices[1].record_stream(stream)
-
-
-class _PendingInputs(Awaitable[list]):
-    def __init__(self, pending: Sequence[Any]) -> None:
-        super().__init__()
-        self._pending = pending
-
-    def _wait_impl(self) -> list:
-        return [pending.wait() for pending in self._pending]
-
-
-class _PendingSplits(Awaitable[Awaitable[list]]):
-    def __init__(self, pending: Sequence[Any]) -> None:
-        super().__init__()
-        self._pending = pending
-
-    def _wait_impl(self) -> Awaitable[list]:
-        return _PendingInputs([pending.wait() for pending in self._pending])
 
 
 class EmbeddingBagCollectionAwaitable(LazyAwaitable[KeyedTensor]):
@@ -204,30 +142,7 @@ class EmbeddingBagCollectionAwaitable(LazyAwaitable[KeyedTensor]):
         return construct_output_kt([part.values() for part in parts], keys, dims)
 
 
-class _Table(nn.Module):
-    """Own this rank's parts of one table: `weight`, `weight_1` and so on."""
-
-
-@dataclass
-class _Placed:
-    """One table and where it lies."""
-
-    config: EmbeddingBagConfig
-    sharding: _C.sharding.ParameterSharding
-    kernel: str
-    fused_params: dict[str, Any]
-
-
-def _codecs(registry: Mapping[str, QuantizedCommCodecs] | None) -> QuantizedCommCodecs | None:
-    for operation in (CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER):
-        if registry and operation.name in registry:
-            return registry[operation.name]
-    return None
-
-
-class ShardedEmbeddingBagCollection(
-    ShardedEmbeddingModule[list, list, KeyedTensor, EmbeddingBagCollectionContext]
-):
+class ShardedEmbeddingBagCollection(ShardedTables[KeyedTensor, EmbeddingBagCollectionContext]):
     """Pool the rows of tables that lie over the ranks as a plan says; made by its sharder.
 
     Collective: construction, forward, backward, loading from another sharding. Every rank puts in its own
@@ -244,6 +159,11 @@ class ShardedEmbeddingBagCollection(
     take it over all columns of a column-wise table.
     """
 
+    _OPERATION = _OPERATION
+    _TABLES = "embedding_bags"
+    _CODECS = (CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER)
+    _SETTINGS = ("_is_weighted",)
+
     def __init__(
         self,
         module: EmbeddingBagCollectionInterface,
@@ -256,222 +176,21 @@ class ShardedEmbeddingBagCollection(
         local_size: int | None = None,
     ) -> None:
         super().__init__(qcomm_codecs_registry)
-        if env.process_group is None:
-            raise ValueError("sharding.embedding_bag_collection: the environment has no process group.")
-        self._env = env
-        self._local_size = local_size or get_local_size(env.world_size)
-        self._device = torch.device(device or "cpu")
         self._is_weighted = module.is_weighted()
-        self._configs = [copy.copy(config) for config in module.embedding_bag_configs()]
-        known = {config.name for config in self._configs}
-        for name in table_name_to_parameter_sharding:
-            if name not in known:
-                raise ValueError(
-                    f"sharding.embedding_bag_collection: the plan has a table '{name}' that is not there."
-                )
+        configs = module.embedding_bag_configs()
+        self._check(configs, table_name_to_parameter_sharding, env)
         infos = create_sharding_infos_by_sharding(
-            module, table_name_to_parameter_sharding, "embedding_bags.", fused_params
+            module, table_name_to_parameter_sharding, f"{self._TABLES}.", fused_params
         )
-        by_name = {info.embedding_config.name: info for group in infos.values() for info in group}
-        placed = [self._place(config, by_name[config.name]) for config in self._configs]
-        self._build(placed)
-        weights = {name: info.param for name, info in by_name.items()}
-        if any(weight.is_meta for weight in weights.values()):
-            self.reset_parameters()
-        else:
-            self._fill(weights)
+        self._lay_out(configs, infos, env, device, local_size)
 
-    def _place(self, config: EmbeddingBagConfig, info: EmbeddingShardingInfo) -> _Placed:
-        sharding = _to_engine(
-            config.name,
-            info.param_sharding,
-            config.num_embeddings,
-            config.embedding_dim,
-            self._env.world_size,
-            self._local_size,
-        )
-        return _Placed(config, sharding, info.param_sharding.compute_kernel, info.fused_params or {})
+    def _new_options(self) -> _C.sharding.ShardedOptions:
+        return _engine.ShardedOptions()
 
-    def _build(self, placed: list[_Placed]) -> None:
-        """Make the engines, one for every way of stepping rows, and register their parts."""
-        self._placed = placed
-        groups: dict[Any, list[_Placed]] = {}
-        stepped = [table for table in placed if table.sharding.kernel != "dense"]
-        first = _step_key(stepped[0]) if stepped else None
-        for table in placed:
-            is_dense = table.sharding.kernel == "dense"
-            groups.setdefault(first if is_dense else _step_key(table), []).append(table)
-        self._engines = [self._make_engine(tables) for tables in groups.values()]
-        self._engine_tables = list(groups.values())
-        self._names = [self._names_of(tables) for tables in groups.values()]
-        self._parts: dict[str, list[LocalPart]] = {table.config.name: [] for table in placed}
-        for engine in self._engines:
-            for shard in engine.local_shards():
-                self._parts[shard.table].append(LocalPart(shard.weight, shard.place))
-        self.embedding_bags = nn.ModuleDict()
-        for table in placed:
-            self.embedding_bags[table.config.name] = self._register(table)
-        self._optimizer = self._make_optimizer()
-        self._register_state_dict_hook(ShardedEmbeddingBagCollection._replace_state)
-        self._register_load_state_dict_pre_hook(ShardedEmbeddingBagCollection._take_state, with_module=True)
-
-    def _make_engine(self, tables: list[_Placed]) -> _C.sharding.ShardedEmbeddingBagCollection:
-        options = _engine.ShardedOptions()
-        stepped = [table for table in tables if table.sharding.kernel != "dense"]
-        params = dict((stepped or tables)[0].fused_params)
-        gradients = params.pop("gradients", "fused").upper()
-        if gradients not in ("FUSED", "SPARSE"):
-            raise ValueError(f"sharding.fused_params: gradients are {gradients!r}, not 'fused' or 'sparse'.")
-        options.gradients = getattr(_C.embedding.GradientForm, gradients)
-        options.exact_row_norms = bool(params.pop("exact_row_norms", False))
-        options.bounds_check = _to_bounds_check(params.get("bounds_check_mode"))
-        if stepped:
-            options.optimizer = _to_options(params)
-        options.codecs = _native(_codecs(self.qcomm_codecs_registry))
-        options.local_size = self._local_size
-        options.device = self._device
+    def _new_engine(self, tables, plan, options) -> _C.sharding.ShardedEmbeddingBagCollection:
         return _engine.ShardedEmbeddingBagCollection(
-            [_config_to_engine(table.config) for table in tables],
-            {table.config.name: table.sharding for table in tables},
-            self._env.process_group,
-            self._is_weighted,
-            options,
+            tables, plan, self._env.process_group, self._is_weighted, options
         )
-
-    def _names_of(self, tables: list[_Placed]) -> dict[str, str]:
-        """Return what the outputs of one engine are called among those of all."""
-        everywhere = dict(
-            zip((c.name for c in self._configs), get_embedding_names_by_table(self._configs), strict=True)
-        )
-        here = get_embedding_names_by_table([table.config for table in tables])
-        return {
-            own: name
-            for table, names in zip(tables, here, strict=True)
-            for own, name in zip(names, everywhere[table.config.name], strict=True)
-        }
-
-    def _register(self, table: _Placed) -> _Table:
-        holder = _Table()
-        is_stepped = table.sharding.kernel != "dense"
-        for place, part in enumerate(self._parts[table.config.name]):
-            weight = part.weight
-            weight._is_param = True  # the engine's tensor itself: its gradient is the parameter's
-            if is_stepped:
-                weight._in_backward_optimizers = []  # marks parameters that a dense optimizer must leave
-            weight._is_table_part = is_stepped or not self._is_replica(table)  # differs between ranks
-            holder.register_parameter(f"weight_{place}" if place else "weight", weight)
-        if not self._parts[table.config.name]:
-            holder.weight = nn.Parameter(torch.empty(0, device=self._device), requires_grad=False)
-            holder.weight._is_table_part = True
-        return holder
-
-    def _make_optimizer(self) -> CombinedOptimizer:
-        optims = []
-        for place, (engine, tables) in enumerate(zip(self._engines, self._engine_tables, strict=True)):
-            stepped = [table for table in tables if table.sharding.kernel != "dense"]
-            if not stepped:
-                continue
-            params = {
-                f"embedding_bags.{table.config.name}.weight" + (f"_{number}" if number else ""): part.weight
-                for table in stepped
-                for number, part in enumerate(self._parts[table.config.name])
-            }
-            options = {k: v for k, v in stepped[0].fused_params.items() if k not in _OWN_PARAMS}
-            rate = _to_options(options).learning_rate
-            accumulates = stepped[0].fused_params.get("gradients", "fused") == "sparse"
-            name = "" if len(self._engines) == 1 else str(place)
-            optims.append((name, FusedTableOptimizer(engine, params, rate, accumulates)))
-        return CombinedOptimizer(optims)
-
-    # ---- rows ----
-
-    def _is_replica(self, table: _Placed) -> bool:
-        return table.sharding.type == ShardingType.DATA_PARALLEL.value
-
-    def _share_replicas(self) -> None:
-        for table in self._placed:
-            if self._is_replica(table) and self._env.world_size > 1:
-                for part in self._parts[table.config.name]:
-                    _C.broadcast_(part.weight.detach(), 0, self._env.process_group)
-
-    def _fill(self, weights: Mapping[str, torch.Tensor]) -> None:
-        for table in self._placed:
-            self._load(table, weights[table.config.name].detach())
-        self._share_replicas()
-
-    def reset_parameters(self) -> None:
-        """Fill this rank's parts anew with their tables' `init_fn`. Collective."""
-        with torch.no_grad():
-            for table in self._placed:
-                for part in self._parts[table.config.name]:
-                    if part.weight.numel():
-                        table.config.init_fn(part.weight.detach())
-        self._share_replicas()
-
-    # ---- state ----
-
-    def _shards(self, table: _Placed):
-        if self._is_replica(table):
-            return None
-        kind = self._device.type
-        return _from_engine(table.sharding, table.kernel, kind, self._local_size).sharding_spec.shards
-
-    def _load(self, table: _Placed, value: torch.Tensor) -> None:
-        shape = (table.config.num_embeddings, table.config.embedding_dim)
-        load_table(
-            table.config.name,
-            shape,
-            self._shards(table),
-            self._parts[table.config.name],
-            value,
-            self._env.process_group,
-        )
-
-    def _keys(self, table: _Placed, prefix: str) -> list[str]:
-        base = f"{prefix}embedding_bags.{table.config.name}.weight"
-        further = len(self._parts[table.config.name]) - 1
-        return [base, *(f"{base}_{number}" for number in range(1, further + 1))]
-
-    def _replace_state(self, state_dict, prefix, local_metadata) -> None:
-        for table in self._placed:
-            if self._is_replica(table):
-                continue
-            base, *further = self._keys(table, prefix)
-            for key in further:
-                del state_dict[key]
-            shape = (table.config.num_embeddings, table.config.embedding_dim)
-            parts = self._parts[table.config.name]
-            state_dict[base] = sharded_tensor(shape, self._shards(table), parts, self._env.process_group)
-
-    def _take_state(self, state_dict, prefix, *unused) -> None:
-        for table in self._placed:
-            base, *further = self._keys(table, prefix)
-            if base not in state_dict:
-                continue
-            self._load(table, state_dict[base])
-            weights = dict(self.embedding_bags[table.config.name].named_parameters())
-            for key in (base, *further):
-                state_dict[key] = weights[key.rsplit(".", 1)[1]].detach()
-
-    def gather_tables(self) -> dict[str, torch.Tensor]:
-        """Return the whole tables, on every rank. Collective; for small models."""
-        return {name: rows for engine in self._engines for name, rows in engine.gather_tables().items()}
-
-    # The engine has no copy: a copy is built anew and takes the rows and the optimizers' state.
-    def __deepcopy__(self, memo: dict) -> ShardedEmbeddingBagCollection:
-        other = ShardedEmbeddingBagCollection.__new__(ShardedEmbeddingBagCollection)
-        memo[id(self)] = other
-        ShardedEmbeddingModule.__init__(other, self.qcomm_codecs_registry)
-        for name in ("_env", "_local_size", "_device", "_is_weighted", "_configs"):
-            setattr(other, name, getattr(self, name))
-        other._build(self._placed)
-        with torch.no_grad():
-            for name, parts in self._parts.items():
-                for mine, theirs in zip(other._parts[name], parts, strict=True):
-                    mine.weight.copy_(theirs.weight)
-        other._optimizer.load_state_dict(self._optimizer.state_dict())
-        other.train(self.training)
-        return other
 
     # ---- one batch ----
 
@@ -489,14 +208,7 @@ class ShardedEmbeddingBagCollection(
         """
         ctx.variable_batch_per_feature = features.variable_stride_per_key()
         ctx.inverse_indices = features.inverse_indices_or_none()
-        return _PendingSplits(_engine.fused_input_dist([(engine, features) for engine in self._engines]))
-
-    def compute(self, ctx: EmbeddingBagCollectionContext, dist_input: list) -> list:
-        """Read the rows; the engine starts sending them home at once."""
-        return [
-            engine.compute_and_output_dist(part)
-            for engine, part in zip(self._engines, dist_input, strict=True)
-        ]
+        return self._send(features)
 
     def output_dist(
         self, ctx: EmbeddingBagCollectionContext, output: list
@@ -506,22 +218,6 @@ class ShardedEmbeddingBagCollection(
 
     # ---- what others ask ----
 
-    @property
-    def fused_optimizer(self) -> CombinedOptimizer:
-        """Return the optimizers of the tables whose rows are stepped here."""
-        return self._optimizer
-
-    def clip_grad_norm(self, max_norm: float) -> float:
-        """Scale the gradients of tables that accumulate them to this 2-norm over all ranks. Collective."""
-        if len(self._engines) == 1:
-            return self._engines[0].clip_grad_norm(max_norm)
-        norms = [engine.clip_grad_norm(float("inf")) for engine in self._engines]
-        total = sum(norm**2 for norm in norms) ** 0.5
-        if total > max_norm:
-            for engine, norm in zip(self._engines, norms, strict=True):
-                engine.clip_grad_norm(norm * max_norm / total)
-        return total
-
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Return the configs of the tables."""
         return self._configs
@@ -530,42 +226,10 @@ class ShardedEmbeddingBagCollection(
         """Return whether the features' weights multiply the rows."""
         return self._is_weighted
 
-    def module_sharding_plan(self) -> EmbeddingModuleShardingPlan:
-        """Return how the tables lie."""
-        kind = self._device.type
-        return EmbeddingModuleShardingPlan(
-            {
-                table.config.name: _from_engine(table.sharding, table.kernel, kind, self._local_size)
-                for table in self._placed
-            }
-        )
-
-    def _replica_parameters(self) -> set[str]:
-        """Return the names of whole tables that leave a gradient, for data parallelism to average."""
-        return {
-            f"embedding_bags.{table.config.name}.weight"
-            for table in self._placed
-            if self._is_replica(table) and table.sharding.kernel == "dense"
-        }
-
-    def sharded_parameter_names(self, prefix: str = ""):
-        """Return the names of parameters that data parallelism must leave alone."""
-        replicas = self._replica_parameters()
-        for name, _ in self.named_parameters():
-            if name not in replicas:
-                yield f"{prefix}.{name}" if prefix else name
-
     @property
     def unsharded_module_type(self) -> type[EmbeddingBagCollection]:
         """Return EmbeddingBagCollection."""
         return EmbeddingBagCollection
-
-
-_OWN_PARAMS = ("gradients", "exact_row_norms")
-
-
-def _step_key(table: _Placed) -> tuple:
-    return tuple(sorted((name, str(value)) for name, value in table.fused_params.items()))
 
 
 class EmbeddingBagCollectionSharder(BaseEmbeddingSharder[EmbeddingBagCollection]):

@@ -251,9 +251,10 @@ def get_sharding_constructor_from_type(
 
 def get_default_sharders() -> list[ModuleSharder[nn.Module]]:
     """Return a sharder for every type of module that can be sharded."""
+    from tessera.distributed.embedding import EmbeddingCollectionSharder
     from tessera.distributed.embeddingbag import EmbeddingBagCollectionSharder, EmbeddingBagSharder
 
-    return [EmbeddingBagCollectionSharder(), EmbeddingBagSharder()]
+    return [EmbeddingBagCollectionSharder(), EmbeddingBagSharder(), EmbeddingCollectionSharder()]
 
 
 def get_module_to_default_sharders() -> dict[type[nn.Module], ModuleSharder[nn.Module]]:

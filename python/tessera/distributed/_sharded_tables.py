@@ -1,0 +1,442 @@
+"""Tables over the ranks of a group, whatever is made of their rows: where they lie, how they are stepped."""
+
+from __future__ import annotations
+
+import abc
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from tessera import _C
+from tessera.distributed._fused_optimizer import FusedTableOptimizer
+from tessera.distributed._sharded_state import LocalPart, load_table, sharded_tensor
+from tessera.distributed.comm import get_local_size
+from tessera.distributed.comm_ops import _native
+from tessera.distributed.embedding_sharding import EmbeddingShardingInfo
+from tessera.distributed.embedding_types import ShardedEmbeddingModule
+from tessera.distributed.sharding_plan import _from_engine, _to_engine
+from tessera.distributed.types import (
+    Awaitable,
+    CommOp,
+    EmbeddingModuleShardingPlan,
+    ParameterSharding,
+    QuantizedCommCodecs,
+    ShardingEnv,
+    ShardingType,
+)
+from tessera.distributed.utils import (
+    _in_backward_params,
+    _to_bounds_check,
+    _to_options,
+    add_params_from_parameter_sharding,
+    merge_fused_params,
+)
+from tessera.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingTableConfig, PoolingType
+from tessera.modules.embedding_configs import _to_engine as _config_to_engine
+from tessera.modules.embedding_modules import get_embedding_names_by_table
+from tessera.optim.keyed import CombinedOptimizer
+from tessera.sparse.jagged_tensor import KeyedJaggedTensor
+
+Engine = _C.sharding.ShardedEmbeddingBagCollection | _C.sharding.ShardedEmbeddingCollection
+Out = TypeVar("Out")
+ShrdCtx = TypeVar("ShrdCtx")
+
+
+def _table_fused_params(
+    name: str, param: torch.Tensor, sharding: ParameterSharding, fused_params: dict[str, Any] | None
+) -> dict[str, Any]:
+    params = merge_fused_params(fused_params, _in_backward_params(param, name))
+    is_stepped = sharding.compute_kernel != "dense"
+    return add_params_from_parameter_sharding(params, sharding) if is_stepped else params
+
+
+def sharding_infos(
+    operation: str,
+    module: nn.Module,
+    configs: Sequence[BaseEmbeddingConfig],
+    table_name_to_parameter_sharding: Mapping[str, ParameterSharding],
+    prefix: str,
+    fused_params: dict[str, Any] | None,
+    suffix: str | None = "weight",
+    is_weighted: bool = False,
+) -> dict[str, list[EmbeddingShardingInfo]]:
+    """Return what is known of each table, by type of sharding, in the order of first appearance."""
+    names = get_embedding_names_by_table(configs)
+    parameters = dict(module.named_parameters())
+    infos: dict[str, list[EmbeddingShardingInfo]] = {}
+    for config, embedding_names in zip(configs, names, strict=True):
+        if config.name not in table_name_to_parameter_sharding:
+            raise ValueError(f"{operation}: the plan has no table '{config.name}'.")
+        sharding = table_name_to_parameter_sharding[config.name]
+        param = parameters[f"{prefix}{config.name}" + (f".{suffix}" if suffix else "")]
+        infos.setdefault(sharding.sharding_type, []).append(
+            EmbeddingShardingInfo(
+                embedding_config=EmbeddingTableConfig(
+                    num_embeddings=config.num_embeddings,
+                    embedding_dim=config.embedding_dim,
+                    name=config.name,
+                    data_type=config.data_type,
+                    feature_names=list(config.feature_names),
+                    pooling=getattr(config, "pooling", PoolingType.NONE),
+                    is_weighted=is_weighted,
+                    embedding_names=embedding_names,
+                    weight_init_max=config.weight_init_max,
+                    weight_init_min=config.weight_init_min,
+                    init_fn=config.init_fn,
+                ),
+                param_sharding=sharding,
+                param=param,
+                fused_params=_table_fused_params(config.name, param, sharding, fused_params),
+            )
+        )
+    return infos
+
+
+class _PendingInputs(Awaitable[list]):
+    def __init__(self, pending: Sequence[Any]) -> None:
+        super().__init__()
+        self._pending = pending
+
+    def _wait_impl(self) -> list:
+        return [pending.wait() for pending in self._pending]
+
+
+class _PendingSplits(Awaitable[Awaitable[list]]):
+    def __init__(self, pending: Sequence[Any]) -> None:
+        super().__init__()
+        self._pending = pending
+
+    def _wait_impl(self) -> Awaitable[list]:
+        return _PendingInputs([pending.wait() for pending in self._pending])
+
+
+class _Table(nn.Module):
+    """Own this rank's parts of one table: `weight`, `weight_1` and so on."""
+
+
+@dataclass
+class _Placed:
+    """One table and where it lies."""
+
+    config: BaseEmbeddingConfig
+    sharding: _C.sharding.ParameterSharding
+    kernel: str
+    fused_params: dict[str, Any]
+
+
+_OWN_PARAMS = ("gradients", "exact_row_norms")
+
+
+def _step_key(table: _Placed) -> tuple:
+    return tuple(sorted((name, str(value)) for name, value in table.fused_params.items()))
+
+
+class ShardedTables(ShardedEmbeddingModule[list, list, Out, ShrdCtx]):
+    """Place tables as a plan says, one engine for every way of stepping rows, and keep their state.
+
+    A subclass names its tables and makes its engines; `_SETTINGS` are its own attributes that a copy has.
+    """
+
+    _OPERATION: str
+    _TABLES: str  # the name of the tables among the module's children
+    _CODECS: tuple[CommOp, ...]  # the first that a registry has is taken
+    _SETTINGS: tuple[str, ...] = ()
+
+    @abc.abstractmethod
+    def _new_options(self) -> _C.sharding.ShardedOptions: ...
+
+    @abc.abstractmethod
+    def _new_engine(
+        self,
+        tables: list[_C.embedding.EmbeddingTableConfig],
+        plan: dict[str, _C.sharding.ParameterSharding],
+        options: _C.sharding.ShardedOptions,
+    ) -> Engine: ...
+
+    def _lay_out(
+        self,
+        configs: Sequence[BaseEmbeddingConfig],
+        infos: Mapping[str, list[EmbeddingShardingInfo]],
+        env: ShardingEnv,
+        device: torch.device | None,
+        local_size: int | None,
+    ) -> None:
+        self._env = env
+        self._local_size = local_size or get_local_size(env.world_size)
+        self._device = torch.device(device or "cpu")
+        self._configs = [copy.copy(config) for config in configs]
+        by_name = {info.embedding_config.name: info for group in infos.values() for info in group}
+        placed = [self._place(config, by_name[config.name]) for config in self._configs]
+        self._build(placed)
+        weights = {name: info.param for name, info in by_name.items()}
+        if any(weight.is_meta for weight in weights.values()):
+            self.reset_parameters()
+        else:
+            self._fill(weights)
+
+    def _check(
+        self,
+        configs: Sequence[BaseEmbeddingConfig],
+        table_name_to_parameter_sharding: Mapping[str, ParameterSharding],
+        env: ShardingEnv,
+    ) -> None:
+        if env.process_group is None:
+            raise ValueError(f"{self._OPERATION}: the environment has no process group.")
+        known = {config.name for config in configs}
+        for name in table_name_to_parameter_sharding:
+            if name not in known:
+                raise ValueError(f"{self._OPERATION}: the plan has a table '{name}' that is not there.")
+
+    def _place(self, config: BaseEmbeddingConfig, info: EmbeddingShardingInfo) -> _Placed:
+        sharding = _to_engine(
+            config.name,
+            info.param_sharding,
+            config.num_embeddings,
+            config.embedding_dim,
+            self._env.world_size,
+            self._local_size,
+        )
+        return _Placed(config, sharding, info.param_sharding.compute_kernel, info.fused_params or {})
+
+    def _build(self, placed: list[_Placed]) -> None:
+        """Make the engines, one for every way of stepping rows, and register their parts."""
+        self._placed = placed
+        groups: dict[Any, list[_Placed]] = {}
+        stepped = [table for table in placed if table.sharding.kernel != "dense"]
+        first = _step_key(stepped[0]) if stepped else None
+        for table in placed:
+            is_dense = table.sharding.kernel == "dense"
+            groups.setdefault(first if is_dense else _step_key(table), []).append(table)
+        self._engines = [self._make_engine(tables) for tables in groups.values()]
+        self._engine_tables = list(groups.values())
+        self._names = [self._names_of(tables) for tables in groups.values()]
+        self._parts: dict[str, list[LocalPart]] = {table.config.name: [] for table in placed}
+        for engine in self._engines:
+            for shard in engine.local_shards():
+                self._parts[shard.table].append(LocalPart(shard.weight, shard.place))
+        holders = nn.ModuleDict({table.config.name: self._register(table) for table in placed})
+        self.register_module(self._TABLES, holders)
+        self._optimizer = self._make_optimizer()
+        self._register_state_dict_hook(ShardedTables._replace_state)
+        self._register_load_state_dict_pre_hook(ShardedTables._take_state, with_module=True)
+
+    def _make_engine(self, tables: list[_Placed]) -> Engine:
+        options = self._new_options()
+        stepped = [table for table in tables if table.sharding.kernel != "dense"]
+        params = dict((stepped or tables)[0].fused_params)
+        gradients = params.pop("gradients", "fused").upper()
+        if gradients not in ("FUSED", "SPARSE"):
+            raise ValueError(f"sharding.fused_params: gradients are {gradients!r}, not 'fused' or 'sparse'.")
+        options.gradients = getattr(_C.embedding.GradientForm, gradients)
+        options.exact_row_norms = bool(params.pop("exact_row_norms", False))
+        options.bounds_check = _to_bounds_check(params.get("bounds_check_mode"))
+        if stepped:
+            options.optimizer = _to_options(params)
+        options.codecs = _native(self._codecs())
+        options.local_size = self._local_size
+        options.device = self._device
+        return self._new_engine(
+            [_config_to_engine(table.config) for table in tables],
+            {table.config.name: table.sharding for table in tables},
+            options,
+        )
+
+    def _codecs(self) -> QuantizedCommCodecs | None:
+        for operation in self._CODECS:
+            if self.qcomm_codecs_registry and operation.name in self.qcomm_codecs_registry:
+                return self.qcomm_codecs_registry[operation.name]
+        return None
+
+    def _names_of(self, tables: list[_Placed]) -> dict[str, str]:
+        """Return what the outputs of one engine are called among those of all."""
+        everywhere = dict(
+            zip((c.name for c in self._configs), get_embedding_names_by_table(self._configs), strict=True)
+        )
+        here = get_embedding_names_by_table([table.config for table in tables])
+        return {
+            own: name
+            for table, names in zip(tables, here, strict=True)
+            for own, name in zip(names, everywhere[table.config.name], strict=True)
+        }
+
+    def _register(self, table: _Placed) -> _Table:
+        holder = _Table()
+        is_stepped = table.sharding.kernel != "dense"
+        for place, part in enumerate(self._parts[table.config.name]):
+            weight = part.weight
+            weight._is_param = True  # the engine's tensor itself: its gradient is the parameter's
+            if is_stepped:
+                weight._in_backward_optimizers = []  # marks parameters that a dense optimizer must leave
+            weight._is_table_part = is_stepped or not self._is_replica(table)  # differs between ranks
+            holder.register_parameter(f"weight_{place}" if place else "weight", weight)
+        if not self._parts[table.config.name]:
+            holder.weight = nn.Parameter(torch.empty(0, device=self._device), requires_grad=False)
+            holder.weight._is_table_part = True
+        return holder
+
+    def _make_optimizer(self) -> CombinedOptimizer:
+        optims = []
+        for place, (engine, tables) in enumerate(zip(self._engines, self._engine_tables, strict=True)):
+            stepped = [table for table in tables if table.sharding.kernel != "dense"]
+            if not stepped:
+                continue
+            params = {
+                f"{self._TABLES}.{table.config.name}.weight" + (f"_{number}" if number else ""): part.weight
+                for table in stepped
+                for number, part in enumerate(self._parts[table.config.name])
+            }
+            options = {k: v for k, v in stepped[0].fused_params.items() if k not in _OWN_PARAMS}
+            rate = _to_options(options).learning_rate
+            accumulates = stepped[0].fused_params.get("gradients", "fused") == "sparse"
+            name = "" if len(self._engines) == 1 else str(place)
+            optims.append((name, FusedTableOptimizer(engine, params, rate, accumulates)))
+        return CombinedOptimizer(optims)
+
+    # ---- rows ----
+
+    def _is_replica(self, table: _Placed) -> bool:
+        return table.sharding.type == ShardingType.DATA_PARALLEL.value
+
+    def _share_replicas(self) -> None:
+        for table in self._placed:
+            if self._is_replica(table) and self._env.world_size > 1:
+                for part in self._parts[table.config.name]:
+                    _C.broadcast_(part.weight.detach(), 0, self._env.process_group)
+
+    def _fill(self, weights: Mapping[str, torch.Tensor]) -> None:
+        for table in self._placed:
+            self._load(table, weights[table.config.name].detach())
+        self._share_replicas()
+
+    def reset_parameters(self) -> None:
+        """Fill this rank's parts anew with their tables' `init_fn`. Collective."""
+        with torch.no_grad():
+            for table in self._placed:
+                for part in self._parts[table.config.name]:
+                    if part.weight.numel():
+                        table.config.init_fn(part.weight.detach())
+        self._share_replicas()
+
+    # ---- state ----
+
+    def _shards(self, table: _Placed):
+        if self._is_replica(table):
+            return None
+        kind = self._device.type
+        return _from_engine(table.sharding, table.kernel, kind, self._local_size).sharding_spec.shards
+
+    def _load(self, table: _Placed, value: torch.Tensor) -> None:
+        shape = (table.config.num_embeddings, table.config.embedding_dim)
+        load_table(
+            table.config.name,
+            shape,
+            self._shards(table),
+            self._parts[table.config.name],
+            value,
+            self._env.process_group,
+        )
+
+    def _keys(self, table: _Placed, prefix: str) -> list[str]:
+        base = f"{prefix}{self._TABLES}.{table.config.name}.weight"
+        further = len(self._parts[table.config.name]) - 1
+        return [base, *(f"{base}_{number}" for number in range(1, further + 1))]
+
+    def _replace_state(self, state_dict, prefix, local_metadata) -> None:
+        for table in self._placed:
+            if self._is_replica(table):
+                continue
+            base, *further = self._keys(table, prefix)
+            for key in further:
+                del state_dict[key]
+            shape = (table.config.num_embeddings, table.config.embedding_dim)
+            parts = self._parts[table.config.name]
+            state_dict[base] = sharded_tensor(shape, self._shards(table), parts, self._env.process_group)
+
+    def _take_state(self, state_dict, prefix, *unused) -> None:
+        for table in self._placed:
+            base, *further = self._keys(table, prefix)
+            if base not in state_dict:
+                continue
+            self._load(table, state_dict[base])
+            weights = dict(getattr(self, self._TABLES)[table.config.name].named_parameters())
+            for key in (base, *further):
+                state_dict[key] = weights[key.rsplit(".", 1)[1]].detach()
+
+    def gather_tables(self) -> dict[str, torch.Tensor]:
+        """Return the whole tables, on every rank. Collective; for small models."""
+        return {name: rows for engine in self._engines for name, rows in engine.gather_tables().items()}
+
+    # The engine has no copy: a copy is built anew and takes the rows and the optimizers' state.
+    def __deepcopy__(self, memo: dict) -> ShardedTables:
+        other = type(self).__new__(type(self))
+        memo[id(self)] = other
+        ShardedEmbeddingModule.__init__(other, self.qcomm_codecs_registry)
+        for name in ("_env", "_local_size", "_device", "_configs", *self._SETTINGS):
+            setattr(other, name, getattr(self, name))
+        other._build(self._placed)
+        with torch.no_grad():
+            for name, parts in self._parts.items():
+                for mine, theirs in zip(other._parts[name], parts, strict=True):
+                    mine.weight.copy_(theirs.weight)
+        other._optimizer.load_state_dict(self._optimizer.state_dict())
+        other.train(self.training)
+        return other
+
+    # ---- one batch ----
+
+    def _send(self, features: KeyedJaggedTensor) -> Awaitable[Awaitable[list]]:
+        return _PendingSplits(_C.sharding.fused_input_dist([(engine, features) for engine in self._engines]))
+
+    def compute(self, ctx: ShrdCtx, dist_input: list) -> list:
+        """Read the rows; the engine starts sending them home at once."""
+        return [
+            engine.compute_and_output_dist(part)
+            for engine, part in zip(self._engines, dist_input, strict=True)
+        ]
+
+    # ---- what others ask ----
+
+    @property
+    def fused_optimizer(self) -> CombinedOptimizer:
+        """Return the optimizers of the tables whose rows are stepped here."""
+        return self._optimizer
+
+    def clip_grad_norm(self, max_norm: float) -> float:
+        """Scale the gradients of tables that accumulate them to this 2-norm over all ranks. Collective."""
+        if len(self._engines) == 1:
+            return self._engines[0].clip_grad_norm(max_norm)
+        norms = [engine.clip_grad_norm(float("inf")) for engine in self._engines]
+        total = sum(norm**2 for norm in norms) ** 0.5
+        if total > max_norm:
+            for engine, norm in zip(self._engines, norms, strict=True):
+                engine.clip_grad_norm(norm * max_norm / total)
+        return total
+
+    def module_sharding_plan(self) -> EmbeddingModuleShardingPlan:
+        """Return how the tables lie."""
+        kind = self._device.type
+        return EmbeddingModuleShardingPlan(
+            {
+                table.config.name: _from_engine(table.sharding, table.kernel, kind, self._local_size)
+                for table in self._placed
+            }
+        )
+
+    def _replica_parameters(self) -> set[str]:
+        """Return the names of whole tables that leave a gradient, for data parallelism to average."""
+        return {
+            f"{self._TABLES}.{table.config.name}.weight"
+            for table in self._placed
+            if self._is_replica(table) and table.sharding.kernel == "dense"
+        }
+
+    def sharded_parameter_names(self, prefix: str = ""):
+        """Return the names of parameters that data parallelism must leave alone."""
+        replicas = self._replica_parameters()
+        for name, _ in self.named_parameters():
+            if name not in replicas:
+                yield f"{prefix}.{name}" if prefix else name
