@@ -13,7 +13,7 @@
 #include "tessera/core/check.h"
 #include "tessera/embedding/embedding_bag_collection.h"
 #include "tessera/embedding/embedding_collection.h"
-#include "tessera/sharding/sharded_embedding_bag_collection.h"
+#include "tessera/sharding/sharded_embedding_collection.h"
 
 namespace tessera::checkpoint {
 namespace {
@@ -90,8 +90,27 @@ PlacedTensor replicated(const std::string& name, const at::Tensor& tensor) {
   return state.tensors()[0];
 }
 
-bool is_sharded(const torch::nn::Module& module) {
-  return dynamic_cast<const sharding::ShardedTables*>(&module) != nullptr;
+// Where a collection looks up if not in its own tables.
+std::shared_ptr<torch::nn::Module> delegated_of(torch::nn::Module& module) {
+  if (const auto* bags = dynamic_cast<embedding::EmbeddingBagCollection*>(&module)) {
+    return bags->delegated();
+  }
+  if (const auto* rows = dynamic_cast<embedding::EmbeddingCollection*>(&module)) {
+    return rows->delegated();
+  }
+  return nullptr;
+}
+
+// The sharded tables that a module is, or that stand in for its own; null if there are none.
+std::shared_ptr<sharding::ShardedTables> sharded_tables_of(
+    const std::shared_ptr<torch::nn::Module>& module) {
+  auto tables = std::dynamic_pointer_cast<sharding::ShardedTables>(module);
+  return tables ? tables
+                : std::dynamic_pointer_cast<sharding::ShardedTables>(delegated_of(*module));
+}
+
+bool is_sharded(torch::nn::Module& module) {
+  return dynamic_cast<sharding::ShardedTables*>(&module) != nullptr || delegated_of(module);
 }
 
 class TensorsState final : public Stateful {
@@ -114,7 +133,7 @@ class TensorsState final : public Stateful {
 };
 
 // All but the parts of sharded tables, which are placed by their plan.
-std::map<std::string, at::Tensor> tensors_of(const torch::nn::Module& module) {
+std::map<std::string, at::Tensor> tensors_of(torch::nn::Module& module) {
   std::vector<std::string> sharded;
   for (const auto& item : module.named_modules("", /*include_self=*/false)) {
     if (is_sharded(*item.value())) sharded.push_back(item.key() + ".");
@@ -152,10 +171,9 @@ class CollectionTables final : public TableSource {
 };
 
 // The parts of sharded tables on this rank, with what steps them.
-template <class Collection>
 class ShardedSource final : public TableSource {
  public:
-  ShardedSource(std::shared_ptr<Collection> collection, std::string group)
+  ShardedSource(std::shared_ptr<sharding::ShardedTables> collection, std::string group)
       : collection_(std::move(collection)), group_(std::move(group)) {}
 
   std::vector<TableShard> shards() override {
@@ -207,25 +225,28 @@ class ShardedSource final : public TableSource {
     return nullptr;
   }
 
-  std::shared_ptr<Collection> collection_;
+  std::shared_ptr<sharding::ShardedTables> collection_;
   std::string group_;
 };
 
-template <class Collection>
 void add_sharded(State& state, const std::shared_ptr<torch::nn::Module>& module,
-                 const std::string& group, const std::string& prefix,
+                 const std::string& path, const std::string& prefix,
                  const std::string& optimizer_prefix) {
-  const auto collection = std::dynamic_pointer_cast<Collection>(module);
-  if (!collection) return;
-  add_tables(state, std::make_shared<ShardedSource<Collection>>(collection, group), prefix,
-             optimizer_prefix);
+  const auto tables = sharded_tables_of(module);
+  if (!tables) return;
+  const bool is_sequence =
+      std::dynamic_pointer_cast<sharding::ShardedEmbeddingCollection>(tables) != nullptr;
+  add_tables(state,
+             std::make_shared<ShardedSource>(
+                 tables, path + (is_sequence ? "embeddings." : "embedding_bags.")),
+             prefix, optimizer_prefix);
 }
 
 template <class Collection>
 void add_fused(State& state, const std::shared_ptr<torch::nn::Module>& module,
                const std::string& group, const std::string& optimizer_prefix) {
   const auto collection = std::dynamic_pointer_cast<Collection>(module);
-  if (!collection || !collection->batch().optimizer()) return;
+  if (!collection || collection->delegated() || !collection->batch().optimizer()) return;
   add_tables(state, std::make_shared<CollectionTables<Collection>>(collection, group), std::nullopt,
              optimizer_prefix);
 }
@@ -342,8 +363,7 @@ void add_module(State& state, const std::shared_ptr<torch::nn::Module>& module,
     const std::string path = item.key().empty() ? "" : item.key() + ".";
     add_fused<embedding::EmbeddingBagCollection>(state, item.value(), path + "embedding_bags.",
                                                  optimizer_prefix);
-    add_sharded<sharding::ShardedEmbeddingBagCollection>(
-        state, item.value(), path + "embedding_bags.", prefix, optimizer_prefix);
+    add_sharded(state, item.value(), path, prefix, optimizer_prefix);
     add_fused<embedding::EmbeddingCollection>(state, item.value(), path + "embeddings.",
                                               optimizer_prefix);
   }

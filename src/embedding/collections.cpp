@@ -76,6 +76,7 @@ void EmbeddingBagCollection::delegate(const std::shared_ptr<torch::nn::Module>& 
                                       Forward forward) {
   replace_tables(*this, kBags, *tables, weights_);
   forward_ = std::move(forward);
+  delegated_ = tables;
 }
 
 const std::vector<EmbeddingBagConfig>& EmbeddingBagCollection::embedding_bag_configs()
@@ -106,6 +107,7 @@ void EmbeddingCollection::delegate(const std::shared_ptr<torch::nn::Module>& tab
                                    Forward forward) {
   replace_tables(*this, kSequences, *tables, weights_);
   forward_ = std::move(forward);
+  delegated_ = tables;
 }
 
 const std::vector<EmbeddingConfig>& EmbeddingCollection::embedding_configs() const noexcept {

@@ -1,6 +1,7 @@
 // The wrapper against one process that sees all samples.
 
 #include <gtest/gtest.h>
+#include <torch/version.h>
 
 #include <atomic>
 #include <random>
@@ -32,7 +33,9 @@ std::vector<Named> option_sets() {
       {"small buckets", {.bucket_cap_mb = 0.0003}},
       {"small buckets, view", {.bucket_cap_mb = 0.0003, .gradient_as_bucket_view = true}},
       {"bucket list", {.bucket_cap_mb_list = {0.0001, 0.0005}}},
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
       {"batched", {.batched_grad_copy = true}},
+#endif
       {"find unused", {.find_unused_parameters = true}},
       {"static", {.bucket_cap_mb = 0.0003, .static_graph = true}},
       {"automatic", {.automatic_graph = true}},

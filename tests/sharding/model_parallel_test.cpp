@@ -3,12 +3,18 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdlib>
+#include <filesystem>
+
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/sgd.h>
 
 #include "sharding/sharded_tables.h"
 #include "support/error_text.h"
 #include "support/ranks.h"
+#include "tessera/checkpoint/load.h"
+#include "tessera/checkpoint/modules.h"
+#include "tessera/checkpoint/save.h"
 #include "tessera/embedding/embedding_bag_collection.h"
 #include "tessera/embedding/embedding_collection.h"
 #include "tessera/sharding/distributed_model_parallel.h"
@@ -252,6 +258,50 @@ TEST(ModelParallelState, TakesWholeTensorsUnderAnyPlan) {
     EXPECT_NE(error_text([&] { load_state_dict(model.parts(), wrong); }).find("stranger"),
               std::string::npos);
   });
+}
+
+TEST(ModelParallelState, IsSavedAndLoadedUnderAnotherPlanAtAnotherWorld) {
+  std::string folder = (std::filesystem::temp_directory_path() / "tessera-model-XXXXXX").string();
+  ASSERT_NE(mkdtemp(folder.data()), nullptr);
+  ModelParallelOptions options = options_of();
+  options.tables.optimizer.kind = embedding::OptimizerKind::kAdam;
+  const auto step = [](auto& model, const comm::Group& group, int number) {
+    loss_of(model(batch(number, group.rank()).kjt(false))).backward();
+  };
+  Tensors expected;
+  run_ranks(2, [&](const comm::Group& group) {
+    DistributedModelParallel model(std::make_shared<Model>(), plan_for(2), group, options);
+    for (int i = 0; i < 2; ++i) step(model, group, i);
+    checkpoint::State state;
+    checkpoint::add_module(state, model.module());
+    checkpoint::SaveOptions quiet;
+    quiet.log = [](const std::string&) {};
+    checkpoint::save(folder, 2, state, group, quiet);
+    const Tensors whole = state_dict_of(model.parts());
+    if (group.rank() == 0) expected = whole;
+  });
+  run_ranks(3, [&](const comm::Group& group) {
+    const auto everywhere = data_parallel().with_kernel(ComputeKernel::kFused);
+    DistributedModelParallel model(std::make_shared<Model>(GradientForm::kFused, at::kMeta),
+                                   plan_for(3, everywhere), group, options);
+    checkpoint::State state;
+    checkpoint::add_module(state, model.module());
+    checkpoint::LoadOptions quiet;
+    quiet.log = [](const std::string&) {};
+    checkpoint::load(folder, state, group, quiet);
+    for (const auto& [name, tensor] : state_dict_of(model.parts())) {
+      EXPECT_TRUE(at::equal(tensor, expected.at(name))) << name;
+    }
+    for (const auto& [path, tables] : sharded_modules_of(model.parts())) {
+      for (const auto& optimizer : tables->optimizers()) EXPECT_EQ(optimizer->num_steps(), 2);
+      for (const LocalShard& shard : tables->local_shards()) {
+        if (shard.place.rows == 0) continue;
+        EXPECT_GT(shard.state.at("momentum1").abs().sum().item<float>(), 0) << path << shard.name;
+      }
+    }
+    step(model, group, 2);
+  });
+  std::filesystem::remove_all(folder);
 }
 
 TEST(ModelParallelErrors, SayWhatThePlanGotWrong) {

@@ -38,6 +38,8 @@ class TESSERA_API EmbeddingBagCollection : public torch::nn::Module {
   /// `embedding_bags` of `tables` takes their place among the parameters. So shards over ranks
   /// stand in.
   void delegate(const std::shared_ptr<torch::nn::Module>& tables, Forward forward);
+  /// Where it looks up; null if in its own tables.
+  const std::shared_ptr<torch::nn::Module>& delegated() const noexcept { return delegated_; }
 
  private:
   CollectionLookup lookup_;
@@ -45,6 +47,7 @@ class TESSERA_API EmbeddingBagCollection : public torch::nn::Module {
   // The parameters themselves: moving the module changes what they hold, not which they are.
   std::vector<at::Tensor> weights_;
   Forward forward_;  // elsewhere; empty: here
+  std::shared_ptr<torch::nn::Module> delegated_;
 };
 
 }  // namespace tessera::embedding

@@ -35,6 +35,8 @@ class TESSERA_API EmbeddingCollection : public torch::nn::Module {
   /// Looks up through `forward` from now on and lets go of its own tables; the child `embeddings`
   /// of `tables` takes their place among the parameters. So shards over ranks stand in.
   void delegate(const std::shared_ptr<torch::nn::Module>& tables, Forward forward);
+  /// Where it looks up; null if in its own tables.
+  const std::shared_ptr<torch::nn::Module>& delegated() const noexcept { return delegated_; }
 
  private:
   CollectionLookup lookup_;
@@ -42,6 +44,7 @@ class TESSERA_API EmbeddingCollection : public torch::nn::Module {
   // The parameters themselves: moving the module changes what they hold, not which they are.
   std::vector<at::Tensor> weights_;
   Forward forward_;  // elsewhere; empty: here
+  std::shared_ptr<torch::nn::Module> delegated_;
 };
 
 }  // namespace tessera::embedding

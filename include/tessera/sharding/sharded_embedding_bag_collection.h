@@ -68,10 +68,7 @@ class TESSERA_API ShardedEmbeddingBagCollection : public torch::nn::Module, publ
 
   std::vector<LocalShard> local_shards() const override;
   std::shared_ptr<const InputSender> input_sender() const override;
-  /// What steps the rows of this rank's shards, and of the data-parallel tables, as far as there
-  /// are any. Tables are called as in LocalShard::name.
-  std::vector<std::shared_ptr<embedding::RowOptimizer>> optimizers() const;
-
+  std::vector<std::shared_ptr<embedding::RowOptimizer>> optimizers() const override;
   void load_tables(const std::map<std::string, at::Tensor>& tables) override;
   std::map<std::string, at::Tensor> gather_tables() const override;
   void step() override;

@@ -51,8 +51,7 @@ class TESSERA_API ShardedEmbeddingCollection : public torch::nn::Module, public 
 
   std::vector<LocalShard> local_shards() const override;
   std::shared_ptr<const InputSender> input_sender() const override;
-  /// As ShardedEmbeddingBagCollection's.
-  std::vector<std::shared_ptr<embedding::RowOptimizer>> optimizers() const;
+  std::vector<std::shared_ptr<embedding::RowOptimizer>> optimizers() const override;
   void load_tables(const std::map<std::string, at::Tensor>& tables) override;
   std::map<std::string, at::Tensor> gather_tables() const override;
   void step() override;

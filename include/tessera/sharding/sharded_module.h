@@ -19,6 +19,7 @@
 #include "tessera/comm/awaitable.h"
 #include "tessera/comm/group.h"
 #include "tessera/core/export.h"
+#include "tessera/embedding/optimizer.h"
 #include "tessera/jagged/keyed_jagged_tensor.h"
 #include "tessera/sharding/plan.h"
 
@@ -68,6 +69,9 @@ class TESSERA_API ShardedTables {
   /// For fused_input_dist.
   virtual std::shared_ptr<const InputSender> input_sender() const = 0;
 
+  /// What steps the rows of this rank's shards, and of the data-parallel tables, as far as there
+  /// are any. Tables are called as in LocalShard::name.
+  virtual std::vector<std::shared_ptr<embedding::RowOptimizer>> optimizers() const = 0;
   /// Fills this rank's parts from whole tables (name → [rows, columns]), each rank for itself.
   virtual void load_tables(const std::map<std::string, at::Tensor>& tables) = 0;
   /// Whole tables, on every rank. Collective; for tests and small models.
