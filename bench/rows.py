@@ -52,6 +52,8 @@ def peer_name(name: str) -> str | None:
         "data_parallel": "torch",
         "dlrm": "torchrec",
         "embedding": "fbgemm",
+        "faults": "torch gloo",
+        "jagged": "fbgemm",
         "sharding": "torchrec",
         "vocab": "operators_gloo",
         "graph": {"layer": "gather", "exchange": "gather", "python_layer": "fairchem_gather"}.get(operation),

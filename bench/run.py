@@ -86,6 +86,7 @@ TITLES = {
     "data_parallel_step": "Training steps under DistributedDataParallel, two ranks",
     "embedding": "Tables on one rank",
     "sharding_step": "Training steps on sharded tables, two ranks",
+    "dlrm_step": "DLRM, 26 tables on two ranks",
     "jagged": "Operators on jagged batches, beside fbgemm",
     "faults": "From a fault to the last survivor's error",
 }

@@ -114,6 +114,7 @@ void bind_optimizer(py::module_& module) {
       .def("state_dict", &RowOptimizer::state_dict)
       .def("load_state_dict", &RowOptimizer::load_state_dict)
       .def("track_rows", &RowOptimizer::track_rows)
+      .def("has_table", &RowOptimizer::has_table)
       .def("stepped_rows",
            [](const RowOptimizer& self, const std::string& table) -> MaybeTensor {
              const Tensor rows = self.stepped_rows(table);

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from tessera import _C
 
@@ -95,43 +96,54 @@ class Tables:
     """Parts of embedding tables with the state of their optimizer, as a value in a state dict.
 
     Saved under any way of cutting, they load under any other. `shards` are `TableShard`; several may be
-    of one table. `optimizer` is the row optimizer that steps them. With `has_weights` false only the
-    state is saved: the weights are in the state dict already.
+    of one table. `optimizer` is the row optimizer that steps them, or one for each table's name. With
+    `has_weights` false only the state is saved: the weights are in the state dict already.
     """
 
     shards: list[TableShard]
-    optimizer: _C.embedding.RowOptimizer | None = None
+    optimizer: _C.embedding.RowOptimizer | dict[str, _C.embedding.RowOptimizer] | None = None
     has_weights: bool = True
 
+    def _optimizer_of(self, shard: TableShard) -> _C.embedding.RowOptimizer | None:
+        return self.optimizer.get(shard.name) if isinstance(self.optimizer, dict) else self.optimizer
+
     def _values(self) -> dict[str, Any]:
-        if self.optimizer is None:
-            return {}
         values = {}
         for shard in self.shards:
-            values[f"{shard.name}.step"] = self.optimizer.num_steps
-            values[f"{shard.name}.lr"] = self.optimizer.options.learning_rate
+            optimizer = self._optimizer_of(shard)
+            if optimizer is not None:
+                values[f"{shard.name}.step"] = optimizer.num_steps
+                values[f"{shard.name}.lr"] = optimizer.options.learning_rate
         return values
 
     def _restore(self, prefix: str, values: dict[str, Any]) -> None:
-        if self.optimizer is None or not self.shards:
-            return
-        name = f"{prefix}{self.shards[0].name}"
-        if f"{name}.lr" in values:
-            self.optimizer.set_learning_rate(values[f"{name}.lr"])
-        if f"{name}.step" in values:
-            state = self.optimizer.state_dict()
-            state["step"] = torch.tensor(values[f"{name}.step"])
-            self.optimizer.load_state_dict(state)
+        done: list[_C.embedding.RowOptimizer] = []
+        for shard in self.shards:
+            optimizer = self._optimizer_of(shard)
+            if optimizer is None or any(optimizer is other for other in done):
+                continue
+            done.append(optimizer)
+            name = f"{prefix}{shard.name}"
+            if f"{name}.lr" in values:
+                optimizer.set_learning_rate(values[f"{name}.lr"])
+            if f"{name}.step" in values:
+                state = optimizer.state_dict()
+                state["step"] = torch.tensor(values[f"{name}.step"])
+                optimizer.load_state_dict(state)
 
 
 def fused_state(module: torch.nn.Module) -> dict[str, Tables]:
     """Return the state of the optimizers that run in the backward of the module's embedding collections.
 
-    By path of the collection; put it into the state dict beside `module.state_dict()`, which has the
-    weights. Rows that `track_rows` has seen stepped are all that a delta writes.
+    By path of the collection, sharded or not; put it into the state dict beside `module.state_dict()`,
+    which has the weights. It loads into any other sharding. Rows that `track_rows` has seen stepped are
+    all that a delta writes.
     """
     found = {}
     for path, part in module.named_modules():
+        if hasattr(part, "_checkpoint_tables"):
+            found[path] = Tables(*part._checkpoint_tables(), has_weights=False)
+            continue
         tables = getattr(part, "embedding_bags", None) or getattr(part, "embeddings", None)
         optimizer = part.fused_optimizer() if hasattr(part, "fused_optimizer") else None
         if optimizer is None or tables is None:
@@ -170,9 +182,18 @@ def _shard_of_dtensor(tensor) -> Shard:
     return Shard(tensor.to_local(), tuple(tensor.shape), tuple(offsets))
 
 
+def _shard_of_sharded_tensor(value: ShardedTensor) -> Shard:
+    parts = [(tuple(part.metadata.shard_offsets), part.tensor) for part in value.local_shards()]
+    shape = tuple(value.size())
+    first = parts[0] if parts else ((0,) * len(shape), torch.empty((0,) * len(shape), dtype=value.dtype))
+    return Shard(first[1], shape, first[0], more=parts[1:])
+
+
 def _as_shard(value: Any) -> Shard | None:
     if isinstance(value, Shard):
         return value
+    if isinstance(value, ShardedTensor):
+        return _shard_of_sharded_tensor(value)
     placements = getattr(value, "placements", ()) if isinstance(value, torch.Tensor) else ()
     return _shard_of_dtensor(value) if any(placement.is_shard() for placement in placements) else None
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import shutil
+import tempfile
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from tessera import checkpoint
 from tessera.distributed.embedding import (
     EmbeddingCollectionContext,
     EmbeddingCollectionSharder,
@@ -290,6 +293,44 @@ def check_model(rank):
     balanced(batch(rank)).backward()
 
 
+def model_state(dmp):
+    return {"model": dmp.state_dict(), "fused": checkpoint.fused_state(dmp.module)}
+
+
+def check_checkpoint(rank):
+    """A model saved under one plan continues under another, optimizers of rows included."""
+    folder = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folder)
+    params = {"optimizer": "adam", "learning_rate": 0.1}
+    sharders = [EmbeddingCollectionSharder(params), EmbeddingBagCollectionSharder(params)]
+    first = DistributedModelParallel(Model(), plan=plan_of(Model()), sharders=sharders)
+    for number in range(2):
+        first(batch(rank + 2 * number)).backward()
+    checkpoint.save(folder[0], 2, model_state(first), dist.group.WORLD)
+
+    wishes = {"ec": OTHER, "ebc": {"p": table_wise(1), "q": row_wise()}}
+    meta = Model("meta")
+    plan = {
+        path: construct_module_sharding_plan(getattr(meta, path), wishes[path], device_type="cpu")
+        for path in wishes
+    }
+    other = DistributedModelParallel(meta, plan=ShardingPlan(plan), sharders=sharders)
+    checkpoint.load(folder[0], model_state(other), dist.group.WORLD)
+    for path in wishes:
+        expected = getattr(first.module, path).gather_tables()
+        for name, rows in getattr(other.module, path).gather_tables().items():
+            assert torch.equal(rows, expected[name]), name
+    for model in (first, other):
+        model(batch(rank + 4)).backward()
+    for path in wishes:
+        expected = getattr(first.module, path).gather_tables()
+        for name, rows in getattr(other.module, path).gather_tables().items():
+            torch.testing.assert_close(rows, expected[name], rtol=2e-6, atol=2e-6)
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(folder[0])
+
+
 def check_errors(rank):
     env = ShardingEnv.from_process_group(dist.group.WORLD)
     ec = collection()
@@ -325,7 +366,8 @@ def check_errors(rank):
 
 
 @pytest.mark.parametrize(
-    "body", [check_pass, check_dedup, check_state, check_optimizers, check_model, check_errors]
+    "body",
+    [check_pass, check_dedup, check_state, check_optimizers, check_model, check_checkpoint, check_errors],
 )
 def test_two_ranks(body):
     run_ranks(2, body)

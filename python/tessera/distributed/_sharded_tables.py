@@ -366,6 +366,34 @@ class ShardedTables(ShardedEmbeddingModule[list, list, Out, ShrdCtx]):
             for key in (base, *further):
                 state_dict[key] = weights[key.rsplit(".", 1)[1]].detach()
 
+    def _checkpoint_tables(self) -> tuple[list, dict]:
+        """Return this rank's parts with the state of what steps them, and that by table."""
+        from tessera.checkpoint import TableShard
+
+        shards, optimizers = [], {}
+        for engine in self._engines:
+            for local in engine.local_shards():
+                found = [each for each in engine.optimizers() if each.has_table(local.name)]
+                if not found:
+                    continue
+                table = next(t for t in self._placed if t.config.name == local.table)
+                config = table.config
+                optimizers[local.table] = found[0]
+                shards.append(
+                    TableShard(
+                        local.table,
+                        config.num_embeddings,
+                        config.embedding_dim,
+                        local.place.row,
+                        local.place.column,
+                        local.weight.detach(),
+                        local.state,
+                        self._is_replica(table),
+                        found[0].stepped_rows(local.name),
+                    )
+                )
+        return shards, optimizers
+
     def gather_tables(self) -> dict[str, torch.Tensor]:
         """Return the whole tables, on every rank. Collective; for small models."""
         return {name: rows for engine in self._engines for name, rows in engine.gather_tables().items()}
