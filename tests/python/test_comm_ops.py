@@ -90,3 +90,91 @@ def test_codecs_say_what_they_know():
     assert torch.allclose(codec.decode(wire, 40), values, atol=2 / 255)
     with pytest.raises(ValueError, match="give out_split or per_rank_split_lengths"):
         comm_ops.alltoallv([torch.ones(1, 1)])
+
+
+def taken_apart(rank):
+    """Every pair of classes gives what its function gives, gradients included."""
+    group, size, device = dist.group.WORLD, dist.get_world_size(), torch.device("cpu")
+
+    def run(req, wait, info, *inputs):
+        request = comm_ops.Request(group, device)
+        token = req.apply(group, request, info, *inputs)
+        assert token.requires_grad
+        return wait.apply(group, request, token)
+
+    def same(got, expected, inputs, again):
+        got, expected = ([x] if torch.is_tensor(x) else list(x) for x in (got, expected))
+        for a, b in zip(got, expected, strict=True):
+            assert torch.equal(a, b)
+        sum((i + 1) * x.square().sum() for i, x in enumerate(got)).backward()
+        sum((i + 1) * x.square().sum() for i, x in enumerate(expected)).backward()
+        for x, y in zip(inputs, again, strict=True):
+            assert torch.equal(x.grad, y.grad)
+
+    def twice(*shape):
+        values = torch.arange(float(torch.Size(shape).numel())).reshape(shape) + 10 * rank
+        return values.clone().requires_grad_(True), values.clone().requires_grad_(True)
+
+    batches, dims = [1 + r for r in range(size)], [2 + r for r in range(size)]
+    x, y = twice(sum(batches), dims[rank])
+    info = comm_ops.All2AllPooledInfo(batches, dims, None, None)
+    got = run(comm_ops.All2All_Pooled_Req, comm_ops.All2All_Pooled_Wait, info, x)
+    same(got, comm_ops.alltoall_pooled(y, batches, dims).wait(), [x], [y])
+
+    per_feature = [[b] for b in batches]
+    args = (per_feature, [batches[rank]] * size, [[d] for d in dims])
+    x, y = twice(sum(batches) * dims[rank])
+    info = comm_ops.VariableBatchAll2AllPooledInfo(*args)
+    got = run(
+        comm_ops.Variable_Batch_All2All_Pooled_Req, comm_ops.Variable_Batch_All2All_Pooled_Wait, info, x
+    )
+    same(got, comm_ops.variable_batch_alltoall_pooled(y, *args).wait(), [x], [y])
+
+    recat, lengths, splits = torch.arange(size), torch.ones(size, dtype=torch.long), [1] * size
+    x, y = twice(size, 2)
+    info = comm_ops.All2AllSequenceInfo(2, lengths, recat, recat, splits, splits)
+    got = run(comm_ops.All2All_Seq_Req, comm_ops.All2All_Seq_Req_Wait, info, x)
+    same(got, comm_ops.alltoall_sequence(y, recat, recat, lengths, splits, splits).wait(), [x], [y])
+
+    x, y = twice(size, 3)
+    info = comm_ops.All2AllVInfo([3] * size, size, 1, [1] * size, [3])
+    got = run(comm_ops.All2Allv_Req, comm_ops.All2Allv_Wait, info, x)
+    same(got, comm_ops.alltoallv([y], [3] * size).wait(), [x], [y])
+
+    xs, ys = zip(*(twice(1 + r, 2) for r in range(size)), strict=True)
+    info = comm_ops.ReduceScatterInfo([x.size() for x in xs])
+    got = run(comm_ops.ReduceScatter_Req, comm_ops.ReduceScatter_Wait, info, *xs)
+    same(got, comm_ops.reduce_scatter_pooled(list(ys)).wait(), xs, ys)
+
+    x, y = twice(2 * size, 2)
+    info = comm_ops.ReduceScatterBaseInfo(x.size())
+    got = run(comm_ops.ReduceScatterBase_Req, comm_ops.ReduceScatterBase_Wait, info, x)
+    same(got, comm_ops.reduce_scatter_base_pooled(y).wait(), [x], [y])
+
+    x, y = twice(sum(batches), 2)
+    info = comm_ops.ReduceScatterVInfo([x.size()], batches, False, list(x.size()), None)
+    got = run(comm_ops.ReduceScatterV_Req, comm_ops.ReduceScatterV_Wait, info, x)
+    same(got, comm_ops.reduce_scatter_v_pooled(y, batches).wait(), [x], [y])
+
+    x, y = twice(2, 2)
+    info = comm_ops.AllGatherBaseInfo(x.size())
+    got = run(comm_ops.AllGatherBase_Req, comm_ops.AllGatherBase_Wait, info, x)
+    same(got, comm_ops.all_gather_base_pooled(y).wait(), [x], [y])
+
+    request = comm_ops.Request(group, device)
+    with pytest.raises(RuntimeError, match="nothing was started"):
+        request.wait()
+    request = comm_ops.Request(group, device)
+    comm_ops.AllGatherBase_Req.apply(group, request, info, x)
+    with pytest.raises(RuntimeError, match="holds an exchange already"):
+        comm_ops.AllGatherBase_Req.apply(group, request, info, x)
+    with pytest.raises(
+        RuntimeError, match="All2All_Pooled_Wait waits for an exchange that AllGatherBase_Wait"
+    ):
+        comm_ops.All2All_Pooled_Wait.apply(group, request)
+    assert torch.equal(request.wait(), comm_ops.all_gather_base_pooled(x).wait())
+
+
+def test_exchanges_taken_apart():
+    for size in (1, 2, 3):
+        run_ranks(size, taken_apart, backend="shm")

@@ -15,9 +15,48 @@ from torch.distributed import ProcessGroup
 from tessera import _C
 from tessera.comm._collectives import _TensorAwaitable
 from tessera.comm._group import group_or_world
+from tessera.distributed._comm_op_nodes import (
+    All2AllDenseInfo,
+    All2AllPooledInfo,
+    All2AllSequenceInfo,
+    All2AllVInfo,
+    AllGatherBaseInfo,
+    ReduceScatterBaseInfo,
+    ReduceScatterInfo,
+    ReduceScatterVInfo,
+    Request,
+    VariableBatchAll2AllPooledInfo,
+    make_pair,
+)
 from tessera.distributed.types import Awaitable, QuantizedCommCodecs
 
 __all__ = [
+    "All2AllDenseInfo",
+    "All2AllPooledInfo",
+    "All2AllSequenceInfo",
+    "All2AllVInfo",
+    "All2All_Pooled_Req",
+    "All2All_Pooled_Wait",
+    "All2All_Seq_Req",
+    "All2All_Seq_Req_Wait",
+    "All2Allv_Req",
+    "All2Allv_Wait",
+    "AllGatherBaseInfo",
+    "AllGatherBase_Req",
+    "AllGatherBase_Wait",
+    "ReduceScatterBaseInfo",
+    "ReduceScatterBase_Req",
+    "ReduceScatterBase_Wait",
+    "ReduceScatterInfo",
+    "ReduceScatterVInfo",
+    "ReduceScatterV_Req",
+    "ReduceScatterV_Wait",
+    "ReduceScatter_Req",
+    "ReduceScatter_Wait",
+    "Request",
+    "VariableBatchAll2AllPooledInfo",
+    "Variable_Batch_All2All_Pooled_Req",
+    "Variable_Batch_All2All_Pooled_Wait",
     "all_gather_base_pooled",
     "alltoall_pooled",
     "alltoall_sequence",
@@ -205,3 +244,66 @@ def all_gather_base_pooled(
 ) -> Awaitable[Tensor]:
     """Stack the rows of all ranks; the backward pass sums and cuts them."""
     return _TensorAwaitable(_C.comm_ops.all_gather_base_pooled(input, group_or_world(group), _native(codecs)))
+
+
+# ---- the same taken apart ----
+
+All2All_Pooled_Req, All2All_Pooled_Wait = make_pair(
+    ("All2All_Pooled_Req", "All2All_Pooled_Wait"),
+    lambda pg, info, rows: alltoall_pooled(
+        rows, info.batch_size_per_rank, info.dim_sum_per_rank, group=pg, codecs=info.codecs
+    ),
+    __name__,
+)
+Variable_Batch_All2All_Pooled_Req, Variable_Batch_All2All_Pooled_Wait = make_pair(
+    ("Variable_Batch_All2All_Pooled_Req", "Variable_Batch_All2All_Pooled_Wait"),
+    lambda pg, info, rows: variable_batch_alltoall_pooled(
+        rows,
+        info.batch_size_per_rank_per_feature,
+        info.batch_size_per_feature_pre_a2a,
+        info.emb_dim_per_rank_per_feature,
+        pg,
+        info.codecs,
+    ),
+    __name__,
+)
+All2All_Seq_Req, All2All_Seq_Req_Wait = make_pair(
+    ("All2All_Seq_Req", "All2All_Seq_Req_Wait"),
+    lambda pg, info, rows: alltoall_sequence(
+        rows,
+        info.forward_recat_tensor,
+        info.backward_recat_tensor,
+        info.lengths_after_sparse_data_all2all,
+        info.input_splits,
+        info.output_splits,
+        info.variable_batch_size,
+        pg,
+        info.codecs,
+    ),
+    __name__,
+)
+All2Allv_Req, All2Allv_Wait = make_pair(
+    ("All2Allv_Req", "All2Allv_Wait"),
+    lambda pg, info, *inputs: alltoallv(list(inputs), info.dims_sum_per_rank, group=pg, codecs=info.codecs),
+    __name__,
+)
+ReduceScatter_Req, ReduceScatter_Wait = make_pair(
+    ("ReduceScatter_Req", "ReduceScatter_Wait"),
+    lambda pg, info, *inputs: reduce_scatter_pooled(list(inputs), pg, info.codecs),
+    __name__,
+)
+ReduceScatterBase_Req, ReduceScatterBase_Wait = make_pair(
+    ("ReduceScatterBase_Req", "ReduceScatterBase_Wait"),
+    lambda pg, info, rows: reduce_scatter_base_pooled(rows, pg, info.codecs),
+    __name__,
+)
+ReduceScatterV_Req, ReduceScatterV_Wait = make_pair(
+    ("ReduceScatterV_Req", "ReduceScatterV_Wait"),
+    lambda pg, info, rows: reduce_scatter_v_pooled(rows, info.input_splits, pg, info.codecs),
+    __name__,
+)
+AllGatherBase_Req, AllGatherBase_Wait = make_pair(
+    ("AllGatherBase_Req", "AllGatherBase_Wait"),
+    lambda pg, info, rows: all_gather_base_pooled(rows, pg, info.codecs),
+    __name__,
+)
