@@ -114,7 +114,7 @@ TEST(StepRecorder, ARankThatComesEarlyWaits) {
     const UseRecorder use(recorder);
     comm::barrier(group);
     recorder.begin_step(0);
-    if (group.rank() == 1) std::this_thread::sleep_for(5 * kNap);
+    if (group.rank() == 1) std::this_thread::sleep_for(25 * kNap);
     at::Tensor tensor = at::ones({8});
     {
       const Span dist(Phase::kOutputDist);
