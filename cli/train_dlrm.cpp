@@ -9,6 +9,7 @@
 #include "tessera/launch/launch_error.h"
 #include "usage.h"
 #include "workload.h"
+#include "workload_flags.h"
 
 namespace tessera::cli {
 namespace {
@@ -71,33 +72,11 @@ void check(const TrainDlrmWords& given) {
 }
 
 int read(const std::vector<std::string>& words) {
-  CLI::App app("", "train");
-  TrainDlrmWords given;
-  define_flags(app, given);
-  const SplitWords split = split_words(app, with_resumed_config(words));
-  read_flags(app, split.flags);
-  if (given.wants_help) {
-    std::fwrite(kHelp.data(), 1, kHelp.size(), stdout);
-    return 0;
-  }
-  if (!split.rest.empty()) throw UsageError("train: takes flags only, not '" + split.rest[0] + "'");
-  if (given.print_config) {
-    std::fputs(app.config_to_str(true, false).c_str(), stdout);
-    return 0;
-  }
-  check(given);
-  return given.num_ranks;
-}
-
-std::vector<std::string> flags() {
-  CLI::App app("", "train");
-  TrainDlrmWords words;
-  define_flags(app, words);
-  return long_flags(app);
+  return read_words<TrainDlrmWords>(with_resumed_config(words), kHelp, check);
 }
 
 }  // namespace
 
-const Workload kDlrmWorkload{"dlrm", "train-dlrm", kHelp, read, flags};
+const Workload kDlrmWorkload{"dlrm", "train-dlrm", kHelp, read, flags_of<TrainDlrmWords>};
 
 }  // namespace tessera::cli

@@ -8,6 +8,7 @@
 #include "tessera/launch/launch_error.h"
 #include "usage.h"
 #include "workload.h"
+#include "workload_flags.h"
 
 namespace tessera::cli {
 namespace {
@@ -56,33 +57,11 @@ void check_mesh(const TrainGnnWords& given) {
 }
 
 int read(const std::vector<std::string>& words) {
-  CLI::App app("", "train");
-  TrainGnnWords given;
-  define_flags(app, given);
-  const SplitWords split = split_words(app, words);
-  read_flags(app, split.flags);
-  if (given.wants_help) {
-    std::fwrite(kHelp.data(), 1, kHelp.size(), stdout);
-    return 0;
-  }
-  if (!split.rest.empty()) throw UsageError("train: takes flags only, not '" + split.rest[0] + "'");
-  if (given.print_config) {
-    std::fputs(app.config_to_str(true, false).c_str(), stdout);
-    return 0;
-  }
-  check_mesh(given);
-  return given.num_ranks;
-}
-
-std::vector<std::string> flags() {
-  CLI::App app("", "train");
-  TrainGnnWords words;
-  define_flags(app, words);
-  return long_flags(app);
+  return read_words<TrainGnnWords>(words, kHelp, check_mesh);
 }
 
 }  // namespace
 
-const Workload kGnnWorkload{"gnn", "train-gnn", kHelp, read, flags};
+const Workload kGnnWorkload{"gnn", "train-gnn", kHelp, read, flags_of<TrainGnnWords>};
 
 }  // namespace tessera::cli
