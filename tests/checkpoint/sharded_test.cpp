@@ -6,6 +6,7 @@
 
 #include <map>
 
+#include "checkpoint/quiet.h"
 #include "checkpoint/samples.h"
 #include "sharding/sharded_tables.h"
 #include "support/ranks.h"
@@ -21,16 +22,9 @@ using sharding::ShardedEmbeddingBagCollection;
 using tessera::testing::Job;
 using tessera::testing::run_ranks;
 
-SaveOptions quiet() {
-  SaveOptions options;
-  options.log = [](const std::string&) {};
-  return options;
-}
-
 LoadOptions of_step(std::int64_t step) {
-  LoadOptions options;
+  LoadOptions options = quiet_load();
   options.step = step;
-  options.log = [](const std::string&) {};
   return options;
 }
 

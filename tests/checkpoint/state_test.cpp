@@ -17,6 +17,7 @@
 #include <condition_variable>
 #include <mutex>
 
+#include "checkpoint/quiet.h"
 #include "checkpoint/samples.h"
 #include "support/ranks.h"
 #include "tessera/checkpoint/convert.h"
@@ -30,18 +31,6 @@ namespace {
 using tessera::testing::run_ranks;
 using tessera::testing::run_ranks_collecting;
 using tessera::testing::text_of;
-
-SaveOptions quiet() {
-  SaveOptions options;
-  options.log = [](const std::string&) {};
-  return options;
-}
-
-LoadOptions quiet_load() {
-  LoadOptions options;
-  options.log = [](const std::string&) {};
-  return options;
-}
 
 struct Net : torch::nn::Module {
   Net() {

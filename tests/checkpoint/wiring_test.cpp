@@ -10,6 +10,7 @@
 #include <map>
 #include <mutex>
 
+#include "checkpoint/quiet.h"
 #include "checkpoint/samples.h"
 #include "support/ranks.h"
 #include "tessera/checkpoint/load.h"
@@ -32,18 +33,6 @@ using embedding::OptimizerKind;
 using tessera::testing::run_ranks;
 using tessera::testing::run_ranks_collecting;
 using tessera::testing::text_of;
-
-SaveOptions quiet() {
-  SaveOptions options;
-  options.log = [](const std::string&) {};
-  return options;
-}
-
-LoadOptions quiet_load() {
-  LoadOptions options;
-  options.log = [](const std::string&) {};
-  return options;
-}
 
 struct Net : torch::nn::Module {
   Net() {

@@ -9,12 +9,11 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/sgd.h>
 
+#include "checkpoint/quiet.h"
 #include "sharding/sharded_tables.h"
 #include "support/error_text.h"
 #include "support/ranks.h"
-#include "tessera/checkpoint/load.h"
 #include "tessera/checkpoint/modules.h"
-#include "tessera/checkpoint/save.h"
 #include "tessera/embedding/embedding_bag_collection.h"
 #include "tessera/embedding/embedding_collection.h"
 #include "tessera/sharding/distributed_model_parallel.h"
@@ -274,9 +273,7 @@ TEST(ModelParallelState, IsSavedAndLoadedUnderAnotherPlanAtAnotherWorld) {
     for (int i = 0; i < 2; ++i) step(model, group, i);
     checkpoint::State state;
     checkpoint::add_module(state, model.module());
-    checkpoint::SaveOptions quiet;
-    quiet.log = [](const std::string&) {};
-    checkpoint::save(folder, 2, state, group, quiet);
+    checkpoint::save(folder, 2, state, group, checkpoint::testing::quiet());
     const Tensors whole = state_dict_of(model.parts());
     if (group.rank() == 0) expected = whole;
   });
@@ -286,9 +283,7 @@ TEST(ModelParallelState, IsSavedAndLoadedUnderAnotherPlanAtAnotherWorld) {
                                    plan_for(3, everywhere), group, options);
     checkpoint::State state;
     checkpoint::add_module(state, model.module());
-    checkpoint::LoadOptions quiet;
-    quiet.log = [](const std::string&) {};
-    checkpoint::load(folder, state, group, quiet);
+    checkpoint::load(folder, state, group, checkpoint::testing::quiet_load());
     for (const auto& [name, tensor] : state_dict_of(model.parts())) {
       EXPECT_TRUE(at::equal(tensor, expected.at(name))) << name;
     }
