@@ -59,8 +59,12 @@ cuda::TableCall call_of(const TablePass& pass, Workspace& workspace, c10::Device
   call.num_positions = pass.num_positions;
   call.is_sequence = pass.is_sequence;
   call.bags_per_feature = pass.features.front().num_bags;
+  call.has_packs = true;
   for (const auto& feature : pass.features) {
     if (feature.num_bags != call.bags_per_feature) call.bags_per_feature = 0;
+    const std::int64_t apart = pass.is_sequence ? feature.rows.num_columns : feature.output_stride;
+    const bool begins_at_pack = feature.output < 0 || feature.output % 4 == 0;
+    call.has_packs = call.has_packs && begins_at_pack && apart % 4 == 0;
   }
   return call;
 }
@@ -271,6 +275,8 @@ void cuda_step_rows(const kernels::TableRows& table, const kernels::RowState& st
   sorted.run_starts = numbers(order);
   sorted.num_runs = numbers(num_runs);
   sorted.num_entries = count;
+  const at::Tensor spare = at::empty({count / 2 + 1}, ints);
+  sorted.spare = reinterpret_cast<std::uint32_t*>(spare.data_ptr<std::int32_t>());
   std::vector<cuda::TableSteps> steps(1);
   steps[0].rows = table;
   steps[0].state = state;

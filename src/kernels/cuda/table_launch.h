@@ -21,6 +21,7 @@ struct TableCall {
   std::int64_t num_positions = 0;
   std::int64_t bags_per_feature = 0;  // 0: features differ
   bool is_sequence = false;
+  bool has_packs = false;  // all outputs begin at multiples of four numbers
 };
 
 /// *result = the smallest position whose id is outside its table, num_positions if there is none,
@@ -55,6 +56,7 @@ struct SortedRows {
   const std::uint32_t* num_runs = nullptr;    // one number
   std::int64_t num_entries = 0;
   const std::uint32_t* bag_of = nullptr;  // if set, values are positions
+  std::uint32_t* spare = nullptr;         // num_entries / 2 + 1 numbers to work with
 };
 
 /// Bytes of the work memory of sort_rows.

@@ -1,0 +1,374 @@
+// Steps the rows of light tables on CUDA: plain SGD and row-wise Adagrad on rows that a warp holds,
+// which is most of training. What bounds it is how many rows are on their way at once, so the inner
+// loop is short and takes few registers: a warp takes 32 runs, each lane finds one row, its
+// gradient and its state, and leaves them in shared memory; then groups of lanes step several runs
+// at a time. Most rows occur once in a batch. Those that occur more often go on a list, for a
+// second kernel.
+
+#include <algorithm>
+#include <limits>
+#include <type_traits>
+
+#include "kernels/cuda/table_entries.cuh"
+
+namespace tessera::kernels::cuda {
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int kWarps = kThreads / 32;
+// Blocks that a multiprocessor should hold: as many as registers allow without spilling.
+template <Element kElement, bool kPlain, bool kSeveral>
+constexpr int kResident = kSeveral || !kPlain ? 5 : (kElement == Element::kFloat32 ? 6 : 7);
+constexpr int kMaxBlocks = 132 * 42;  // whole rounds of either number on 132 multiprocessors
+
+/// What a group of lanes must know to step a run.
+struct alignas(16) Run {
+  const float* gradient;  // of its first entry
+  std::uint32_t row;
+  float factor;
+};
+/// What it must know beyond that if the run has several entries.
+struct alignas(16) RunRest {
+  const float* gradient;  // of its second entry
+  float factor;
+  std::uint32_t begin;
+  std::uint32_t count;
+};
+
+/// 32 runs in shared memory.
+struct Runs {
+  Run first[32];
+  float state[32];  // row-wise Adagrad's sum of squares
+  int owner[32];    // number of the table
+};
+struct SeveralRuns : Runs {
+  RunRest rest[32];
+};
+
+/// Sums of several runs over the lanes of a group at once: with every exchange a lane keeps half of
+/// them. The lane ends with the sum of run `lane / (lanes / kRuns)`.
+template <int kRuns>
+__device__ __forceinline__ float sum_runs(float (&sums)[kRuns], unsigned lane, unsigned lanes) {
+#pragma unroll
+  for (int half = kRuns / 2; half > 0; half /= 2) {
+    const unsigned offset = lanes / kRuns * half;
+    const bool is_upper = (lane & offset) != 0;
+#pragma unroll
+    for (int u = 0; u < half; ++u) {
+      const float keep = is_upper ? sums[u + half] : sums[u];
+      const float give = is_upper ? sums[u] : sums[u + half];
+      sums[u] = keep + __shfl_xor_sync(~0U, give, offset);
+    }
+  }
+  for (unsigned offset = lanes / kRuns / 2; offset > 0; offset /= 2) {
+    sums[0] += __shfl_xor_sync(~0U, sums[0], offset);
+  }
+  return sums[0];
+}
+
+/// What stepping reads of a table, kept in registers while its runs are stepped: read through the
+/// pointer it would be read again after every store.
+template <Element kElement>
+struct StepInfo {
+  typename Stored<kElement>::Type* data;
+  float* state;
+  int num_columns;
+  bool is_adagrad;
+  float rate;
+  float eps;
+
+  explicit __device__ StepInfo(const TableSteps& table)
+      : data(static_cast<typename Stored<kElement>::Type*>(table.rows.data)),
+        state(table.state.momentum1),
+        num_columns(static_cast<int>(table.rows.num_columns)),
+        is_adagrad(table.step.rule == RowRule::kRowWiseAdagrad),
+        rate(table.step.rate),
+        eps(table.step.eps) {}
+};
+
+/// Whether a table's step is its rule and nothing else.
+__host__ __device__ bool is_plain(const RowStep& step) {
+  return step.decay == 0.0F && !step.is_stochastic;
+}
+
+/// Steps runs begin .. end - 1 of `runs`, kRuns per group of lanes at a time. A lane has kPacks
+/// packs of a row. Lanes and runs past the end read what the last one reads, and write nothing.
+/// kPlain: no decay, no random rounding, no limit, and gradients begin at multiples of 16 bytes.
+template <Element kElement, int kCount, int kPacks, int kRuns, bool kPlain, typename SomeRuns>
+__device__ __forceinline__ void step_runs(const TableCall& call, const SortedRows& sorted,
+                                          const TableSteps& table, const float* gradient,
+                                          float limit, const SomeRuns& runs, int begin, int end) {
+  constexpr bool kSeveral = std::is_same_v<SomeRuns, SeveralRuns>;
+  using Form = Stored<kElement>;
+  const StepInfo<kElement> info(table);
+  // At least one lane per run, for the sums over runs.
+  const int needed = lanes_for((info.num_columns + kPacks - 1) / kPacks, kCount);
+  const unsigned lanes = needed < kRuns ? kRuns : needed;
+  const int in_warp = static_cast<int>(threadIdx.x % 32);
+  const int group = in_warp >> (31 - __clz(static_cast<int>(lanes)));
+  const int groups = 32 >> (31 - __clz(static_cast<int>(lanes)));
+  const unsigned lane = in_warp & (lanes - 1);
+  int columns[kPacks];
+  bool has_part[kPacks];
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) {
+    columns[p] = static_cast<int>(p * lanes + lane) * kCount;
+    has_part[p] = columns[p] < info.num_columns;
+    if (!has_part[p]) columns[p] = info.num_columns - kCount;
+  }
+  for (int base = begin; base < end; base += groups * kRuns) {
+    const auto place = [&](int u) { return base + u * groups + group; };
+    const auto clamped = [&](int u) { return min(place(u), end - 1); };
+    const auto is_aligned = [](const float* from) {
+      return kPlain || reinterpret_cast<std::uintptr_t>(from) % 16 == 0;
+    };
+    Pack<typename Form::Type, kCount> rows[kRuns][kPacks];
+    float g[kRuns][kPacks][kCount];
+    [[maybe_unused]] float second[kSeveral ? kRuns : 1][kPacks][kCount];
+#pragma unroll
+    for (int u = 0; u < kRuns; ++u) {
+      const Run run = runs.first[clamped(u)];
+      const auto* const row = info.data + static_cast<std::int64_t>(run.row) * info.num_columns;
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) {
+        rows[u][p] = load_pack<kCount>(row + columns[p]);
+        load_floats<kCount>(run.gradient + columns[p], is_aligned(run.gradient), g[u][p]);
+        if constexpr (kSeveral) {
+          const float* const from = runs.rest[clamped(u)].gradient;
+          load_floats<kCount>(from + columns[p], is_aligned(from), second[u][p]);
+        }
+      }
+    }
+    float squares[kRuns];
+#pragma unroll
+    for (int u = 0; u < kRuns; ++u) {
+      const float factor = runs.first[clamped(u)].factor;
+      squares[u] = 0;
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) {
+        float* const sums = g[u][p];
+        float square = 0;
+#pragma unroll
+        for (int c = 0; c < kCount; ++c) {
+          sums[c] = factor * (kPlain ? sums[c] : within(sums[c], limit));
+        }
+        if constexpr (kSeveral) {
+          const RunRest& rest = runs.rest[clamped(u)];
+#pragma unroll
+          for (int c = 0; c < kCount; ++c) {
+            const float x = second[u][p][c];
+            sums[c] += rest.factor * (kPlain ? x : within(x, limit));
+          }
+          if (rest.count > 2) {
+            const unsigned mask = lanes == 32 ? ~0U : ((1U << lanes) - 1U) << (group * lanes);
+            add_together<kCount>(call, sorted, gradient, limit, rest.begin + 2,
+                                 rest.begin + rest.count, static_cast<int>(lanes), mask, true,
+                                 columns[p], sums);
+          }
+        }
+        if (!kPlain && table.step.decay != 0.0F && !table.step.is_decoupled) {
+#pragma unroll
+          for (int c = 0; c < kCount; ++c) {
+            sums[c] += table.step.decay * Form::widen(rows[u][p].values[c]);
+          }
+        }
+#pragma unroll
+        for (int c = 0; c < kCount; ++c) square += sums[c] * sums[c];
+        squares[u] += has_part[p] ? square : 0.0F;
+      }
+    }
+    float rate = info.rate;
+    if (info.is_adagrad) {
+      if constexpr (kSeveral) __syncwarp();  // groups may have added entries each for itself
+      const float square = sum_runs<kRuns>(squares, lane, lanes);
+      const int own = place(static_cast<int>(lane / (lanes / kRuns)));
+      const Run& run = runs.first[min(own, end - 1)];
+      const float h = runs.state[min(own, end - 1)] + square / static_cast<float>(info.num_columns);
+      rate = info.rate / (sqrtf(h) + info.eps);
+      if (own < end && lane % (lanes / kRuns) == 0) info.state[run.row] = h;
+    }
+#pragma unroll
+    for (int u = 0; u < kRuns; ++u) {
+      const float run_rate =
+          info.is_adagrad ? __shfl_sync(~0U, rate, group * lanes + u * (lanes / kRuns)) : rate;
+      const std::uint32_t row = runs.first[clamped(u)].row;
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) {
+        if (place(u) >= end || !has_part[p]) continue;
+        float w[kCount];
+#pragma unroll
+        for (int c = 0; c < kCount; ++c) {
+          w[c] = Form::widen(rows[u][p].values[c]);
+          if (!kPlain && table.step.decay != 0.0F && table.step.is_decoupled) {
+            w[c] *= 1.0F - table.step.rate * table.step.decay;
+          }
+          w[c] -= run_rate * g[u][p][c];
+        }
+        if constexpr (kPlain) {
+          Pack<typename Form::Type, kCount> pack;
+#pragma unroll
+          for (int c = 0; c < kCount; ++c) pack.values[c] = Form::narrow(w[c]);
+          store_pack<kCount>(
+              info.data + static_cast<std::int64_t>(row) * info.num_columns + columns[p], pack);
+        } else {
+          store_row<kElement, kCount>(table, row, columns[p], w);
+        }
+      }
+    }
+  }
+}
+
+/// Which tables a light kernel takes. `takes_all`: also those of which only the step is plain.
+template <Element kElement, int kCount, int kPacks, bool kPlain>
+__host__ __device__ bool is_for(const TableSteps& table, bool takes_all) {
+  return is_light(table) && table.rows.element == kElement &&
+         has_packs(table.rows) == (kCount > 1) &&
+         (kCount == 1 || (table.rows.num_columns > 32 * kCount) == (kPacks > 1)) &&
+         (takes_all || is_plain(table.step) == kPlain);
+}
+
+/// A run as one lane sees it. No entries: not for this kernel.
+struct OwnRun {
+  std::uint32_t begin = 0;
+  std::uint32_t count = 0;
+  std::uint32_t row = 0;
+  int owner = 0;
+};
+
+/// First keys of the tables, and whether they are for this kernel, in shared memory if they fit.
+struct Keys {
+  std::uint32_t first[kSharedTables];
+  bool is_mine[kSharedTables];
+};
+
+/// Steps the runs of one entry each and puts the others on the list; or, with kSeveral, steps those
+/// of the list. list[0] is their number.
+template <Element kElement, int kCount, int kPacks, bool kPlain, bool kSeveral>
+__global__ void __launch_bounds__(kThreads, kResident<kElement, kPlain, kSeveral>)
+    light_kernel(TableCall call, SortedRows sorted, const TableSteps* tables, int num_tables,
+                 bool takes_all, const float* gradient, float limit, std::uint32_t* list,
+                 std::uint32_t* long_runs) {
+  constexpr int kRuns = (kSeveral || !kPlain ? 2 : 4) / kPacks;
+  __shared__ Keys keys;
+  __shared__ std::conditional_t<kSeveral, SeveralRuns, Runs> all_runs[kWarps];
+  const bool is_shared = num_tables <= kSharedTables;
+  if (is_shared) {
+    for (int i = static_cast<int>(threadIdx.x); i < num_tables; i += kThreads) {
+      keys.first[i] = tables[i].first_key;
+      keys.is_mine[i] = is_for<kElement, kCount, kPacks, kPlain>(tables[i], takes_all);
+    }
+  }
+  __syncthreads();
+  auto& runs = all_runs[threadIdx.x / 32];
+  const std::uint32_t num_runs = *sorted.num_runs;
+  const std::uint32_t num_items = kSeveral ? list[0] : num_runs;
+  const int in_warp = static_cast<int>(threadIdx.x % 32);
+  const unsigned below = (1U << in_warp) - 1U;
+  const std::uint32_t stride = gridDim.x * kThreads;
+  for (std::uint32_t item = blockIdx.x * kThreads + threadIdx.x; item - in_warp < num_items;
+       item += stride) {
+    int num_here = 0;
+    {
+      OwnRun own;
+      std::uint32_t run = item;
+      std::uint32_t value = 0;
+      if (item < num_items) {
+        if constexpr (kSeveral) run = list[1 + item];
+        own.begin = sorted.run_starts[run];
+        const std::uint32_t end = run + 1 < num_runs
+                                      ? sorted.run_starts[run + 1]
+                                      : static_cast<std::uint32_t>(sorted.num_entries);
+        const std::uint32_t key = sorted.keys[own.begin];
+        value = sorted.values[own.begin];
+        own.owner = is_shared ? table_of_key(keys.first, num_tables, key)
+                              : table_of_steps(tables, num_tables, key);
+        const bool is_mine =
+            is_shared ? keys.is_mine[own.owner]
+                      : is_for<kElement, kCount, kPacks, kPlain>(tables[own.owner], takes_all);
+        if (key != ~0U && is_mine) {
+          own.row = key - tables[own.owner].first_key;
+          own.count = end - own.begin;
+        }
+      }
+      if constexpr (!kSeveral) {
+        if (own.count > long_run()) long_runs[1 + atomicAdd(long_runs, 1U)] = run;
+        const unsigned several = __ballot_sync(~0U, own.count > 1 && own.count <= long_run());
+        if (several != 0) {
+          std::uint32_t place = 0;
+          if (in_warp == 0) place = 1 + atomicAdd(list, __popc(several));
+          place = __shfl_sync(~0U, place, 0);
+          if ((several >> in_warp & 1U) != 0) list[place + __popc(several & below)] = run;
+        }
+        if (own.count != 1) own.count = 0;
+      }
+      const unsigned valid = __ballot_sync(~0U, own.count > 0);
+      num_here = __popc(valid);
+      if (own.count > 0) {
+        const TableSteps& table = tables[own.owner];
+        const int place = __popc(valid & below);
+        const bool has_state = table.step.rule == RowRule::kRowWiseAdagrad;
+        const float state = has_state ? table.state.momentum1[own.row] : 0.0F;
+        const Source source = source_at(call, sorted, gradient, value);
+        if constexpr (kSeveral) {
+          const Source second = source_at(call, sorted, gradient, sorted.values[own.begin + 1]);
+          runs.rest[place] = {second.data, second.factor, own.begin, own.count};
+        }
+        runs.first[place] = {source.data, own.row, source.factor};
+        runs.owner[place] = own.owner;
+        runs.state[place] = state;
+      }
+      __syncwarp();
+    }
+    // Runs of one table are stepped together; rarely do 32 of them belong to two.
+    for (int begin = 0; begin < num_here;) {
+      const int owner = runs.owner[begin];
+      const unsigned others =
+          __ballot_sync(~0U, in_warp > begin && in_warp < num_here && runs.owner[in_warp] != owner);
+      const int end = others == 0 ? num_here : __ffs(static_cast<int>(others)) - 1;
+      step_runs<kElement, kCount, kPacks, kRuns, kPlain>(call, sorted, tables[owner], gradient,
+                                                         limit, runs, begin, end);
+      begin = end;
+    }
+    __syncwarp();
+  }
+}
+
+}  // namespace
+
+int step_light_rows(const TableCall& call, const SortedRows& sorted, const TableSteps* tables,
+                    const TableSteps* host_tables, int num_tables, const float* gradient,
+                    float limit, std::uint32_t* long_runs, cudaStream_t stream) {
+  const bool is_plain_call = call.has_packs &&
+                             reinterpret_cast<std::uintptr_t>(gradient) % 16 == 0 &&
+                             limit == std::numeric_limits<float>::infinity();
+  const std::int64_t needed = (sorted.num_entries + kThreads - 1) / kThreads;
+  const auto blocks = static_cast<int>(std::min<std::int64_t>(needed, kMaxBlocks));
+  int error = 0;
+  const auto start = [&]<Element kElement, int kCount, int kPacks, bool kPlain>() {
+    if (kPlain && !is_plain_call) return;
+    const bool takes_all = !kPlain && (!is_plain_call || kCount == 1);
+    if (std::none_of(host_tables, host_tables + num_tables, [&](const TableSteps& table) {
+          return is_for<kElement, kCount, kPacks, kPlain>(table, takes_all);
+        })) {
+      return;
+    }
+    if (error == 0) error = cudaMemsetAsync(sorted.spare, 0, 4, stream);
+    light_kernel<kElement, kCount, kPacks, kPlain, false><<<blocks, kThreads, 0, stream>>>(
+        call, sorted, tables, num_tables, takes_all, gradient, limit, sorted.spare, long_runs);
+    light_kernel<kElement, kCount, kPacks, kPlain, true><<<blocks, kThreads, 0, stream>>>(
+        call, sorted, tables, num_tables, takes_all, gradient, limit, sorted.spare, long_runs);
+  };
+  const auto start_all = [&]<Element kElement>() {
+    start.template operator()<kElement, 4, 1, true>();
+    start.template operator()<kElement, 4, 2, true>();
+    start.template operator()<kElement, 4, 1, false>();
+    start.template operator()<kElement, 4, 2, false>();
+    start.template operator()<kElement, 1, 1, false>();
+  };
+  start_all.template operator()<Element::kFloat32>();
+  start_all.template operator()<Element::kFloat16>();
+  start_all.template operator()<Element::kBFloat16>();
+  return error != 0 ? error : cudaGetLastError();
+}
+
+}  // namespace tessera::kernels::cuda

@@ -1,0 +1,127 @@
+// Sorts the rows that a call looks up on CUDA and finds where each one's entries begin.
+
+#include <thrust/iterator/counting_iterator.h>
+#include <thrust/iterator/transform_iterator.h>
+#include <cub/device/device_radix_sort.cuh>
+#include <cub/device/device_select.cuh>
+
+#include <algorithm>
+#include <bit>
+
+#include "kernels/cuda/table_pack.cuh"
+
+namespace tessera::kernels::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+/// One warp per bag.
+__global__ void __launch_bounds__(kThreads)
+    fill_kernel(TableCall call, const std::int32_t* table_of, const std::uint32_t* first_keys,
+                bool keep_bags, std::uint32_t* keys, std::uint32_t* values, std::uint32_t* bag_of) {
+  const std::int64_t bag =
+      static_cast<std::int64_t>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
+  if (bag >= call.num_bags) return;
+  const int f = feature_of_bag(call, bag);
+  const auto num_rows = static_cast<std::uint64_t>(call.features[f].rows.num_rows);
+  const std::uint32_t first_key = first_keys[table_of[f]];
+  const std::int64_t last = call.ids.offset(bag + 1);
+  for (std::int64_t k = call.ids.offset(bag) + threadIdx.x % 32; k < last; k += 32) {
+    auto id = static_cast<std::uint64_t>(call.ids.id(k));
+    if (id >= num_rows) id = 0;
+    // Without rows there is nothing to step: such a key is that of no table's row.
+    keys[k] = num_rows == 0 ? ~0U : first_key + static_cast<std::uint32_t>(id);
+    values[k] = static_cast<std::uint32_t>(keep_bags || call.is_sequence ? k : bag);
+    if (keep_bags) bag_of[k] = static_cast<std::uint32_t>(bag);
+  }
+}
+
+struct IsStart {
+  const std::uint32_t* keys;
+  __host__ __device__ bool operator()(std::uint32_t i) const {
+    return i == 0 || keys[i] != keys[i - 1];
+  }
+};
+
+/// How the work memory of a sort is cut.
+struct SortMemory {
+  std::size_t keys, values, sorted_keys, sorted_values, bag_of, starts, count, temporary, bytes;
+  std::size_t sort_bytes = 0;
+  std::size_t select_bytes = 0;
+
+  explicit SortMemory(std::int64_t count_of_positions) {
+    const auto n = static_cast<int>(count_of_positions);
+    cub::DeviceRadixSort::SortPairs(nullptr, sort_bytes, static_cast<std::uint32_t*>(nullptr),
+                                    static_cast<std::uint32_t*>(nullptr),
+                                    static_cast<std::uint32_t*>(nullptr),
+                                    static_cast<std::uint32_t*>(nullptr), n);
+    cub::DeviceSelect::Flagged(nullptr, select_bytes, thrust::counting_iterator<std::uint32_t>(0),
+                               thrust::make_transform_iterator(
+                                   thrust::counting_iterator<std::uint32_t>(0), IsStart{nullptr}),
+                               static_cast<std::uint32_t*>(nullptr),
+                               static_cast<std::uint32_t*>(nullptr), n);
+    std::size_t next = 0;
+    const auto take = [&](std::size_t size) {
+      const std::size_t here = next;
+      next += (size + 255) / 256 * 256;
+      return here;
+    };
+    const std::size_t array = static_cast<std::size_t>(count_of_positions) * 4;
+    keys = take(array);
+    values = take(array);
+    sorted_keys = take(array);
+    sorted_values = take(array);
+    bag_of = take(array);
+    starts = take(array);
+    count = take(4);
+    temporary = take(std::max(sort_bytes, select_bytes));
+    bytes = next;
+  }
+};
+
+}  // namespace
+
+std::size_t sort_bytes(std::int64_t num_positions) {
+  return SortMemory(std::max<std::int64_t>(num_positions, 1)).bytes;
+}
+
+int sort_rows(const TableCall& call, const std::int32_t* table_of, const std::uint32_t* first_keys,
+              std::int64_t num_keys, bool keep_bags, void* work, SortedRows* sorted, void* stream) {
+  auto* const queue = static_cast<cudaStream_t>(stream);
+  const SortMemory memory(std::max<std::int64_t>(call.num_positions, 1));
+  char* const base = static_cast<char*>(work);
+  const auto array = [&](std::size_t at) { return reinterpret_cast<std::uint32_t*>(base + at); };
+  const auto n = static_cast<int>(call.num_positions);
+  fill_kernel<<<static_cast<unsigned>(call.num_bags / (kThreads / 32) + 1), kThreads, 0, queue>>>(
+      call, table_of, first_keys, keep_bags, array(memory.keys), array(memory.values),
+      array(memory.bag_of));
+  std::size_t bytes = memory.sort_bytes;
+  // One bit more than the keys have, for the key of no row.
+  const int bits =
+      std::min(32, static_cast<int>(std::bit_width(static_cast<std::uint64_t>(num_keys))) + 1);
+  if (const int error = cub::DeviceRadixSort::SortPairs(
+          base + memory.temporary, bytes, array(memory.keys), array(memory.sorted_keys),
+          array(memory.values), array(memory.sorted_values), n, 0, bits, queue);
+      error != 0) {
+    return error;
+  }
+  bytes = memory.select_bytes;
+  if (const int error = cub::DeviceSelect::Flagged(
+          base + memory.temporary, bytes, thrust::counting_iterator<std::uint32_t>(0),
+          thrust::make_transform_iterator(thrust::counting_iterator<std::uint32_t>(0),
+                                          IsStart{array(memory.sorted_keys)}),
+          array(memory.starts), array(memory.count), n, queue);
+      error != 0) {
+    return error;
+  }
+  sorted->keys = array(memory.sorted_keys);
+  sorted->values = array(memory.sorted_values);
+  sorted->run_starts = array(memory.starts);
+  sorted->num_runs = array(memory.count);
+  sorted->num_entries = call.num_positions;
+  sorted->spare = array(memory.keys);
+  sorted->bag_of = keep_bags ? array(memory.bag_of) : nullptr;
+  return cudaGetLastError();
+}
+
+}  // namespace tessera::kernels::cuda
