@@ -1,5 +1,7 @@
 // The cases of cross_entropy_cases.h on a GPU; two ranks share it, over Gloo.
 
+#include <limits>
+
 #include <ATen/Context.h>
 
 #include "vocab_parallel/cross_entropy_cases.h"
@@ -47,6 +49,48 @@ TEST(VocabCuda, MoreThanTwoToThe31Elements) {
     EXPECT_NEAR(logits.grad()[rows - 1][5].item<double>(), std::exp(-expected) - 1.0, 4e-3);
     EXPECT_NEAR(logits.grad()[0][5].item<double>(), 1.0 / vocab - 1.0, 4e-3);
   });
+}
+
+// The kernel that reads once and writes once: rows that begin and end anywhere, labels in their
+// first and last columns, rows in one block and in clusters of up to eight.
+TEST(VocabCuda, GradientInForwardOfRowsThatBeginAnywhere) {
+  for (const std::int64_t vocab : {255, 256, 257, 1003, 34561, 50257, 69127, 138241, 270001}) {
+    for (const at::ScalarType type : {at::kBFloat16, at::kHalf}) {
+      run_ranks(1, [&](const comm::Group& group) {
+        const auto options = at::TensorOptions().device(at::kCUDA);
+        const std::int64_t rows = 700;
+        at::manual_seed(static_cast<std::uint64_t>(vocab));
+        // A column more than is read: neighbouring rows must stay as they are.
+        at::Tensor held = (at::randn({rows, vocab + 1}, options) * 3).to(type);
+        held.select(1, 0).slice(0, 0, rows, 5).fill_(-std::numeric_limits<float>::infinity());
+        const at::Tensor before = held.clone();
+        at::Tensor logits = held.slice(1, 0, vocab).detach().requires_grad_(true);
+        at::Tensor labels = at::randint(vocab, {rows}, options.dtype(at::kLong));
+        labels.slice(0, 1, rows, 7).fill_(0);
+        labels.slice(0, 2, rows, 7).fill_(vocab - 1);
+        labels.slice(0, 3, rows, 7).fill_(3);
+        labels.slice(0, 4, rows, 7).fill_(vocab - 4);
+        labels.slice(0, 5, rows, 70).fill_(-100);
+        labels.masked_fill_((labels == 0).logical_and(held.select(1, 0).isinf()), 1);
+        const at::Tensor plain =
+            before.slice(1, 0, vocab).to(at::kFloat).detach().requires_grad_(true);
+        const at::Tensor expected = at::cross_entropy_loss(plain, labels);
+        expected.backward();
+
+        CrossEntropyOptions loss_options;
+        loss_options.overwrite = Overwrite::kInForward;
+        const at::Tensor loss = cross_entropy(logits, labels, group, loss_options);
+        loss.backward();
+        EXPECT_NEAR(loss.item<double>(), expected.item<double>(), 1e-5) << vocab;
+        // Half a unit in the last place of the type, on a fast exponential; half denormals below.
+        const double relative = type == at::kHalf ? 1.0 / 1024 : 1.0 / 128;
+        EXPECT_TRUE(at::allclose(logits.grad().to(at::kFloat), plain.grad(), relative,
+                                 type == at::kHalf ? 6e-8 : 1e-12))
+            << vocab << " " << type;
+        EXPECT_TRUE(at::equal(held.select(1, vocab), before.select(1, vocab))) << vocab;
+      });
+    }
+  }
 }
 
 }  // namespace

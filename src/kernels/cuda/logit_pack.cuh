@@ -27,6 +27,20 @@ __device__ __forceinline__ float exponent_of(float x, float center, float factor
   return __fmul_rn(x - center, factor);
 }
 
+/// Lets the next kernel of the stream, if it was started for that, take its place while this one
+/// runs; it then waits in wait_for_previous().
+__device__ __forceinline__ void let_next_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+/// Until the kernel before is done and its results are there.
+__device__ __forceinline__ void wait_for_previous() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 /// How a type is stored. kCount elements make a pack of 16 bytes.
 template <typename T>
 struct Form;

@@ -5,6 +5,9 @@
 // of the others; each warp sends its maximum and sum to all blocks of the cluster; then every
 // thread scales what it holds and stores it. Clusters stay and take row after row.
 //
+// Rows that do not begin or end at 16 bytes have up to 14 elements outside whole packs. The
+// fetching warp brings them to the first block, one thread each.
+//
 // Registers decide: 72 exponentials per thread at 128 registers, no spill. The build fails on one.
 
 #include <algorithm>
@@ -25,12 +28,15 @@ constexpr int kStages = 6;
 constexpr int kChunkPacks = kWorkers * kPacksPerChunk;
 constexpr int kCapacity = kWorkers * kPacksPerThread;
 constexpr int kRingBytes = kStages * kChunkPacks * 16;
+constexpr int kEdges = 16;
+// The fetching warp is at most two rows ahead of the slowest worker.
+constexpr int kEdgeRows = kStages / kChunks + 1;
 
 struct FusedTask {
   SoftmaxStatisticsTask statistics;
   LossShape shape;
   const float* inverse;
-  int num_packs;  // of a row
+  int num_packs;  // of a row; with edges, at most
 };
 
 /// What a block knows of a row before it is read.
@@ -54,6 +60,11 @@ __device__ __forceinline__ RowPlan plan_of(const SoftmaxStatisticsTask& task, in
                           ? static_cast<int>(column)
                           : -1;
   return plan;
+}
+
+/// Where element `edge` outside whole packs lies in its row.
+__device__ __forceinline__ int column_of_edge(const Cut& cut, int num_columns, int edge) {
+  return edge < cut.head ? edge : num_columns - cut.tail + (edge - cut.head);
 }
 
 struct Part {
@@ -91,7 +102,7 @@ __device__ __forceinline__ float element_of(const uint4& pack, int i) {
   return value;
 }
 
-template <typename T, int kCluster>
+template <typename T, int kCluster, bool kHasEdges>
 __global__ void __launch_bounds__(kWorkers + 32, 1) fused_kernel(FusedTask task) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900  // can_fuse keeps others away
   using F = Form<T>;
@@ -99,6 +110,7 @@ __global__ void __launch_bounds__(kWorkers + 32, 1) fused_kernel(FusedTask task)
   extern __shared__ __align__(128) uint8_t ring_bytes[];
   __shared__ __align__(8) uint64_t full[kStages], empty[kStages], exchanged[2];
   __shared__ __align__(8) float2 parts[2][kCluster * kWarps];
+  __shared__ float edges[kEdgeRows][kEdges];
   uint4* ring = reinterpret_cast<uint4*>(ring_bytes);
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const int block = kCluster > 1 ? static_cast<int>(rank_in_cluster()) : 0;
@@ -106,8 +118,14 @@ __global__ void __launch_bounds__(kWorkers + 32, 1) fused_kernel(FusedTask task)
   const int64_t num_rows = task.statistics.rows.num_rows;
   const int slice = (task.num_packs + kCluster - 1) / kCluster;
   const int slice_start = block * slice;
-  const int num_packs = max(0, min(slice, task.num_packs - slice_start));
+  const int num_columns = static_cast<int>(task.statistics.rows.num_columns);
   const T* logits = static_cast<const T*>(task.statistics.rows.data);
+  const auto cut_of = [&](int64_t offset) {
+    return kHasEdges ? cut_row(logits + offset, num_columns) : Cut{0, task.num_packs, 0};
+  };
+  const auto packs_here = [&](const Cut& cut) {
+    return max(0, min(slice, cut.num_packs - slice_start));
+  };
 
   if (thread == 0) {
     for (int s = 0; s < kStages; ++s) {
@@ -122,20 +140,43 @@ __global__ void __launch_bounds__(kWorkers + 32, 1) fused_kernel(FusedTask task)
   cluster_sync();
 
   if (warp == kWarps) {
-    if (lane == 0) {
+    // Edges are read a row ahead: nothing waits for them.
+    const auto read_edge = [&](int64_t row) {
+      if (block != 0 || row >= num_rows) return 0.F;
+      const T* from = logits + task.statistics.rows.offset(row);
+      const Cut cut = cut_row(from, num_columns);
+      if (lane >= cut.head + cut.tail) return 0.F;
+      return F::widen(from[column_of_edge(cut, num_columns, lane)]);
+    };
+    if (kHasEdges || lane == 0) {
       int stage = 0;
       uint32_t parity = 1;
+      [[maybe_unused]] int edge_row = 0;
+      [[maybe_unused]] float edge = kHasEdges ? read_edge(first_row) : 0.F;
       for (int64_t row = first_row; row < num_rows; row += row_step) {
+        const int64_t offset = task.statistics.rows.offset(row);
+        const Cut cut = cut_of(offset);
+        const int num_packs = packs_here(cut);
         const uint4* from =
-            reinterpret_cast<const uint4*>(logits + task.statistics.rows.offset(row)) + slice_start;
+            reinterpret_cast<const uint4*>(logits + offset + cut.head) + slice_start;
+        if constexpr (kHasEdges) {
+          if (lane == 0) barrier_wait(&empty[stage], parity);
+          __syncwarp();
+          if (lane < kEdges) edges[edge_row][lane] = edge;
+          __syncwarp();
+          edge_row = edge_row + 1 == kEdgeRows ? 0 : edge_row + 1;
+          edge = read_edge(row + row_step);
+        }
 #pragma unroll 1
         for (int chunk = 0; chunk < kChunks; ++chunk) {
-          barrier_wait(&empty[stage], parity);
-          const int count = max(0, min(kChunkPacks, num_packs - chunk * kChunkPacks));
-          barrier_arrive_expecting(&full[stage], count * 16);
-          if (count > 0) {
-            bulk_load(ring + stage * kChunkPacks, from + chunk * kChunkPacks, count * 16,
-                      &full[stage]);
+          if (!kHasEdges || lane == 0) {
+            barrier_wait(&empty[stage], parity);
+            const int count = max(0, min(kChunkPacks, num_packs - chunk * kChunkPacks));
+            barrier_arrive_expecting(&full[stage], count * 16);
+            if (count > 0) {
+              bulk_load(ring + stage * kChunkPacks, from + chunk * kChunkPacks, count * 16,
+                        &full[stage]);
+            }
           }
           if (++stage == kStages) {
             stage = 0;
@@ -152,6 +193,7 @@ __global__ void __launch_bounds__(kWorkers + 32, 1) fused_kernel(FusedTask task)
     int stage = 0;
     uint32_t parity = 0;
     int turn = 0;
+    [[maybe_unused]] int edge_row = 0;
     RowPlan plan = plan_of(task.statistics, first_row);
     for (int64_t row = first_row; row < num_rows; row += row_step, ++turn) {
       float e[kPacksPerThread * kCount];
@@ -159,9 +201,11 @@ __global__ void __launch_bounds__(kWorkers + 32, 1) fused_kernel(FusedTask task)
       Part own{minus_infinity(), 0.F};
       float label_logit = 0.F;
       bool owns_label = false;
+      const Cut cut = cut_of(plan.offset);
+      const int num_packs = packs_here(cut);
+      const int label_place = plan.label_column - (kHasEdges ? cut.head : 0);
       // Which of this thread's packs holds the label, as a multiple of kWorkers.
-      const int label_pack =
-          plan.label_column >= 0 ? plan.label_column / kCount - slice_start - thread : -1;
+      const int label_pack = label_place >= 0 ? label_place / kCount - slice_start - thread : -1;
 #pragma unroll
       for (int chunk = 0; chunk < kChunks; ++chunk) {
         barrier_wait(&full[stage], parity);
@@ -173,7 +217,7 @@ __global__ void __launch_bounds__(kWorkers + 32, 1) fused_kernel(FusedTask task)
           packs[u] = padding_pack<T>();
           if (thread + place < num_packs) packs[u] = held[thread + u * kWorkers];
           if (label_pack == place && thread + place < num_packs) {
-            label_logit = element_of<T>(packs[u], plan.label_column % kCount);
+            label_logit = element_of<T>(packs[u], label_place % kCount);
             owns_label = true;
           }
         }
@@ -206,6 +250,13 @@ __global__ void __launch_bounds__(kWorkers + 32, 1) fused_kernel(FusedTask task)
         own.sum += s0 + s1;
       }
       const RowPlan next = plan_of(task.statistics, row + row_step);
+      const bool has_edge = kHasEdges && block == 0 && thread < cut.head + cut.tail;
+      if (has_edge) {
+        const float value = edges[edge_row][thread];
+        const float maximum = value == value ? value : minus_infinity();
+        own = joined(own, {maximum, exp2_fast(exponent_of(value, center_of(maximum), factor))},
+                     factor);
+      }
 
       const Part of_warp = join_warp(own, factor);
       const int side = turn & 1;
@@ -235,7 +286,7 @@ __global__ void __launch_bounds__(kWorkers + 32, 1) fused_kernel(FusedTask task)
       }
       const float by_sum = plan.ignored ? 0.F : __fdividef(on_softmax, all.sum);
       T* row_start = const_cast<T*>(logits) + plan.offset;
-      uint4* to = reinterpret_cast<uint4*>(row_start) + slice_start + thread;
+      uint4* to = reinterpret_cast<uint4*>(row_start + cut.head) + slice_start + thread;
 #pragma unroll
       for (int chunk = 0; chunk < kChunks; ++chunk) {
         const float by = by_sum * exp2_fast(exponent_of(chunk_maximum[chunk], all.maximum, factor));
@@ -250,6 +301,15 @@ __global__ void __launch_bounds__(kWorkers + 32, 1) fused_kernel(FusedTask task)
           if (thread + pack * kWorkers < num_packs) to[pack * kWorkers] = F::pack(values);
         }
       }
+      if (has_edge) {
+        const int column = column_of_edge(cut, num_columns, thread);
+        const float value = edges[edge_row][thread];
+        const float p = exp2_fast(exponent_of(value, all.maximum, factor));
+        const bool is_label = column == plan.label_column;
+        row_start[column] =
+            F::narrow(plan.ignored ? 0.F : fmaf(p, by_sum, is_label ? -weight : 0.F));
+        if (is_label) task.statistics.out.target[row] = value;
+      }
       if (owns_label) {
         const float p = exp2_fast(exponent_of(label_logit, all.maximum, factor));
         row_start[plan.label_column] = F::narrow(fmaf(p, by_sum, -weight));
@@ -261,6 +321,7 @@ __global__ void __launch_bounds__(kWorkers + 32, 1) fused_kernel(FusedTask task)
         if (plan.label_column < 0) task.statistics.out.target[row] = minus_infinity();
       }
       plan = next;
+      if constexpr (kHasEdges) edge_row = edge_row + 1 == kEdgeRows ? 0 : edge_row + 1;
     }
   }
   cluster_sync();
@@ -275,16 +336,16 @@ int cluster_for(int num_packs) {
 }
 
 /// How many clusters stay on the device at a time.
-template <typename T, int kCluster>
+template <typename T, int kCluster, bool kHasEdges>
 int max_clusters(const cudaLaunchConfig_t& config) {
-  cudaFuncSetAttribute(fused_kernel<T, kCluster>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                       kRingBytes);
+  cudaFuncSetAttribute(fused_kernel<T, kCluster, kHasEdges>,
+                       cudaFuncAttributeMaxDynamicSharedMemorySize, kRingBytes);
   int count = 0;
-  cudaOccupancyMaxActiveClusters(&count, fused_kernel<T, kCluster>, &config);
+  cudaOccupancyMaxActiveClusters(&count, fused_kernel<T, kCluster, kHasEdges>, &config);
   return std::max(count, 1);
 }
 
-template <typename T, int kCluster>
+template <typename T, int kCluster, bool kHasEdges>
 cudaError_t launch(const FusedTask& task, cudaStream_t stream) {
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeClusterDimension;
@@ -298,24 +359,30 @@ cudaError_t launch(const FusedTask& task, cudaStream_t stream) {
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  static const int num_clusters = max_clusters<T, kCluster>(config);
+  static const int num_clusters = max_clusters<T, kCluster, kHasEdges>(config);
   const std::int64_t clusters = std::min<std::int64_t>(num_clusters, task.statistics.rows.num_rows);
   config.gridDim = dim3(static_cast<unsigned>(clusters * kCluster));
-  return cudaLaunchKernelEx(&config, fused_kernel<T, kCluster>, task);
+  return cudaLaunchKernelEx(&config, fused_kernel<T, kCluster, kHasEdges>, task);
 }
 
-template <typename T>
+template <typename T, bool kHasEdges>
 cudaError_t launch_for(const FusedTask& task, cudaStream_t stream) {
   switch (cluster_for(task.num_packs)) {
     case 1:
-      return launch<T, 1>(task, stream);
+      return launch<T, 1, kHasEdges>(task, stream);
     case 2:
-      return launch<T, 2>(task, stream);
+      return launch<T, 2, kHasEdges>(task, stream);
     case 4:
-      return launch<T, 4>(task, stream);
+      return launch<T, 4, kHasEdges>(task, stream);
     default:
-      return launch<T, 8>(task, stream);
+      return launch<T, 8, kHasEdges>(task, stream);
   }
+}
+
+/// Whether some row begins or ends inside 16 bytes.
+bool has_edges(const LogitRows& rows) {
+  return rows.num_columns % 8 != 0 || rows.inner_stride % 8 != 0 || rows.outer_stride % 8 != 0 ||
+         reinterpret_cast<std::uintptr_t>(rows.data) % 16 != 0;
 }
 
 }  // namespace
@@ -324,10 +391,8 @@ bool can_fuse(const SoftmaxStatisticsTask& task, const LossShape& shape) {
   const LogitRows& rows = task.rows;
   const bool is_16_bit = rows.element == Element::kBFloat16 || rows.element == Element::kFloat16;
   if (!is_16_bit || shape.label_smoothing != 0.0 || task.labels.ids == nullptr) return false;
-  if (rows.num_columns == 0 || rows.num_columns % 8 != 0 || rows.inner_stride % 8 != 0 ||
-      rows.outer_stride % 8 != 0 || reinterpret_cast<std::uintptr_t>(rows.data) % 16 != 0) {
-    return false;
-  }
+  // A few columns are mostly edges.
+  if (rows.num_columns < 256) return false;
   if (cluster_for(static_cast<int>(rows.num_columns / 8)) == 0) return false;
   int device = 0;
   int major = 0;
@@ -345,9 +410,12 @@ int softmax_fused(const SoftmaxStatisticsTask& task, const LossShape& shape, con
   fused.inverse = inverse;
   fused.num_packs = static_cast<int>(task.rows.num_columns / 8);
   const auto on = static_cast<cudaStream_t>(stream);
+  const auto start = [&]<typename T>() {
+    return has_edges(task.rows) ? launch_for<T, true>(fused, on) : launch_for<T, false>(fused, on);
+  };
   return static_cast<int>(task.rows.element == Element::kBFloat16
-                              ? launch_for<__nv_bfloat16>(fused, on)
-                              : launch_for<__half>(fused, on));
+                              ? start.template operator()<__nv_bfloat16>()
+                              : start.template operator()<__half>());
 }
 
 }  // namespace tessera::kernels::cuda

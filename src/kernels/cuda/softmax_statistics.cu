@@ -163,6 +163,7 @@ __global__ void __launch_bounds__(kThreads, kBest ? 3 : 4)
     statistics_kernel(SoftmaxStatisticsTask task) {
   __shared__ Running of_warp[kWarps];
   __shared__ int shared_best[kWarps];
+  let_next_start();
   const int64_t row = blockIdx.x;
   const int thread = threadIdx.x;
   const Labels& labels = task.labels;

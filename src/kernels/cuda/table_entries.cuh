@@ -70,13 +70,12 @@ __device__ __forceinline__ void add_entries(const TableCall& call, const SortedR
 
 /// The same by all lanes of a group: each finds the gradients of some entries, which all then read.
 /// `column` may be past the row's end.
-template <int kCount>
+template <int kCount, int kFlight = 2>
 __device__ __forceinline__ void add_together(const TableCall& call, const SortedRows& sorted,
                                              const float* gradient, float limit,
                                              std::uint32_t begin, std::uint32_t end, int lanes,
                                              unsigned mask, bool has_part, std::int64_t column,
                                              float* sums) {
-  constexpr int kFlight = 2;
   const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
   for (std::uint32_t base = begin; base < end; base += lanes) {
     Source own{gradient, 0.0F};

@@ -18,7 +18,7 @@ constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
 // Blocks that a multiprocessor should hold: as many as registers allow without spilling.
 template <Element kElement, bool kPlain, bool kSeveral>
-constexpr int kResident = kSeveral || !kPlain ? 5 : (kElement == Element::kFloat32 ? 6 : 7);
+constexpr int kResident = kSeveral || !kPlain ? 4 : (kElement == Element::kFloat32 ? 6 : 7);
 constexpr int kMaxBlocks = 132 * 42;  // whole rounds of either number on 132 multiprocessors
 
 /// What a group of lanes must know to step a run.
@@ -227,13 +227,32 @@ __host__ __device__ bool is_for(const TableSteps& table, bool takes_all) {
          (takes_all || is_plain(table.step) == kPlain);
 }
 
-/// A run as one lane sees it. No entries: not for this kernel.
-struct OwnRun {
+/// Where a run lies among the sorted entries, and its first entry. Empty: no run.
+struct Place {
   std::uint32_t begin = 0;
-  std::uint32_t count = 0;
-  std::uint32_t row = 0;
-  int owner = 0;
+  std::uint32_t end = 0;
+  std::uint32_t key = ~0U;
+  std::uint32_t value = 0;
+
+  __device__ __forceinline__ void read_entry(const SortedRows& sorted) {
+    if (begin == end) return;
+    key = sorted.keys[begin];
+    value = sorted.values[begin];
+  }
 };
+
+template <bool kSeveral>
+__device__ __forceinline__ Place place_of_item(const SortedRows& sorted, const std::uint32_t* list,
+                                               std::uint32_t item, std::uint32_t num_items,
+                                               std::uint32_t num_runs) {
+  Place place;
+  if (item >= num_items) return place;
+  const std::uint32_t run = kSeveral ? list[1 + item] : item;
+  place.begin = sorted.run_starts[run];
+  place.end = run + 1 < num_runs ? sorted.run_starts[run + 1]
+                                 : static_cast<std::uint32_t>(sorted.num_entries);
+  return place;
+}
 
 /// First keys of the tables, and whether they are for this kernel, in shared memory if they fit.
 struct Keys {
@@ -248,7 +267,7 @@ __global__ void __launch_bounds__(kThreads, kResident<kElement, kPlain, kSeveral
     light_kernel(TableCall call, SortedRows sorted, const TableSteps* tables, int num_tables,
                  bool takes_all, const float* gradient, float limit, std::uint32_t* list,
                  std::uint32_t* long_runs) {
-  constexpr int kRuns = (kSeveral || !kPlain ? 2 : 4) / kPacks;
+  constexpr int kRuns = (kPlain ? 4 : 2) / kPacks;
   __shared__ Keys keys;
   __shared__ std::conditional_t<kSeveral, SeveralRuns, Runs> all_runs[kWarps];
   const bool is_shared = num_tables <= kSharedTables;
@@ -265,58 +284,57 @@ __global__ void __launch_bounds__(kThreads, kResident<kElement, kPlain, kSeveral
   const int in_warp = static_cast<int>(threadIdx.x % 32);
   const unsigned below = (1U << in_warp) - 1U;
   const std::uint32_t stride = gridDim.x * kThreads;
-  for (std::uint32_t item = blockIdx.x * kThreads + threadIdx.x; item - in_warp < num_items;
-       item += stride) {
+  std::uint32_t item = blockIdx.x * kThreads + threadIdx.x;
+  // Where the lane's run lies is read while the runs before it are stepped.
+  Place ahead = place_of_item<kSeveral>(sorted, list, item, num_items, num_runs);
+  ahead.read_entry(sorted);
+  for (; item - in_warp < num_items; item += stride) {
     int num_here = 0;
     {
-      OwnRun own;
-      std::uint32_t run = item;
-      std::uint32_t value = 0;
-      if (item < num_items) {
-        if constexpr (kSeveral) run = list[1 + item];
-        own.begin = sorted.run_starts[run];
-        const std::uint32_t end = run + 1 < num_runs
-                                      ? sorted.run_starts[run + 1]
-                                      : static_cast<std::uint32_t>(sorted.num_entries);
-        const std::uint32_t key = sorted.keys[own.begin];
-        value = sorted.values[own.begin];
-        own.owner = is_shared ? table_of_key(keys.first, num_tables, key)
-                              : table_of_steps(tables, num_tables, key);
+      const Place own = ahead;
+      ahead = place_of_item<kSeveral>(sorted, list, item + stride, num_items, num_runs);
+      std::uint32_t count = 0;  // 0: not for this kernel
+      std::uint32_t row = 0;
+      int owner = 0;
+      if (own.begin < own.end) {
+        owner = is_shared ? table_of_key(keys.first, num_tables, own.key)
+                          : table_of_steps(tables, num_tables, own.key);
         const bool is_mine =
-            is_shared ? keys.is_mine[own.owner]
-                      : is_for<kElement, kCount, kPacks, kPlain>(tables[own.owner], takes_all);
-        if (key != ~0U && is_mine) {
-          own.row = key - tables[own.owner].first_key;
-          own.count = end - own.begin;
+            is_shared ? keys.is_mine[owner]
+                      : is_for<kElement, kCount, kPacks, kPlain>(tables[owner], takes_all);
+        if (own.key != ~0U && is_mine) {
+          row = own.key - tables[owner].first_key;
+          count = own.end - own.begin;
         }
       }
       if constexpr (!kSeveral) {
-        if (own.count > long_run()) long_runs[1 + atomicAdd(long_runs, 1U)] = run;
-        const unsigned several = __ballot_sync(~0U, own.count > 1 && own.count <= long_run());
+        if (count > long_run()) long_runs[1 + atomicAdd(long_runs, 1U)] = item;
+        const unsigned several = __ballot_sync(~0U, count > 1 && count <= long_run());
         if (several != 0) {
           std::uint32_t place = 0;
           if (in_warp == 0) place = 1 + atomicAdd(list, __popc(several));
           place = __shfl_sync(~0U, place, 0);
-          if ((several >> in_warp & 1U) != 0) list[place + __popc(several & below)] = run;
+          if ((several >> in_warp & 1U) != 0) list[place + __popc(several & below)] = item;
         }
-        if (own.count != 1) own.count = 0;
+        if (count != 1) count = 0;
       }
-      const unsigned valid = __ballot_sync(~0U, own.count > 0);
+      const unsigned valid = __ballot_sync(~0U, count > 0);
       num_here = __popc(valid);
-      if (own.count > 0) {
-        const TableSteps& table = tables[own.owner];
+      if (count > 0) {
+        const TableSteps& table = tables[owner];
         const int place = __popc(valid & below);
         const bool has_state = table.step.rule == RowRule::kRowWiseAdagrad;
-        const float state = has_state ? table.state.momentum1[own.row] : 0.0F;
-        const Source source = source_at(call, sorted, gradient, value);
+        const float state = has_state ? table.state.momentum1[row] : 0.0F;
+        const Source source = source_at(call, sorted, gradient, own.value);
         if constexpr (kSeveral) {
           const Source second = source_at(call, sorted, gradient, sorted.values[own.begin + 1]);
-          runs.rest[place] = {second.data, second.factor, own.begin, own.count};
+          runs.rest[place] = {second.data, second.factor, own.begin, count};
         }
-        runs.first[place] = {source.data, own.row, source.factor};
-        runs.owner[place] = own.owner;
+        runs.first[place] = {source.data, row, source.factor};
+        runs.owner[place] = owner;
         runs.state[place] = state;
       }
+      ahead.read_entry(sorted);
       __syncwarp();
     }
     // Runs of one table are stepped together; rarely do 32 of them belong to two.

@@ -15,24 +15,41 @@ namespace {
 
 constexpr int kThreads = 256;
 
-/// One warp per bag.
+constexpr int kBagsPerWarp = 8;
+
+/// A warp takes the positions of a few bags that follow each other, so that its lanes are busy even
+/// if bags are short.
 __global__ void __launch_bounds__(kThreads)
     fill_kernel(TableCall call, const std::int32_t* table_of, const std::uint32_t* first_keys,
                 bool keep_bags, std::uint32_t* keys, std::uint32_t* values, std::uint32_t* bag_of) {
-  const std::int64_t bag =
-      static_cast<std::int64_t>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
-  if (bag >= call.num_bags) return;
-  const int f = feature_of_bag(call, bag);
-  const auto num_rows = static_cast<std::uint64_t>(call.features[f].rows.num_rows);
-  const std::uint32_t first_key = first_keys[table_of[f]];
-  const std::int64_t last = call.ids.offset(bag + 1);
-  for (std::int64_t k = call.ids.offset(bag) + threadIdx.x % 32; k < last; k += 32) {
+  const std::int64_t first_bag =
+      (static_cast<std::int64_t>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32) * kBagsPerWarp;
+  if (first_bag >= call.num_bags) return;
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  // Lane i knows bag i: where it begins, and its table. Bags past the last one are empty.
+  const std::int64_t own_bag = min(first_bag + min(lane, kBagsPerWarp), call.num_bags);
+  const std::int64_t own_begin = call.ids.offset(own_bag);
+  const int f = feature_of_bag(call, min(own_bag, call.num_bags - 1));
+  const auto own_rows = static_cast<unsigned long long>(call.features[f].rows.num_rows);
+  const std::uint32_t own_key = first_keys[table_of[f]];
+  std::int64_t begins[kBagsPerWarp + 1];
+#pragma unroll
+  for (int i = 0; i <= kBagsPerWarp; ++i) begins[i] = __shfl_sync(~0U, own_begin, i);
+  for (std::int64_t base = begins[0]; base < begins[kBagsPerWarp]; base += 32) {
+    const std::int64_t k = base + lane;
+    int i = 0;
+#pragma unroll
+    for (int j = 1; j < kBagsPerWarp; ++j) i += k >= begins[j] ? 1 : 0;
+    const auto num_rows = __shfl_sync(~0U, own_rows, i);
+    const std::uint32_t first_key = __shfl_sync(~0U, own_key, i);
+    if (k >= begins[kBagsPerWarp]) continue;
+    const auto bag = static_cast<std::uint32_t>(first_bag + i);
     auto id = static_cast<std::uint64_t>(call.ids.id(k));
     if (id >= num_rows) id = 0;
     // Without rows there is nothing to step: such a key is that of no table's row.
     keys[k] = num_rows == 0 ? ~0U : first_key + static_cast<std::uint32_t>(id);
-    values[k] = static_cast<std::uint32_t>(keep_bags || call.is_sequence ? k : bag);
-    if (keep_bags) bag_of[k] = static_cast<std::uint32_t>(bag);
+    values[k] = keep_bags || call.is_sequence ? static_cast<std::uint32_t>(k) : bag;
+    if (keep_bags) bag_of[k] = bag;
   }
 }
 
@@ -92,9 +109,9 @@ int sort_rows(const TableCall& call, const std::int32_t* table_of, const std::ui
   char* const base = static_cast<char*>(work);
   const auto array = [&](std::size_t at) { return reinterpret_cast<std::uint32_t*>(base + at); };
   const auto n = static_cast<int>(call.num_positions);
-  fill_kernel<<<static_cast<unsigned>(call.num_bags / (kThreads / 32) + 1), kThreads, 0, queue>>>(
-      call, table_of, first_keys, keep_bags, array(memory.keys), array(memory.values),
-      array(memory.bag_of));
+  fill_kernel<<<static_cast<unsigned>(call.num_bags / (kThreads / 32 * kBagsPerWarp) + 1), kThreads,
+                0, queue>>>(call, table_of, first_keys, keep_bags, array(memory.keys),
+                            array(memory.values), array(memory.bag_of));
   std::size_t bytes = memory.sort_bytes;
   // One bit more than the keys have, for the key of no row.
   const int bits =

@@ -350,8 +350,8 @@ __global__ void __launch_bounds__(kStepThreads, 1)
     // All warps compute every piece of columns together; the first one then has its sum.
     const auto sum_together = [&](std::int64_t column, float* g) {
       float own[kCount] = {};
-      add_together<kCount>(call, sorted, gradient, limit, from, to, 32, ~0U, column < columns,
-                           column, own);
+      add_together<kCount, 32 / kCount>(call, sorted, gradient, limit, from, to, 32, ~0U,
+                                        column < columns, column, own);
       __syncthreads();
 #pragma unroll
       for (int c = 0; c < kCount; ++c) parts[warp][group.lane * kCount + c] = own[c];

@@ -33,6 +33,8 @@ struct Partial {
 __global__ void __launch_bounds__(kThreads) merge_kernel(MergeTask task, Partial* partials) {
   __shared__ double losses[32];
   __shared__ long long counts[32];
+  let_next_start();
+  wait_for_previous();
   const int64_t vocab = vocab_of(task);
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (row == 0) *task.vocab = vocab;
@@ -56,6 +58,7 @@ __global__ void __launch_bounds__(kThreads)
     reduce_kernel(MergeTask task, const Partial* partials, int num_partials) {
   __shared__ double losses[32];
   __shared__ long long counts[32];
+  wait_for_previous();
   double loss = 0.0;
   long long count = 0;
   for (int i = threadIdx.x; i < num_partials; i += kThreads) {
@@ -103,6 +106,27 @@ unsigned blocks_for(std::int64_t count) {
   return static_cast<unsigned>((count + kThreads - 1) / kThreads);
 }
 
+/// Starts a kernel that waits for the one before by itself, so that its start takes no time of its
+/// own where the device can do that.
+template <typename... Parameters, typename... Arguments>
+cudaError_t start_early(void (*kernel)(Parameters...), unsigned blocks, cudaStream_t stream,
+                        Arguments... arguments) {
+  int device = 0;
+  int major = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(kThreads);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = major >= 9 ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
+}
+
 }  // namespace
 
 std::int64_t merge_workspace_bytes(std::int64_t num_rows) {
@@ -113,11 +137,11 @@ int merge_tokens(const MergeTask& task, void* workspace, void* stream) {
   const auto on = static_cast<cudaStream_t>(stream);
   const unsigned blocks = std::max(1U, blocks_for(task.num_rows));
   auto* partials = task.reduced != nullptr ? static_cast<Partial*>(workspace) : nullptr;
-  merge_kernel<<<blocks, kThreads, 0, on>>>(task, partials);
-  if (partials != nullptr) {
-    reduce_kernel<<<1, kThreads, 0, on>>>(task, partials, static_cast<int>(blocks));
+  cudaError_t error = start_early(merge_kernel, blocks, on, task, partials);
+  if (error == cudaSuccess && partials != nullptr) {
+    error = start_early(reduce_kernel, 1U, on, task, partials, static_cast<int>(blocks));
   }
-  return static_cast<int>(cudaGetLastError());
+  return static_cast<int>(error);
 }
 
 int token_coefficients(const CoefficientsTask& task, void* stream) {
