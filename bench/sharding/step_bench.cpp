@@ -3,7 +3,9 @@
 //
 //   sharding/<type>_step/<engine>/b<batch per rank>    the peer is torchrec over Gloo
 //
-//   step_bench [--ranks N] [--seconds S]
+//   step_bench [--ranks N] [--seconds S] [--only WORD]
+//
+// With --only, just the rows whose name contains the word.
 
 #include <cstdlib>
 #include <cstring>
@@ -71,7 +73,7 @@ std::vector<jagged::KeyedJaggedTensor> batches(std::int64_t batch, int rank) {
   return all;
 }
 
-void run(RankBench& bench, double seconds) {
+void run(RankBench& bench, double seconds, const std::string& only) {
   at::set_num_threads(1);
   const auto store = connect(bench);
   const std::vector<std::pair<std::string, std::function<Placement(int)>>> types{
@@ -97,6 +99,9 @@ void run(RankBench& bench, double seconds) {
           tables(), sharding::make_module_plan(tables(), wishes, {bench.size(), bench.size()}),
           group, false, sharded);
       for (const std::int64_t batch : {std::int64_t{64}, std::int64_t{2048}}) {
+        const std::string name =
+            "sharding/" + type + "_step/" + word + "/b" + std::to_string(batch);
+        if (name.find(only) == std::string::npos) continue;
         const auto inputs = batches(batch, bench.rank());
         const at::Tensor gradient = at::rand({batch, kTables * kColumns}).sub_(0.5).mul_(1e-3);
         int step = 0;
@@ -108,7 +113,7 @@ void run(RankBench& bench, double seconds) {
             batch < 1000 ? 8 : 1, seconds);
         if (bench.rank() != 0) continue;
         RowLabel label;
-        label.name = "sharding/" + type + "_step/" + word + "/b" + std::to_string(batch);
+        label.name = name;
         label.ranks = bench.size();
         label.isa = std::string(kernels::name_of(kernels::active_isa()));
         label.bytes = static_cast<std::size_t>(kTables * batch * kColumns * 4);
@@ -129,10 +134,12 @@ void run(RankBench& bench, double seconds) {
 
 int main(int argc, char** argv) {
   double seconds = 2.0;
+  std::string only;
   for (int i = 1; i + 1 < argc; ++i) {
     if (std::strcmp(argv[i], "--seconds") == 0) seconds = std::atof(argv[i + 1]);
+    if (std::strcmp(argv[i], "--only") == 0) only = argv[i + 1];
   }
   return tessera::bench::run_ranks(argc, argv, {2}, [&](tessera::bench::RankBench& bench) {
-    tessera::bench::run(bench, seconds);
+    tessera::bench::run(bench, seconds, only);
   });
 }

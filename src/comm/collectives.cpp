@@ -354,9 +354,7 @@ Started start_recv(at::Tensor tensor, int source, const Group& group, int tag) {
 }
 
 Started start_barrier(const Group& group, bool is_async) {
-  const auto device = has_engine_for(*group.process_group(), c10::DeviceType::CPU)
-                          ? c10::DeviceType::CPU
-                          : c10::DeviceType::CUDA;
+  const auto device = message_device(*group.process_group()).type();
   c10d::BarrierOptions options;
   options.asyncOp = is_async;
   return {group.process_group()->getBackend(device)->barrier(options), at::Tensor()};

@@ -14,4 +14,10 @@ inline bool has_engine_for(const c10d::ProcessGroup& group, c10::DeviceType devi
                      [device](const c10::Device& known) { return known.type() == device; });
 }
 
+/// Where sizes, hashes and texts that the library exchanges over `group` have to lie: in host
+/// memory if it has an engine for that, else on the current GPU.
+inline c10::Device message_device(const c10d::ProcessGroup& group) {
+  return has_engine_for(group, c10::DeviceType::CPU) ? c10::DeviceType::CPU : c10::DeviceType::CUDA;
+}
+
 }  // namespace tessera::comm

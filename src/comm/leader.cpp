@@ -3,6 +3,7 @@
 #include <ATen/Functions.h>
 #include <ATen/ops/from_blob.h>
 
+#include "comm/engines.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/error.h"
 #include "tessera/core/check.h"
@@ -33,13 +34,17 @@ std::vector<std::uint8_t> invoke_on_rank_and_broadcast_bytes(
     }
   }
   const std::vector<std::int64_t> words{error ? 1 : 0, static_cast<std::int64_t>(bytes.size())};
-  at::Tensor head = at::tensor(words, at::kLong);
+  const at::Device device = message_device(*group.process_group());
+  at::Tensor head = at::tensor(words, at::kLong).to(device);
   broadcast_(head, rank, group);
+  head = head.cpu();
   const bool has_failed = head[0].item<std::int64_t>() != 0;
   bytes.resize(static_cast<std::size_t>(head[1].item<std::int64_t>()));
-  at::Tensor body =
+  const at::Tensor own =
       at::from_blob(bytes.data(), {static_cast<std::int64_t>(bytes.size())}, at::kByte);
+  at::Tensor body = own.to(device);  // itself in host memory
   broadcast_(body, rank, group);
+  own.copy_(body);
   if (error) std::rethrow_exception(error);
   if (has_failed) {
     throw Error(ErrorKind::kPeerFailed, {rank},

@@ -4,6 +4,7 @@
 
 #include <ATen/ops/full.h>
 
+#include "comm/engines.h"
 #include "comm/texts.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/error.h"
@@ -54,7 +55,9 @@ void check_same_lines(const std::string& operation, const std::vector<std::strin
   if (group.size() == 1) return;
   const std::string mine = joined(lines);
   const auto hash = static_cast<std::int64_t>(hash_of(mine));
-  const at::Tensor hashes = comm::all_gather(at::full({1}, hash, at::kLong), group);
+  const at::Device device = comm::message_device(*group.process_group());
+  const at::Tensor hashes =
+      comm::all_gather(at::full({1}, hash, at::kLong).to(device), group).cpu();
   const auto* first = hashes.const_data_ptr<std::int64_t>();
   const auto* other = std::find_if(first, first + group.size(),
                                    [&](std::int64_t value) { return value != first[0]; });

@@ -138,11 +138,23 @@ Fault InputSender::find_batch_fault(const DistContext& context) const {
   return {};
 }
 
+// Waits for the device once; the ids themselves are fetched only to say which one is bad.
+bool InputSender::has_bad_id(const DistContext& context) const {
+  at::Tensor is_bad = at::zeros({}, context.features.values().options().dtype(at::kBool));
+  for (std::size_t f = 0; f < layout_->features.size(); ++f) {
+    const at::Tensor ids = context.features.feature(context.places[f]).values();
+    const std::int64_t rows = layout_->tables[layout_->smallest_table[f]].num_embeddings;
+    is_bad.logical_or_(ids.lt(0).logical_or_(ids.ge(rows)).any());
+  }
+  return is_bad.item<bool>();
+}
+
 Fault InputSender::find_id_fault(const DistContext& context) const {
   static std::atomic<bool> has_warned{false};
   const BoundsCheckMode mode = options_.bounds_check;
   if (mode == BoundsCheckMode::kIgnore) return {};
   if (mode == BoundsCheckMode::kWarning && has_warned) return {};
+  if (!context.features.values().is_cpu() && !has_bad_id(context)) return {};
   for (std::size_t f = 0; f < layout_->features.size(); ++f) {
     const auto& table = layout_->tables[layout_->smallest_table[f]];
     const auto bad = jagged::find_bad_id(context.features, context.places[f], table.num_embeddings);

@@ -91,6 +91,7 @@ class InputSender {
  private:
   Fault find_fault(DistContext& context) const;
   Fault find_batch_fault(const DistContext& context) const;
+  bool has_bad_id(const DistContext& context) const;
   Fault find_id_fault(const DistContext& context) const;
   void remove_repeated_ids(DistContext& context) const;
 

@@ -7,6 +7,7 @@
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
 
+#include "comm/engines.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/core/check.h"
 
@@ -265,8 +266,11 @@ std::vector<RowGradient> LocalTables::averaged(std::vector<RowGradient> gradient
     own_rows.push_back(gradient.rows);
     own_values.push_back(gradient.values.reshape({-1}));
   }
+  const at::Device device = comm::message_device(*group_.process_group());
   const at::Tensor all_counts =
-      comm::all_gather(at::tensor(counts, at::kLong).unsqueeze(0), group_).contiguous();
+      comm::all_gather(at::tensor(counts, at::kLong).unsqueeze(0).to(device), group_)
+          .cpu()
+          .contiguous();
   const auto* count = all_counts.const_data_ptr<std::int64_t>();
   const auto count_of = [&](std::size_t rank, std::size_t table) {
     return count[rank * gradients.size() + table];
@@ -394,7 +398,8 @@ double LocalTables::clip_grad_norm(double max_norm) {
     (is_local(layout_->sharding(table_of_shard_[i])) ? shared : own) += square;
   }
   if (group_.size() > 1) {
-    own = comm::all_reduce(at::full({1}, own, at::kDouble), group_).item<double>();
+    const at::Device device = comm::message_device(*group_.process_group());
+    own = comm::all_reduce(at::full({1}, own, at::kDouble).to(device), group_).item<double>();
   }
   const double norm = std::sqrt(own + shared);
   if (norm > max_norm) {

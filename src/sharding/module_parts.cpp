@@ -3,6 +3,8 @@
 #include <map>
 #include <numeric>
 
+#include <ATen/ops/empty.h>
+
 #include "tessera/comm/topology.h"
 
 namespace tessera::sharding {
@@ -11,6 +13,10 @@ using jagged::KeyedJaggedTensor;
 
 Topology topology_of(const comm::Group& group, int local_size) {
   return {group.size(), local_size > 0 ? local_size : comm::get_local_size(group.size())};
+}
+
+at::Device numbered(at::Device device) {
+  return at::empty({0}, at::TensorOptions(device)).device();
 }
 
 void register_shards(torch::nn::Module& owner, const char* holder,

@@ -16,6 +16,9 @@ namespace tessera::sharding {
 /// `local_size` ranks per host; 0: as many as the environment says.
 Topology topology_of(const comm::Group& group, int local_size);
 
+/// `device` as tensors name it: with the number of the current one, if it has numbers.
+at::Device numbered(at::Device device);
+
 /// Registers `<holder>.<table>.weight`, and `weight_1` … for further shards of a table.
 void register_shards(torch::nn::Module& owner, const char* holder,
                      const std::vector<LocalShard>& shards);

@@ -50,6 +50,7 @@ struct ShardedEmbeddingBagCollection::State {
   State(std::vector<embedding::EmbeddingBagConfig> tables, ModulePlan plan, const comm::Group& own,
         bool weighted, const ShardedOptions& given)
       : group(own), is_weighted(weighted), options(given) {
+    options.device = numbered(options.device);
     layout = std::make_shared<const TableLayout>(
         kOperation, std::move(tables), std::move(plan), topology_of(group, options.local_size),
         /*is_pooled=*/true, options.codecs.forward.is_linear());

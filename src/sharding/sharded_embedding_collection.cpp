@@ -61,6 +61,7 @@ struct ShardedEmbeddingCollection::State {
   State(std::vector<embedding::EmbeddingConfig> tables, ModulePlan plan, const comm::Group& own,
         const ShardedSequenceOptions& given)
       : group(own), options(given) {
+    options.device = numbered(options.device);
     layout = std::make_shared<const TableLayout>(kOperation, std::move(tables), std::move(plan),
                                                  topology_of(group, options.local_size),
                                                  /*is_pooled=*/false, /*sums_in_hosts=*/false);

@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
+#include "comm/engines.h"
 #include "sharding/input_dist.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/core/check.h"
@@ -59,8 +60,9 @@ std::vector<InputDist> fused_input_dist(
                                 batch.column);
   }
   const Awaitable<at::Tensor> arrived =
-      group.size() == 1 ? Awaitable<at::Tensor>(comm::NoWait<at::Tensor>(message))
-                        : comm::all_to_all_async(message, group);
+      group.size() == 1
+          ? Awaitable<at::Tensor>(comm::NoWait<at::Tensor>(message))
+          : comm::all_to_all_async(message.to(comm::message_device(*group.process_group())), group);
   const Awaitable<bool> agreed([arrived, batches] {
     read(batches, arrived.wait());
     return true;

@@ -3,6 +3,7 @@
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
 
+#include "comm/engines.h"
 #include "sharding/local_tables.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/core/check.h"
@@ -34,6 +35,7 @@ std::map<std::string, at::Tensor> gather_shards(const TableLayout& layout,
                                                 const std::vector<LocalShard>& shards,
                                                 const comm::Group& group) {
   const at::NoGradGuard no_grad;
+  const at::Device device = comm::message_device(*group.process_group());
   std::map<std::string, at::Tensor> tables;
   auto own = shards.begin();
   for (std::size_t t = 0; t < layout.tables.size(); ++t) {
@@ -47,8 +49,9 @@ std::map<std::string, at::Tensor> gather_shards(const TableLayout& layout,
                           embedding::scalar_type(table.data_type));
       }
       if (is_own || !is_local) {
-        at::Tensor part = is_own ? (own++)->weight.detach().cpu().clone()
-                                 : at::empty({shard.rows, shard.columns}, whole.options());
+        at::Tensor part =
+            is_own ? (own++)->weight.detach().to(device).clone()
+                   : at::empty({shard.rows, shard.columns}, whole.options().device(device));
         if (!is_local && group.size() > 1 && shard.rows > 0) {
           comm::broadcast_(part, shard.rank, group);
         }

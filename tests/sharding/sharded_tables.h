@@ -224,7 +224,8 @@ struct Job {
                           const at::Tensor& output) const {
     return random_rows(output.size(0), output.size(1),
                        seed + 7 * std::hash<std::string>()(name) % 1000 +
-                           static_cast<std::uint64_t>(step * 50 + rank));
+                           static_cast<std::uint64_t>(step * 50 + rank))
+        .to(output.device());
   }
 };
 
@@ -301,7 +302,7 @@ inline Expected run_alone(const Job& job) {
 
 inline bool is_close(const at::Tensor& a, const at::Tensor& b, double tolerance) {
   return a.sizes() == b.sizes() &&
-         at::allclose(a.to(at::kFloat), b.to(at::kFloat), tolerance, tolerance);
+         at::allclose(a.cpu().to(at::kFloat), b.cpu().to(at::kFloat), tolerance, tolerance);
 }
 
 inline void expect_state(const Job& job, const Expected& expected,
@@ -316,7 +317,8 @@ inline void expect_state(const Job& job, const Expected& expected,
   }
 }
 
-/// Runs the job on this rank and compares outputs, tables and state with one process.
+/// Runs the job on this rank, on the device of its options, and compares outputs, tables and state
+/// with one process.
 inline void run_sharded(const Job& job, const Expected& expected, const comm::Group& group) {
   sharding::ShardedOptions options = job.options;
   options.local_size = job.local_size > 0 ? job.local_size : group.size();
@@ -326,13 +328,15 @@ inline void run_sharded(const Job& job, const Expected& expected, const comm::Gr
   tables.load_tables(job.initial());
   const int rank = group.rank();
   for (int step = 0; step < job.steps; ++step) {
-    KeyedJaggedTensor features = job.bags(step, rank).kjt(job.is_weighted, job.ids_type);
+    KeyedJaggedTensor features =
+        job.bags(step, rank).kjt(job.is_weighted, job.ids_type).to(options.device);
     if (job.is_weighted) {
       features = features.with_weights(features.weights().clone().requires_grad_(true));
     }
     const auto output = tables.forward(features);
     at::Tensor loss = at::zeros({});
     ASSERT_EQ(output.keys().size(), expected.outputs[step][rank].size());
+    ASSERT_EQ(output.values().device().type(), options.device.type());
     for (const auto& name : output.keys()) {
       ASSERT_TRUE(is_close(output[name], expected.outputs[step][rank].at(name), job.tolerance))
           << "step " << step << ", rank " << rank << ", " << name << "\n"
