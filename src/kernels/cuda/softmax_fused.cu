@@ -165,7 +165,6 @@ __global__ void __launch_bounds__(kWorkers + 32, 1) fused_kernel(FusedTask task)
           if (lane < kEdges) edges[edge_row][lane] = edge;
           __syncwarp();
           edge_row = edge_row + 1 == kEdgeRows ? 0 : edge_row + 1;
-          edge = read_edge(row + row_step);
         }
 #pragma unroll 1
         for (int chunk = 0; chunk < kChunks; ++chunk) {
@@ -183,6 +182,7 @@ __global__ void __launch_bounds__(kWorkers + 32, 1) fused_kernel(FusedTask task)
             parity ^= 1;
           }
         }
+        if constexpr (kHasEdges) edge = read_edge(row + row_step);
       }
     }
     __syncwarp();

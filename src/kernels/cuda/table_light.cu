@@ -19,7 +19,6 @@ constexpr int kWarps = kThreads / 32;
 // Blocks that a multiprocessor should hold: as many as registers allow without spilling.
 template <Element kElement, bool kPlain, bool kSeveral>
 constexpr int kResident = kSeveral || !kPlain ? 4 : (kElement == Element::kFloat32 ? 6 : 7);
-constexpr int kMaxBlocks = 132 * 42;  // whole rounds of either number on 132 multiprocessors
 
 /// What a group of lanes must know to step a run.
 struct alignas(16) Run {
@@ -351,6 +350,14 @@ __global__ void __launch_bounds__(kThreads, kResident<kElement, kPlain, kSeveral
   }
 }
 
+int num_multiprocessors() {
+  int device = 0;
+  int count = 1;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  return count;
+}
+
 }  // namespace
 
 int step_light_rows(const TableCall& call, const SortedRows& sorted, const TableSteps* tables,
@@ -360,7 +367,11 @@ int step_light_rows(const TableCall& call, const SortedRows& sorted, const Table
                              reinterpret_cast<std::uintptr_t>(gradient) % 16 == 0 &&
                              limit == std::numeric_limits<float>::infinity();
   const std::int64_t needed = (sorted.num_entries + kThreads - 1) / kThreads;
-  const auto blocks = static_cast<int>(std::min<std::int64_t>(needed, kMaxBlocks));
+  // Blocks stay and take run after run: what they read of the tables they read once. Several rounds
+  // of them, because runs differ in their entries.
+  const auto blocks = [&](int resident) {
+    return static_cast<int>(std::min<std::int64_t>(needed, num_multiprocessors() * resident * 4));
+  };
   int error = 0;
   const auto start = [&]<Element kElement, int kCount, int kPacks, bool kPlain>() {
     if (kPlain && !is_plain_call) return;
@@ -371,9 +382,11 @@ int step_light_rows(const TableCall& call, const SortedRows& sorted, const Table
       return;
     }
     if (error == 0) error = cudaMemsetAsync(sorted.spare, 0, 4, stream);
-    light_kernel<kElement, kCount, kPacks, kPlain, false><<<blocks, kThreads, 0, stream>>>(
+    const int num_single = blocks(kResident<kElement, kPlain, false>);
+    light_kernel<kElement, kCount, kPacks, kPlain, false><<<num_single, kThreads, 0, stream>>>(
         call, sorted, tables, num_tables, takes_all, gradient, limit, sorted.spare, long_runs);
-    light_kernel<kElement, kCount, kPacks, kPlain, true><<<blocks, kThreads, 0, stream>>>(
+    const int num_several = blocks(kResident<kElement, kPlain, true>);
+    light_kernel<kElement, kCount, kPacks, kPlain, true><<<num_several, kThreads, 0, stream>>>(
         call, sorted, tables, num_tables, takes_all, gradient, limit, sorted.spare, long_runs);
   };
   const auto start_all = [&]<Element kElement>() {

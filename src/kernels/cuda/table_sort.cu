@@ -18,7 +18,7 @@ constexpr int kThreads = 256;
 constexpr int kBagsPerWarp = 8;
 
 /// A warp takes the positions of a few bags that follow each other, so that its lanes are busy even
-/// if bags are short.
+/// if bags are short. Positions and rows fit in 32 bits, as the keys do.
 __global__ void __launch_bounds__(kThreads)
     fill_kernel(TableCall call, const std::int32_t* table_of, const std::uint32_t* first_keys,
                 bool keep_bags, std::uint32_t* keys, std::uint32_t* values, std::uint32_t* bag_of) {
@@ -28,19 +28,19 @@ __global__ void __launch_bounds__(kThreads)
   const int lane = static_cast<int>(threadIdx.x % 32);
   // Lane i knows bag i: where it begins, and its table. Bags past the last one are empty.
   const std::int64_t own_bag = min(first_bag + min(lane, kBagsPerWarp), call.num_bags);
-  const std::int64_t own_begin = call.ids.offset(own_bag);
+  const auto own_begin = static_cast<std::uint32_t>(call.ids.offset(own_bag));
   const int f = feature_of_bag(call, min(own_bag, call.num_bags - 1));
-  const auto own_rows = static_cast<unsigned long long>(call.features[f].rows.num_rows);
+  const auto own_rows = static_cast<std::uint32_t>(call.features[f].rows.num_rows);
   const std::uint32_t own_key = first_keys[table_of[f]];
-  std::int64_t begins[kBagsPerWarp + 1];
+  std::uint32_t begins[kBagsPerWarp + 1];
 #pragma unroll
   for (int i = 0; i <= kBagsPerWarp; ++i) begins[i] = __shfl_sync(~0U, own_begin, i);
-  for (std::int64_t base = begins[0]; base < begins[kBagsPerWarp]; base += 32) {
-    const std::int64_t k = base + lane;
+  for (std::uint32_t base = begins[0]; base < begins[kBagsPerWarp]; base += 32) {
+    const std::uint32_t k = base + lane;
     int i = 0;
 #pragma unroll
     for (int j = 1; j < kBagsPerWarp; ++j) i += k >= begins[j] ? 1 : 0;
-    const auto num_rows = __shfl_sync(~0U, own_rows, i);
+    const std::uint32_t num_rows = __shfl_sync(~0U, own_rows, i);
     const std::uint32_t first_key = __shfl_sync(~0U, own_key, i);
     if (k >= begins[kBagsPerWarp]) continue;
     const auto bag = static_cast<std::uint32_t>(first_bag + i);
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kThreads)
     if (id >= num_rows) id = 0;
     // Without rows there is nothing to step: such a key is that of no table's row.
     keys[k] = num_rows == 0 ? ~0U : first_key + static_cast<std::uint32_t>(id);
-    values[k] = keep_bags || call.is_sequence ? static_cast<std::uint32_t>(k) : bag;
+    values[k] = keep_bags || call.is_sequence ? k : bag;
     if (keep_bags) bag_of[k] = bag;
   }
 }
