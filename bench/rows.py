@@ -114,7 +114,11 @@ def table(rows: list[Row]) -> str:
     """Format rows as a Markdown table that is aligned in plain text too."""
     index = {key_of(row): row for row in rows}
     lines = [HEADERS] + [cells(row, index) for row in rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(HEADERS))]
+    if any("max_us" in row for row in rows):  # where the worst case is the promise
+        worst = ["max"] + [time_text(row["max_us"]) if "max_us" in row else "" for row in rows]
+        place = HEADERS.index("p90") + 1
+        lines = [[*line[:place], text, *line[place:]] for line, text in zip(lines, worst, strict=True)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
 
     def joined(line: list[str]) -> str:
         first = [line[0].ljust(widths[0]), line[1].ljust(widths[1])]
@@ -122,4 +126,4 @@ def table(rows: list[Row]) -> str:
         return "| " + " | ".join(first + rest) + " |"
 
     rule = "|" + "|".join("-" * (width + 1) + ("-" if i < 2 else ":") for i, width in enumerate(widths)) + "|"
-    return "\n".join([joined(HEADERS), rule] + [joined(line) for line in lines[1:]]) + "\n"
+    return "\n".join([joined(lines[0]), rule] + [joined(line) for line in lines[1:]]) + "\n"

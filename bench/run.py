@@ -167,14 +167,18 @@ def document_section(names: list[str]) -> str:
     return "\n".join(parts)
 
 
+def kept() -> list[str]:
+    """Return the benchmarks whose results are kept."""
+    return [name for name in BENCHMARKS if (RESULTS / f"{name}.json").exists()]
+
+
 def write_document() -> None:
-    names = [name for name in BENCHMARKS if (RESULTS / f"{name}.json").exists()]
     text = DOCUMENT.read_text()
     if BEGIN not in text or END not in text:
         raise SystemExit(f"bench: {DOCUMENT} has no marked section to write to")
     head, rest = text.split(BEGIN, 1)
     tail = rest.split(END, 1)[1]
-    DOCUMENT.write_text(f"{head}{BEGIN}\n\n{document_section(names)}\n{END}{tail}")
+    DOCUMENT.write_text(f"{head}{BEGIN}\n\n{document_section(kept())}\n{END}{tail}")
 
 
 def main() -> int:

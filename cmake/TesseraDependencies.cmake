@@ -7,6 +7,12 @@ if(TESSERA_DEPS_PREFIX)
   include_directories(SYSTEM ${TESSERA_DEPS_PREFIX}/usr/include)
 endif()
 
+# The OpenMP library that LibTorch itself loads: a second one would be a second pool of threads.
+file(GLOB TESSERA_OPENMP ${TESSERA_TORCH_DIR}/lib/libgomp*.so* ${TESSERA_TORCH_DIR}/../torch.libs/libgomp*.so*)
+if(NOT TESSERA_OPENMP)
+  set(TESSERA_OPENMP gomp)
+endif()
+
 find_path(TESSERA_JSON_INCLUDE nlohmann/json.hpp)
 if(NOT TESSERA_JSON_INCLUDE)
   message(WARNING "nlohmann-json is missing (nlohmann-json3-dev): checkpoints are left out.")

@@ -18,20 +18,16 @@
 
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
-#include "comm/gloo/gloo_backend.h"
 #include "kernels/dispatch.h"
 #include "support/rank_bench.h"
+#include "support/rank_groups.h"
 #include "support/row.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/group.h"
 
 namespace tessera::bench {
 namespace {
-
-constexpr std::chrono::seconds kLimit{60};
 
 struct Settings {
   std::string op;
@@ -191,52 +187,22 @@ constexpr std::int64_t kSizes[] = {4, 4'000, 64'000, 1'000'000, 25'000'000, 100'
 // Calls between two readings of the clock: small ones are as short as the clock itself.
 int batch_for(std::int64_t bytes) { return bytes <= 64'000 ? 20 : bytes <= 1'000'000 ? 4 : 1; }
 
+/// The groups that every operator is timed on.
 struct Groups {
+  explicit Groups(const RankGroups& ranks)
+      : shm(ranks.of(comm::Engine::kShm, "shm")),
+        gloo(ranks.plain_gloo("gloo")),
+        gloo_checked(ranks.of(comm::Engine::kGloo, "gloo_checked")) {}
+
   comm::Group shm;
   comm::Group gloo;
   comm::Group gloo_checked;
 };
 
-c10::intrusive_ptr<c10d::Store> connect(const RankBench& bench) {
-  c10d::TCPStoreOptions options;
-  options.port = static_cast<std::uint16_t>(bench.port());
-  options.waitWorkers = false;
-  options.timeout = kLimit;
-  if (bench.rank() == 0) {
-    options.isServer = true;
-    options.masterListenFd = bench.listener();
-  }
-  return c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
-}
-
-// LibTorch's engine with nothing of ours around it.
-comm::Group plain_gloo(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size) {
-  auto group = c10::make_intrusive<c10d::ProcessGroup>(store, rank, size);
-  group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::CUSTOM,
-                    comm::make_gloo_backend(store, rank, size, kLimit, "127.0.0.1"));
-  group->setDefaultBackend(c10d::ProcessGroup::BackendType::CUSTOM);
-  return comm::Group(group);
-}
-
-Groups make_groups(const RankBench& bench) {
-  const auto store = connect(bench);
-  const auto part = [&](const char* name) {
-    return c10::make_intrusive<c10d::PrefixStore>(name, store);
-  };
-  comm::GroupOptions options;
-  options.timeout = kLimit;
-  options.engine = comm::Engine::kShm;
-  comm::GroupOptions checked = options;
-  checked.engine = comm::Engine::kGloo;
-  return {comm::make_group(part("shm"), bench.rank(), bench.size(), options),
-          plain_gloo(part("gloo"), bench.rank(), bench.size()),
-          comm::make_group(part("gloo_checked"), bench.rank(), bench.size(), checked)};
-}
-
 class CollectivesBench {
  public:
   CollectivesBench(RankBench& bench, const Settings& settings)
-      : bench_(bench), settings_(settings), groups_(make_groups(bench)) {}
+      : bench_(bench), settings_(settings), groups_(RankGroups(bench)) {}
 
   void run() {
     for (const Operator& op : kOperators) {

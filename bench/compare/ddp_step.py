@@ -7,17 +7,12 @@ them alike. The time of a step is the slower rank's.
 
 from __future__ import annotations
 
-import argparse
 import json
-import mmap
-import os
-import pathlib
 import statistics
-import struct
-import subprocess
 import sys
-import tempfile
 import time
+
+from rank_page import Page, rank_parser, start_ranks
 
 MODELS = {  # layers, width, batch, steps
     "0.5M": (8, 256, 64, 300),
@@ -26,32 +21,6 @@ MODELS = {  # layers, width, batch, steps
 }
 WARM_UPS = 4
 SOLO = (50, 16, 1, 1000)  # one rank, 100 parameters: what the wrapper itself costs
-
-
-class Page:
-    """A few words of memory that all ranks share: a barrier and the times."""
-
-    def __init__(self, path: str, rank: int, size: int):
-        with open(path, "r+b") as file:
-            self.memory = mmap.mmap(file.fileno(), 8192)
-        self.rank, self.size, self.round = rank, size, 0
-
-    def meet(self) -> None:
-        self.round += 1
-        struct.pack_into("q", self.memory, 64 * self.rank, self.round)
-        for other in range(self.size):
-            looks = 0
-            while struct.unpack_from("q", self.memory, 64 * other)[0] < self.round:
-                looks += 1
-                if looks > 1000:
-                    time.sleep(0)
-
-    def slowest(self, mine: float) -> float:
-        struct.pack_into("d", self.memory, 4096 + 64 * self.rank, mine)
-        self.meet()
-        times = [struct.unpack_from("d", self.memory, 4096 + 64 * other)[0] for other in range(self.size)]
-        self.meet()
-        return max(times)
 
 
 def make_model(torch, layers: int, width: int):
@@ -88,13 +57,13 @@ def variants(torch, names):
     return {name: table[name] for name in names}
 
 
-def run_rank(path: str, rank: int, size: int, models, names, folder: str, times_steps: float) -> None:
+def run_rank(path: str, rank: int, size: int, models, names, times_steps: float) -> None:
     import tessera  # noqa: F401
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    dist.init_process_group("gloo", init_method=f"file://{path}.store", rank=rank, world_size=size)
     page = Page(path, rank, size)
     made = variants(torch, names)
     for label in models:
@@ -144,18 +113,16 @@ def run_rank(path: str, rank: int, size: int, models, names, folder: str, times_
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = rank_parser(__doc__)
     parser.add_argument("--model", action="append", dest="models", help=", ".join(MODELS))
     parser.add_argument("--steps", type=float, default=1.0, help="times the usual number of steps")
     parser.add_argument("--variant", action="append", dest="variants")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", help=argparse.SUPPRESS)
     words = parser.parse_args()
     models = words.models or list(MODELS)
     names = words.variants or ["alone", "shm view", "shm", "gloo view", "torch view", "torch"]
-    if words.rank is not None:
-        run_rank(f"{words.folder}/page", words.rank, words.ranks, models, names, words.folder, words.steps)
+    if words.as_rank is not None:
+        run_rank(words.page, words.as_rank, words.ranks, models, names, words.steps)
         return 0
     code = start(words.ranks, models, names, words.steps)
     if code == 0 and words.ranks > 1 and not words.variants:
@@ -164,16 +131,9 @@ def main() -> int:
 
 
 def start(size: int, models: list[str], names: list[str], steps: float) -> int:
-    with tempfile.TemporaryDirectory(prefix="tessera-bench-") as folder:
-        pathlib.Path(folder, "page").write_bytes(bytes(8192))
-        command = [sys.executable, __file__, "--folder", folder, "--ranks", str(size), "--steps", str(steps)]
-        for label in models:
-            command += ["--model", label]
-        for name in names:
-            command += ["--variant", name]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        ranks = [subprocess.Popen([*command, "--rank", str(rank)], env=environment) for rank in range(size)]
-        return max(rank.wait() for rank in ranks)
+    flags = [flag for label in models for flag in ("--model", label)]
+    flags += [flag for name in names for flag in ("--variant", name)]
+    return start_ranks(size, "--ranks", size, "--steps", steps, *flags)
 
 
 if __name__ == "__main__":

@@ -8,16 +8,12 @@ of the other rank arrive, and Tessera's one-pass sum. Prints one line of JSON pe
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import os
 import pathlib
-import subprocess
 import sys
-import tempfile
 import time
 
-from torch_collectives import Page, print_row
+from rank_page import Page, print_row, rank_parser, start_ranks
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SIDES = (64, 32, 32)
@@ -111,10 +107,8 @@ def run_rank(path: str, rank: int, size: int, peer_path: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = rank_parser(__doc__)
     parser.add_argument("--peer", default=find_peer(), help="fairchem's gp_utils.py")
-    parser.add_argument("--as-rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--page", help=argparse.SUPPRESS)
     words = parser.parse_args()
     if not words.peer:
         print("graph_gather: no fairchem under .venv-peers; nothing is measured", file=sys.stderr)
@@ -122,13 +116,7 @@ def main() -> int:
     if words.as_rank is not None:
         run_rank(words.page, words.as_rank, 2, words.peer)
         return 0
-    with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder) / "page"
-        path.write_bytes(bytes(8192))
-        environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
-        command = [sys.executable, __file__, "--peer", words.peer, "--page", str(path)]
-        ranks = [subprocess.Popen([*command, "--as-rank", str(rank)], env=environment) for rank in range(2)]
-        return max(abs(rank.wait()) for rank in ranks)
+    return start_ranks(2, "--peer", words.peer)
 
 
 if __name__ == "__main__":

@@ -6,49 +6,16 @@ rank's; each begins with a barrier that is not part of either backend.
 
 from __future__ import annotations
 
-import argparse
-import json
-import mmap
-import os
-import pathlib
-import statistics
-import struct
-import subprocess
 import sys
-import tempfile
 import time
+
+from rank_page import Page, print_row, rank_parser, start_ranks
 
 SIZES = (4_000, 64_000, 1_000_000, 25_000_000, 100_000_000)
 BATCH = {4_000: 20, 64_000: 20, 1_000_000: 4}
 REPETITIONS = {4_000: 200, 64_000: 100, 1_000_000: 50}
 FEW_REPETITIONS = 12
 WARM_UPS = 3
-
-
-class Page:
-    """A few words of memory that all ranks share: a barrier and the times."""
-
-    def __init__(self, path: str, rank: int, size: int):
-        with open(path, "r+b") as file:
-            self.memory = mmap.mmap(file.fileno(), 8192)
-        self.rank, self.size, self.round = rank, size, 0
-
-    def meet(self) -> None:
-        self.round += 1
-        struct.pack_into("q", self.memory, 64 * self.rank, self.round)
-        for other in range(self.size):
-            looks = 0
-            while struct.unpack_from("q", self.memory, 64 * other)[0] < self.round:
-                looks += 1
-                if looks > 1000:
-                    time.sleep(0)
-
-    def slowest(self, mine: float) -> float:
-        struct.pack_into("d", self.memory, 4096 + 64 * self.rank, mine)
-        self.meet()
-        times = [struct.unpack_from("d", self.memory, 4096 + 64 * other)[0] for other in range(self.size)]
-        self.meet()
-        return max(times)
 
 
 def calls(dist, torch, group, size: int, bytes_: int):
@@ -112,47 +79,17 @@ def run_rank(path: str, rank: int, size: int, sizes: list[int]) -> None:
     dist.destroy_process_group()
 
 
-def print_row(name: str, size: int, bytes_: int, times: list[float]) -> None:
-    deciles = statistics.quantiles(times, n=10, method="inclusive")
-    row = {
-        "name": name,
-        "ranks": size,
-        "threads": 1,
-        "isa": "",
-        "device": "cpu",
-        "state": "",
-        "median_us": round(statistics.median(times), 3),
-        "p10_us": round(deciles[0], 3),
-        "p90_us": round(deciles[8], 3),
-        "bytes": bytes_,
-        "repetitions": len(times),
-    }
-    print(json.dumps(row), flush=True)
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = rank_parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--bytes", type=int, action="append")
-    parser.add_argument("--as-rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--page", help=argparse.SUPPRESS)
     words = parser.parse_args()
     sizes = words.bytes or list(SIZES)
     if words.as_rank is not None:
         run_rank(words.page, words.as_rank, words.ranks, sizes)
         return 0
-    with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder) / "page"
-        path.write_bytes(bytes(8192))
-        environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
-        command = [sys.executable, __file__, "--ranks", str(words.ranks), "--page", str(path)]
-        for bytes_ in sizes:
-            command += ["--bytes", str(bytes_)]
-        ranks = [
-            subprocess.Popen([*command, "--as-rank", str(rank)], env=environment)
-            for rank in range(words.ranks)
-        ]
-        return max(abs(rank.wait()) for rank in ranks)
+    flags = [flag for bytes_ in sizes for flag in ("--bytes", bytes_)]
+    return start_ranks(words.ranks, "--ranks", words.ranks, *flags)
 
 
 if __name__ == "__main__":

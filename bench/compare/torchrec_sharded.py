@@ -8,20 +8,12 @@ bench/run.py with the peers' interpreter.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import pathlib
-import subprocess
 import sys
-import tempfile
 import time
 
+from rank_page import print_row, rank_parser, start_ranks
+
 TABLES, ROWS, COLUMNS, BAG, ROTATION, RANKS = 8, 200_000, 64, 20, 8, 2
-
-
-def quantile(times: list[float], share: float) -> float:
-    return sorted(times)[min(int(share * len(times)), len(times) - 1)]
 
 
 def make_tables(torch, kind: str):
@@ -61,13 +53,13 @@ def make_tables(torch, kind: str):
     )
 
 
-def run_rank(rank: int, folder: str, seconds: float) -> None:
+def run_rank(path: str, rank: int, seconds: float) -> None:
     import torch
     import torch.distributed as dist
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo", init_method=f"file://{path}.store", rank=rank, world_size=RANKS)
     generator = torch.Generator().manual_seed(rank + 1)
     for kind in ("table_wise", "row_wise", "column_wise"):
         tables = make_tables(torch, kind)
@@ -98,52 +90,21 @@ def run_rank(rank: int, folder: str, seconds: float) -> None:
                 dist.broadcast(flag, 0)
                 going = flag.item() > 0
             if rank == 0:
-                row = {
-                    "name": f"sharding/{kind}_step/torchrec/b{batch}",
-                    "ranks": RANKS,
-                    "threads": 1,
-                    "state": "",
-                    "median_us": quantile(times, 0.5),
-                    "p10_us": quantile(times, 0.1),
-                    "p90_us": quantile(times, 0.9),
-                    "bytes": TABLES * batch * COLUMNS * 4,
-                    "repetitions": len(times),
-                }
-                print(json.dumps(row), flush=True)
+                name = f"sharding/{kind}_step/torchrec/b{batch}"
+                print_row(name, RANKS, TABLES * batch * COLUMNS * 4, times)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main() -> int:
+    parser = rank_parser(__doc__)
     parser.add_argument("--seconds", type=float, default=2.0)
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.rank is not None:
-        run_rank(args.rank, args.folder, args.seconds)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        own = str(pathlib.Path(__file__).resolve())
-        children = [
-            subprocess.Popen(
-                [
-                    sys.executable,
-                    own,
-                    "--rank",
-                    str(rank),
-                    "--folder",
-                    folder,
-                    "--seconds",
-                    str(args.seconds),
-                ],
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-            )
-            for rank in range(RANKS)
-        ]
-        if any([child.wait() for child in children]):
-            raise SystemExit("torchrec_sharded: a rank failed")
+    words = parser.parse_args()
+    if words.as_rank is not None:
+        run_rank(words.page, words.as_rank, words.seconds)
+        return 0
+    return start_ranks(RANKS, "--seconds", words.seconds)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

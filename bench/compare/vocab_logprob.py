@@ -7,15 +7,10 @@ a repetition is the slower rank's.
 
 from __future__ import annotations
 
-import argparse
-import os
-import pathlib
-import subprocess
 import sys
-import tempfile
 import time
 
-from torch_collectives import Page, print_row
+from rank_page import Page, print_row, rank_parser, start_ranks
 
 ROWS, VOCAB = 2048, 32000
 REPETITIONS = 9
@@ -112,24 +107,13 @@ def run_rank(path: str, rank: int, size: int) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = rank_parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--as-rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--page", help=argparse.SUPPRESS)
     words = parser.parse_args()
     if words.as_rank is not None:
         run_rank(words.page, words.as_rank, words.ranks)
         return 0
-    with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder) / "page"
-        path.write_bytes(bytes(8192))
-        environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
-        command = [sys.executable, __file__, "--ranks", str(words.ranks), "--page", str(path)]
-        ranks = [
-            subprocess.Popen([*command, "--as-rank", str(rank)], env=environment)
-            for rank in range(words.ranks)
-        ]
-        return max(abs(rank.wait()) for rank in ranks)
+    return start_ranks(words.ranks, "--ranks", words.ranks)
 
 
 if __name__ == "__main__":

@@ -16,12 +16,10 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
-#include "comm/gloo/gloo_backend.h"
 #include "kernels/dispatch.h"
 #include "support/rank_bench.h"
+#include "support/rank_groups.h"
 #include "support/row.h"
 #include "tessera/data_parallel/deterministic.h"
 #include "tessera/data_parallel/finite_check.h"
@@ -35,7 +33,6 @@ namespace {
 
 using namespace data_parallel;
 
-constexpr std::chrono::seconds kLimit{60};
 constexpr std::int64_t kBucketBytes = 25 << 20;
 
 struct Settings {
@@ -43,34 +40,6 @@ struct Settings {
   std::int64_t width = 1024;
   double seconds = 1.5;
 };
-
-c10::intrusive_ptr<c10d::Store> connect(const RankBench& bench) {
-  c10d::TCPStoreOptions options;
-  options.port = static_cast<std::uint16_t>(bench.port());
-  options.waitWorkers = false;
-  options.timeout = kLimit;
-  if (bench.rank() == 0) {
-    options.isServer = true;
-    options.masterListenFd = bench.listener();
-  }
-  return c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
-}
-
-// LibTorch's engine with nothing of ours around it.
-comm::Group plain_gloo(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size) {
-  auto group = c10::make_intrusive<c10d::ProcessGroup>(store, rank, size);
-  group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::CUSTOM,
-                    comm::make_gloo_backend(store, rank, size, kLimit, "127.0.0.1"));
-  group->setDefaultBackend(c10d::ProcessGroup::BackendType::CUSTOM);
-  return comm::Group(group);
-}
-
-comm::Group shared_memory(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size) {
-  comm::GroupOptions options;
-  options.timeout = kLimit;
-  options.engine = comm::Engine::kShm;
-  return comm::make_group(store, rank, size, options);
-}
 
 /// The buckets of one step, last layer first.
 std::vector<Bucket> buckets_of(const Settings& settings, const comm::Group& group) {
@@ -107,11 +76,11 @@ std::vector<Bucket> buckets_of(const Settings& settings, const comm::Group& grou
 class HooksBench {
  public:
   HooksBench(RankBench& bench, const Settings& settings)
-      : bench_(bench), settings_(settings), store_(connect(bench)) {}
+      : bench_(bench), settings_(settings), groups_(bench) {}
 
   void run() {
-    const comm::Group shm = shared_memory(part("shm"), bench_.rank(), bench_.size());
-    const comm::Group gloo = plain_gloo(part("gloo"), bench_.rank(), bench_.size());
+    const comm::Group shm = groups_.of(comm::Engine::kShm, "shm");
+    const comm::Group gloo = groups_.plain_gloo("gloo");
     const std::vector<std::pair<std::string, std::function<HookPtr()>>> hooks = {
         {"all_reduce", &all_reduce_hook},
         {"fp16", &fp16_compress_hook},
@@ -139,10 +108,6 @@ class HooksBench {
   }
 
  private:
-  c10::intrusive_ptr<c10d::Store> part(const char* name) const {
-    return c10::make_intrusive<c10d::PrefixStore>(name, store_);
-  }
-
   void time(const std::string& name, const std::string& engine, const HookPtr& hook,
             const comm::Group& group) {
     std::vector<Bucket> buckets = buckets_of(settings_, group);
@@ -172,7 +137,7 @@ class HooksBench {
 
   RankBench& bench_;
   Settings settings_;
-  c10::intrusive_ptr<c10d::Store> store_;
+  RankGroups groups_;
 };
 
 Settings read_settings(int argc, char** argv) {

@@ -1,10 +1,12 @@
 // Times one layer of message passing over a split graph, forward and backward, in one run:
 //
-//   graph/layer/halo          rows of the boundary only, summed along edges in one pass (shared
-//   memory) graph/layer/halo_gloo     the same over LibTorch's Gloo graph/layer/halo_select   the
-//   same as halo, with select, multiply and add of LibTorch graph/layer/gather        all rows to
-//   all ranks by a padded all-gather over Gloo, select, multiply
-//                             and add: the reference. Its backward slices (and is wrong here)
+//   graph/layer/halo          rows of the boundary only, summed along edges in one pass, over
+//                             shared memory
+//   graph/layer/halo_gloo     the same over LibTorch's Gloo
+//   graph/layer/halo_select   the same as halo, with select, multiply and add of LibTorch
+//   graph/layer/gather        the reference: all rows to all ranks by a padded all-gather over
+//                             Gloo, select, multiply and add. Its backward slices (and is wrong
+//                             here)
 //   graph/layer/gather_sum    the same with the gradients summed over ranks
 //   graph/layer/alone         one process with half the nodes, nothing to exchange
 //
@@ -26,13 +28,11 @@
 #include <ATen/Parallel.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
-#include "comm/gloo/gloo_backend.h"
 #include "gnn/neighbours.h"
 #include "kernels/dispatch.h"
 #include "support/rank_bench.h"
+#include "support/rank_groups.h"
 #include "support/row.h"
 #include "support/wrapped_group.h"
 #include "tessera/comm/collectives.h"
@@ -48,7 +48,6 @@ using graph_parallel::HaloPlan;
 using graph_parallel::Partition;
 using workloads::gnn::Box;
 
-constexpr std::chrono::seconds kLimit{60};
 constexpr std::int64_t kNeighbours = 20;
 
 struct Settings {
@@ -56,34 +55,6 @@ struct Settings {
   std::int64_t num_columns = 128;
   double seconds = 1;
 };
-
-c10::intrusive_ptr<c10d::Store> connect(const RankBench& bench) {
-  c10d::TCPStoreOptions options;
-  options.port = static_cast<std::uint16_t>(bench.port());
-  options.waitWorkers = false;
-  options.timeout = kLimit;
-  if (bench.rank() == 0) {
-    options.isServer = true;
-    options.masterListenFd = bench.listener();
-  }
-  return c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
-}
-
-// LibTorch's engine with nothing of ours around it.
-comm::Group plain_gloo(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size) {
-  auto group = c10::make_intrusive<c10d::ProcessGroup>(store, rank, size);
-  group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::CUSTOM,
-                    comm::make_gloo_backend(store, rank, size, kLimit, "127.0.0.1"));
-  group->setDefaultBackend(c10d::ProcessGroup::BackendType::CUSTOM);
-  return comm::Group(group);
-}
-
-comm::Group shared_memory(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size) {
-  comm::GroupOptions options;
-  options.timeout = kLimit;
-  options.engine = comm::Engine::kShm;
-  return comm::make_group(store, rank, size, options);
-}
 
 /// A graph of random points and the edges to the nearest ones, with a weight each.
 struct Sample {
@@ -200,9 +171,9 @@ class LayerBench {
   LayerBench(RankBench& bench, const Settings& settings)
       : bench_(bench),
         settings_(settings),
-        store_(connect(bench)),
-        shm_(shared_memory(part("shm"), bench.rank(), bench.size())),
-        gloo_(plain_gloo(part("gloo"), bench.rank(), bench.size())),
+        groups_(bench),
+        shm_(groups_.of(comm::Engine::kShm, "shm")),
+        gloo_(groups_.plain_gloo("gloo")),
         sample_(settings.num_nodes, 1) {}
 
   void run() {
@@ -219,10 +190,6 @@ class LayerBench {
   }
 
  private:
-  c10::intrusive_ptr<c10d::Store> part(const char* name) const {
-    return c10::make_intrusive<c10d::PrefixStore>(name, store_);
-  }
-
   at::Tensor input(std::int64_t num_rows) const {
     auto generator = at::make_generator<at::CPUGeneratorImpl>(5);
     return at::randn({num_rows, settings_.num_columns}, generator, at::TensorOptions(at::kFloat))
@@ -318,8 +285,7 @@ class LayerBench {
   // Rank 0 alone; the others wait.
   void time_alone() {
     const Sample half(settings_.num_nodes / bench_.size(), 2);
-    const comm::Group single =
-        shared_memory(part(("single" + std::to_string(bench_.rank())).c_str()), 0, 1);
+    const comm::Group single = groups_.alone();
     const auto order = Partition::recursive_bisection(half.positions, 1, {.cell = half.box.cell});
     const Share share = share_of(half, order, single);
     const at::Tensor x = input(share.plan.num_owned());
@@ -367,7 +333,7 @@ class LayerBench {
 
   RankBench& bench_;
   Settings settings_;
-  c10::intrusive_ptr<c10d::Store> store_;
+  RankGroups groups_;
   comm::Group shm_;
   comm::Group gloo_;
   Sample sample_;

@@ -16,11 +16,10 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "kernels/dispatch.h"
 #include "support/rank_bench.h"
+#include "support/rank_groups.h"
 #include "support/row.h"
 #include "tessera/comm/group.h"
 #include "tessera/sharding/sharded_embedding_bag_collection.h"
@@ -35,17 +34,6 @@ constexpr std::int64_t kRows = 200'000;
 constexpr std::int64_t kColumns = 64;
 constexpr std::int64_t kBag = 20;
 constexpr int kRotation = 8;
-
-c10::intrusive_ptr<c10d::Store> connect(const RankBench& bench) {
-  c10d::TCPStoreOptions options;
-  options.port = static_cast<std::uint16_t>(bench.port());
-  options.waitWorkers = false;
-  if (bench.rank() == 0) {
-    options.isServer = true;
-    options.masterListenFd = bench.listener();
-  }
-  return c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
-}
 
 std::vector<embedding::EmbeddingBagConfig> tables() {
   std::vector<embedding::EmbeddingBagConfig> all;
@@ -75,7 +63,7 @@ std::vector<jagged::KeyedJaggedTensor> batches(std::int64_t batch, int rank) {
 
 void run(RankBench& bench, double seconds, const std::string& only) {
   at::set_num_threads(1);
-  const auto store = connect(bench);
+  const RankGroups groups(bench);
   const std::vector<std::pair<std::string, std::function<Placement(int)>>> types{
       {"table_wise", [&](int t) { return sharding::table_wise(t % bench.size()); }},
       {"row_wise", [](int) { return sharding::row_wise(); }},
@@ -86,10 +74,7 @@ void run(RankBench& bench, double seconds, const std::string& only) {
        }}};
   for (const auto engine : {comm::Engine::kShm, comm::Engine::kGloo}) {
     const std::string word = engine == comm::Engine::kShm ? "shm" : "gloo";
-    comm::GroupOptions options;
-    options.engine = engine;
-    const comm::Group group = comm::make_group(c10::make_intrusive<c10d::PrefixStore>(word, store),
-                                               bench.rank(), bench.size(), options);
+    const comm::Group group = groups.of(engine, word);
     for (const auto& [type, place] : types) {
       std::map<std::string, Placement> wishes;
       for (int t = 0; t < kTables; ++t) wishes.emplace("t" + std::to_string(t), place(t));

@@ -12,6 +12,7 @@
 #include <ATen/ops/tensor.h>
 
 #include "data_parallel/bucket_reducer.h"
+#include "data_parallel/names.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/error.h"
 #include "tessera/core/version.h"
@@ -126,9 +127,6 @@ void compare(const std::string& what, const std::vector<const std::vector<std::s
 
 Manifest manifest_of(const ModelParts& parts, const Options& options) {
   Manifest manifest;
-  const auto is_listed = [](const std::vector<std::string>& names, const std::string& name) {
-    return std::find(names.begin(), names.end(), name) != names.end();
-  };
   // What is ignored may differ, and may be on some ranks only: shards of tables do and are.
   for (const NamedParameter& parameter : parts.parameters) {
     if (is_listed(options.ignored, parameter.name)) continue;

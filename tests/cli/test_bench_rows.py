@@ -69,6 +69,14 @@ def test_tables_are_aligned():
     assert "123 ms" in text
 
 
+def test_the_worst_case_has_a_column_where_it_was_kept():
+    rows_of_one = [row("faults/kill/tessera/p3", 20.0, max_us=31.5), row("faults/kill/torch gloo/p3", 10.0)]
+    head, _, first, second = (line.split("|") for line in rows.table(rows_of_one).splitlines())
+    place = [word.strip() for word in head].index("max")
+    assert [line[place].strip() for line in (first, second)] == ["31.5 us", ""]
+    assert "max" not in rows.table([row("comm/x/shm/n4000_p2", 0.5)])
+
+
 def test_diff_names_what_became_slower(tmp_path):
     before, after = tmp_path / "before.json", tmp_path / "after.json"
     rows.save(before, [row("comm/a/shm/n4_p2", 10.0), row("comm/b/shm/n4_p2", 10.0)])

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -58,6 +59,25 @@ struct Layers : torch::nn::Module {
   at::Tensor scale;
 };
 
+/// A layer with buffers that each forward changes.
+struct Counting : torch::nn::Module {
+  Counting() {
+    weight = register_parameter("weight", at::ones({3}));
+    mean = register_buffer("mean", at::zeros({3}));
+    count = register_buffer("count", at::zeros({}, at::kLong));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    if (is_training()) {
+      at::NoGradGuard no_grad;
+      mean = named_buffers()["mean"];
+      mean.mul_(0.5).add_(x.mean(0), 0.5);
+      count.add_(1);
+    }
+    return (x - mean) * weight;
+  }
+  at::Tensor weight, mean, count;
+};
+
 inline at::Tensor loss_of(const at::Tensor& y) { return y.square().mean(); }
 
 inline std::vector<at::Tensor> gradients(const torch::nn::Module& module) {
@@ -89,5 +109,25 @@ inline void expect_near(const at::Tensor& a, const at::Tensor& b, const std::str
   const double difference = (a - b).abs().max().item<double>();
   EXPECT_LE(difference, tolerance) << what;
 }
+
+/// Reduces to twice the average, remembers what it was given, and throws when told to.
+struct Doubling : data_parallel::CommHook {
+  data_parallel::FuturePtr reduce(data_parallel::Bucket& bucket) override {
+    if (throws) throw std::runtime_error("the hook is not in the mood");
+    indices.push_back(bucket.index());
+    if (bucket.is_last()) ++num_last;
+    for (const auto& name : bucket.names()) names.push_back(name);
+    divisor = bucket.divisor();
+    std::vector<at::Tensor> buffer{bucket.buffer().mul_(2 / bucket.divisor())};
+    return bucket.group().process_group()->allreduce(buffer)->getFuture();
+  }
+  void end_step() override { ++num_steps; }
+  std::string name() const override { return "doubling"; }
+  bool throws = false;
+  std::vector<std::size_t> indices;
+  std::vector<std::string> names;
+  int num_last = 0, num_steps = 0;
+  double divisor = 0;
+};
 
 }  // namespace tessera::testing

@@ -11,7 +11,6 @@ import os
 import pathlib
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import tempfile
@@ -19,12 +18,13 @@ import time
 import uuid
 from typing import ClassVar
 
+from waiting import LIMIT, free_port, wait_until
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TESSERA = os.environ.get("TESSERA_BIN", str(ROOT / "build/release/bin/tessera"))
 WORKER = os.environ.get("TESSERA_FAULT_WORKER", str(pathlib.Path(TESSERA).with_name("fault_worker")))
 PYTHON = os.environ.get("TESSERA_TEST_PYTHON", str(ROOT / ".venv/bin/python"))
 MARK = "TESSERA_FAULT_MARK"
-LIMIT = 60.0  # seconds until a wait is given up; for a loaded machine, not a figure
 
 # Seconds from a death or a mismatch to the error on a survivor.
 PROMPT = 1.0
@@ -40,22 +40,6 @@ LAUNCHER_VARIABLES = (
     "OMP_NUM_THREADS",
     "NO_COLOR",
 )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def wait_until(condition, limit: float = LIMIT, what: str = "the condition"):
-    end = time.monotonic() + limit
-    while time.monotonic() < end:
-        value = condition()
-        if value:
-            return value
-        time.sleep(0.005)
-    raise AssertionError(f"{what} did not come true within {limit} s")
 
 
 def state_of(pid: int) -> str:

@@ -4,7 +4,8 @@ import re
 import signal
 
 import pytest
-from fleet import PROMPT, Fleet, Times, is_alive, wait_until
+from fleet import PROMPT, Fleet, Times, is_alive
+from waiting import wait_until
 
 ENGINES = ["shm", "gloo"]
 

@@ -5,7 +5,8 @@ import statistics
 import time
 
 import pytest
-from fleet import Fleet, Times, is_alive, wait_until
+from fleet import Fleet, Times, is_alive
+from waiting import wait_until
 
 
 def await_end_of(pid):

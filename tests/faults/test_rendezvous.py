@@ -6,7 +6,8 @@ import socket
 import time
 
 import pytest
-from fleet import Fleet, free_port
+from fleet import Fleet
+from waiting import free_port
 
 RENDEZVOUS = 69
 

@@ -6,7 +6,8 @@ import re
 import signal
 
 import pytest
-from fleet import PROMPT, Fleet, Times, wait_until
+from fleet import PROMPT, Fleet, Times
+from waiting import wait_until
 
 ENGINES = ["shm", "gloo"]
 

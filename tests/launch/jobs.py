@@ -100,22 +100,6 @@ def python(code: str) -> list[str]:
     return [sys.executable, "-S", "-E", "-u", "-c", code]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def wait_until(condition, limit: float = LIMIT, what: str = "the condition"):
-    end = time.monotonic() + limit
-    while time.monotonic() < end:
-        value = condition()
-        if value:
-            return value
-        time.sleep(0.005)
-    raise AssertionError(f"{what} did not come true within {limit} s")
-
-
 def command_of(pid: int) -> str:
     try:
         return pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()

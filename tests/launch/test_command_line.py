@@ -5,7 +5,8 @@ import socket
 import subprocess
 
 import pytest
-from jobs import TESSERA, free_port, run
+from jobs import TESSERA, run
+from waiting import free_port
 
 
 @pytest.mark.parametrize("words", [["--help"], ["-h"], ["help"]])

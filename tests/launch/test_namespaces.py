@@ -6,7 +6,8 @@ import subprocess
 import uuid
 
 import pytest
-from jobs import TESSERA, free_port
+from jobs import TESSERA
+from waiting import free_port
 
 
 def can_make_namespaces():

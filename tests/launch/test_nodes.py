@@ -8,7 +8,8 @@ import socket
 import time
 
 import pytest
-from jobs import Job, free_port, listening_addresses, run, wait_until
+from jobs import Job, listening_addresses, run
+from waiting import free_port, wait_until
 
 
 def start_nodes(script, *flags, nodes=2, ranks=2, only=None, **options):

@@ -7,7 +7,8 @@ import subprocess
 import time
 
 import pytest
-from jobs import TESSERA, Job, python, run, wait_until
+from jobs import TESSERA, Job, python, run
+from waiting import wait_until
 
 
 def test_lines_carry_their_rank():

@@ -6,7 +6,8 @@ import subprocess
 import time
 
 import pytest
-from jobs import TESSERA, Job, python, wait_until
+from jobs import TESSERA, Job, python
+from waiting import wait_until
 
 READY_THEN_SLEEP = "echo ready; exec sleep 300"
 

@@ -9,6 +9,7 @@ import tempfile
 import pytest
 import torch
 import torch.distributed as dist
+from four_tables import NAMES, batch, check_loads, check_same_optimizer_state, four_tables, shard_with
 from ranks import run_ranks
 from tessera import checkpoint
 from tessera.distributed.embedding import (
@@ -39,34 +40,17 @@ from tessera.modules.embedding_modules import EmbeddingBagCollection, EmbeddingC
 from tessera.sparse.jagged_tensor import KeyedJaggedTensor
 from torch import nn
 
-NAMES = ["f@a", "g", "h", "f@c", "i"]
 MIXED = {"a": row_wise(), "b": column_wise([1, 0, 1]), "c": data_parallel(), "d": table_wise(1)}
 OTHER = {"a": column_wise([0, 1]), "b": table_wise(0), "c": row_wise(), "d": table_row_wise(0)}
 
 
 def collection(device="cpu", **options):
     torch.manual_seed(7)
-    tables = [
-        EmbeddingConfig(10, 4, "a", feature_names=["f", "g"]),
-        EmbeddingConfig(7, 6, "b", feature_names=["h"]),
-        EmbeddingConfig(5, 4, "c", feature_names=["f"]),
-        EmbeddingConfig(6, 2, "d", feature_names=["i"]),
-    ]
-    return EmbeddingCollection(tables, device=torch.device(device), **options)
-
-
-def batch(rank, samples=3):
-    generator = torch.Generator().manual_seed(rank)
-    lengths = torch.randint(0, 4, (4 * samples,), generator=generator)
-    values = torch.randint(0, 5, (int(lengths.sum()),), generator=generator)
-    return KeyedJaggedTensor.from_lengths_sync(["h", "f", "i", "g"], values, lengths)
+    return EmbeddingCollection(four_tables(EmbeddingConfig), device=torch.device(device), **options)
 
 
 def shard(wishes, fused_params=None, ec=None, **options):
-    ec = ec or collection()
-    sharder = EmbeddingCollectionSharder(fused_params, **options)
-    plan = construct_module_sharding_plan(ec, wishes, sharder, device_type="cpu")
-    return sharder.shard(ec, plan, ShardingEnv.from_process_group(dist.group.WORLD))
+    return shard_with(EmbeddingCollectionSharder(fused_params, **options), ec or collection(), wishes)
 
 
 def loss_of(rows):
@@ -147,13 +131,8 @@ def check_state(rank):
     assert [part.tensor.shape for part in state["embeddings.a.weight"].local_shards()] == [(5, 4)]
     names = [name for name, _ in source.named_parameters()]
     assert ("embeddings.b.weight_1" in names) == (rank == 1)
-    for wishes in (MIXED, OTHER, {name: table_wise(0) for name in "abcd"}):
-        target = shard(wishes)
-        target.reset_parameters()
-        result = target.load_state_dict(state)
-        assert not result.missing_keys and not result.unexpected_keys
-        for name, rows in target.gather_tables().items():
-            assert torch.equal(rows, whole[name]), name
+    others = (MIXED, OTHER, {name: table_wise(0) for name in "abcd"})
+    check_loads(state, whole, map(shard, others))
     unsharded = collection()
     with torch.no_grad():
         for weight in unsharded.parameters():
@@ -203,10 +182,7 @@ def check_optimizers(rank):
         own = dict(sharded.named_parameters())["embeddings.d.weight"]
         torch.testing.assert_close(own.grad, 2 * weights["d"].grad)
     twin = copy.deepcopy(sharded)
-    state = sharded.fused_optimizer.state_dict()
-    for name, part in twin.fused_optimizer.state_dict().items():
-        for key, tensor in part["state"].items():
-            assert torch.equal(tensor, state[name]["state"][key]), key
+    check_same_optimizer_state(sharded, twin)
     before = twin.gather_tables()
     loss_of(sharded(batch(rank))).backward()
     assert torch.equal(twin.gather_tables()["b"], before["b"])

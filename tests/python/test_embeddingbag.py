@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from four_tables import NAMES, batch, check_loads, check_same_optimizer_state, four_tables, shard_with
 from ranks import run_ranks
 from tessera.distributed.embeddingbag import (
     EmbeddingBagCollectionSharder,
@@ -46,30 +47,15 @@ from torch import nn
 
 def collection(device="cpu", **options):
     torch.manual_seed(7)
-    tables = [
-        EmbeddingBagConfig(10, 4, "a", feature_names=["f", "g"]),
-        EmbeddingBagConfig(7, 6, "b", feature_names=["h"], pooling=PoolingType.MEAN),
-        EmbeddingBagConfig(5, 4, "c", feature_names=["f"]),
-        EmbeddingBagConfig(6, 2, "d", feature_names=["i"]),
-    ]
+    tables = four_tables(EmbeddingBagConfig, pooling=PoolingType.MEAN)
     return EmbeddingBagCollection(tables, device=torch.device(device), **options)
-
-
-def batch(rank, samples=3):
-    generator = torch.Generator().manual_seed(rank)
-    lengths = torch.randint(0, 4, (4 * samples,), generator=generator)
-    values = torch.randint(0, 5, (int(lengths.sum()),), generator=generator)
-    return KeyedJaggedTensor.from_lengths_sync(["h", "f", "i", "g"], values, lengths)
 
 
 MIXED = {"a": row_wise(), "b": row_wise(), "c": column_wise([1, 0]), "d": table_wise(1)}
 
 
 def shard(wishes, fused_params=None, ebc=None, **options):
-    ebc = ebc or collection()
-    sharder = EmbeddingBagCollectionSharder(fused_params, **options)
-    plan = construct_module_sharding_plan(ebc, wishes, sharder, device_type="cpu")
-    return sharder.shard(ebc, plan, ShardingEnv.from_process_group(dist.group.WORLD))
+    return shard_with(EmbeddingBagCollectionSharder(fused_params, **options), ebc or collection(), wishes)
 
 
 def check_pass(rank):
@@ -77,14 +63,13 @@ def check_pass(rank):
     whole = collection()
     sharded = shard(MIXED, {"learning_rate": 0.5})
     pooled = sharded(batch(rank))
-    names = ["f@a", "g", "h", "f@c", "i"]
     expected = whole(batch(rank))
-    for name in names:
+    for name in NAMES:
         torch.testing.assert_close(pooled[name], expected[name])
-    sum((pooled[name] * (k + 1)).sum() for k, name in enumerate(names)).backward()
+    sum((pooled[name] * (k + 1)).sum() for k, name in enumerate(NAMES)).backward()
     for r in range(world):
         pooled = whole(batch(r))
-        (sum((pooled[name] * (k + 1)).sum() for k, name in enumerate(names)) / world).backward()
+        (sum((pooled[name] * (k + 1)).sum() for k, name in enumerate(NAMES)) / world).backward()
     for name, rows in sharded.gather_tables().items():
         weight = whole.embedding_bags[name].weight
         torch.testing.assert_close(rows, (weight - 0.5 * weight.grad).detach())
@@ -105,13 +90,7 @@ def check_state(rank):
         {"a": column_wise([0, 1, 0]), "b": table_wise(1), "c": row_wise(), "d": data_parallel()},
         {name: table_wise(0) for name in "abcd"},
     ]
-    for wishes in others:
-        target = shard(wishes)
-        target.reset_parameters()
-        result = target.load_state_dict(state)
-        assert not result.missing_keys and not result.unexpected_keys
-        for name, rows in target.gather_tables().items():
-            assert torch.equal(rows, whole[name]), name
+    check_loads(state, whole, map(shard, others))
     target = shard(others[1])
     target.load_state_dict({f"embedding_bags.{name}.weight": rows + 1 for name, rows in whole.items()})
     assert torch.equal(target.gather_tables()["a"], whole["a"] + 1)
@@ -148,7 +127,7 @@ def check_optimizers(rank):
     ]
     for _ in range(2):
         pooled = sharded(batch(rank))
-        assert sorted(pooled.keys()) == ["f@a", "f@c", "g", "h", "i"]
+        assert sorted(pooled.keys()) == sorted(NAMES)
         sum(pooled[name].square().sum() for name in pooled.keys()).backward()  # noqa: SIM118
         whole.zero_grad()
         for r in range(2):
@@ -162,10 +141,7 @@ def check_optimizers(rank):
         own = dict(sharded.named_parameters())["embedding_bags.d.weight"]
         torch.testing.assert_close(own.grad, 2 * weights["d"].grad)
     twin = copy.deepcopy(sharded)
-    state = sharded.fused_optimizer.state_dict()
-    for name, part in twin.fused_optimizer.state_dict().items():
-        for key, tensor in part["state"].items():
-            assert torch.equal(tensor, state[name]["state"][key]), key
+    check_same_optimizer_state(sharded, twin)
     sharded.fused_optimizer.param_groups[0]["lr"] = 0.0
     sharded.fused_optimizer.zero_grad()
     before = sharded.gather_tables()
@@ -183,9 +159,7 @@ class Model(nn.Module):
 
     def forward(self, features):
         pooled = self.ebc(features)
-        return (
-            self.over(torch.cat([pooled[name] for name in ("f@a", "g", "h", "f@c", "i")], 1)).square().mean()
-        )
+        return self.over(torch.cat([pooled[name] for name in NAMES], 1)).square().mean()
 
 
 def model_plan(wishes, model):

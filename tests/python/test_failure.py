@@ -11,6 +11,7 @@ import textwrap
 import time
 
 import pytest
+from waiting import free_port
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TESSERA = os.environ.get("TESSERA_BIN", str(ROOT / "build/release/bin/tessera"))
@@ -135,14 +136,6 @@ def test_ranks_that_do_not_meet_end_with_code_69(tmp_path):
     )  # fmt: skip
     assert "CommError: comm.init: rank 1 of 2 did not join group 'world' within 1.0" in result.stderr
     assert result.returncode == 69
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_own_exit_codes_are_kept(tmp_path):

@@ -12,6 +12,7 @@ namespace {
 
 using embedding::OptimizerKind;
 using embedding::PoolingType;
+using tessera::testing::each_of_three;
 using tessera::testing::Expected;
 using tessera::testing::Job;
 using tessera::testing::run_alone;
@@ -19,6 +20,9 @@ using tessera::testing::run_ranks;
 using tessera::testing::run_sharded;
 using tessera::testing::table;
 using tessera::testing::test_options;
+using tessera::testing::three_by_columns;
+using tessera::testing::three_on_ranks;
+using tessera::testing::three_tables;
 
 void check(const Job& job, comm::Engine engine = comm::Engine::kAuto) {
   const Expected expected = run_alone(job);
@@ -29,48 +33,35 @@ void check(const Job& job, comm::Engine engine = comm::Engine::kAuto) {
 
 Placement fused_data_parallel() { return data_parallel().with_kernel(ComputeKernel::kFused); }
 
-Job job_of(int world) {
-  Job job;
-  job.tables = {table("a", 11, 4, {"f0", "f1"}), table("b", 7, 3), table("c", 20, 8, {"f2"})};
-  for (int rank = 0; rank < world; ++rank) job.batches.push_back(5);
-  job.options.optimizer.kind = OptimizerKind::kAdam;
-  job.options.optimizer.learning_rate = 0.1;
-  return job;
-}
-
 class Bag : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Worlds, Bag, ::testing::Values(1, 2, 3, 4));
 
 TEST_P(Bag, TableWise) {
-  Job job = job_of(GetParam());
-  job.wishes = {{"a", table_wise(GetParam() - 1)}, {"b", table_wise(0)}, {"c", table_wise(0)}};
+  Job job = three_tables(GetParam());
+  job.wishes = three_on_ranks(GetParam());
   check(job);
 }
 
 TEST_P(Bag, RowWise) {
-  Job job = job_of(GetParam());
-  job.wishes = {{"a", row_wise()}, {"b", row_wise()}, {"c", row_wise()}};
+  Job job = three_tables(GetParam());
+  job.wishes = each_of_three(row_wise());
   check(job);
 }
 
 TEST_P(Bag, ColumnWise) {
-  Job job = job_of(GetParam());
-  std::vector<int> ranks;
-  for (int i = 0; i < 3; ++i) ranks.push_back(i % GetParam());
-  job.wishes = {
-      {"a", column_wise(ranks)}, {"b", column_wise({0})}, {"c", table_column_wise(ranks)}};
+  Job job = three_tables(GetParam());
+  job.wishes = three_by_columns(GetParam());
   check(job);
 }
 
 TEST_P(Bag, DataParallel) {
-  Job job = job_of(GetParam());
-  job.wishes = {
-      {"a", fused_data_parallel()}, {"b", fused_data_parallel()}, {"c", fused_data_parallel()}};
+  Job job = three_tables(GetParam());
+  job.wishes = each_of_three(fused_data_parallel());
   check(job);
 }
 
 TEST_P(Bag, Mixed) {
-  Job job = job_of(GetParam());
+  Job job = three_tables(GetParam());
   job.wishes = {{"a", fused_data_parallel()}, {"b", row_wise()}, {"c", table_wise(GetParam() - 1)}};
   job.options.optimizer.kind = OptimizerKind::kRowWiseAdagrad;
   check(job);
@@ -78,7 +69,7 @@ TEST_P(Bag, Mixed) {
 
 // One of each kind of sharding, and features that two tables share.
 Job job_of_all_kinds(int world, PoolingType pooling = PoolingType::kSum) {
-  Job job = job_of(world);
+  Job job = three_tables(world);
   job.tables = {table("rows", 11, 4, {"f0", "f1"}, pooling), table("whole", 7, 3, {"f2"}, pooling),
                 table("columns", 9, 8, {"f3", "f0"}, pooling),
                 table("copies", 6, 5, {"f4"}, pooling), table("sum", 8, 4, {"f2"})};
@@ -116,7 +107,7 @@ TEST_P(Bag, UnevenAndEmptyBatches) {
 }
 
 TEST_P(Bag, MoreRanksThanRowsAndTables) {
-  Job job = job_of(GetParam());
+  Job job = three_tables(GetParam());
   job.tables = {table("a", 1, 4), table("b", 5, 2, {"f0", "f1"}, PoolingType::kMean)};
   job.wishes = {{"a", row_wise()}, {"b", row_wise()}};
   check(job);
@@ -126,7 +117,7 @@ TEST_P(Bag, MoreRanksThanRowsAndTables) {
 }
 
 TEST_P(Bag, RowsAsNamed) {
-  Job job = job_of(GetParam());
+  Job job = three_tables(GetParam());
   std::vector<std::int64_t> rows(static_cast<std::size_t>(GetParam()), 0);
   rows.back() = 20;  // the others have none
   job.wishes = {{"a", row_wise()}, {"b", row_wise()}, {"c", row_wise(rows)}};
@@ -268,7 +259,7 @@ TEST(BagGradients, AreSummedWithoutDivision) {
 // Two modules with one message for their sizes, and two batches under way.
 TEST(BagSteps, InputsOfSeveralModulesAndBatchesTravelTogether) {
   Job job = job_of_all_kinds(3);
-  Job other = job_of(3);
+  Job other = three_tables(3);
   other.wishes = {{"a", row_wise()}, {"b", table_wise(1)}, {"c", table_wise(0)}};
   other.seed = 5;
   const Expected expected = run_alone(job);

@@ -13,12 +13,16 @@ namespace {
 
 using embedding::OptimizerKind;
 using tessera::testing::Alone;
+using tessera::testing::each_of_three;
 using tessera::testing::Job;
 using tessera::testing::rows_alone;
 using tessera::testing::rows_sharded;
 using tessera::testing::run_ranks;
 using tessera::testing::table;
 using tessera::testing::test_options;
+using tessera::testing::three_by_columns;
+using tessera::testing::three_on_ranks;
+using tessera::testing::three_tables;
 using tessera::testing::Weights;
 
 void check(const Job& job, comm::Engine engine = comm::Engine::kAuto) {
@@ -30,44 +34,33 @@ void check(const Job& job, comm::Engine engine = comm::Engine::kAuto) {
   }
 }
 
-/// Three tables of different widths; f1 is looked up in two of them.
-Job job_of(int world) {
-  Job job;
-  job.tables = {table("a", 11, 4, {"f0", "f1"}), table("b", 7, 3), table("c", 20, 8, {"f2", "f1"})};
-  for (int rank = 0; rank < world; ++rank) job.batches.push_back(5);
-  job.options.optimizer.kind = OptimizerKind::kAdam;
-  job.options.optimizer.learning_rate = 0.1;
-  return job;
-}
+/// f1 is looked up in two tables.
+Job job_of(int world) { return three_tables(world, {"f2", "f1"}); }
 
 class Sequence : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Worlds, Sequence, ::testing::Values(1, 2, 3, 4));
 
 TEST_P(Sequence, TableWise) {
   Job job = job_of(GetParam());
-  job.wishes = {{"a", table_wise(GetParam() - 1)}, {"b", table_wise(0)}, {"c", table_wise(0)}};
+  job.wishes = three_on_ranks(GetParam());
   check(job);
 }
 
 TEST_P(Sequence, RowWise) {
   Job job = job_of(GetParam());
-  job.wishes = {{"a", row_wise()}, {"b", row_wise()}, {"c", row_wise()}};
+  job.wishes = each_of_three(row_wise());
   check(job);
 }
 
 TEST_P(Sequence, ColumnWise) {
   Job job = job_of(GetParam());
-  std::vector<int> ranks;
-  for (int i = 0; i < 3; ++i) ranks.push_back(i % GetParam());
-  job.wishes = {
-      {"a", column_wise(ranks)}, {"b", column_wise({0})}, {"c", table_column_wise(ranks)}};
+  job.wishes = three_by_columns(GetParam());
   check(job);
 }
 
 TEST_P(Sequence, DataParallelFused) {
   Job job = job_of(GetParam());
-  const auto everywhere = data_parallel().with_kernel(ComputeKernel::kFused);
-  job.wishes = {{"a", everywhere}, {"b", everywhere}, {"c", everywhere}};
+  job.wishes = each_of_three(data_parallel().with_kernel(ComputeKernel::kFused));
   check(job);
 }
 

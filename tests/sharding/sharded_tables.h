@@ -229,6 +229,38 @@ struct Job {
   }
 };
 
+/// Three tables of different widths, and five samples on every rank.
+inline Job three_tables(int world, std::vector<std::string> features_of_c = {"f2"}) {
+  Job job;
+  job.tables = {table("a", 11, 4, {"f0", "f1"}), table("b", 7, 3),
+                table("c", 20, 8, std::move(features_of_c))};
+  for (int rank = 0; rank < world; ++rank) job.batches.push_back(5);
+  job.options.optimizer.kind = embedding::OptimizerKind::kAdam;
+  job.options.optimizer.learning_rate = 0.1;
+  return job;
+}
+
+// Ways to cut the three tables, the whole of each kind.
+using Wishes = std::map<std::string, sharding::Placement>;
+
+inline Wishes each_of_three(const sharding::Placement& placement) {
+  return {{"a", placement}, {"b", placement}, {"c", placement}};
+}
+
+inline Wishes three_on_ranks(int world) {
+  return {{"a", sharding::table_wise(world - 1)},
+          {"b", sharding::table_wise(0)},
+          {"c", sharding::table_wise(0)}};
+}
+
+inline Wishes three_by_columns(int world) {
+  std::vector<int> ranks;
+  for (int i = 0; i < 3; ++i) ranks.push_back(i % world);
+  return {{"a", sharding::column_wise(ranks)},
+          {"b", sharding::column_wise({0})},
+          {"c", sharding::table_column_wise(ranks)}};
+}
+
 /// What one process that has all samples gets.
 struct Expected {
   std::vector<std::vector<std::map<std::string, at::Tensor>>> outputs;  // step, rank, name

@@ -1,0 +1,293 @@
+"""Functions of logits whose columns are spread over ranks, each with its backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tessera import _C
+
+
+def _run(ctx: Any, logits: Tensor, inference_only: bool, compute) -> Tensor:
+    """Run `compute` on a leaf that shares the logits' memory, and keep its graph for backward."""
+    if inference_only:
+        ctx.result = None
+        with torch.no_grad():
+            return compute(logits)
+    leaf = logits.detach().requires_grad_(True)
+    with torch.enable_grad():
+        ctx.result = compute(leaf)
+    ctx.leaf = leaf
+    return ctx.result.detach()
+
+
+def _gradient(ctx: Any, grad_output: Tensor) -> Tensor:
+    if ctx.result is None:
+        raise ValueError("vocab: this was computed with inference_only=True and has no gradient.")
+    (gradient,) = torch.autograd.grad(ctx.result, ctx.leaf, grad_output, retain_graph=True)
+    return gradient
+
+
+def _compute_distributed_log_softmax(vocab_parallel_logits: Tensor, group: ProcessGroup) -> Tensor:
+    """Return this rank's columns of log softmax in the logits' type, rounded once. No gradient.
+
+    >>> import torch
+    >>> round(float(_compute_distributed_log_softmax(torch.zeros(1, 8), None)[0, 0]), 4)
+    -2.0794
+    """
+    return _C.compute_distributed_log_softmax(vocab_parallel_logits, group)
+
+
+def _compute_distributed_log_softmax_with_grad(vocab_parallel_logits: Tensor, group: ProcessGroup) -> Tensor:
+    """Return this rank's columns of log softmax, differentiably.
+
+    >>> import torch
+    >>> _compute_distributed_log_softmax_with_grad(torch.zeros(1, 8, requires_grad=True), None).requires_grad
+    True
+    """
+    return _C.compute_distributed_log_softmax_with_grad(vocab_parallel_logits, group)
+
+
+def _compute_distributed_softmax(vocab_parallel_logits: Tensor, group: ProcessGroup) -> Tensor:
+    """Return this rank's columns of the softmax. No gradient.
+
+    >>> import torch
+    >>> round(float(_compute_distributed_softmax(torch.zeros(1, 8), None)[0, 0]), 4)
+    0.125
+    """
+    return _C.compute_distributed_softmax(vocab_parallel_logits, group)
+
+
+class DistributedLogprob(torch.autograd.Function):
+    """Log-probabilities of targets that are already shifted, float32.
+
+    >>> import torch
+    >>> logits = torch.zeros(1, 2, 8, requires_grad=True)
+    >>> value = DistributedLogprob.apply(logits, torch.tensor([[3, 4]]), 0, 8, None)
+    >>> value.sum().backward()
+    >>> logits.grad[0, 0, 3].item()
+    0.875
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        vocab_parallel_logits: Tensor,
+        target: Tensor,
+        vocab_start_index: int,
+        vocab_end_index: int,
+        group: ProcessGroup,
+        inference_only: bool = False,
+    ) -> Tensor:
+        """Return log p of `target`. A target of -100 gives 0 and no gradient."""
+
+        def compute(logits: Tensor) -> Tensor:
+            return _C.distributed_logprob(logits, target, vocab_start_index, vocab_end_index, group)
+
+        return _run(ctx, vocab_parallel_logits, inference_only, compute)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
+        """Return (one-hot - softmax) times the upstream gradient of each token."""
+        return _gradient(ctx, grad_outputs[0]), None, None, None, None, None, None
+
+
+class ChunkedDistributedLogprob(torch.autograd.Function):
+    """DistributedLogprob under the name that takes a chunk size; one pass needs none."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        vocab_parallel_logits: Tensor,
+        target: Tensor,
+        vocab_start_index: int,
+        vocab_end_index: int,
+        chunk_size: int,
+        tp_group: ProcessGroup,
+        inference_only: bool = False,
+    ) -> Tensor:
+        """Return log p of `target`."""
+
+        def compute(logits: Tensor) -> Tensor:
+            return _C.distributed_logprob(logits, target, vocab_start_index, vocab_end_index, tp_group)
+
+        return _run(ctx, vocab_parallel_logits, inference_only, compute)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of the logits."""
+        return _gradient(ctx, grad_outputs[0]), None, None, None, None, None, None
+
+
+class DistributedLogprobWithSampling(torch.autograd.Function):
+    """Log-probabilities under top-k and top-p filters, float32.
+
+    >>> import torch
+    >>> logits = torch.tensor([[[0.0, 0.0, -1.0, -2.0]]])
+    >>> value = DistributedLogprobWithSampling.apply(logits, torch.tensor([[1]]), None, 2, 1.0)
+    >>> round(float(value), 4)
+    -0.6931
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        vocab_parallel_logits: Tensor,
+        target: Tensor,
+        tp_group: ProcessGroup,
+        top_k: int | None,
+        top_p: float,
+        inference_only: bool = False,
+    ) -> Tensor:
+        """Return log p of `target` among the kept ids; -inf, without a gradient, if it is none."""
+
+        def compute(logits: Tensor) -> Tensor:
+            return _C.distributed_logprob_with_sampling(logits, target, tp_group, top_k, top_p)
+
+        return _run(ctx, vocab_parallel_logits, inference_only, compute)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of the logits."""
+        return _gradient(ctx, grad_outputs[0]), None, None, None, None, None
+
+
+class ChunkedDistributedLogprobWithSampling(torch.autograd.Function):
+    """DistributedLogprobWithSampling under the name that takes a chunk size; one pass needs none."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        vocab_parallel_logits: Tensor,
+        target: Tensor,
+        tp_group: ProcessGroup,
+        top_k: int | None,
+        top_p: float,
+        chunk_size: int,
+        inference_only: bool = False,
+    ) -> Tensor:
+        """Return log p of `target` among the kept ids."""
+
+        def compute(logits: Tensor) -> Tensor:
+            return _C.distributed_logprob_with_sampling(logits, target, tp_group, top_k, top_p)
+
+        return _run(ctx, vocab_parallel_logits, inference_only, compute)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of the logits."""
+        return _gradient(ctx, grad_outputs[0]), None, None, None, None, None, None
+
+
+class ChunkedDistributedGatherLogprob(torch.autograd.Function):
+    """Log-probabilities at k ids per token."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        vocab_parallel_logits: Tensor,
+        global_indices: Tensor,
+        vocab_start_index: int,
+        vocab_end_index: int,
+        chunk_size: int,
+        tp_group: ProcessGroup,
+        inference_only: bool = False,
+    ) -> Tensor:
+        """Return log p at `global_indices`, [..., k], float32."""
+
+        def compute(logits: Tensor) -> Tensor:
+            return _C.distributed_gather_logprob(
+                logits, global_indices, vocab_start_index, vocab_end_index, tp_group
+            )
+
+        return _run(ctx, vocab_parallel_logits, inference_only, compute)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of the logits."""
+        return _gradient(ctx, grad_outputs[0]), None, None, None, None, None, None
+
+
+class ChunkedDistributedEntropy(torch.autograd.Function):
+    """The sum of p log p over the vocabulary: minus the entropy, as the reference defines it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        vocab_parallel_logits: Tensor,
+        chunk_size: int,
+        tp_group: ProcessGroup,
+        inference_only: bool = False,
+    ) -> Tensor:
+        """Return minus the entropy of every token; ids of probability 0 count 0."""
+
+        def compute(logits: Tensor) -> Tensor:
+            return _C.distributed_entropy(logits, tp_group)
+
+        return _run(ctx, vocab_parallel_logits, inference_only, compute)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of the logits."""
+        return _gradient(ctx, grad_outputs[0]), None, None, None
+
+
+class DistributedCrossEntropy(torch.autograd.Function):
+    """Cross entropy of a student with a teacher's softmax, per token, float32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        student_logits: Tensor,
+        target_logits: Tensor,
+        group: ProcessGroup,
+        inference_only: bool = False,
+    ) -> Tensor:
+        """Return the cross entropy; the gradient goes to the student alone."""
+
+        def compute(logits: Tensor) -> Tensor:
+            return _C.distributed_cross_entropy(logits, target_logits, group)
+
+        return _run(ctx, student_logits, inference_only, compute)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of the student's logits."""
+        return _gradient(ctx, grad_outputs[0]), None, None, None
+
+
+class ChunkedDistributedHiddenStatesToLogprobs:
+    """Log-probabilities of shifted targets from hidden states sharded along the sequence."""
+
+    @staticmethod
+    def apply(
+        tensor_parallel_hidden_states: Tensor,
+        target: Tensor,
+        output_weight_layer: Tensor,
+        vocab_start_index: int,
+        vocab_end_index: int,
+        chunk_size: int,
+        tp_group: ProcessGroup,
+        inference_only: bool = False,
+    ) -> Tensor:
+        """Return log p of `target`, [batch, length], without holding all logits.
+
+        >>> import torch
+        >>> hidden, weight = torch.zeros(4, 2, 3), torch.zeros(8, 3)
+        >>> target = torch.zeros(2, 4, dtype=torch.long)
+        >>> ChunkedDistributedHiddenStatesToLogprobs.apply(hidden, target, weight, 0, 8, 2, None).shape
+        torch.Size([2, 4])
+        """
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
+            return _C.distributed_hidden_states_to_logprobs(
+                tensor_parallel_hidden_states,
+                target,
+                output_weight_layer,
+                vocab_start_index,
+                vocab_end_index,
+                chunk_size,
+                tp_group,
+            )
