@@ -275,22 +275,22 @@ struct Fetch {
   TESSERA_INLINE_ALWAYS void operator()(RowEntry entry) const {
     const std::int64_t row = row_of(entry);
     const std::int64_t full = rows.num_columns * 4;
-    prefetch<1>(static_cast<const char*>(rows.data) + row * row_bytes, row_bytes);
+    prefetch(static_cast<const char*>(rows.data) + row * row_bytes, row_bytes);
     if (state.momentum1 != nullptr) {
       if (has_full_momentum1(step.rule)) {
-        prefetch<1>(state.momentum1 + row * rows.num_columns, full);
+        prefetch(state.momentum1 + row * rows.num_columns, full);
       } else {
-        __builtin_prefetch(state.momentum1 + row, 1, 3);
+        prefetch_line(state.momentum1 + row);
       }
     }
     if (state.momentum2 != nullptr) {
       if (has_full_momentum2(step.rule)) {
-        prefetch<1>(state.momentum2 + row * rows.num_columns, full);
+        prefetch(state.momentum2 + row * rows.num_columns, full);
       } else {
-        __builtin_prefetch(state.momentum2 + row, 1, 3);
+        prefetch_line(state.momentum2 + row);
       }
     }
-    prefetch<0>(source_at<kPlain>(gradients, entry).data, full);
+    prefetch(source_at<kPlain>(gradients, entry).data, full);
   }
 };
 
