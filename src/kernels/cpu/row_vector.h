@@ -116,7 +116,10 @@ TESSERA_INLINE_ALWAYS void prefetch(const void* from, std::int64_t bytes) {
   }
 }
 
-/// The sum over the elements of two arrays, with lanes of its own so that all levels add alike.
+typedef float FourFloats __attribute__((vector_size(16)));
+
+/// The sum over the elements of two arrays: 16 sums, of which halves are added until one is left,
+/// so that all levels add alike.
 template <typename Row>
 inline float dot(const typename Row::Stored* a, const float* b, std::int64_t count) {
   constexpr int kSums = 16 / kLanes;
@@ -127,11 +130,11 @@ inline float dot(const typename Row::Stored* a, const float* b, std::int64_t cou
       sums[i] += Row::load(a + c + i * kLanes) * SingleRow::load(b + c + i * kLanes);
     }
   }
-  float total = 0;
+  FourFloats quarters[4];
+  __builtin_memcpy(quarters, sums, sizeof(quarters));
+  const FourFloats four = (quarters[0] + quarters[2]) + (quarters[1] + quarters[3]);
+  float total = (four[0] + four[2]) + (four[1] + four[3]);
   for (std::int64_t c = whole; c < count; ++c) total += Row::widen(a[c]) * b[c];
-  for (int i = 0; i < kSums; ++i) {
-    for (int lane = 0; lane < kLanes; ++lane) total += sums[i][lane];
-  }
   return total;
 }
 
