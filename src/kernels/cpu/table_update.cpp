@@ -1,9 +1,8 @@
 // Steps rows of tables. Compiled once per instruction set; see kernels/CMakeLists.txt and the note
 // at the top of reduce.cpp.
 //
-// Rows are visited in ascending order, so pages are reached once; the lines of a row, its state and
-// its gradient are fetched some entries ahead. A row that occurs once, with a gradient that needs
-// no factor, is stepped straight from that gradient.
+// The lines of a row, its state and its gradient are fetched some entries ahead. A row that occurs
+// once, with a gradient that needs no factor, is stepped straight from that gradient.
 
 #include "kernels/table_update.h"
 
