@@ -102,7 +102,7 @@ struct Visit {
     const std::int64_t count = shape.batch * shape.bag;
     std::int64_t lines = 0;
     for (const std::int64_t width : widths) lines += (width + 63) / 64;
-    const std::int64_t ahead = std::clamp<std::int64_t>(48 / lines, 3, 16);
+    const std::int64_t ahead = std::clamp<std::int64_t>(128 / lines, 3, 32);
     at::parallel_for(0, shape.num_tables, 1, [&](std::int64_t begin, std::int64_t end) {
       int sum = 0;
       for (std::int64_t table = begin; table < end; ++table) {
@@ -113,7 +113,7 @@ struct Visit {
             if (k + ahead < count) {
               const char* next = data + own[k + ahead] * widths[a];
               for (std::int64_t at = 0; at < widths[a]; at += 64) {
-                writes ? __builtin_prefetch(next + at, 1) : __builtin_prefetch(next + at, 0);
+                __builtin_prefetch(next + at, /*rw=*/0, /*locality=*/2);
               }
             }
             char* row = data + own[k] * widths[a];

@@ -159,6 +159,13 @@ class Backward {
             static_cast<std::size_t>(size_of(table))};
   }
 
+  kernels::RadixPlan plan_of(std::size_t table) const {
+    // A coalesced gradient has rising rows; steps take them in the order that memory likes.
+    const bool rises = targets_[table].kind == TableTarget::Kind::kSparse;
+    return kernels::radix_plan(targets_[table].rows.num_rows,
+                               rises ? kernels::RowOrder::kRising : kernels::RowOrder::kSpread);
+  }
+
   bool is_wanted(std::size_t table) const {
     return targets_[table].kind != TableTarget::Kind::kNone && targets_[table].rows.num_rows > 0;
   }
@@ -275,30 +282,29 @@ class Backward {
     order.clear();
     const std::int64_t share = std::max<std::int64_t>(
         workspace_.firsts.back() / std::max<std::int64_t>(num_threads_, 1), 16384);
-    std::int64_t most_digits = 1;
+    std::int64_t most_counts = 1;
     for (std::size_t table = 0; table < pass_.num_tables; ++table) {
       if (size_of(table) == 0) continue;
-      const auto plan = kernels::radix_plan(targets_[table].rows.num_rows);
+      const kernels::RadixPlan plan = plan_of(table);
       if (num_threads_ > 1 && size_of(table) > share) {
         fill(table, true);
         sort_together(plan, entries_of(table), workspace_.spare.data() + workspace_.firsts[table],
                       num_threads_, workspace_.counts);
       } else {
-        most_digits = std::max(most_digits, plan.num_digits());
+        most_counts = std::max(most_counts, plan.num_counts());
         order.push_back(table);
       }
     }
     std::stable_sort(order.begin(), order.end(),
                      [&](std::size_t a, std::size_t b) { return size_of(a) > size_of(b); });
-    at_least(workspace_.counts, static_cast<std::size_t>(most_digits * num_threads_));
+    at_least(workspace_.counts, static_cast<std::size_t>(most_counts * num_threads_));
     share_jobs(static_cast<std::int64_t>(order.size()), num_threads_,
                [&](std::int64_t thread, std::int64_t job) {
                  const std::size_t table = order[job];
                  fill(table);
-                 kernels::sort_entries(kernels::radix_plan(targets_[table].rows.num_rows),
-                                       entries_of(table),
+                 kernels::sort_entries(plan_of(table), entries_of(table),
                                        workspace_.spare.data() + workspace_.firsts[table],
-                                       workspace_.counts.data() + thread * most_digits);
+                                       workspace_.counts.data() + thread * most_counts);
                });
   }
 

@@ -78,7 +78,7 @@ struct RowGradients {
   float limit = __builtin_inff();
 };
 
-/// A looked-up row and its source, sorted by row and, in a row, by position.
+/// A looked-up row and its source. Sorted: equal rows are together, in the order of positions.
 using RowEntry = std::uint64_t;
 TESSERA_TABLE_INLINE RowEntry make_entry(std::uint64_t row, std::uint64_t source) {
   return row << 32 | source;

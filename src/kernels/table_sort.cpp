@@ -10,8 +10,11 @@ namespace {
 // 2048 counters and as many open lines fit the first-level caches.
 constexpr int kMostBits = 11;
 
+constexpr std::uint64_t kPlaces = 37;
+
 std::uint32_t digit_of(const RadixPlan& plan, int pass, RowEntry entry) {
-  return static_cast<std::uint32_t>(entry >> (32 + pass * plan.bits_per_pass)) &
+  const std::uint64_t key = static_cast<std::uint64_t>(row_of(entry)) * plan.factor;
+  return static_cast<std::uint32_t>(key >> (pass * plan.bits_per_pass)) &
          ((1U << plan.bits_per_pass) - 1U);
 }
 
@@ -47,12 +50,13 @@ void fill_entries(const LookupIds& ids, const TableFeature& feature, std::int64_
   }
 }
 
-RadixPlan radix_plan(std::int64_t num_rows) {
+RadixPlan radix_plan(std::int64_t num_rows, RowOrder order) {
   const int bits =
       std::bit_width(static_cast<std::uint64_t>(std::max<std::int64_t>(num_rows, 1)) - 1);
   RadixPlan plan;
   plan.num_passes = (bits + kMostBits - 1) / kMostBits;
   plan.bits_per_pass = plan.num_passes == 0 ? 0 : (bits + plan.num_passes - 1) / plan.num_passes;
+  if (order == RowOrder::kSpread) plan.factor = kPlaces;
   return plan;
 }
 
@@ -81,8 +85,13 @@ void sort_entries(const RadixPlan& plan, std::span<RowEntry> entries, RowEntry* 
                   std::uint32_t* counts) {
   std::span<RowEntry> from = entries;
   std::span<RowEntry> to(spare, entries.size());
-  for (int pass = 0; pass < plan.num_passes; ++pass) {
-    count_digits(plan, pass, from, counts);
+  std::fill_n(counts, plan.num_counts(), 0U);
+  for (const RowEntry entry : entries) {
+    for (int pass = 0; pass < plan.num_passes; ++pass) {
+      ++counts[pass * plan.num_digits() + digit_of(plan, pass, entry)];
+    }
+  }
+  for (int pass = 0; pass < plan.num_passes; ++pass, counts += plan.num_digits()) {
     place_digits(plan, 1, counts);
     scatter_digits(plan, pass, from, counts, to.data());
     std::swap(from, to);

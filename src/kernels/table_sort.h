@@ -20,13 +20,23 @@ enum class EntrySource : std::uint8_t { kBag, kPosition };
 void fill_entries(const LookupIds& ids, const TableFeature& feature, std::int64_t begin,
                   std::int64_t end, EntrySource source, RowEntry* entries, std::uint32_t* bag_of);
 
+/// The order of different rows.
+///
+/// kSpread goes through the table at 37 places at a time, each rising: rows that follow each other
+/// lie far apart, so the processor's own guesses at the next lines, most of them not wanted, stay
+/// away; lines of state and pages, which neighbouring rows share, are still visited in one go.
+enum class RowOrder : std::uint8_t { kRising, kSpread };
+
 /// How a sort of rows below `num_rows` is cut into passes.
 struct RadixPlan {
   int num_passes = 0;
   int bits_per_pass = 0;
+  std::uint64_t factor = 1;  // rows are ordered by their product with it; odd, so all differ
   std::int64_t num_digits() const { return std::int64_t{1} << bits_per_pass; }
+  /// How many counters sort_entries needs.
+  std::int64_t num_counts() const { return num_passes * num_digits(); }
 };
-RadixPlan radix_plan(std::int64_t num_rows);
+RadixPlan radix_plan(std::int64_t num_rows, RowOrder order);
 
 /// counts[d]: how many of the entries have digit d in this pass.
 void count_digits(const RadixPlan& plan, int pass, std::span<const RowEntry> entries,
@@ -39,7 +49,7 @@ void scatter_digits(const RadixPlan& plan, int pass, std::span<const RowEntry> e
                     std::uint32_t* places, RowEntry* output);
 
 /// All of it on one thread. The result is in `entries`; `spare` is as long; `counts` has
-/// plan.num_digits() numbers.
+/// plan.num_counts() numbers.
 void sort_entries(const RadixPlan& plan, std::span<RowEntry> entries, RowEntry* spare,
                   std::uint32_t* counts);
 

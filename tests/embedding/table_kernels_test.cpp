@@ -169,6 +169,24 @@ TEST(TableLookup, AnIdOutsideCountsAsRowZeroAndIsReported) {
   }
 }
 
+/// Every row's entries are together and in the order of `rising`, which is sorted; rows may come in
+/// any order.
+void expect_runs_of(const std::vector<RowEntry>& rising, const std::vector<RowEntry>& entries) {
+  ASSERT_EQ(entries.size(), rising.size());
+  std::vector<bool> is_found(rising.size(), false);
+  for (std::size_t i = 0; i < entries.size();) {
+    auto at = static_cast<std::size_t>(
+        std::lower_bound(rising.begin(), rising.end(), make_entry(row_of(entries[i]), 0)) -
+        rising.begin());
+    const std::int64_t row = row_of(entries[i]);
+    for (; at < rising.size() && row_of(rising[at]) == row; ++at, ++i) {
+      ASSERT_EQ(entries[i], rising[at]);
+      ASSERT_FALSE(is_found[at]);
+      is_found[at] = true;
+    }
+  }
+}
+
 TEST(TableSort, IsStableForAnyNumberOfRowsAndPieces) {
   std::mt19937_64 random(3);
   for (const std::int64_t num_rows : {std::int64_t{1}, std::int64_t{2}, std::int64_t{1000},
@@ -181,10 +199,13 @@ TEST(TableSort, IsStableForAnyNumberOfRowsAndPieces) {
       std::vector<RowEntry> wanted = entries;
       std::stable_sort(wanted.begin(), wanted.end(),
                        [](RowEntry a, RowEntry b) { return row_of(a) < row_of(b); });
-      const RadixPlan plan = radix_plan(num_rows);
-      std::vector<RowEntry> spare(count);
-      std::vector<std::uint32_t> counts(plan.num_digits());
-      sort_entries(plan, entries, spare.data(), counts.data());
+      for (const RowOrder order : {RowOrder::kSpread, RowOrder::kRising}) {
+        const RadixPlan plan = radix_plan(num_rows, order);
+        std::vector<RowEntry> spare(count);
+        std::vector<std::uint32_t> counts(plan.num_counts());
+        sort_entries(plan, entries, spare.data(), counts.data());
+        if (order == RowOrder::kSpread) expect_runs_of(wanted, entries);
+      }
       EXPECT_EQ(entries, wanted);
     }
   }
@@ -206,8 +227,8 @@ struct Gradients {
     fill_entries(ids, feature, 0, 40, is_weighted ? EntrySource::kPosition : EntrySource::kBag,
                  entries.data(), bag_of.data());
     std::vector<RowEntry> spare(entries.size());
-    const RadixPlan plan = radix_plan(sample.rows.num_rows);
-    std::vector<std::uint32_t> counts(plan.num_digits());
+    const RadixPlan plan = radix_plan(sample.rows.num_rows, RowOrder::kSpread);
+    std::vector<std::uint32_t> counts(plan.num_counts());
     sort_entries(plan, entries, spare.data(), counts.data());
     // Two features: the first 25 bags, and the others further on.
     segments = {{0, 1, columns + 3}, {25, 2 + 25 * (columns + 3), columns + 3}};

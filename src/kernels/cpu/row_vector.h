@@ -85,35 +85,41 @@ inline auto with_row(Element element, const Body& body) {
   }
 }
 
-constexpr std::int64_t kLineBytes = 64;
-
-/// How many rows ahead to fetch, so that about 48 lines are under way: more than one core can have
-/// open, and few enough not to push each other out.
-inline std::int64_t rows_ahead(std::int64_t bytes_per_row) {
-  const std::int64_t lines = (bytes_per_row + kLineBytes - 1) / kLineBytes;
-  const std::int64_t rows = 48 / (lines < 1 ? 1 : lines);
-  return rows < 3 ? 3 : (rows > 16 ? 16 : rows);
-}
-
 // GCC takes a function that only prefetches for one that does nothing, and drops calls of it: such
 // functions are inlined before it looks.
 #define TESSERA_INLINE_ALWAYS inline __attribute__((always_inline))
 
-template <int kWrite>
+constexpr std::int64_t kLineBytes = 64;
+
+/// How many rows ahead to fetch, so that about 128 lines are under way: more than one core can have
+/// open, and few enough not to push each other out.
+inline std::int64_t rows_ahead(std::int64_t bytes_per_row) {
+  const std::int64_t lines = (bytes_per_row + kLineBytes - 1) / kLineBytes;
+  const std::int64_t rows = 128 / (lines < 1 ? 1 : lines);
+  return rows < 3 ? 3 : (rows > 32 ? 32 : rows);
+}
+
+/// Brings a line into the second-level cache and no further. Rows at random places are bound by how
+/// many lines are awaited at once, and that cache can wait for more of them than the first.
+TESSERA_INLINE_ALWAYS void prefetch_line(const void* line) {
+  __builtin_prefetch(line, /*rw=*/0, /*locality=*/2);
+}
+
 TESSERA_INLINE_ALWAYS void prefetch(const void* from, std::int64_t bytes) {
   const char* first = static_cast<const char*>(from);
   constexpr std::int64_t kMost = 32 * kLineBytes;
   const std::int64_t count = bytes < kMost ? bytes : kMost;
-  for (std::int64_t at = 0; at < count; at += kLineBytes) {
-    __builtin_prefetch(first + at, kWrite, 3);
-  }
+  for (std::int64_t at = 0; at < count; at += kLineBytes) prefetch_line(first + at);
   // A row that does not begin at a line ends in one more.
   if ((reinterpret_cast<std::uintptr_t>(first) & (kLineBytes - 1)) != 0 && count > 0) {
-    __builtin_prefetch(first + count - 1, kWrite, 3);
+    prefetch_line(first + count - 1);
   }
 }
 
-/// The sum over the elements of two arrays, with lanes of its own so that all levels add alike.
+typedef float FourFloats __attribute__((vector_size(16)));
+
+/// The sum over the elements of two arrays: 16 sums, of which halves are added until one is left,
+/// so that all levels add alike.
 template <typename Row>
 inline float dot(const typename Row::Stored* a, const float* b, std::int64_t count) {
   constexpr int kSums = 16 / kLanes;
@@ -124,11 +130,11 @@ inline float dot(const typename Row::Stored* a, const float* b, std::int64_t cou
       sums[i] += Row::load(a + c + i * kLanes) * SingleRow::load(b + c + i * kLanes);
     }
   }
-  float total = 0;
+  FourFloats quarters[4];
+  __builtin_memcpy(quarters, sums, sizeof(quarters));
+  const FourFloats four = (quarters[0] + quarters[2]) + (quarters[1] + quarters[3]);
+  float total = (four[0] + four[2]) + (four[1] + four[3]);
   for (std::int64_t c = whole; c < count; ++c) total += Row::widen(a[c]) * b[c];
-  for (int i = 0; i < kSums; ++i) {
-    for (int lane = 0; lane < kLanes; ++lane) total += sums[i][lane];
-  }
   return total;
 }
 

@@ -41,7 +41,7 @@ struct Walk {
   TESSERA_INLINE_ALWAYS void fetch(std::int64_t position) const {
     if (position >= last) return;
     const std::int64_t id = ids.id(position);
-    if (!is_outside(id)) prefetch<0>(data + id * num_columns, row_bytes());
+    if (!is_outside(id)) prefetch(data + id * num_columns, row_bytes());
   }
   const typename Row::Stored* row(std::int64_t position) {
     std::int64_t id = ids.id(position);

@@ -1,9 +1,8 @@
 // Steps rows of tables. Compiled once per instruction set; see kernels/CMakeLists.txt and the note
 // at the top of reduce.cpp.
 //
-// Rows are visited in ascending order, so pages are reached once; the lines of a row, its state and
-// its gradient are fetched some entries ahead. A row that occurs once, with a gradient that needs
-// no factor, is stepped straight from that gradient.
+// The lines of a row, its state and its gradient are fetched some entries ahead. A row that occurs
+// once, with a gradient that needs no factor, is stepped straight from that gradient.
 
 #include "kernels/table_update.h"
 
@@ -275,22 +274,22 @@ struct Fetch {
   TESSERA_INLINE_ALWAYS void operator()(RowEntry entry) const {
     const std::int64_t row = row_of(entry);
     const std::int64_t full = rows.num_columns * 4;
-    prefetch<1>(static_cast<const char*>(rows.data) + row * row_bytes, row_bytes);
+    prefetch(static_cast<const char*>(rows.data) + row * row_bytes, row_bytes);
     if (state.momentum1 != nullptr) {
       if (has_full_momentum1(step.rule)) {
-        prefetch<1>(state.momentum1 + row * rows.num_columns, full);
+        prefetch(state.momentum1 + row * rows.num_columns, full);
       } else {
-        __builtin_prefetch(state.momentum1 + row, 1, 3);
+        prefetch_line(state.momentum1 + row);
       }
     }
     if (state.momentum2 != nullptr) {
       if (has_full_momentum2(step.rule)) {
-        prefetch<1>(state.momentum2 + row * rows.num_columns, full);
+        prefetch(state.momentum2 + row * rows.num_columns, full);
       } else {
-        __builtin_prefetch(state.momentum2 + row, 1, 3);
+        prefetch_line(state.momentum2 + row);
       }
     }
-    prefetch<0>(source_at<kPlain>(gradients, entry).data, full);
+    prefetch(source_at<kPlain>(gradients, entry).data, full);
   }
 };
 
