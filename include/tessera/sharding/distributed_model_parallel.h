@@ -67,8 +67,8 @@ class TESSERA_API Accumulation {
   std::vector<bool> were_kept_;
 };
 
-/// A model whose EmbeddingBagCollections and EmbeddingCollections are sharded as a plan says and
-/// whose other parameters are replicated and averaged.
+/// A model whose EmbeddingBagCollections, also feature-processed ones, and EmbeddingCollections are
+/// sharded as a plan says and whose other parameters are replicated and averaged.
 ///
 /// Collective over the group: construction, forward and backward, and what says so. With fused
 /// tables (the default) backward steps the rows and an optimizer steps `dense_parameters()`.
