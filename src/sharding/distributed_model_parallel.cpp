@@ -249,6 +249,29 @@ ModelParallelParts::ModelParallelParts(const std::shared_ptr<torch::nn::Module>&
   state_->replicate();
 }
 
+namespace {
+
+void copy_optimizers(const ShardedTables& from, ShardedTables& to) {
+  const auto given = from.optimizers();
+  const auto own = to.optimizers();
+  for (std::size_t i = 0; i < own.size(); ++i) {
+    own[i]->load_state_dict(given[i]->state_dict());
+    own[i]->set_learning_rate(given[i]->options().learning_rate);
+  }
+}
+
+}  // namespace
+
+ModelParallelParts::ModelParallelParts(const std::shared_ptr<torch::nn::Module>& module,
+                                       const ModelParallelParts& other)
+    : ModelParallelParts(module, other.state_->plan, other.state_->group, other.state_->options) {
+  // Shards lie alike on both sides; every rank copies its own.
+  data_parallel::load_state(*module, data_parallel::state_of(*other.state_->module));
+  for (std::size_t i = 0; i < state_->sharded.size(); ++i) {
+    copy_optimizers(*other.state_->sharded[i]->tables, *state_->sharded[i]->tables);
+  }
+}
+
 ModelParallelParts::~ModelParallelParts() = default;
 
 void ModelParallelParts::before_forward() {
