@@ -162,7 +162,7 @@ class ShardedEmbeddingBagCollection(ShardedTables[KeyedTensor, EmbeddingBagColle
     _OPERATION = _OPERATION
     _TABLES = "embedding_bags"
     _CODECS = (CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER)
-    _SETTINGS = ("_is_weighted",)
+    _SETTINGS = ("_is_weighted", "_weights_come_later", "_longest_bags")
 
     def __init__(
         self,
@@ -174,9 +174,17 @@ class ShardedEmbeddingBagCollection(ShardedTables[KeyedTensor, EmbeddingBagColle
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
         *,
         local_size: int | None = None,
+        weights_come_later: bool = False,
+        longest_bags: Sequence[tuple[str, int]] = (),
     ) -> None:
+        """With `weights_come_later` weights are given to `compute_weighted`, not with the features.
+
+        Features with bags longer than `longest_bags` says are the same ValueError on all ranks.
+        """
         super().__init__(qcomm_codecs_registry)
         self._is_weighted = module.is_weighted()
+        self._weights_come_later = weights_come_later
+        self._longest_bags = list(longest_bags)
         configs = module.embedding_bag_configs()
         self._check(configs, table_name_to_parameter_sharding, env)
         infos = create_sharding_infos_by_sharding(
@@ -185,7 +193,10 @@ class ShardedEmbeddingBagCollection(ShardedTables[KeyedTensor, EmbeddingBagColle
         self._lay_out(configs, infos, env, device, local_size)
 
     def _new_options(self) -> _C.sharding.ShardedOptions:
-        return _engine.ShardedOptions()
+        options = _engine.ShardedOptions()
+        options.weights_come_later = self._weights_come_later
+        options.longest_bags = self._longest_bags
+        return options
 
     def _new_engine(self, tables, plan, options) -> _C.sharding.ShardedEmbeddingBagCollection:
         return _engine.ShardedEmbeddingBagCollection(
@@ -209,6 +220,13 @@ class ShardedEmbeddingBagCollection(ShardedTables[KeyedTensor, EmbeddingBagColle
         ctx.variable_batch_per_feature = features.variable_stride_per_key()
         ctx.inverse_indices = features.inverse_indices_or_none()
         return self._send(features)
+
+    def compute_weighted(self, dist_input: list, weights: torch.Tensor) -> list:
+        """Send one weight for each id of the features that came in, then read the rows. Collective."""
+        return [
+            engine.compute_and_output_dist(part, weights)
+            for engine, part in zip(self._engines, dist_input, strict=True)
+        ]
 
     def output_dist(
         self, ctx: EmbeddingBagCollectionContext, output: list
