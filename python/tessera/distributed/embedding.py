@@ -190,6 +190,9 @@ class ShardedEmbeddingCollection(ShardedTables[dict[str, JaggedTensor], Embeddin
         """Return the rows to come."""
         return EmbeddingCollectionAwaitable(output, self._names)
 
+    def _sum(self, rows: dict[str, JaggedTensor]) -> torch.Tensor:
+        return sum(each.values().sum() for each in rows.values())
+
     # ---- what others ask ----
 
     def embedding_configs(self) -> list[EmbeddingConfig]:

@@ -234,6 +234,9 @@ class ShardedEmbeddingBagCollection(ShardedTables[KeyedTensor, EmbeddingBagColle
         """Return the rows to come."""
         return EmbeddingBagCollectionAwaitable(output, self._names)
 
+    def _sum(self, pooled: KeyedTensor) -> torch.Tensor:
+        return pooled.values().sum()
+
     # ---- what others ask ----
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
@@ -380,6 +383,9 @@ class ShardedEmbeddingBag(ShardedEmbeddingModule[list, list, torch.Tensor, NullS
     def output_dist(self, ctx: NullShardedModuleContext, output: list) -> LazyAwaitable[torch.Tensor]:
         """Return the rows to come."""
         return EmbeddingAwaitable(self._bags.output_dist(None, output))
+
+    def _empty_pass(self) -> torch.Tensor:
+        return self._bags._empty_pass()
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True):
         """Return this rank's parts: `weight`, `weight_1` and so on."""
