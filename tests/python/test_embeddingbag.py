@@ -72,26 +72,27 @@ def shard(wishes, fused_params=None, ebc=None, **options):
     return sharder.shard(ebc, plan, ShardingEnv.from_process_group(dist.group.WORLD))
 
 
-def check_pass(rank):
+def check_pass(rank, samples):
     world = dist.get_world_size()
     whole = collection()
     sharded = shard(MIXED, {"learning_rate": 0.5})
-    pooled = sharded(batch(rank))
+    pooled = sharded(batch(rank, samples[rank]))
     names = ["f@a", "g", "h", "f@c", "i"]
-    expected = whole(batch(rank))
+    expected = whole(batch(rank, samples[rank]))
     for name in names:
         torch.testing.assert_close(pooled[name], expected[name])
     sum((pooled[name] * (k + 1)).sum() for k, name in enumerate(names)).backward()
     for r in range(world):
-        pooled = whole(batch(r))
+        pooled = whole(batch(r, samples[r]))
         (sum((pooled[name] * (k + 1)).sum() for k, name in enumerate(names)) / world).backward()
     for name, rows in sharded.gather_tables().items():
         weight = whole.embedding_bags[name].weight
         torch.testing.assert_close(rows, (weight - 0.5 * weight.grad).detach())
 
 
-def test_sharded_equals_whole():
-    run_ranks(2, check_pass)
+@pytest.mark.parametrize("samples", [[3, 3], [3, 0, 5], [2, 5, 0, 1]])  # of each rank
+def test_sharded_equals_whole(samples):
+    run_ranks(len(samples), check_pass, samples)
 
 
 def check_state(rank):
