@@ -96,6 +96,8 @@ void bind_options(py::module_& module) {
       .def_readwrite("codecs", &ShardedOptions::codecs)
       .def_readwrite("local_size", &ShardedOptions::local_size)
       .def_readwrite("exact_row_norms", &ShardedOptions::exact_row_norms)
+      .def_readwrite("weights_come_later", &ShardedOptions::weights_come_later)
+      .def_readwrite("longest_bags", &ShardedOptions::longest_bags)
       .def_readwrite("device", &ShardedOptions::device);
   py::class_<ShardedSequenceOptions, ShardedOptions>(module, "ShardedSequenceOptions")
       .def(py::init<>())
@@ -124,7 +126,13 @@ void bind_pending_rows(py::module_& module) {
 /// What both collections have in common. Rows are left unset: whoever makes the module fills them.
 template <class T, class... Bases>
 void bind_collection(py::class_<T, Bases...>& collection) {
-  collection.def("compute_and_output_dist", &T::compute_and_output_dist, Release())
+  collection
+      .def(
+          "compute_and_output_dist",
+          [](T& self, const DistributedInput& input) {
+            return self.compute_and_output_dist(input);
+          },
+          Release())
       .def("optimizers", &T::optimizers)
       .def("gather_tables", &T::gather_tables, Release())
       .def("step", &T::step, Release())
@@ -153,6 +161,10 @@ void bind_tables(py::module_& module) {
         std::move(tables), std::move(plan), comm::Group(group), is_weighted, options);
   }));
   bind_collection(bags);
+  bags.def("compute_and_output_dist",
+           py::overload_cast<const DistributedInput&, const at::Tensor&>(
+               &ShardedEmbeddingBagCollection::compute_and_output_dist),
+           Release());
   auto rows = py::class_<ShardedEmbeddingCollection, ShardedTables,
                          std::shared_ptr<ShardedEmbeddingCollection>>(
       module, "ShardedEmbeddingCollection", py::multiple_inheritance());

@@ -1,6 +1,6 @@
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, dtype
@@ -1169,6 +1169,8 @@ class sharding:
         codecs: comm_ops.Codecs
         local_size: int
         exact_row_norms: bool
+        weights_come_later: bool
+        longest_bags: list[tuple[str, int]]
         device: torch.device
 
     class ShardedSequenceOptions(ShardedOptions):
@@ -1214,7 +1216,12 @@ class sharding:
             is_weighted: bool,
             options: sharding.ShardedOptions,
         ) -> None: ...
+        @overload
         def compute_and_output_dist(self, input: sharding.DistributedInput) -> sharding.PendingPooled: ...
+        @overload
+        def compute_and_output_dist(
+            self, input: sharding.DistributedInput, weights: Tensor
+        ) -> sharding.PendingPooled: ...
         def optimizers(self) -> list[embedding.RowOptimizer]: ...
         def gather_tables(self) -> dict[str, Tensor]: ...
         def step(self) -> None: ...

@@ -145,8 +145,10 @@ def fused_state(module: torch.nn.Module) -> dict[str, Tables]:
             found[path] = Tables(*part._checkpoint_tables(), has_weights=False)
             continue
         tables = getattr(part, "embedding_bags", None) or getattr(part, "embeddings", None)
-        optimizer = part.fused_optimizer() if hasattr(part, "fused_optimizer") else None
-        if optimizer is None or tables is None:
+        if tables is None or not hasattr(part, "fused_optimizer"):
+            continue
+        optimizer = part.fused_optimizer()
+        if optimizer is None:
             continue
         state = optimizer.state_dict()
         shards = []

@@ -14,6 +14,7 @@
 #include "tessera/embedding/embedding_bag_collection.h"
 #include "tessera/embedding/embedding_collection.h"
 #include "tessera/sharding/sharded_embedding_collection.h"
+#include "tessera/sharding/sharded_feature_processed_collection.h"
 
 namespace tessera::checkpoint {
 namespace {
@@ -101,17 +102,20 @@ std::shared_ptr<torch::nn::Module> delegated_of(torch::nn::Module& module) {
   return nullptr;
 }
 
+// The tables of a feature-processed collection are those of its child.
+bool is_tables(torch::nn::Module& module) {
+  return dynamic_cast<sharding::ShardedTables*>(&module) != nullptr &&
+         dynamic_cast<sharding::ShardedFeatureProcessedEmbeddingBagCollection*>(&module) == nullptr;
+}
+
 // The sharded tables that a module is, or that stand in for its own; null if there are none.
 std::shared_ptr<sharding::ShardedTables> sharded_tables_of(
     const std::shared_ptr<torch::nn::Module>& module) {
-  auto tables = std::dynamic_pointer_cast<sharding::ShardedTables>(module);
-  return tables ? tables
-                : std::dynamic_pointer_cast<sharding::ShardedTables>(delegated_of(*module));
+  return std::dynamic_pointer_cast<sharding::ShardedTables>(
+      is_tables(*module) ? module : delegated_of(*module));
 }
 
-bool is_sharded(torch::nn::Module& module) {
-  return dynamic_cast<sharding::ShardedTables*>(&module) != nullptr || delegated_of(module);
-}
+bool is_sharded(torch::nn::Module& module) { return is_tables(module) || delegated_of(module); }
 
 class TensorsState final : public Stateful {
  public:

@@ -12,25 +12,46 @@ namespace tessera::embedding {
 using jagged::JaggedTensor;
 using jagged::KeyedJaggedTensor;
 
-at::Tensor position_weights(const JaggedTensor& feature, const at::Tensor& weights,
-                            bool has_positions, const std::string& name) {
-  const std::int64_t max_length = weights.numel();
-  const std::int64_t count = feature.values().size(0);
-  if (count == 0) return weights.narrow(0, 0, 0);
+FeatureProcessor::~FeatureProcessor() = default;
+
+namespace {
+
+// Weights that are there already are positions.
+void check_feature(const JaggedTensor& feature, std::int64_t max_length, bool has_positions,
+                   const std::string& name) {
+  if (feature.values().size(0) == 0) return;
   if (has_positions) {
     const at::Tensor positions = feature.weights().to(at::kLong);
     const auto largest = positions.max().item<std::int64_t>();
     TESSERA_CHECK_VALUE(largest < max_length && positions.min().item<std::int64_t>() >= 0,
                         "embed.position_weighted: feature '", name, "' has position ", largest,
                         ", but weights for ", max_length, " positions.");
-    return weights.index_select(0, positions);
+    return;
   }
-  const at::Tensor longest = feature.lengths().argmax();
-  const auto length = feature.lengths()[longest.item<std::int64_t>()].item<std::int64_t>();
+  const auto longest = feature.lengths().argmax().item<std::int64_t>();
+  const auto length = feature.lengths()[longest].item<std::int64_t>();
   TESSERA_CHECK_VALUE(length <= max_length, "embed.position_weighted: feature '", name,
-                      "', sample ", longest.item<std::int64_t>(), " has ", length,
-                      " ids, but there are weights for ", max_length, " positions.");
-  return weights.index_select(0, jagged::offsets_range(feature.offsets(), count));
+                      "', sample ", longest, " has ", length, " ids, but there are weights for ",
+                      max_length, " positions.");
+}
+
+}  // namespace
+
+void check_positions(const KeyedJaggedTensor& features, const LongestBags& longest_bags) {
+  const bool has_positions = features.weights_or_none().defined();
+  for (const auto& [name, length] : longest_bags) {
+    if (!features.has_key(name)) continue;
+    check_feature(features.feature(features.index_of(name)), length, has_positions, name);
+  }
+}
+
+at::Tensor position_weights(const JaggedTensor& feature, const at::Tensor& weights,
+                            bool has_positions, const std::string& name) {
+  check_feature(feature, weights.numel(), has_positions, name);
+  const std::int64_t count = feature.values().size(0);
+  if (count == 0) return weights.narrow(0, 0, 0);
+  return weights.index_select(0, has_positions ? feature.weights().to(at::kLong)
+                                               : jagged::offsets_range(feature.offsets(), count));
 }
 
 at::Tensor position_weights(const KeyedJaggedTensor& features,
@@ -75,9 +96,9 @@ JaggedTensor PositionWeightedModule::forward(const JaggedTensor& feature) {
 
 void PositionWeightedModule::reset_parameters() { position_weight.detach().fill_(1.0); }
 
-GroupedPositionWeightedModule::GroupedPositionWeightedModule(const Lengths& max_feature_lengths,
+GroupedPositionWeightedModule::GroupedPositionWeightedModule(const LongestBags& max_feature_lengths,
                                                              at::Device device)
-    : torch::nn::Module("GroupedPositionWeightedModule") {
+    : FeatureProcessor("GroupedPositionWeightedModule") {
   const auto holder =
       register_module("position_weights", std::make_shared<torch::nn::Module>("PositionWeights"));
   for (const auto& [name, max_length] : max_feature_lengths) {
@@ -88,6 +109,12 @@ GroupedPositionWeightedModule::GroupedPositionWeightedModule(const Lengths& max_
 
 KeyedJaggedTensor GroupedPositionWeightedModule::forward(const KeyedJaggedTensor& features) {
   return features.with_weights(position_weights(features, weights_));
+}
+
+LongestBags GroupedPositionWeightedModule::longest_bags() const {
+  LongestBags lengths;
+  for (const auto& [name, weight] : weights_) lengths.emplace_back(name, weight.numel());
+  return lengths;
 }
 
 void GroupedPositionWeightedModule::reset_parameters() {

@@ -14,11 +14,14 @@
 #include "tessera/data_parallel/model_parts.h"
 #include "tessera/embedding/embedding_bag_collection.h"
 #include "tessera/embedding/embedding_collection.h"
+#include "tessera/embedding/feature_processed_collection.h"
+#include "tessera/sharding/sharded_feature_processed_collection.h"
 
 namespace tessera::sharding {
 
 using embedding::EmbeddingBagCollection;
 using embedding::EmbeddingCollection;
+using embedding::FeatureProcessedEmbeddingBagCollection;
 using jagged::KeyedJaggedTensor;
 
 namespace {
@@ -32,6 +35,12 @@ std::map<std::string, at::Tensor> weights_of(const auto& collection, const auto&
     if (!weight.is_meta()) weights[config.name] = weight;
   }
   return weights;
+}
+
+ShardedEmbeddingBagCollection& bags_of(ShardedEmbeddingBagCollection& tables) { return tables; }
+// A rank that shadows must not touch the processor: its gradients are answered with the buckets.
+ShardedEmbeddingBagCollection& bags_of(ShardedFeatureProcessedEmbeddingBagCollection& tables) {
+  return *tables.bags();
 }
 
 /// A sharded collection in its place in the model.
@@ -113,18 +122,18 @@ void State::replace(const std::string& path, Collection& collection, std::shared
   own->path = path;
   own->holder = holder;
   own->tables = tables;
-  if constexpr (std::is_same_v<Collection, EmbeddingBagCollection>) {
-    own->configs = collection.embedding_bag_configs();
-    own->is_weighted = collection.is_weighted();
-    own->shadow = [tables](const KeyedJaggedTensor& features) {
-      return tables->forward(features).values().sum();
-    };
-  } else {
+  if constexpr (std::is_same_v<Collection, EmbeddingCollection>) {
     own->configs = collection.embedding_configs();
     own->shadow = [tables](const KeyedJaggedTensor& features) {
       at::Tensor sum = at::zeros({});
       for (const auto& [name, rows] : tables->forward(features)) sum = sum + rows.values().sum();
       return sum;
+    };
+  } else {
+    own->configs = collection.embedding_bag_configs();
+    own->is_weighted = collection.is_weighted();
+    own->shadow = [tables](const KeyedJaggedTensor& features) {
+      return bags_of(*tables).forward(features).values().sum();
     };
   }
   const auto weights = weights_of(collection, own->configs);
@@ -140,6 +149,7 @@ void State::replace(const std::string& path, Collection& collection, std::shared
     return tables->forward(features);
   });
   for (const auto& parameter : tables->named_parameters()) {
+    if (parameter.key().rfind(std::string(holder) + ".", 0) != 0) continue;  // a processor's
     const bool is_dense =
         std::any_of(own->configs.begin(), own->configs.end(), [&](const auto& config) {
           const auto& how = tables->plan().at(config.name);
@@ -170,6 +180,13 @@ void State::shard() {
                                                               module_plan, group,
                                                               bags->is_weighted(), options.tables),
               "embedding_bags");
+    } else if (auto* processed =
+                   dynamic_cast<FeatureProcessedEmbeddingBagCollection*>(place->second.get())) {
+      replace(path, *processed,
+              std::make_shared<ShardedFeatureProcessedEmbeddingBagCollection>(
+                  processed->embedding_bag_configs(), processed->processor(), module_plan, group,
+                  options.tables),
+              "_embedding_bag_collection.embedding_bags");
     } else if (auto* rows = dynamic_cast<EmbeddingCollection*>(place->second.get())) {
       ShardedSequenceOptions own = options.tables;
       own.need_indices = rows->need_indices();
@@ -230,6 +247,29 @@ ModelParallelParts::ModelParallelParts(const std::shared_ptr<torch::nn::Module>&
     : state_(std::make_shared<State>(module, plan, group, options)) {
   state_->shard();
   state_->replicate();
+}
+
+namespace {
+
+void copy_optimizers(const ShardedTables& from, ShardedTables& to) {
+  const auto given = from.optimizers();
+  const auto own = to.optimizers();
+  for (std::size_t i = 0; i < own.size(); ++i) {
+    own[i]->load_state_dict(given[i]->state_dict());
+    own[i]->set_learning_rate(given[i]->options().learning_rate);
+  }
+}
+
+}  // namespace
+
+ModelParallelParts::ModelParallelParts(const std::shared_ptr<torch::nn::Module>& module,
+                                       const ModelParallelParts& other)
+    : ModelParallelParts(module, other.state_->plan, other.state_->group, other.state_->options) {
+  // Shards lie alike on both sides; every rank copies its own.
+  data_parallel::load_state(*module, data_parallel::state_of(*other.state_->module));
+  for (std::size_t i = 0; i < state_->sharded.size(); ++i) {
+    copy_optimizers(*other.state_->sharded[i]->tables, *state_->sharded[i]->tables);
+  }
 }
 
 ModelParallelParts::~ModelParallelParts() = default;

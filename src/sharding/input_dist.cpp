@@ -92,7 +92,8 @@ Fault InputSender::find_fault(DistContext& context) const {
         text_of("the ids are ", features.values().scalar_type(), ", of ", features.values().dim(),
                 " dimensions; they must be int32 or int64, of one dimension.")};
   }
-  if (options_.is_weighted && !features.weights_or_none().defined()) {
+  if (options_.is_weighted && !options_.weights_come_later &&
+      !features.weights_or_none().defined()) {
     return {Fault::Kind::kValue, "the collection is weighted, but the features have no weights."};
   }
   const std::size_t negative = negative_length(features);
@@ -104,6 +105,7 @@ Fault InputSender::find_fault(DistContext& context) const {
     return {Fault::Kind::kValue, text_of("the lengths add up to ", features.offset_per_key().back(),
                                          ", but there are ", features.values().numel(), " ids.")};
   }
+  embedding::check_positions(features, options_.longest_bags);
   Fault fault = find_batch_fault(context);
   return fault.kind == Fault::Kind::kNone ? find_id_fault(context) : fault;
 }
@@ -213,7 +215,7 @@ std::shared_ptr<DistContext> InputSender::prepare(const KeyedJaggedTensor& featu
   auto context = std::make_shared<DistContext>(features);
   try {
     context->fault = find_fault(*context);
-  } catch (const c10::Error& error) {  // features that cannot say what they hold
+  } catch (const c10::Error& error) {  // features that do not hold what they should
     context->fault = {Fault::Kind::kValue, error.what_without_backtrace()};
   }
   if (context->fault.kind != Fault::Kind::kNone) {
@@ -221,9 +223,10 @@ std::shared_ptr<DistContext> InputSender::prepare(const KeyedJaggedTensor& featu
         text_of(layout_->operation, ": on rank ", group_.rank(), ", ", context->fault.text);
   }
   const bool is_good = context->fault.kind == Fault::Kind::kNone;
+  const bool has_weights = options_.is_weighted && !options_.weights_come_later;
   context->is_recorded = at::GradMode::is_enabled();
   context->wants_weight_gradient =
-      is_good && options_.is_weighted && context->is_recorded && features.weights().requires_grad();
+      is_good && has_weights && context->is_recorded && features.weights().requires_grad();
   context->call =
       text_of(layout_->operation, " of table '", layout_->tables[0].name, "' and ",
               layout_->tables.size() - 1, " more, ids of ", features.values().scalar_type(), ", ",
@@ -233,8 +236,10 @@ std::shared_ptr<DistContext> InputSender::prepare(const KeyedJaggedTensor& featu
   context->sent.lengths_per_rank = context->sent.values_per_rank;
   if (is_good) {
     if (options_.sends_ids_once) remove_repeated_ids(*context);
-    context->sent = arrangement_.arrange(context->features, context->places, options_.is_weighted,
-                                         options_.needs_source || context->wants_weight_gradient);
+    const bool needs_source =
+        options_.needs_source || options_.weights_come_later || context->wants_weight_gradient;
+    context->sent =
+        arrangement_.arrange(context->features, context->places, has_weights, needs_source);
   }
   return context;
 }
@@ -273,6 +278,24 @@ void InputSender::raise(const DistContext& context) const {
   raise_together(layout_->operation, context.fault, context.call, group_);
 }
 
+Awaitable<at::Tensor> InputSender::exchange_weights(const DistContext& context) const {
+  // Rows bring gradients that are divided already; those of the weights are not to be.
+  const double factor = 1.0 / gradient_factor(group_);
+  at::Tensor own = context.features.weights().to(at::kFloat);
+  if (context.sent.source.defined()) own = own.index_select(0, context.sent.source);
+  return exchange_flat(own, context.sent.values_per_rank, context.received_values, group_, {},
+                       factor);
+}
+
+void InputSender::send_weights(DistContext& context, const at::Tensor& weights) const {
+  TESSERA_CHECK_VALUE(weights.defined() && weights.numel() == context.features.values().numel(),
+                      layout_->operation, ": there are ", weights.defined() ? weights.numel() : 0,
+                      " weights for ", context.features.values().numel(), " ids.");
+  const at::AutoGradMode recorded(context.is_recorded);
+  context.features = context.features.with_weights(weights);
+  if (layout_->has_routes) context.weights = exchange_weights(context).wait();
+}
+
 Awaitable<DistributedInput> InputSender::send(const std::shared_ptr<DistContext>& context) const {
   if (!layout_->has_routes) {
     context->lengths = context->sent.lengths;
@@ -295,13 +318,8 @@ Awaitable<DistributedInput> InputSender::send(const std::shared_ptr<DistContext>
   std::vector<Awaitable<at::Tensor>> weights;
   if (context->wants_weight_gradient) {
     const at::AutoGradMode recorded(true);
-    // Rows bring gradients that are divided already; those of the weights are not to be.
-    const double factor = 1.0 / gradient_factor(group_);
-    at::Tensor own = context->features.weights().to(at::kFloat);
-    if (sent.source.defined()) own = own.index_select(0, sent.source);
-    weights.push_back(
-        exchange_flat(own, sent.values_per_rank, context->received_values, group_, {}, factor));
-  } else if (options_.is_weighted) {
+    weights.push_back(exchange_weights(*context));
+  } else if (options_.is_weighted && !options_.weights_come_later) {
     weights.push_back(exchange(sent.weights, sent.values_per_rank, context->received_values));
   }
   return Awaitable<DistributedInput>([context, lengths, ids, weights] {

@@ -15,6 +15,7 @@
 #include "sharding/arrange.h"
 #include "sharding/table_layout.h"
 #include "tessera/embedding/config.h"
+#include "tessera/embedding/feature_processor.h"
 #include "tessera/embedding/table_batch.h"
 #include "tessera/sharding/sharded_module.h"
 
@@ -52,6 +53,9 @@ struct DistContext {
 
 struct InputDistOptions {
   bool is_weighted = false;
+  /// Weights are sent by `send_weights`, when the rows are read, and not with the ids.
+  bool weights_come_later = false;
+  embedding::LongestBags longest_bags = {};
   /// Keep where each id came from, for what is not pooled.
   bool needs_source = false;
   /// Of a variable batch, all features must become one batch by their inverse indices.
@@ -86,9 +90,14 @@ class InputSender {
   /// Sends the ids. Collective.
   comm::Awaitable<DistributedInput> send(const std::shared_ptr<DistContext>& context) const;
 
+  /// Sends the weights of the context's features, if they come later; gradients come back.
+  /// Collective.
+  void send_weights(DistContext& context, const at::Tensor& weights) const;
+
   const comm::Group& group() const noexcept { return group_; }
 
  private:
+  comm::Awaitable<at::Tensor> exchange_weights(const DistContext& context) const;
   Fault find_fault(DistContext& context) const;
   Fault find_batch_fault(const DistContext& context) const;
   bool has_bad_id(const DistContext& context) const;

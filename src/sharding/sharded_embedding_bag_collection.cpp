@@ -61,6 +61,8 @@ struct ShardedEmbeddingBagCollection::State {
                                                          options.exact_row_norms, options.device});
     InputDistOptions input;
     input.is_weighted = is_weighted;
+    input.weights_come_later = is_weighted && options.weights_come_later;
+    input.longest_bags = options.longest_bags;
     input.bounds_check = options.bounds_check;
     input.device = options.device;
     input.needs_one_batch = true;
@@ -107,7 +109,8 @@ std::string State::options_text() const {
            : form == 1 ? "sparse"
                        : "fused")
        << " gradients, " << (options.exact_row_norms ? "exact" : "local") << " row norms, "
-       << (is_weighted ? "weighted" : "not weighted") << ", wire formats "
+       << (is_weighted ? "weighted" : "not weighted")
+       << (options.weights_come_later ? " later" : "") << ", wire formats "
        << static_cast<int>(options.codecs.forward.format()) << " and "
        << static_cast<int>(options.codecs.backward.format()) << ", " << layout->topology.local_size
        << " ranks per host";
@@ -278,8 +281,19 @@ KeyedTensor ShardedEmbeddingBagCollection::forward(const KeyedJaggedTensor& feat
 
 comm::LazyAwaitable<KeyedTensor> ShardedEmbeddingBagCollection::compute_and_output_dist(
     const DistributedInput& input) {
+  const bool is_later = state_->is_weighted && state_->options.weights_come_later;
+  return compute_and_output_dist(
+      input, is_later ? input.context->features.weights_or_none() : at::Tensor());
+}
+
+comm::LazyAwaitable<KeyedTensor> ShardedEmbeddingBagCollection::compute_and_output_dist(
+    const DistributedInput& input, const at::Tensor& weights) {
   const std::shared_ptr<DistContext> context = input.context;
   const std::shared_ptr<State> state = state_;
+  const bool is_later = state->is_weighted && state->options.weights_come_later;
+  TESSERA_CHECK_VALUE(is_later || !weights.defined(), kOperation,
+                      ": weights are given to the rows; ask for weights_come_later.");
+  if (is_later) state->sender->send_weights(*context, weights);
   const TableBatch* routed = state->local->routed();
   const auto nothing = at::TensorOptions(at::kFloat).device(state->options.device);
   // A rank without rows still takes part, and so do the weights it was sent.

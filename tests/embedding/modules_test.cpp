@@ -6,6 +6,7 @@
 #include "tessera/embedding/embedding_bag.h"
 #include "tessera/embedding/embedding_bag_collection.h"
 #include "tessera/embedding/embedding_collection.h"
+#include "tessera/embedding/feature_processed_collection.h"
 #include "tessera/embedding/position_weighted.h"
 
 namespace tessera::embedding {
@@ -356,6 +357,33 @@ TEST(PositionWeighted, OfOneFeature) {
   EXPECT_TRUE(at::equal(weighted.weights().detach(), at::ones({3})));
   weighted.weights().sum().backward();
   EXPECT_TRUE(at::equal(module.position_weight.grad(), floats({2, 1})));
+}
+
+TEST(FeatureProcessed, PoolsRowsWithTheProcessorsWeights) {
+  const auto bags = std::make_shared<EmbeddingBagCollection>(
+      std::vector{table("t", 5, 1, {"f"}), table("u", 5, 1, {"g"}, PoolingType::kMean)}, true);
+  count_rows(bags->weight("t"));
+  count_rows(bags->weight("u"));
+  const auto weights =
+      std::make_shared<GroupedPositionWeightedModule>(LongestBags{{"f", 2}, {"g", 2}});
+  FeatureProcessedEmbeddingBagCollection module(bags, weights);
+  weights->parameters()[0].detach().copy_(floats({10, 100}));
+  // f: 1 * 10 + 2 * 100, nothing, 3 * 10; g: 0, (4 + 4) / 2, nothing.
+  const KeyedTensor pooled = module.forward(batch());
+  EXPECT_TRUE(at::equal(pooled["f"].detach().squeeze(1), floats({210, 0, 30})));
+  EXPECT_TRUE(at::equal(pooled["g"].detach().squeeze(1), floats({0, 4, 0})));
+  pooled.values().sum().backward();
+  EXPECT_TRUE(at::equal(weights->parameters()[0].grad(), floats({4, 2})));
+  EXPECT_TRUE(at::equal(weights->parameters()[1].grad(), floats({2, 2})));
+  EXPECT_TRUE(at::equal(bags->weight("t").grad().squeeze(1), floats({0, 10, 100, 10, 0})));
+  const auto parameters = module.named_parameters();
+  EXPECT_TRUE(parameters.contains("_embedding_bag_collection.embedding_bags.t.weight"));
+  EXPECT_TRUE(parameters.contains("_feature_processors.position_weights.f"));
+  EXPECT_EQ(error_text([&] {
+              FeatureProcessedEmbeddingBagCollection(
+                  std::make_shared<EmbeddingBagCollection>(std::vector{table("t", 5, 1)}), weights);
+            }),
+            "embed.feature_processed: the collection is not weighted. Make it with is_weighted.");
 }
 
 }  // namespace

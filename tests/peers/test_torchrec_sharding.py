@@ -45,6 +45,12 @@ def wishes_of(plans, kind):
             "b": plans.column_wise([0]),
             "c": plans.column_wise([1]),
         },
+        # The peer has no wish for it; the plan below calls column-wise parts so.
+        "table_column_wise": {
+            "a": plans.column_wise([1, 0]),
+            "b": plans.column_wise([1]),
+            "c": plans.column_wise([0]),
+        },
         "row_wise": {name: plans.row_wise() for name in TABLES},
         "table_row_wise": {name: plans.table_row_wise(0) for name in TABLES},
         "data_parallel": {name: plans.data_parallel() for name in TABLES},
@@ -70,6 +76,8 @@ def make(side, kind, fused_params, means=()):
     for sharding in plan.values():
         if sharding.sharding_type != "data_parallel":
             sharding.compute_kernel = "fused"
+        if kind == "table_column_wise":
+            sharding.sharding_type = kind
     env = types.ShardingEnv.from_process_group(dist.group.WORLD)
     sharded = sharder.shard(ebc, plan, env, torch.device("cpu"))
     fill(sharded)
@@ -147,7 +155,15 @@ def compare(rank, kind, optimizer):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-KINDS = ["table_wise", "column_wise", "row_wise", "table_row_wise", "data_parallel", "mixed"]
+KINDS = [
+    "table_wise",
+    "column_wise",
+    "table_column_wise",
+    "row_wise",
+    "table_row_wise",
+    "data_parallel",
+    "mixed",
+]
 RULES = ["EXACT_SGD", "EXACT_ADAGRAD", "EXACT_ROWWISE_ADAGRAD"]
 
 

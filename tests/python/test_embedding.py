@@ -76,13 +76,14 @@ def check_pass(rank):
         stepped = [name for name in "abcd" if wishes[name] is not MIXED["c"]]  # replicas are dense
         rule = torch.optim.SGD([whole.embeddings[name].weight for name in stepped], lr=0.1)
         for step in range(2):
-            sizes = [3 + step, 2 * step]  # first none on rank 1
+            sizes = [3 + step, 2 * step, 1, 4 * step]  # first none on ranks 1 and 3
             rows = sharded(batch(rank, sizes[rank]))
             assert_rows(rows, whole(batch(rank, sizes[rank])))
             loss_of(rows).backward()
             whole.zero_grad()
-            for r in range(2):
-                (loss_of(whole(batch(r, sizes[r]))) / 2).backward()
+            world = dist.get_world_size()
+            for r in range(world):
+                (loss_of(whole(batch(r, sizes[r]))) / world).backward()
             rule.step()
         for name, rows in sharded.gather_tables().items():
             torch.testing.assert_close(rows, whole.embeddings[name].weight.detach())
@@ -347,6 +348,11 @@ def check_errors(rank):
 )
 def test_two_ranks(body):
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_more_ranks(world):
+    run_ranks(world, check_pass)
 
 
 def check_one(rank):

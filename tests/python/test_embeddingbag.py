@@ -58,25 +58,26 @@ def shard(wishes, fused_params=None, ebc=None, **options):
     return shard_with(EmbeddingBagCollectionSharder(fused_params, **options), ebc or collection(), wishes)
 
 
-def check_pass(rank):
+def check_pass(rank, samples):
     world = dist.get_world_size()
     whole = collection()
     sharded = shard(MIXED, {"learning_rate": 0.5})
-    pooled = sharded(batch(rank))
-    expected = whole(batch(rank))
+    pooled = sharded(batch(rank, samples[rank]))
+    expected = whole(batch(rank, samples[rank]))
     for name in NAMES:
         torch.testing.assert_close(pooled[name], expected[name])
     sum((pooled[name] * (k + 1)).sum() for k, name in enumerate(NAMES)).backward()
     for r in range(world):
-        pooled = whole(batch(r))
+        pooled = whole(batch(r, samples[r]))
         (sum((pooled[name] * (k + 1)).sum() for k, name in enumerate(NAMES)) / world).backward()
     for name, rows in sharded.gather_tables().items():
         weight = whole.embedding_bags[name].weight
         torch.testing.assert_close(rows, (weight - 0.5 * weight.grad).detach())
 
 
-def test_sharded_equals_whole():
-    run_ranks(2, check_pass)
+@pytest.mark.parametrize("samples", [[3, 3], [3, 0, 5], [2, 5, 0, 1]])  # of each rank
+def test_sharded_equals_whole(samples):
+    run_ranks(len(samples), check_pass, samples)
 
 
 def check_state(rank):

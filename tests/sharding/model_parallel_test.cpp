@@ -299,6 +299,40 @@ TEST(ModelParallelState, IsSavedAndLoadedUnderAnotherPlanAtAnotherWorld) {
   std::filesystem::remove_all(folder);
 }
 
+TEST_P(ModelParallel, CopiesAreAlikeAndIndependent) {
+  const int world = GetParam();
+  run_ranks(world, [&](const comm::Group& group) {
+    ModelParallelOptions options = options_of();
+    options.tables.optimizer.kind = embedding::OptimizerKind::kAdam;
+    DistributedModelParallel model(std::make_shared<Model>(), plan_for(world), group, options);
+    const auto step = [&](auto& own, int number) {
+      loss_of(own(batch(number, group.rank()).kjt(false))).backward();
+    };
+    step(model, 0);
+    set_tables_learning_rate(model.parts(), kRate / 2);
+    {
+      const at::NoGradGuard no_grad;
+      model.module()->layer->bias.add_(1);
+    }
+    auto twin = model.copy(std::make_shared<Model>(GradientForm::kFused, at::kMeta));
+    const Tensors before = state_dict_of(model.parts());
+    for (const auto& [name, tensor] : state_dict_of(twin.parts())) {
+      EXPECT_TRUE(at::equal(tensor, before.at(name))) << name;
+    }
+    step(twin, 1);  // by the moments and the rate of the first
+    for (const auto& [name, tensor] : state_dict_of(model.parts())) {
+      EXPECT_TRUE(at::equal(tensor, before.at(name))) << name;
+    }
+    step(model, 1);
+    const Tensors after = state_dict_of(model.parts());
+    EXPECT_FALSE(at::equal(after.at("bags.embedding_bags.a.weight"),
+                           before.at("bags.embedding_bags.a.weight")));
+    for (const auto& [name, tensor] : state_dict_of(twin.parts())) {
+      EXPECT_TRUE(at::equal(tensor, after.at(name))) << name;
+    }
+  });
+}
+
 TEST(ModelParallelErrors, SayWhatThePlanGotWrong) {
   run_ranks(1, [](const comm::Group& group) {
     ShardingPlan plan = plan_for(1);

@@ -15,7 +15,8 @@ PORT = 29641
 
 
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
-def test_rows_are_summed_inside_hosts():
+@pytest.mark.parametrize("name", ["SumsInHosts", "SumsSaveBytesBetweenHosts"])
+def test_rows_are_summed_inside_hosts(name):
     with hosts.TwoHosts() as two:
         words = ["-n", "2", "--nnodes", "2", "--rdzv-endpoint", f"{two.addresses[0]}:{PORT}"]
         nodes = [
@@ -28,7 +29,7 @@ def test_rows_are_summed_inside_hosts():
                     f"--node-rank={node}",
                     "--",
                     os.environ["TESSERA_BAG_TEST"],
-                    "--gtest_filter=BagLaunched.SumsInHosts",
+                    f"--gtest_filter=BagLaunched.{name}",
                 ],
                 env={**os.environ, "TESSERA_TEST_HOSTS": "2"},
                 stdout=subprocess.PIPE,

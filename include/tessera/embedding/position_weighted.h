@@ -9,6 +9,7 @@
 #include <torch/nn/module.h>
 
 #include "tessera/core/export.h"
+#include "tessera/embedding/feature_processor.h"
 #include "tessera/jagged/keyed_jagged_tensor.h"
 
 namespace tessera::embedding {
@@ -42,14 +43,14 @@ class TESSERA_API PositionWeightedModule : public torch::nn::Module {
 };
 
 /// Position weights of many features; parameters `position_weights.<feature>`.
-class TESSERA_API GroupedPositionWeightedModule : public torch::nn::Module {
+class TESSERA_API GroupedPositionWeightedModule : public FeatureProcessor {
  public:
-  using Lengths = std::vector<std::pair<std::string, std::int64_t>>;
   /// Throws ValueError for a length below 1.
-  explicit GroupedPositionWeightedModule(const Lengths& max_feature_lengths,
+  explicit GroupedPositionWeightedModule(const LongestBags& max_feature_lengths,
                                          at::Device device = at::kCPU);
   /// The same features with weights; lengths, offsets and strides are kept.
-  jagged::KeyedJaggedTensor forward(const jagged::KeyedJaggedTensor& features);
+  jagged::KeyedJaggedTensor forward(const jagged::KeyedJaggedTensor& features) override;
+  LongestBags longest_bags() const override;
   void reset_parameters();
 
  private:

@@ -35,6 +35,9 @@ class TESSERA_API ModelParallelParts final : public data_parallel::Joinable {
  public:
   ModelParallelParts(const std::shared_ptr<torch::nn::Module>& module, const ShardingPlan& plan,
                      const comm::Group& group, const ModelParallelOptions& options);
+  /// As `other` is made, for a module like its module; takes all its values. Collective.
+  ModelParallelParts(const std::shared_ptr<torch::nn::Module>& module,
+                     const ModelParallelParts& other);
   ~ModelParallelParts() override;
   ModelParallelParts(const ModelParallelParts&) = delete;
   ModelParallelParts& operator=(const ModelParallelParts&) = delete;
@@ -67,8 +70,8 @@ class TESSERA_API Accumulation {
   std::vector<bool> were_kept_;
 };
 
-/// A model whose EmbeddingBagCollections and EmbeddingCollections are sharded as a plan says and
-/// whose other parameters are replicated and averaged.
+/// A model whose EmbeddingBagCollections, also feature-processed ones, and EmbeddingCollections are
+/// sharded as a plan says and whose other parameters are replicated and averaged.
 ///
 /// Collective over the group: construction, forward and backward, and what says so. With fused
 /// tables (the default) backward steps the rows and an optimizer steps `dense_parameters()`.
@@ -102,6 +105,14 @@ class DistributedModelParallel {
     return result;
   }
 
+  /// Shards `module`, which is as this one's was before, in the same way, and gives it all values:
+  /// parameters, buffers, rows, and the state of what steps the rows. From then on the two are
+  /// independent. Collective; throws ValueError for a module with other parameters.
+  DistributedModelParallel copy(std::shared_ptr<Module> module) const {
+    auto parts = std::make_unique<ModelParallelParts>(module, *parts_);
+    return DistributedModelParallel(std::move(module), std::move(parts));
+  }
+
   const std::shared_ptr<Module>& module() const noexcept { return module_; }
   ModelParallelParts& parts() noexcept { return *parts_; }
   /// Runs `body` on ranks that may have different numbers of batches: a rank that has run out takes
@@ -114,6 +125,10 @@ class DistributedModelParallel {
   [[nodiscard]] Accumulation no_sync() { return Accumulation(*parts_); }
 
  private:
+  DistributedModelParallel(std::shared_ptr<Module> module,
+                           std::unique_ptr<ModelParallelParts> parts)
+      : module_(std::move(module)), parts_(std::move(parts)) {}
+
   std::shared_ptr<Module> module_;
   std::unique_ptr<ModelParallelParts> parts_;
 };

@@ -11,6 +11,7 @@
 
 #include "tessera/comm/codec.h"
 #include "tessera/embedding/config.h"
+#include "tessera/embedding/feature_processor.h"
 #include "tessera/embedding/optimizer.h"
 #include "tessera/embedding/table_batch.h"
 #include "tessera/jagged/keyed_tensor.h"
@@ -34,6 +35,11 @@ struct ShardedOptions {
   /// Otherwise each part goes by its own columns. Costs one or two small exchanges per step among
   /// the ranks that hold such parts.
   bool exact_row_norms = false;
+  /// Weighted pooled collections: weights are given to compute_and_output_dist and travel then, not
+  /// with the ids. For weights that come of parameters, which earlier batches still change.
+  bool weights_come_later = false;
+  /// Batches with longer bags are refused, alike on all ranks. Features not named may be any.
+  embedding::LongestBags longest_bags = {};
   at::Device device = at::kCPU;
 };
 
@@ -61,6 +67,10 @@ class TESSERA_API ShardedEmbeddingBagCollection : public torch::nn::Module, publ
 
   /// Reads the rows and starts sending them home.
   comm::LazyAwaitable<jagged::KeyedTensor> compute_and_output_dist(const DistributedInput& input);
+  /// The same with `weights_come_later`: first sends one weight for each id of the features, in
+  /// their order. Without `weights`, those that the features have.
+  comm::LazyAwaitable<jagged::KeyedTensor> compute_and_output_dist(const DistributedInput& input,
+                                                                   const at::Tensor& weights);
 
   const comm::Group& group() const noexcept override;
   const ModulePlan& plan() const noexcept override;

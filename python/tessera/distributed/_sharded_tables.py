@@ -128,6 +128,15 @@ class _Placed:
     fused_params: dict[str, Any]
 
 
+@dataclass
+class _LastBatch:
+    """What a batch without samples must have in common with those of the other ranks."""
+
+    ids: torch.dtype = torch.int64
+    is_weighted: bool = False
+    wants_weight_gradient: bool = False
+
+
 _OWN_PARAMS = ("gradients", "exact_row_norms")
 
 
@@ -205,6 +214,7 @@ class ShardedTables(ShardedEmbeddingModule[list, list, Out, ShrdCtx]):
     def _build(self, placed: list[_Placed]) -> None:
         """Make the engines, one for every way of stepping rows, and register their parts."""
         self._placed = placed
+        self._last_batch = _LastBatch()
         groups: dict[Any, list[_Placed]] = {}
         stepped = [table for table in placed if table.sharding.kernel != "dense"]
         first = _step_key(stepped[0]) if stepped else None
@@ -417,6 +427,10 @@ class ShardedTables(ShardedEmbeddingModule[list, list, Out, ShrdCtx]):
     # ---- one batch ----
 
     def _send(self, features: KeyedJaggedTensor) -> Awaitable[Awaitable[list]]:
+        weights = features.weights_or_none()
+        self._last_batch = _LastBatch(
+            features.values().dtype, weights is not None, weights is not None and weights.requires_grad
+        )
         return _PendingSplits(_C.sharding.fused_input_dist([(engine, features) for engine in self._engines]))
 
     def compute(self, ctx: ShrdCtx, dist_input: list) -> list:
@@ -425,6 +439,22 @@ class ShardedTables(ShardedEmbeddingModule[list, list, Out, ShrdCtx]):
             engine.compute_and_output_dist(part)
             for engine, part in zip(self._engines, dist_input, strict=True)
         ]
+
+    @abc.abstractmethod
+    def _sum(self, output: Out) -> torch.Tensor: ...
+
+    def _empty_pass(self) -> torch.Tensor:
+        """Take part in a pass of the other ranks without samples; return what backward starts from."""
+        last = self._last_batch
+        names = list(dict.fromkeys(name for config in self._configs for name in config.feature_names))
+        weights = None
+        if last.is_weighted or getattr(self, "_is_weighted", False):
+            weights = torch.empty(0, requires_grad=last.wants_weight_gradient)
+        lengths = torch.zeros(0, dtype=torch.int32)
+        ids = torch.empty(0, dtype=last.ids)
+        empty = KeyedJaggedTensor(keys=names, values=ids, weights=weights, lengths=lengths, stride=0)
+        output = self(empty)
+        return self._sum(output.wait() if isinstance(output, Awaitable) else output)
 
     # ---- what others ask ----
 

@@ -22,8 +22,9 @@ from torch import nn
 
 from tessera import _C
 from tessera.distributed._sharded_tables import ShardedTables, sharding_infos
-from tessera.distributed.embedding_sharding import EmbeddingShardingContext, EmbeddingShardingInfo
+from tessera.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
 from tessera.distributed.embedding_types import BaseEmbeddingSharder
+from tessera.distributed.sharding.sequence_sharding import SequenceShardingContext
 from tessera.distributed.types import (
     Awaitable,
     CommOp,
@@ -31,6 +32,7 @@ from tessera.distributed.types import (
     ParameterSharding,
     QuantizedCommCodecs,
     ShardingEnv,
+    ShardingType,
 )
 from tessera.modules.embedding_configs import EmbeddingConfig
 from tessera.modules.embedding_modules import (
@@ -46,6 +48,7 @@ __all__ = [
     "EmbeddingCollectionContext",
     "EmbeddingCollectionSharder",
     "ShardedEmbeddingCollection",
+    "create_embedding_sharding",
     "create_sharding_infos_by_sharding",
     "get_ec_index_dedup",
     "set_ec_index_dedup",
@@ -75,6 +78,33 @@ def get_ec_index_dedup() -> bool:
     return _dedup["is_on"]
 
 
+def create_embedding_sharding(
+    sharding_type: str,
+    sharding_infos: list[EmbeddingShardingInfo],
+    env: ShardingEnv,
+    device: torch.device | None = None,
+    qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+) -> EmbeddingSharding[SequenceShardingContext, KeyedJaggedTensor, torch.Tensor, torch.Tensor]:
+    """Return the dists and lookups of one type of sharding, to be put together by hand.
+
+    `ShardedEmbeddingCollection` does all of it in one step, for all types at once.
+    """
+    from tessera.distributed.sharding.cw_sequence_sharding import CwSequenceEmbeddingSharding
+    from tessera.distributed.sharding.dp_sequence_sharding import DpSequenceEmbeddingSharding
+    from tessera.distributed.sharding.rw_sequence_sharding import RwSequenceEmbeddingSharding
+    from tessera.distributed.sharding.tw_sequence_sharding import TwSequenceEmbeddingSharding
+
+    types = {
+        ShardingType.DATA_PARALLEL.value: DpSequenceEmbeddingSharding,
+        ShardingType.TABLE_WISE.value: TwSequenceEmbeddingSharding,
+        ShardingType.COLUMN_WISE.value: CwSequenceEmbeddingSharding,
+        ShardingType.ROW_WISE.value: RwSequenceEmbeddingSharding,
+    }
+    if sharding_type not in types:
+        raise ValueError(f"sharding.create: {sharding_type!r} is not one of {', '.join(types)}.")
+    return types[sharding_type](sharding_infos, env, device, qcomm_codecs_registry)
+
+
 def create_sharding_infos_by_sharding(
     module: EmbeddingCollectionInterface,
     table_name_to_parameter_sharding: Mapping[str, ParameterSharding],
@@ -94,7 +124,7 @@ def create_sharding_infos_by_sharding(
 class EmbeddingCollectionContext(Multistreamable):
     """Belong to one batch. Where each id came from is kept by the engine, with the ids."""
 
-    sharding_contexts: list[EmbeddingShardingContext] = field(default_factory=list)
+    sharding_contexts: list[SequenceShardingContext] = field(default_factory=list)
     input_features: list[KeyedJaggedTensor] = field(default_factory=list)
     reverse_indices: list[torch.Tensor] = field(default_factory=list)
 
@@ -189,6 +219,9 @@ class ShardedEmbeddingCollection(ShardedTables[dict[str, JaggedTensor], Embeddin
     def output_dist(self, ctx: EmbeddingCollectionContext, output: list) -> EmbeddingCollectionAwaitable:
         """Return the rows to come."""
         return EmbeddingCollectionAwaitable(output, self._names)
+
+    def _sum(self, rows: dict[str, JaggedTensor]) -> torch.Tensor:
+        return sum(each.values().sum() for each in rows.values())
 
     # ---- what others ask ----
 

@@ -115,7 +115,10 @@ class _Group(nn.Module):
         pooling = PoolingType.SUM if self.config.pooling == PoolingType.NONE else self.config.pooling
         kind = getattr(_engine.PoolingType, pooling.value)
         tables = self.config.embedding_tables
-        named = [(t.name, part.weight, kind) for t, part in zip(tables, self.parts, strict=True)]
+        # Several parts of a table are tables of their own: "t", "t#1" and so on.
+        counts = [sum(other.name == table.name for other in tables[:k]) for k, table in enumerate(tables)]
+        names = [f"{t.name}#{count}" if count else t.name for t, count in zip(tables, counts, strict=True)]
+        named = [(name, part.weight, kind) for name, part in zip(names, self.parts, strict=True)]
         features = [(name, place) for place, table in enumerate(tables) for name in table.feature_names]
         return _engine.TableBatch(named, features, options)
 

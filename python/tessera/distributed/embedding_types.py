@@ -37,6 +37,7 @@ __all__ = [
     "BaseEmbeddingLookup",
     "BaseEmbeddingSharder",
     "BaseGroupedFeatureProcessor",
+    "BaseQuantEmbeddingSharder",
     "EmbeddingAttributes",
     "EmbeddingComputeKernel",
     "EmbeddingLocation",
@@ -344,3 +345,64 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
         if "_uvm" in compute_kernel:
             kind = ParameterStorage.DDR
         return {kind.value: get_tensor_size_bytes(tensor)}
+
+
+class BaseQuantEmbeddingSharder(ModuleSharder[M]):
+    """Know what all shardable collections of quantised tables have in common.
+
+    `shardable_params` names the tables to shard, all if left out; a module of which only some are named
+    cannot be sharded.
+    """
+
+    def __init__(
+        self, fused_params: dict[str, Any] | None = None, shardable_params: list[str] | None = None
+    ) -> None:
+        super().__init__()
+        self._fused_params = dict(fused_params) if fused_params else None
+        self._shardable_params = list(shardable_params or [])
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Return the types of sharding: whole tables, rows or columns."""
+        return [ShardingType.TABLE_WISE.value, ShardingType.ROW_WISE.value, ShardingType.COLUMN_WISE.value]
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        """Return the kernels; on CUDA also those whose rows lie in managed memory."""
+        kernels = [EmbeddingComputeKernel.QUANT.value]
+        if compute_device_type == "cuda":
+            kernels += [
+                EmbeddingComputeKernel.QUANT_UVM.value,
+                EmbeddingComputeKernel.QUANT_UVM_CACHING.value,
+            ]
+        return kernels
+
+    def shardable_parameters(self, module: M) -> dict[str, nn.Parameter]:
+        """Return the tables by name: what the state calls `<path>.<table>.weight`.
+
+        Raises ValueError if `shardable_params` names some of the module's tables and not others.
+        """
+        tables = {
+            name.split(".")[-2]: weight
+            for name, weight in module.state_dict(keep_vars=True).items()
+            if name.endswith(".weight")
+        }
+        if not self._shardable_params:
+            return tables
+        named = {name: weight for name, weight in tables.items() if name in self._shardable_params}
+        if named and len(named) < len(tables):
+            left = sorted(set(tables) - set(named))
+            raise ValueError(f"sharding.quant: tables {left} of the module are not named; name all or none.")
+        return named
+
+    @property
+    def fused_params(self) -> dict[str, Any] | None:
+        """Return further settings of the tables."""
+        return self._fused_params
+
+    def storage_usage(
+        self, tensor: torch.Tensor, compute_device_type: str, compute_kernel: str
+    ) -> dict[str, int]:
+        """Return the bytes of a table, with scale and bias of every row: two bytes each."""
+        kind = _storage(compute_device_type)
+        if "_uvm" in compute_kernel:
+            kind = ParameterStorage.DDR
+        return {kind.value: get_tensor_size_bytes(tensor) + 4 * tensor.size(0)}

@@ -10,7 +10,7 @@ Keys of the result are in the order of the shardings; use names, never places.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,11 @@ from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 
 from tessera import _C
 from tessera.distributed._sharded_tables import ShardedTables, sharding_infos
-from tessera.distributed.embedding_sharding import EmbeddingShardingContext, EmbeddingShardingInfo
+from tessera.distributed.embedding_sharding import (
+    EmbeddingSharding,
+    EmbeddingShardingContext,
+    EmbeddingShardingInfo,
+)
 from tessera.distributed.embedding_types import BaseEmbeddingSharder, ShardedEmbeddingModule
 from tessera.distributed.types import (
     Awaitable,
@@ -30,6 +34,7 @@ from tessera.distributed.types import (
     ParameterSharding,
     QuantizedCommCodecs,
     ShardingEnv,
+    ShardingType,
 )
 from tessera.modules.embedding_configs import (
     EmbeddingBagConfig,
@@ -52,7 +57,9 @@ __all__ = [
     "EmbeddingBagSharder",
     "ShardedEmbeddingBag",
     "ShardedEmbeddingBagCollection",
+    "VariableBatchEmbeddingBagCollectionAwaitable",
     "construct_output_kt",
+    "create_embedding_bag_sharding",
     "create_sharding_infos_by_sharding",
     "replace_placement_with_meta_device",
 ]
@@ -83,6 +90,49 @@ def replace_placement_with_meta_device(sharding_infos: list[EmbeddingShardingInf
             raise ValueError(f"sharding.meta: {type(spec).__name__} has no list of shards.")
         for shard in spec.shards:
             shard.placement = torch.distributed._remote_device(f"rank:{shard.placement.rank()}/meta")
+
+
+def create_embedding_bag_sharding(
+    sharding_type: str,
+    sharding_infos: list[EmbeddingShardingInfo],
+    env: ShardingEnv,
+    device: torch.device | None = None,
+    permute_embeddings: bool = False,
+    qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+) -> EmbeddingSharding[EmbeddingShardingContext, KeyedJaggedTensor, torch.Tensor, torch.Tensor]:
+    """Return the dists and lookups of pooled tables of one type of sharding, to be put together by hand.
+
+    `ShardedEmbeddingBagCollection` does all of it in one step, for all types at once. On the meta device
+    the shards are placed there.
+    """
+    from tessera.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
+    from tessera.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
+    from tessera.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding
+    from tessera.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
+    from tessera.distributed.sharding.twcw_sharding import TwCwPooledEmbeddingSharding
+    from tessera.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingSharding
+
+    if device is not None and device.type == "meta":
+        replace_placement_with_meta_device(sharding_infos)
+    by_column = {
+        ShardingType.COLUMN_WISE.value: CwPooledEmbeddingSharding,
+        ShardingType.TABLE_COLUMN_WISE.value: TwCwPooledEmbeddingSharding,
+    }
+    if sharding_type in by_column:
+        return by_column[sharding_type](
+            sharding_infos, env, device, permute_embeddings, qcomm_codecs_registry
+        )
+    others = {
+        ShardingType.DATA_PARALLEL.value: DpPooledEmbeddingSharding,
+        ShardingType.TABLE_WISE.value: TwPooledEmbeddingSharding,
+        ShardingType.ROW_WISE.value: RwPooledEmbeddingSharding,
+        ShardingType.TABLE_ROW_WISE.value: TwRwPooledEmbeddingSharding,
+    }
+    if sharding_type not in others:
+        raise ValueError(
+            f"sharding.create: {sharding_type!r} is not one of {', '.join([*others, *by_column])}."
+        )
+    return others[sharding_type](sharding_infos, env, device, qcomm_codecs_registry)
 
 
 def create_sharding_infos_by_sharding(
@@ -142,6 +192,49 @@ class EmbeddingBagCollectionAwaitable(LazyAwaitable[KeyedTensor]):
         return construct_output_kt([part.values() for part in parts], keys, dims)
 
 
+class VariableBatchEmbeddingBagCollectionAwaitable(LazyAwaitable[KeyedTensor]):
+    """Hold the pooled rows of variable batches on their way home.
+
+    Each awaitable gives the rows of one sharding, flat: output, sample, column; together they have the
+    outputs of `uncombined_embedding_names`, each with its own number of samples. `inverse_indices` say
+    which of them every sample of the full batch reads; `permute_op` then combines the parts of outputs.
+    """
+
+    def __init__(
+        self,
+        awaitables: list[Awaitable[torch.Tensor]],
+        inverse_indices: tuple[list[str], torch.Tensor],
+        batch_size_per_feature_pre_a2a: list[int],
+        uncombined_embedding_names: list[str],
+        uncombined_embedding_dims: list[int],
+        embedding_names: list[str],
+        embedding_dims: list[int],
+        permute_op: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        self._awaitables = awaitables
+        self._inverse_indices = inverse_indices
+        self._batches = batch_size_per_feature_pre_a2a
+        self._parts = list(zip(uncombined_embedding_names, uncombined_embedding_dims, strict=True))
+        self._names = embedding_names
+        self._dims = embedding_dims
+        self._permute_op = permute_op
+
+    def _wait_impl(self) -> KeyedTensor:
+        flat = torch.cat([awaitable.wait() for awaitable in self._awaitables])
+        names, inverse = self._inverse_indices
+        rows_of = {name: inverse[place] for place, name in enumerate(names)}
+        sizes = [batch * dim for batch, (_, dim) in zip(self._batches, self._parts, strict=True)]
+        columns = [
+            rows.view(-1, dim).index_select(0, rows_of[name.split("@")[0]])
+            for rows, (name, dim) in zip(flat.split(sizes), self._parts, strict=True)
+        ]
+        values = torch.cat(columns, dim=1)
+        if self._permute_op is not None:
+            values = self._permute_op(values)
+        return KeyedTensor(self._names, self._dims, values)
+
+
 class ShardedEmbeddingBagCollection(ShardedTables[KeyedTensor, EmbeddingBagCollectionContext]):
     """Pool the rows of tables that lie over the ranks as a plan says; made by its sharder.
 
@@ -162,7 +255,7 @@ class ShardedEmbeddingBagCollection(ShardedTables[KeyedTensor, EmbeddingBagColle
     _OPERATION = _OPERATION
     _TABLES = "embedding_bags"
     _CODECS = (CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER)
-    _SETTINGS = ("_is_weighted",)
+    _SETTINGS = ("_is_weighted", "_weights_come_later", "_longest_bags")
 
     def __init__(
         self,
@@ -174,9 +267,17 @@ class ShardedEmbeddingBagCollection(ShardedTables[KeyedTensor, EmbeddingBagColle
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
         *,
         local_size: int | None = None,
+        weights_come_later: bool = False,
+        longest_bags: Sequence[tuple[str, int]] = (),
     ) -> None:
+        """With `weights_come_later` weights are given to `compute_weighted`, not with the features.
+
+        Features with bags longer than `longest_bags` says are the same ValueError on all ranks.
+        """
         super().__init__(qcomm_codecs_registry)
         self._is_weighted = module.is_weighted()
+        self._weights_come_later = weights_come_later
+        self._longest_bags = list(longest_bags)
         configs = module.embedding_bag_configs()
         self._check(configs, table_name_to_parameter_sharding, env)
         infos = create_sharding_infos_by_sharding(
@@ -185,7 +286,10 @@ class ShardedEmbeddingBagCollection(ShardedTables[KeyedTensor, EmbeddingBagColle
         self._lay_out(configs, infos, env, device, local_size)
 
     def _new_options(self) -> _C.sharding.ShardedOptions:
-        return _engine.ShardedOptions()
+        options = _engine.ShardedOptions()
+        options.weights_come_later = self._weights_come_later
+        options.longest_bags = self._longest_bags
+        return options
 
     def _new_engine(self, tables, plan, options) -> _C.sharding.ShardedEmbeddingBagCollection:
         return _engine.ShardedEmbeddingBagCollection(
@@ -210,11 +314,21 @@ class ShardedEmbeddingBagCollection(ShardedTables[KeyedTensor, EmbeddingBagColle
         ctx.inverse_indices = features.inverse_indices_or_none()
         return self._send(features)
 
+    def compute_weighted(self, dist_input: list, weights: torch.Tensor) -> list:
+        """Send one weight for each id of the features that came in, then read the rows. Collective."""
+        return [
+            engine.compute_and_output_dist(part, weights)
+            for engine, part in zip(self._engines, dist_input, strict=True)
+        ]
+
     def output_dist(
         self, ctx: EmbeddingBagCollectionContext, output: list
     ) -> EmbeddingBagCollectionAwaitable:
         """Return the rows to come."""
         return EmbeddingBagCollectionAwaitable(output, self._names)
+
+    def _sum(self, pooled: KeyedTensor) -> torch.Tensor:
+        return pooled.values().sum()
 
     # ---- what others ask ----
 
@@ -362,6 +476,9 @@ class ShardedEmbeddingBag(ShardedEmbeddingModule[list, list, torch.Tensor, NullS
     def output_dist(self, ctx: NullShardedModuleContext, output: list) -> LazyAwaitable[torch.Tensor]:
         """Return the rows to come."""
         return EmbeddingAwaitable(self._bags.output_dist(None, output))
+
+    def _empty_pass(self) -> torch.Tensor:
+        return self._bags._empty_pass()
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True):
         """Return this rank's parts: `weight`, `weight_1` and so on."""

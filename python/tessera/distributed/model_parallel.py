@@ -12,17 +12,21 @@ from __future__ import annotations
 import abc
 import contextlib
 import copy
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
+from tessera.comm._group import make_subgroup
 from tessera.distributed.algorithms.ddp_comm_hooks import default_hooks
 from tessera.distributed.comm import get_local_size
 from tessera.distributed.sharding_plan import construct_module_sharding_plan, get_default_sharders, table_wise
 from tessera.distributed.types import (
+    Awaitable,
     ModuleSharder,
     ShardedModule,
     ShardingEnv,
@@ -112,15 +116,28 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
         wrapped = DistributedDataParallel(
             module,
             device_ids=None if device.type == "cpu" else [device],
-            process_group=env.process_group,
+            # A group of its own: a rank that has run out of batches answers tables and buckets in any order.
+            process_group=_dense_group(env.process_group),
             gradient_as_bucket_view=True,
             bucket_cap_mb=self._bucket_cap_mb,
             static_graph=self._static_graph,
             find_unused_parameters=self._find_unused_parameters,
         )
         if self._hook is not None:
-            wrapped.register_comm_hook(env.process_group, self._hook)
+            wrapped.register_comm_hook(wrapped.process_group, self._hook)
         dmp._dmp_wrapped_module = wrapped
+
+
+# The group beside each group, for everything that is replicated over it.
+_dense_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+
+
+def _dense_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return a second group of the same ranks, always the same one. Collective over the group."""
+    if group not in _dense_groups:
+        ranks = list(range(group.size()))
+        _dense_groups[group] = make_subgroup(group, ranks, f"dense of {group.group_name}", "dense")
+    return _dense_groups[group]
 
 
 def _own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -191,7 +208,86 @@ def _greedy_plan(
     )
 
 
-class DistributedModelParallel(nn.Module):
+class _Calls:
+    """Know in which order the last iteration used the sharded modules; a rank without batches keeps to it."""
+
+    def __init__(self) -> None:
+        self.last: list[ShardedModule] = []
+        self._now: list[ShardedModule] | None = None
+        self._waits = False
+
+    def watch(self, module: ShardedModule) -> None:
+        """Note the calls of a module, for this and no other."""
+        hooks = module._forward_hooks
+        for key in [key for key, hook in hooks.items() if isinstance(hook, _Calls)]:
+            del hooks[key]  # of the model that this one is a copy of
+        module.register_forward_hook(self)
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._now is not None:
+            self._now.append(module)
+            # Backward runs in the reverse order of the waits: let it be that of the calls.
+            if self._waits and isinstance(output, Awaitable):
+                output.wait()
+
+    def __deepcopy__(self, memo: dict) -> _Calls:
+        return self
+
+    @contextlib.contextmanager
+    def recorded(self, waits: bool) -> Iterator[None]:
+        """Within it, an iteration runs; with `waits`, rows are waited for when they are asked for."""
+        self._now = []
+        self._waits = waits
+        try:
+            yield
+            self.last = self._now or self.last
+        finally:
+            self._now = None
+
+
+class _ModelJoinHook(JoinHook):
+    """Take part in the passes of ranks that still have batches, without samples."""
+
+    def __init__(self, model: DistributedModelParallel, divide_by_initial_world_size: bool) -> None:
+        if not divide_by_initial_world_size and _sharded_modules(model.module):
+            raise ValueError(
+                "DistributedModelParallel: gradients of sharded tables are divided by the number of all "
+                "ranks; join with divide_by_initial_world_size."
+            )
+        self._model = model
+        self._dense = None
+        wrapped = model._dmp_wrapped_module
+        if isinstance(wrapped, DistributedDataParallel):
+            self._dense = wrapped.join_hook(divide_by_initial_world_size=divide_by_initial_world_size)
+
+    # Active ranks reduce buckets before, between and after the exchanges of the tables; answering both at
+    # once fits every order.
+    def main_hook(self) -> None:
+        failures: list[BaseException] = []
+
+        def answer_buckets() -> None:
+            try:
+                self._dense.main_hook()
+            except BaseException as error:  # raised by the caller
+                failures.append(error)
+
+        thread = threading.Thread(target=answer_buckets) if self._dense is not None else None
+        if thread is not None:
+            thread.start()
+        try:
+            self._model._shadow_tables()
+        finally:
+            if thread is not None:
+                thread.join()
+        if failures:
+            raise failures[0]
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        if self._dense is not None:
+            self._dense.post_hook(is_last_joiner)
+
+
+class DistributedModelParallel(nn.Module, Joinable):
     """Shard the collections of a model by a plan, and average the gradients of everything else.
 
     Collective: construction, forward, backward, copies, loading from another sharding. `env` is the world
@@ -211,7 +307,8 @@ class DistributedModelParallel(nn.Module):
         init_parameters: bool = True,
         data_parallel_wrapper: DataParallelWrapper | None = None,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
+        Joinable.__init__(self)
         self.init_parameters = init_parameters
         self._env = env or ShardingEnv.from_process_group(dist.group.WORLD)
         self.device = torch.device(device or "cpu")
@@ -225,6 +322,7 @@ class DistributedModelParallel(nn.Module):
         self._ddp_wrapped = False
         self._check_plan(module)
         self._dmp_wrapped_module = self._shard(module, "")
+        self._watch_calls()
         if init_parameters:
             self._init_parameters()
         if init_data_parallel:
@@ -264,7 +362,61 @@ class DistributedModelParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on this rank's batch."""
-        return self._dmp_wrapped_module(*args, **kwargs)
+        wrapped = self._dmp_wrapped_module
+        Join.notify_join_context(self)
+        if isinstance(wrapped, DistributedDataParallel):
+            # It joins with this one, which tells the others.
+            wrapped._join_config = self._join_config._replace(is_first_joinable=False)
+        with self._calls.recorded(waits=self._join_config.enable):
+            return wrapped(*args, **kwargs)
+
+    # ---- ranks with different numbers of batches ----
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Return a context in which ranks may have different numbers of batches.
+
+        A rank that has run out takes part with empty batches. Gradients are divided by the number of all
+        ranks. All ranks enter it; each runs forward, backward and steps inside. Rows of sharded modules
+        are waited for at once: they do not travel while the model computes.
+        """
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return what a rank without batches does; for torch's Join."""
+        return _ModelJoinHook(self, kwargs.get("divide_by_initial_world_size", True))
+
+    @property
+    def join_device(self) -> torch.device:
+        """Return the device of the messages that Join sends."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """Return the group whose ranks join."""
+        return self._env.process_group
+
+    def _watch_calls(self) -> None:
+        self._calls = _Calls()
+        for _, sharded in _sharded_modules(self.module):
+            self._calls.watch(sharded)
+
+    def _shadow_tables(self) -> None:
+        modules = self._calls.last or [module for _, module in _sharded_modules(self.module)]
+        with torch.enable_grad():
+            total = torch.zeros((), requires_grad=True)
+            for module in modules:
+                total = total + module._empty_pass()
+            total.backward()
 
     @property
     def module(self) -> nn.Module:
@@ -386,11 +538,13 @@ class DistributedModelParallel(nn.Module):
             module = copy.deepcopy(self.module)
         other = DistributedModelParallel.__new__(DistributedModelParallel)
         nn.Module.__init__(other)
+        Joinable.__init__(other)
         for name in ("init_parameters", "_env", "_sharder_map", "_data_parallel_wrapper", "_plan"):
             setattr(other, name, getattr(self, name))
         other.device = torch.device(device)
         other._ddp_wrapped = False
         other._dmp_wrapped_module = module
+        other._watch_calls()
         if self._ddp_wrapped:
             other.init_data_parallel()
         other.train(self.training)

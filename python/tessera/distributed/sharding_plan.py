@@ -253,8 +253,14 @@ def get_default_sharders() -> list[ModuleSharder[nn.Module]]:
     """Return a sharder for every type of module that can be sharded."""
     from tessera.distributed.embedding import EmbeddingCollectionSharder
     from tessera.distributed.embeddingbag import EmbeddingBagCollectionSharder, EmbeddingBagSharder
+    from tessera.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 
-    return [EmbeddingBagCollectionSharder(), EmbeddingBagSharder(), EmbeddingCollectionSharder()]
+    return [
+        EmbeddingBagCollectionSharder(),
+        EmbeddingBagSharder(),
+        EmbeddingCollectionSharder(),
+        FeatureProcessedEmbeddingBagCollectionSharder(),
+    ]
 
 
 def get_module_to_default_sharders() -> dict[type[nn.Module], ModuleSharder[nn.Module]]:

@@ -389,16 +389,21 @@ def init_parameters(module: nn.Module, device: torch.device) -> None:
 
     if not is_meta(module.parameters()) and not is_meta(module.buffers()):
         return
+    holders = (nn.ParameterDict, nn.ParameterList)  # their parameters are their owner's
     for name, owner in module.named_modules():
-        own = [*owner.parameters(recurse=False), *owner.buffers(recurse=False)]
-        if not is_meta(own) or isinstance(owner, ShardedModule):
+        if isinstance(owner, (ShardedModule, *holders)):
+            continue
+        parts = [owner, *(child for child in owner.children() if isinstance(child, holders))]
+        own = [t for part in parts for t in (*part.parameters(False), *part.buffers(False))]
+        if not is_meta(own):
             continue
         if not hasattr(owner, "reset_parameters"):
             raise ValueError(
                 f"sharding.init_parameters: {name or type(owner).__name__} has meta parameters and no "
                 "reset_parameters."
             )
-        owner.to_empty(device=device, recurse=False)
+        for part in parts:
+            part.to_empty(device=device, recurse=False)
         owner.reset_parameters()
 
 

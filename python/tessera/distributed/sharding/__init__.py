@@ -1,0 +1,1 @@
+"""The types of sharding taken apart: what sends ids, what looks them up, what sends rows home."""
