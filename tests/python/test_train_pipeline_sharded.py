@@ -54,7 +54,7 @@ class Model(nn.Module):
         self.inner = nn.Module()
         self.inner.second = EmbeddingBagCollection(
             tables=[
-                EmbeddingBagConfig(6, 4, "b", feature_names=["g"]),
+                EmbeddingBagConfig(6, 4, "items", feature_names=["g"]),
                 EmbeddingBagConfig(6, 2, "c", feature_names=["f"]),
             ]
         )
@@ -83,7 +83,7 @@ def sharded_model():
     bags, rows = SHARDERS
     place = {
         "first": (model.first, {"a": row_wise()}, bags),
-        "inner.second": (model.inner.second, {"b": table_wise(world - 1), "c": row_wise()}, bags),
+        "inner.second": (model.inner.second, {"items": table_wise(world - 1), "c": row_wise()}, bags),
         "words": (model.words, {"d": row_wise()}, rows),
     }
     plan = {

@@ -40,7 +40,7 @@ from tessera.distributed.utils import (
 )
 from tessera.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingTableConfig, PoolingType
 from tessera.modules.embedding_configs import _to_engine as _config_to_engine
-from tessera.modules.embedding_modules import get_embedding_names_by_table
+from tessera.modules.embedding_modules import TableDict, get_embedding_names_by_table
 from tessera.optim.keyed import CombinedOptimizer
 from tessera.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -256,7 +256,7 @@ class ShardedTables(ShardedEmbeddingModule[list, list, Out, ShrdCtx]):
         for engine in self._engines:
             for shard in engine.local_shards():
                 self._parts[shard.table].append(LocalPart(shard.weight, shard.place))
-        holders = nn.ModuleDict({table.config.name: self._register(table) for table in placed})
+        holders = TableDict({table.config.name: self._register(table) for table in placed})
         self.register_module(self._TABLES, holders)
         self._optimizer = self._make_optimizer()
         self._register_state_dict_hook(ShardedTables._replace_state)
