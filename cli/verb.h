@@ -25,6 +25,7 @@ struct Verb {
 extern const Verb kPlanVerb;
 extern const Verb kReportVerb;
 extern const Verb kRunVerb;
+extern const Verb kTraceVerb;
 extern const Verb kTrainVerb;
 extern const Verb kCkptVerb;
 extern const Verb kDataVerb;

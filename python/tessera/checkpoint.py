@@ -186,8 +186,9 @@ def _shard_of_dtensor(tensor) -> Shard:
 
 def _shard_of_sharded_tensor(value: ShardedTensor) -> Shard:
     parts = [(tuple(part.metadata.shard_offsets), part.tensor) for part in value.local_shards()]
-    shape = tuple(value.size())
-    first = parts[0] if parts else ((0,) * len(shape), torch.empty((0,) * len(shape), dtype=value.dtype))
+    metadata = value.metadata()  # the tensor's own size and dtype warn of its deprecation
+    shape, dtype = tuple(metadata.size), metadata.tensor_properties.dtype
+    first = parts[0] if parts else ((0,) * len(shape), torch.empty((0,) * len(shape), dtype=dtype))
     return Shard(first[1], shape, first[0], more=parts[1:])
 
 

@@ -83,3 +83,31 @@ def test_dlrm_learns_who_likes_what(ranks):
     assert len(losses) == 8
     assert losses[0] > 0.62  # little more than `dense` is known
     assert losses[-1] < 0.5
+
+
+def blocks_of(page, language):
+    text = (ROOT / "docs" / page).read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def test_the_program_of_train_your_own_learns_and_goes_on(tmp_path):
+    (program,) = blocks_of("train_your_own.md", "python")
+    (tmp_path / "mine.py").write_text(program)
+
+    def losses(folder, steps):
+        out = run(sys.executable, tmp_path / "mine.py", tmp_path / folder, steps)
+        return dict(re.findall(rf"step (\d+) of {steps}, loss ([\d.]+)", out))
+
+    whole = losses("whole", 300)
+    assert list(whole) == ["50", "100", "150", "200", "250", "300"]
+    assert float(whole["50"]) > 0.55
+    assert float(whole["300"]) < 0.52
+    # Interrupted by a checkpoint: the same to the last digit.
+    assert losses("cut", 150) == {step: whole[step] for step in ("50", "100", "150")}
+    assert losses("cut", 300) == {step: whole[step] for step in ("200", "250", "300")}
+
+
+def test_the_lines_of_train_your_own_are_in_the_example():
+    (lines,) = blocks_of("train_your_own.md", "cpp")
+    example = (ROOT / "examples/dlrm.cpp").read_text().splitlines()
+    assert all(line in example for line in lines.splitlines())

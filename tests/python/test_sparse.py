@@ -162,6 +162,20 @@ def test_a_collection_is_a_module():
         EmbeddingBagCollection([tables()[0], tables()[0]])
 
 
+def test_tables_may_have_the_names_of_a_dicts_methods():
+    names = ["items", "keys", "values", "pop", "clear", "training"]
+    configs = [EmbeddingBagConfig(4, 3, name, feature_names=[name]) for name in names]
+    collection = EmbeddingBagCollection(tables=configs)
+    expected = {f"embedding_bags.{name}.weight" for name in names}
+    assert {name for name, _ in collection.named_parameters()} == expected
+    other = copy.deepcopy(collection)
+    other.load_state_dict(collection.state_dict())
+    assert set(other.state_dict()) == expected
+    ids = KeyedJaggedTensor.from_lengths_sync(names, torch.arange(6) % 4, torch.ones(6, dtype=torch.int64))
+    pooled = other(ids)
+    assert torch.equal(pooled["pop"][0], collection.embedding_bags["pop"].weight[3])
+
+
 def test_collections_on_the_meta_device():
     ebc = EmbeddingBagCollection(tables(), device=torch.device("meta"))
     assert ebc.embedding_bags["t"].weight.is_meta

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
-from ranks import run_ranks
 from tessera.comm import NoWait
+from tessera.distributed._pipelined_modules import find_args
 from tessera.distributed.train_pipeline import (
     EvalPipelineSparseDist,
     PrefetchTrainPipelineSparseDist,
     TrainPipelineBase,
     TrainPipelineSparseDist,
 )
+from tessera.distributed.types import ShardedModule
 from tessera.sparse.jagged_tensor import KeyedJaggedTensor
 from torch import nn
 
@@ -36,7 +36,7 @@ def batches(count, rank=0):
     return (Batch(rank, i) for i in range(count))
 
 
-class Tables(nn.Module):
+class Tables(ShardedModule):
     """A sharded module of one rank, which writes down what is done with it."""
 
     def __init__(self):
@@ -52,13 +52,13 @@ class Tables(nn.Module):
         self.events.append("start")
         return NoWait(NoWait(features))
 
-    def compute_and_output_dist(self, ctx, features):
+    def compute(self, ctx, dist_input):
         self.events.append("compute")
-        bags = features.values().long(), features.offsets()[:-1].long()
-        return nn.functional.embedding_bag(*bags[:1], self.weight, bags[1], mode="sum")
+        ids, begins = dist_input.values().long(), dist_input.offsets()[:-1].long()
+        return nn.functional.embedding_bag(ids, self.weight, begins, mode="sum")
 
-    def forward(self, features):
-        return self.compute_and_output_dist({}, features)
+    def output_dist(self, ctx, output):
+        return output
 
 
 class Model(nn.Module):
@@ -142,13 +142,49 @@ def test_evaluation_changes_nothing():
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-def test_detach_gives_the_forward_back():
+def test_outside_of_progress_modules_are_as_always():
     model = Model(Tables())
     pipeline = TrainPipelineSparseDist(model, None, "cpu", modules={"tables": features_of})
-    with pytest.raises(ValueError, match="'tables' was called twice in one forward, or outside"):
-        model(Batch(0, 0))
+    before = model(Batch(0, 0))[1]
+    pipeline.progress(batches(5))
+    assert torch.equal(model(Batch(0, 0))[1], before)  # no optimizer: nothing was stepped
+    assert "forward" not in model.tables.__dict__
+    assert pipeline.num_in_flight == 2
     assert pipeline.detach() is model
-    assert model(Batch(0, 0))[1].shape == (3,)
+    assert pipeline.num_in_flight == 0
+
+
+def test_training_and_evaluation_take_turns_on_one_model():
+    expected_model, model = Model(Tables()), Model(Tables())
+    expected = plain(expected_model, torch.optim.SGD(expected_model.parameters(), 0.01), batches(6))
+    training = TrainPipelineSparseDist(model, torch.optim.SGD(model.parameters(), 0.01), "cpu")
+    evaluation = EvalPipelineSparseDist(model, None, "cpu")
+    source = batches(6)
+    for output in expected:
+        assert torch.equal(training.progress(source), output)
+        judged = model(Batch(1, 7))[1]
+        assert torch.equal(evaluation.progress(iter([Batch(1, 7)])), judged)
+        with pytest.raises(StopIteration):
+            evaluation.progress(iter([]))
+
+
+def test_report_of_a_step():
+    model = Model(Tables())
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    pipeline = TrainPipelineSparseDist(model, optimizer, "cpu")
+    source = batches(4)
+    for number in range(4):
+        pipeline.progress(source)
+        report = pipeline.report
+        parts = {
+            name: value for name, value in vars(report).items() if name not in ("total", "feature_bytes")
+        }
+        assert min(report.forward, report.backward, report.step, report.zero_grad) > 0
+        assert sum(parts.values()) <= report.total
+        assert report.exposed_input_dist == report.wait_ids + report.wait_sizes
+        assert report.feature_bytes == Batch(0, number).features.size_in_bytes()
+    assert pipeline.losses.shape == (3,)
+    assert not pipeline.losses.requires_grad
 
 
 def test_refusals():
@@ -165,6 +201,12 @@ def test_refusals():
     assert "forward" not in model.tables.__dict__
     skipping = Model(Tables())
     skipping.forward = lambda batch: (skipping.layer(torch.zeros(1, 10)), None)
+    twice = Model(Tables())
+    twice.forward = lambda batch: (twice.tables(batch.features) + twice.tables(batch.features), None)
+    pipeline = TrainPipelineSparseDist(twice, None, "cpu", modules={"tables": features_of})
+    with pytest.raises(ValueError, match="'tables' was called twice in one forward"):
+        pipeline.progress(batches(2))
+    assert "forward" not in twice.tables.__dict__
     pipeline = TrainPipelineSparseDist(skipping, None, "cpu", modules={"tables": features_of})
     with pytest.raises(ValueError, match="forward did not call 'tables'"):
         pipeline.progress(batches(2))
@@ -185,55 +227,93 @@ def test_refusals():
         trained.progress(batches(2))
 
 
-def sharded_model():
-    from tessera.distributed.embeddingbag import EmbeddingBagCollectionSharder
-    from tessera.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
-    from tessera.distributed.types import ShardingEnv
-    from tessera.modules.embedding_configs import EmbeddingBagConfig
-    from tessera.modules.embedding_modules import EmbeddingBagCollection
+class Reading(nn.Module):
+    """Takes the features in one of the ways a forward may."""
 
-    torch.manual_seed(3)
-    tables = [
-        EmbeddingBagConfig(5, 4, "a", feature_names=["f"]),
-        EmbeddingBagConfig(5, 4, "b", feature_names=["g"]),
-    ]
-    ebc = EmbeddingBagCollection(tables, device=torch.device("cpu"))
-    sharder = EmbeddingBagCollectionSharder({"learning_rate": 0.05})
-    wishes = {"a": row_wise(), "b": table_wise(1)}
-    plan = construct_module_sharding_plan(ebc, wishes, sharder, device_type="cpu")
+    def __init__(self, how):
+        super().__init__()
+        self.tables = Tables()
+        self.layer = nn.Linear(4, 1)
+        self.how = how
 
-    class Sharded(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.ebc = sharder.shard(ebc, plan, ShardingEnv.from_process_group(dist.group.WORLD))
-            torch.manual_seed(4)
-            self.layer = nn.Linear(10, 1)
-
-        def forward(self, batch):
-            rows = self.ebc(batch.features)
-            parts = [batch.dense, rows["f"], rows["g"]]
-            output = self.layer(torch.cat(parts, 1)).squeeze(1)
-            return (output - 1) ** 2, output
-
-    return Sharded()
+    def forward(self, batch):
+        rows = self.how(self, batch)
+        output = self.layer(rows).squeeze(1)
+        return output**2, output
 
 
-def check_sharded(rank):
-    expected_model = sharded_model()
-    optimizer = torch.optim.SGD(expected_model.layer.parameters(), 0.01)
-    expected = plain(expected_model, optimizer, batches(5, rank))
-    for kind in TRAINING:
-        model = sharded_model()
-        optimizer = torch.optim.SGD(model.layer.parameters(), 0.01)
-        pipeline = kind(model, optimizer, "cpu", modules={"ebc": features_of})
-        outputs = train(pipeline, batches(5, rank))
-        assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True)), kind
-        pipeline.detach()
-        rows = expected_model.ebc.gather_tables()
-        for name, weight in model.ebc.gather_tables().items():
-            assert torch.equal(weight, rows[name]), name
+def test_tracing_finds_the_features():
+    for how, attrs, is_getitems, name in [
+        (lambda self, batch: self.tables(batch.features), ["features"], [False], None),
+        (lambda self, batch: self.tables(features=batch["x"].ids), ["x", "ids"], [True, False], "features"),
+        (lambda self, batch: self.tables(batch[1]), [1], [True], None),
+        (lambda self, batch: self.tables(batch), [], [], None),
+    ]:  # fmt: skip
+        (info,) = find_args(Reading(how))["tables"]
+        assert (info.input_attrs, info.is_getitems, info.name) == (attrs, is_getitems, name)
+    model = Model(Tables())
+    assert find_args(model)["tables"][0].of(Batch(0, 3)).keys() == ["f", "g"]
+    assert find_args(nn.Linear(2, 2)) == {}
 
 
-def test_sharded_tables_in_processes():
-    pytest.importorskip("tessera.distributed.embeddingbag")
-    run_ranks(2, check_sharded)
+def test_modules_that_hold_nothing_sharded_need_not_be_traceable():
+    class Branching(nn.Module):
+        def forward(self, rows):
+            return rows if rows.sum() > 0 else -rows
+
+    def how(self, batch):
+        return self.branching(self.tables(batch.features))
+
+    model = Reading(how)
+    model.branching = Branching()
+    pipeline = TrainPipelineSparseDist(model, None, "cpu")
+    assert pipeline.progress(batches(1)).shape == (6,)
+    assert model.tables.events == ["start", "compute"]
+
+
+def test_tracing_refuses():
+    for how, message in [
+        (
+            lambda self, batch: self.tables(batch.features if batch.dense.sum() > 0 else batch.others),
+            r"the model's forward cannot be traced \(.*Name its sharded modules, .*modules={'tables': ...}",
+        ),
+        (
+            lambda self, batch: self.tables(batch.features) + self.tables(batch.features),
+            "'tables' is called twice in a forward, which cannot be pipelined",
+        ),
+        (
+            lambda self, batch: self.tables(batch.features.permute([1, 0])),
+            "the input of 'tables' is computed, not taken from the batch as it is",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            TrainPipelineSparseDist(Reading(how), None, "cpu")
+    permuted = Reading(lambda self, batch: self.tables(batch.features.permute([1, 0])))
+    expected = permuted(Batch(0, 0))[1]
+    pipeline = TrainPipelineSparseDist(
+        permuted, None, "cpu", modules={"tables": lambda batch: batch.features.permute([1, 0])}
+    )
+    assert torch.equal(pipeline.progress(batches(1)), expected)
+
+
+def test_scripted_layers_give_the_same():
+    expected_model, model = Model(Tables()), Model(Tables())
+    expected = plain(expected_model, torch.optim.SGD(expected_model.parameters(), 0.01), batches(3))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    pipeline = TrainPipelineSparseDist(model, optimizer, "cpu", apply_jit=True)
+    assert isinstance(model.layer, torch.jit.ScriptModule)
+    assert all(torch.equal(a, b) for a, b in zip(train(pipeline, batches(3)), expected, strict=True))
+
+
+def test_prefetch_sees_every_batch_once_and_before_its_forward():
+    class Prefetching(Tables):
+        def prefetch(self, dist_input, forward_stream=None, ctx=None):
+            self.events.append("prefetch")
+
+    model = Model(Prefetching())
+    pipeline = PrefetchTrainPipelineSparseDist(model, None, "cpu")
+    assert len(train(pipeline, batches(4))) == 4
+    assert " ".join(model.tables.events) == (
+        "start start prefetch start compute prefetch start compute prefetch compute prefetch compute"
+    )
+    assert pipeline.report.prefetch >= 0

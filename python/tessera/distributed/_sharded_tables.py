@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from tessera import _C
 from tessera.distributed._fused_optimizer import FusedTableOptimizer
@@ -37,7 +40,7 @@ from tessera.distributed.utils import (
 )
 from tessera.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingTableConfig, PoolingType
 from tessera.modules.embedding_configs import _to_engine as _config_to_engine
-from tessera.modules.embedding_modules import get_embedding_names_by_table
+from tessera.modules.embedding_modules import TableDict, get_embedding_names_by_table
 from tessera.optim.keyed import CombinedOptimizer
 from tessera.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -106,12 +109,47 @@ class _PendingInputs(Awaitable[list]):
 
 
 class _PendingSplits(Awaitable[Awaitable[list]]):
-    def __init__(self, pending: Sequence[Any]) -> None:
+    def __init__(self, inputs: Sequence[tuple[Engine, KeyedJaggedTensor]], group: ProcessGroup) -> None:
         super().__init__()
+        self.inputs = inputs
+        self.group = group
+        self._pending: Sequence[Any] | None = None
+
+    def start(self, pending: Sequence[Any]) -> None:
         self._pending = pending
 
     def _wait_impl(self) -> Awaitable[list]:
+        if self._pending is None:
+            raise ValueError("sharding.shared_sizes: what starts inside cannot be waited for inside.")
         return _PendingInputs([pending.wait() for pending in self._pending])
+
+
+_gathering: ContextVar[list[_PendingSplits] | None] = ContextVar("_gathering", default=None)
+
+
+def _start(sends: Sequence[_PendingSplits]) -> None:
+    pending = iter(_C.sharding.fused_input_dist([each for send in sends for each in send.inputs]))
+    for send in sends:
+        send.start([next(pending) for _ in send.inputs])
+
+
+@contextlib.contextmanager
+def shared_sizes() -> Iterator[None]:
+    """Let the input dists that start inside tell their sizes together, at the end: one message per group.
+
+    Collective: the same modules in the same order on every rank. Nothing is sent if the body raises.
+    """
+    sends: list[_PendingSplits] = []
+    token = _gathering.set(sends)
+    try:
+        yield
+    finally:
+        _gathering.reset(token)
+    groups: dict[ProcessGroup, list[_PendingSplits]] = {}
+    for send in sends:
+        groups.setdefault(send.group, []).append(send)
+    for members in groups.values():
+        _start(members)
 
 
 class _Table(nn.Module):
@@ -228,7 +266,7 @@ class ShardedTables(ShardedEmbeddingModule[list, list, Out, ShrdCtx]):
         for engine in self._engines:
             for shard in engine.local_shards():
                 self._parts[shard.table].append(LocalPart(shard.weight, shard.place))
-        holders = nn.ModuleDict({table.config.name: self._register(table) for table in placed})
+        holders = TableDict({table.config.name: self._register(table) for table in placed})
         self.register_module(self._TABLES, holders)
         self._optimizer = self._make_optimizer()
         self._register_state_dict_hook(ShardedTables._replace_state)
@@ -431,7 +469,13 @@ class ShardedTables(ShardedEmbeddingModule[list, list, Out, ShrdCtx]):
         self._last_batch = _LastBatch(
             features.values().dtype, weights is not None, weights is not None and weights.requires_grad
         )
-        return _PendingSplits(_C.sharding.fused_input_dist([(engine, features) for engine in self._engines]))
+        send = _PendingSplits([(engine, features) for engine in self._engines], self._env.process_group)
+        gathering = _gathering.get()
+        if gathering is None:
+            _start([send])
+        else:
+            gathering.append(send)
+        return send
 
     def compute(self, ctx: ShrdCtx, dist_input: list) -> list:
         """Read the rows; the engine starts sending them home at once."""

@@ -1,12 +1,6 @@
 """Training loops that send the ids of later batches while an earlier one computes.
 
-Nothing is traced: the sharded modules are named, each with a function that finds its features in a
-batch. The model is called as always; a pipelined module ignores what its forward is given and computes
-with the ids that were sent ahead.
-
-    >>> pipeline = TrainPipelineSparseDist(
-    ...     model, optimizer, device, modules={"ebc": lambda batch: batch.sparse}
-    ... )  # doctest: +SKIP
+    >>> pipeline = TrainPipelineSparseDist(model, optimizer, device)  # doctest: +SKIP
     >>> batches = iter(loader)  # doctest: +SKIP
     >>> while True:  # doctest: +SKIP
     ...     try:
@@ -14,94 +8,130 @@ with the ids that were sent ahead.
     ...     except StopIteration:
     ...         break
 
+The sharded modules that take features from the batch as they are (`batch.sparse`, `batch["sparse"]`) are
+found by tracing the model's forward. `modules` names them instead, each with a function that finds its
+features in a batch: `modules={"ebc": lambda batch: batch.sparse}`. Inside `progress` such a module
+computes with the ids that were sent ahead and ignores what its forward is given; outside it is as always.
+
 All ranks make the same pipeline and have the same number of batches. Results equal those of the plain
 loop bit for bit. After an exception other than StopIteration a pipeline cannot be used again.
 """
 
 from __future__ import annotations
 
+import abc
+import contextlib
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
 
+from tessera.distributed._pipelined_modules import (
+    ArgInfo,
+    BaseForward,
+    Extractor,
+    KJTAllToAllForward,
+    PipelinedForward,
+    PrefetchPipelinedForward,
+    PrefetchTrainPipelineContext,
+    Tracer,
+    TrainPipelineContext,
+    _Extracted,
+    find_args,
+    find_module,
+)
+from tessera.distributed._sharded_tables import shared_sizes
+from tessera.distributed.dist_data import SplitsAllToAllAwaitable
+from tessera.distributed.embedding_sharding import FusedKJTListSplitsAwaitable, KJTSplitsAllToAllMeta
+from tessera.distributed.model_parallel import get_unwrapped_module
+from tessera.distributed.utils import get_unsharded_module_names
+
 __all__ = [
+    "ArgInfo",
+    "BaseForward",
     "EvalPipelineSparseDist",
+    "FusedKJTListSplitsAwaitable",
+    "KJTAllToAllForward",
+    "KJTSplitsAllToAllMeta",
+    "PipelinedForward",
+    "PrefetchPipelinedForward",
+    "PrefetchTrainPipelineContext",
     "PrefetchTrainPipelineSparseDist",
+    "SplitsAllToAllAwaitable",
+    "StepReport",
+    "Tracer",
+    "TrainPipeline",
     "TrainPipelineBase",
+    "TrainPipelineContext",
     "TrainPipelineSparseDist",
 ]
 
-Extractor = Callable[[Any], Any]
+In = TypeVar("In")
+Out = TypeVar("Out")
 
 
-class _Input:
-    """The ids of one batch for one module, on their way."""
+@dataclass
+class StepReport:
+    """Say where the time of a step went, in seconds of this rank.
 
-    def __init__(self, module: nn.Module, features: Any) -> None:
-        self.context = module.create_context()
-        self.sizes = module.input_dist(self.context, features)
-        self.ids = None
+    >>> StepReport(wait_ids=0.25, wait_sizes=0.5).exposed_input_dist
+    0.75
+    """
 
-    def wait_sizes(self) -> None:
-        if self.ids is None:
-            self.ids = self.sizes.wait()
+    read: float = 0.0  # the source, and the copy to the device
+    start_dist: float = 0.0  # extractors, and starting the input dist of a later batch
+    wait_ids: float = 0.0  # for the ids of this batch (prefetch: of the next)
+    wait_sizes: float = 0.0  # for the sizes of a later batch
+    prefetch: float = 0.0
+    zero_grad: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+    step: float = 0.0
+    total: float = 0.0
+    feature_bytes: int = 0  # of this batch, before they were sent
 
-    def wait_ids(self) -> None:
-        self.wait_sizes()
-        self.ids.wait()
+    @property
+    def exposed_input_dist(self) -> float:
+        """Return the part of the input dist that nothing hid."""
+        return self.wait_ids + self.wait_sizes
 
-
-class _PipelinedForward:
-    """Stands in for the forward of a sharded module."""
-
-    def __init__(self, name: str, module: nn.Module, extractor: Extractor) -> None:
-        self.name = name
-        self.module = module
-        self.extractor = extractor
-        self.original = module.forward
-        self.input: _Input | None = None
-        module.forward = self
-
-    def start(self, batch: Any) -> _Input:
-        features = self.extractor(batch)
-        weights = features.weights_or_none()
-        if weights is not None and weights.requires_grad:
-            raise ValueError(
-                f"pipeline: the weights of '{self.name}' need a gradient, so they come from parameters "
-                "that earlier batches still change. Run this module outside of the pipeline."
-            )
-        return _Input(self.module, features)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.input is None:
-            raise ValueError(
-                f"pipeline: '{self.name}' was called twice in one forward, or outside of progress(). "
-                "Neither can be pipelined; detach() gives the module its own forward back."
-            )
-        taken, self.input = self.input, None
-        return self.module.compute_and_output_dist(taken.context, taken.ids.wait())
-
-    def check_used(self) -> None:
-        if self.input is not None:
-            raise ValueError(
-                f"pipeline: forward did not call '{self.name}'. Do not name modules that a forward may skip."
-            )
+    @contextlib.contextmanager
+    def timing(self, part: str) -> Iterator[None]:
+        """Add the time of the body to a part."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self, part, getattr(self, part) + time.perf_counter() - begin)
 
 
 class _Slot:
-    def __init__(self, batch: Any) -> None:
+    def __init__(self, batch: Any, context: TrainPipelineContext) -> None:
         self.batch = batch
-        self.inputs: list[_Input] | None = None
+        self.context = context
+        self.is_started = False
+        self.feature_bytes = 0
 
 
-class _Pipeline:
+class TrainPipeline(abc.ABC, Generic[In, Out]):
+    """Train on one batch at a time."""
+
+    @abc.abstractmethod
+    def progress(self, dataloader_iter: Iterator[In]) -> Out:
+        """Train on one batch and return the model's output. Raise StopIteration at the end."""
+
+
+class _Pipeline(TrainPipeline[In, Out]):
     """The one loop: input dists are started `_lead` batches ahead."""
 
     _lead = 1
     _trains = True
+    _forward: type[BaseForward] = PipelinedForward
+    _context: type[TrainPipelineContext] = TrainPipelineContext
 
     def __init__(
         self,
@@ -109,121 +139,172 @@ class _Pipeline:
         optimizer: torch.optim.Optimizer | None,
         device: torch.device,
         execute_all_batches: bool = True,
+        apply_jit: bool = False,
         *,
         modules: Mapping[str, Extractor] | None = None,
     ) -> None:
-        """Raise ValueError for a module that does not exist, is not sharded, or has no extractor."""
+        """Raise ValueError for a module that cannot be pipelined.
+
+        `apply_jit` scripts the modules that hold nothing sharded. With `execute_all_batches` the batches in
+        flight are trained on when the iterator has ended.
+        """
         self._model = model
         self._optimizer = optimizer
         self._device = torch.device(device)
         self._execute_all_batches = execute_all_batches
         self._slots: deque[_Slot] = deque()
         self._ended = False
-        self._forwards: list[_PipelinedForward] = []
-        self.losses: torch.Tensor | None = None
-        found = [(name, self._find(name), extractor) for name, extractor in (modules or {}).items()]
-        for name, module, extractor in found:
+        self._report = StepReport()
+        self._losses: torch.Tensor | None = None
+        self._forwards = [
+            self._forward(name, args, find_module(model, name), self._context(), None)
+            for name, args in self._find(modules).items()
+        ]
+        if apply_jit:
+            self._script()
+
+    def _find(self, modules: Mapping[str, Extractor] | None) -> dict[str, list[ArgInfo]]:
+        if modules is None:
+            return find_args(get_unwrapped_module(self._model)) if self._lead else {}
+        found: list[nn.Module] = []
+        for name, extractor in modules.items():
+            module = find_module(self._model, name)
             if not callable(extractor):
                 raise ValueError(
                     f"pipeline: '{name}' has no extractor. Say which features of a batch it takes."
                 )
-            if any(module is other for _, other, _ in found[: [n for n, _, _ in found].index(name)]):
+            if any(module is other for other in found):
                 raise ValueError(f"pipeline: '{name}' is registered under another name as well.")
-        self._forwards = [_PipelinedForward(*one) for one in found]
+            found.append(module)
+        return {name: [_Extracted(extractor)] for name, extractor in modules.items()}
 
-    def _find(self, name: str) -> nn.Module:
-        try:
-            module = self._model.get_submodule(name)
-        except AttributeError:
-            raise ValueError(f"pipeline: the model has no module '{name}'.") from None
-        steps = ("create_context", "input_dist", "compute_and_output_dist")
-        if not all(hasattr(module, step) for step in steps):
-            raise ValueError(
-                f"pipeline: '{name}' is no sharded module. Modules that are not sharded need not be named."
-            )
-        return module
+    def _script(self) -> None:
+        model = get_unwrapped_module(self._model)
+        for name in get_unsharded_module_names(model):
+            path, _, child = name.rpartition(".")
+            setattr(model.get_submodule(path), child, torch.jit.script(model.get_submodule(name)))
 
     @property
     def num_in_flight(self) -> int:
         """Return how many batches were read and not yet trained on."""
         return len(self._slots)
 
+    @property
+    def report(self) -> StepReport:
+        """Return where the time of the last step went."""
+        return self._report
+
+    @property
+    def losses(self) -> torch.Tensor | None:
+        """Return the losses of the last step, without their history."""
+        return self._losses
+
     def detach(self) -> nn.Module:
-        """Give the modules their own forward back and return the model."""
-        for forward in self._forwards:
-            if forward.module.__dict__.get("forward") is forward:
-                del forward.module.forward
-        self._forwards = []
+        """Drop the batches in flight and return the model."""
         self._slots.clear()
+        self._ended = False
         return self._model
 
-    def progress(self, dataloader_iter: Iterator[Any]) -> Any:
-        """Train on one batch and return the model's output. Raise StopIteration at the end."""
-        self._fill(dataloader_iter)
-        if not self._slots or (self._ended and not self._execute_all_batches):
-            self._slots.clear()
-            self._ended = False
-            raise StopIteration
-        with torch.set_grad_enabled(self._trains and torch.is_grad_enabled()):
-            return self._run(dataloader_iter)
+    def progress(self, dataloader_iter: Iterator[In]) -> Out:
+        """Train on one batch and return the model's output. Raise StopIteration at the end. Collective."""
+        report = StepReport()
+        with report.timing("total"):
+            self._fill(dataloader_iter, report)
+            if not self._slots or (self._ended and not self._execute_all_batches):
+                self._slots.clear()
+                self._ended = False  # the next call begins anew
+                raise StopIteration
+            with torch.set_grad_enabled(self._trains and torch.is_grad_enabled()):
+                output = self._run(dataloader_iter, report)
+            report.feature_bytes = self._slots.popleft().feature_bytes
+        self._report = report
+        return output
 
-    def _load(self, batches: Iterator[Any]) -> None:
+    def _load(self, batches: Iterator[In], report: StepReport) -> None:
         if self._ended:
             return
-        try:
-            batch = next(batches)
-        except StopIteration:
-            self._ended = True
-            return
-        if hasattr(batch, "to"):
-            batch = batch.to(self._device, non_blocking=True)
-        self._slots.append(_Slot(batch))
+        with report.timing("read"):
+            try:
+                batch = next(batches)
+            except StopIteration:
+                self._ended = True
+                return
+            if hasattr(batch, "to"):
+                batch = batch.to(self._device, non_blocking=True)
+        self._slots.append(_Slot(batch, self._context()))
 
-    def _start(self, slot: _Slot) -> None:
-        slot.inputs = [forward.start(slot.batch) for forward in self._forwards]
+    def _start(self, slot: _Slot, report: StepReport) -> None:
+        with report.timing("start_dist"), shared_sizes():
+            slot.feature_bytes = sum(forward.start(slot.batch, slot.context) for forward in self._forwards)
+        slot.is_started = True
 
-    def _fill(self, batches: Iterator[Any]) -> None:
+    def _wait_sizes(self, slot: _Slot, report: StepReport) -> None:
+        with report.timing("wait_sizes"):
+            slot.context.wait_sizes()
+
+    def _wait_ids(self, slot: _Slot, report: StepReport) -> None:
+        with report.timing("wait_ids"):
+            slot.context.wait_ids()
+
+    # At the beginning: `_lead` batches with their sizes known, and one more that was read.
+    def _fill(self, batches: Iterator[In], report: StepReport) -> None:
         while len(self._slots) < self._lead + 1 and not self._ended:
-            self._load(batches)
+            self._load(batches, report)
         for slot in list(self._slots)[: self._lead]:
-            if slot.inputs is None:
-                self._start(slot)
-                for one in slot.inputs:
-                    one.wait_sizes()
+            if not slot.is_started:
+                self._start(slot, report)
+                self._wait_sizes(slot, report)
 
-    def _run(self, batches: Iterator[Any]) -> Any:
+    def _run(self, batches: Iterator[In], report: StepReport) -> Out:
         slots = self._slots
         current = slots[0]
         if self._trains and self._optimizer is not None:
-            self._optimizer.zero_grad()
-        if current.inputs is None:
-            self._start(current)
-        for forward, one in zip(self._forwards, current.inputs, strict=True):
-            one.wait_ids()
-            forward.input = one
+            with report.timing("zero_grad"):
+                self._optimizer.zero_grad()
+        if not current.is_started:
+            self._start(current, report)
+        self._arrive(current, report)
         later = slots[self._lead] if 0 < self._lead < len(slots) else None
         if later is not None:
-            self._start(later)
-        self._load(batches)
-        losses, output = self._model(current.batch)
-        for forward in self._forwards:
-            forward.check_used()
+            self._start(later, report)
+        self._load(batches, report)
+        with report.timing("forward"):
+            losses, output = self._call(current)
         if self._lead > 1 and len(slots) > 1:
-            for one in slots[1].inputs:
-                one.wait_ids()
+            self._arrive(slots[1], report)
         if later is not None:
-            for one in later.inputs:
-                one.wait_sizes()
+            self._wait_sizes(later, report)
         if self._trains:
-            losses.sum().backward()
+            with report.timing("backward"):
+                losses.sum().backward()
             if self._optimizer is not None:
-                self._optimizer.step()
-        self.losses = losses.detach() if isinstance(losses, torch.Tensor) else None
-        slots.popleft()
+                with report.timing("step"):
+                    self._optimizer.step()
+        self._losses = losses.detach() if isinstance(losses, torch.Tensor) else None
         return output
 
+    def _arrive(self, slot: _Slot, report: StepReport) -> None:
+        self._wait_ids(slot, report)
 
-class TrainPipelineBase(_Pipeline):
+    def _call(self, slot: _Slot) -> tuple[torch.Tensor, Out]:
+        for forward in self._forwards:
+            forward.set_context(slot.context)
+            forward.module.__dict__["forward"] = forward
+        try:
+            losses, output = self._model(slot.batch)
+        finally:
+            for forward in self._forwards:
+                del forward.module.__dict__["forward"]
+        for forward in self._forwards:
+            if not forward.is_used():
+                raise ValueError(
+                    f"pipeline: forward did not call '{forward.name}'. "
+                    "Do not name modules that a forward may skip."
+                )
+        return losses, output
+
+
+class TrainPipelineBase(_Pipeline[In, Out]):
     """Read the next batch before the current one computes; train on the last batch too.
 
     The model takes a batch and returns (losses, output); backward runs on the sum of the losses. A batch
@@ -233,20 +314,31 @@ class TrainPipelineBase(_Pipeline):
     _lead = 0
 
 
-class TrainPipelineSparseDist(_Pipeline):
+class TrainPipelineSparseDist(_Pipeline[In, Out]):
     """Keep three batches in flight: i computes, the ids of i+1 travel, i+2 is read.
 
-    `modules` maps the path of each sharded module to a function from a batch to its KeyedJaggedTensor.
+    The sizes of all modules of one group travel in one message.
     """
 
 
-class PrefetchTrainPipelineSparseDist(_Pipeline):
-    """Keep four batches in flight: after the forward of i the ids of i+1 are waited for and checked."""
+class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
+    """Keep four batches in flight: after the forward of i the ids of i+1 are here and given to `prefetch`.
+
+    `prefetch(dist_input, forward_stream, ctx)` of a module brings rows nearer where it knows how.
+    """
 
     _lead = 2
+    _forward = PrefetchPipelinedForward
+    _context = PrefetchTrainPipelineContext
+
+    def _arrive(self, slot: _Slot, report: StepReport) -> None:
+        self._wait_ids(slot, report)
+        with report.timing("prefetch"):
+            for forward in self._forwards:
+                forward.prefetch(slot.context)
 
 
-class EvalPipelineSparseDist(_Pipeline):
+class EvalPipelineSparseDist(_Pipeline[In, Out]):
     """As TrainPipelineSparseDist, without gradients: the model alone is called."""
 
     _trains = False

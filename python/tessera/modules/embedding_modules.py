@@ -63,6 +63,16 @@ class _Table(nn.Module):
         return f"{self.num_embeddings}, {self.embedding_dim}"
 
 
+class TableDict(nn.ModuleDict):
+    """Hold tables by name: any name, also "items" and "keys", which torch's own dict refuses."""
+
+    def __setitem__(self, key: str, module: nn.Module) -> None:
+        if hasattr(self, key):
+            self._modules[key] = module
+        else:
+            super().__setitem__(key, module)
+
+
 class _Tables:
     """What both collections do: make the tables, and keep the engine's lookup beside them."""
 
@@ -76,7 +86,7 @@ class _Tables:
         for config in self._configs:
             if not config.feature_names:
                 config.feature_names = [config.name]
-        return nn.ModuleDict({config.name: _Table(config, self._device) for config in self._configs})
+        return TableDict({config.name: _Table(config, self._device) for config in self._configs})
 
     def _make_lookup(self):
         bounds_check_mode, sparse_gradients, optimizer = self._options

@@ -1,0 +1,326 @@
+"""Sharded modules of a model, found and run so that their inputs travel ahead of the model's forward."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.distributed import ProcessGroup
+
+from tessera.distributed.embedding_sharding import FusedKJTListSplitsAwaitable, KJTSplitsAllToAllMeta
+from tessera.distributed.model_parallel import get_unwrapped_module
+from tessera.distributed.types import Awaitable, ShardedModule
+from tessera.distributed.utils import append_prefix
+from tessera.sparse.jagged_tensor import KeyedJaggedTensor
+from tessera.streamable import Multistreamable
+
+Extractor = Callable[[Any], Any]
+
+
+@dataclass
+class ArgInfo:
+    """Say where an argument of a sharded module is found in a batch.
+
+    >>> info = ArgInfo(["range", "stop"], [True, False], None)  # batch["range"].stop
+    >>> info.of({"range": range(7)})
+    7
+    """
+
+    input_attrs: list[str]
+    is_getitems: list[bool]
+    name: str | None
+
+    def of(self, batch: Any) -> Any:
+        """Return the argument."""
+        for attr, is_getitem in zip(self.input_attrs, self.is_getitems, strict=True):
+            batch = batch[attr] if is_getitem else getattr(batch, attr)
+        return batch
+
+
+class _Extracted(ArgInfo):
+    """An argument that a function finds in a batch."""
+
+    def __init__(self, extractor: Extractor) -> None:
+        super().__init__([], [], None)
+        self._extractor = extractor
+
+    def of(self, batch: Any) -> Any:
+        return self._extractor(batch)
+
+
+class _Constant(ArgInfo):
+    """An argument that is the same for all batches."""
+
+    def __init__(self, value: Any, name: str | None) -> None:
+        super().__init__([], [], name)
+        self._value = value
+
+    def of(self, batch: Any) -> Any:
+        return self._value
+
+
+@dataclass
+class TrainPipelineContext:
+    """Hold the inputs of all pipelined modules for one batch, by the names of the modules.
+
+    A context belongs to one batch, and the engine sends the sizes of a group together: the fields
+    `module_contexts_next_batch` and `fused_splits_awaitables` stay empty.
+    """
+
+    input_dist_splits_requests: dict[str, Awaitable[Any]] = field(default_factory=dict)
+    input_dist_tensors_requests: dict[str, Awaitable[Any]] = field(default_factory=dict)
+    module_contexts: dict[str, Multistreamable] = field(default_factory=dict)
+    module_contexts_next_batch: dict[str, Multistreamable] = field(default_factory=dict)
+    fused_splits_awaitables: list[tuple[list[str], FusedKJTListSplitsAwaitable]] = field(default_factory=list)
+
+    def wait_sizes(self) -> None:
+        """Wait for the sizes; the ids are sent. Collective."""
+        for name in list(self.input_dist_splits_requests):
+            self.input_dist_tensors_requests[name] = self.input_dist_splits_requests.pop(name).wait()
+
+    def wait_ids(self) -> None:
+        """Wait for the ids. Collective."""
+        self.wait_sizes()
+        for request in self.input_dist_tensors_requests.values():
+            request.wait()
+
+
+@dataclass
+class PrefetchTrainPipelineContext(TrainPipelineContext):
+    """Hold also what was given to the modules' `prefetch`."""
+
+    module_input_post_prefetch: dict[str, Multistreamable] = field(default_factory=dict)
+    module_contexts_post_prefetch: dict[str, Multistreamable] = field(default_factory=dict)
+
+
+def _has_gradient(value: Any) -> bool:
+    if isinstance(value, KeyedJaggedTensor):
+        value = value.weights_or_none()
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _bytes_of(value: Any) -> int:
+    if isinstance(value, KeyedJaggedTensor):
+        return value.size_in_bytes()
+    return value.nbytes if isinstance(value, torch.Tensor) else 0
+
+
+class BaseForward:
+    """Stand in for the forward of a sharded module while a pipelined model runs."""
+
+    def __init__(
+        self,
+        name: str,
+        args: list[ArgInfo],
+        module: ShardedModule,
+        context: TrainPipelineContext,
+        stream: torch.Stream | None,
+    ) -> None:
+        self._name = name
+        self._args = args
+        self._module = module
+        self._context = context
+        self._stream = stream
+
+    @property
+    def name(self) -> str:
+        """Return the path of the module in the model."""
+        return self._name
+
+    @property
+    def args(self) -> list[ArgInfo]:
+        """Return where the module's arguments are found in a batch."""
+        return self._args
+
+    @property
+    def module(self) -> ShardedModule:
+        """Return the module."""
+        return self._module
+
+    def set_context(self, context: TrainPipelineContext) -> None:
+        """Compute with the inputs of another batch from now on."""
+        self._context = context
+
+    def start(self, batch: Any, context: TrainPipelineContext) -> int:
+        """Start the input dist of a batch; return the bytes of its features. Collective."""
+        given = [arg.of(batch) for arg in self._args]
+        if any(map(_has_gradient, given)):
+            raise ValueError(
+                f"pipeline: the weights of '{self._name}' need a gradient, so they come from parameters "
+                "that earlier batches still change. Run this module outside of the pipeline."
+            )
+        named = {arg.name: value for arg, value in zip(self._args, given, strict=True) if arg.name}
+        placed = [value for arg, value in zip(self._args, given, strict=True) if not arg.name]
+        module_context = self._module.create_context()
+        context.module_contexts[self._name] = module_context
+        context.input_dist_splits_requests[self._name] = self._module.input_dist(
+            module_context, *placed, **named
+        )
+        return sum(map(_bytes_of, given))
+
+    def _take(self, inputs: dict[str, Any], contexts: dict[str, Any]) -> tuple[Any, Any]:
+        if self._name not in inputs:
+            raise ValueError(
+                f"pipeline: '{self._name}' was called twice in one forward. A module that is used twice "
+                "cannot be pipelined; leave it out of `modules`."
+            )
+        return inputs.pop(self._name), contexts.pop(self._name)
+
+    def is_used(self) -> bool:
+        """Tell whether the model's forward has called the module."""
+        return self._name not in self._context.module_contexts
+
+
+class PipelinedForward(BaseForward):
+    """Compute with the ids that were sent ahead, whatever the forward is given."""
+
+    def __call__(self, *input: Any, **kwargs: Any) -> Awaitable[Any]:
+        request, module_context = self._take(
+            self._context.input_dist_tensors_requests, self._context.module_contexts
+        )
+        return self._module.compute_and_output_dist(module_context, request.wait())
+
+
+class PrefetchPipelinedForward(BaseForward):
+    """Compute with the ids that were sent ahead and given to the module's `prefetch`."""
+
+    def __init__(
+        self,
+        name: str,
+        args: list[ArgInfo],
+        module: ShardedModule,
+        context: PrefetchTrainPipelineContext,
+        prefetch_stream: torch.Stream | None,
+    ) -> None:
+        super().__init__(name, args, module, context, prefetch_stream)
+
+    def prefetch(self, context: PrefetchTrainPipelineContext) -> None:
+        """Wait for the ids and let the module bring their rows nearer, where it knows how."""
+        if self._name in context.module_input_post_prefetch:
+            return
+        data = context.input_dist_tensors_requests.pop(self._name).wait()
+        module_context = context.module_contexts.pop(self._name)
+        if hasattr(self._module, "prefetch"):
+            self._module.prefetch(data, self._stream, module_context)
+        context.module_input_post_prefetch[self._name] = data
+        context.module_contexts_post_prefetch[self._name] = module_context
+
+    def __call__(self, *input: Any, **kwargs: Any) -> Awaitable[Any]:
+        data, module_context = self._take(
+            self._context.module_input_post_prefetch, self._context.module_contexts_post_prefetch
+        )
+        return self._module.compute_and_output_dist(module_context, data)
+
+    def is_used(self) -> bool:
+        """Tell whether the model's forward has called the module."""
+        return self._name not in self._context.module_contexts_post_prefetch
+
+
+class KJTAllToAllForward:
+    """Stand in for the forward of a KJTAllToAll: note what is sent, for one message with all sizes."""
+
+    def __init__(self, pg: ProcessGroup, splits: list[int], stagger: int = 1) -> None:
+        self._pg = pg
+        self._splits = splits
+        self._stagger = stagger
+
+    def __call__(self, input: KeyedJaggedTensor) -> KJTSplitsAllToAllMeta:
+        return KJTSplitsAllToAllMeta.of(self._pg, input, self._splits, self._stagger)
+
+
+def _sharded_paths(module: nn.Module, path: str = "") -> Iterator[str]:
+    if isinstance(module, ShardedModule):
+        yield path
+        return
+    for name, child in module.named_children():
+        yield from _sharded_paths(child, append_prefix(path, name))
+
+
+class Tracer(fx.Tracer):
+    """Follow a batch to the sharded modules of a model; what holds none of them is not looked into."""
+
+    proxy_buffer_attributes = False
+
+    def __init__(self, leaf_modules: list[str] | None = None) -> None:
+        super().__init__()
+        self._leaf_modules = leaf_modules or []
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Tell whether a module is called as a whole."""
+        return (
+            module_qualified_name in self._leaf_modules
+            or not any(True for _ in _sharded_paths(m))
+            or isinstance(m, ShardedModule)
+            or super().is_leaf_module(m, module_qualified_name)
+        )
+
+
+def _arg_of(value: Any, name: str | None, batch: fx.Node) -> ArgInfo | None:
+    """Return where a traced argument is found in the batch; None if it is computed."""
+    if not isinstance(value, fx.Node):
+        holds_nodes = isinstance(value, (list, tuple, dict, slice))
+        return None if holds_nodes else _Constant(value, name)
+    attrs: list[str] = []
+    is_getitems: list[bool] = []
+    while value is not batch:
+        if value.op != "call_function" or value.target not in (getattr, operator.getitem):
+            return None
+        is_getitems.insert(0, value.target is operator.getitem)
+        value, attr = value.args[:2]
+        if isinstance(attr, fx.Node) or not isinstance(value, fx.Node):
+            return None
+        attrs.insert(0, attr)
+    return ArgInfo(attrs, is_getitems, name)
+
+
+def find_args(model: nn.Module) -> dict[str, list[ArgInfo]]:
+    """Trace a model and return the arguments of its sharded modules by their paths.
+
+    Raise ValueError if it cannot be traced, or a module is used twice or on more than the batch holds.
+    """
+    paths = list(_sharded_paths(model))
+    if not paths:
+        return {}
+    try:
+        graph = Tracer().trace(model)
+    except Exception as error:
+        raise ValueError(
+            f"pipeline: the model's forward cannot be traced ({error}). Name its sharded modules, each with "
+            f"a function from a batch to its features: modules={{'{paths[0]}': ...}}."
+        ) from error
+    batch = next((node for node in graph.nodes if node.op == "placeholder"), None)
+    found: dict[str, list[ArgInfo]] = {}
+    for node in graph.nodes:
+        if node.op != "call_module" or node.target not in paths:
+            continue
+        if node.target in found:
+            raise ValueError(
+                f"pipeline: '{node.target}' is called twice in a forward, which cannot be pipelined. Name "
+                "the modules that can be, with `modules`."
+            )
+        args = [_arg_of(value, None, batch) for value in node.args]
+        args += [_arg_of(value, name, batch) for name, value in node.kwargs.items()]
+        if None in args:
+            raise ValueError(
+                f"pipeline: the input of '{node.target}' is computed, not taken from the batch as it is. "
+                "Name its features with `modules`, or name only the other modules there."
+            )
+        found[node.target] = args
+    return found
+
+
+def find_module(model: nn.Module, name: str) -> ShardedModule:
+    """Return a sharded module by its path, without the names of wrappers. Raise ValueError."""
+    try:
+        module = get_unwrapped_module(model).get_submodule(name)
+    except AttributeError:
+        raise ValueError(f"pipeline: the model has no module '{name}'.") from None
+    if not isinstance(module, ShardedModule):
+        raise ValueError(
+            f"pipeline: '{name}' is no sharded module. Modules that are not sharded need not be named."
+        )
+    return module
