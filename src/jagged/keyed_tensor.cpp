@@ -53,9 +53,12 @@ at::Tensor KeyedTensor::operator[](const std::string& key) const {
 
 std::vector<at::Tensor> KeyedTensor::regroup(const std::vector<KeyedTensor>& keyed_tensors,
                                              const std::vector<std::vector<std::string>>& groups) {
-  std::map<std::string, const KeyedTensor*> holder;
+  // Cut once: the gradient of all parts of a tensor is put together once, too. Taken one by one,
+  // each part would give a gradient of the size of the whole.
+  std::map<std::string, at::Tensor> holder;
   for (const auto& keyed : keyed_tensors) {
-    for (const auto& key : keyed.keys_) holder[key] = &keyed;
+    const auto parts = keyed.values_.split_with_sizes(keyed.length_per_key_, keyed.key_dim_);
+    for (std::size_t i = 0; i < parts.size(); ++i) holder[keyed.keys_[i]] = parts[i];
   }
   std::vector<at::Tensor> grouped;
   grouped.reserve(groups.size());
@@ -66,7 +69,7 @@ std::vector<at::Tensor> KeyedTensor::regroup(const std::vector<KeyedTensor>& key
       const auto found = holder.find(key);
       TESSERA_CHECK_INDEX(found != holder.end(), "jagged.regroup: none of the ",
                           keyed_tensors.size(), " keyed tensors has a key '", key, "'.");
-      columns.push_back((*found->second)[key]);
+      columns.push_back(found->second);
     }
     TESSERA_CHECK_VALUE(!columns.empty(), "jagged.regroup: group ", grouped.size(),
                         " has no keys.");

@@ -4,10 +4,15 @@
 #include <utility>
 
 #include "tessera/core/check.h"
+#include "tessera/core/step_recorder.h"
 
 namespace tessera::pipeline {
 
+using core::Phase;
+using core::Span;
+
 SparseInputs::SparseInputs(std::vector<SparseInput> inputs) {
+  const Span span(Phase::kInputDist);
   for (SparseInput& input : inputs) {
     const at::Tensor& weights = input.features.weights_or_none();
     TESSERA_CHECK_VALUE(!weights.defined() || !weights.requires_grad(),
@@ -36,6 +41,7 @@ SparseInputs::SparseInputs(std::vector<SparseInput> inputs) {
 }
 
 void SparseInputs::wait_sizes() {
+  const Span span(Phase::kInputDist);
   for (Module& module : modules_) {
     if (!module.ids) module.ids = module.sizes->wait();
   }
@@ -43,6 +49,7 @@ void SparseInputs::wait_sizes() {
 
 void SparseInputs::wait_ids() {
   wait_sizes();
+  const Span span(Phase::kInputDist);
   for (const Module& module : modules_) module.ids->wait();
 }
 

@@ -11,13 +11,13 @@
 #include <optional>
 #include <thread>
 
-#include "dlrm/mapped_file.h"
+#include "dlrm/text_blocks.h"
 
 namespace tessera::workloads::dlrm {
 namespace {
 
 // What one thread parses at a time. Fixed, so that blocks do not depend on the number of threads.
-constexpr std::size_t kChunkBytes = std::size_t{4} << 20;
+constexpr std::size_t kBlockBytes = std::size_t{4} << 20;
 constexpr std::int64_t kFields = 1 + kCriteoDense + kCriteoFeatures;
 constexpr std::uint8_t kNoDigit = 255;
 
@@ -90,12 +90,12 @@ std::string wrong_number_of_fields(std::string_view line) {
          std::to_string(kFields) + " are needed";
 }
 
-/// What a thread made of a chunk.
+/// What a thread made of a block of lines.
 struct Chunk {
   SampleBlock samples;
   std::int64_t num_lines = 0;
   std::int64_t num_bad = 0;
-  std::vector<CriteoReport::BadLine> first_bad;  // numbered from the chunk's first line, from 1
+  std::vector<CriteoReport::BadLine> first_bad;  // numbered from the block's first line, from 1
 };
 
 // The ids were written with room for every line; closes the gaps that bad lines left.
@@ -145,25 +145,10 @@ Chunk parse_chunk(std::string_view text, const CriteoOptions& options) {
   return chunk;
 }
 
-std::vector<std::string_view> cut_at_lines(std::string_view bytes) {
-  std::vector<std::string_view> chunks;
-  while (!bytes.empty()) {
-    std::size_t end = bytes.size();
-    if (end > kChunkBytes) {
-      end = bytes.find('\n', kChunkBytes);
-      end = end == std::string_view::npos ? bytes.size() : end + 1;
-    }
-    chunks.push_back(bytes.substr(0, end));
-    bytes.remove_prefix(end);
-  }
-  return chunks;
-}
-
-/// Threads that parse ahead of the reader, at most a few chunks each.
+/// Threads that read and parse ahead of the caller, at most a few blocks each.
 class Parsers {
  public:
-  Parsers(std::vector<std::string_view> texts, const CriteoOptions& options)
-      : texts_(std::move(texts)), options_(options) {
+  Parsers(TextBlocks& text, const CriteoOptions& options) : text_(text), options_(options) {
     int count = options.num_threads > 0 ? options.num_threads
                                         : static_cast<int>(std::thread::hardware_concurrency());
     count = std::clamp(count, 1, 256);
@@ -171,22 +156,20 @@ class Parsers {
     for (int i = 0; i < count; ++i) threads_.emplace_back([this] { parse(); });
   }
   ~Parsers() {
-    {
-      const std::lock_guard lock(mutex_);
-      stop_ = true;
-    }
-    changed_.notify_all();
+    stop();
     for (std::thread& thread : threads_) thread.join();
   }
   Parsers(const Parsers&) = delete;
   Parsers& operator=(const Parsers&) = delete;
 
-  /// The next chunk in the order of the file.
+  /// The next chunk in the order of the text.
   std::optional<Chunk> next() {
-    if (taken_ == texts_.size()) return std::nullopt;
     std::unique_lock lock(mutex_);
-    changed_.wait(lock, [this] { return error_ != nullptr || done_.contains(taken_); });
+    changed_.wait(lock, [this] {
+      return error_ != nullptr || done_.contains(taken_) || (has_ended_ && taken_ == started_);
+    });
     if (error_ != nullptr) std::rethrow_exception(error_);
+    if (!done_.contains(taken_)) return std::nullopt;
     auto node = done_.extract(taken_++);
     lock.unlock();
     changed_.notify_all();
@@ -194,41 +177,65 @@ class Parsers {
   }
 
  private:
+  void stop() {
+    {
+      const std::lock_guard lock(mutex_);
+      has_ended_ = true;
+    }
+    text_.stop();
+    changed_.notify_all();
+  }
+
+  /// The number of the block that is now in `memory`; nothing at the end.
+  std::optional<std::size_t> read(std::vector<char>& memory, std::string_view& block) {
+    const std::lock_guard one_reader(reading_);
+    {
+      std::unique_lock lock(mutex_);
+      changed_.wait(lock, [this] { return has_ended_ || started_ < taken_ + ahead_; });
+      if (has_ended_) return std::nullopt;
+    }
+    const auto found = text_.next(memory);
+    const std::lock_guard lock(mutex_);
+    if (!found) {
+      has_ended_ = true;
+      changed_.notify_all();
+      return std::nullopt;
+    }
+    block = *found;
+    return started_++;
+  }
+
   void parse() {
     try {
-      for (;;) {
-        std::size_t number = 0;
-        {
-          std::unique_lock lock(mutex_);
-          changed_.wait(lock, [this] {
-            return stop_ || started_ == texts_.size() || started_ < taken_ + ahead_;
-          });
-          if (stop_ || started_ == texts_.size()) return;
-          number = started_++;
-        }
-        Chunk chunk = parse_chunk(texts_[number], options_);
+      std::vector<char> memory;
+      std::string_view block;
+      while (const auto number = read(memory, block)) {
+        Chunk chunk = parse_chunk(block, options_);
         {
           const std::lock_guard lock(mutex_);
-          done_.emplace(number, std::move(chunk));
+          done_.emplace(*number, std::move(chunk));
         }
         changed_.notify_all();
       }
-    } catch (...) {  // out of memory
-      const std::lock_guard lock(mutex_);
-      error_ = std::current_exception();
-      changed_.notify_all();
+    } catch (...) {  // out of memory, or the text cannot be read
+      {
+        const std::lock_guard lock(mutex_);
+        error_ = std::current_exception();
+      }
+      stop();
     }
   }
 
-  std::vector<std::string_view> texts_;
+  TextBlocks& text_;
   const CriteoOptions& options_;
   std::size_t ahead_ = 0;
+  std::mutex reading_;  // before mutex_
   std::mutex mutex_;
   std::condition_variable changed_;
   std::map<std::size_t, Chunk> done_;
   std::size_t started_ = 0;
   std::size_t taken_ = 0;
-  bool stop_ = false;
+  bool has_ended_ = false;
   std::exception_ptr error_;
   std::vector<std::thread> threads_;
 };
@@ -289,10 +296,9 @@ std::string parse_criteo_line(std::string_view line, const std::vector<Feature>&
 CriteoReport read_criteo(const std::string& path, const CriteoOptions& options,
                          const std::function<void(SampleBlock&)>& take) {
   check_features(path, options);
-  const MappedFile file(path);
+  TextBlocks text(path, kBlockBytes);
   CriteoReport report;
-  report.num_bytes = static_cast<std::int64_t>(file.bytes().size());
-  Parsers parsers(cut_at_lines(file.bytes()), options);
+  Parsers parsers(text, options);
   while (auto chunk = parsers.next()) {
     for (CriteoReport::BadLine& bad : chunk->first_bad) {
       bad.line += report.num_lines;
@@ -308,6 +314,7 @@ CriteoReport read_criteo(const std::string& path, const CriteoOptions& options,
     report.num_samples += chunk->samples.num_samples;
     if (chunk->samples.num_samples > 0) take(chunk->samples);
   }
+  report.num_bytes = text.num_bytes();
   return report;
 }
 

@@ -46,9 +46,10 @@ struct CriteoReport {
   std::vector<BadLine> first_bad;
 };
 
-/// Parses the file by several threads and hands over blocks of samples in the order of the lines,
-/// from the calling thread. The blocks are the same for any number of threads. Throws DataError if
-/// the file cannot be read and, if strict, for the first bad line.
+/// Parses a file or a pipe by several threads, a few blocks of 4 MiB at a time, and hands over
+/// blocks of samples in the order of the lines, from the calling thread. The blocks are the same
+/// for any number of threads. Throws DataError if the text cannot be read and, if strict, for the
+/// first bad line.
 CriteoReport read_criteo(const std::string& path, const CriteoOptions& options,
                          const std::function<void(SampleBlock&)>& take);
 

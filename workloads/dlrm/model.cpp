@@ -1,5 +1,6 @@
 #include "dlrm/model.h"
 
+#include <algorithm>
 #include <cmath>
 #include <utility>
 
@@ -92,6 +93,18 @@ Dlrm::Dlrm(const DlrmOptions& options) : options_(options) {
   draw_parameters(*this, options.seed);
 }
 
+// Where the features lie among the keys: sharded tables give them in the order of the ranks.
+std::vector<std::int64_t> Dlrm::order_of(const std::vector<std::string>& keys) const {
+  std::vector<std::int64_t> order;
+  for (const std::string& feature : options_.features) {
+    const auto found = std::find(keys.begin(), keys.end(), feature);
+    TESSERA_CHECK_INDEX(found != keys.end(), "dlrm: the embeddings have no feature '", feature,
+                        "'.");
+    order.push_back(found - keys.begin());
+  }
+  return order;
+}
+
 torch::Tensor Dlrm::forward(const torch::Tensor& dense, const jagged::KeyedTensor& embeddings) {
   TESSERA_CHECK_VALUE(dense.dim() == 2 && dense.size(1) == options_.num_dense,
                       "dlrm: dense has shape ", dense.sizes(), "; it must be [batch, ",
@@ -101,13 +114,13 @@ torch::Tensor Dlrm::forward(const torch::Tensor& dense, const jagged::KeyedTenso
                         embeddings.keys()[i], "' has ", embeddings.length_per_key()[i],
                         " columns; the model takes ", options_.embedding_dim, ".");
   }
-  const bool in_order = embeddings.keys() == options_.features;
-  const torch::Tensor rows =
-      in_order ? embeddings.values()
-               : jagged::KeyedTensor::regroup({embeddings}, {options_.features}).front();
   const torch::Tensor first = bottom_->forward(dense);
   const torch::Tensor mixed =
-      cross_ == nullptr ? dot_interaction(first, rows) : cross_->forward(at::cat({first, rows}, 1));
+      cross_ == nullptr
+          ? dot_interaction(first, embeddings.values(), order_of(embeddings.keys()))
+          : cross_->forward(at::cat(
+                {first, jagged::KeyedTensor::regroup({embeddings}, {options_.features}).front()},
+                1));
   return top_->forward(mixed).squeeze(1);
 }
 

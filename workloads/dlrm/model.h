@@ -47,12 +47,16 @@ class Perceptron : public torch::nn::Module {
   bool relu_at_end_;
 };
 
-/// Returns [batch, dim + n(n+1)/2] for dense [batch, dim] and embeddings [batch, n * dim]: dense,
-/// then for i = 1..n the products of vector i with vectors 0..i-1, where vector 0 is dense.
-/// Differentiable once.
-torch::Tensor dot_interaction(const torch::Tensor& dense, const torch::Tensor& embeddings);
+/// Returns [batch, dim + n(n+1)/2] for dense [batch, dim] and embeddings [batch, m * dim]: dense,
+/// then for i = 1..n the products of vector i with vectors 0..i-1, where vector 0 is dense and
+/// vector i is part `order[i-1]` of the embeddings; without an order, all m parts as they lie.
+/// Differentiable once. Throws ValueError for shapes that do not fit, and for an order that names a
+/// part twice or one that is not there.
+torch::Tensor dot_interaction(const torch::Tensor& dense, const torch::Tensor& embeddings,
+                              const std::vector<std::int64_t>& order = {});
 
-/// The same by torch's own operators, differentiable any number of times: the judge.
+/// The same by torch's own operators, differentiable any number of times: the judge. Parts are in
+/// order.
 torch::Tensor dot_interaction_reference(const torch::Tensor& dense,
                                         const torch::Tensor& embeddings);
 
@@ -81,6 +85,8 @@ class Dlrm : public torch::nn::Module {
   std::int64_t num_parameters() const;
 
  private:
+  std::vector<std::int64_t> order_of(const std::vector<std::string>& keys) const;
+
   DlrmOptions options_;
   std::shared_ptr<Perceptron> bottom_;
   std::shared_ptr<LowRankCross> cross_;

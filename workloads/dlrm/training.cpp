@@ -16,6 +16,7 @@
 #include "tessera/core/check.h"
 #include "tessera/data_parallel/distributed_data_parallel.h"
 #include "tessera/data_parallel/fingerprint.h"
+#include "tessera/pipeline/train_pipeline.h"
 #include "tessera/sharding/sharded_embedding_bag_collection.h"
 
 namespace tessera::workloads::dlrm {
@@ -23,7 +24,7 @@ namespace {
 
 using core::Phase;
 using core::Span;
-using sharding::DistributedInput;
+using pipeline::SparseInputs;
 using sharding::ShardedEmbeddingBagCollection;
 
 // Where the judged samples of a log without end begin: training never comes so far.
@@ -148,20 +149,25 @@ class Training {
         judged_(log, ranges_of(options, *log, group).judged),
         model_(std::make_shared<Dlrm>(model_options(options, log->schema())), group,
                {.gradient_as_bucket_view = true}),
-        tables_(tables_of(log->schema(), options.model.embedding_dim), plan, group,
-                /*is_weighted=*/false, table_options(options)),
+        tables_(std::make_shared<ShardedEmbeddingBagCollection>(
+            tables_of(log->schema(), options.model.embedding_dim), plan, group,
+            /*is_weighted=*/false, table_options(options))),
         optimizer_(
-            make_dense_optimizer(options.optimizer, model_.parameters(), options.learning_rate)) {
-    fill_tables(tables_, options.seed);
+            make_dense_optimizer(options.optimizer, model_.parameters(), options.learning_rate)),
+        pipeline_(training_steps(), pipelined()) {
+    fill_tables(*tables_, options.seed);
     if (!options.checkpoints.empty()) {
       checkpoints_ = std::make_unique<Checkpoints>(
           CheckpointOptions{options.checkpoints, options.keep_checkpoints,
                             options.batch * group.size(), options.seed},
-          *model_.module(), *optimizer_, tables_, group);
+          *model_.module(), *optimizer_, *tables_, group);
     }
   }
 
-  std::int64_t resume() { return checkpoints_ && options_.resume ? checkpoints_->load() : 0; }
+  std::int64_t resume() {
+    next_read_ = checkpoints_ && options_.resume ? checkpoints_->load() : 0;
+    return next_read_;
+  }
 
   Progress step(std::int64_t step) {
     recorder_.begin_step(step);
@@ -172,50 +178,35 @@ class Training {
         schedule_factor(step, options_.num_steps, options_.warmup_steps, options_.decay);
     progress.learning_rate = factor * options_.learning_rate;
     set_learning_rate(*optimizer_, progress.learning_rate);
-    tables_.set_learning_rate(factor * options_.table_learning_rate);
-
-    Ahead now = ahead_ ? std::move(*ahead_) : start(step);
-    ahead_.reset();
-    const bool has_next = step + 1 < options_.num_steps;
-    // The next batch's ids travel while this one computes; which rows are read does not depend on
-    // what they hold.
-    if (has_next) ahead_.emplace(start(step + 1));
-    const DistributedInput input = arrived(now);
-    const at::Tensor logits = forward(now.batch, input);
-    const at::Tensor loss = loss_of(logits, now.batch);
-    if (has_next) send_ids(*ahead_);
-    {
-      const Span span(Phase::kBackward);
-      loss.backward();
-    }
-    {
-      const Span span(Phase::kOptimizer);
-      optimizer_->step();
-      optimizer_->zero_grad(/*set_to_none=*/false);
-    }
-    finish(loss.item<double>(), progress);
+    tables_->set_learning_rate(factor * options_.table_learning_rate);
+    const auto logits = pipeline_.progress([this] { return next_batch(); });
+    TESSERA_INTERNAL_ASSERT(logits, "every step has a batch");
+    follow(*logits);
+    finish(pipeline_.losses().item<double>(), progress);
     progress.time = recorder_.end_step();
-    follow(logits, now.batch);
     progress.auc = running_.value();
     return progress;
   }
 
   Evaluation evaluate(std::int64_t step) {
-    const at::NoGradGuard no_grad;
     ClickSums sums;
     std::vector<at::Tensor> scores;
     std::vector<at::Tensor> labels;
-    judged_.seek(0);
-    while (const auto batch = judged_.next()) {
-      const DistributedInput input = tables_.input_dist(batch->sparse).wait().wait();
-      const jagged::KeyedTensor rows = tables_.compute_and_output_dist(input).wait();
+    pipeline::Steps<ClickBatch> steps;
+    steps.forward = [&](const ClickBatch& batch, const SparseInputs& inputs) {
+      const jagged::KeyedTensor rows = look_up(inputs);
       const Autocast autocast(options_.bfloat16);
       // Not through the wrapper: nothing is to be averaged.
       const at::Tensor logits =
-          model_.module()->forward(batch->dense, rows).to(at::kFloat).contiguous();
-      sums.add(floats(logits), floats(batch->labels));
+          model_.module()->forward(batch.dense, rows).to(at::kFloat).contiguous();
+      sums.add(floats(logits), floats(batch.labels));
       scores.push_back(logits);
-      labels.push_back(batch->labels);
+      labels.push_back(batch.labels);
+      return pipeline::Result{{}, logits};
+    };
+    pipeline::EvalPipelineSparseDist<ClickBatch> judge(steps, pipelined());
+    judged_.seek(0);
+    while (judge.progress([this] { return judged_.next(); })) {
     }
     const at::Tensor words = at::from_blob(
         sums.words().data(), {static_cast<std::int64_t>(sums.words().size())}, at::kLong);
@@ -243,7 +234,7 @@ class Training {
 
   std::uint64_t fingerprint() const {
     std::uint64_t sum = 0;
-    for (const sharding::LocalShard& shard : tables_.local_shards()) {
+    for (const sharding::LocalShard& shard : tables_->local_shards()) {
       sum = sum * 31 + data_parallel::fingerprint(shard.weight.detach());
       for (const auto& [name, state] : shard.state) {
         sum = sum * 31 + data_parallel::fingerprint(state);
@@ -260,58 +251,46 @@ class Training {
   }
 
  private:
-  // A batch whose ids are on their way.
-  struct Ahead {
-    ClickBatch batch;
-    sharding::InputDist dist;
-    std::optional<comm::Awaitable<DistributedInput>> ids;
-  };
-
-  Ahead start(std::int64_t step) {
-    std::optional<ClickBatch> batch;
-    {
-      const Span span(Phase::kData);
-      const std::int64_t length = source_.num_steps();
-      source_.seek(length < 0 ? step : step % length);
-      batch = source_.next();
-    }
-    TESSERA_INTERNAL_ASSERT(batch.has_value(), "a step inside the range has a batch");
-    const Span span(Phase::kInputDist);
-    sharding::InputDist dist = tables_.input_dist(batch->sparse);
-    return {std::move(*batch), std::move(dist), std::nullopt};
+  pipeline::Steps<ClickBatch> training_steps() {
+    pipeline::Steps<ClickBatch> steps;
+    steps.zero_grad = [this] { optimizer_->zero_grad(/*set_to_none=*/false); };
+    steps.forward = [this](const ClickBatch& batch, const SparseInputs& inputs) {
+      const jagged::KeyedTensor rows = look_up(inputs);
+      labels_ = batch.labels;
+      const Span span(Phase::kDense);
+      at::Tensor logits;
+      {
+        const Autocast autocast(options_.bfloat16);
+        logits = model_(batch.dense, rows);
+      }
+      return pipeline::Result{
+          at::binary_cross_entropy_with_logits(logits.to(at::kFloat), batch.labels), logits};
+    };
+    steps.step = [this] { optimizer_->step(); };
+    return steps;
   }
 
-  void send_ids(Ahead& ahead) {
-    if (ahead.ids) return;
-    const Span span(Phase::kInputDist);
-    ahead.ids = ahead.dist.wait();
+  std::vector<pipeline::PipelinedModule<ClickBatch>> pipelined() const {
+    return {{"tables", tables_, [](const ClickBatch& batch) { return batch.sparse; }}};
   }
 
-  DistributedInput arrived(Ahead& ahead) {
-    send_ids(ahead);
-    const Span span(Phase::kInputDist);
-    return ahead.ids->wait();
+  // The pipeline reads ahead, and no further than the last step.
+  std::optional<ClickBatch> next_batch() {
+    if (next_read_ >= options_.num_steps) return std::nullopt;
+    const std::int64_t length = source_.num_steps();
+    source_.seek(length < 0 ? next_read_ : next_read_ % length);
+    ++next_read_;
+    return source_.next();
   }
 
-  at::Tensor forward(const ClickBatch& batch, const DistributedInput& input) {
+  jagged::KeyedTensor look_up(const SparseInputs& inputs) {
     std::optional<comm::LazyAwaitable<jagged::KeyedTensor>> pending;
     {
       const Span span(Phase::kLookup);
-      pending.emplace(tables_.compute_and_output_dist(input));
+      pending.emplace(tables_->compute_and_output_dist(inputs.of(*tables_)));
     }
-    std::optional<jagged::KeyedTensor> rows;
-    {
-      const Span span(Phase::kOutputDist);
-      rows.emplace(pending->wait());
-    }
-    const Span span(Phase::kDense);
-    const Autocast autocast(options_.bfloat16);
-    return model_(batch.dense, *rows);
-  }
-
-  static at::Tensor loss_of(const at::Tensor& logits, const ClickBatch& batch) {
-    const Span span(Phase::kDense, "loss");
-    return at::binary_cross_entropy_with_logits(logits.to(at::kFloat), batch.labels);
+    const Span span(Phase::kOutputDist);
+    return pending->wait();
   }
 
   // One small message: the loss over all ranks, and whether one of them was told to stop.
@@ -326,10 +305,11 @@ class Training {
     is_stopping_ = words[1].item<double>() > 0;
   }
 
-  void follow(const at::Tensor& logits, const ClickBatch& batch) {
+  void follow(const at::Tensor& logits) {
+    const Span span(Phase::kOther, "running AUC");
     if (++num_followed_ % kAucWindow == 0) running_.clear();
     const at::Tensor plain = logits.detach().to(at::kFloat).contiguous();
-    running_.add(floats(plain), floats(batch.labels));
+    running_.add(floats(plain), floats(labels_));
   }
 
   TrainingOptions options_;
@@ -338,10 +318,12 @@ class Training {
   BatchSource source_;
   BatchSource judged_;
   data_parallel::DistributedDataParallel<Dlrm> model_;
-  ShardedEmbeddingBagCollection tables_;
+  std::shared_ptr<ShardedEmbeddingBagCollection> tables_;
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
   std::unique_ptr<Checkpoints> checkpoints_;
-  std::optional<Ahead> ahead_;
+  pipeline::TrainPipelineSparseDist<ClickBatch> pipeline_;
+  std::int64_t next_read_ = 0;  // the step whose batch is read next
+  at::Tensor labels_;           // of the batch that was computed last
   StreamingAuc running_;
   std::int64_t num_followed_ = 0;
   std::function<bool()> is_told_to_stop_;

@@ -15,6 +15,9 @@
 //     return pipeline::Result{losses, logits};
 //   };
 //
+// A thread's core::StepRecorder sees data, input dist, backward and optimizer; spans inside forward
+// are the caller's.
+//
 // The same steps on the same batches give the same bits in every pipeline, because what is done
 // ahead (ids) does not depend on what is trained (rows and layers).
 //
@@ -38,6 +41,7 @@
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "tessera/core/check.h"
+#include "tessera/core/step_recorder.h"
 #include "tessera/pipeline/sparse_inputs.h"
 
 namespace tessera::pipeline {
@@ -181,6 +185,7 @@ class Pipeline {
   void load(const Source<Batch>& source, StepReport& report) {
     if (has_ended_) return;
     const Timed timed(report.read);
+    const core::Span span(core::Phase::kData);
     std::optional<Batch> batch = source();
     if (!batch) {
       has_ended_ = true;
@@ -240,6 +245,7 @@ class Pipeline {
     if (trains_) {
       {
         const Timed timed(report.backward);
+        const core::Span span(core::Phase::kBackward);
         result.losses.sum().backward();
       }
       call(steps_.step, report.step);
@@ -250,6 +256,7 @@ class Pipeline {
   static void call(const std::function<void()>& function, double& seconds) {
     if (!function) return;
     const Timed timed(seconds);
+    const core::Span span(core::Phase::kOptimizer);
     function();
   }
 

@@ -86,6 +86,21 @@ TEST(DotInteraction, GradientsEqualTheReference) {
   for (const int i : {0, 1}) EXPECT_TRUE(at::allclose(ours[i], theirs[i], 1e-5, 1e-4));
 }
 
+TEST(DotInteraction, PartsMayLieInAnotherOrderBesideOthers) {
+  at::Tensor dense = random_tensor({3, 2}, 16).requires_grad_(true);
+  at::Tensor embeddings = random_tensor({3, 8}, 17).requires_grad_(true);
+  const std::vector<std::int64_t> order = {3, 0, 2};
+  const at::Tensor weights = random_tensor({3, 2 + 6}, 18);
+  std::vector<at::Tensor> parts;
+  for (const std::int64_t part : order) parts.push_back(embeddings.narrow(1, 2 * part, 2));
+  const at::Tensor expected = dot_interaction_reference(dense, at::cat(parts, 1));
+  const at::Tensor out = dot_interaction(dense, embeddings, order);
+  EXPECT_TRUE(at::allclose(out, expected, 1e-12, 1e-12));
+  const auto ours = torch::autograd::grad({(out * weights).sum()}, {dense, embeddings});
+  const auto theirs = torch::autograd::grad({(expected * weights).sum()}, {dense, embeddings});
+  for (const int i : {0, 1}) EXPECT_TRUE(at::allclose(ours[i], theirs[i], 1e-12, 1e-12));
+}
+
 TEST(DotInteraction, EmptyBatchIsFine) {
   at::Tensor dense = at::zeros({0, 4}).requires_grad_(true);
   const at::Tensor out = dot_interaction(dense, at::zeros({0, 8}));
@@ -110,6 +125,15 @@ TEST(DotInteraction, RefusesShapesThatDoNotFit) {
   EXPECT_EQ(error_text([] { (void)dot_interaction(at::zeros({2, 4}), at::zeros({2, 6})); }),
             "dot_interaction: dense has shape [2, 4] and the embeddings [2, 6]; they must be "
             "[batch, dim] and [batch, n * dim].");
+  const auto with_order = [](const std::vector<std::int64_t>& order) {
+    return error_text([&] { (void)dot_interaction(at::zeros({2, 4}), at::zeros({2, 8}), order); });
+  };
+  EXPECT_EQ(
+      with_order({1, 1}),
+      "dot_interaction: the order names part 1 of 2, which is not there or was named before.");
+  EXPECT_EQ(
+      with_order({0, 2}),
+      "dot_interaction: the order names part 2 of 2, which is not there or was named before.");
 }
 
 TEST(LowRankCross, EqualsItsFormula) {
@@ -236,6 +260,10 @@ TEST(Dlrm, RefusesWhatDoesNotFit) {
               model.forward(at::zeros({2, 3}), KeyedTensor({"a", "b"}, {4, 5}, at::zeros({2, 9})));
             }),
             "dlrm: feature 'b' has 5 columns; the model takes 4.");
+  EXPECT_EQ(error_text([&] {
+              model.forward(at::zeros({2, 3}), KeyedTensor({"a", "c"}, {4, 4}, at::zeros({2, 8})));
+            }),
+            "dlrm: the embeddings have no feature 'b'.");
 }
 
 }  // namespace

@@ -1,18 +1,23 @@
 // Click logs in files: what is written comes back, and what is broken is named.
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <thread>
 
 #include "dlrm/click_file.h"
 #include "dlrm/criteo.h"
 #include "dlrm/half.h"
 #include "dlrm/synthetic.h"
+#include "dlrm/text_blocks.h"
 
 namespace {
 
@@ -374,6 +379,80 @@ TEST_F(Files, CriteoIsTheSameForAnyNumberOfThreads) {
     log.read(12000, 20000, found);
     expect_equal(part, found);
   }
+}
+
+// Blocks of whole lines, whatever the place of their ends.
+TEST_F(Files, TextComesInBlocksOfWholeLines) {
+  const auto blocks_of = [&](const std::string& text, std::size_t block_bytes) {
+    TextBlocks blocks(write("a", text), block_bytes);
+    std::vector<char> memory;
+    std::vector<std::string> found;
+    while (const auto block = blocks.next(memory)) found.emplace_back(*block);
+    EXPECT_EQ(blocks.num_bytes(), static_cast<std::int64_t>(text.size()));
+    return found;
+  };
+  using Blocks = std::vector<std::string>;
+  EXPECT_EQ(blocks_of("", 4), Blocks{});
+  EXPECT_EQ(blocks_of("ab", 4), Blocks{"ab"});
+  EXPECT_EQ(blocks_of("ab\ncd\nef\ngh", 4), (Blocks{"ab\ncd\n", "ef\ngh"}));
+  EXPECT_EQ(blocks_of("abcdefgh\n\nx\n", 4), (Blocks{"abcdefgh\n", "\nx\n"}));
+  const std::string wide(100000, 'w');  // more than a block and its margin
+  EXPECT_EQ(blocks_of("a\n" + wide + "\nb\n", 1), (Blocks{"a\n", wide + "\n", "b\n"}));
+  write("a", std::string((16U << 20) + 5000, 'x'));
+  EXPECT_EQ(error([&] {
+              TextBlocks blocks(path("a"), 4);
+              std::vector<char> memory;
+              blocks.next(memory);
+            }),
+            "a: a line near byte " + std::to_string((16U << 20) + 5000) +
+                " has more than 16 MiB. This is no text of clicks.");
+  EXPECT_EQ(error([&] { TextBlocks blocks(path("none"), 4); }),
+            "none: cannot be opened: No such file or directory.");
+  EXPECT_EQ(error([&] { TextBlocks blocks(folder_.string() + "/.", 4); }),
+            ".: is neither a regular file nor a pipe.");
+}
+
+TEST_F(Files, CriteoComesThroughAPipe) {
+  const SyntheticLog log(SyntheticOptions{});
+  std::string text;
+  append_criteo_lines(log, 0, 3000, text);
+  ASSERT_EQ(::mkfifo(path("pipe").c_str(), 0600), 0);
+  // Open at both ends before anybody reads: an unopened pipe is an empty text.
+  const int writer = ::open(path("pipe").c_str(), O_RDWR | O_CLOEXEC);
+  ASSERT_GE(writer, 0);
+  std::thread sender([&] {
+    for (std::size_t sent = 0; sent < text.size();) {
+      const ssize_t done = ::write(writer, text.data() + sent, text.size() - sent);
+      if (done <= 0) break;
+      sent += static_cast<std::size_t>(done);
+    }
+    ::close(writer);
+  });
+  const CriteoLog read_back(path("pipe"));
+  sender.join();
+  SampleBlock expected;
+  log.read(0, 3000, expected);
+  SampleBlock found;
+  read_back.read(0, 3000, found);
+  expect_equal(found, expected);
+}
+
+// The reader of a pipe that says nothing more does not hold up the error of what it said.
+TEST_F(Files, AnErrorDoesNotWaitForASilentPipe) {
+  ASSERT_EQ(::mkfifo(path("pipe").c_str(), 0600), 0);
+  const int writer = ::open(path("pipe").c_str(), O_RDWR | O_CLOEXEC);
+  ASSERT_GE(writer, 0);
+  std::atomic<bool> is_done{false};
+  TextBlocks text(path("pipe"), 4);
+  std::thread reader([&] {
+    std::vector<char> memory;
+    EXPECT_FALSE(text.next(memory));
+    is_done = true;
+  });
+  EXPECT_FALSE(is_done);
+  text.stop();
+  reader.join();
+  ::close(writer);
 }
 
 TEST_F(Files, OnlyCriteosSchemaIsWrittenAsLines) {
