@@ -24,15 +24,18 @@ PEER_PACKAGES := torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 tensordict==0.15.3 torchm
 export CCACHE_SLOPPINESS := pch_defines,time_macros,include_file_mtime,include_file_ctime
 export CCACHE_BASEDIR := $(CURDIR)
 
-.PHONY: build demo test peers lint tidy format bench clean packages cuda-build cuda-test cuda-bench help
+.PHONY: build everything demo test peers lint tidy format bench clean packages cuda-build cuda-test cuda-bench help
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 build: $(BUILD)/build.ninja  ## Install what is missing and build library, programs and bindings
-	ninja -C $(BUILD) -j $(JOBS)
+	ninja -C $(BUILD) -j $(JOBS) product
 	ln -sf ../../$(BUILD)/bin/tessera $(VENV)/bin/tessera
 	echo "$(CURDIR)/python" > $$($(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tessera.pth
+
+everything: build  ## Build tests, benchmarks and examples too
+	ninja -C $(BUILD) -j $(JOBS)
 
 # Debian packages, only if one is missing, and only where this user may install them.
 packages:
@@ -65,7 +68,7 @@ demo: build  ## Run the main job from nothing
 
 # A test that fails is run once more, and both runs are shown: the fault tests race real signals against
 # real time limits, and a busy machine can lose such a race. One that fails twice is red.
-test: build lint  ## Build and run all tests, C++ and Python
+test: everything lint  ## Build and run all tests, C++ and Python
 	$(MAKE) --no-print-directory peers || echo "peers: not installed; the comparisons with them are skipped" >&2
 	ctest --preset full -j 1 --repeat until-pass:2
 
@@ -104,7 +107,7 @@ format: $(VENV)/.ready  ## Rewrite sources to the house format
 	git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' | xargs $(VENV)/bin/clang-format -i
 	$(VENV)/bin/ruff format --quiet python tests bench examples
 
-bench: build  ## Measure beside the peers; writes bench/results and docs/performance.md
+bench: everything  ## Measure beside the peers; writes bench/results and docs/performance.md
 	$(VENV)/bin/python bench/run.py
 
 cuda-build:  ## Build on a machine with a GPU and its own torch
