@@ -12,7 +12,7 @@ BUILD := build/release
 JOBS ?= $(shell nproc)
 TORCH_VERSION := 2.13.0
 APT_PACKAGES := libgtest-dev libgmock-dev libbenchmark-dev libcli11-dev nlohmann-json3-dev ccache \
-                ninja-build cmake g++ python3-venv iproute2 libmetis-dev
+                ninja-build cmake g++ git python3-venv iproute2 libmetis-dev
 TOOLS := clang-format==23.1.3 clang-tidy==23.1.4 ruff==0.17.4 pytest==9.2.0 pytest-timeout==2.4.0 \
          hypothesis==6.170.15 safetensors==0.8.0 numpy scikit-build-core==1.1.1
 
@@ -24,15 +24,18 @@ PEER_PACKAGES := torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 tensordict==0.15.3 torchm
 export CCACHE_SLOPPINESS := pch_defines,time_macros,include_file_mtime,include_file_ctime
 export CCACHE_BASEDIR := $(CURDIR)
 
-.PHONY: build demo test peers lint tidy format bench clean packages cuda-build cuda-test cuda-bench help
+.PHONY: build everything demo test peers lint tidy format bench clean packages cuda-build cuda-test cuda-bench help
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 build: $(BUILD)/build.ninja  ## Install what is missing and build library, programs and bindings
-	ninja -C $(BUILD) -j $(JOBS)
+	ninja -C $(BUILD) -j $(JOBS) product
 	ln -sf ../../$(BUILD)/bin/tessera $(VENV)/bin/tessera
 	echo "$(CURDIR)/python" > $$($(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tessera.pth
+
+everything: build  ## Build tests, benchmarks and examples too
+	ninja -C $(BUILD) -j $(JOBS)
 
 # Debian packages, only if one is missing, and only where this user may install them.
 packages:
@@ -40,6 +43,8 @@ packages:
 	for package in $(APT_PACKAGES); do
 	  dpkg-query -W -f '$${Status}' $$package 2>/dev/null | grep -q "install ok installed" || missing="$$missing $$package"
 	done
+	headers=$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))' 2>/dev/null || true)
+	[ -e "$$headers/Python.h" ] || missing="$$missing python3-dev"
 	if [ -n "$$missing" ]; then
 	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
 	    echo "installing$$missing"
@@ -63,7 +68,7 @@ demo: build  ## Run the main job from nothing
 
 # A test that fails is run once more, and both runs are shown: the fault tests race real signals against
 # real time limits, and a busy machine can lose such a race. One that fails twice is red.
-test: build lint  ## Build and run all tests, C++ and Python
+test: everything lint  ## Build and run all tests, C++ and Python
 	$(MAKE) --no-print-directory peers || echo "peers: not installed; the comparisons with them are skipped" >&2
 	ctest --preset full -j 1 --repeat until-pass:2
 
@@ -102,7 +107,7 @@ format: $(VENV)/.ready  ## Rewrite sources to the house format
 	git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' | xargs $(VENV)/bin/clang-format -i
 	$(VENV)/bin/ruff format --quiet python tests bench examples
 
-bench: build  ## Measure beside the peers; writes bench/results and docs/performance.md
+bench: everything  ## Measure beside the peers; writes bench/results and docs/performance.md
 	$(VENV)/bin/python bench/run.py
 
 cuda-build:  ## Build on a machine with a GPU and its own torch
