@@ -7,9 +7,13 @@ import torch
 from tessera.comm import NoWait
 from tessera.distributed._pipelined_modules import find_args
 from tessera.distributed.train_pipeline import (
+    ArgInfo,
     EvalPipelineSparseDist,
+    PipelinedForward,
     PrefetchTrainPipelineSparseDist,
+    Tracer,
     TrainPipelineBase,
+    TrainPipelineContext,
     TrainPipelineSparseDist,
 )
 from tessera.distributed.types import ShardedModule
@@ -288,6 +292,10 @@ def test_tracing_refuses():
     ]:
         with pytest.raises(ValueError, match=message):
             TrainPipelineSparseDist(Reading(how), None, "cpu")
+    replaced = Model(Tables())
+    replaced.forward = lambda batch: replaced.tables(batch.others)
+    with pytest.raises(ValueError, match=r"cannot be traced \(it is not the forward of its class\)"):
+        TrainPipelineSparseDist(replaced, None, "cpu")
     permuted = Reading(lambda self, batch: self.tables(batch.features.permute([1, 0])))
     expected = permuted(Batch(0, 0))[1]
     pipeline = TrainPipelineSparseDist(
@@ -317,3 +325,29 @@ def test_prefetch_sees_every_batch_once_and_before_its_forward():
         "start start prefetch start compute prefetch start compute prefetch compute prefetch compute"
     )
     assert pipeline.report.prefetch >= 0
+
+
+def test_the_reference_machinery_has_its_signatures():
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Model(Tables())
+
+        def forward(self, batch):
+            return self.inner(batch)
+
+    nested = Nested()
+    assert list(find_args(nested)) == ["inner.tables"]
+    whole = Tracer(leaf_modules=["inner"]).trace(nested)
+    assert [node.target for node in whole.nodes if node.op == "call_module"] == ["inner"]
+    context = TrainPipelineContext()
+    tables = Tables()
+    forward = PipelinedForward("tables", [ArgInfo(["features"], [False], None)], tables, context, None)
+    assert (forward.name, len(forward.args)) == ("tables", 1)
+    forward.start(Batch(0, 1), context)
+    assert list(context.input_dist_splits_requests) == ["tables"]
+    context.wait_ids()
+    assert (context.input_dist_splits_requests, list(context.module_contexts)) == ({}, ["tables"])
+    assert torch.equal(forward("anything"), tables(Batch(0, 1).features))
+    with pytest.raises(ValueError, match="'tables' was called twice in one forward"):
+        forward("anything")

@@ -286,6 +286,8 @@ def find_args(model: nn.Module) -> dict[str, list[ArgInfo]]:
     if not paths:
         return {}
     try:
+        if "forward" in model.__dict__:  # torch.fx would follow the one of the class
+            raise TypeError("it is not the forward of its class")
         graph = Tracer().trace(model)
     except Exception as error:
         raise ValueError(
