@@ -52,6 +52,8 @@ def test_other_modules_have_their_own_peers():
     assert rows.peer_name("vocab/cross_entropy/new_gradient/s") == "torch/cross_entropy/new_gradient/s"
     assert rows.peer_name("vocab/logprob/tessera_shm/s") == "vocab/logprob/operators_gloo/s"
     assert rows.peer_name("graph/layer/halo/s") == "graph/layer/gather/s"
+    assert rows.peer_name("dlrm/step/tessera/s") == "dlrm/step/torchrec/s"
+    assert rows.peer_name("dlrm/interaction_forward/tessera/s") == "dlrm/interaction_forward/torch/s"
     assert rows.peer_name("graph/overlap/interior/s") is None
     assert rows.peer_name("torch/cross_entropy/forward/s") is None
 
@@ -67,6 +69,17 @@ def test_tables_are_aligned():
     assert len({len(line) for line in lines}) == 1
     assert "0.50 us" in text
     assert "123 ms" in text
+
+
+def test_rows_may_be_of_bytes():
+    def memory(variant, size):
+        values = {f"{which}_bytes": size for which in ("median", "p10", "p90")}
+        return {"name": f"dlrm/peak_memory/{variant}/s", "bytes": 0, "repetitions": 1, **values}
+
+    ours, theirs = memory("tessera", 800e6), memory("torchrec", 1.2e9)
+    lines = rows.table([ours, theirs]).splitlines()
+    assert "800 MB" in lines[2] and "1.5" in lines[2] and "1200 MB" in lines[3]
+    assert rows.verdict(ours, theirs) == "slower" and rows.verdict(ours, ours) == "same"
 
 
 def test_diff_names_what_became_slower(tmp_path):
