@@ -35,9 +35,9 @@ def main() -> int:
             continue
         print(
             f"{answer:6}  {key[0]:{width}}  {key[1]:4}  "
-            f"{row_files.time_text(old['median_us']):>10} -> "
-            f"{row_files.time_text(new['median_us']):>10}  "
-            f"({new['median_us'] / old['median_us']:.2f} x)"
+            f"{row_files.value_text(old, 'median'):>10} -> "
+            f"{row_files.value_text(new, 'median'):>10}  "
+            f"({row_files.value_of(new, 'median') / row_files.value_of(old, 'median'):.2f} x)"
         )
     print(", ".join(f"{number} {word}" for word, number in counts.items()), end="")
     print(f"; {len(before.keys() ^ after.keys())} rows in one file only")

@@ -27,13 +27,18 @@ def key_of(row: Row) -> tuple[str, str]:
     return row["name"], row.get("state", "")
 
 
+def value_of(row: Row, which: str) -> float:
+    """Return the median, p10 or p90 of a row, in microseconds or bytes."""
+    return row[f"{which}_bytes" if "median_bytes" in row else f"{which}_us"]
+
+
 def spread_of(row: Row) -> float:
-    return row["p90_us"] - row["p10_us"]
+    return value_of(row, "p90") - value_of(row, "p10")
 
 
 def verdict(before: Row, after: Row) -> str:
     """Say whether the medians differ by more than the wider of the two spreads."""
-    difference = after["median_us"] - before["median_us"]
+    difference = value_of(after, "median") - value_of(before, "median")
     if abs(difference) <= max(spread_of(before), spread_of(after)):
         return "same"
     return "slower" if difference > 0 else "faster"
@@ -50,7 +55,7 @@ def peer_name(name: str) -> str | None:
         "launch": "torchrun",
         "checkpoint": "dcp",
         "data_parallel": "torch",
-        "dlrm": "torchrec",
+        "dlrm": "torch" if operation.startswith("interaction") else "torchrec",
         "embedding": "fbgemm",
         "faults": "torch gloo",
         "jagged": "fbgemm",
@@ -78,6 +83,11 @@ def time_text(microseconds: float) -> str:
     return f"{microseconds / 1e3:.0f} ms"
 
 
+def value_text(row: Row, which: str) -> str:
+    value = value_of(row, which)
+    return f"{value / 1e6:.0f} MB" if "median_bytes" in row else time_text(value)
+
+
 # Share of the cores that other programs may take before a row is void.
 MAX_OTHERS = 0.1
 
@@ -94,16 +104,16 @@ def cells(row: Row, index: dict[tuple[str, str], Row]) -> list[str]:
     ratio = ""
     if peer is not None:
         mark = "" if peer.get("state", "") == row.get("state", "") else "*"
-        ratio = f"{peer['median_us'] / row['median_us']:.1f}{mark}"
+        ratio = f"{value_of(peer, 'median') / value_of(row, 'median'):.1f}{mark}"
     floor = row.get("floor_us", 0)
     # Below that, the caches hold everything and memory is no floor.
-    share = f"{100 * floor / row['median_us']:.0f} %" if floor and row["bytes"] >= 25e6 else ""
+    share = f"{100 * floor / value_of(row, 'median'):.0f} %" if floor and row["bytes"] >= 25e6 else ""
     return [
         row["name"],
         state_text(row),
-        time_text(row["median_us"]),
-        time_text(row["p10_us"]),
-        time_text(row["p90_us"]),
+        value_text(row, "median"),
+        value_text(row, "p10"),
+        value_text(row, "p90"),
         str(row["repetitions"]),
         ratio,
         share,

@@ -42,6 +42,7 @@ BENCHMARKS = {
     "vocab_logprob": [[sys.executable, str(ROOT / "bench/compare/vocab_logprob.py")]],
     "checkpoint": [[sys.executable, str(ROOT / "bench/checkpoint/checkpoint_bench.py")]],
     "data_parallel_step": [[sys.executable, str(ROOT / "bench/compare/ddp_step.py")]],
+    "dlrm_parts": [[str(PROGRAMS / "dlrm_bench")]],
     "dlrm_step": [[str(ROOT / ".venv-peers/bin/python"), str(ROOT / "bench/compare/torchrec_dlrm.py")]],
     "embedding": [
         [str(PROGRAMS / "table_bench")],
@@ -56,6 +57,7 @@ BENCHMARKS = {
 }
 QUICK = {
     "comm_collectives": ["--seconds", "0.1"],
+    "dlrm_parts": ["--seconds", "0.2"],
     "dlrm_step": ["--steps", "3", "--rounds", "1"],
     "python_collectives": ["--bytes", "4000", "--bytes", "25000000"],
     "launchers": ["--repetitions", "3"],
@@ -86,6 +88,7 @@ TITLES = {
     "data_parallel_step": "Training steps under DistributedDataParallel, two ranks",
     "embedding": "Tables on one rank",
     "sharding_step": "Training steps on sharded tables, two ranks",
+    "dlrm_parts": "Around the tables of a DLRM, one rank",
     "dlrm_step": "DLRM, 26 tables on two ranks",
     "jagged": "Operators on jagged batches, beside fbgemm",
     "faults": "From a fault to the last survivor's error",

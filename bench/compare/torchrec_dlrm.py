@@ -1,19 +1,24 @@
 """Times training steps of one DLRM: `tessera train dlrm` beside torchrec over Gloo, on two ranks.
 
 26 tables of 100,000 rows and 32 columns, 10 ids per bag, 13 dense numbers, bottom 128-32, top
-128-64-1, 2048 samples per rank, SGD. Runs under the peers' Python. The two take turns, one whole run
-each; the time of a step is the slower rank's for torchrec, rank 0's for ours, whose steps end with a
-collective. torchrec gets batches that are made beforehand, and runs without its
-pipeline; ours makes its own batches, with Zipf-distributed ids, inside the step.
+128-64-1, 2048 samples per rank, SGD. Runs under the peers' Python. Both train on one binary click log:
+ours reads its batches from the file inside the steps, torchrec has its first batches in memory before
+the first step. The three (ours, torchrec, torchrec under its TrainPipelineSparseDist) take turns, one
+whole run each. The time of a step is from its end to that of the step before, on rank 0; steps end with
+collectives. `dense` is forward, backward and step of torchrec's dense layers alone, on both ranks at
+once; ours is in dlrm_bench. Memory is what the two ranks have to themselves and share, files not
+counted, at its most: looked up often in runs that are not timed.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import pathlib
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
@@ -24,22 +29,50 @@ TESSERA = ROOT / "build/release/bin/tessera"
 SHAPE = "t26_r100000_d32_l10_b2048_p2"
 TABLES, DIM, BAG, DENSE = 26, 32, 10, 13
 WARM_UPS = 5
+ROTATION = 4  # batches that torchrec has in memory
+RANKS = 2
+EVALUATED = 4096
 
 
-def run_rank(rank: int, world: int, folder: str, args) -> None:
+def read_samples(path: str, first: int, count: int):
+    """Return labels, dense numbers and ids [feature, sample, bag] of a log with bags of one size."""
+    import numpy as np
+
+    raw = np.memmap(path, np.uint8, "r")
+    _, _, flags, _, _, _, per_block, blocks, directory, size = struct.unpack_from("<8sIIQIIIIQQ", raw)
+    assert flags == 0, "dense numbers are float32"
+    entries = raw[directory : directory + size].tobytes()[-24 * blocks :]
+    number, begin = divmod(first, per_block)
+    place, _, samples, _ = struct.unpack_from("<QQII", entries, 24 * number)
+    assert begin + count <= samples, "a batch lies in one block"
+
+    def take(dtype, length):
+        nonlocal place
+        part = raw[place : place + length * np.dtype(dtype).itemsize].view(dtype)
+        place += -(-part.nbytes // 8) * 8
+        return part.reshape(samples, -1)[begin : begin + count]
+
+    labels = take(np.uint8, samples)
+    dense = take(np.float32, samples * DENSE)
+    ids = [take(np.uint32, samples * BAG) for _ in range(TABLES)]
+    return labels.ravel(), dense, np.stack(ids)
+
+
+def run_rank(rank: int, folder: str, args) -> None:
     import torch
     import torch.distributed as dist
-    from torch import nn
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
     from torchrec.distributed import DistributedModelParallel
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+    from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
     from torchrec.distributed.types import ShardingEnv
-    from torchrec.models.dlrm import DLRM, DLRMTrain
+    from torchrec.models.dlrm import DLRM, DenseArch, DLRMTrain, InteractionArch, OverArch
     from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+    from torchrec.streamable import Pipelineable
 
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     torch.manual_seed(1)
     device = torch.device("cpu")
     keys = [f"cat_{i}" for i in range(TABLES)]
@@ -51,81 +84,172 @@ def run_rank(rank: int, world: int, folder: str, args) -> None:
     apply_optimizer_in_backward(torch.optim.SGD, tables.parameters(), {"lr": 0.01})
     model = DLRMTrain(DLRM(tables, DENSE, [128, DIM], [128, 64, 1], dense_device=device))
     sharders = [EmbeddingBagCollectionSharder()]
-    topology = Topology(world_size=world, local_world_size=world, compute_device="cpu")
+    topology = Topology(world_size=RANKS, local_world_size=RANKS, compute_device="cpu")
     plan = EmbeddingShardingPlanner(topology=topology).collective_plan(model, sharders, dist.group.WORLD)
     env = ShardingEnv.from_process_group(dist.group.WORLD)
     model = DistributedModelParallel(model, env, device, plan=plan, sharders=sharders)
     dense = [p for name, p in model.named_parameters() if "embedding_bags" not in name]
     optimizer = torch.optim.SGD(dense, lr=0.01)
 
-    class Batch:
-        def __init__(self, seed):
-            generator = torch.Generator().manual_seed(seed)
-            self.dense_features = torch.randn(args.batch, DENSE, generator=generator)
-            ids = torch.randint(args.rows, (TABLES * args.batch * BAG,), generator=generator)
-            lengths = torch.full((TABLES * args.batch,), BAG, dtype=torch.int32)
-            self.sparse_features = KeyedJaggedTensor.from_lengths_sync(keys, ids, lengths)
-            self.labels = torch.randint(2, (args.batch,), generator=generator)
+    class Batch(Pipelineable):
+        def __init__(self, dense_features, sparse_features, labels):
+            self.dense_features = dense_features
+            self.sparse_features = sparse_features
+            self.labels = labels
 
-    batches = [Batch(100 * rank + i) for i in range(4)]
-    times = []
-    assert isinstance(model, nn.Module)
-    for step in range(args.steps + WARM_UPS):
-        dist.barrier()
-        begin = time.perf_counter()
-        optimizer.zero_grad()
-        loss, _ = model(batches[step % len(batches)])
-        loss.backward()
-        optimizer.step()
-        taken = torch.tensor([time.perf_counter() - begin], dtype=torch.double)
-        dist.all_reduce(taken, dist.ReduceOp.MAX)
-        if step >= WARM_UPS:
-            times.append(taken.item())
+        def to(self, device, non_blocking=False):
+            return self
+
+        def record_stream(self, stream):
+            pass
+
+        def pin_memory(self):
+            return self
+
+    def batch_of(step: int) -> Batch:
+        labels, numbers, ids = read_samples(args.data, (RANKS * step + rank) * args.batch, args.batch)
+        values = torch.from_numpy(ids.astype("int64").ravel())
+        lengths = torch.full((TABLES * args.batch,), BAG, dtype=torch.int32)
+        sparse = KeyedJaggedTensor.from_lengths_sync(keys, values, lengths)
+        return Batch(torch.tensor(numbers), sparse, torch.tensor(labels, dtype=torch.int32))
+
+    def dense_times() -> list[float]:
+        """Time the dense layers with rows that are there already."""
+        bottom = DenseArch(DENSE, [128, DIM])
+        between = InteractionArch(TABLES)
+        top = OverArch(DIM + TABLES * (TABLES + 1) // 2, [128, 64, 1])
+        layers = torch.nn.ModuleList([bottom, between, top])
+        step = torch.optim.SGD(layers.parameters(), lr=0.01)
+        rows = torch.randn(args.batch, TABLES, DIM, requires_grad=True)
+        batch = batches[0]
+        times = []
+        for _ in range(args.steps + WARM_UPS):
+            begin = time.perf_counter()
+            step.zero_grad()
+            logits = top(between(bottom(batch.dense_features), rows)).squeeze(-1)
+            torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.labels.float()).backward()
+            step.step()
+            times.append(time.perf_counter() - begin)
+        return times[WARM_UPS:]
+
+    batches = [batch_of(step) for step in range(ROTATION)]
+    steps = args.steps + WARM_UPS
+    ends = []
+    if args.pipeline:
+        pipeline = TrainPipelineSparseDist(model, optimizer, device, execute_all_batches=True)
+        source = itertools.islice(itertools.cycle(batches), steps)
+        for _ in range(steps):
+            pipeline.progress(source)
+            ends.append(time.perf_counter())
+    else:
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss, _ = model(batches[step % len(batches)])
+            loss.backward()
+            optimizer.step()
+            ends.append(time.perf_counter())
+    times = [after - before for before, after in itertools.pairwise(ends)][WARM_UPS - 1 :]
+    dist.barrier()
+    found = {"step": times, "dense": dense_times()}
     if rank == 0:
-        pathlib.Path(folder, "times.json").write_text(json.dumps(times))
+        pathlib.Path(folder, "times.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
-def time_torchrec(args) -> list[float]:
+class PeakMemory:
+    """The most that processes have to themselves and share among them, looked up again and again."""
+
+    def __init__(self):
+        self.bytes = 0
+
+    def look(self, pids: list[int]) -> None:
+        total = 0
+        for pid in pids:
+            try:
+                text = pathlib.Path(f"/proc/{pid}/smaps_rollup").read_text()
+            except OSError:  # it has ended
+                continue
+            for line in text.splitlines():
+                if line.startswith(("Pss_Anon:", "Pss_Shmem:")):
+                    total += 1024 * int(line.split()[1])
+        self.bytes = max(self.bytes, total)
+
+
+def children_of(pid: int) -> list[int]:
+    try:
+        found = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+    return [int(child) for child in found]
+
+
+def wait_for(process: subprocess.Popen, pids, memory: PeakMemory | None) -> int:
+    while memory is not None and process.poll() is None:
+        memory.look(pids())
+        time.sleep(0.02)
+    return process.wait()
+
+
+def time_torchrec(args, pipeline: bool, memory: PeakMemory | None = None) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable,
-            "-W",
-            "ignore",
-            __file__,
-            "--rows",
-            str(args.rows),
-            "--batch",
-            str(args.batch),
-        ]
-        command += ["--steps", str(args.steps), "--folder", folder, "--rank"]
-        environment = {**os.environ, "LOCAL_WORLD_SIZE": "2"}
-        ranks = [
-            subprocess.Popen([*command, str(r)], env=environment, stderr=subprocess.DEVNULL) for r in (0, 1)
-        ]
-        if any([rank.wait() for rank in ranks]):
-            raise SystemExit("torchrec's ranks failed")
+        command = [sys.executable, "-W", "ignore", __file__, "--rows", args.rows, "--batch", args.batch]
+        command += ["--steps", args.steps, "--data", args.data, "--folder", folder]
+        command += ["--pipeline"] if pipeline else []
+        environment = {**os.environ, "LOCAL_WORLD_SIZE": str(RANKS)}
+        with open(pathlib.Path(folder, "errors.txt"), "w") as errors:
+            ranks = [
+                subprocess.Popen([*map(str, command), "--rank", str(r)], env=environment, stderr=errors)
+                for r in range(RANKS)
+            ]
+            codes = [wait_for(rank, lambda: [r.pid for r in ranks], memory) for rank in ranks]
+        if any(codes):
+            raise SystemExit("torchrec's ranks failed:\n" + pathlib.Path(folder, "errors.txt").read_text())
         return json.loads(pathlib.Path(folder, "times.json").read_text())
 
 
-def time_tessera(args) -> list[float]:
+def time_tessera(args, memory: PeakMemory | None = None) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
-        flags = ["--ranks", 2, "--tables", TABLES, "--rows", args.rows, "--dim", DIM, "--bag", BAG]
-        flags += ["--batch", args.batch, "--steps", args.steps + WARM_UPS, "--optimizer", "sgd"]
-        flags += ["--table-optimizer", "sgd", "--lr", 0.01, "--table-lr", 0.01, "--eval-every", 0]
-        flags += ["--eval-samples", 4096, "--runs", folder, "--json"]
+        flags = ["--ranks", RANKS, "--data", args.data, "--dim", DIM, "--batch", args.batch]
+        flags += ["--steps", args.steps + WARM_UPS, "--optimizer", "sgd", "--table-optimizer", "sgd"]
+        flags += ["--lr", 0.01, "--table-lr", 0.01, "--eval-every", 0, "--eval-samples", EVALUATED]
+        flags += ["--runs", folder, "--json"]
         command = [str(TESSERA), "train", "dlrm", *map(str, flags)]
-        result = subprocess.run(command, check=True, capture_output=True, text=True)
-        metrics = pathlib.Path(json.loads(result.stdout)["report"]).with_name("metrics.jsonl")
-        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-        return [line["seconds"] for line in lines if line["kind"] == "step"][WARM_UPS:]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        if wait_for(process, lambda: children_of(process.pid), memory) != 0:
+            raise SystemExit("tessera train dlrm failed")
+        report = pathlib.Path(json.loads(process.stdout.read())["report"])
+        lines = [json.loads(line) for line in report.with_name("metrics.jsonl").read_text().splitlines()]
+        return [line for line in lines if line["kind"] == "step"][WARM_UPS:]
 
 
-def print_row(variant: str, times: list[float]) -> None:
-    cuts = statistics.quantiles(times, n=10)
-    row = {"name": f"dlrm/step/{variant}/{SHAPE}", "ranks": 2, "median_us": 1e6 * statistics.median(times)}
-    row |= {"p10_us": 1e6 * cuts[0], "p90_us": 1e6 * cuts[8], "repetitions": len(times), "bytes": 0}
-    print(json.dumps(row), flush=True)
+def print_row(operation: str, variant: str, values: list[float], unit: str = "us") -> None:
+    row = {"name": f"dlrm/{operation}/{variant}/{SHAPE}", "ranks": RANKS}
+    cuts = statistics.quantiles(values, n=10) if len(values) > 1 else values * 9
+    row |= {f"median_{unit}": statistics.median(values), f"p10_{unit}": cuts[0], f"p90_{unit}": cuts[8]}
+    print(json.dumps(row | {"repetitions": len(values), "bytes": 0}), flush=True)
+
+
+def measure(args) -> None:
+    ours, theirs, pipelined, dense = [], [], [], []
+    for _ in range(args.rounds):
+        ours += time_tessera(args)
+        plain = time_torchrec(args, pipeline=False)
+        theirs += plain["step"]
+        dense += plain["dense"]
+        pipelined += time_torchrec(args, pipeline=True)["step"]
+    print_row("step", "tessera", [1e6 * step["seconds"] for step in ours])
+    print_row("step", "torchrec", [1e6 * seconds for seconds in theirs])
+    print_row("step", "torchrec_pipeline", [1e6 * seconds for seconds in pipelined])
+    print_row("exposed_communication", "tessera", [1e6 * step["exposed_comm_seconds"] for step in ours])
+    print_row("dense", "torchrec", [1e6 * seconds for seconds in dense])
+    for variant, run in (
+        ("tessera", lambda memory: time_tessera(args, memory)),
+        ("torchrec", lambda memory: time_torchrec(args, pipeline=False, memory=memory)),
+        ("torchrec_pipeline", lambda memory: time_torchrec(args, pipeline=True, memory=memory)),
+    ):
+        memory = PeakMemory()
+        run(memory)
+        print_row("peak_memory", variant, [memory.bytes], "bytes")
 
 
 def main() -> None:
@@ -134,18 +258,22 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=2)
+    # Of a rank of torchrec, which this program starts.
+    parser.add_argument("--data", default="")
     parser.add_argument("--folder", default="")
+    parser.add_argument("--pipeline", action="store_true")
     parser.add_argument("--rank", type=int, default=-1)
     args = parser.parse_args()
     if args.rank >= 0:
-        run_rank(args.rank, 2, args.folder, args)
+        run_rank(args.rank, args.folder, args)
         return
-    ours, theirs = [], []
-    for _ in range(args.rounds):
-        ours += time_tessera(args)
-        theirs += time_torchrec(args)
-    print_row("tessera", ours)
-    print_row("torchrec", theirs)
+    with tempfile.TemporaryDirectory() as folder:
+        args.data = str(pathlib.Path(folder, "clicks.click"))
+        samples = (args.steps + WARM_UPS) * RANKS * args.batch + EVALUATED
+        command = [str(TESSERA), "data", "synth", args.data, "--samples", str(samples)]
+        command += ["--features", str(TABLES), "--rows", str(args.rows), "--bag", str(BAG)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        measure(args)
 
 
 if __name__ == "__main__":

@@ -52,6 +52,8 @@ def test_other_modules_have_their_own_peers():
     assert rows.peer_name("vocab/cross_entropy/new_gradient/s") == "torch/cross_entropy/new_gradient/s"
     assert rows.peer_name("vocab/logprob/tessera_shm/s") == "vocab/logprob/operators_gloo/s"
     assert rows.peer_name("graph/layer/halo/s") == "graph/layer/gather/s"
+    assert rows.peer_name("dlrm/step/tessera/s") == "dlrm/step/torchrec/s"
+    assert rows.peer_name("dlrm/interaction_forward/tessera/s") == "dlrm/interaction_forward/torch/s"
     assert rows.peer_name("graph/overlap/interior/s") is None
     assert rows.peer_name("torch/cross_entropy/forward/s") is None
 
@@ -75,6 +77,17 @@ def test_the_worst_case_has_a_column_where_it_was_kept():
     place = [word.strip() for word in head].index("max")
     assert [line[place].strip() for line in (first, second)] == ["31.5 us", ""]
     assert "max" not in rows.table([row("comm/x/shm/n4000_p2", 0.5)])
+
+
+def test_rows_may_be_of_bytes():
+    def memory(variant, size):
+        values = {f"{which}_bytes": size for which in ("median", "p10", "p90")}
+        return {"name": f"dlrm/peak_memory/{variant}/s", "bytes": 0, "repetitions": 1, **values}
+
+    ours, theirs = memory("tessera", 800e6), memory("torchrec", 1.2e9)
+    lines = rows.table([ours, theirs]).splitlines()
+    assert "800 MB" in lines[2] and "1.5" in lines[2] and "1200 MB" in lines[3]
+    assert rows.verdict(ours, theirs) == "slower" and rows.verdict(ours, ours) == "same"
 
 
 def test_diff_names_what_became_slower(tmp_path):

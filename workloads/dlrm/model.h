@@ -50,8 +50,9 @@ class Perceptron : public torch::nn::Module {
 /// Returns [batch, dim + n(n+1)/2] for dense [batch, dim] and embeddings [batch, m * dim]: dense,
 /// then for i = 1..n the products of vector i with vectors 0..i-1, where vector 0 is dense and
 /// vector i is part `order[i-1]` of the embeddings; without an order, all m parts as they lie.
-/// Differentiable once. Throws ValueError for shapes that do not fit, and for an order that names a
-/// part twice or one that is not there.
+/// On the CPU computed in float32, whatever is given, and differentiable once; float64, more than
+/// 255 parts and other devices go through the reference. Throws ValueError for shapes that do not
+/// fit, and for an order that names a part twice or one that is not there.
 torch::Tensor dot_interaction(const torch::Tensor& dense, const torch::Tensor& embeddings,
                               const std::vector<std::int64_t>& order = {});
 

@@ -62,6 +62,8 @@ TEST(DotInteraction, EqualsALoop) {
     const at::Tensor expected = interaction_by_loop(dense, embeddings);
     EXPECT_TRUE(at::allclose(dot_interaction(dense, embeddings), expected, 1e-12, 1e-12));
     EXPECT_TRUE(at::allclose(dot_interaction_reference(dense, embeddings), expected, 1e-12, 1e-12));
+    const at::Tensor single = dot_interaction(dense.to(at::kFloat), embeddings.to(at::kFloat));
+    EXPECT_TRUE(at::allclose(single.to(at::kDouble), expected, 1e-5, 1e-5));
   }
 }
 
@@ -87,18 +89,20 @@ TEST(DotInteraction, GradientsEqualTheReference) {
 }
 
 TEST(DotInteraction, PartsMayLieInAnotherOrderBesideOthers) {
-  at::Tensor dense = random_tensor({3, 2}, 16).requires_grad_(true);
-  at::Tensor embeddings = random_tensor({3, 8}, 17).requires_grad_(true);
-  const std::vector<std::int64_t> order = {3, 0, 2};
-  const at::Tensor weights = random_tensor({3, 2 + 6}, 18);
-  std::vector<at::Tensor> parts;
-  for (const std::int64_t part : order) parts.push_back(embeddings.narrow(1, 2 * part, 2));
-  const at::Tensor expected = dot_interaction_reference(dense, at::cat(parts, 1));
-  const at::Tensor out = dot_interaction(dense, embeddings, order);
-  EXPECT_TRUE(at::allclose(out, expected, 1e-12, 1e-12));
-  const auto ours = torch::autograd::grad({(out * weights).sum()}, {dense, embeddings});
-  const auto theirs = torch::autograd::grad({(expected * weights).sum()}, {dense, embeddings});
-  for (const int i : {0, 1}) EXPECT_TRUE(at::allclose(ours[i], theirs[i], 1e-12, 1e-12));
+  for (const at::ScalarType type : {at::kFloat, at::kDouble}) {
+    at::Tensor dense = random_tensor({3, 2}, 16).to(type).requires_grad_(true);
+    at::Tensor embeddings = random_tensor({3, 8}, 17).to(type).requires_grad_(true);
+    const std::vector<std::int64_t> order = {3, 0, 2};
+    const at::Tensor weights = random_tensor({3, 2 + 6}, 18).to(type);
+    std::vector<at::Tensor> parts;
+    for (const std::int64_t part : order) parts.push_back(embeddings.narrow(1, 2 * part, 2));
+    const at::Tensor expected = dot_interaction_reference(dense, at::cat(parts, 1));
+    const at::Tensor out = dot_interaction(dense, embeddings, order);
+    EXPECT_TRUE(at::allclose(out, expected, 1e-5, 1e-6));
+    const auto ours = torch::autograd::grad({(out * weights).sum()}, {dense, embeddings});
+    const auto theirs = torch::autograd::grad({(expected * weights).sum()}, {dense, embeddings});
+    for (const int i : {0, 1}) EXPECT_TRUE(at::allclose(ours[i], theirs[i], 1e-5, 1e-6));
+  }
 }
 
 TEST(DotInteraction, EmptyBatchIsFine) {
