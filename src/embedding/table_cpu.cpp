@@ -275,7 +275,7 @@ class Backward {
     order.clear();
     const std::int64_t share = std::max<std::int64_t>(
         workspace_.firsts.back() / std::max<std::int64_t>(num_threads_, 1), 16384);
-    std::int64_t most_digits = 1;
+    std::int64_t most_counts = 1;
     for (std::size_t table = 0; table < pass_.num_tables; ++table) {
       if (size_of(table) == 0) continue;
       const auto plan = kernels::radix_plan(targets_[table].rows.num_rows);
@@ -284,13 +284,13 @@ class Backward {
         sort_together(plan, entries_of(table), workspace_.spare.data() + workspace_.firsts[table],
                       num_threads_, workspace_.counts);
       } else {
-        most_digits = std::max(most_digits, plan.num_digits());
+        most_counts = std::max(most_counts, plan.num_counts());
         order.push_back(table);
       }
     }
     std::stable_sort(order.begin(), order.end(),
                      [&](std::size_t a, std::size_t b) { return size_of(a) > size_of(b); });
-    at_least(workspace_.counts, static_cast<std::size_t>(most_digits * num_threads_));
+    at_least(workspace_.counts, static_cast<std::size_t>(most_counts * num_threads_));
     share_jobs(static_cast<std::int64_t>(order.size()), num_threads_,
                [&](std::int64_t thread, std::int64_t job) {
                  const std::size_t table = order[job];
@@ -298,7 +298,7 @@ class Backward {
                  kernels::sort_entries(kernels::radix_plan(targets_[table].rows.num_rows),
                                        entries_of(table),
                                        workspace_.spare.data() + workspace_.firsts[table],
-                                       workspace_.counts.data() + thread * most_digits);
+                                       workspace_.counts.data() + thread * most_counts);
                });
   }
 

@@ -183,7 +183,7 @@ TEST(TableSort, IsStableForAnyNumberOfRowsAndPieces) {
                        [](RowEntry a, RowEntry b) { return row_of(a) < row_of(b); });
       const RadixPlan plan = radix_plan(num_rows);
       std::vector<RowEntry> spare(count);
-      std::vector<std::uint32_t> counts(plan.num_digits());
+      std::vector<std::uint32_t> counts(plan.num_counts());
       sort_entries(plan, entries, spare.data(), counts.data());
       EXPECT_EQ(entries, wanted);
     }
@@ -207,7 +207,7 @@ struct Gradients {
                  entries.data(), bag_of.data());
     std::vector<RowEntry> spare(entries.size());
     const RadixPlan plan = radix_plan(sample.rows.num_rows);
-    std::vector<std::uint32_t> counts(plan.num_digits());
+    std::vector<std::uint32_t> counts(plan.num_counts());
     sort_entries(plan, entries, spare.data(), counts.data());
     // Two features: the first 25 bags, and the others further on.
     segments = {{0, 1, columns + 3}, {25, 2 + 25 * (columns + 3), columns + 3}};
