@@ -6,7 +6,7 @@
 
 #include "comm/backend.h"
 #include "comm/engines.h"
-#include "comm/tensor_memory.h"
+#include "core/kept_memory.h"
 #include "tessera/core/check.h"
 
 namespace tessera::comm {
@@ -71,7 +71,7 @@ at::Tensor with_rows(const at::Tensor& tensor, std::int64_t rows) {
   auto shape = tensor.sizes().vec();
   if (shape.empty()) shape.push_back(1);
   shape[0] = rows;
-  return make_result(shape, tensor.options());
+  return core::empty_kept(shape, tensor.options());
 }
 
 std::int64_t sum_of(const Rows& rows) {
@@ -169,7 +169,7 @@ Started start_all_reduce(at::Tensor tensor, const Group& group, Reduction reduct
 at::Tensor fresh_copy(const char* op, const at::Tensor& input) {
   TESSERA_CHECK_VALUE(input.defined(), "comm.", op, ": the tensor is undefined.");
   if (input.layout() != at::kStrided) return input.detach().clone();
-  return make_result(input.sizes(), input.options()).copy_(input.detach());
+  return core::empty_kept(input.sizes(), input.options()).copy_(input.detach());
 }
 
 Started start_reduce(const at::Tensor& input, int root, const Group& group, Reduction reduction,
@@ -257,7 +257,7 @@ Started start_all_to_all(const at::Tensor& input, const Group& group, bool is_as
   const auto engine = engine_for("all_to_all", input, group);
   check_even("all_to_all", input, group);
   at::Tensor rows = as_rows(input);
-  at::Tensor output = make_result(rows.sizes(), rows.options());
+  at::Tensor output = core::empty_kept(rows.sizes(), rows.options());
   Rows even;
   c10d::AllToAllOptions options;
   options.asyncOp = is_async;

@@ -1,8 +1,5 @@
 #include "comm/tensor_memory.h"
 
-#include <sys/mman.h>
-
-#include <cstdint>
 #include <optional>
 
 #include <ATen/Functions.h>
@@ -100,18 +97,6 @@ void TensorMemory::write_back() const {
   }
   at::Tensor target = target_;
   target.copy_(result.view(target_.sizes()));
-}
-
-at::Tensor make_result(at::IntArrayRef shape, const at::TensorOptions& options) {
-  at::Tensor result = at::empty(shape, options.requires_grad(false));
-  constexpr std::uintptr_t kHugePage = std::uintptr_t{2} << 20;
-  if (!result.device().is_cpu() || result.nbytes() < 2 * kHugePage) return result;
-  // Advice for the pages that belong to the tensor alone. What is already present stays as it is.
-  const auto begin = reinterpret_cast<std::uintptr_t>(result.data_ptr());
-  const std::uintptr_t first = (begin + kHugePage - 1) / kHugePage * kHugePage;
-  const std::uintptr_t last = (begin + result.nbytes()) / kHugePage * kHugePage;
-  ::madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
-  return result;
 }
 
 void check_tensor(std::string_view op, const at::Tensor& tensor, std::string_view engine) {

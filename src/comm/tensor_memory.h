@@ -44,10 +44,6 @@ class TensorMemory {
   std::int64_t row_count_;  // elements of dtype_ in one row
 };
 
-/// An uninitialised tensor for a result. Large ones on the CPU get huge pages where the system
-/// gives them on request: small pages cost ten times as much as the operation that fills them.
-at::Tensor make_result(at::IntArrayRef shape, const at::TensorOptions& options);
-
 /// Throws ValueError or TypeError, naming the operator, unless `tensor` is dense and on the CPU or
 /// a CUDA device.
 void check_tensor(std::string_view op, const at::Tensor& tensor, std::string_view engine);

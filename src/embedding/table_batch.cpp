@@ -11,6 +11,7 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include "core/kept_memory.h"
 #include "embedding/table_pass.h"
 #include "tessera/core/check.h"
 
@@ -293,8 +294,9 @@ struct Lookup : Function<Lookup> {
     const LookupInput input{ids, offsets, sample_weights.value_or(Variable()), call->batch_sizes};
     State& state = *call->state;
     const TablePass pass = make_pass(state, input, call->is_sequence, state.num_columns);
-    at::Tensor output = at::empty(output_shape(state, input, pass),
-                                  at::TensorOptions().dtype(at::kFloat).device(state.device()));
+    at::Tensor output =
+        core::empty_kept(output_shape(state, input, pass),
+                         at::TensorOptions().dtype(at::kFloat).device(state.device()));
     look_up(state, input, pass, output);
     context->save_for_backward({ids, offsets, sample_weights.value_or(Variable())});
     context->saved_data["call"] = c10::IValue::make_capsule(call);

@@ -33,7 +33,7 @@ struct RadixPlan {
   int bits_per_pass = 0;
   std::uint64_t factor = 1;  // rows are ordered by their product with it; odd, so all differ
   std::int64_t num_digits() const { return std::int64_t{1} << bits_per_pass; }
-  /// How many counters sort_entries needs.
+  /// Counters of all passes.
   std::int64_t num_counts() const { return num_passes * num_digits(); }
 };
 RadixPlan radix_plan(std::int64_t num_rows, RowOrder order);
@@ -48,8 +48,8 @@ void place_digits(const RadixPlan& plan, int num_pieces, std::uint32_t* counts);
 void scatter_digits(const RadixPlan& plan, int pass, std::span<const RowEntry> entries,
                     std::uint32_t* places, RowEntry* output);
 
-/// All of it on one thread. The result is in `entries`; `spare` is as long; `counts` has
-/// plan.num_counts() numbers.
+/// All of it on one thread, with the digits of all passes counted in one. The result is in
+/// `entries`; `spare` is as long; `counts` has plan.num_counts() numbers.
 void sort_entries(const RadixPlan& plan, std::span<RowEntry> entries, RowEntry* spare,
                   std::uint32_t* counts);
 

@@ -9,6 +9,7 @@
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
 
+#include "core/kept_memory.h"
 #include "kernels/row_cut.h"
 
 namespace tessera::sharding {
@@ -107,7 +108,7 @@ void Arrangement::fill(const KeyedJaggedTensor& features, const std::vector<std:
     result.lengths_per_rank[segments_[s].rank] += bag_place[s + 1] - bag_place[s];
   }
   const std::int64_t total = id_place.back();
-  result.values = at::empty({total}, all_ids.options());
+  result.values = core::empty_kept({total}, all_ids.options());
   auto* sent_ids = result.values.data_ptr<Id>();
   const bool has_source = result.source.defined();
   if (has_source) result.source = at::empty({total}, at::kLong);

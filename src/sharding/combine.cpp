@@ -6,6 +6,7 @@
 #include <ATen/Parallel.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include "core/kept_memory.h"
 #include "kernels/combine.h"
 
 namespace tessera::sharding {
@@ -47,7 +48,7 @@ struct Combine : Function<Combine> {
       flat.push_back(source.contiguous());
       combined->sizes.push_back(source.numel());
     }
-    at::Tensor output = at::empty({plan.rows, plan.columns}, at::kFloat);
+    at::Tensor output = core::empty_kept({plan.rows, plan.columns}, at::kFloat);
     std::vector<kernels::RowBlock> blocks;
     for (const CombinePiece& piece : plan.pieces) {
       blocks.push_back(block_of(plan, piece, flat[piece.source].data_ptr<float>()));
@@ -73,7 +74,7 @@ struct Combine : Function<Combine> {
     for (std::size_t s = 0; s < combined->sizes.size(); ++s) {
       if (!context->needs_input_grad(s)) continue;
       // Samples that several rows read, or none, are summed up from zero.
-      found[s] = at::empty({combined->sizes[s]}, at::kFloat);
+      found[s] = core::empty_kept({combined->sizes[s]}, at::kFloat);
       if (std::any_of(plan.inverse.begin(), plan.inverse.end(),
                       [](const at::Tensor& inverse) { return inverse.defined(); })) {
         found[s].zero_();

@@ -109,6 +109,7 @@ TESSERA_INLINE_ALWAYS void prefetch(const void* from, std::int64_t bytes) {
   const char* first = static_cast<const char*>(from);
   constexpr std::int64_t kMost = 32 * kLineBytes;
   const std::int64_t count = bytes < kMost ? bytes : kMost;
+#pragma GCC unroll 8
   for (std::int64_t at = 0; at < count; at += kLineBytes) prefetch_line(first + at);
   // A row that does not begin at a line ends in one more.
   if ((reinterpret_cast<std::uintptr_t>(first) & (kLineBytes - 1)) != 0 && count > 0) {

@@ -14,7 +14,8 @@ namespace {
 
 constexpr int kBlock = 8;  // vectors that stay in registers
 
-template <typename Row>
+/// `kColumns`: the number of columns, or 0 if it is any.
+template <typename Row, int kColumns = 0>
 struct Walk {
   const typename Row::Stored* data;
   std::int64_t num_rows;
@@ -27,13 +28,14 @@ struct Walk {
   Walk(const LookupIds& ids, const TableFeature& feature, std::int64_t last)
       : data(static_cast<const typename Row::Stored*>(feature.rows.data)),
         num_rows(feature.rows.num_rows),
-        num_columns(feature.rows.num_columns),
+        num_columns(kColumns > 0 ? kColumns : feature.rows.num_columns),
         ids(ids),
         last(last),
         ahead(rows_ahead(row_bytes())) {}
 
+  std::int64_t columns() const { return kColumns > 0 ? kColumns : num_columns; }
   std::int64_t row_bytes() const {
-    return num_columns * static_cast<std::int64_t>(sizeof(typename Row::Stored));
+    return columns() * static_cast<std::int64_t>(sizeof(typename Row::Stored));
   }
   bool is_outside(std::int64_t id) const {
     return static_cast<std::uint64_t>(id) >= static_cast<std::uint64_t>(num_rows);
@@ -41,7 +43,7 @@ struct Walk {
   TESSERA_INLINE_ALWAYS void fetch(std::int64_t position) const {
     if (position >= last) return;
     const std::int64_t id = ids.id(position);
-    if (!is_outside(id)) prefetch(data + id * num_columns, row_bytes());
+    if (!is_outside(id)) prefetch(data + id * columns(), row_bytes());
   }
   const typename Row::Stored* row(std::int64_t position) {
     std::int64_t id = ids.id(position);
@@ -49,14 +51,14 @@ struct Walk {
       if (bad < 0) bad = position;
       id = 0;
     }
-    return data + id * num_columns;
+    return data + id * columns();
   }
 };
 
 /// Columns column .. column + kVectors * kLanes - 1 of one bag.
-template <typename Row, int kVectors>
-inline void sum_block(Walk<Row>& walk, std::int64_t first, std::int64_t last, std::int64_t column,
-                      float factor, float* output) {
+template <typename Row, int kVectors, int kColumns>
+inline void sum_block(Walk<Row, kColumns>& walk, std::int64_t first, std::int64_t last,
+                      std::int64_t column, float factor, float* output) {
   Floats sums[kVectors] = {};
   for (std::int64_t k = first; k < last; ++k) {
     if (column == 0) walk.fetch(k + walk.ahead);
@@ -75,11 +77,11 @@ inline void sum_block(Walk<Row>& walk, std::int64_t first, std::int64_t last, st
 }
 
 /// The last few columns.
-template <typename Row>
-inline void sum_tail(Walk<Row>& walk, std::int64_t first, std::int64_t last, std::int64_t column,
-                     float factor, float* output) {
+template <typename Row, int kColumns>
+inline void sum_tail(Walk<Row, kColumns>& walk, std::int64_t first, std::int64_t last,
+                     std::int64_t column, float factor, float* output) {
   float sums[kLanes] = {};
-  const std::int64_t count = walk.num_columns - column;
+  const std::int64_t count = walk.columns() - column;
   for (std::int64_t k = first; k < last; ++k) {
     if (column == 0) walk.fetch(k + walk.ahead);
     const auto* row = walk.row(k) + column;
@@ -89,10 +91,10 @@ inline void sum_tail(Walk<Row>& walk, std::int64_t first, std::int64_t last, std
   for (std::int64_t c = 0; c < count; ++c) output[column + c] = sums[c] * factor;
 }
 
-template <typename Row>
+template <typename Row, int kColumns>
 std::int64_t pool_rows(const LookupIds& ids, const TableFeature& feature, std::int64_t begin,
                        std::int64_t end, float* output) {
-  Walk<Row> walk(ids, feature, ids.offset(feature.first_bag + end));
+  Walk<Row, kColumns> walk(ids, feature, ids.offset(feature.first_bag + end));
   std::int64_t first = ids.offset(feature.first_bag + begin);
   for (std::int64_t k = first; k < first + walk.ahead; ++k) walk.fetch(k);
   for (std::int64_t bag = begin; bag < end; ++bag) {
@@ -101,7 +103,7 @@ std::int64_t pool_rows(const LookupIds& ids, const TableFeature& feature, std::i
     const float factor =
         feature.is_mean && last > first ? 1.0F / static_cast<float>(last - first) : 1.0F;
     std::int64_t column = 0;
-    const auto left = [&] { return (walk.num_columns - column) / kLanes; };
+    const auto left = [&] { return (walk.columns() - column) / kLanes; };
     for (; left() >= kBlock; column += kBlock * kLanes) {
       sum_block<Row, kBlock>(walk, first, last, column, factor, to);
     }
@@ -117,7 +119,7 @@ std::int64_t pool_rows(const LookupIds& ids, const TableFeature& feature, std::i
       sum_block<Row, 1>(walk, first, last, column, factor, to);
       column += kLanes;
     }
-    if (column < walk.num_columns) sum_tail<Row>(walk, first, last, column, factor, to);
+    if (column < walk.columns()) sum_tail<Row>(walk, first, last, column, factor, to);
     first = last;
   }
   return walk.bad;
@@ -178,7 +180,16 @@ std::int64_t pooled(const LookupIds& ids, const TableFeature& feature, std::int6
     return first_position(ids, feature, begin, end);
   }
   return with_row(feature.rows.element, [&](auto row) {
-    return pool_rows<decltype(row)>(ids, feature, begin, end, output);
+    using Row = decltype(row);
+    if constexpr (sizeof(typename Row::Stored) == 4) {
+      if (feature.rows.num_columns == 32) {
+        return pool_rows<Row, 32>(ids, feature, begin, end, output);
+      }
+      if (feature.rows.num_columns == 64) {
+        return pool_rows<Row, 64>(ids, feature, begin, end, output);
+      }
+    }
+    return pool_rows<Row, 0>(ids, feature, begin, end, output);
   });
 }
 

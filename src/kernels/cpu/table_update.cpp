@@ -339,6 +339,10 @@ void update(const RowGradients& gradients, const RowEntry* entries, std::int64_t
       return update_rows<Row, 0, false>(gradients, entries, begin, end, rows, state, step, buffer);
     }
     if constexpr (sizeof(typename Row::Stored) == 4) {
+      if (rows.num_columns == 32) {
+        return update_rows<Row, 32, true>(gradients, entries, begin, end, rows, state, step,
+                                          buffer);
+      }
       if (rows.num_columns == 64) {
         return update_rows<Row, 64, true>(gradients, entries, begin, end, rows, state, step,
                                           buffer);
