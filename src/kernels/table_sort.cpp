@@ -12,10 +12,22 @@ constexpr int kMostBits = 11;
 
 constexpr std::uint64_t kPlaces = 37;
 
-std::uint32_t digit_of(const RadixPlan& plan, int pass, RowEntry entry) {
+// Plans are passed by value: a reference would be read again after every counter is written.
+std::uint32_t digit_of(RadixPlan plan, int pass, RowEntry entry) {
   const std::uint64_t key = static_cast<std::uint64_t>(row_of(entry)) * plan.factor;
   return static_cast<std::uint32_t>(key >> (pass * plan.bits_per_pass)) &
          ((1U << plan.bits_per_pass) - 1U);
+}
+
+/// Counts the digits of all passes in one sweep.
+template <int kPasses>
+void count_all(RadixPlan plan, std::span<const RowEntry> entries, std::uint32_t* counts) {
+  const std::int64_t digits = plan.num_digits();
+  for (const RowEntry entry : entries) {
+    for (int pass = 0; pass < kPasses; ++pass) {
+      ++counts[pass * digits + digit_of(plan, pass, entry)];
+    }
+  }
 }
 
 template <typename Id>
@@ -60,13 +72,13 @@ RadixPlan radix_plan(std::int64_t num_rows, RowOrder order) {
   return plan;
 }
 
-void count_digits(const RadixPlan& plan, int pass, std::span<const RowEntry> entries,
+void count_digits(RadixPlan plan, int pass, std::span<const RowEntry> entries,
                   std::uint32_t* counts) {
   std::fill_n(counts, plan.num_digits(), 0U);
   for (const RowEntry entry : entries) ++counts[digit_of(plan, pass, entry)];
 }
 
-void place_digits(const RadixPlan& plan, int num_pieces, std::uint32_t* counts) {
+void place_digits(RadixPlan plan, int num_pieces, std::uint32_t* counts) {
   std::uint32_t next = 0;
   for (std::int64_t digit = 0; digit < plan.num_digits(); ++digit) {
     for (int piece = 0; piece < num_pieces; ++piece) {
@@ -76,21 +88,19 @@ void place_digits(const RadixPlan& plan, int num_pieces, std::uint32_t* counts) 
   }
 }
 
-void scatter_digits(const RadixPlan& plan, int pass, std::span<const RowEntry> entries,
+void scatter_digits(RadixPlan plan, int pass, std::span<const RowEntry> entries,
                     std::uint32_t* places, RowEntry* output) {
   for (const RowEntry entry : entries) output[places[digit_of(plan, pass, entry)]++] = entry;
 }
 
-void sort_entries(const RadixPlan& plan, std::span<RowEntry> entries, RowEntry* spare,
+void sort_entries(RadixPlan plan, std::span<RowEntry> entries, RowEntry* spare,
                   std::uint32_t* counts) {
   std::span<RowEntry> from = entries;
   std::span<RowEntry> to(spare, entries.size());
   std::fill_n(counts, plan.num_counts(), 0U);
-  for (const RowEntry entry : entries) {
-    for (int pass = 0; pass < plan.num_passes; ++pass) {
-      ++counts[pass * plan.num_digits() + digit_of(plan, pass, entry)];
-    }
-  }
+  if (plan.num_passes == 1) count_all<1>(plan, entries, counts);
+  if (plan.num_passes == 2) count_all<2>(plan, entries, counts);
+  if (plan.num_passes == 3) count_all<3>(plan, entries, counts);
   for (int pass = 0; pass < plan.num_passes; ++pass, counts += plan.num_digits()) {
     place_digits(plan, 1, counts);
     scatter_digits(plan, pass, from, counts, to.data());
