@@ -5,12 +5,12 @@
 #include <utility>
 
 #include <ATen/ops/amax.h>
-#include <ATen/ops/aminmax.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 
+#include "data_parallel/byte_message.h"
 #include "data_parallel/hook_base.h"
 #include "tessera/core/check.h"
 
@@ -58,18 +58,6 @@ class NoopHook final : public CommHook {
   std::string name() const override { return "noop"; }
 };
 
-/// One scale and zero point per row of `values`, for unsigned bytes: [rows, 2] of float32.
-///
-/// The range always contains zero, so that zero gradients stay zero.
-at::Tensor byte_ranges(const at::Tensor& values) {
-  auto [low, high] = at::aminmax(values, 1);
-  low = low.clamp_max(0);
-  high = high.clamp_min(0);
-  const at::Tensor scale = ((high - low) / 255.0).clamp_min(std::numeric_limits<float>::epsilon());
-  const at::Tensor zero = (0 - at::round(low / scale)).clamp(0, 255);
-  return at::stack({scale, zero}, 1);
-}
-
 class QuantizationHook final : public Sending<> {
  public:
   /// `channel_size` zero: one range for the whole bucket.
@@ -80,40 +68,14 @@ class QuantizationHook final : public Sending<> {
     if (bucket.is_sparse() || buffer.is_complex() || buffer.numel() == 0) {
       return sender().average_plainly(bucket);
     }
-    // Ranges and bytes travel in one message: [ranges as bytes | values].
-    const std::int64_t length = buffer.numel();
-    const std::int64_t row = channel_size_ > 0 ? channel_size_ : length;
-    const std::int64_t rows = (length + row - 1) / row;
-    at::Tensor values = buffer.to(at::kFloat);
-    if (rows * row != length) {
-      values = at::cat({values, at::zeros({rows * row - length}, values.options())});
-    }
-    values = values.view({rows, row});
-    const at::Tensor ranges = byte_ranges(values);
-    const at::Tensor bytes = at::round(values / ranges.select(1, 0).unsqueeze(1))
-                                 .add_(ranges.select(1, 1).unsqueeze(1))
-                                 .clamp_(0, 255)
-                                 .to(at::kByte);
-    const std::int64_t head = rows * 2 * static_cast<std::int64_t>(sizeof(float));
-    // Only as many values as the bucket has: the filling of the last row is known to be zero.
-    const at::Tensor message = at::cat(
-        {ranges.contiguous().view(at::kByte).view(-1), bytes.view(-1).narrow(0, 0, length)});
+    const std::int64_t row = channel_size_ > 0 ? channel_size_ : buffer.numel();
     at::Tensor all;
-    const WorkPtr work = sender().start_gather(message, all, bucket.group());
+    const WorkPtr work =
+        sender().start_gather(pack_bytes(buffer.to(at::kFloat), row), all, bucket.group());
     const double divisor = bucket.divisor();
     return then(work->getFuture(), buffer, [=](const at::Tensor&) {
       use_here(all);
-      at::Tensor sum = at::zeros({rows, row}, buffer.options().dtype(at::kFloat));
-      at::Tensor padded = at::zeros({rows * row}, sum.options());
-      for (std::int64_t rank = 0; rank < all.size(0); ++rank) {
-        // Copied: the message's own bytes may begin anywhere.
-        const at::Tensor theirs =
-            all[rank].narrow(0, 0, head).clone().view(at::kFloat).view({rows, 2});
-        padded.narrow(0, 0, length).copy_(all[rank].narrow(0, head, length));
-        sum.add_((padded.view({rows, row}) - theirs.select(1, 1).unsqueeze(1))
-                     .mul_(theirs.select(1, 0).unsqueeze(1)));
-      }
-      buffer.copy_(sum.view(-1).narrow(0, 0, length).div_(divisor));
+      unpack_average(all, row, divisor, buffer);
       return buffer;
     });
   }

@@ -20,6 +20,8 @@ using kernels::RowEntry;
 
 // Below about 20 microseconds of work another thread is not worth waking.
 constexpr std::int64_t kSerialPositions = 512;
+// Inside a page the processor guesses which lines come next.
+constexpr std::int64_t kPageBytes = 4096;
 // Pieces per thread: enough that a thread with short ones takes more of them.
 constexpr std::int64_t kPiecesPerThread = 8;
 
@@ -160,10 +162,15 @@ class Backward {
   }
 
   kernels::RadixPlan plan_of(std::size_t table) const {
-    // A coalesced gradient has rising rows; steps take them in the order that memory likes.
-    const bool rises = targets_[table].kind == TableTarget::Kind::kSparse;
-    return kernels::radix_plan(targets_[table].rows.num_rows,
-                               rises ? kernels::RowOrder::kRising : kernels::RowOrder::kSpread);
+    const TableTarget& target = targets_[table];
+    const std::int64_t row_bytes =
+        target.rows.num_columns * (target.rows.element == kernels::Element::kFloat32 ? 4 : 2);
+    const bool is_dense = target.rows.num_rows * row_bytes < size_of(table) * kPageBytes;
+    // A coalesced gradient has rising rows.
+    const bool is_free = target.kind != TableTarget::Kind::kSparse;
+    return kernels::radix_plan(target.rows.num_rows, is_dense && is_free
+                                                         ? kernels::RowOrder::kSpread
+                                                         : kernels::RowOrder::kRising);
   }
 
   bool is_wanted(std::size_t table) const {

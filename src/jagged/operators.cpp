@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <optional>
 
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
@@ -48,27 +49,61 @@ at::Tensor wide_offsets(const at::Tensor& sizes) {
   return offsets;
 }
 
-at::Tensor move_segments(const at::Tensor& data, const at::Tensor& sizes, const at::Tensor& order) {
-  if (!data.is_cpu() || records(data)) {
-    return data.index_select(0, detail::gather_index(sizes, order));
+/// Segments that lie behind each other and their places in another order, on the CPU.
+struct SegmentMoves {
+  std::vector<std::int64_t> from;  // where each segment begins, and where the last one ends
+  std::vector<std::int64_t> to;    // the same of the moved ones
+  const std::int64_t* order;
+
+  SegmentMoves(at::IntArrayRef sizes, at::IntArrayRef order)
+      : from(sizes.size() + 1, 0), to(order.size() + 1, 0), order(order.data()) {
+    std::partial_sum(sizes.begin(), sizes.end(), from.begin() + 1);
+    for (std::size_t s = 0; s < order.size(); ++s) to[s + 1] = to[s] + sizes[order[s]];
   }
-  const at::Tensor from = wide_offsets(sizes);
-  const at::Tensor to = wide_offsets(sizes.index_select(0, order));
-  auto shape = data.sizes().vec();
-  const std::int64_t num_segments = order.numel();
-  shape[0] = to[num_segments].item<std::int64_t>();
-  const at::Tensor input = data.contiguous();
-  const std::int64_t bytes = row_bytes(input);
-  at::Tensor output = at::empty(shape, input.options());
-  at::parallel_for(0, num_segments, grain_of(num_segments, shape[0] * bytes),
-                   [&](std::int64_t begin, std::int64_t end) {
-                     kernels::copy_segments(static_cast<const char*>(input.const_data_ptr()), bytes,
-                                            from.const_data_ptr<std::int64_t>(),
-                                            order.const_data_ptr<std::int64_t>(),
-                                            to.const_data_ptr<std::int64_t>(), begin, end,
-                                            static_cast<char*>(output.data_ptr()));
-                   });
-  return output;
+
+  at::Tensor operator()(const at::Tensor& data) const {
+    auto shape = data.sizes().vec();
+    shape[0] = to.back();
+    const auto num_segments = static_cast<std::int64_t>(to.size()) - 1;
+    const at::Tensor input = data.contiguous();
+    const std::int64_t bytes = row_bytes(input);
+    at::Tensor output = at::empty(shape, input.options());
+    at::parallel_for(0, num_segments, grain_of(num_segments, shape[0] * bytes),
+                     [&](std::int64_t begin, std::int64_t end) {
+                       kernels::copy_segments(static_cast<const char*>(input.const_data_ptr()),
+                                              bytes, from.data(), order, to.data(), begin, end,
+                                              static_cast<char*>(output.data_ptr()));
+                     });
+    return output;
+  }
+};
+
+/// The number of values of every segment, a row of `lengths` or one of them. On the CPU.
+std::vector<std::int64_t> segment_sizes(const at::Tensor& lengths) {
+  std::vector<std::int64_t> sizes(static_cast<std::size_t>(lengths.size(0)), 0);
+  const std::int64_t columns = lengths.dim() == 2 ? lengths.size(1) : 1;
+  const at::Tensor rows = lengths.contiguous();
+  const auto add = [&](const auto* length) {
+    for (std::int64_t& size : sizes) {
+      for (std::int64_t c = 0; c < columns; ++c) size += *length++;
+    }
+  };
+  if (rows.scalar_type() == at::kInt) {
+    add(rows.const_data_ptr<std::int32_t>());
+  } else {
+    add(rows.const_data_ptr<std::int64_t>());
+  }
+  return sizes;
+}
+
+/// The sum of the sizes, none of which may be negative.
+std::int64_t checked_total(const char* operation, at::IntArrayRef sizes) {
+  std::int64_t total = 0;
+  for (std::size_t i = 0; i < sizes.size(); ++i) {
+    TESSERA_CHECK_VALUE(sizes[i] >= 0, operation, ": segment ", i, " has ", sizes[i], " values.");
+    total += sizes[i];
+  }
+  return total;
 }
 
 at::Tensor checked_order(const char* operation, const at::Tensor& order, std::int64_t num_segments,
@@ -90,17 +125,25 @@ JaggedParts permute(const char* operation, const at::Tensor& order, const at::Te
                     const at::Tensor& values, const at::Tensor& weights) {
   detail::check_integers(lengths, operation, "the lengths");
   const at::Tensor index = checked_order(operation, order, lengths.size(0), lengths.device());
-  const at::Tensor sizes =
-      (lengths.dim() == 2 ? lengths.sum(1, false, at::kLong) : lengths.to(at::kLong)).contiguous();
-  if (sizes.is_cpu()) {
-    const auto total = sizes.sum().item<std::int64_t>();
+  std::optional<SegmentMoves> moves;
+  if (lengths.is_cpu()) {
+    const std::vector<std::int64_t> sizes = segment_sizes(lengths);
+    const std::int64_t total = checked_total(operation, sizes);
     TESSERA_CHECK_VALUE(total == values.size(0), operation, ": the lengths add up to ", total,
                         ", but there are ", values.size(0), " values.");
+    moves.emplace(sizes, at::IntArrayRef(index.const_data_ptr<std::int64_t>(),
+                                         static_cast<std::size_t>(index.numel())));
   }
   TESSERA_CHECK_VALUE(!weights.defined() || weights.size(0) == values.size(0), operation,
                       ": there are ", weights.size(0), " weights for ", values.size(0), " values.");
-  return {lengths.index_select(0, index), move_segments(values, sizes, index),
-          weights.defined() ? move_segments(weights, sizes, index) : at::Tensor()};
+  const auto moved = [&](const at::Tensor& data) {
+    if (moves && data.is_cpu() && !records(data)) return (*moves)(data);
+    const at::Tensor sizes =
+        lengths.dim() == 2 ? lengths.sum(1, false, at::kLong) : lengths.to(at::kLong);
+    return data.index_select(0, detail::gather_index(sizes, index));
+  };
+  return {lengths.index_select(0, index), moved(values),
+          weights.defined() ? moved(weights) : at::Tensor()};
 }
 
 }  // namespace
@@ -128,7 +171,8 @@ at::Tensor lengths_to_offsets(const at::Tensor& lengths) {
                         ".");
     TESSERA_CHECK_VALUE(false, "jagged.lengths_to_offsets: the lengths add up to more than an ",
                         flat.scalar_type() == at::kInt ? "int32" : "int64",
-                        " can hold, from length ", bad, " on. Use int64 lengths.");
+                        " can hold, from length ", bad, " on.",
+                        flat.scalar_type() == at::kInt ? " Use int64 lengths." : "");
   }
   return offsets;
 }
@@ -166,7 +210,7 @@ JaggedParts permute_2d(const at::Tensor& order, const at::Tensor& lengths, const
 at::Tensor permute_segments(const at::Tensor& data, const std::vector<std::int64_t>& sizes,
                             const std::vector<std::int64_t>& order) {
   const auto num_segments = static_cast<std::int64_t>(sizes.size());
-  const std::int64_t total = std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0});
+  const std::int64_t total = checked_total("jagged.permute_segments", sizes);
   TESSERA_CHECK_VALUE(total == data.size(0), "jagged.permute_segments: the segments add up to ",
                       total, " rows, but there are ", data.size(0), ".");
   for (std::size_t i = 0; i < order.size(); ++i) {
@@ -174,10 +218,13 @@ at::Tensor permute_segments(const at::Tensor& data, const std::vector<std::int64
                         i, " of the order is ", order[i], "; there are ", num_segments,
                         " segments.");
   }
+  if (order.size() > kFewSegments && data.is_cpu() && !records(data)) {
+    return SegmentMoves(sizes, order)(data);
+  }
   if (order.size() > kFewSegments) {
     const auto options = at::TensorOptions(at::kLong);
-    return move_segments(data, at::tensor(sizes, options).to(data.device()),
-                         at::tensor(order, options).to(data.device()));
+    return data.index_select(0, detail::gather_index(at::tensor(sizes, options).to(data.device()),
+                                                     at::tensor(order, options).to(data.device())));
   }
   std::vector<std::int64_t> begins(sizes.size() + 1, 0);
   std::partial_sum(sizes.begin(), sizes.end(), begins.begin() + 1);

@@ -13,20 +13,23 @@ static_assert(3 * kMostBits >= 32, "rows of 32 bits take three passes at most");
 
 constexpr std::uint64_t kPlaces = 37;
 
-/// The digit of entries in one pass. A value of its own: counters that are written might otherwise
-/// be the plan, which would be read again for every entry.
-struct Digit {
-  Digit(const RadixPlan& plan, int pass)
-      : factor(plan.factor),
-        shift(pass * plan.bits_per_pass),
-        mask((1U << plan.bits_per_pass) - 1U) {}
-  std::uint32_t operator()(RowEntry entry) const {
-    return static_cast<std::uint32_t>(row_of(entry) * factor >> shift) & mask;
+// Plans are passed by value: a reference would be read again after every counter is written.
+std::uint32_t digit_of(RadixPlan plan, int pass, RowEntry entry) {
+  const std::uint64_t key = static_cast<std::uint64_t>(row_of(entry)) * plan.factor;
+  return static_cast<std::uint32_t>(key >> (pass * plan.bits_per_pass)) &
+         ((1U << plan.bits_per_pass) - 1U);
+}
+
+/// Counts the digits of all passes in one sweep.
+template <int kPasses>
+void count_all(RadixPlan plan, std::span<const RowEntry> entries, std::uint32_t* counts) {
+  const std::int64_t digits = plan.num_digits();
+  for (const RowEntry entry : entries) {
+    for (int pass = 0; pass < kPasses; ++pass) {
+      ++counts[pass * digits + digit_of(plan, pass, entry)];
+    }
   }
-  std::uint64_t factor;
-  int shift;
-  std::uint32_t mask;
-};
+}
 
 template <typename Id>
 void fill(const Id* ids, const LookupIds& call, const TableFeature& feature, std::int64_t begin,
@@ -44,23 +47,6 @@ void fill(const Id* ids, const LookupIds& call, const TableFeature& feature, std
       *entries++ = make_entry(row, origin);
       if (bag_of != nullptr) bag_of[position] = static_cast<std::uint32_t>(bag_number);
     }
-  }
-}
-
-/// The counts of all passes behind each other. Moving entries does not change how many have a
-/// digit.
-template <int kPasses>
-void count_all_digits(const RadixPlan& plan, std::span<const RowEntry> entries,
-                      std::uint32_t* counts) {
-  std::fill_n(counts, plan.num_counts(), 0U);
-  const std::int64_t num_digits = plan.num_digits();
-  const Digit first(plan, 0);
-  const Digit second(plan, 1);
-  const Digit third(plan, 2);
-  for (const RowEntry entry : entries) {
-    ++counts[first(entry)];
-    if constexpr (kPasses > 1) ++counts[num_digits + second(entry)];
-    if constexpr (kPasses > 2) ++counts[2 * num_digits + third(entry)];
   }
 }
 
@@ -87,14 +73,13 @@ RadixPlan radix_plan(std::int64_t num_rows, RowOrder order) {
   return plan;
 }
 
-void count_digits(const RadixPlan& plan, int pass, std::span<const RowEntry> entries,
+void count_digits(RadixPlan plan, int pass, std::span<const RowEntry> entries,
                   std::uint32_t* counts) {
   std::fill_n(counts, plan.num_digits(), 0U);
-  const Digit digit(plan, pass);
-  for (const RowEntry entry : entries) ++counts[digit(entry)];
+  for (const RowEntry entry : entries) ++counts[digit_of(plan, pass, entry)];
 }
 
-void place_digits(const RadixPlan& plan, int num_pieces, std::uint32_t* counts) {
+void place_digits(RadixPlan plan, int num_pieces, std::uint32_t* counts) {
   std::uint32_t next = 0;
   for (std::int64_t digit = 0; digit < plan.num_digits(); ++digit) {
     for (int piece = 0; piece < num_pieces; ++piece) {
@@ -104,32 +89,22 @@ void place_digits(const RadixPlan& plan, int num_pieces, std::uint32_t* counts) 
   }
 }
 
-void scatter_digits(const RadixPlan& plan, int pass, std::span<const RowEntry> entries,
+void scatter_digits(RadixPlan plan, int pass, std::span<const RowEntry> entries,
                     std::uint32_t* places, RowEntry* output) {
-  const Digit digit(plan, pass);
-  for (const RowEntry entry : entries) output[places[digit(entry)]++] = entry;
+  for (const RowEntry entry : entries) output[places[digit_of(plan, pass, entry)]++] = entry;
 }
 
-void sort_entries(const RadixPlan& plan, std::span<RowEntry> entries, RowEntry* spare,
+void sort_entries(RadixPlan plan, std::span<RowEntry> entries, RowEntry* spare,
                   std::uint32_t* counts) {
   std::span<RowEntry> from = entries;
   std::span<RowEntry> to(spare, entries.size());
-  switch (plan.num_passes) {
-    case 0:
-      return;
-    case 1:
-      count_all_digits<1>(plan, entries, counts);
-      break;
-    case 2:
-      count_all_digits<2>(plan, entries, counts);
-      break;
-    default:
-      count_all_digits<3>(plan, entries, counts);
-  }
-  for (int pass = 0; pass < plan.num_passes; ++pass) {
-    std::uint32_t* own = counts + pass * plan.num_digits();
-    place_digits(plan, 1, own);
-    scatter_digits(plan, pass, from, own, to.data());
+  std::fill_n(counts, plan.num_counts(), 0U);
+  if (plan.num_passes == 1) count_all<1>(plan, entries, counts);
+  if (plan.num_passes == 2) count_all<2>(plan, entries, counts);
+  if (plan.num_passes == 3) count_all<3>(plan, entries, counts);
+  for (int pass = 0; pass < plan.num_passes; ++pass, counts += plan.num_digits()) {
+    place_digits(plan, 1, counts);
+    scatter_digits(plan, pass, from, counts, to.data());
     std::swap(from, to);
   }
   if (from.data() != entries.data()) std::copy(from.begin(), from.end(), entries.begin());

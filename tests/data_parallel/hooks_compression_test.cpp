@@ -1,5 +1,7 @@
 #include <gtest/gtest.h>
 
+#include <limits>
+
 #include "data_parallel/hook_steps.h"
 #include "support/ranks.h"
 #include "tessera/data_parallel/hooks.h"
@@ -371,6 +373,21 @@ TEST(Hook, SparseGradientsAreAveragedPlainly) {
           dense, at::tensor(std::vector<float>{0, 0, 1.5, 1.5, 1.5, 1.5, 0, 0}).view({4, 2})))
           << hook->name();
     }
+  });
+}
+
+TEST(Hook, BytesOfANanAreNanInTheirChannelOnly) {
+  run_ranks(2, [](const Group& group) {
+    at::Tensor buffer = at::ones({70});
+    if (group.rank() == 1) buffer[40] = std::numeric_limits<float>::quiet_NaN();
+    Bucket bucket(0, true, buffer, {"w"}, {at::zeros({70})}, group, 2);
+    const HookPtr hook = quantization_per_channel_hook(32);
+    const FuturePtr future = hook->reduce(bucket);
+    hook->end_step();
+    future->waitAndThrow();
+    EXPECT_TRUE(buffer.slice(0, 32, 64).isnan().all().item<bool>());
+    EXPECT_TRUE(at::allclose(buffer.slice(0, 0, 32), at::ones({32})));
+    EXPECT_TRUE(at::allclose(buffer.slice(0, 64), at::ones({6})));
   });
 }
 

@@ -53,6 +53,9 @@ TEST(Jagged, OffsetsThatAnInt32CannotHoldAreRefused) {
             (Numbers{0, 2147483647, 2147483648}));
   EXPECT_EQ(error_text([] { lengths_to_offsets(ints({1, -2})); }),
             "jagged.lengths_to_offsets: length 1 is -2.");
+  EXPECT_EQ(error_text([] { lengths_to_offsets(longs({1, INT64_MAX, INT64_MAX, 5})); }),
+            "jagged.lengths_to_offsets: the lengths add up to more than an int64 can hold, from "
+            "length 1 on.");
   EXPECT_EQ(error_text([] { lengths_to_offsets(at::ones({2})); }),
             "jagged.lengths_to_offsets: the lengths must be int32 or int64, not Float.");
 }
@@ -106,6 +109,10 @@ TEST(Jagged, PermuteRefusesWhatDoesNotFit) {
             "jagged.permute_1d: there are 2 weights for 1 values.");
   EXPECT_EQ(error_text([] { permute_2d(longs({0}), longs({1}), longs({1})); }),
             "jagged.permute_2d: the lengths have 1 dimensions, not 2.");
+  EXPECT_EQ(error_text([] { permute_1d(longs({1}), longs({-1, 3}), longs({1, 2})); }),
+            "jagged.permute_1d: segment 0 has -1 values.");
+  EXPECT_EQ(error_text([] { permute_segments(at::ones({2}), {3, -1}, {0}); }),
+            "jagged.permute_segments: segment 1 has -1 values.");
   EXPECT_EQ(error_text([] { permute_segments(at::ones({3}), {1, 1}, {0}); }),
             "jagged.permute_segments: the segments add up to 2 rows, but there are 3.");
   EXPECT_EQ(error_text([] { permute_segments(at::ones({2}), {1, 1}, {2}); }),

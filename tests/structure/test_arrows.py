@@ -31,7 +31,16 @@ BELOW = {
     "launch": {"core", "comm"},
 }
 # Only the module that owns an operator calls its kernel, from its source files.
-CALLS_KERNELS = {"comm", "regions", "vocab_parallel", "graph_parallel", "jagged", "embedding", "sharding"}
+CALLS_KERNELS = {
+    "comm",
+    "regions",
+    "data_parallel",
+    "vocab_parallel",
+    "graph_parallel",
+    "jagged",
+    "embedding",
+    "sharding",
+}
 
 FORBIDDEN_IN_PUBLIC = re.compile(r"^(gloo/|nccl|cuda|.*ProcessGroupGloo|.*ProcessGroupNCCL)", re.I)
 FORBIDDEN_IN_KERNELS = re.compile(r"^(torch/|c10/|ATen/(?!cpu/vec|native/cpu)|tessera/)")

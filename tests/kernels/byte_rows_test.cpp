@@ -1,0 +1,81 @@
+// The byte kernels of every instruction set of this machine, judged by the plain loops.
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <random>
+#include <vector>
+
+#include "kernels/byte_rows.h"
+
+namespace tessera::kernels {
+namespace {
+
+constexpr std::int64_t kCounts[] = {0, 1, 7, 31, 64, 1000, 4099};
+
+std::vector<float> numbers(std::int64_t count, float low, float high) {
+  std::mt19937 random(static_cast<unsigned>(count) + 1);
+  std::uniform_real_distribution<float> uniform(low, high);
+  std::vector<float> values(static_cast<std::size_t>(count));
+  for (float& value : values) value = uniform(random);
+  return values;
+}
+
+TEST(ByteRows, TheRangeHoldsZeroAndEveryValue) {
+  constexpr float kBounds[][2] = {{-1, 3}, {2, 5}, {-5, -2}};
+  for (const Isa isa : supported_isas()) {
+    for (const std::int64_t count : kCounts) {
+      for (const auto& bounds : kBounds) {
+        const auto values = numbers(count, bounds[0], bounds[1]);
+        float found[2];
+        float wanted[2];
+        byte_row_kernels(isa)->range(values.data(), count, &found[0], &found[1]);
+        byte_row_reference().range(values.data(), count, &wanted[0], &wanted[1]);
+        EXPECT_EQ(found[0], wanted[0]) << name_of(isa) << ' ' << count;
+        EXPECT_EQ(found[1], wanted[1]) << name_of(isa) << ' ' << count;
+      }
+    }
+  }
+}
+
+TEST(ByteRows, ANanAnywhereIsInTheRange) {
+  for (const Isa isa : supported_isas()) {
+    for (const std::size_t place : {0, 33, 69}) {
+      auto values = numbers(70, -1, 1);
+      values[place] = std::numeric_limits<float>::quiet_NaN();
+      float low = 0;
+      float high = 0;
+      byte_row_kernels(isa)->range(values.data(), 70, &low, &high);
+      EXPECT_TRUE(std::isnan(low) && std::isnan(high)) << name_of(isa) << ' ' << place;
+    }
+  }
+}
+
+TEST(ByteRows, EveryLevelPacksAndAddsAsThePlainLoops) {
+  for (const Isa isa : supported_isas()) {
+    for (const std::int64_t count : kCounts) {
+      auto values = numbers(count, -2, 6);
+      // Halves between two levels, and values beyond the last ones.
+      for (std::size_t i = 0; i + 4 < values.size(); i += 5) {
+        values[i] = 0.03125F * (static_cast<float>(i % 100) + 0.5F);
+        values[i + 1] = i % 2 == 0 ? 100.0F : -100.0F;
+      }
+      std::vector<std::uint8_t> found(static_cast<std::size_t>(count));
+      std::vector<std::uint8_t> wanted = found;
+      byte_row_kernels(isa)->pack(values.data(), count, 0.03125F, 64, found.data());
+      byte_row_reference().pack(values.data(), count, 0.03125F, 64, wanted.data());
+      EXPECT_EQ(found, wanted) << name_of(isa) << ' ' << count;
+
+      // Powers of two: products and sums are exact, so all levels agree to the bit.
+      std::vector<float> sum(static_cast<std::size_t>(count), 0.5F);
+      std::vector<float> wanted_sum = sum;
+      byte_row_kernels(isa)->add(found.data(), count, 0.03125F, 64, sum.data());
+      byte_row_reference().add(wanted.data(), count, 0.03125F, 64, wanted_sum.data());
+      EXPECT_EQ(sum, wanted_sum) << name_of(isa) << ' ' << count;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tessera::kernels
