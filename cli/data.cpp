@@ -37,6 +37,7 @@ constexpr std::string_view kHelp =
 
   tessera data convert day_0.tsv --to day_0.click          Criteo's text to the binary format
   tessera data convert day_0.tsv --to day_0.click --rows 1000000 --half
+  zcat day_0.gz | tessera data convert /dev/stdin --to day_0.click
   tessera data show day_0.click                            samples, features, tables
   tessera data check day_0.click                           read everything, compare every sum
   tessera data check day_0.tsv                             count and name bad lines

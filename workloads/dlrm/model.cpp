@@ -106,15 +106,23 @@ std::vector<std::int64_t> Dlrm::order_of(const std::vector<std::string>& keys) c
 }
 
 torch::Tensor Dlrm::forward(const torch::Tensor& dense, const jagged::KeyedTensor& embeddings) {
+  return forward(dense, comm::LazyNoWait<jagged::KeyedTensor>(embeddings));
+}
+
+torch::Tensor Dlrm::forward(const torch::Tensor& dense,
+                            const comm::LazyAwaitable<jagged::KeyedTensor>& pending) {
   TESSERA_CHECK_VALUE(dense.dim() == 2 && dense.size(1) == options_.num_dense,
                       "dlrm: dense has shape ", dense.sizes(), "; it must be [batch, ",
                       options_.num_dense, "].");
+  // Before the embeddings are waited for: they travel meanwhile. Backward takes what was made last
+  // first, so their gradients travel while those of the bottom layers are computed.
+  const torch::Tensor first = bottom_->forward(dense);
+  const jagged::KeyedTensor& embeddings = pending.wait();
   for (std::size_t i = 0; i < embeddings.keys().size(); ++i) {
     TESSERA_CHECK_VALUE(embeddings.length_per_key()[i] == options_.embedding_dim, "dlrm: feature '",
                         embeddings.keys()[i], "' has ", embeddings.length_per_key()[i],
                         " columns; the model takes ", options_.embedding_dim, ".");
   }
-  const torch::Tensor first = bottom_->forward(dense);
   const torch::Tensor mixed =
       cross_ == nullptr
           ? dot_interaction(first, embeddings.values(), order_of(embeddings.keys()))

@@ -12,6 +12,7 @@
 #include <torch/nn/module.h>
 #include <torch/nn/modules/linear.h>
 
+#include "tessera/comm/awaitable.h"
 #include "tessera/jagged/keyed_tensor.h"
 
 namespace tessera::workloads::dlrm {
@@ -78,8 +79,11 @@ class Dlrm : public torch::nn::Module {
   /// Throws ValueError for widths that do not fit together.
   explicit Dlrm(const DlrmOptions& options);
 
-  /// Logits [batch] for dense [batch, num_dense] and the pooled embeddings of a batch. Not
+  /// Logits [batch] for dense [batch, num_dense] and the pooled embeddings of a batch, which may
+  /// still be on their way: the bottom layers do not wait for them, in backward neither. Not
   /// collective. Throws ValueError or IndexError for shapes or keys that do not fit.
+  torch::Tensor forward(const torch::Tensor& dense,
+                        const comm::LazyAwaitable<jagged::KeyedTensor>& embeddings);
   torch::Tensor forward(const torch::Tensor& dense, const jagged::KeyedTensor& embeddings);
 
   const DlrmOptions& options() const noexcept { return options_; }

@@ -148,7 +148,8 @@ class Training {
         source_(log, ranges_of(options, *log, group).training),
         judged_(log, ranges_of(options, *log, group).judged),
         model_(std::make_shared<Dlrm>(model_options(options, log->schema())), group,
-               {.gradient_as_bucket_view = true}),
+               // Beside the step of the tables, the longest part of backward.
+               {.gradient_as_bucket_view = true, .overlap = true}),
         tables_(std::make_shared<ShardedEmbeddingBagCollection>(
             tables_of(log->schema(), options.model.embedding_dim), plan, group,
             /*is_weighted=*/false, table_options(options))),
@@ -182,7 +183,7 @@ class Training {
     const auto logits = pipeline_.progress([this] { return next_batch(); });
     TESSERA_INTERNAL_ASSERT(logits, "every step has a batch");
     follow(*logits);
-    finish(pipeline_.losses().item<double>(), progress);
+    finish(progress);
     progress.time = recorder_.end_step();
     progress.auc = running_.value();
     return progress;
@@ -194,7 +195,7 @@ class Training {
     std::vector<at::Tensor> labels;
     pipeline::Steps<ClickBatch> steps;
     steps.forward = [&](const ClickBatch& batch, const SparseInputs& inputs) {
-      const jagged::KeyedTensor rows = look_up(inputs);
+      const Rows rows = look_up(inputs);
       const Autocast autocast(options_.bfloat16);
       // Not through the wrapper: nothing is to be averaged.
       const at::Tensor logits =
@@ -255,7 +256,7 @@ class Training {
     pipeline::Steps<ClickBatch> steps;
     steps.zero_grad = [this] { optimizer_->zero_grad(/*set_to_none=*/false); };
     steps.forward = [this](const ClickBatch& batch, const SparseInputs& inputs) {
-      const jagged::KeyedTensor rows = look_up(inputs);
+      const Rows rows = look_up(inputs);
       labels_ = batch.labels;
       const Span span(Phase::kDense);
       at::Tensor logits;
@@ -263,8 +264,10 @@ class Training {
         const Autocast autocast(options_.bfloat16);
         logits = model_(batch.dense, rows);
       }
-      return pipeline::Result{
-          at::binary_cross_entropy_with_logits(logits.to(at::kFloat), batch.labels), logits};
+      const at::Tensor loss =
+          at::binary_cross_entropy_with_logits(logits.to(at::kFloat), batch.labels);
+      agree_on(loss.item<double>());
+      return pipeline::Result{loss, logits};
     };
     steps.step = [this] { optimizer_->step(); };
     return steps;
@@ -283,24 +286,29 @@ class Training {
     return source_.next();
   }
 
-  jagged::KeyedTensor look_up(const SparseInputs& inputs) {
-    std::optional<comm::LazyAwaitable<jagged::KeyedTensor>> pending;
-    {
-      const Span span(Phase::kLookup);
-      pending.emplace(tables_->compute_and_output_dist(inputs.of(*tables_)));
-    }
-    const Span span(Phase::kOutputDist);
-    return pending->wait();
+  using Rows = comm::LazyAwaitable<jagged::KeyedTensor>;
+
+  Rows look_up(const SparseInputs& inputs) {
+    const Span span(Phase::kLookup);
+    const Rows pending = tables_->compute_and_output_dist(inputs.of(*tables_));
+    return Rows([pending] {
+      const Span span(Phase::kOutputDist);
+      return pending.wait();
+    });
   }
 
-  // One small message: the loss over all ranks, and whether one of them was told to stop.
-  void finish(double loss, Progress& progress) {
-    const Span span(Phase::kOther, "loss of all ranks");
-    const bool stops = is_told_to_stop_ && is_told_to_stop_();
+  // One small message beside backward: the loss over all ranks, and whether one of them was told to
+  // stop.
+  void agree_on(double loss) {
     at::Tensor words = at::empty({2}, at::kDouble);
     words[0] = loss;
-    words[1] = stops ? 1.0 : 0.0;
-    comm::all_reduce_(words, group_);
+    words[1] = is_told_to_stop_ && is_told_to_stop_() ? 1.0 : 0.0;
+    agreed_ = comm::all_reduce_async(words, group_);
+  }
+
+  void finish(Progress& progress) {
+    const Span span(Phase::kOther, "loss of all ranks");
+    const at::Tensor words = agreed_->wait();
     progress.loss = words[0].item<double>() / group_.size();
     is_stopping_ = words[1].item<double>() > 0;
   }
@@ -327,6 +335,7 @@ class Training {
   StreamingAuc running_;
   std::int64_t num_followed_ = 0;
   std::function<bool()> is_told_to_stop_;
+  std::optional<comm::Awaitable<at::Tensor>> agreed_;  // loss and wish to stop
   bool is_stopping_ = false;
 };
 
