@@ -105,8 +105,9 @@ std::vector<GroupSum> sums_of(const std::vector<RankSummary>& ranks) {
   }
   std::vector<GroupSum> sums;
   for (auto& [name, sum] : by_name) sums.push_back(std::move(sum));
-  std::stable_sort(sums.begin(), sums.end(),
-                   [](const GroupSum& a, const GroupSum& b) { return a.total > b.total; });
+  std::sort(sums.begin(), sums.end(), [](const GroupSum& a, const GroupSum& b) {
+    return a.total != b.total ? a.total > b.total : a.name < b.name;
+  });
   sums.push_back(idle);
   return sums;
 }

@@ -26,13 +26,15 @@ TraceFile read_file(const std::string& path) {
   const std::string text = read_text(path);
   if (text.starts_with("\x1f\x8b")) fail(path, "is compressed; unpack it with gunzip");
   TraceFile file{path, Json::array(), 0, {}};
-  Json whole;
   try {
-    whole = Json::parse(text);
-    file.events = whole.is_array() ? std::move(whole) : whole.at("traceEvents");
-    if (!whole.is_object()) return file;
-    file.base_ns = whole.value("baseTimeNanoseconds", std::int64_t{0});
-    if (whole.contains("distributedInfo")) file.rank = whole["distributedInfo"].at("rank");
+    Json whole = Json::parse(text);
+    if (whole.is_object()) {
+      file.base_ns = whole.value("baseTimeNanoseconds", std::int64_t{0});
+      if (whole.contains("distributedInfo")) file.rank = whole["distributedInfo"].at("rank");
+      file.events = std::move(whole.at("traceEvents"));
+    } else {
+      file.events = std::move(whole);
+    }
   } catch (const nlohmann::json::exception& error) {
     fail(path, std::string("is no trace: ") + error.what());
   }

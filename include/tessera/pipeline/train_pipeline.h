@@ -89,6 +89,7 @@ struct StepReport {
   double start_dist = 0;  // extractors, and starting the input dist of a later batch
   double wait_ids = 0;    // for the ids of this batch (prefetch: of the next)
   double wait_sizes = 0;  // for the sizes of a later batch
+  double prefetch = 0;    // what PrefetchTrainPipelineSparseDist was given to do
   double zero_grad = 0;
   double forward = 0;
   double backward = 0;
@@ -173,13 +174,15 @@ class Pipeline {
 
  protected:
   ~Pipeline() = default;
-  /// Called with the inputs of the next batch, once they are here, after forward.
+  /// Called with the inputs of every batch once, when they are here: of the first before its
+  /// forward, of the others after the forward of the batch before.
   std::function<void(const SparseInputs&)> prefetch_;
 
  private:
   struct Slot {
     Batch batch;
     std::unique_ptr<SparseInputs> inputs;
+    bool is_prefetched = false;
   };
 
   void load(const Source<Batch>& source, StepReport& report) {
@@ -191,7 +194,7 @@ class Pipeline {
       has_ended_ = true;
       return;
     }
-    slots_.push_back({on_device(std::move(*batch), options_), nullptr});
+    slots_.push_back({on_device(std::move(*batch), options_), nullptr, false});
   }
 
   void start(Slot& slot, StepReport& report) {
@@ -209,8 +212,14 @@ class Pipeline {
   }
 
   void wait_ids(Slot& slot, StepReport& report) {
-    const Timed timed(report.wait_ids);
-    slot.inputs->wait_ids();
+    {
+      const Timed timed(report.wait_ids);
+      slot.inputs->wait_ids();
+    }
+    if (!prefetch_ || slot.is_prefetched) return;
+    const Timed timed(report.prefetch);
+    prefetch_(*slot.inputs);
+    slot.is_prefetched = true;
   }
 
   // At the beginning: `lead` batches with their sizes known, and one more that was read.
@@ -237,10 +246,7 @@ class Pipeline {
       result = steps_.forward(slots_[0].batch, *slots_[0].inputs);
     }
     slots_[0].inputs->check_all_used();
-    if (prefetch_ && slots_.size() > 1 && lead_ > 1) {
-      wait_ids(slots_[1], report);
-      prefetch_(*slots_[1].inputs);
-    }
+    if (lead_ > 1 && slots_.size() > 1) wait_ids(slots_[1], report);
     if (starts_later) wait_sizes(slots_[lead_], report);
     if (trains_) {
       {
