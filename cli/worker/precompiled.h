@@ -1,4 +1,5 @@
-// LibTorch's headers cost seconds in every file; this pays them once for the worker and the examples.
+// LibTorch's headers cost seconds in every file; this pays them once for the worker and the
+// examples.
 
 #pragma once
 

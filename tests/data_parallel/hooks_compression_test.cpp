@@ -3,6 +3,7 @@
 #include <limits>
 
 #include "data_parallel/hook_steps.h"
+#include "support/error_text.h"
 #include "support/ranks.h"
 #include "tessera/data_parallel/hooks.h"
 #include "tessera/data_parallel/powersgd.h"
@@ -12,21 +13,12 @@ namespace {
 
 using comm::Engine;
 using comm::Group;
+using tessera::testing::error_text;
 using tessera::testing::run_ranks;
 using tessera::testing::run_ranks_collecting;
 using tessera::testing::test_options;
 using tessera::testing::text_of;
 using namespace testing;
-
-template <class Call>
-std::string error_of(Call&& call) {
-  try {
-    call();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  }
-  return "";
-}
 
 struct Place {
   int size;
@@ -394,14 +386,14 @@ TEST(Hook, BytesOfANanAreNanInTheirChannelOnly) {
 TEST(Bucket, SaysWhatIsWrong) {
   run_ranks(1, [](const Group& group) {
     const at::Tensor parameter = at::zeros({2, 3});
-    EXPECT_EQ(error_of([&] { Bucket(0, true, at::zeros({5}), {"w"}, {parameter}, group, 1); }),
+    EXPECT_EQ(error_text([&] { Bucket(0, true, at::zeros({5}), {"w"}, {parameter}, group, 1); }),
               "ddp.bucket: the buffer has shape [5], but the parameters have 6 elements together.");
-    EXPECT_EQ(error_of([&] { Bucket(0, true, at::zeros({6}), {}, {parameter}, group, 1); }),
+    EXPECT_EQ(error_text([&] { Bucket(0, true, at::zeros({6}), {}, {parameter}, group, 1); }),
               "ddp.bucket: 0 names for 1 parameters.");
-    EXPECT_EQ(error_of([&] { Bucket(0, true, at::zeros({6}), {"w"}, {parameter}, group, 0); }),
+    EXPECT_EQ(error_text([&] { Bucket(0, true, at::zeros({6}), {"w"}, {parameter}, group, 0); }),
               "ddp.bucket: the divisor is 0. It must be positive.");
     Bucket bucket(0, true, at::zeros({6}), {"w"}, {parameter}, group, 1);
-    EXPECT_EQ(error_of([&] { bucket.set_buffer(at::zeros({7})); }),
+    EXPECT_EQ(error_text([&] { bucket.set_buffer(at::zeros({7})); }),
               "ddp.bucket: a buffer of 7 elements cannot replace one of 6.");
   });
 }
@@ -418,28 +410,29 @@ TEST(Bucket, ComplexParametersLieInRealBuffersAsPairs) {
 }
 
 TEST(Hook, WrongOptionsAreNamed) {
-  EXPECT_EQ(error_of([] { compress_hook(at::kInt); }),
+  EXPECT_EQ(error_text([] { compress_hook(at::kInt); }),
             "ddp.compress_hook: Int is not a floating type. Use float16, bfloat16 or float32.");
-  EXPECT_EQ(error_of([] { fp16_compress_wrapper(nullptr); }),
+  EXPECT_EQ(error_text([] { fp16_compress_wrapper(nullptr); }),
             "ddp.hook: 'Half_compress_wrapper' needs a hook to wrap.");
-  EXPECT_EQ(error_of([] { quantization_per_channel_hook(0); }),
+  EXPECT_EQ(error_text([] { quantization_per_channel_hook(0); }),
             "ddp.quantization_per_channel: a channel of 0 elements. It must have at least one.");
-  EXPECT_EQ(error_of([] { custom_hook("mine", nullptr); }),
+  EXPECT_EQ(error_text([] { custom_hook("mine", nullptr); }),
             "ddp.custom_hook: 'mine' has no function.");
-  EXPECT_EQ(error_of([] { power_sgd_hook({.matrix_approximation_rank = 0}); }),
+  EXPECT_EQ(error_text([] { power_sgd_hook({.matrix_approximation_rank = 0}); }),
             "ddp.power_sgd: a rank of 0. It must be at least 1.");
-  EXPECT_EQ(error_of([] { power_sgd_hook({.start_step = -1}); }),
+  EXPECT_EQ(error_text([] { power_sgd_hook({.start_step = -1}); }),
             "ddp.power_sgd: compression cannot start at step -1.");
-  EXPECT_EQ(error_of([] { power_sgd_hook({.min_compression_rate = -1}); }),
+  EXPECT_EQ(error_text([] { power_sgd_hook({.min_compression_rate = -1}); }),
             "ddp.power_sgd: a compression rate of -1. It cannot be negative.");
-  EXPECT_EQ(error_of([] { all_reduce_hook()->load_state({.tensors = {}, .numbers = {{"a", 1}}}); }),
-            "ddp.hook: 'all_reduce' keeps no state, but was given 1 entries.");
-  EXPECT_EQ(error_of([] {
+  EXPECT_EQ(
+      error_text([] { all_reduce_hook()->load_state({.tensors = {}, .numbers = {{"a", 1}}}); }),
+      "ddp.hook: 'all_reduce' keeps no state, but was given 1 entries.");
+  EXPECT_EQ(error_text([] {
               int8_error_feedback_hook()->load_state({.tensors = {{"w", at::zeros({1})}}});
             }),
             "ddp.int8_error_feedback: 'w' is not a key of its state. Keys are "
             "'error/<parameter>'.");
-  EXPECT_EQ(error_of([] { power_sgd_hook()->load_state({.tensors = {{"w", at::zeros({1})}}}); }),
+  EXPECT_EQ(error_text([] { power_sgd_hook()->load_state({.tensors = {{"w", at::zeros({1})}}}); }),
             "ddp.power_sgd: 'w' is not a key of its state. Keys are 'error/<parameter>' and "
             "'q/<parameter>'.");
 }

@@ -6,6 +6,7 @@
 #include <torch/nn/modules/linear.h>
 
 #include "data_parallel/hook_steps.h"
+#include "support/error_text.h"
 #include "support/ranks.h"
 #include "tessera/data_parallel/deterministic.h"
 #include "tessera/data_parallel/fingerprint.h"
@@ -22,21 +23,12 @@ namespace {
 
 using comm::Engine;
 using comm::Group;
+using tessera::testing::error_text;
 using tessera::testing::run_ranks;
 using tessera::testing::run_ranks_collecting;
 using tessera::testing::test_options;
 using tessera::testing::text_of;
 using namespace testing;
-
-template <class Call>
-std::string error_of(Call&& call) {
-  try {
-    call();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  }
-  return "";
-}
 
 TEST(PostLocalSgd, AveragesOverAllThenOverTheSubgroup) {
   run_ranks(4, [](const Group& group) {
@@ -110,30 +102,30 @@ TEST(ModelAveraging, LargerGroupsMoreRarely) {
 
 TEST(ModelAveraging, WrongOptionsAreNamed) {
   run_ranks(1, [](const Group& group) {
-    EXPECT_EQ(error_of([&] { PeriodicModelAverager(group, 0); }),
+    EXPECT_EQ(error_text([&] { PeriodicModelAverager(group, 0); }),
               "ddp.model_averager: a period of 0 steps. It must be at least 1.");
-    EXPECT_EQ(error_of([&] { PeriodicModelAverager(group, 1, -1); }),
+    EXPECT_EQ(error_text([&] { PeriodicModelAverager(group, 1, -1); }),
               "ddp.model_averager: -1 steps of warm-up. It cannot be negative.");
-    EXPECT_EQ(error_of([&] { HierarchicalModelAverager({}); }),
+    EXPECT_EQ(error_text([&] { HierarchicalModelAverager({}); }),
               "ddp.hierarchical_averager: no levels.");
-    EXPECT_EQ(error_of([&] { HierarchicalModelAverager({{0, group}}); }),
+    EXPECT_EQ(error_text([&] { HierarchicalModelAverager({{0, group}}); }),
               "ddp.hierarchical_averager: a period of 0 steps. It must be at least 1.");
-    EXPECT_EQ(error_of([&] { HierarchicalModelAverager({{4, group}, {2, group}}); }),
+    EXPECT_EQ(error_text([&] { HierarchicalModelAverager({{4, group}, {2, group}}); }),
               "ddp.hierarchical_averager: periods must ascend, but 4 comes before 2.");
-    EXPECT_EQ(error_of([&] { HierarchicalModelAverager({{4, group}}, -2); }),
+    EXPECT_EQ(error_text([&] { HierarchicalModelAverager({{4, group}}, -2); }),
               "ddp.hierarchical_averager: -2 steps of warm-up. It cannot be negative.");
-    EXPECT_EQ(error_of([&] { HierarchicalModelAverager::blocks_of(group, {{2, 2}}); }),
+    EXPECT_EQ(error_text([&] { HierarchicalModelAverager::blocks_of(group, {{2, 2}}); }),
               "ddp.hierarchical_averager: the last level has 2 ranks, but the group has 1.");
-    EXPECT_EQ(error_of([&] { HierarchicalModelAverager::blocks_of(group, {{2, 2}, {4, 1}}); }),
+    EXPECT_EQ(error_text([&] { HierarchicalModelAverager::blocks_of(group, {{2, 2}, {4, 1}}); }),
               "ddp.hierarchical_averager: blocks of 2 ranks do not nest: each size must divide the "
               "next.");
-    EXPECT_EQ(error_of([&] { post_local_sgd_hook({}); }),
+    EXPECT_EQ(error_text([&] { post_local_sgd_hook({}); }),
               "ddp.post_local_sgd: no subgroup. Give one, or set reduce_in_subgroup to false.");
-    EXPECT_EQ(error_of([&] { post_local_sgd_hook({.subgroup = group, .start_step = -1}); }),
+    EXPECT_EQ(error_text([&] { post_local_sgd_hook({.subgroup = group, .start_step = -1}); }),
               "ddp.post_local_sgd: local steps cannot start at step -1.");
-    EXPECT_EQ(error_of([&] { post_local_sgd_hook({.subgroup = group})->load_state({}); }),
+    EXPECT_EQ(error_text([&] { post_local_sgd_hook({.subgroup = group})->load_state({}); }),
               "ddp.post_local_sgd: the state has no 'step'.");
-    EXPECT_EQ(error_of([&] { average_parameters({at::zeros({2}, at::kInt)}, group); }),
+    EXPECT_EQ(error_text([&] { average_parameters({at::zeros({2}, at::kInt)}, group); }),
               "ddp.average_parameters: Int has no average.");
   });
 }
@@ -279,27 +271,27 @@ TEST(OptimizerInBackward, OnlySomeParameters) {
 }
 
 TEST(OptimizerInBackward, WrongOptionsAreNamed) {
-  EXPECT_EQ(error_of([] { sgd_in_backward({.lr = -1}); }),
+  EXPECT_EQ(error_text([] { sgd_in_backward({.lr = -1}); }),
             "ddp.sgd_in_backward: a learning rate of -1. It cannot be negative.");
-  EXPECT_EQ(error_of([] { sgd_in_backward({.momentum = -1}); }),
+  EXPECT_EQ(error_text([] { sgd_in_backward({.momentum = -1}); }),
             "ddp.sgd_in_backward: a momentum of -1. It cannot be negative.");
-  EXPECT_EQ(error_of([] { sgd_in_backward({.nesterov = true}); }),
+  EXPECT_EQ(error_text([] { sgd_in_backward({.nesterov = true}); }),
             "ddp.sgd_in_backward: Nesterov needs a momentum and no dampening.");
-  EXPECT_EQ(error_of([] { adamw_in_backward({.beta2 = 1}); }),
+  EXPECT_EQ(error_text([] { adamw_in_backward({.beta2 = 1}); }),
             "ddp.adamw_in_backward: a beta of 1. It must be at least 0 and less than 1.");
-  EXPECT_EQ(error_of([] { hook_then_optimizer(all_reduce_hook(), nullptr); }),
+  EXPECT_EQ(error_text([] { hook_then_optimizer(all_reduce_hook(), nullptr); }),
             "ddp.hook_then_optimizer: no optimizer.");
   const HookPtr stepping = hook_then_optimizer(all_reduce_hook(), sgd_in_backward({}));
-  EXPECT_EQ(error_of([&] { hook_then_optimizer(stepping, sgd_in_backward({})); }),
+  EXPECT_EQ(error_text([&] { hook_then_optimizer(stepping, sgd_in_backward({})); }),
             "ddp.hook_then_optimizer: 'hook_then_optimizer(all_reduce)+sgd' steps the parameters "
             "already.");
-  EXPECT_EQ(error_of([&] { fp16_compress_wrapper(stepping); }),
+  EXPECT_EQ(error_text([&] { fp16_compress_wrapper(stepping); }),
             "ddp.compress_wrapper: 'hook_then_optimizer(all_reduce)+sgd' steps parameters from the "
             "gradients it is given. Wrap the hook inside it instead.");
-  EXPECT_EQ(error_of([&] { clipping_hook(stepping, {}); }),
+  EXPECT_EQ(error_text([&] { clipping_hook(stepping, {}); }),
             "ddp.clipping: 'hook_then_optimizer(all_reduce)+sgd' steps the parameters before the "
             "norm of all gradients is known.");
-  EXPECT_EQ(error_of([&] { finite_check_hook(stepping); }),
+  EXPECT_EQ(error_text([&] { finite_check_hook(stepping); }),
             "ddp.finite_check: 'hook_then_optimizer(all_reduce)+sgd' steps the parameters before "
             "the step's end, when it is too late to raise or to skip. Use the policy that zeroes "
             "the rank.");
@@ -455,14 +447,14 @@ TEST(Clipping, WorksOnHooksThatCompleteAtTheEnd) {
 }
 
 TEST(Clipping, SaysWhatIsWrong) {
-  EXPECT_EQ(error_of([] { clipping_hook(all_reduce_hook(), {.max_norm = 0}); }),
+  EXPECT_EQ(error_text([] { clipping_hook(all_reduce_hook(), {.max_norm = 0}); }),
             "ddp.clipping: a largest norm of 0. It must be positive.");
-  EXPECT_EQ(error_of([] { clipping_hook(all_reduce_hook(), {.norm_type = -1}); }),
+  EXPECT_EQ(error_text([] { clipping_hook(all_reduce_hook(), {.norm_type = -1}); }),
             "ddp.clipping: norm type -1. It must be positive.");
   run_ranks(2, [](const Group& group) {
     const Model model = small_model();
     const auto hook = clipping_hook(all_reduce_hook(), {.error_if_nonfinite = true});
-    EXPECT_EQ(error_of([&] {
+    EXPECT_EQ(error_text([&] {
                 run_step(*hook, model, with_a_bad_number(model, group, std::nan("")), kManyBuckets,
                          group);
               }),
@@ -512,9 +504,9 @@ TEST(Fingerprint, DependsOnValuesNotOnLayout) {
   EXPECT_NE(fingerprint(at::zeros({0})), fingerprint(at::zeros({1})));
   EXPECT_NE(fingerprint(at::zeros({1})), fingerprint(at::zeros({1}, at::kInt)));
   run_ranks(1, [](const Group& group) {
-    EXPECT_EQ(error_of([&] { ReplicaFingerprint(group, 0); }),
+    EXPECT_EQ(error_text([&] { ReplicaFingerprint(group, 0); }),
               "ddp.fingerprint: every 0 steps. It must be at least 1.");
-    EXPECT_EQ(error_of([&] { ReplicaFingerprint(group, 1).check({"w"}, {}); }),
+    EXPECT_EQ(error_text([&] { ReplicaFingerprint(group, 1).check({"w"}, {}); }),
               "ddp.fingerprint: 1 names for 0 parameters.");
   });
 }
@@ -589,7 +581,7 @@ TEST(MixedPrecision, ReducesAndKeepsBuffersInOtherTypes) {
     EXPECT_LE(largest_difference(results, average_of(model, 2, 0)), 8.0 / 256);
   });
   torch::nn::Linear linear(2, 1);
-  EXPECT_EQ(error_of([&] { MixedPrecision(parts_of_linear(linear), {.param_dtype = at::kInt}); }),
+  EXPECT_EQ(error_text([&] { MixedPrecision(parts_of_linear(linear), {.param_dtype = at::kInt}); }),
             "ddp.mixed_precision: param_dtype is Int, which is not a floating type. Use float16, "
             "bfloat16 or float32.");
 }

@@ -11,20 +11,13 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 
+#include "support/error_text.h"
+
 namespace tessera::embedding {
 namespace {
 
 using at::Tensor;
-
-template <typename Body>
-std::string text_of(const Body& body) {
-  try {
-    body();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  }
-  return "";
-}
+using tessera::testing::error_text;
 
 Tensor longs(const std::vector<std::int64_t>& values) { return at::tensor(values, at::kLong); }
 
@@ -499,16 +492,16 @@ TEST(TableBatch, StateGoesIntoADictionaryAndBack) {
   }
   auto wrong = state;
   wrong.erase("t1.momentum2");
-  EXPECT_EQ(text_of([&] { second.batch->optimizer()->load_state_dict(wrong); }),
+  EXPECT_EQ(error_text([&] { second.batch->optimizer()->load_state_dict(wrong); }),
             "embedding.load_state_dict: 't1.momentum2' is missing.");
   wrong = state;
   wrong["t9.momentum1"] = at::zeros({1});
-  EXPECT_EQ(text_of([&] { second.batch->optimizer()->load_state_dict(wrong); }),
+  EXPECT_EQ(error_text([&] { second.batch->optimizer()->load_state_dict(wrong); }),
             "embedding.load_state_dict: 't9.momentum1' is nothing this optimizer "
             "(PARTIAL_ROWWISE_ADAM) has a state for.");
   wrong = state;
   wrong["t0.momentum2"] = at::zeros({4});
-  EXPECT_EQ(text_of([&] { second.batch->optimizer()->load_state_dict(wrong); }),
+  EXPECT_EQ(error_text([&] { second.batch->optimizer()->load_state_dict(wrong); }),
             "embedding.load_state_dict: 't0.momentum2' has shape [4], it should have [11].");
 }
 
@@ -543,16 +536,16 @@ TEST(TableBatch, IdsOutsideTheirTable) {
     fixture.batch->pooled(input);  // everything is inside
     input.ids[1] = std::int64_t{1} << 40;
     if (mode == BoundsCheckMode::kFatal) {
-      EXPECT_EQ(text_of([&] { fixture.batch->pooled(input); }),
+      EXPECT_EQ(error_text([&] { fixture.batch->pooled(input); }),
                 "embedding.pooled: feature 'a', sample 0 has id 1099511627776, but table 't0' has "
                 "11 rows.");
-      EXPECT_EQ(text_of([&] { fixture.batch->sequence(input); }),
+      EXPECT_EQ(error_text([&] { fixture.batch->sequence(input); }),
                 "embedding.sequence: feature 'a', sample 0 has id 1099511627776, but table 't0' "
                 "has 11 rows.");
       EXPECT_THROW(fixture.batch->pooled(input), c10::IndexError);
       input.ids[1] = 10;
       input.ids[2] = -1;
-      EXPECT_EQ(text_of([&] { fixture.batch->pooled(input); }),
+      EXPECT_EQ(error_text([&] { fixture.batch->pooled(input); }),
                 "embedding.pooled: feature 'b', sample 0 has id -1, but table 't1' has 7 rows.");
       input.ids[2] = 2;
       continue;
@@ -579,7 +572,7 @@ TEST(TableBatch, ATableWithoutRowsGivesZeros) {
     output.sum().backward();
     input.ids = longs({0});
     input.offsets = longs({0, 0, 1});
-    EXPECT_EQ(text_of([&] { batch.pooled(input); }),
+    EXPECT_EQ(error_text([&] { batch.pooled(input); }),
               "embedding.pooled: feature 'f', sample 1 has id 0, but table 't' has 0 rows.");
   }
 }
@@ -602,7 +595,7 @@ TEST(TableBatch, SaysWhatIsWrong) {
   const auto text = [&](auto change) {
     LookupInput input = good;
     change(input);
-    return text_of([&] { batch.pooled(input); });
+    return error_text([&] { batch.pooled(input); });
   };
   EXPECT_EQ(text([](auto& input) { input.ids = input.ids.view({1, -1}); }),
             "embedding.pooled: the ids must be a contiguous tensor of one dimension.");
@@ -627,36 +620,36 @@ TEST(TableBatch, SaysWhatIsWrong) {
             "embedding.pooled: there are 9 offsets for batch sizes that sum up to 9; there must be "
             "one more.");
   Tensor wrong = at::empty({2, 3});
-  EXPECT_EQ(text_of([&] { batch.pooled_out(good, wrong); }),
+  EXPECT_EQ(error_text([&] { batch.pooled_out(good, wrong); }),
             "embedding.pooled_out: the output must be a contiguous tensor of float32, [2, 101].");
 
   const Tensor weight = at::zeros({2, 3});
-  EXPECT_EQ(text_of([&] { TableBatch({}, {}); }),
+  EXPECT_EQ(error_text([&] { TableBatch({}, {}); }),
             "embedding.table_batch: there are 0 tables and 0 features; there must be at least one "
             "of each.");
-  EXPECT_EQ(text_of([&] { TableBatch({{"t", weight.t()}}, {{"f", 0}}); }),
+  EXPECT_EQ(error_text([&] { TableBatch({{"t", weight.t()}}, {{"f", 0}}); }),
             "embedding.table_batch: the weights of table 't' must be a contiguous tensor [rows, "
             "columns].");
-  EXPECT_EQ(text_of([&] { TableBatch({{"t", weight.to(at::kDouble)}}, {{"f", 0}}); }),
+  EXPECT_EQ(error_text([&] { TableBatch({{"t", weight.to(at::kDouble)}}, {{"f", 0}}); }),
             "embedding.table_batch: the weights of table 't' are Double; rows that train are "
             "float32, float16 or bfloat16.");
-  EXPECT_EQ(text_of([&] { TableBatch({{"t", at::zeros({2, 0})}}, {{"f", 0}}); }),
+  EXPECT_EQ(error_text([&] { TableBatch({{"t", at::zeros({2, 0})}}, {{"f", 0}}); }),
             "embedding.table_batch: table 't' has no columns.");
-  EXPECT_EQ(text_of([&] { TableBatch({{"t", weight}, {"t", weight}}, {{"f", 0}}); }),
+  EXPECT_EQ(error_text([&] { TableBatch({{"t", weight}, {"t", weight}}, {{"f", 0}}); }),
             "embedding.table_batch: there are two tables 't'.");
-  EXPECT_EQ(text_of([&] { TableBatch({{"t", weight}}, {{"f", 1}}); }),
+  EXPECT_EQ(error_text([&] { TableBatch({{"t", weight}}, {{"f", 1}}); }),
             "embedding.table_batch: feature 'f' names table 1 of 1.");
-  EXPECT_EQ(text_of([&] {
+  EXPECT_EQ(error_text([&] {
               TableBatch({{"t", weight}}, {{"f", 0}},
                          {.gradients = GradientForm::kFused, .optimizer = {.beta1 = 1.0}});
             }),
             "embedding.optimizer: beta1 is 1; it must be at least 0 and below 1.");
   RowOptimizer optimizer({{"t", weight}}, {});
-  EXPECT_EQ(text_of([&] { optimizer.clip_grad_norm(-1); }),
+  EXPECT_EQ(error_text([&] { optimizer.clip_grad_norm(-1); }),
             "embedding.clip_grad_norm: max_norm is -1; it must not be negative.");
-  EXPECT_EQ(text_of([&] { optimizer.clip_grad_value(-1); }),
+  EXPECT_EQ(error_text([&] { optimizer.clip_grad_value(-1); }),
             "embedding.clip_grad_value: the limit is -1; it must not be negative.");
-  EXPECT_EQ(text_of([&] { optimizer.set_learning_rate(-1); }),
+  EXPECT_EQ(error_text([&] { optimizer.set_learning_rate(-1); }),
             "embedding.set_learning_rate: learning_rate is -1; it must be finite and not "
             "negative.");
 }

@@ -7,6 +7,7 @@
 #include "graph_parallel/graphs.h"
 #include "kernels/neighbour_sum.h"
 #include "support/derivatives.h"
+#include "support/error_text.h"
 #include "support/ranks.h"
 
 namespace tessera::graph_parallel {
@@ -14,6 +15,7 @@ namespace {
 
 using comm::Group;
 using tessera::testing::check_derivatives;
+using tessera::testing::error_text;
 using tessera::testing::Objective;
 using tessera::testing::random_edges;
 using tessera::testing::random_tensor;
@@ -107,27 +109,19 @@ TEST(NeighbourSum, EveryInstructionSetEqualsThePlainLoops) {
 }
 
 TEST(NeighbourSum, WrongShapesAreNamed) {
-  const auto text_of = [](auto work) {
-    try {
-      work();
-    } catch (const c10::Error& error) {
-      return std::string(error.what_without_backtrace());
-    }
-    return std::string();
-  };
-  EXPECT_EQ(text_of([] { Adjacency(at::tensor({0, 5}, at::kLong).view({2, 1}), 3, 5); }),
+  EXPECT_EQ(error_text([] { Adjacency(at::tensor({0, 5}, at::kLong).view({2, 1}), 3, 5); }),
             "graph.adjacency: there is no target row 5 among 5.");
-  EXPECT_EQ(text_of([] { Adjacency(at::ones({2, 2}), 3, 5); }),
+  EXPECT_EQ(error_text([] { Adjacency(at::ones({2, 2}), 3, 5); }),
             "graph.adjacency: the edges must be a tensor of int64, [2, edges]: sources, then "
             "targets.");
   const Adjacency adjacency(at::zeros({2, 2}, at::kLong), 3, 5);
-  EXPECT_EQ(text_of([&] { neighbour_sum(at::ones({4, 2}), adjacency); }),
+  EXPECT_EQ(error_text([&] { neighbour_sum(at::ones({4, 2}), adjacency); }),
             "graph.neighbour_sum: the rows have shape [4, 2], the edges have 3 source rows.");
-  EXPECT_EQ(text_of([&] { neighbour_sum(at::ones({3, 2}), adjacency, at::ones({2, 3})); }),
+  EXPECT_EQ(error_text([&] { neighbour_sum(at::ones({3, 2}), adjacency, at::ones({2, 3})); }),
             "graph.neighbour_sum: the weights have shape [2, 3] for 2 edges and 2 columns.");
-  EXPECT_EQ(
-      text_of([&] { neighbour_sum(at::ones({3, 2}), adjacency, at::ones({2, 1}, at::kDouble)); }),
-      "graph.neighbour_sum: the rows are Float, the weights are Double.");
+  EXPECT_EQ(error_text(
+                [&] { neighbour_sum(at::ones({3, 2}), adjacency, at::ones({2, 1}, at::kDouble)); }),
+            "graph.neighbour_sum: the rows are Float, the weights are Double.");
 }
 
 }  // namespace

@@ -9,11 +9,13 @@
 #include <ATen/ATen.h>
 
 #include "graph_parallel/graphs.h"
+#include "support/error_text.h"
 
 namespace tessera::graph_parallel {
 namespace {
 
 using tessera::testing::Cloud;
+using tessera::testing::error_text;
 using tessera::testing::periodic_cloud;
 
 using Make = Partition (*)(const at::Tensor&, int, const SpatialOptions&);
@@ -21,15 +23,6 @@ const std::vector<std::pair<const char*, Make>> kSpatial = {
     {"morton", &Partition::morton},
     {"hilbert", &Partition::hilbert},
     {"recursive_bisection", &Partition::recursive_bisection}};
-
-std::string text_of(const std::function<void()>& work) {
-  try {
-    work();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  }
-  return "";
-}
 
 // Rows that each part receives, without making plans.
 std::vector<std::int64_t> halos_of(const Partition& partition, const at::Tensor& edge_index) {
@@ -264,40 +257,40 @@ TEST(Partition, NeighboursOnTheHilbertCurveAreNeighboursInSpace) {
 }
 
 TEST(Partition, WrongInputIsNamed) {
-  EXPECT_EQ(text_of([] { Partition::from_owners(at::tensor({0, 4, 1}, at::kLong), 4); }),
+  EXPECT_EQ(error_text([] { Partition::from_owners(at::tensor({0, 4, 1}, at::kLong), 4); }),
             "graph.partition: node 1 is owned by 4, but there are 4 parts (0 to 3).");
-  EXPECT_EQ(text_of([] { Partition::from_owners(at::ones({3}), 4); }),
+  EXPECT_EQ(error_text([] { Partition::from_owners(at::ones({3}), 4); }),
             "graph.partition: the owners must be one whole number per node.");
-  EXPECT_EQ(text_of([] { Partition::contiguous(5, 0); }),
+  EXPECT_EQ(error_text([] { Partition::contiguous(5, 0); }),
             "graph.partition: 0 parts were asked for. Ask for at least one.");
-  EXPECT_EQ(text_of([] { Partition::contiguous(-1, 2); }),
+  EXPECT_EQ(error_text([] { Partition::contiguous(-1, 2); }),
             "graph.partition: a graph cannot have -1 nodes.");
-  EXPECT_EQ(text_of([] { Partition::contiguous({1, -2}); }),
+  EXPECT_EQ(error_text([] { Partition::contiguous({1, -2}); }),
             "graph.partition: part 1 cannot have -2 nodes.");
-  EXPECT_EQ(text_of([] { Partition::contiguous(4, 2).nodes_of(2); }),
+  EXPECT_EQ(error_text([] { Partition::contiguous(4, 2).nodes_of(2); }),
             "graph.partition: there is no part 2 among 2.");
-  EXPECT_EQ(text_of([] { Partition::contiguous(4, 2).owner_of(at::tensor({1, 9}, at::kLong)); }),
+  EXPECT_EQ(error_text([] { Partition::contiguous(4, 2).owner_of(at::tensor({1, 9}, at::kLong)); }),
             "graph.partition: there is no node 9 in a graph of 4 nodes.");
-  EXPECT_EQ(text_of([] { Partition::morton(at::ones({4, 2}), 2); }),
+  EXPECT_EQ(error_text([] { Partition::morton(at::ones({4, 2}), 2); }),
             "graph.morton: the positions have shape [4, 2]. Give one row of three coordinates per "
             "node.");
-  EXPECT_EQ(text_of([] { Partition::hilbert(at::full({1, 3}, NAN), 2); }),
+  EXPECT_EQ(error_text([] { Partition::hilbert(at::full({1, 3}, NAN), 2); }),
             "graph.hilbert: a position is not finite.");
-  EXPECT_EQ(text_of([] { Partition::morton(at::ones({4, 3}), 0); }),
+  EXPECT_EQ(error_text([] { Partition::morton(at::ones({4, 3}), 0); }),
             "graph.morton: 0 parts were asked for. Ask for at least one.");
-  EXPECT_EQ(text_of([] { Partition::morton(at::ones({4, 3}), 2, {.cell = at::zeros({3, 3})}); }),
+  EXPECT_EQ(error_text([] { Partition::morton(at::ones({4, 3}), 2, {.cell = at::zeros({3, 3})}); }),
             "graph.morton: the cell has volume 0. Its lattice vectors must be independent.");
-  EXPECT_EQ(text_of([] { Partition::morton(at::ones({4, 3}), 2, {.weights = at::ones({3})}); }),
+  EXPECT_EQ(error_text([] { Partition::morton(at::ones({4, 3}), 2, {.weights = at::ones({3})}); }),
             "graph.morton: the weights have shape [3] for 4 nodes.");
   EXPECT_EQ(
-      text_of([] { Partition::morton(at::ones({1, 3}), 2, {.weights = at::full({1}, -1.0)}); }),
+      error_text([] { Partition::morton(at::ones({1, 3}), 2, {.weights = at::full({1}, -1.0)}); }),
       "graph.morton: node 0 has weight -1. Weights are finite and not negative.");
 }
 
 TEST(Partition, MetisIsThereOrSaysSo) {
   const Cloud cloud = periodic_cloud(300, {6, 6, 6}, 1.2, 9);
   if (!Partition::has_metis()) {
-    EXPECT_EQ(text_of([&] { Partition::metis(300, cloud.edge_index, 4); }),
+    EXPECT_EQ(error_text([&] { Partition::metis(300, cloud.edge_index, 4); }),
               "graph.metis: this build has no METIS. Use recursive_bisection, or install "
               "libmetis-dev and build again.");
     GTEST_SKIP() << "no METIS in this build";
@@ -359,9 +352,9 @@ TEST(Partition, MetisLeavesNoPartEmptyAndNamesWrongInput) {
   for (int part = 0; part < 2; ++part) {
     EXPECT_NEAR(weights.index_select(0, weighted.nodes_of(part)).sum().item<double>(), 12, 1.5);
   }
-  EXPECT_EQ(text_of([&] { Partition::metis(3, edges, 2); }),
+  EXPECT_EQ(error_text([&] { Partition::metis(3, edges, 2); }),
             "graph.metis: edge 2 points to node 3, but the graph has 3 nodes (0 to 2).");
-  EXPECT_EQ(text_of([&] { Partition::metis(3, at::zeros({3, 1}, at::kLong), 2); }),
+  EXPECT_EQ(error_text([&] { Partition::metis(3, at::zeros({3, 1}, at::kLong), 2); }),
             "graph.metis: the edges have shape [3, 1], not [2, edges].");
 }
 

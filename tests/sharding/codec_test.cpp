@@ -4,10 +4,13 @@
 
 #include <ATen/ATen.h>
 
+#include "support/error_text.h"
 #include "support/ranks.h"
 
 namespace tessera::comm {
 namespace {
+
+using tessera::testing::error_text;
 
 at::Tensor random_values(std::int64_t count) {
   auto generator = at::make_generator<at::CPUGeneratorImpl>(count + 1);
@@ -72,22 +75,14 @@ TEST(Codec, SixteenBitsStayFiniteAndScale) {
 }
 
 TEST(Codec, RefusesWhatItCannotDo) {
-  const auto text = [](const std::function<void()>& body) {
-    try {
-      body();
-    } catch (const c10::Error& error) {
-      return std::string(error.what_without_backtrace());
-    }
-    return std::string();
-  };
-  EXPECT_EQ(text([] { Codec codec(CodecOptions{.row_size = 0}); }),
+  EXPECT_EQ(error_text([] { Codec codec(CodecOptions{.row_size = 0}); }),
             "comm.Codec: row_size is 0; a row has at least one value.");
-  EXPECT_EQ(text([] { Codec codec(CodecOptions{.loss_scale = -1}); }),
+  EXPECT_EQ(error_text([] { Codec codec(CodecOptions{.loss_scale = -1}); }),
             "comm.Codec: loss_scale is -1; give a positive number.");
-  EXPECT_EQ(text([] { Codec().encode(at::ones({3}), {1, 1}); }),
+  EXPECT_EQ(error_text([] { Codec().encode(at::ones({3}), {1, 1}); }),
             "comm.Codec.encode: the parts 1 1 do not add up to the 3 values.");
   EXPECT_EQ(
-      text([] {
+      error_text([] {
         Codec(CodecOptions{.format = WireFormat::kInt8}).encode(at::ones({3}, at::kLong), {3});
       }),
       "comm.Codec.encode: only floating values are compressed, not Long.");

@@ -1,9 +1,11 @@
+#include "support/error_text.h"
 #include "vocab_parallel/linear_cases.h"
 
 namespace tessera::vocab_parallel {
 namespace {
 
 using tessera::testing::cpu_worlds;
+using tessera::testing::error_text;
 using tessera::testing::run_ranks;
 using tessera::testing::vocab_world_name;
 using tessera::testing::VocabWorld;
@@ -13,35 +15,25 @@ INSTANTIATE_TEST_SUITE_P(Processes, Linear,
                          ::testing::Values(VocabWorld{comm::Engine::kShm, 2, at::kCPU, true}),
                          vocab_world_name);
 
-template <typename Body>
-std::string text_thrown_by(const Body& body) {
-  try {
-    body();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  }
-  return "nothing was thrown";
-}
-
 TEST(LinearErrors, WrongArgumentsAreNamed) {
   run_ranks(1, [](const comm::Group& group) {
     const at::Tensor hidden = at::zeros({2, 3});
     const at::Tensor weight = at::zeros({5, 3});
     const at::Tensor labels = at::tensor({0, 5}, at::kLong);
     EXPECT_EQ(
-        text_thrown_by([&] { linear_cross_entropy(hidden, at::zeros({5, 4}), labels, group); }),
+        error_text([&] { linear_cross_entropy(hidden, at::zeros({5, 4}), labels, group); }),
         "vocab.linear_cross_entropy: hidden states of shape [2, 3] do not fit a weight of shape "
         "[5, 4]. The last dimensions must be equal.");
     EXPECT_EQ(
-        text_thrown_by([&] { linear_cross_entropy(hidden, weight.to(at::kHalf), labels, group); }),
+        error_text([&] { linear_cross_entropy(hidden, weight.to(at::kHalf), labels, group); }),
         "vocab.linear_cross_entropy: the hidden states are Float, the weight is Half. Use one "
         "type.");
-    EXPECT_EQ(text_thrown_by([&] { linear_cross_entropy(hidden, weight, labels, group); }),
+    EXPECT_EQ(error_text([&] { linear_cross_entropy(hidden, weight, labels, group); }),
               "vocab.linear_cross_entropy: label 5 at position [1] is outside the vocabulary of 5 "
               "ids. Use -100 for tokens without a label.");
     LinearOptions options;
     options.workspace_bytes = 0;
-    EXPECT_EQ(text_thrown_by([&] { linear_cross_entropy(hidden, weight, labels, group, options); }),
+    EXPECT_EQ(error_text([&] { linear_cross_entropy(hidden, weight, labels, group, options); }),
               "vocab.linear_cross_entropy: a workspace of 0 bytes is not possible.");
   });
 }
@@ -49,15 +41,15 @@ TEST(LinearErrors, WrongArgumentsAreNamed) {
 TEST(LinearErrors, IdsOutsideTheVocabularyAreNamed) {
   run_ranks(1, [](const comm::Group& group) {
     const at::Tensor logits = at::zeros({2, 7});
-    EXPECT_EQ(text_thrown_by([&] {
+    EXPECT_EQ(error_text([&] {
                 log_probabilities_at(logits, at::tensor({0, 1, 2, 9}, at::kLong).view({2, 2}),
                                      group);
               }),
               "vocab.log_probabilities_at: id 9 at position [1, 1] is outside the vocabulary of 7 "
               "ids.");
-    EXPECT_EQ(text_thrown_by([&] { top_k(logits, 8, group); }),
+    EXPECT_EQ(error_text([&] { top_k(logits, 8, group); }),
               "vocab.top_k: the best 8 ids were asked of a smaller vocabulary.");
-    EXPECT_EQ(text_thrown_by([&] { soft_cross_entropy(logits, at::zeros({3, 7}), group); }),
+    EXPECT_EQ(error_text([&] { soft_cross_entropy(logits, at::zeros({3, 7}), group); }),
               "vocab.soft_cross_entropy: the logits have shape [2, 7], the target logits [3, 7]. "
               "They must be equal.");
   });
