@@ -66,7 +66,10 @@ embedding::LookupInput DistContext::lookup_input() const {
 
 InputSender::InputSender(std::shared_ptr<const TableLayout> layout, const comm::Group& group,
                          InputDistOptions options)
-    : layout_(std::move(layout)), group_(group), options_(options), arrangement_(*layout_) {
+    : layout_(std::move(layout)),
+      group_(group),
+      options_(std::move(options)),
+      arrangement_(*layout_) {
   for (const auto& routes : layout_->routes) {
     most_routes_ = std::max(most_routes_, static_cast<std::int64_t>(routes.size()));
   }

@@ -12,7 +12,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import copy
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,11 +21,11 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from tessera.comm._group import make_subgroup
+from tessera.distributed._model_join import Calls, ModelJoinHook
 from tessera.distributed.algorithms.ddp_comm_hooks import default_hooks
 from tessera.distributed.comm import get_local_size
 from tessera.distributed.sharding_plan import construct_module_sharding_plan, get_default_sharders, table_wise
 from tessera.distributed.types import (
-    Awaitable,
     ModuleSharder,
     ShardedModule,
     ShardingEnv,
@@ -208,85 +207,6 @@ def _greedy_plan(
     )
 
 
-class _Calls:
-    """Know in which order the last iteration used the sharded modules; a rank without batches keeps to it."""
-
-    def __init__(self) -> None:
-        self.last: list[ShardedModule] = []
-        self._now: list[ShardedModule] | None = None
-        self._waits = False
-
-    def watch(self, module: ShardedModule) -> None:
-        """Note the calls of a module, for this and no other."""
-        hooks = module._forward_hooks
-        for key in [key for key, hook in hooks.items() if isinstance(hook, _Calls)]:
-            del hooks[key]  # of the model that this one is a copy of
-        module.register_forward_hook(self)
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._now is not None:
-            self._now.append(module)
-            # Backward runs in the reverse order of the waits: let it be that of the calls.
-            if self._waits and isinstance(output, Awaitable):
-                output.wait()
-
-    def __deepcopy__(self, memo: dict) -> _Calls:
-        return self
-
-    @contextlib.contextmanager
-    def recorded(self, waits: bool) -> Iterator[None]:
-        """Within it, an iteration runs; with `waits`, rows are waited for when they are asked for."""
-        self._now = []
-        self._waits = waits
-        try:
-            yield
-            self.last = self._now or self.last
-        finally:
-            self._now = None
-
-
-class _ModelJoinHook(JoinHook):
-    """Take part in the passes of ranks that still have batches, without samples."""
-
-    def __init__(self, model: DistributedModelParallel, divide_by_initial_world_size: bool) -> None:
-        if not divide_by_initial_world_size and _sharded_modules(model.module):
-            raise ValueError(
-                "DistributedModelParallel: gradients of sharded tables are divided by the number of all "
-                "ranks; join with divide_by_initial_world_size."
-            )
-        self._model = model
-        self._dense = None
-        wrapped = model._dmp_wrapped_module
-        if isinstance(wrapped, DistributedDataParallel):
-            self._dense = wrapped.join_hook(divide_by_initial_world_size=divide_by_initial_world_size)
-
-    # Active ranks reduce buckets before, between and after the exchanges of the tables; answering both at
-    # once fits every order.
-    def main_hook(self) -> None:
-        failures: list[BaseException] = []
-
-        def answer_buckets() -> None:
-            try:
-                self._dense.main_hook()
-            except BaseException as error:  # raised by the caller
-                failures.append(error)
-
-        thread = threading.Thread(target=answer_buckets) if self._dense is not None else None
-        if thread is not None:
-            thread.start()
-        try:
-            self._model._shadow_tables()
-        finally:
-            if thread is not None:
-                thread.join()
-        if failures:
-            raise failures[0]
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        if self._dense is not None:
-            self._dense.post_hook(is_last_joiner)
-
-
 class DistributedModelParallel(nn.Module, Joinable):
     """Shard the collections of a model by a plan, and average the gradients of everything else.
 
@@ -393,7 +313,16 @@ class DistributedModelParallel(nn.Module, Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return what a rank without batches does; for torch's Join."""
-        return _ModelJoinHook(self, kwargs.get("divide_by_initial_world_size", True))
+        divides_by_all = kwargs.get("divide_by_initial_world_size", True)
+        if not divides_by_all and _sharded_modules(self.module):
+            raise ValueError(
+                "DistributedModelParallel: gradients of sharded tables are divided by the number of all "
+                "ranks; join with divide_by_initial_world_size."
+            )
+        wrapped = self._dmp_wrapped_module
+        is_wrapped = isinstance(wrapped, DistributedDataParallel)
+        dense = wrapped.join_hook(divide_by_initial_world_size=divides_by_all) if is_wrapped else None
+        return ModelJoinHook(self._shadow_tables, dense)
 
     @property
     def join_device(self) -> torch.device:
@@ -406,7 +335,7 @@ class DistributedModelParallel(nn.Module, Joinable):
         return self._env.process_group
 
     def _watch_calls(self) -> None:
-        self._calls = _Calls()
+        self._calls = Calls()
         for _, sharded in _sharded_modules(self.module):
             self._calls.watch(sharded)
 
