@@ -65,6 +65,19 @@ void BucketReducer::restart_hook_counts() {
   for (auto& [index, count] : numGradHooksTriggeredMap_) count = 0;
 }
 
+void BucketReducer::learn_static_graph(const at::Tensor& used) {
+  const at::Tensor counts = used.cpu().to(at::kLong).contiguous();
+  const auto* count = counts.const_data_ptr<std::int64_t>();
+  unused_parameters_.clear();
+  for (std::size_t i = 0; i < params_.size(); ++i) {
+    numGradHooksTriggeredMap_[i] = count[i] > 0 ? 1 : 0;
+    if (count[i] == 0) unused_parameters_.push_back(i);
+  }
+  local_used_map_.copy_(counts);
+  local_used_map_reduced_ = true;
+  num_bwd_calls_ = std::max(num_bwd_calls_, 1L);  // the next is not the first
+}
+
 void BucketReducer::complete_arrival_order() {
   if (!static_graph_ || has_rebuilt_bucket_ || rebuilt_param_indices_.empty()) return;
   std::vector<bool> has_arrived(params_.size(), false);

@@ -51,6 +51,9 @@ class BucketReducer final : public c10d::Reducer {
   /// Forgets how often each gradient arrived in backwards without synchronisation, so that the
   /// first synchronised one of a static graph counts alone.
   void restart_hook_counts();
+  /// Learns from `used`, how many ranks used each parameter, what a static graph shows in its first
+  /// synchronised backward: for a rank that had no batch then. Each gradient arrives once.
+  void learn_static_graph(const at::Tensor& used);
   /// Parameters that a static graph never uses have no place in the order of arrival; puts them at
   /// its end, so that buckets can be rebuilt.
   void complete_arrival_order();

@@ -73,11 +73,12 @@ void Replica::State::shadow_iteration(const JoinOptions& join) {
       std::vector<at::Tensor> map{reducer->get_local_used_map_on_device()};
       map[0].zero_();
       group.process_group()->allreduce(map)->wait();
+      return map[0];
     };
     const bool is_first_static = options.static_graph && !is_first_static_done_;
     if (is_first_static) {
       is_first_static_done_ = true;
-      add_nothing_to_used_map();
+      reducer->learn_static_graph(add_nothing_to_used_map());
     }
     std::vector<FuturePtr> futures;
     for (c10d::GradBucket& bucket : reducer->get_grad_buckets(/*return_zero_tensors=*/true)) {

@@ -59,6 +59,35 @@ TEST(Join, TrainsOnUnevenInputs) {
   }
 }
 
+TEST(Join, GoesOnWithRanksThatHadNoBatchInIt) {
+  run_ranks(3, [](const comm::Group& world) {
+    for (const bool is_static : {false, true}) {
+      const std::vector<bool> used{true, !is_static};  // a static graph may leave parameters out
+      data_parallel::Options options;
+      options.static_graph = is_static;
+      auto net = std::make_shared<Layers>(2);
+      auto alone = std::make_shared<Layers>(2);
+      DistributedDataParallel model(net, world, options);
+      model.join([&] {
+        for (int step = 0; step < 2 * world.rank(); ++step) {  // none on rank 0
+          loss_of(model(sample(step, {2, 5}), used)).backward();
+        }
+      });
+      for (int step = 0; step < 2; ++step) {
+        net->zero_grad();
+        alone->zero_grad();
+        loss_of(model(sample(100 * step + world.rank(), {2, 5}), used)).backward();
+        for (int rank = 0; rank < world.size(); ++rank) {
+          const at::Tensor input = sample(100 * step + rank, {2, 5});
+          (loss_of(alone->forward(input, used)) / world.size()).backward();
+        }
+        expect_near(net->scale.grad(), alone->scale.grad(), is_static ? "static" : "not static");
+        expect_near(net->layers[0]->weight.grad(), alone->layers[0]->weight.grad(), "layer");
+      }
+    }
+  });
+}
+
 TEST(Join, SharesBuffersOfTheLastActiveRank) {
   run_ranks(3, [](const comm::Group& world) {
     for (const bool has_hook : {false, true}) {
