@@ -316,11 +316,21 @@ def check_join(rank, counts):
             optimizer.zero_grad()
             dmp(batch(10 * step + rank, 2)).backward()
             optimizer.step()
+    optimizer.zero_grad()
+    dmp(batch(100 + rank, 2)).backward()  # all together again
+    optimizer.step()
+    reference.zero_grad()
+    for r in range(world):
+        (whole(batch(100 + r, 2)) / world).backward()
+    reference.step()
     expected = whole.state_dict()
     expect_state(dmp, model.fp, expected)
     torch.testing.assert_close(model.ec.gather_tables()["e"], expected["ec.embeddings.e.weight"])
     with pytest.raises(ValueError, match="join with divide_by_initial_world_size"):
         dmp.join(divide_by_initial_world_size=False)
+    with pytest.raises(RuntimeError, match="exhausted"), dmp.join(throw_on_early_termination=True):
+        for _ in range(rank):
+            dmp(batch(rank))
 
 
 @pytest.mark.parametrize(("backend", "counts"), [("shm", [1, 4, 2]), ("gloo", [0, 2])])
