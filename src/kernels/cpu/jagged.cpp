@@ -24,20 +24,18 @@ std::int64_t first_bad_length(const T* lengths, std::int64_t count) noexcept {
 
 template <typename T>
 std::int64_t running_sums(const T* lengths, std::int64_t count, T* offsets) noexcept {
-  // One addition after another is as slow as it must be; what could be wrong is only collected. The
-  // first length or sum that int64 cannot hold leaves its top bit; a smaller T is asked at the end.
-  std::uint64_t sum = 0;
-  std::uint64_t signs = 0;
-  offsets[0] = 0;
-  for (std::int64_t i = 0; i < count; ++i) {
-    const auto length = static_cast<std::uint64_t>(static_cast<std::int64_t>(lengths[i]));
-    sum += length;
-    signs |= length | sum;
-    offsets[i + 1] = static_cast<T>(sum);
+  // No length is larger than all their bits together; where that many would fit, no look is needed
+  // at each sum.
+  T bits = 0;
+  for (std::int64_t i = 0; i < count; ++i) bits |= lengths[i];
+  if (bits < 0 || (count > 0 && bits > std::numeric_limits<T>::max() / count)) {
+    const std::int64_t bad = first_bad_length(lengths, count);
+    if (bad >= 0) return bad;
   }
-  const bool is_good =
-      signs >> 63 == 0 && sum <= static_cast<std::uint64_t>(std::numeric_limits<T>::max());
-  return is_good ? -1 : first_bad_length(lengths, count);
+  T sum = 0;
+  offsets[0] = 0;
+  for (std::int64_t i = 0; i < count; ++i) offsets[i + 1] = sum += lengths[i];
+  return -1;
 }
 
 void copy_segments(const char* input, std::int64_t row_bytes, const std::int64_t* from,
