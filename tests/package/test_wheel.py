@@ -23,6 +23,8 @@ def run(*words, limit=1400, **options) -> subprocess.CompletedProcess:
     hidden = ("PYTHONPATH", "VIRTUAL_ENV", "TESSERA_WORKER", "TESSERA_BIN")
     env = {name: value for name, value in os.environ.items() if name not in hidden}
     env |= {"CCACHE_BASEDIR": str(ROOT), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    # Otherwise the compiler is the one that Python was built with, whose objects ccache does not know.
+    env.setdefault("CXX", "c++")
     env["CCACHE_SLOPPINESS"] = "pch_defines,time_macros,include_file_mtime,include_file_ctime"
     result = subprocess.run(
         [str(word) for word in words],
