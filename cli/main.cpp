@@ -30,7 +30,6 @@ std::string program_help() {
       "  tessera run -n 4 -- ./train --epochs 3       start four ranks of a program\n"
       "  tessera run -n 2 train.py                    the same for Python\n"
       "  tessera train dlrm --ranks 2                 train a built-in workload: dlrm, lm, gnn\n"
-      "  tessera doctor                               look at this machine and test two ranks\n"
       "\n"
       "verbs\n";
   char line[160];

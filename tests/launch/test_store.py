@@ -17,8 +17,8 @@ from jobs import (
     listening_addresses,
     python,
     run,
-    wait_until,
 )
+from waiting import wait_until
 
 needs_worker = pytest.mark.skipif(
     not any(
