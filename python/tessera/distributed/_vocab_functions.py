@@ -110,11 +110,9 @@ class ChunkedDistributedLogprob(torch.autograd.Function):
         inference_only: bool = False,
     ) -> Tensor:
         """Return log p of `target`."""
-
-        def compute(logits: Tensor) -> Tensor:
-            return _C.distributed_logprob(logits, target, vocab_start_index, vocab_end_index, tp_group)
-
-        return _run(ctx, vocab_parallel_logits, inference_only, compute)
+        return DistributedLogprob.forward(
+            ctx, vocab_parallel_logits, target, vocab_start_index, vocab_end_index, tp_group, inference_only
+        )
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
@@ -170,11 +168,9 @@ class ChunkedDistributedLogprobWithSampling(torch.autograd.Function):
         inference_only: bool = False,
     ) -> Tensor:
         """Return log p of `target` among the kept ids."""
-
-        def compute(logits: Tensor) -> Tensor:
-            return _C.distributed_logprob_with_sampling(logits, target, tp_group, top_k, top_p)
-
-        return _run(ctx, vocab_parallel_logits, inference_only, compute)
+        return DistributedLogprobWithSampling.forward(
+            ctx, vocab_parallel_logits, target, tp_group, top_k, top_p, inference_only
+        )
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:

@@ -22,7 +22,6 @@ from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetada
 
 from tessera.distributed.types import (
     ModuleSharder,
-    ParameterStorage,
     QuantizedCommCodecs,
     ShardedModule,
     ShardingType,
@@ -341,9 +340,7 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
         self, tensor: torch.Tensor, compute_device_type: str, compute_kernel: str
     ) -> dict[str, int]:
         """Return the bytes of a table; tables in managed memory lie in DDR."""
-        kind = _storage(compute_device_type)
-        if "_uvm" in compute_kernel:
-            kind = ParameterStorage.DDR
+        kind = _storage(compute_device_type, compute_kernel)
         return {kind.value: get_tensor_size_bytes(tensor)}
 
 
@@ -402,7 +399,5 @@ class BaseQuantEmbeddingSharder(ModuleSharder[M]):
         self, tensor: torch.Tensor, compute_device_type: str, compute_kernel: str
     ) -> dict[str, int]:
         """Return the bytes of a table, with scale and bias of every row: two bytes each."""
-        kind = _storage(compute_device_type)
-        if "_uvm" in compute_kernel:
-            kind = ParameterStorage.DDR
+        kind = _storage(compute_device_type, compute_kernel)
         return {kind.value: get_tensor_size_bytes(tensor) + 4 * tensor.size(0)}

@@ -372,12 +372,12 @@ class ModuleSharder(abc.ABC, Generic[M]):
         return {_storage(compute_device_type).value: get_tensor_size_bytes(tensor)}
 
 
-def _storage(compute_device_type: str) -> ParameterStorage:
-    """Return the memory of a device."""
+def _storage(compute_device_type: str, compute_kernel: str = "") -> ParameterStorage:
+    """Return the memory of a device; what a kernel keeps in managed memory lies in DDR."""
     kinds = {"cuda": ParameterStorage.HBM, "cpu": ParameterStorage.DDR, "mtia": ParameterStorage.DDR}
     if compute_device_type not in kinds:
         raise ValueError(f"sharding: {compute_device_type!r} is not one of {', '.join(kinds)}.")
-    return kinds[compute_device_type]
+    return ParameterStorage.DDR if "_uvm" in compute_kernel else kinds[compute_device_type]
 
 
 class ShardingPlanner(abc.ABC):
