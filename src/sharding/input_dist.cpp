@@ -251,6 +251,8 @@ std::int64_t InputSender::message_size() const noexcept { return kHeader + most_
 
 void InputSender::write_message(const DistContext& context, std::int64_t* message,
                                 std::int64_t columns, std::int64_t column) const {
+  // A batch with a fault has no sizes, or not all.
+  const bool is_good = context.fault.kind == Fault::Kind::kNone;
   for (std::size_t rank = 0; rank < layout_->routes.size(); ++rank) {
     std::int64_t* row = message + static_cast<std::int64_t>(rank) * columns + column;
     row[kCall] = static_cast<std::int64_t>(hash_of(context.call));
@@ -258,7 +260,7 @@ void InputSender::write_message(const DistContext& context, std::int64_t* messag
     row[kNumValues] = context.sent.values_per_rank[rank];
     row += kHeader;
     for (const Route& route : layout_->routes[rank]) {
-      *row++ = context.strides.empty() ? 0 : context.strides[route.feature];
+      *row++ = is_good ? context.strides[route.feature] : 0;
     }
   }
 }
