@@ -143,15 +143,15 @@ void Executor::end_running() {
   if (num_helpers_ > 0) helpers_wake_.notify_all();
 }
 
-void Executor::run_front(std::unique_lock<std::mutex>& lock) {
+c10::intrusive_ptr<EngineWork> Executor::run_front(std::unique_lock<std::mutex>& lock) {
   auto work = std::move(queue_.front());
   queue_.pop_front();
   is_running_ = true;
   lock.unlock();
   work->execute();
-  work.reset();
   lock.lock();
   end_running();
+  return work;
 }
 
 void Executor::run_now(const c10::intrusive_ptr<EngineWork>& work) {
@@ -189,7 +189,10 @@ void Executor::help_until_completed(EngineWork& work) {
   ++num_helpers_;
   while (!work.isCompleted()) {
     if (!is_running_ && !queue_.empty()) {
-      run_front(lock);
+      auto done = run_front(lock);
+      lock.unlock();  // what ends with it may come back here
+      done.reset();
+      lock.lock();
     } else {
       helpers_wake_.wait(lock);
     }
@@ -198,13 +201,17 @@ void Executor::help_until_completed(EngineWork& work) {
 }
 
 void Executor::thread_loop() {
-  std::unique_lock lock(mutex_);
-  while (!is_stopped_) {
-    if (!is_running_ && !queue_.empty()) {
-      run_front(lock);
-    } else {
-      thread_wake_.wait(lock);
+  const std::weak_ptr<Executor> self = weak_from_this();
+  for (;;) {
+    c10::intrusive_ptr<EngineWork> done;
+    {
+      std::unique_lock lock(mutex_);
+      thread_wake_.wait(lock, [&] { return is_stopped_ || (!is_running_ && !queue_.empty()); });
+      if (is_stopped_) return;
+      done = run_front(lock);
     }
+    done.reset();
+    if (self.expired()) return;  // nothing of the executor may be touched any more
   }
 }
 

@@ -54,8 +54,8 @@ class EngineWork final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;  // made when first asked for; guarded by mutex_
 };
 
-/// The queue and its thread. Thread-safe.
-class Executor {
+/// The queue and its thread. Thread-safe; owned by a shared_ptr.
+class Executor : public std::enable_shared_from_this<Executor> {
  public:
   Executor() = default;
   ~Executor();
@@ -73,8 +73,9 @@ class Executor {
 
  private:
   void thread_loop();
-  /// Runs the front of the queue. `lock` is held on entry and on return.
-  void run_front(std::unique_lock<std::mutex>& lock);
+  /// Runs the front of the queue. `lock` is held on entry and on return. What was run is returned,
+  /// because with it the last reference to this executor may go.
+  [[nodiscard]] c10::intrusive_ptr<EngineWork> run_front(std::unique_lock<std::mutex>& lock);
   /// Says that nobody is inside an operation any more. The mutex is held.
   void end_running();
 

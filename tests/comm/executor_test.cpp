@@ -192,6 +192,20 @@ TEST_F(ExecutorTest, AfterStopEverythingFailsAtOnce) {
   executor_->stop("again");  // harmless
 }
 
+TEST_F(ExecutorTest, MayEndOnItsOwnThreadWithItsLastOperation) {
+  for (int i = 0; i < 20; ++i) {
+    std::promise<void> gate;
+    auto last = blocked(gate.get_future().share());
+    executor_->run_later(last);
+    const std::weak_ptr<Executor> watch = executor_;
+    executor_ = std::make_shared<Executor>();
+    last.reset();  // from here on only the executor's queue knows both
+    gate.set_value();
+    for (int k = 0; k < 1000 && !watch.expired(); ++k) std::this_thread::sleep_for(1ms);
+    EXPECT_TRUE(watch.expired());
+  }
+}
+
 TEST_F(ExecutorTest, LetsGoOfTensorsWhenDone) {
   auto held = std::make_shared<int>(1);
   const std::weak_ptr<int> watch = held;
