@@ -5,6 +5,7 @@ import signal
 
 import pytest
 from fleet import PROMPT, Fleet, Times, is_alive
+from sanitizers import not_sanitized
 from waiting import wait_until
 
 ENGINES = ["shm", "gloo"]
@@ -59,7 +60,9 @@ def test_killed_inside_other_operations(engine, op):
         fleet.assert_nothing_left()
 
 
-@pytest.mark.parametrize("action, code", [("exit", 9), ("leave", 9), ("segfault", 128 + 11)])
+@pytest.mark.parametrize(
+    "action, code", [("exit", 9), ("leave", 9), pytest.param("segfault", 128 + 11, marks=not_sanitized)]
+)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_ended_without_a_word(engine, action, code):
     with Fleet(

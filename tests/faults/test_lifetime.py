@@ -4,10 +4,12 @@ import contextlib
 
 import pytest
 from fleet import Fleet
+from sanitizers import not_sanitized
 
 ENGINES = ["shm", "gloo"]
 
 
+@not_sanitized
 @pytest.mark.parametrize("engine", ENGINES)
 def test_groups_and_steps_leak_nothing(engine):
     steps = 10000 if engine == "shm" else 1500

@@ -8,6 +8,7 @@ import time
 
 import pytest
 from jobs import TESSERA, Job, python, run
+from sanitizers import not_sanitized
 from waiting import wait_until
 
 
@@ -109,6 +110,7 @@ else:
     assert result.lines == ["[rank 0] begun ", "[rank 1] whole", "[rank 0] ended"]
 
 
+@not_sanitized
 def test_slow_reader_holds_the_ranks_back_and_signals_still_work():
     job = Job("run", "-n", 2, "--", "sh", "-c", "yes $RANK")
     try:
