@@ -212,6 +212,30 @@ TEST(TableCuda, TwoRunsGiveTheSameBits) {
   }
 }
 
+TEST(TableCuda, StepsTheRowsOfSmallAndLargeTables) {
+  // How rows are sorted depends on the number of all rows. With gradients of 1 and plain SGD every
+  // row ends as minus the number of its ids.
+  constexpr std::int64_t kIds = 200'000;
+  for (const int bits : {8, 20, 22, 23, 24, 25, 26, 27}) {
+    SCOPED_TRACE(bits);
+    const std::int64_t num_rows = (std::int64_t{1} << bits) - 3;
+    const auto on_device = at::TensorOptions().device(at::kCUDA);
+    const Tensor weight = at::zeros({num_rows, 1}, on_device).requires_grad_(true);
+    TableBatch batch({{"t", weight}}, {{"f", 0}},
+                     {.gradients = GradientForm::kFused,
+                      .optimizer = {.kind = OptimizerKind::kSgd, .learning_rate = 1.0}});
+    LookupInput input;
+    input.ids = at::randint(num_rows, {kIds}, on_device.dtype(at::kLong));
+    input.ids.narrow(0, 0, 50).fill_(num_rows - 1);
+    input.ids.narrow(0, 50, 1000).remainder_(50);
+    input.offsets = at::arange(kIds + 1, on_device.dtype(at::kLong));
+    batch.pooled(input).backward(at::ones({kIds, 1}, on_device));
+    const Tensor wanted = at::zeros({num_rows, 1}, on_device)
+                              .index_add_(0, input.ids, -at::ones({kIds, 1}, on_device));
+    EXPECT_TRUE(weight.detach().equal(wanted));
+  }
+}
+
 TEST(TableCuda, IdsOutsideTheirTable) {
   LookupInput input = on_cuda(input_of(4, false));
   input.ids = input.ids.clone();

@@ -367,10 +367,11 @@ int step_light_rows(const TableCall& call, const SortedRows& sorted, const Table
                              reinterpret_cast<std::uintptr_t>(gradient) % 16 == 0 &&
                              limit == std::numeric_limits<float>::infinity();
   const std::int64_t needed = (sorted.num_entries + kThreads - 1) / kThreads;
-  // Blocks stay and take run after run: what they read of the tables they read once. Several rounds
-  // of them, because runs differ in their entries.
+  // Blocks stay and take run after run: what they read of the tables they read once. Many rounds of
+  // them, so that those at work at the same time are at rows and gradients near each other.
+  constexpr std::int64_t kRounds = 64;
   const auto blocks = [&](int resident) {
-    return static_cast<int>(std::min<std::int64_t>(needed, num_multiprocessors() * resident * 4));
+    return static_cast<int>(std::min(needed, num_multiprocessors() * resident * kRounds));
   };
   int error = 0;
   const auto start = [&]<Element kElement, int kCount, int kPacks, bool kPlain>() {

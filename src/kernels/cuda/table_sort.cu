@@ -11,6 +11,33 @@
 #include "kernels/cuda/table_pack.cuh"
 
 namespace tessera::kernels::cuda {
+
+using DefaultDigits = cub::detail::radix::policy_hub<std::uint32_t, std::uint32_t, int>;
+
+/// Digits of 9 bits: keys of up to 27 bits are sorted in three passes instead of four.
+struct WideDigits {
+  static constexpr int kBits = 9;
+  struct Policy900 : cub::ChainedPolicy<900, Policy900, DefaultDigits::Policy800> {
+    using Default = DefaultDigits::Policy900;
+    static constexpr bool ONESWEEP = true;
+    static constexpr int ONESWEEP_RADIX_BITS = kBits;
+    using HistogramPolicy = cub::AgentRadixSortHistogramPolicy<128, 16, 1, std::uint32_t, kBits>;
+    using ExclusiveSumPolicy = cub::AgentRadixSortExclusiveSumPolicy<256, kBits>;
+    using OnesweepPolicy = cub::AgentRadixSortOnesweepPolicy<
+        512, 16, std::uint32_t, 1, cub::RADIX_RANK_MATCH_EARLY_COUNTS_ANY,
+        cub::BLOCK_SCAN_RAKING_MEMOIZE, cub::RADIX_SORT_STORE_DIRECT, kBits>;
+    using ScanPolicy = Default::ScanPolicy;
+    using DownsweepPolicy = Default::DownsweepPolicy;
+    using AltDownsweepPolicy = Default::AltDownsweepPolicy;
+    using UpsweepPolicy = Default::UpsweepPolicy;
+    using AltUpsweepPolicy = Default::AltUpsweepPolicy;
+    using SingleTilePolicy = Default::SingleTilePolicy;
+    using SegmentedPolicy = Default::SegmentedPolicy;
+    using AltSegmentedPolicy = Default::AltSegmentedPolicy;
+  };
+  using MaxPolicy = Policy900;
+};
+
 namespace {
 
 constexpr int kThreads = 256;
@@ -53,6 +80,31 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+struct Pairs {
+  std::uint32_t* keys = nullptr;
+  std::uint32_t* values = nullptr;
+};
+
+template <typename Digits>
+int sort_with(void* work, std::size_t& bytes, const Pairs& from, const Pairs& to, int count,
+              int bits, cudaStream_t stream) {
+  cub::DoubleBuffer<std::uint32_t> keys(from.keys, to.keys);
+  cub::DoubleBuffer<std::uint32_t> values(from.values, to.values);
+  // `from` stays as it is, so that the result is in `to` after any number of passes.
+  return cub::DispatchRadixSort<cub::SortOrder::Ascending, std::uint32_t, std::uint32_t, int,
+                                cub::detail::identity_decomposer_t,
+                                Digits>::Dispatch(work, bytes, keys, values, count, 0, bits,
+                                                  /*is_overwrite_okay=*/false, stream);
+}
+
+int sort_pairs(void* work, std::size_t& bytes, const Pairs& from, const Pairs& to, int count,
+               int bits, cudaStream_t stream) {
+  // Wide digits take longer for each pass.
+  return bits > 24 && bits <= 3 * WideDigits::kBits
+             ? sort_with<WideDigits>(work, bytes, from, to, count, bits, stream)
+             : sort_with<DefaultDigits>(work, bytes, from, to, count, bits, stream);
+}
+
 struct IsStart {
   const std::uint32_t* keys;
   __host__ __device__ bool operator()(std::uint32_t i) const {
@@ -68,10 +120,11 @@ struct SortMemory {
 
   explicit SortMemory(std::int64_t count_of_positions) {
     const auto n = static_cast<int>(count_of_positions);
-    cub::DeviceRadixSort::SortPairs(nullptr, sort_bytes, static_cast<std::uint32_t*>(nullptr),
-                                    static_cast<std::uint32_t*>(nullptr),
-                                    static_cast<std::uint32_t*>(nullptr),
-                                    static_cast<std::uint32_t*>(nullptr), n);
+    for (const int bits : {3 * WideDigits::kBits, 32}) {
+      std::size_t size = 0;
+      sort_pairs(nullptr, size, {}, {}, n, bits, nullptr);
+      sort_bytes = std::max(sort_bytes, size);
+    }
     cub::DeviceSelect::Flagged(nullptr, select_bytes, thrust::counting_iterator<std::uint32_t>(0),
                                thrust::make_transform_iterator(
                                    thrust::counting_iterator<std::uint32_t>(0), IsStart{nullptr}),
@@ -116,9 +169,9 @@ int sort_rows(const TableCall& call, const std::int32_t* table_of, const std::ui
   // One bit more than the keys have, for the key of no row.
   const int bits =
       std::min(32, static_cast<int>(std::bit_width(static_cast<std::uint64_t>(num_keys))) + 1);
-  if (const int error = cub::DeviceRadixSort::SortPairs(
-          base + memory.temporary, bytes, array(memory.keys), array(memory.sorted_keys),
-          array(memory.values), array(memory.sorted_values), n, 0, bits, queue);
+  if (const int error =
+          sort_pairs(base + memory.temporary, bytes, {array(memory.keys), array(memory.values)},
+                     {array(memory.sorted_keys), array(memory.sorted_values)}, n, bits, queue);
       error != 0) {
     return error;
   }
