@@ -6,7 +6,8 @@
 // thread scales what it holds and stores it. Clusters stay and take row after row.
 //
 // Rows that do not begin or end at 16 bytes have up to 14 elements outside whole packs. The
-// fetching warp brings them to the first block, one thread each.
+// fetching warp brings them to the first block, one thread each. Places in such a row are counted
+// from the line of memory that it begins in, so that warps read and write whole lines.
 //
 // Registers decide: 72 exponentials per thread at 128 registers, no spill. The build fails on one.
 
@@ -29,6 +30,7 @@ constexpr int kChunkPacks = kWorkers * kPacksPerChunk;
 constexpr int kCapacity = kWorkers * kPacksPerThread;
 constexpr int kRingBytes = kStages * kChunkPacks * 16;
 constexpr int kEdges = 16;
+constexpr int kLinePacks = 8;  // a line of memory has 128 bytes
 // The fetching warp is at most two rows ahead of the slowest worker.
 constexpr int kEdgeRows = kStages / kChunks + 1;
 
@@ -37,6 +39,7 @@ struct FusedTask {
   LossShape shape;
   const float* inverse;
   int num_packs;  // of a row; with edges, at most
+  int slice;      // places of a row that each block of a cluster holds
 };
 
 /// What a block knows of a row before it is read.
@@ -116,15 +119,22 @@ __global__ void __launch_bounds__(kWorkers + 32, 1) fused_kernel(FusedTask task)
   const int block = kCluster > 1 ? static_cast<int>(rank_in_cluster()) : 0;
   const int64_t first_row = blockIdx.x / kCluster, row_step = gridDim.x / kCluster;
   const int64_t num_rows = task.statistics.rows.num_rows;
-  const int slice = (task.num_packs + kCluster - 1) / kCluster;
+  const int slice = task.slice;
   const int slice_start = block * slice;
   const int num_columns = static_cast<int>(task.statistics.rows.num_columns);
   const T* logits = static_cast<const T*>(task.statistics.rows.data);
   const auto cut_of = [&](int64_t offset) {
     return kHasEdges ? cut_row(logits + offset, num_columns) : Cut{0, task.num_packs, 0};
   };
-  const auto packs_here = [&](const Cut& cut) {
-    return max(0, min(slice, cut.num_packs - slice_start));
+  // Where this block's packs of a row begin and end, as places in its slice; place 0 of the first
+  // slice is `shift` packs before the row's first pack.
+  const auto shift_of = [&](const T* first_pack) {
+    return kHasEdges ? static_cast<int>(reinterpret_cast<uintptr_t>(first_pack) / 16 % kLinePacks)
+                     : 0;
+  };
+  const auto places_of = [&](const Cut& cut, int shift) {
+    const int begin = kHasEdges ? max(0, shift - slice_start) : 0;
+    return int2{begin, max(begin, min(slice, shift + cut.num_packs - slice_start))};
   };
 
   if (thread == 0) {
@@ -156,9 +166,10 @@ __global__ void __launch_bounds__(kWorkers + 32, 1) fused_kernel(FusedTask task)
       for (int64_t row = first_row; row < num_rows; row += row_step) {
         const int64_t offset = task.statistics.rows.offset(row);
         const Cut cut = cut_of(offset);
-        const int num_packs = packs_here(cut);
-        const uint4* from =
-            reinterpret_cast<const uint4*>(logits + offset + cut.head) + slice_start;
+        const T* first_pack = logits + offset + cut.head;
+        const int shift = shift_of(first_pack);
+        const int2 places = places_of(cut, shift);
+        const uint4* from = reinterpret_cast<const uint4*>(first_pack) + (slice_start - shift);
         if constexpr (kHasEdges) {
           if (lane == 0) barrier_wait(&empty[stage], parity);
           __syncwarp();
@@ -170,10 +181,12 @@ __global__ void __launch_bounds__(kWorkers + 32, 1) fused_kernel(FusedTask task)
         for (int chunk = 0; chunk < kChunks; ++chunk) {
           if (!kHasEdges || lane == 0) {
             barrier_wait(&empty[stage], parity);
-            const int count = max(0, min(kChunkPacks, num_packs - chunk * kChunkPacks));
+            const int start = chunk * kChunkPacks;
+            const int begin = max(start, places.x);
+            const int count = max(0, min(start + kChunkPacks, places.y) - begin);
             barrier_arrive_expecting(&full[stage], count * 16);
             if (count > 0) {
-              bulk_load(ring + stage * kChunkPacks, from + chunk * kChunkPacks, count * 16,
+              bulk_load(ring + stage * kChunkPacks + (begin - start), from + begin, count * 16,
                         &full[stage]);
             }
           }
@@ -202,10 +215,16 @@ __global__ void __launch_bounds__(kWorkers + 32, 1) fused_kernel(FusedTask task)
       float label_logit = 0.F;
       bool owns_label = false;
       const Cut cut = cut_of(plan.offset);
-      const int num_packs = packs_here(cut);
+      const int shift = shift_of(logits + plan.offset + cut.head);
+      const int2 places = places_of(cut, shift);
+      const auto is_here = [&](int place) {
+        return static_cast<unsigned>(thread + place - places.x) <
+               static_cast<unsigned>(places.y - places.x);
+      };
       const int label_place = plan.label_column - (kHasEdges ? cut.head : 0);
       // Which of this thread's packs holds the label, as a multiple of kWorkers.
-      const int label_pack = label_place >= 0 ? label_place / kCount - slice_start - thread : -1;
+      const int label_pack =
+          label_place >= 0 ? label_place / kCount + shift - slice_start - thread : -1;
 #pragma unroll
       for (int chunk = 0; chunk < kChunks; ++chunk) {
         barrier_wait(&full[stage], parity);
@@ -215,8 +234,8 @@ __global__ void __launch_bounds__(kWorkers + 32, 1) fused_kernel(FusedTask task)
         for (int u = 0; u < kPacksPerChunk; ++u) {
           const int place = (chunk * kPacksPerChunk + u) * kWorkers;
           packs[u] = padding_pack<T>();
-          if (thread + place < num_packs) packs[u] = held[thread + u * kWorkers];
-          if (label_pack == place && thread + place < num_packs) {
+          if (is_here(place)) packs[u] = held[thread + u * kWorkers];
+          if (label_pack == place && is_here(place)) {
             label_logit = element_of<T>(packs[u], label_place % kCount);
             owns_label = true;
           }
@@ -286,7 +305,7 @@ __global__ void __launch_bounds__(kWorkers + 32, 1) fused_kernel(FusedTask task)
       }
       const float by_sum = plan.ignored ? 0.F : __fdividef(on_softmax, all.sum);
       T* row_start = const_cast<T*>(logits) + plan.offset;
-      uint4* to = reinterpret_cast<uint4*>(row_start + cut.head) + slice_start + thread;
+      uint4* to = reinterpret_cast<uint4*>(row_start + cut.head) + (slice_start - shift + thread);
 #pragma unroll
       for (int chunk = 0; chunk < kChunks; ++chunk) {
         const float by = by_sum * exp2_fast(exponent_of(chunk_maximum[chunk], all.maximum, factor));
@@ -298,7 +317,7 @@ __global__ void __launch_bounds__(kWorkers + 32, 1) fused_kernel(FusedTask task)
           for (int i = 0; i < kCount; ++i) {
             values[i] = plan.ignored ? 0.F : e[pack * kCount + i] * by;
           }
-          if (thread + pack * kWorkers < num_packs) to[pack * kWorkers] = F::pack(values);
+          if (is_here(pack * kWorkers)) to[pack * kWorkers] = F::pack(values);
         }
       }
       if (has_edge) {
@@ -328,11 +347,29 @@ __global__ void __launch_bounds__(kWorkers + 32, 1) fused_kernel(FusedTask task)
 #endif
 }
 
-int cluster_for(int num_packs) {
+/// Whether some row begins or ends inside 16 bytes.
+bool has_edges(const LogitRows& rows) {
+  return rows.num_columns % 8 != 0 || rows.inner_stride % 8 != 0 || rows.outer_stride % 8 != 0 ||
+         reinterpret_cast<std::uintptr_t>(rows.data) % 16 != 0;
+}
+
+/// How a row is spread: over how many blocks (0: it does not fit), and how much each holds.
+struct Spread {
+  int cluster;
+  int slice;
+};
+
+Spread spread_of(const LogitRows& rows) {
+  const int num_packs = static_cast<int>(rows.num_columns / 8);
   for (int cluster = 1; cluster <= 8; cluster *= 2) {
-    if ((num_packs + cluster - 1) / cluster <= kCapacity) return cluster;
+    int slice = (num_packs + cluster - 1) / cluster;
+    if (has_edges(rows)) {
+      const int num_places = num_packs + kLinePacks - 1;
+      slice = (num_places / cluster / kLinePacks + 1) * kLinePacks;
+    }
+    if (slice <= kCapacity) return {cluster, slice};
   }
-  return 0;
+  return {0, 0};
 }
 
 /// How many clusters stay on the device at a time.
@@ -367,7 +404,7 @@ cudaError_t launch(const FusedTask& task, cudaStream_t stream) {
 
 template <typename T, bool kHasEdges>
 cudaError_t launch_for(const FusedTask& task, cudaStream_t stream) {
-  switch (cluster_for(task.num_packs)) {
+  switch (spread_of(task.statistics.rows).cluster) {
     case 1:
       return launch<T, 1, kHasEdges>(task, stream);
     case 2:
@@ -379,12 +416,6 @@ cudaError_t launch_for(const FusedTask& task, cudaStream_t stream) {
   }
 }
 
-/// Whether some row begins or ends inside 16 bytes.
-bool has_edges(const LogitRows& rows) {
-  return rows.num_columns % 8 != 0 || rows.inner_stride % 8 != 0 || rows.outer_stride % 8 != 0 ||
-         reinterpret_cast<std::uintptr_t>(rows.data) % 16 != 0;
-}
-
 }  // namespace
 
 bool can_fuse(const SoftmaxStatisticsTask& task, const LossShape& shape) {
@@ -393,7 +424,7 @@ bool can_fuse(const SoftmaxStatisticsTask& task, const LossShape& shape) {
   if (!is_16_bit || shape.label_smoothing != 0.0 || task.labels.ids == nullptr) return false;
   // A few columns are mostly edges.
   if (rows.num_columns < 256) return false;
-  if (cluster_for(static_cast<int>(rows.num_columns / 8)) == 0) return false;
+  if (spread_of(rows).cluster == 0) return false;
   int device = 0;
   int major = 0;
   cudaGetDevice(&device);
@@ -409,6 +440,7 @@ int softmax_fused(const SoftmaxStatisticsTask& task, const LossShape& shape, con
   fused.shape = shape;
   fused.inverse = inverse;
   fused.num_packs = static_cast<int>(task.rows.num_columns / 8);
+  fused.slice = spread_of(task.rows).slice;
   const auto on = static_cast<cudaStream_t>(stream);
   const auto start = [&]<typename T>() {
     return has_edges(task.rows) ? launch_for<T, true>(fused, on) : launch_for<T, false>(fused, on);
