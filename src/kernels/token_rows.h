@@ -148,22 +148,26 @@ TESSERA_HOST_DEVICE inline TokenRow merged_row(const MergeTask& task, std::int64
   for (std::int64_t rank = 0; rank < task.num_ranks; ++rank) {
     for (std::int64_t part = 0; part < task.num_parts; ++part) {
       const float* fields = task.gathered + rank * rank_size + kHeader + part * part_size + row;
-      const double sum = fields[task.num_rows];
+      // All are read before the first is used: a GPU would wait for each in turn.
+      const auto field = [&](int place) {
+        return place >= 0 ? fields[place * task.num_rows] : 0.0F;
+      };
+      const float sum_here = field(1);
+      const float weighted_here = field(task.weighted_field);
+      const float target_here = field(task.target_field);
+      const float total_here = field(task.total_field);
       const double distance = task.shape.scale * (static_cast<double>(fields[0]) - center);
       const double factor = exp(distance);
+      const double sum = sum_here;
       merged.sum += sum * factor;
       if (task.weighted_field >= 0 && factor != 0.0) {
-        merged.weighted +=
-            factor *
-            (static_cast<double>(fields[task.weighted_field * task.num_rows]) + distance * sum);
+        merged.weighted += factor * (static_cast<double>(weighted_here) + distance * sum);
       }
-      if (task.target_field >= 0) {
-        const double target = fields[task.target_field * task.num_rows];
-        if (target > merged.target || target != target) merged.target = target;
+      const double target = target_here;
+      if (task.target_field >= 0 && (target > merged.target || target != target)) {
+        merged.target = target;
       }
-      if (task.total_field >= 0) {
-        merged.total += static_cast<double>(fields[task.total_field * task.num_rows]);
-      }
+      merged.total += static_cast<double>(total_here);
     }
   }
   return merged;
