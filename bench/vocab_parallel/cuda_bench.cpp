@@ -3,15 +3,18 @@
 // Prints one line of JSON per row: name, median, p10 and p90 in ms, extra memory in MiB. Every row
 // is checked against LibTorch before it is timed. Before each repetition 256 MiB are zeroed, so
 // that nothing is found in the second-level cache, and overwritten logits are restored; neither is
-// timed.
+// timed. Products of matrices at full speed take a GPU to the limit of its power, and its clock
+// goes down; rows whose names end in "rested" let it rest before every repetition.
 
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <functional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include <ATen/ATen.h>
@@ -36,6 +39,7 @@ struct Row {
   std::function<void()> prepare;
   std::function<void()> run;
   double gradient_mib = 0;  // allocated by the run, but not counted as extra
+  std::chrono::milliseconds rest{0};
 };
 
 class Timer {
@@ -50,6 +54,7 @@ class Timer {
     std::vector<float> times;
     double extra = 0;
     for (int i = 0; i < kWarmUps + kRepetitions; ++i) {
+      std::this_thread::sleep_for(row.rest);
       row.prepare();
       flush_.zero_();
       const auto before = allocated();
@@ -182,15 +187,20 @@ void measure_linear(Timer& timer, const tessera::comm::Group& group) {
       (at::randn({kVocab, kFeatures}, options) * 0.02).detach().requires_grad_(true);
   const at::Tensor labels = at::randint(kVocab, {kRows}, options.dtype(at::kLong));
   const double gradient_mib = static_cast<double>(hidden.nbytes() + weight.nbytes()) / (1 << 20);
-  const auto nothing = [] {};
-  const std::string suffix = "/bf16/n4096_h4096_v128256";
   const auto torch_loss = [&] {
     return at::cross_entropy_loss(at::linear(hidden, weight).to(at::kFloat), labels);
   };
-  timer.measure({"torch/linear/forward" + suffix, nothing, [&] {
-                   const at::NoGradGuard no_grad;
-                   at::linear(hidden, weight);
-                 }});
+  const auto measure = [&](const std::string& name, const std::function<void()>& run,
+                           double gradients = 0) {
+    const auto nothing = [] {};
+    const std::string full = name + "/bf16/n4096_h4096_v128256";
+    timer.measure({full, nothing, run, gradients});
+    timer.measure({full + "/rested", nothing, run, gradients, std::chrono::milliseconds(60)});
+  };
+  measure("torch/linear/forward", [&] {
+    const at::NoGradGuard no_grad;
+    at::linear(hidden, weight);
+  });
   for (const bool in_parts : {false, true}) {
     LinearOptions linear;
     if (in_parts) linear.workspace_bytes = std::int64_t{256} << 20;
@@ -205,15 +215,17 @@ void measure_linear(Timer& timer, const tessera::comm::Group& group) {
       }
     }
     const std::string kind = in_parts ? "chunks" : "whole";
-    timer.measure({"vocab/linear_cross_entropy/forward_" + kind + suffix, nothing, [&] {
-                     const at::NoGradGuard no_grad;
-                     loss();
-                   }});
-    timer.measure({"vocab/linear_cross_entropy/forward_backward_" + kind + suffix, nothing,
-                   [&] { torch::autograd::grad({loss()}, {hidden, weight}); }, gradient_mib});
+    measure("vocab/linear_cross_entropy/forward_" + kind, [&] {
+      const at::NoGradGuard no_grad;
+      loss();
+    });
+    measure(
+        "vocab/linear_cross_entropy/forward_backward_" + kind,
+        [&] { torch::autograd::grad({loss()}, {hidden, weight}); }, gradient_mib);
   }
-  timer.measure({"torch/linear_cross_entropy/forward_backward" + suffix, nothing,
-                 [&] { torch::autograd::grad({torch_loss()}, {hidden, weight}); }, gradient_mib});
+  measure(
+      "torch/linear_cross_entropy/forward_backward",
+      [&] { torch::autograd::grad({torch_loss()}, {hidden, weight}); }, gradient_mib);
 }
 
 }  // namespace
