@@ -9,6 +9,7 @@ PYTHON ?= python3
 VENV := .venv
 PEERS := .venv-peers
 BUILD := build/release
+SINGLE := build/single
 JOBS ?= $(shell nproc)
 TORCH_VERSION := 2.13.0
 APT_PACKAGES := libgtest-dev libgmock-dev libbenchmark-dev libcli11-dev nlohmann-json3-dev ccache \
@@ -24,7 +25,7 @@ PEER_PACKAGES := torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 tensordict==0.15.3 torchm
 export CCACHE_SLOPPINESS := pch_defines,time_macros,include_file_mtime,include_file_ctime
 export CCACHE_BASEDIR := $(CURDIR)
 
-.PHONY: build everything demo test peers lint tidy format bench clean packages cuda-build cuda-test cuda-bench help
+.PHONY: build everything demo test peers lint tidy single format bench clean packages cuda-build cuda-test cuda-bench help
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -84,23 +85,27 @@ $(PEERS)/.ready: $(VENV)/.ready
 	$(PEERS)/bin/python -W ignore -c 'import torchrec'
 	touch $@
 
+# clang-tidy wants the command of every file, and $(BUILD) compiles several at a time. Nothing is built here.
+single: $(BUILD)/build.ninja
+	cmake --preset release -B $(SINGLE) -D TESSERA_UNITY=OFF > /dev/null
+
 # clang-tidy reads what does without LibTorch in every run; the rest costs half a minute a file and is
 # read by `make tidy`.
 TIDY_CHECKPOINT := $(addprefix src/checkpoint/,checksum.cpp convert.cpp disk.cpp folder.cpp json.cpp manifest.cpp open_file.cpp reader.cpp safetensors.cpp writer.cpp)
 TIDY_QUICK := 'cli/*.cpp' ':!cli/worker' 'src/launch/*.cpp' 'src/kernels/*.cpp' 'src/comm/shm/*.cpp' 'src/core/error_file.cpp' $(TIDY_CHECKPOINT)
 TIDY_ALL := 'cli/**/*.cpp' 'src/**/*.cpp' 'python/src/*.cpp'
 run_tidy = git ls-files $(1) | grep -v 'gloo/gloo_backend.cpp' | \
-	xargs -P $(JOBS) -n 2 $(VENV)/bin/clang-tidy -p $(BUILD) --quiet \
+	xargs -P $(JOBS) -n 2 $(VENV)/bin/clang-tidy -p $(SINGLE) --quiet \
 	  --extra-arg=-Wno-unknown-warning-option --extra-arg=-Wno-ignored-gch 2>&1 | \
 	{ ! grep -E '(warning|error):'; }
 
-lint: $(BUILD)/build.ninja  ## Check formatting and style
+lint: single  ## Check formatting and style
 	git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' | xargs $(VENV)/bin/clang-format --dry-run -Werror
 	$(VENV)/bin/ruff format --quiet --check python tests bench examples
 	$(VENV)/bin/ruff check --quiet python tests bench examples
 	$(call run_tidy,$(TIDY_QUICK))
 
-tidy: $(BUILD)/build.ninja  ## Run clang-tidy over everything
+tidy: single  ## Run clang-tidy over everything
 	$(call run_tidy,$(TIDY_ALL))
 
 format: $(VENV)/.ready  ## Rewrite sources to the house format

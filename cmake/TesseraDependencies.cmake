@@ -7,10 +7,17 @@ if(TESSERA_DEPS_PREFIX)
   include_directories(SYSTEM ${TESSERA_DEPS_PREFIX}/usr/include)
 endif()
 
-# The OpenMP library that LibTorch itself loads: a second one would be a second pool of threads.
+# at::parallel_for runs on one thread, without a word, in a file that is compiled without OpenMP.
+# The library is the one that LibTorch itself loads: a second one would be a second pool of threads.
+# GCC's code is for that library; Clang's is not.
 file(GLOB TESSERA_OPENMP ${TESSERA_TORCH_DIR}/lib/libgomp*.so* ${TESSERA_TORCH_DIR}/../torch.libs/libgomp*.so*)
 if(NOT TESSERA_OPENMP)
   set(TESSERA_OPENMP gomp)
+endif()
+add_library(tessera_openmp INTERFACE)
+target_link_libraries(tessera_openmp INTERFACE ${TESSERA_OPENMP})
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+  target_compile_options(tessera_openmp INTERFACE -fopenmp)
 endif()
 
 find_path(TESSERA_JSON_INCLUDE nlohmann/json.hpp)

@@ -162,7 +162,7 @@ void add_engine(const std::string& name, const comm::Group& group, const comm::G
   answer["all_reduce_us"][name] = measure_engine(group, is_quick);
 }
 
-int run(const std::vector<std::string>& words) {
+int doctor_rank(const std::vector<std::string>& words) {
   const bool is_quick = !words.empty() && words[0] == "--quick";
   if (comm::read_environment().world_size != 2) {
     std::fputs("error: doctor-rank: needs two ranks; it is started by tessera doctor\n", stderr);
@@ -201,6 +201,6 @@ int run(const std::vector<std::string>& words) {
 
 }  // namespace
 
-const WorkerVerb kDoctorRankVerb{"doctor-rank", run};
+const WorkerVerb kDoctorRankVerb{"doctor-rank", doctor_rank};
 
 }  // namespace tessera::cli

@@ -123,7 +123,7 @@ void print_json(const GraphFile& file, const at::Tensor& edges, const std::vecto
   std::printf("%s\n", json.dump().c_str());
 }
 
-int run(const std::vector<std::string>& words) {
+int plan_graph(const std::vector<std::string>& words) {
   CLI::App app("", "plan-graph");
   PlanGraphWords given;
   define_flags(app, given);
@@ -156,6 +156,6 @@ int run(const std::vector<std::string>& words) {
 
 }  // namespace
 
-const WorkerVerb kPlanGraphVerb{"plan-graph", run};
+const WorkerVerb kPlanGraphVerb{"plan-graph", plan_graph};
 
 }  // namespace tessera::cli

@@ -19,7 +19,7 @@
 namespace tessera::cli {
 namespace {
 
-constexpr int kUsage = 2;
+constexpr int kBadWords = 2;
 constexpr int kUnavailable = 69;
 
 struct StoreWords {
@@ -59,18 +59,18 @@ void wait_for_end_of_input() {
   }
 }
 
-int run(const std::vector<std::string>& words) {
+int serve_store(const std::vector<std::string>& words) {
   StoreWords given;
   if (!read_words(words, given)) {
     std::fputs("error: store: needs --fd NUMBER --host ADDRESS; it is started by tessera run\n",
                stderr);
-    return kUsage;
+    return kBadWords;
   }
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   const uint16_t port = port_of(given.fd);
   if (port == 0) {
     std::fprintf(stderr, "error: store: file %d is not a listening socket\n", given.fd);
-    return kUsage;
+    return kBadWords;
   }
   c10d::TCPStoreOptions options;
   options.port = port;
@@ -96,6 +96,6 @@ int run(const std::vector<std::string>& words) {
 
 }  // namespace
 
-const WorkerVerb kStoreVerb{"store", run};
+const WorkerVerb kStoreVerb{"store", serve_store};
 
 }  // namespace tessera::cli

@@ -349,7 +349,7 @@ int train(const TrainDlrmWords& words, const std::string& config, const comm::Gr
   return 0;
 }
 
-int run(const std::vector<std::string>& words) {
+int train_dlrm(const std::vector<std::string>& words) {
   CLI::App app("", "train-dlrm");
   TrainDlrmWords given;
   define_flags(app, given);
@@ -377,6 +377,6 @@ int run(const std::vector<std::string>& words) {
 
 }  // namespace
 
-const WorkerVerb kTrainDlrmVerb{"train-dlrm", run};
+const WorkerVerb kTrainDlrmVerb{"train-dlrm", train_dlrm};
 
 }  // namespace tessera::cli

@@ -115,7 +115,7 @@ int train(const TrainGnnWords& words) {
   return 0;
 }
 
-int run(const std::vector<std::string>& words) {
+int train_gnn(const std::vector<std::string>& words) {
   CLI::App app("", "train-gnn");
   TrainGnnWords given;
   define_flags(app, given);
@@ -126,6 +126,6 @@ int run(const std::vector<std::string>& words) {
 
 }  // namespace
 
-const WorkerVerb kTrainGnnVerb{"train-gnn", run};
+const WorkerVerb kTrainGnnVerb{"train-gnn", train_gnn};
 
 }  // namespace tessera::cli

@@ -46,7 +46,7 @@ std::string text_of(const workloads::LmProgress& progress, std::int64_t num_step
   return text;
 }
 
-int run(const std::vector<std::string>& words) {
+int train_lm(const std::vector<std::string>& words) {
   CLI::App app("", "train-lm");
   TrainLmWords given;
   define_flags(app, given);
@@ -87,6 +87,6 @@ int run(const std::vector<std::string>& words) {
 
 }  // namespace
 
-const WorkerVerb kTrainLmVerb{"train-lm", run};
+const WorkerVerb kTrainLmVerb{"train-lm", train_lm};
 
 }  // namespace tessera::cli

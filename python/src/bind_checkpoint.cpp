@@ -5,6 +5,7 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "arguments.h"
 #include "bindings.h"
 #include "tessera/checkpoint/convert.h"
 #include "tessera/checkpoint/error.h"
@@ -18,14 +19,13 @@ namespace tessera::python {
 namespace {
 
 using namespace checkpoint;
-using MaybeGroup = std::optional<c10::intrusive_ptr<c10d::ProcessGroup>>;
 using MaybeStep = std::optional<std::int64_t>;
 using Release = py::call_guard<py::gil_scoped_release>;
-using Sizes = std::vector<std::int64_t>;
+using Shape = std::vector<std::int64_t>;
 /// Offsets, tensor, touched rows.
-using PieceTuple = std::tuple<Sizes, at::Tensor, std::optional<at::Tensor>>;
+using PieceTuple = std::tuple<Shape, at::Tensor, std::optional<at::Tensor>>;
 /// Name, shape, pieces, whether replicated, owner.
-using PlacedTuple = std::tuple<std::string, Sizes, std::vector<PieceTuple>, bool, int>;
+using PlacedTuple = std::tuple<std::string, Shape, std::vector<PieceTuple>, bool, int>;
 
 /// Prefix of the weights (none: somebody else saves them), prefix of the state, parts.
 using TablesTuple =
@@ -52,10 +52,6 @@ class GivenTables final : public TableSource {
   std::vector<TableShard> shards_;
   Values values_;
 };
-
-std::optional<comm::Group> group_of(const MaybeGroup& group) {
-  return group ? std::optional<comm::Group>(comm::Group(*group)) : std::nullopt;
-}
 
 State state_of(const Leaves& leaves, const Values& values, const Values& rank_values) {
   State state;
@@ -84,7 +80,7 @@ SaveOptions options_of(int keep, const std::string& plan) {
   return options;
 }
 
-void translate(std::exception_ptr exception) {
+void translate_checkpoint_error(std::exception_ptr exception) {
   try {
     std::rethrow_exception(exception);
   } catch (const Error& error) {
@@ -158,7 +154,7 @@ void bind_leaves(py::module_& m) {
 }  // namespace
 
 void bind_checkpoint(py::module_& m) {
-  py::register_local_exception_translator(translate);
+  py::register_local_exception_translator(translate_checkpoint_error);
   py::class_<SaveReport>(m, "SaveReport", "What a save has written.")
       .def_readonly("step", &SaveReport::step)
       .def_readonly("folder", &SaveReport::folder)
@@ -181,7 +177,7 @@ void bind_checkpoint(py::module_& m) {
          MaybeStep base) {
         SaveOptions options = options_of(keep, plan);
         options.base = base;
-        return save(root, step, state_of(leaves, values, rank_values), group_of(group), options);
+        return save(root, step, state_of(leaves, values, rank_values), maybe_group(group), options);
       },
       Release());
   m.def(
@@ -190,7 +186,7 @@ void bind_checkpoint(py::module_& m) {
         State state = state_of(leaves, {}, {});
         LoadOptions options;
         options.step = step;
-        return load(root, state, group_of(group), options);
+        return load(root, state, maybe_group(group), options);
       },
       Release());
   m.def("checkpoint_steps", &list_steps, py::arg("root"));
@@ -203,7 +199,7 @@ void bind_checkpoint(py::module_& m) {
   py::class_<AsyncSaver>(m, "AsyncSaver")
       .def(py::init([](const std::string& root, const MaybeGroup& group, int keep,
                        const std::string& plan) {
-             return std::make_unique<AsyncSaver>(root, group_of(group), options_of(keep, plan));
+             return std::make_unique<AsyncSaver>(root, maybe_group(group), options_of(keep, plan));
            }),
            Release())
       .def(

@@ -1,5 +1,6 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "arguments.h"
 #include "bindings.h"
 #include "tessera/sharding/dist_data.h"
 
@@ -12,19 +13,16 @@ using comm::Group;
 using jagged::KeyedJaggedTensor;
 using sharding::ReceivedFeatures;
 using sharding::Sizes;
-using MaybeTensor = std::optional<Tensor>;
 using ProcessGroup = c10::intrusive_ptr<c10d::ProcessGroup>;
 using Release = py::call_guard<py::gil_scoped_release>;
 
-Tensor tensor_of(const MaybeTensor& tensor) { return tensor.value_or(Tensor()); }
-
 template <class T>
-void bind_awaitable(py::module_& module, const char* name) {
+void bind_pending(py::module_& module, const char* name) {
   py::class_<comm::Awaitable<T>>(module, name)
       .def("wait", [](const comm::Awaitable<T>& self) { return self.wait(); }, Release());
 }
 
-void bind_exchanges(py::module_& module) {
+void bind_feature_exchanges(py::module_& module) {
   py::class_<ReceivedFeatures>(module, "ReceivedFeatures")
       .def_readonly("features", &ReceivedFeatures::features)
       .def_readonly("input_splits", &ReceivedFeatures::input_splits)
@@ -85,11 +83,11 @@ void bind_exchanges(py::module_& module) {
 
 void bind_dist_data(py::module_& module) {
   py::module_ sub = module.def_submodule("dist_data", "Features to their tables, and rows back.");
-  bind_awaitable<std::vector<Sizes>>(sub, "PendingSplits");
-  bind_awaitable<ReceivedFeatures>(sub, "PendingFeatures");
-  bind_awaitable<comm::Awaitable<ReceivedFeatures>>(sub, "PendingFeatureSplits");
-  bind_awaitable<std::vector<comm::Awaitable<ReceivedFeatures>>>(sub, "PendingFusedSplits");
-  bind_exchanges(sub);
+  bind_pending<std::vector<Sizes>>(sub, "PendingSplits");
+  bind_pending<ReceivedFeatures>(sub, "PendingFeatures");
+  bind_pending<comm::Awaitable<ReceivedFeatures>>(sub, "PendingFeatureSplits");
+  bind_pending<std::vector<comm::Awaitable<ReceivedFeatures>>>(sub, "PendingFusedSplits");
+  bind_feature_exchanges(sub);
 }
 
 }  // namespace tessera::python

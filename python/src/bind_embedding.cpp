@@ -1,3 +1,4 @@
+#include "arguments.h"
 #include "bindings.h"
 #include "named_rows.h"
 #include "tessera/embedding/collection_lookup.h"
@@ -24,7 +25,6 @@ using embedding::TableBatchOptions;
 using embedding::WeightDecayMode;
 using jagged::JaggedTensor;
 using jagged::KeyedJaggedTensor;
-using MaybeTensor = std::optional<Tensor>;
 using Release = py::call_guard<py::gil_scoped_release>;
 
 void bind_enums(py::module_& module) {
@@ -141,14 +141,14 @@ void bind_lookup(py::module_& module) {
           "pooled",
           [](const TableBatch& self, const Tensor& ids, const Tensor& offsets,
              const MaybeTensor& weights, const std::vector<std::int64_t>& batch_sizes) {
-            return self.pooled({ids, offsets, weights.value_or(Tensor()), batch_sizes});
+            return self.pooled({ids, offsets, tensor_of(weights), batch_sizes});
           },
           Release())
       .def(
           "sequence",
           [](const TableBatch& self, const Tensor& ids, const Tensor& offsets,
              const MaybeTensor& weights, const std::vector<std::int64_t>& batch_sizes) {
-            return self.sequence({ids, offsets, weights.value_or(Tensor()), batch_sizes});
+            return self.sequence({ids, offsets, tensor_of(weights), batch_sizes});
           },
           Release())
       .def_property_readonly("optimizer", &TableBatch::optimizer);

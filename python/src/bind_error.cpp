@@ -8,7 +8,7 @@
 namespace tessera::python {
 namespace {
 
-void translate(std::exception_ptr exception) {
+void translate_error(std::exception_ptr exception) {
   try {
     std::rethrow_exception(exception);
   } catch (const comm::Error& error) {
@@ -23,6 +23,6 @@ void translate(std::exception_ptr exception) {
 
 }  // namespace
 
-void bind_error(py::module_&) { py::register_local_exception_translator(translate); }
+void bind_error(py::module_&) { py::register_local_exception_translator(translate_error); }
 
 }  // namespace tessera::python

@@ -1,5 +1,6 @@
 #include <pybind11/stl.h>
 
+#include "arguments.h"
 #include "bindings.h"
 #include "tessera/graph_parallel/gp_group.h"
 #include "tessera/graph_parallel/halo.h"
@@ -18,16 +19,13 @@ using graph_parallel::PendingRows;
 using graph_parallel::SpatialOptions;
 using ProcessGroup = c10::intrusive_ptr<c10d::ProcessGroup>;
 using Release = py::call_guard<py::gil_scoped_release>;
-using MaybeTensor = std::optional<Tensor>;
 using Spatial = Partition (*)(const Tensor&, int, const SpatialOptions&);
 
 template <Spatial make>
 Partition spatial(const Tensor& positions, int num_parts, const MaybeTensor& cell,
                   std::array<bool, 3> is_periodic, const MaybeTensor& weights) {
   return make(positions, num_parts,
-              {.cell = cell.value_or(Tensor()),
-               .is_periodic = is_periodic,
-               .weights = weights.value_or(Tensor())});
+              {.cell = tensor_of(cell), .is_periodic = is_periodic, .weights = tensor_of(weights)});
 }
 
 void bind_partition(py::module_& module) {
@@ -43,7 +41,7 @@ void bind_partition(py::module_& module) {
           "metis",
           [](std::int64_t num_nodes, const Tensor& edge_index, int num_parts,
              const MaybeTensor& weights) {
-            return Partition::metis(num_nodes, edge_index, num_parts, weights.value_or(Tensor()));
+            return Partition::metis(num_nodes, edge_index, num_parts, tensor_of(weights));
           },
           Release())
       .def_static("has_metis", &Partition::has_metis)
@@ -107,7 +105,7 @@ void bind_neighbour_sum(py::module_& module) {
   module.def(
       "neighbour_sum",
       [](const Tensor& rows, const Adjacency& adjacency, const MaybeTensor& weights) {
-        return graph_parallel::neighbour_sum(rows, adjacency, weights.value_or(Tensor()));
+        return graph_parallel::neighbour_sum(rows, adjacency, tensor_of(weights));
       },
       Release());
 }
@@ -122,7 +120,7 @@ void bind_tensor_parts(py::module_& module) {
   module.def("trim_tensor",
              [](const Tensor& tensor, const MaybeTensor& sizes, std::int64_t dim, int num_parts) {
                const auto [trimmed, left] =
-                   graph_parallel::trim_tensor(tensor, sizes.value_or(Tensor()), dim, num_parts);
+                   graph_parallel::trim_tensor(tensor, tensor_of(sizes), dim, num_parts);
                return std::pair(trimmed, sizes ? MaybeTensor(left) : MaybeTensor());
              });
   module.def("split_tensor", &graph_parallel::_split_tensor);

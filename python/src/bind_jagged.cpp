@@ -1,5 +1,6 @@
 #include <variant>
 
+#include "arguments.h"
 #include "bindings.h"
 #include "tessera/jagged/keyed_jagged_tensor.h"
 #include "tessera/jagged/keyed_tensor.h"
@@ -16,7 +17,6 @@ using jagged::KeyedJaggedFields;
 using jagged::KeyedJaggedTensor;
 using jagged::KeyedTensor;
 using Integers = std::vector<std::int64_t>;
-using MaybeTensor = std::optional<Tensor>;
 using Release = py::call_guard<py::gil_scoped_release>;
 using Strides = std::optional<std::variant<Tensor, std::vector<Integers>>>;
 
@@ -27,8 +27,6 @@ at::Device device_of(const DeviceName& device) {
   const auto* name = std::get_if<std::string>(&device);
   return name != nullptr ? at::Device(*name) : std::get<at::Device>(device);
 }
-
-Tensor tensor_of(const MaybeTensor& tensor) { return tensor.value_or(Tensor()); }
 
 at::TensorOptions options_of(const std::optional<DeviceName>& device,
                              std::optional<at::ScalarType> type) {

@@ -87,7 +87,7 @@ void bind_awaitable(py::module_& module, const char* name) {
   py::class_<T>(module, name).def("wait", [](const T& self) { return self.wait(); }, Release());
 }
 
-void bind_options(py::module_& module) {
+void bind_sharded_options(py::module_& module) {
   py::class_<ShardedOptions>(module, "ShardedOptions")
       .def(py::init<>())
       .def_readwrite("optimizer", &ShardedOptions::optimizer)
@@ -192,7 +192,7 @@ void bind_sharding(py::module_& module) {
   py::module_ sub = module.def_submodule("sharding", "Tables over ranks.");
   bind_placement(sub);
   bind_plan(sub);
-  bind_options(sub);
+  bind_sharded_options(sub);
   bind_tables(sub);
 }
 

@@ -2,6 +2,7 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "arguments.h"
 #include "bindings.h"
 #include "tessera/regions/copy_reduce.h"
 #include "tessera/vocab_parallel/context_parallel.h"
@@ -19,20 +20,12 @@ namespace {
 using at::Tensor;
 using comm::Group;
 using ProcessGroup = c10::intrusive_ptr<c10d::ProcessGroup>;
-using MaybeGroup = std::optional<ProcessGroup>;
-using MaybeTensor = std::optional<Tensor>;
 using MaybeInt = std::optional<std::int64_t>;
 using Range = std::optional<std::pair<std::int64_t, std::int64_t>>;
 using Release = py::call_guard<py::gil_scoped_release>;
 using namespace vocab_parallel;
 
-Group group_of(const MaybeGroup& group) {
-  return group_or_solo(group ? std::optional<Group>(Group(*group)) : std::nullopt);
-}
-
-std::optional<Group> maybe_group(const MaybeGroup& group) {
-  return group ? std::optional<Group>(Group(*group)) : std::nullopt;
-}
+Group group_of(const MaybeGroup& group) { return group_or_solo(maybe_group(group)); }
 
 Overwrite overwrite_named(const std::string& name) {
   if (name == "never") return Overwrite::kNever;

@@ -18,7 +18,7 @@ using Json = nlohmann::json;
 
 constexpr const char* kFormat = "tessera-checkpoint";
 constexpr std::int64_t kVersion = 1;
-constexpr std::size_t kMaxValues = 64'000'000;
+constexpr std::size_t kMaxManifestValues = 64'000'000;
 constexpr std::size_t kMaxRegions = 4096;  // of one tensor
 constexpr std::string_view kTrailer = "\"sha256\":\"";
 
@@ -451,7 +451,7 @@ Manifest decode_manifest(std::string_view text, const std::string& where) {
   const std::string_view stated = text.substr(body.size() + kTrailer.size(), 64);
   const std::string sum = sha256(body);
   if (sum != stated) corrupt(where, "does not have the sum in its last line: it was changed");
-  Manifest manifest = manifest_of(json::parse_object(text, where, kMaxValues), where);
+  Manifest manifest = manifest_of(json::parse_object(text, where, kMaxManifestValues), where);
   manifest.sha256 = sum;
   check_manifest(manifest, where);
   return manifest;
@@ -466,7 +466,7 @@ std::string encode_fragment(const Manifest& part) {
 }
 
 Manifest decode_fragment(std::string_view text, const std::string& where) {
-  return manifest_of(json::parse_object(text, where, kMaxValues), where);
+  return manifest_of(json::parse_object(text, where, kMaxManifestValues), where);
 }
 
 void merge(Manifest& whole, Manifest part) {

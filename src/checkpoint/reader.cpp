@@ -13,6 +13,7 @@
 #include <thread>
 #include <utility>
 
+#include "checkpoint/json.h"
 #include "checkpoint/open_file.h"
 #include "tessera/checkpoint/checksum.h"
 #include "tessera/checkpoint/error.h"
@@ -21,13 +22,11 @@
 namespace tessera::checkpoint {
 namespace {
 
+using json::corrupt;
+
 constexpr int kMaxChain = 1000;
 // What a disk of some gigabytes per second delivers while one chunk is summed and copied, and more.
 constexpr std::uint64_t kAheadBytes = 6 * kChunkBytes;
-
-[[noreturn]] void corrupt(const std::string& where, const std::string& what) {
-  throw Error(ErrorKind::kCorrupt, where + ": " + what + ".");
-}
 
 std::uint64_t product(const std::vector<std::int64_t>& sizes, std::size_t first = 0) {
   std::uint64_t count = 1;

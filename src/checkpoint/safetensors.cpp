@@ -42,7 +42,7 @@ constexpr std::uint64_t kAlignment = 64;
 constexpr const char* kMetadata = "__metadata__";
 constexpr const char* kShardingInfo = "DCP_SHARDING_INFO";
 // A shape, two offsets, a type and saved offsets: some twenty values per tensor at the very most.
-constexpr std::size_t kMaxValues = 24 * kMaxEntries;
+constexpr std::size_t kMaxHeaderValues = 24 * kMaxEntries;
 
 Dtype dtype_named(const std::string& name, const std::string& where) {
   for (const DtypeFacts& facts : kDtypes) {
@@ -79,7 +79,7 @@ FileEntry entry_of(const std::string& name, const nlohmann::json& value, const s
 
 void read_sharding(const std::string& text, std::vector<FileEntry>& entries,
                    const std::string& where) {
-  const nlohmann::json sharding = json::parse_object(text, where, kMaxValues);
+  const nlohmann::json sharding = json::parse_object(text, where, kMaxHeaderValues);
   for (FileEntry& entry : entries) {
     const std::string tensor = tensor_of(where, entry.name);
     const auto found = sharding.find(entry.name);
@@ -145,7 +145,7 @@ FileHeader decode_header(std::string_view text, std::uint64_t file_bytes,
   header.header_bytes = 8 + text.size();
   if (header.header_bytes > file_bytes) corrupt(where, "is shorter than its header");
   const std::uint64_t data_bytes = file_bytes - header.header_bytes;
-  const nlohmann::json object = json::parse_object(text, where, kMaxValues);
+  const nlohmann::json object = json::parse_object(text, where, kMaxHeaderValues);
   if (object.size() > kMaxEntries) corrupt(where, "has more than a million tensors");
   for (const auto& [key, value] : object.items()) {
     if (key != kMetadata) {

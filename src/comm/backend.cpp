@@ -59,10 +59,6 @@ std::vector<Piece> cut_rows(const TensorMemory& memory, const std::vector<std::i
   return result;
 }
 
-std::int64_t num_rows_of(const at::Tensor& tensor) {
-  return tensor.dim() == 0 ? 1 : tensor.size(0);
-}
-
 void check_single(std::string_view op, std::size_t num_tensors) {
   TESSERA_CHECK_VALUE(num_tensors == 1, "comm.", op, ": one tensor is expected, ", num_tensors,
                       " were given.");

@@ -6,6 +6,7 @@
 
 #include "comm/backend.h"
 #include "comm/engines.h"
+#include "comm/tensor_memory.h"
 #include "core/kept_memory.h"
 #include "tessera/core/check.h"
 
@@ -60,10 +61,6 @@ Awaitable<at::Tensor> pending(c10::intrusive_ptr<c10d::Work> work, at::Tensor re
 at::Tensor finished(const c10::intrusive_ptr<c10d::Work>& work, at::Tensor result) {
   if (work) work->wait();
   return result;
-}
-
-std::int64_t num_rows_of(const at::Tensor& tensor) {
-  return tensor.dim() == 0 ? 1 : tensor.size(0);
 }
 
 // A tensor like `tensor` with another number of rows.

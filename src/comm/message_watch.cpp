@@ -5,7 +5,7 @@
 namespace tessera::comm {
 namespace {
 
-constexpr auto kSlice = std::chrono::milliseconds(20);
+constexpr auto kLookInterval = std::chrono::milliseconds(20);
 
 }  // namespace
 
@@ -47,7 +47,7 @@ void MessageWatch::thread_loop() {
     if (looks_.empty()) {
       changed_.wait(lock);
     } else {
-      changed_.wait_for(lock, kSlice);
+      changed_.wait_for(lock, kLookInterval);
       for (const auto& look : looks_) look();
     }
   }

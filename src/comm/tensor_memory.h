@@ -44,6 +44,11 @@ class TensorMemory {
   std::int64_t row_count_;  // elements of dtype_ in one row
 };
 
+/// The length of the first dimension; a scalar is one row.
+inline std::int64_t num_rows_of(const at::Tensor& tensor) {
+  return tensor.dim() == 0 ? 1 : tensor.size(0);
+}
+
 /// Throws ValueError or TypeError, naming the operator, unless `tensor` is dense and on the CPU or
 /// a CUDA device.
 void check_tensor(std::string_view op, const at::Tensor& tensor, std::string_view engine);

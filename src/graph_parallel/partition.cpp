@@ -34,10 +34,6 @@ void check_parts(int num_parts) {
                       " parts were asked for. Ask for at least one.");
 }
 
-at::Tensor tensor_of(const std::vector<std::int64_t>& numbers) {
-  return at::tensor(numbers, at::kLong);
-}
-
 }  // namespace
 
 struct Partition::State {
@@ -179,7 +175,8 @@ std::int64_t Partition::digest() const noexcept { return state_->digest; }
 
 at::Tensor Partition::owners() const {
   if (!is_contiguous()) return state_->owners;
-  return at::repeat_interleave(at::arange(num_parts(), at::kLong), tensor_of(state_->sizes));
+  return at::repeat_interleave(at::arange(num_parts(), at::kLong),
+                               at::tensor(state_->sizes, at::kLong));
 }
 
 at::Tensor Partition::permutation() const {

@@ -25,4 +25,9 @@ TESSERA_API at::Tensor from_padded_composed(const at::Tensor& dense, const at::T
 /// Throws TypeError unless `tensor` is int32 or int64.
 void check_integers(const at::Tensor& tensor, const char* operation, const char* name);
 
+/// Of its elements; none if it is undefined.
+inline std::int64_t bytes_of(const at::Tensor& tensor) {
+  return tensor.defined() ? static_cast<std::int64_t>(tensor.nbytes()) : 0;
+}
+
 }  // namespace tessera::jagged::detail

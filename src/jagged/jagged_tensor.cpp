@@ -13,10 +13,6 @@ namespace tessera::jagged {
 
 namespace {
 
-std::int64_t bytes_of(const at::Tensor& tensor) {
-  return tensor.defined() ? tensor.numel() * static_cast<std::int64_t>(tensor.element_size()) : 0;
-}
-
 std::vector<at::Tensor> cut(const at::Tensor& data, const at::Tensor& offsets) {
   const at::Tensor begins = offsets.cpu().to(at::kLong);
   const auto* at = begins.const_data_ptr<std::int64_t>();
@@ -108,7 +104,8 @@ const at::Tensor& JaggedTensor::offsets() const {
 }
 
 std::int64_t JaggedTensor::size_in_bytes() const {
-  return bytes_of(values_) + bytes_of(weights_) + bytes_of(lengths_) + bytes_of(offsets_);
+  return detail::bytes_of(values_) + detail::bytes_of(weights_) + detail::bytes_of(lengths_) +
+         detail::bytes_of(offsets_);
 }
 
 std::vector<at::Tensor> JaggedTensor::to_dense() const { return cut(values_, offsets()); }

@@ -27,10 +27,6 @@ std::vector<std::int64_t> to_vector(const at::Tensor& numbers) {
   return {begin, begin + wide.numel()};
 }
 
-std::int64_t bytes_of(const at::Tensor& tensor) {
-  return tensor.defined() ? tensor.numel() * static_cast<std::int64_t>(tensor.element_size()) : 0;
-}
-
 // The number of bags that lengths or offsets speak of.
 std::int64_t num_bags(const KeyedJaggedFields& fields) {
   return fields.lengths.defined() ? fields.lengths.numel() : fields.offsets.numel() - 1;
@@ -191,9 +187,9 @@ const at::Tensor& KeyedJaggedTensor::offsets_or_none() const noexcept { return s
 c10::Device KeyedJaggedTensor::device() const { return state_->values.device(); }
 
 std::int64_t KeyedJaggedTensor::size_in_bytes() const {
-  return bytes_of(state_->values) + bytes_of(state_->weights) + bytes_of(state_->lengths) +
-         bytes_of(state_->offsets) +
-         (state_->inverse_indices ? bytes_of(state_->inverse_indices->second) : 0);
+  return detail::bytes_of(state_->values) + detail::bytes_of(state_->weights) +
+         detail::bytes_of(state_->lengths) + detail::bytes_of(state_->offsets) +
+         (state_->inverse_indices ? detail::bytes_of(state_->inverse_indices->second) : 0);
 }
 
 std::int64_t KeyedJaggedTensor::stride() const { return state_->stride; }

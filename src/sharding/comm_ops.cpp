@@ -8,6 +8,7 @@
 
 #include "sharding/exchange.h"
 #include "sharding/flat_exchange.h"
+#include "sharding/sizes.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/core/check.h"
 
@@ -19,10 +20,6 @@ using comm::Codecs;
 using comm::Group;
 
 std::atomic<bool> divides_gradients{true};
-
-std::int64_t total(const Sizes& sizes) {
-  return std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0});
-}
 
 std::int64_t dot(const Sizes& a, const Sizes& b) {
   return std::inner_product(a.begin(), a.end(), b.begin(), std::int64_t{0});

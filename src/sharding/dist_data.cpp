@@ -5,6 +5,7 @@
 
 #include <ATen/Functions.h>
 
+#include "sharding/sizes.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/core/check.h"
 
@@ -18,10 +19,6 @@ using comm::NoWait;
 using jagged::KeyedJaggedTensor;
 
 const at::TensorOptions kIndex = at::TensorOptions(at::kLong);
-
-std::int64_t total(const Sizes& sizes) {
-  return std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0});
-}
 
 bool all_equal(const Sizes& sizes) {
   return std::all_of(sizes.begin(), sizes.end(),

@@ -26,7 +26,7 @@ using jagged::KeyedJaggedTensor;
 
 namespace {
 
-constexpr const char* kOperation = "sharding.distributed_model_parallel";
+constexpr const char* kModelParallel = "sharding.distributed_model_parallel";
 
 std::map<std::string, at::Tensor> weights_of(const auto& collection, const auto& configs) {
   std::map<std::string, at::Tensor> weights;
@@ -138,7 +138,7 @@ void State::replace(const std::string& path, Collection& collection, std::shared
   }
   const auto weights = weights_of(collection, own->configs);
   if (!weights.empty()) {
-    TESSERA_CHECK_VALUE(weights.size() == own->configs.size(), kOperation, ": of '", path,
+    TESSERA_CHECK_VALUE(weights.size() == own->configs.size(), kModelParallel, ": of '", path,
                         "' some tables are on the meta device and some are not.");
     tables->load_tables(weights);
   }
@@ -172,7 +172,7 @@ void State::shard() {
   }
   for (const auto& [path, module_plan] : plan.modules) {
     const auto place = found.find(path);
-    TESSERA_CHECK_VALUE(place != found.end(), kOperation, ": the plan names '", path,
+    TESSERA_CHECK_VALUE(place != found.end(), kModelParallel, ": the plan names '", path,
                         "', which is no part of the model.");
     if (auto* bags = dynamic_cast<EmbeddingBagCollection*>(place->second.get())) {
       replace(path, *bags,
@@ -195,7 +195,7 @@ void State::shard() {
                                                            group, own),
               "embeddings");
     } else {
-      TESSERA_CHECK_VALUE(false, kOperation, ": the plan names '", path, "', which is a ",
+      TESSERA_CHECK_VALUE(false, kModelParallel, ": the plan names '", path, "', which is a ",
                           place->second->name(), " and no collection of tables.");
     }
   }
@@ -206,7 +206,7 @@ void State::replicate() {
   for (const auto& parameter : module->named_parameters()) {
     const bool is_shard =
         std::find(shard_names.begin(), shard_names.end(), parameter.key()) != shard_names.end();
-    TESSERA_CHECK_VALUE(is_shard || !parameter.value().is_meta(), kOperation, ": parameter '",
+    TESSERA_CHECK_VALUE(is_shard || !parameter.value().is_meta(), kModelParallel, ": parameter '",
                         parameter.key(),
                         "' is on the meta device. Give it memory, or let the plan name its "
                         "collection.");
@@ -235,8 +235,8 @@ void State::shadow_tables() {
 
 void State::check_not_fused(const char* what) const {
   TESSERA_CHECK_VALUE(
-      sharded.empty() || options.tables.gradients != embedding::GradientForm::kFused, kOperation,
-      ": ", what,
+      sharded.empty() || options.tables.gradients != embedding::GradientForm::kFused,
+      kModelParallel, ": ", what,
       " needs the gradients of the tables, but backward steps their rows. Ask for "
       "GradientForm::kSparse, and call step_tables.");
 }
@@ -335,7 +335,8 @@ class ModelJoinHook final : public data_parallel::JoinHook {
 
 std::unique_ptr<data_parallel::JoinHook> ModelParallelParts::join_hook(
     const data_parallel::JoinOptions& options) {
-  TESSERA_CHECK_VALUE(options.divide_by_initial_world_size || state_->sharded.empty(), kOperation,
+  TESSERA_CHECK_VALUE(options.divide_by_initial_world_size || state_->sharded.empty(),
+                      kModelParallel,
                       ": gradients of sharded tables are divided by the number of all ranks; "
                       "join with divide_by_initial_world_size.");
   return std::make_unique<ModelJoinHook>(state_, options);
@@ -397,7 +398,7 @@ void set_tables_learning_rate(ModelParallelParts& parts, double learning_rate) {
 double clip_grad_norm(ModelParallelParts& parts, double max_norm) {
   State& state = parts.state();
   state.check_not_fused("clip_grad_norm");
-  TESSERA_CHECK_VALUE(max_norm > 0, kOperation, ": max_norm is ", max_norm,
+  TESSERA_CHECK_VALUE(max_norm > 0, kModelParallel, ": max_norm is ", max_norm,
                       ", it must be greater than 0.");
   const at::NoGradGuard no_grad;
   double square = 0;
@@ -443,11 +444,12 @@ void load_state_dict(ModelParallelParts& parts, const std::map<std::string, at::
     tables.emplace_back();
     for (const auto& config : each->configs) {
       const auto found = rest.find(each->weight_name(config.name));
-      TESSERA_CHECK_VALUE(found != rest.end(), kOperation, ": '", each->weight_name(config.name),
+      TESSERA_CHECK_VALUE(found != rest.end(), kModelParallel, ": '",
+                          each->weight_name(config.name),
                           "' is missing among what is to be loaded.");
       TESSERA_CHECK_VALUE(
           (found->second.sizes() == at::IntArrayRef{config.num_embeddings, config.embedding_dim}),
-          kOperation, ": '", found->first, "' has shape ", found->second.sizes(),
+          kModelParallel, ": '", found->first, "' has shape ", found->second.sizes(),
           ", it should have [", config.num_embeddings, ", ", config.embedding_dim, "].");
       tables.back()[config.name] = found->second;
       rest.erase(found);

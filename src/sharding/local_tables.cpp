@@ -24,10 +24,6 @@ using embedding::Table;
 using embedding::TableBatch;
 using embedding::TableBatchOptions;
 
-bool is_local(const ParameterSharding& sharding) {
-  return sharding.type == ShardingType::kDataParallel;
-}
-
 at::Tensor sparse_of(const RowGradient& gradient, const at::Tensor& weight) {
   return at::_sparse_coo_tensor_unsafe(
       gradient.rows.unsqueeze(0), gradient.values.to(weight.scalar_type()), weight.sizes(),

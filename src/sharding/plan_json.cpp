@@ -13,12 +13,12 @@ namespace {
 
 using nlohmann::json;
 
-constexpr const char* kOperation = "sharding.plan_from_json";
+constexpr const char* kFromJson = "sharding.plan_from_json";
 constexpr std::int64_t kVersion = 1;
 
 template <class... Words>
 [[noreturn]] void refuse(const std::string& path, const Words&... words) {
-  TESSERA_CHECK_VALUE(false, kOperation, ": ", path.empty() ? std::string("/") : path, " ",
+  TESSERA_CHECK_VALUE(false, kFromJson, ": ", path.empty() ? std::string("/") : path, " ",
                       words...);
 }
 
@@ -30,7 +30,7 @@ json parse(std::string_view text) {
     if (event == json::parse_event_t::object_end) keys.pop_back();
     if (event == json::parse_event_t::key) {
       const auto& key = value.get_ref<const std::string&>();
-      TESSERA_CHECK_VALUE(keys.back().insert(key).second, kOperation, ": an object has the key '",
+      TESSERA_CHECK_VALUE(keys.back().insert(key).second, kFromJson, ": an object has the key '",
                           key, "' twice.");
     }
     return true;
@@ -38,7 +38,7 @@ json parse(std::string_view text) {
   try {
     return json::parse(text, watch);
   } catch (const json::parse_error& error) {
-    TESSERA_CHECK_VALUE(false, kOperation, ": the text is not JSON at byte ", error.byte, ".");
+    TESSERA_CHECK_VALUE(false, kFromJson, ": the text is not JSON at byte ", error.byte, ".");
   }
 }
 

@@ -25,7 +25,7 @@ using jagged::KeyedTensor;
 
 namespace {
 
-constexpr const char* kOperation = "sharding.embedding_bag_collection";
+constexpr const char* kBagCollection = "sharding.embedding_bag_collection";
 
 /// Where a block of rows from another rank, or from here, goes.
 struct Home {
@@ -52,7 +52,7 @@ struct ShardedEmbeddingBagCollection::State {
       : group(own), is_weighted(weighted), options(given) {
     options.device = numbered(options.device);
     layout = std::make_shared<const TableLayout>(
-        kOperation, std::move(tables), std::move(plan), topology_of(group, options.local_size),
+        kBagCollection, std::move(tables), std::move(plan), topology_of(group, options.local_size),
         /*is_pooled=*/true, options.codecs.forward.is_linear());
     check_same_layout(*layout, group, options_text());
     local =
@@ -98,10 +98,10 @@ struct ShardedEmbeddingBagCollection::State {
   std::optional<HostGroups> hosts;  // if rows are summed inside hosts
 };
 
-using State = ShardedEmbeddingBagCollection::State;
+using BagState = ShardedEmbeddingBagCollection::State;
 
 // What must be the same on all ranks, for the passes to fit together.
-std::string State::options_text() const {
+std::string BagState::options_text() const {
   std::ostringstream text;
   const auto form = static_cast<int>(options.gradients);
   text << "options: " << embedding::name_of(options.optimizer.kind) << ", "
@@ -117,7 +117,7 @@ std::string State::options_text() const {
   return text.str();
 }
 
-void State::find_homes() {
+void BagState::find_homes() {
   std::vector<std::int64_t> begins;
   for (const std::int64_t dim : dims) {
     begins.push_back(num_columns);
@@ -160,7 +160,7 @@ void State::find_homes() {
   }
 }
 
-std::int64_t State::direct_size(const DistContext& context, std::size_t rank) const {
+std::int64_t BagState::direct_size(const DistContext& context, std::size_t rank) const {
   std::int64_t size = 0;
   for (const Route& route : layout->routes[rank]) {
     if (layout->is_hosted(route.table)) continue;
@@ -169,7 +169,7 @@ std::int64_t State::direct_size(const DistContext& context, std::size_t rank) co
   return size;
 }
 
-std::int64_t State::hosted_size(const DistContext& context, std::size_t host) const {
+std::int64_t BagState::hosted_size(const DistContext& context, std::size_t host) const {
   std::int64_t size = 0;
   for (const Route& route :
        layout->routes[host * static_cast<std::size_t>(layout->topology.local_size)]) {
@@ -179,7 +179,7 @@ std::int64_t State::hosted_size(const DistContext& context, std::size_t host) co
   return size;
 }
 
-Homeward State::send_home(const DistContext& context, const at::Tensor& rows) const {
+Homeward BagState::send_home(const DistContext& context, const at::Tensor& rows) const {
   const auto& own = layout->routes[static_cast<std::size_t>(group.rank())];
   const std::size_t world = layout->routes.size();
   // The rows for a rank lie together, those of hosted tables last.
@@ -228,7 +228,7 @@ Homeward State::send_home(const DistContext& context, const at::Tensor& rows) co
   return {pending, exchange(summed.wait(), across, arriving, hosts->cross)};
 }
 
-CombinePlan State::combine_plan(const DistContext& context) const {
+CombinePlan BagState::combine_plan(const DistContext& context) const {
   CombinePlan plan;
   plan.rows = context.features.stride();
   plan.columns = num_columns;
@@ -291,7 +291,7 @@ comm::LazyAwaitable<KeyedTensor> ShardedEmbeddingBagCollection::compute_and_outp
   const std::shared_ptr<DistContext> context = input.context;
   const std::shared_ptr<State> state = state_;
   const bool is_later = state->is_weighted && state->options.weights_come_later;
-  TESSERA_CHECK_VALUE(is_later || !weights.defined(), kOperation,
+  TESSERA_CHECK_VALUE(is_later || !weights.defined(), kBagCollection,
                       ": weights are given to the rows; ask for weights_come_later.");
   if (is_later) state->sender->send_weights(*context, weights);
   const TableBatch* routed = state->local->routed();

@@ -22,7 +22,7 @@ using jagged::KeyedJaggedTensor;
 
 namespace {
 
-constexpr const char* kOperation = "sharding.embedding_collection";
+constexpr const char* kCollection = "sharding.embedding_collection";
 
 /// Rows of some ids of one feature, as one source has them.
 struct Block {
@@ -62,7 +62,7 @@ struct ShardedEmbeddingCollection::State {
         const ShardedSequenceOptions& given)
       : group(own), options(given) {
     options.device = numbered(options.device);
-    layout = std::make_shared<const TableLayout>(kOperation, std::move(tables), std::move(plan),
+    layout = std::make_shared<const TableLayout>(kCollection, std::move(tables), std::move(plan),
                                                  topology_of(group, options.local_size),
                                                  /*is_pooled=*/false, /*sums_in_hosts=*/false);
     check_same_layout(*layout, group);
@@ -101,9 +101,9 @@ struct ShardedEmbeddingCollection::State {
   std::map<std::pair<std::size_t, std::size_t>, std::size_t> output_of;
 };
 
-using State = ShardedEmbeddingCollection::State;
+using RowState = ShardedEmbeddingCollection::State;
 
-void State::find_parts() {
+void RowState::find_parts() {
   struct Found {
     std::size_t output;
     std::int64_t column;
@@ -142,7 +142,7 @@ void State::find_parts() {
   }
 }
 
-std::vector<at::Tensor> State::blocks_of(const at::Tensor& flat, const Sizes& ids) const {
+std::vector<at::Tensor> RowState::blocks_of(const at::Tensor& flat, const Sizes& ids) const {
   Sizes sizes;
   for (std::size_t i = 0; i < routes.size(); ++i) {
     sizes.push_back(ids[i] * layout->shard(routes[i]).columns);
@@ -155,8 +155,8 @@ std::vector<at::Tensor> State::blocks_of(const at::Tensor& flat, const Sizes& id
   return blocks;
 }
 
-std::vector<at::Tensor> State::local_blocks(const DistContext& context, const TableBatch* batch,
-                                            const std::vector<std::size_t>& numbers) const {
+std::vector<at::Tensor> RowState::local_blocks(const DistContext& context, const TableBatch* batch,
+                                               const std::vector<std::size_t>& numbers) const {
   if (batch == nullptr) return {};
   Sizes sizes;
   for (const std::size_t r : numbers) {
@@ -174,9 +174,9 @@ std::vector<at::Tensor> State::local_blocks(const DistContext& context, const Ta
   return blocks;
 }
 
-at::Tensor State::rows_of(const DistContext& context, std::size_t output,
-                          const std::vector<std::vector<at::Tensor>>& blocks,
-                          const std::vector<at::Tensor>& sources) const {
+at::Tensor RowState::rows_of(const DistContext& context, std::size_t output,
+                             const std::vector<std::vector<at::Tensor>>& blocks,
+                             const std::vector<at::Tensor>& sources) const {
   const std::size_t feature = layout->outputs[output].feature;
   const std::int64_t first = context.features.offset_per_key()[context.places[feature]];
   std::vector<at::Tensor> columns;
@@ -194,9 +194,9 @@ at::Tensor State::rows_of(const DistContext& context, std::size_t output,
   return columns.size() == 1 ? columns[0] : at::cat(columns, 1);
 }
 
-NamedRows State::results(const DistContext& context,
-                         const std::vector<std::vector<at::Tensor>>& blocks,
-                         const Sizes& ids_received) const {
+NamedRows RowState::results(const DistContext& context,
+                            const std::vector<std::vector<at::Tensor>>& blocks,
+                            const Sizes& ids_received) const {
   std::vector<at::Tensor> sources;
   if (context.sent.source.defined()) sources = context.sent.source.split_with_sizes(ids_received);
   std::vector<at::Tensor> rows;

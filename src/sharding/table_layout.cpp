@@ -12,10 +12,6 @@ namespace {
 
 using embedding::EmbeddingTableConfig;
 
-bool is_local(const ParameterSharding& sharding) {
-  return sharding.type == ShardingType::kDataParallel;
-}
-
 int lowest_rank(const ParameterSharding& sharding) {
   int lowest = sharding.shards.empty() ? 0 : sharding.shards[0].rank;
   for (const Shard& shard : sharding.shards) lowest = std::min(lowest, shard.rank);

@@ -12,6 +12,11 @@
 
 namespace tessera::sharding {
 
+/// Whether every rank has the whole table, and its ids stay at home.
+inline bool is_local(const ParameterSharding& sharding) {
+  return sharding.type == ShardingType::kDataParallel;
+}
+
 /// One feature looked up in one shard: the unit that travels. Ids go there, rows come back.
 struct Route {
   std::size_t table = 0;

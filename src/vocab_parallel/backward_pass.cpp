@@ -57,7 +57,7 @@ class SpareBlock {
 };
 
 template <typename T>
-const T* pointer_of(const at::Tensor& tensor) {
+const T* const_pointer_of(const at::Tensor& tensor) {
   return tensor.defined() ? tensor.const_data_ptr<T>() : nullptr;
 }
 
@@ -99,18 +99,18 @@ at::Tensor backward_pass(const at::Tensor& logits, const at::Tensor& labels,
   float* rows_out = coefficients.data_ptr<float>();
   kernels::CoefficientsTask task;
   task.num_rows = num_rows;
-  task.maximum = pointer_of<float>(saved.maximum);
-  task.sum = pointer_of<float>(saved.sum);
-  task.weighted = pointer_of<float>(saved.weighted);
-  task.labels = pointer_of<std::int64_t>(labels);
-  task.vocab = pointer_of<std::int64_t>(saved.vocab);
+  task.maximum = const_pointer_of<float>(saved.maximum);
+  task.sum = const_pointer_of<float>(saved.sum);
+  task.weighted = const_pointer_of<float>(saved.weighted);
+  task.labels = const_pointer_of<std::int64_t>(labels);
+  task.vocab = const_pointer_of<std::int64_t>(saved.vocab);
   task.shape = settings.shape;
-  task.loss = pointer_of<float>(of_loss);
+  task.loss = const_pointer_of<float>(of_loss);
   task.loss_stride = settings.reduction == Reduction::kNone ? 1 : 0;
-  task.inverse = pointer_of<float>(saved.inverse);
-  task.log_probability = pointer_of<float>(of_label);
-  task.log_sum_exp = pointer_of<float>(of_log_sum_exp);
-  task.entropy = pointer_of<float>(of_entropy);
+  task.inverse = const_pointer_of<float>(saved.inverse);
+  task.log_probability = const_pointer_of<float>(of_label);
+  task.log_sum_exp = const_pointer_of<float>(of_log_sum_exp);
+  task.entropy = const_pointer_of<float>(of_entropy);
   task.out_softmax = rows_out;
   task.out_uniform = rows_out + num_rows;
   task.out_target = rows_out + 2 * num_rows;

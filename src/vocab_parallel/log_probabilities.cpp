@@ -8,6 +8,7 @@
 #include "tessera/comm/collectives.h"
 #include "tessera/core/check.h"
 #include "vocab_parallel/row_chunks.h"
+#include "vocab_parallel/saved_settings.h"
 #include "vocab_parallel/token_pass.h"
 
 namespace tessera::vocab_parallel {
@@ -26,11 +27,6 @@ TokenOptions named(const TokenOptions& options, const char* operation) {
   if (result.operation == TokenOptions().operation) result.operation = operation;
   return result;
 }
-
-struct SavedSettings : torch::CustomClassHolder {
-  explicit SavedSettings(PassSettings given) : settings(std::move(given)) {}
-  PassSettings settings;
-};
 
 /// Ids as columns of this rank: where they are its own, and a valid column everywhere.
 struct OwnIds {
@@ -123,15 +119,12 @@ class LogProbabilitiesAt : public torch::autograd::Function<LogProbabilitiesAt> 
                               result.scores.log_sum_exp.unsqueeze(1))
                                  .masked_fill(flat_ids == settings.shape.ignored, 0.0);
     context->save_for_backward({logits, flat_ids, result.maximum, result.sum, result.vocab, log_p});
-    context->saved_data["settings"] =
-        c10::IValue::make_capsule(c10::make_intrusive<SavedSettings>(settings));
+    detail::save_settings(context, settings);
     return log_p.view(ids.sizes());
   }
 
   static variable_list backward(AutogradContext* context, variable_list gradients) {
-    const PassSettings& settings = c10::static_intrusive_pointer_cast<SavedSettings>(
-                                       context->saved_data["settings"].toCapsule())
-                                       ->settings;
+    const PassSettings& settings = detail::saved_settings(context);
     TORCH_CHECK(!at::GradMode::is_enabled(), settings.operation,
                 ": gradients of gradients are not available. Call backward without create_graph.");
     const variable_list saved = context->get_saved_variables();
@@ -164,17 +157,14 @@ class LogitsAt : public torch::autograd::Function<LogitsAt> {
     const at::Tensor rows = flat_rows(logits.detach());
     const at::Tensor flat_ids = ids.to(at::kLong).reshape({rows.size(0), ids.size(-1)});
     context->save_for_backward({flat_ids});
-    context->saved_data["settings"] =
-        c10::IValue::make_capsule(c10::make_intrusive<SavedSettings>(settings));
+    detail::save_settings(context, settings);
     context->saved_data["shape"] = logits.sizes().vec();
     context->saved_data["type"] = static_cast<std::int64_t>(logits.scalar_type());
     return picked(rows, flat_ids, group, settings).view(ids.sizes());
   }
 
   static variable_list backward(AutogradContext* context, variable_list gradients) {
-    const PassSettings& settings = c10::static_intrusive_pointer_cast<SavedSettings>(
-                                       context->saved_data["settings"].toCapsule())
-                                       ->settings;
+    const PassSettings& settings = detail::saved_settings(context);
     const at::Tensor ids = context->get_saved_variables()[0];
     const auto type = static_cast<at::ScalarType>(context->saved_data["type"].toInt());
     const at::Tensor upstream = gradients[0].to(at::kFloat).reshape(ids.sizes());

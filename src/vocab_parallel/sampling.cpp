@@ -8,6 +8,7 @@
 #include "tessera/comm/collectives.h"
 #include "tessera/core/check.h"
 #include "vocab_parallel/row_chunks.h"
+#include "vocab_parallel/saved_settings.h"
 #include "vocab_parallel/token_pass.h"
 
 // Note [A threshold from histograms]
@@ -138,11 +139,6 @@ at::Tensor threshold_of(const at::Tensor& rows, const comm::Group& group,
   return threshold;
 }
 
-struct SavedSettings : torch::CustomClassHolder {
-  explicit SavedSettings(PassSettings given) : settings(std::move(given)) {}
-  PassSettings settings;
-};
-
 class Sampled : public torch::autograd::Function<Sampled> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& logits,
@@ -189,15 +185,12 @@ class Sampled : public torch::autograd::Function<Sampled> {
     context->save_for_backward({logits, column.masked_fill(is_own.logical_not(), -1), threshold,
                                 log_sum_exp.to(at::kFloat),
                                 is_kept.logical_and(is_ignored.logical_not())});
-    context->saved_data["settings"] =
-        c10::IValue::make_capsule(c10::make_intrusive<SavedSettings>(settings));
+    detail::save_settings(context, settings);
     return log_p.view(logits.sizes().slice(0, logits.dim() - 1));
   }
 
   static variable_list backward(AutogradContext* context, variable_list gradients) {
-    const PassSettings& settings = c10::static_intrusive_pointer_cast<SavedSettings>(
-                                       context->saved_data["settings"].toCapsule())
-                                       ->settings;
+    const PassSettings& settings = detail::saved_settings(context);
     TORCH_CHECK(!at::GradMode::is_enabled(), settings.operation,
                 ": gradients of gradients are not available. Call backward without create_graph.");
     const variable_list saved = context->get_saved_variables();

@@ -4,6 +4,7 @@
 #include "tessera/core/check.h"
 #include "tessera/vocab_parallel/log_probabilities.h"
 #include "vocab_parallel/row_chunks.h"
+#include "vocab_parallel/saved_settings.h"
 #include "vocab_parallel/token_pass.h"
 
 namespace tessera::vocab_parallel {
@@ -25,11 +26,6 @@ at::Tensor probabilities(const at::Tensor& rows, std::int64_t first, std::int64_
       .sub_(log_sum_exp.slice(0, first, last).unsqueeze(1))
       .exp_();
 }
-
-struct SavedSettings : torch::CustomClassHolder {
-  explicit SavedSettings(PassSettings given) : settings(std::move(given)) {}
-  PassSettings settings;
-};
 
 class SoftCrossEntropy : public torch::autograd::Function<SoftCrossEntropy> {
  public:
@@ -54,17 +50,14 @@ class SoftCrossEntropy : public torch::autograd::Function<SoftCrossEntropy> {
       product.slice(0, first, last).copy_((p * log_q).masked_fill_(p == 0, 0.0).sum(1));
     });
     context->save_for_backward({logits, target_logits, own_lse, target_lse});
-    context->saved_data["settings"] =
-        c10::IValue::make_capsule(c10::make_intrusive<SavedSettings>(settings));
+    detail::save_settings(context, settings);
     return detail::sum_over_group(product, group)
         .neg()
         .view(logits.sizes().slice(0, logits.dim() - 1));
   }
 
   static variable_list backward(AutogradContext* context, variable_list gradients) {
-    const PassSettings& settings = c10::static_intrusive_pointer_cast<SavedSettings>(
-                                       context->saved_data["settings"].toCapsule())
-                                       ->settings;
+    const PassSettings& settings = detail::saved_settings(context);
     TORCH_CHECK(!at::GradMode::is_enabled(), settings.operation,
                 ": gradients of gradients are not available. Call backward without create_graph.");
     const variable_list saved = context->get_saved_variables();

@@ -6,6 +6,7 @@
 #include "tessera/vocab_parallel/cross_entropy.h"
 #include "vocab_parallel/device.h"
 #include "vocab_parallel/logit_pieces.h"
+#include "vocab_parallel/saved_settings.h"
 #include "vocab_parallel/token_pass.h"
 
 namespace tessera::vocab_parallel {
@@ -15,11 +16,6 @@ using detail::PassResult;
 using detail::PassSettings;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-struct SavedSettings : torch::CustomClassHolder {
-  explicit SavedSettings(PassSettings given) : settings(std::move(given)) {}
-  PassSettings settings;
-};
 
 constexpr const char* kSpent = "spent";
 
@@ -45,8 +41,7 @@ class TokenFunction : public torch::autograd::Function<TokenFunction> {
     context->set_materialize_grads(false);
     context->save_for_backward(
         {kept, flat, result.maximum, result.sum, result.weighted, result.vocab, result.inverse});
-    context->saved_data["settings"] =
-        c10::IValue::make_capsule(c10::make_intrusive<SavedSettings>(settings));
+    detail::save_settings(context, settings);
     context->saved_data[kSpent] = false;
 
     const auto shape = logits.sizes().slice(0, logits.dim() - 1);
@@ -68,9 +63,7 @@ class TokenFunction : public torch::autograd::Function<TokenFunction> {
   }
 
   static variable_list backward(AutogradContext* context, variable_list gradients) {
-    const PassSettings& settings = c10::static_intrusive_pointer_cast<SavedSettings>(
-                                       context->saved_data["settings"].toCapsule())
-                                       ->settings;
+    const PassSettings& settings = detail::saved_settings(context);
     TORCH_CHECK(!at::GradMode::is_enabled(), settings.operation,
                 ": gradients of gradients are not available. Call backward without create_graph.");
     TORCH_CHECK(!context->saved_data[kSpent].toBool(), settings.operation,

@@ -54,7 +54,7 @@ double step_of(const std::vector<double>& ticks) {
   return ticks.size() < 2 ? 1 : ticks[1] - ticks[0];
 }
 
-std::string percent(double share) { return coordinate(100 * share) + "%"; }
+std::string percent_of(double share) { return coordinate(100 * share) + "%"; }
 
 Points thinned(const Points& points) {
   if (points.size() <= 2 * kStretches) return points;
@@ -169,14 +169,14 @@ std::string drawing(const Chart& chart, const Axes& axes) {
 std::string labels(const Axes& axes) {
   std::string html = "<div class=\"ys\" aria-hidden=\"true\">";
   for (const double tick : axes.y_ticks) {
-    html += "<span style=\"top:" + percent(1 - axes.y.share(tick)) + "\">" +
+    html += "<span style=\"top:" + percent_of(1 - axes.y.share(tick)) + "\">" +
             tick_text(tick == 0 ? 0 : tick, step_of(axes.y_ticks)) + "</span>";
   }
   html += "</div><div class=\"xs\" aria-hidden=\"true\">";
   const std::vector<double> x_ticks = ticks(axes.x.low, axes.x.high, 5);
   for (const double tick : x_ticks) {
     if (tick < axes.x.low || tick > axes.x.high) continue;
-    html += "<span style=\"left:" + percent(axes.x.share(tick)) + "\">" +
+    html += "<span style=\"left:" + percent_of(axes.x.share(tick)) + "\">" +
             tick_text(tick, step_of(x_ticks)) + "</span>";
   }
   return html + "</div>";

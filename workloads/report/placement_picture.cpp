@@ -17,12 +17,6 @@ struct Held {
   const Shard* shard;
 };
 
-std::string percent(double share) {
-  char text[32];
-  std::snprintf(text, sizeof(text), "%.3f%%", 100 * share);
-  return text;
-}
-
 // The worst ratio of sides if tiles of these areas stand in one row along a side of `length`.
 double worst_ratio(double smallest, double largest, double sum, double length) {
   const double thickness = sum / length;

@@ -30,12 +30,6 @@ constexpr std::array<PhaseName, 10> kPhases{{{"data", "data"},
 constexpr std::size_t kMaxLanes = 32;
 constexpr std::size_t kMaxSpans = 6000;
 
-std::string percent(double share) {
-  char text[32];
-  std::snprintf(text, sizeof(text), "%.3f%%", 100 * share);
-  return text;
-}
-
 std::string milliseconds(double seconds) {
   char text[32];
   std::snprintf(text, sizeof(text), "%.3f", 1e3 * seconds);
@@ -122,10 +116,10 @@ std::string breakdown_table(const RunRecord& run, const std::vector<std::string>
   return html + "</tbody></table></div>";
 }
 
-using Lane = std::pair<int, int>;  // rank, thread
+using Place = std::pair<int, int>;  // rank, thread
 
-std::map<Lane, std::string> draw_lanes(const RunRecord& run, double begin, double end) {
-  std::map<Lane, std::string> lanes;
+std::map<Place, std::string> draw_lanes(const RunRecord& run, double begin, double end) {
+  std::map<Place, std::string> lanes;
   std::size_t count = 0;
   for (const TraceSpan& span : run.spans) {
     if (++count > kMaxSpans) break;

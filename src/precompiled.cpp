@@ -1,0 +1,1 @@
+// Empty: the target needs a file to be compiled with its header.
