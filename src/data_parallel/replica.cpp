@@ -153,6 +153,14 @@ void Replica::State::build() {
   is_first_static_done_ = false;
   if (is_own_engine_ || options.divisor || user_hook_) attach_hook();
   if (user_hook_) announce_user_hook();
+  // A hook per gradient that has nothing to do would be most of what one rank alone pays.
+  if (is_alone_) reducer->remove_autograd_hooks();
+}
+
+void Replica::State::rebuild() {
+  logger.reset();
+  reducer.reset();
+  build();
 }
 
 void Replica::State::attach_hook() {
@@ -170,7 +178,10 @@ void Replica::State::register_comm_hook(std::shared_ptr<CommHook> hook) {
               "register_comm_hook: a backward has run already. Register hooks before the first "
               "iteration.");
   user_hook_ = std::move(hook);
-  is_alone_ = false;
+  if (is_alone_) {
+    is_alone_ = false;
+    return rebuild();
+  }
   attach_hook();
   announce_user_hook();
 }
@@ -203,8 +214,10 @@ void Replica::State::update_process_group(const comm::Group& ranks) {
   group = ranks;
   is_own_engine_ = engine_of(group, kept.front().tensor.device()) != nullptr;
   if (!reducer) return;
-  reducer->update_process_group(group.process_group());
+  const bool was_alone = is_alone_;
   is_alone_ = group.size() == 1 && options.divisor.value_or(1) == 1 && !user_hook_;
+  if (was_alone && !is_alone_) return rebuild();
+  reducer->update_process_group(group.process_group());
 }
 
 void Replica::State::reset() {

@@ -314,9 +314,7 @@ void Replica::State::choose_graph() {
   if (has_unused && has_changed) return;  // has to be looked for each time
   options.find_unused_parameters = false;
   options.static_graph = has_unused;
-  logger.reset();
-  reducer.reset();
-  build();
+  rebuild();
 }
 
 }  // namespace tessera::data_parallel

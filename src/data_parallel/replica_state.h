@@ -86,6 +86,8 @@ class Replica::State final : public std::enable_shared_from_this<Replica::State>
   void check_arguments();
   void delay_parameters();
   void build();
+  /// Forgets the order of the buckets.
+  void rebuild();
   void attach_hook();
   void announce_user_hook();
   void end_hook_step();
