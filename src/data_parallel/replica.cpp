@@ -105,6 +105,7 @@ Replica::State::State(ModelParts model, const comm::Group& ranks, Options wishes
 }
 
 Replica::State::~State() {
+  places.reset();
   logger.reset();
   reducer.reset();
   std::lock_guard lock(live_parameters().mutex);
@@ -135,7 +136,13 @@ void Replica::State::register_parameters() {
 }
 
 void Replica::State::build() {
+  // Parameters that prove unused get zeros without anybody's asking, and batched copies come late.
+  const bool can_place = options.direct_gradients && options.gradient_as_bucket_view &&
+                         !options.find_unused_parameters && !options.batched_grad_copy &&
+                         !is_alone_;
+  places = can_place ? std::make_unique<GradientPlaces>(reduced) : nullptr;
   reducer = make_reducer(reduced, group, options);
+  if (places) places->attach(reducer.get());
   logger = std::make_shared<c10d::Logger>(reducer);
   reducer->set_logger(logger);
   std::vector<int> device_ids;
@@ -158,6 +165,7 @@ void Replica::State::build() {
 }
 
 void Replica::State::rebuild() {
+  places.reset();
   logger.reset();
   reducer.reset();
   build();
@@ -225,6 +233,7 @@ void Replica::State::reset() {
   iteration_.reset();
   has_failed_ = false;
   is_hook_step_open_ = false;
+  if (places) places->close();
   if (user_hook_) user_hook_->reset();
   if (reducer) reducer->reset_state();
 }
