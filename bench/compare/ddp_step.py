@@ -8,6 +8,8 @@ them alike. The time of a step is the slower rank's.
 from __future__ import annotations
 
 import json
+import os
+import random
 import statistics
 import sys
 import time
@@ -16,8 +18,8 @@ from rank_page import Page, rank_parser, start_ranks
 
 MODELS = {  # layers, width, batch, steps
     "0.5M": (8, 256, 64, 300),
-    "12.6M": (12, 1024, 64, 40),
-    "50M": (12, 2048, 32, 16),
+    "12.6M": (12, 1024, 64, 60),
+    "50M": (12, 2048, 32, 32),
 }
 WARM_UPS = 4
 SOLO = (50, 16, 1, 1000)  # one rank, 100 parameters: what the wrapper itself costs
@@ -57,6 +59,47 @@ def variants(torch, names):
     return {name: table[name] for name in names}
 
 
+def segment_bytes() -> int:
+    """Memory of all segments that this process has open; they have no name any more."""
+    files = {}
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            if "tessera-" not in os.readlink(f"/proc/self/fd/{number}"):
+                continue
+            status = os.stat(f"/proc/self/fd/{number}")
+        except OSError:
+            continue
+        files[status.st_ino] = status.st_blocks * 512
+    return sum(files.values())
+
+
+def print_memory(torch, label: str, layers: int, width: int, batch: int, rank: int, size: int) -> None:
+    """Print what the buckets of one rank take of a new segment, and what the gradients have.
+
+    A segment only grows, so what it has in the end is the most it ever had.
+    """
+    import torch.distributed as dist
+    from tessera.nn.parallel import DistributedDataParallel
+
+    group = dist.new_group(backend="shm")
+    dist.all_reduce(torch.zeros(1), group=group)  # the segment is there from now on
+    model = make_model(torch, layers, width)
+    gradients = sum(p.nbytes for p in model.parameters())
+    before = segment_bytes()
+    wrapped = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
+    for _ in range(3):
+        for parameter in model.parameters():
+            parameter.grad = None
+        wrapped(torch.zeros(batch, width)).square().mean().backward()
+    dist.barrier()
+    taken = (segment_bytes() - before) // size
+    dist.barrier()
+    if rank == 0:
+        for name, value in (("shm view", taken), ("gradients", gradients)):
+            row = {"name": f"data_parallel/bucket_memory/{name}/{label}", "repetitions": 1}
+            print(json.dumps(row | {f"{word}_bytes": value for word in ("median", "p10", "p90")}), flush=True)
+
+
 def run_rank(path: str, rank: int, size: int, models, names, times_steps: float) -> None:
     import tessera  # noqa: F401
     import torch
@@ -76,7 +119,9 @@ def run_rank(path: str, rank: int, size: int, models, names, times_steps: float)
         times = {name: [] for name in wrapped}
         steps = max(5, int(steps * times_steps))
         for step in range(steps + WARM_UPS):
-            for name, (model, optimizer) in wrapped.items():
+            # In another order each time: a step meets the caches and the free memory of the one before.
+            for name in random.Random(step).sample(list(wrapped), len(wrapped)):
+                model, optimizer = wrapped[name]
                 page.meet()
                 start = time.perf_counter()
                 optimizer.zero_grad()
@@ -108,7 +153,9 @@ def run_rank(path: str, rank: int, size: int, models, names, times_steps: float)
                     ),
                     flush=True,
                 )
-        del wrapped
+        del wrapped, model, optimizer
+        if "shm view" in names:
+            print_memory(torch, label, layers, width, batch, rank, size)
     dist.destroy_process_group()
 
 
@@ -120,7 +167,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     words = parser.parse_args()
     models = words.models or list(MODELS)
-    names = words.variants or ["alone", "shm view", "shm", "gloo view", "torch view", "torch"]
+    names = words.variants or ["alone", "shm view", "shm", "gloo view", "gloo", "torch view", "torch"]
     if words.as_rank is not None:
         run_rank(words.page, words.as_rank, words.ranks, models, names, words.steps)
         return 0

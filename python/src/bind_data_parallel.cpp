@@ -47,6 +47,7 @@ Options options_of(const py::dict& words) {
   read("automatic_graph", options.automatic_graph);
   read("gradient_as_bucket_view", options.gradient_as_bucket_view);
   read("batched_grad_copy", options.batched_grad_copy);
+  read("direct_gradients", options.direct_gradients);
   read("ignored", options.ignored);
   read("delay_all_reduce_named_params", options.delay_all_reduce_named_params);
   read("param_to_hook_all_reduce", options.param_to_hook_all_reduce);

@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <limits>
+#include <mutex>
 #include <unordered_map>
 
+#include <ATen/ops/empty_like.h>
 #include <torch/version.h>
 
 #include "tessera/core/check.h"
@@ -59,6 +61,44 @@ std::vector<std::int64_t> BucketReducer::bucket_bytes() const {
     result.push_back(bytes);
   }
   return result;
+}
+
+const at::Tensor& BucketReducer::view_of(std::size_t index) const {
+  static const at::Tensor none;
+  const VariableLocator& place = variable_locators_[index];
+  const Bucket& bucket = buckets_[place.bucket_index];
+  return bucket.expect_sparse_gradient ? none : bucket.bucket_views_in[place.intra_bucket_index];
+}
+
+std::size_t BucketReducer::num_owners(std::size_t index) const {
+  const Bucket& bucket = buckets_[variable_locators_[index].bucket_index];
+  std::size_t count = 1;  // the bucket itself
+  for (std::size_t i = 0; i < bucket.variables.size(); ++i) {
+    const at::Tensor& in = bucket.bucket_views_in[i];
+    const at::Tensor& out = bucket.bucket_views_out[i];
+    const at::Tensor& gradient = bucket.variables[i].grad();
+    ++count;
+    if (!out.is_same(in) && out.is_alias_of(in)) ++count;
+    if (gradient.defined() && !gradient.is_same(in) && !gradient.is_same(out) &&
+        gradient.is_alias_of(in)) {
+      ++count;
+    }
+  }
+  return count;
+}
+
+void BucketReducer::move_bucket_of(std::size_t index) {
+  const std::lock_guard lock(mutex_);
+  Bucket& bucket = buckets_[variable_locators_[index].bucket_index];
+  const at::Tensor old = bucket.gradients;
+  const auto backend = process_group_->getBackend(old.device().type());
+  bucket.gradients = backend->supportsTensorAlloc(old.device().index())
+                         ? backend->allocateTensor(old.numel(), old.options())
+                         : at::empty_like(old);
+  bucket.gradients.copy_(old);
+  bucket.bucket_views_in.clear();
+  bucket.bucket_views_out.clear();
+  initialize_bucket_views(bucket);
 }
 
 void BucketReducer::restart_hook_counts() {

@@ -46,6 +46,19 @@ class BucketReducer final : public c10d::Reducer {
   /// Bytes of every bucket.
   std::vector<std::int64_t> bucket_bytes() const;
 
+  /// Where the gradient of parameter `index` lies in its bucket; undefined if it is sparse.
+  const at::Tensor& view_of(std::size_t index) const;
+  /// Whether the gradients of both lie in one bucket.
+  bool are_together(std::size_t index, std::size_t other) const {
+    return variable_locators_[index].bucket_index == variable_locators_[other].bucket_index;
+  }
+  /// How many tensors see the memory of the bucket of parameter `index`: the reducer's and the
+  /// gradients of its parameters.
+  std::size_t num_owners(std::size_t index) const;
+  /// Gives the bucket of parameter `index` other memory with the same contents. Gradients that are
+  /// pieces of it move with it.
+  void move_bucket_of(std::size_t index);
+
   /// What the next backward divides sums by, where no hook does.
   void set_divisor(int divisor) { div_factor_ = divisor; }
   /// Forgets how often each gradient arrived in backwards without synchronisation, so that the

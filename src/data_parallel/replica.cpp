@@ -105,6 +105,7 @@ Replica::State::State(ModelParts model, const comm::Group& ranks, Options wishes
 }
 
 Replica::State::~State() {
+  places.reset();
   logger.reset();
   reducer.reset();
   std::lock_guard lock(live_parameters().mutex);
@@ -135,7 +136,13 @@ void Replica::State::register_parameters() {
 }
 
 void Replica::State::build() {
+  // Parameters that prove unused get zeros without anybody's asking, and batched copies come late.
+  const bool can_place = options.direct_gradients && options.gradient_as_bucket_view &&
+                         !options.find_unused_parameters && !options.batched_grad_copy &&
+                         !is_alone_;
+  places = can_place ? std::make_unique<GradientPlaces>(reduced) : nullptr;
   reducer = make_reducer(reduced, group, options);
+  if (places) places->attach(reducer.get());
   logger = std::make_shared<c10d::Logger>(reducer);
   reducer->set_logger(logger);
   std::vector<int> device_ids;
@@ -153,6 +160,15 @@ void Replica::State::build() {
   is_first_static_done_ = false;
   if (is_own_engine_ || options.divisor || user_hook_) attach_hook();
   if (user_hook_) announce_user_hook();
+  // A hook per gradient that has nothing to do would be most of what one rank alone pays.
+  if (is_alone_) reducer->remove_autograd_hooks();
+}
+
+void Replica::State::rebuild() {
+  places.reset();
+  logger.reset();
+  reducer.reset();
+  build();
 }
 
 void Replica::State::attach_hook() {
@@ -170,7 +186,10 @@ void Replica::State::register_comm_hook(std::shared_ptr<CommHook> hook) {
               "register_comm_hook: a backward has run already. Register hooks before the first "
               "iteration.");
   user_hook_ = std::move(hook);
-  is_alone_ = false;
+  if (is_alone_) {
+    is_alone_ = false;
+    return rebuild();
+  }
   attach_hook();
   announce_user_hook();
 }
@@ -203,8 +222,10 @@ void Replica::State::update_process_group(const comm::Group& ranks) {
   group = ranks;
   is_own_engine_ = engine_of(group, kept.front().tensor.device()) != nullptr;
   if (!reducer) return;
-  reducer->update_process_group(group.process_group());
+  const bool was_alone = is_alone_;
   is_alone_ = group.size() == 1 && options.divisor.value_or(1) == 1 && !user_hook_;
+  if (was_alone && !is_alone_) return rebuild();
+  reducer->update_process_group(group.process_group());
 }
 
 void Replica::State::reset() {
@@ -212,6 +233,7 @@ void Replica::State::reset() {
   iteration_.reset();
   has_failed_ = false;
   is_hook_step_open_ = false;
+  if (places) places->close();
   if (user_hook_) user_hook_->reset();
   if (reducer) reducer->reset_state();
 }

@@ -62,6 +62,7 @@ void Replica::set_sparse_metadata(std::map<std::string, at::Tensor> metadata) {
 }
 void Replica::check_finalized() { state_->check_finalized(); }
 void Replica::remove_autograd_hooks() {
+  state_->places.reset();
   if (state_->reducer) state_->reducer->remove_autograd_hooks();
 }
 void Replica::set_sample_rate(int sample_rate) {
@@ -77,8 +78,13 @@ double Replica::divisor() const noexcept { return state_->divisor(); }
 LoggingData Replica::logging_data() {
   if (!state_->logger) return {};
   const at::DDPLoggingData data = state_->logger->get_ddp_logging_data();
-  return {{data.strs_map.begin(), data.strs_map.end()},
-          {data.ints_map.begin(), data.ints_map.end()}};
+  LoggingData result{{data.strs_map.begin(), data.strs_map.end()},
+                     {data.ints_map.begin(), data.ints_map.end()}};
+  if (state_->places) {
+    result.integers["num_gradients_in_place"] = state_->places->num_in_place();
+    result.integers["num_buckets_moved"] = state_->places->num_moved();
+  }
+  return result;
 }
 OverlapReport Replica::overlap_report() { return state_->overlap_report(); }
 

@@ -121,6 +121,7 @@ std::vector<at::Tensor> Replica::State::after_forward(std::vector<at::Tensor> ou
   reducer->prepare_for_backward(searched);
   if (!has_hook_ && join_divisor_) reducer->set_divisor(static_cast<int>(*join_divisor_));
   reducer->watch_arrivals();
+  if (places && !is_first_static) places->open();
   has_had_sync_ = true;
   timeline_.forward_end = now();
   timeline_.num_buckets = 0;
@@ -249,6 +250,7 @@ void Replica::State::end_backward(const std::shared_ptr<Iteration>& iteration) {
   iteration->has_ended = true;
   timeline_.end = now();
   works_.clear();
+  if (places) places->close();
   if (options.gradient_as_bucket_view && has_had_sync_) {
     // The same memory without being a view of it for autograd: torch::optim's zero_grad detaches
     // gradients in place, which views refuse.
@@ -314,9 +316,7 @@ void Replica::State::choose_graph() {
   if (has_unused && has_changed) return;  // has to be looked for each time
   options.find_unused_parameters = false;
   options.static_graph = has_unused;
-  logger.reset();
-  reducer.reset();
-  build();
+  rebuild();
 }
 
 }  // namespace tessera::data_parallel

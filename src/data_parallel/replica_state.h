@@ -13,6 +13,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "data_parallel/bucket_reducer.h"
+#include "data_parallel/gradient_places.h"
 #include "tessera/comm/group.h"
 #include "tessera/data_parallel/comm_hook.h"
 #include "tessera/data_parallel/replica.h"
@@ -80,12 +81,15 @@ class Replica::State final : public std::enable_shared_from_this<Replica::State>
   std::vector<NamedParameter> frozen;   // of these, without gradient
   std::shared_ptr<BucketReducer> reducer;
   std::shared_ptr<c10d::Logger> logger;
+  std::unique_ptr<GradientPlaces> places;  // null where gradients are copied into buckets
   bool require_backward_grad_sync = true;
 
  private:
   void check_arguments();
   void delay_parameters();
   void build();
+  /// Forgets the order of the buckets.
+  void rebuild();
   void attach_hook();
   void announce_user_hook();
   void end_hook_step();

@@ -39,6 +39,10 @@ struct Options {
 
   /// Let `.grad` be a piece of its bucket: one copy of the gradients less.
   bool gradient_as_bucket_view = false;
+  /// With gradient_as_bucket_view: let backward compute large gradients in their places in the
+  /// buckets instead of copying them there. On the CPU, without find_unused_parameters and
+  /// batched_grad_copy. Need not be the same on all ranks.
+  bool direct_gradients = true;
   /// Copy the gradients of a bucket into it together.
   bool batched_grad_copy = false;
 

@@ -79,9 +79,10 @@ class DistributedDataParallel(Module, Joinable):
     Collective: all ranks construct it, call it and run backward equally often; `no_sync` and `join`
     are the exceptions.
 
-    `automatic_graph`, `divisor` and `overlap` are ours: watch a few iterations and choose between
-    `find_unused_parameters`, `static_graph` and neither; divide sums by something else than the
-    number of ranks; reduce beside backward or in it (unset: beside it where ranks have two cores).
+    `automatic_graph`, `divisor`, `overlap` and `direct_gradients` are ours: watch a few iterations
+    and choose between `find_unused_parameters`, `static_graph` and neither; divide sums by something
+    else than the number of ranks; reduce beside backward or in it (unset: beside it where ranks have
+    two cores); with `gradient_as_bucket_view`, compute large gradients in their buckets.
     """
 
     _active_ddp_module: ClassVar[DistributedDataParallel | None] = None
@@ -112,6 +113,7 @@ class DistributedDataParallel(Module, Joinable):
         automatic_graph: bool = False,
         divisor: float | None = None,
         overlap: bool | None = None,
+        direct_gradients: bool = True,
     ):
         super().__init__()
         Joinable.__init__(self)
@@ -152,6 +154,7 @@ class DistributedDataParallel(Module, Joinable):
             "batched_grad_copy": batched_grad_copy,
             "divisor": divisor,
             "overlap": overlap,
+            "direct_gradients": direct_gradients,
             "ignored": sorted(self.parameters_to_ignore),
             "device_ids": _device_names(device_ids),
             "output_device": None if output_device is None else _device_names([output_device]),
