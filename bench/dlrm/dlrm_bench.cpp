@@ -4,11 +4,13 @@
 //
 //   dlrm/interaction_forward, dlrm/interaction_backward    the peer is torch's own operators
 //   dlrm/dense       forward, backward and SGD step of all dense layers, rows given
-//   dlrm/read        a batch of the binary format; the floor is its bytes, read and written once
+//   dlrm/read        a batch of the binary format; the floor is its bytes, read and written once;
+//                    cold: of a file on disk that is not in memory, one batch per 40 ms
 //   dlrm/convert     n bytes of text to a file in memory
 //
 //   dlrm_bench [--seconds S]
 
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -141,12 +143,11 @@ void measure_dense(Rows& rows) {
   });
 }
 
-void measure_read(Rows& rows, const std::string& folder, std::int64_t bag) {
+void write_log(const std::string& path, std::int64_t bag) {
   SyntheticOptions options;
   options.schema.features = equal_features(kFeatures, 100000, bag);
   options.num_samples = kSamples;
   const SyntheticLog log(options);
-  const std::string path = folder + "/clicks.click";
   ClickFileWriter writer(path, log.schema());
   SampleBlock samples;
   for (std::int64_t first = 0; first < kSamples; first += 8192) {
@@ -154,6 +155,11 @@ void measure_read(Rows& rows, const std::string& folder, std::int64_t bag) {
     writer.append(samples);
   }
   writer.finish();
+}
+
+void measure_read(Rows& rows, const std::string& folder, std::int64_t bag) {
+  const std::string path = folder + "/clicks.click";
+  write_log(path, bag);
   BatchSource source(std::make_shared<const ClickFile>(path), {.batch_size = kBatch});
   // Ids are 4 bytes in the file and 8 in the batch, lengths are made.
   const auto per_sample = static_cast<double>(kFeatures * (bag * 12 + 4) + 13 * 8 + 5);
@@ -167,6 +173,36 @@ void measure_read(Rows& rows, const std::string& folder, std::int64_t bag) {
         }
       },
       bytes, per_sample * static_cast<double>(kBatch));
+}
+
+// A file that the system has forgotten, read as training reads it: a batch, then a step.
+void measure_cold_read(std::int64_t bag) {
+  const std::filesystem::path folder = std::filesystem::temp_directory_path() /
+                                       ("dlrm_bench-" + std::to_string(::getpid()) + "-cold");
+  std::filesystem::create_directory(folder);
+  const std::string path = folder / "clicks.click";
+  write_log(path, bag);
+  std::vector<double> times;
+  {
+    const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    ::fsync(fd);
+    ::posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED);
+    ::close(fd);
+    BatchSource source(std::make_shared<const ClickFile>(path), {.batch_size = kBatch});
+    (void)source.next();  // nobody could announce the first
+    for (std::int64_t step = 1; step < source.num_steps(); ++step) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(40));
+      const auto start = Clock::now();
+      (void)source.next();
+      times.push_back(std::chrono::duration<double, std::micro>(Clock::now() - start).count());
+    }
+  }
+  std::filesystem::remove_all(folder);
+  RowLabel label;
+  label.name = "dlrm/read/binary_cold/b2048_l" + std::to_string(bag);
+  label.isa = std::string(kernels::name_of(kernels::active_isa()));
+  label.bytes = static_cast<std::size_t>(kBatch * (kFeatures * bag * 4 + 13 * 4 + 1));
+  print_row(label, times);
 }
 
 void measure_convert(Rows& rows, const std::string& folder) {
@@ -200,6 +236,7 @@ void run(RankBench& bench, double seconds) {
   measure_read(rows, folder, 1);
   measure_read(rows, folder, 10);
   bench.meet();
+  if (bench.rank() == 0) measure_cold_read(10);
   if (bench.rank() == 0) measure_convert(rows, folder);  // the other core is its second thread's
   std::filesystem::remove_all(folder);
 }

@@ -51,10 +51,12 @@ c10d::ReduceOp::RedOpType reduce_op(Reduction reduction) {
 }
 
 Awaitable<at::Tensor> pending(c10::intrusive_ptr<c10d::Work> work, at::Tensor result) {
-  return Awaitable<at::Tensor>([work = std::move(work), result = std::move(result)] {
-    if (work) work->wait();
-    return result;
-  });
+  return Awaitable<at::Tensor>(
+      [work, result = std::move(result)] {
+        if (work) work->wait();
+        return result;
+      },
+      [work] { return !work || work->isCompleted(); });
 }
 
 // NCCL returns no work for an operation that already is in the order of the current stream.

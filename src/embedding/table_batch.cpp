@@ -28,6 +28,7 @@ struct TableBatch::State {
   std::shared_ptr<RowOptimizer> optimizer;
   at::Tensor anchor;  // makes the output of a fused batch ask for a gradient
   detail::Workspace workspace;
+  std::atomic<std::uint64_t> num_calls{0};
 
   const at::Tensor& weight_of(const Feature& feature) const {
     return tables[static_cast<std::size_t>(feature.table)].weight;
@@ -232,6 +233,7 @@ std::vector<std::int64_t> output_shape(const State& state, const LookupInput& in
 /// One call, kept until its backward.
 struct Call : torch::CustomClassHolder {
   std::shared_ptr<State> state;
+  std::uint64_t number = 0;
   std::vector<std::int64_t> batch_sizes;
   bool is_sequence = false;
 };
@@ -312,7 +314,8 @@ struct Lookup : Function<Lookup> {
     at::Tensor grad = grads[0].to(at::kFloat);
     if (grad.dim() != 2 || grad.stride(1) != 1) grad = grad.contiguous();
     const std::int64_t row_stride = grad.dim() == 2 ? grad.stride(0) : state.num_columns;
-    const TablePass pass = make_pass(state, input, call->is_sequence, row_stride);
+    TablePass pass = make_pass(state, input, call->is_sequence, row_stride);
+    pass.number = call->number;
 
     const bool is_fused = state.options.gradients == GradientForm::kFused;
     const bool has_anchor = state.has_anchor();
@@ -358,11 +361,12 @@ struct Lookup : Function<Lookup> {
   }
 };
 
-at::Tensor look_up(const std::shared_ptr<State>& state, const LookupInput& input,
-                   bool is_sequence) {
+at::Tensor look_up(const std::shared_ptr<State>& state, const LookupInput& input, bool is_sequence,
+                   std::uint64_t number) {
   check_input(*state, input, is_sequence);
   auto call = c10::make_intrusive<Call>();
   call->state = state;
+  call->number = number;
   call->batch_sizes = input.batch_sizes;
   call->is_sequence = is_sequence;
   variable_list weights;
@@ -375,6 +379,34 @@ at::Tensor look_up(const std::shared_ptr<State>& state, const LookupInput& input
                        input.weights.defined() ? MaybeVariable(input.weights) : std::nullopt,
                        input.ids, input.offsets, call);
 }
+
+/// The part of a backward pass that needs no gradient.
+class Preparation {
+ public:
+  Preparation(std::shared_ptr<State> state, const LookupInput& input, std::uint64_t number)
+      : state_(std::move(state)),
+        input_(input),
+        pass_(make_pass(*state_, input_, /*is_sequence=*/false, state_->num_columns)) {
+    pass_.number = number;
+    const bool is_fused = state_->options.gradients == GradientForm::kFused;
+    for (const Table& table : state_->tables) {
+      TableTarget& target = targets_.emplace_back();
+      target.rows = detail::rows_of(table.weight);
+      target.kind = is_fused ? TableTarget::Kind::kStep : TableTarget::Kind::kSparse;
+    }
+  }
+
+  bool run() {
+    const std::scoped_lock lock(state_->workspace.mutex);
+    return detail::cpu_prepare_backward(pass_, state_->workspace, targets_);
+  }
+
+ private:
+  std::shared_ptr<State> state_;
+  LookupInput input_;  // what the pass points into
+  TablePass pass_;
+  std::vector<TableTarget> targets_;
+};
 
 }  // namespace
 
@@ -419,7 +451,18 @@ TableBatch::TableBatch(std::vector<Table> tables, std::vector<Feature> features,
 }
 
 at::Tensor TableBatch::pooled(const LookupInput& input) const {
-  return look_up(state_, input, /*is_sequence=*/false);
+  return look_up(state_, input, /*is_sequence=*/false, ++state_->num_calls);
+}
+
+PreparedRows TableBatch::pooled_ahead(const LookupInput& input) const {
+  const std::uint64_t number = ++state_->num_calls;
+  PreparedRows result{look_up(state_, input, /*is_sequence=*/false, number), nullptr};
+  if (result.rows.requires_grad() && state_->has_anchor() && result.rows.is_cpu()) {
+    result.prepare = [preparation = std::make_shared<Preparation>(state_, input, number)] {
+      return preparation->run();
+    };
+  }
+  return result;
 }
 
 void TableBatch::pooled_out(const LookupInput& input, at::Tensor& output) const {
@@ -435,7 +478,7 @@ void TableBatch::pooled_out(const LookupInput& input, at::Tensor& output) const 
 }
 
 at::Tensor TableBatch::sequence(const LookupInput& input) const {
-  return look_up(state_, input, /*is_sequence=*/true);
+  return look_up(state_, input, /*is_sequence=*/true, ++state_->num_calls);
 }
 
 const std::vector<Table>& TableBatch::tables() const noexcept { return state_->tables; }

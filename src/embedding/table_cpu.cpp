@@ -132,8 +132,13 @@ class Backward {
     num_threads_ = threads_for(pass.num_positions);
   }
 
+  /// Sorts the next tables, one per thread; false if all are sorted.
+  bool prepare() { return sort(std::max<std::int64_t>(num_threads_, 1)) > 0; }
+
   void run() {
-    sort();
+    sort(static_cast<std::int64_t>(pass_.num_tables));
+    if (is_gathered_) gather_all();
+    workspace_.sorted_for = 0;  // a second pass of the same call sorts again
     cut();
     make_sparse_targets();
     std::int64_t most_columns = 1;
@@ -188,6 +193,10 @@ class Backward {
       firsts[table + 1] += firsts[table];
     }
     const auto total = static_cast<std::size_t>(firsts.back());
+    if (workspace_.sorted_for != pass_.number || pass_.number == 0) {
+      workspace_.sorted_for = pass_.number;
+      workspace_.is_sorted.assign(pass_.num_tables, false);
+    }
     at_least(workspace_.entries, total);
     at_least(workspace_.spare, total);
     if (pass_.is_weighted && !pass_.is_sequence) {
@@ -263,7 +272,14 @@ class Backward {
     }
   }
 
-  void fill(std::size_t table, bool together = false) {
+  void gather_all() {
+    share_bags(pass_,
+               [&](const kernels::TableFeature& feature, std::int64_t begin, std::int64_t end) {
+                 gather(static_cast<std::size_t>(&feature - pass_.features.data()), begin, end);
+               });
+  }
+
+  void fill(std::size_t table) {
     RowEntry* entries = entries_of(table).data();
     std::uint32_t* bag_of =
         pass_.is_weighted && !pass_.is_sequence ? workspace_.bag_of.data() : nullptr;
@@ -272,29 +288,26 @@ class Backward {
       if (static_cast<std::size_t>(pass_.table_of[f]) != table) continue;
       kernels::fill_entries(pass_.ids, feature, 0, feature.num_bags, source_, entries, bag_of);
       entries += positions_of(feature);
-      if (!is_gathered_) continue;
-      if (together) {
-        at::parallel_for(0, feature.num_bags, 256,
-                         [&](std::int64_t begin, std::int64_t end) { gather(f, begin, end); });
-      } else {
-        gather(f, 0, feature.num_bags);
-      }
     }
   }
 
-  void sort() {
+  /// Sorts tables that are not sorted yet, at most `limit`, and returns how many it were.
+  std::int64_t sort(std::int64_t limit) {
     // A table with more than its thread's share of the ids is sorted by all threads together, the
     // others by one each, largest first.
+    std::int64_t num_sorted = 0;
     auto& order = workspace_.order;
     order.clear();
     const std::int64_t share = std::max<std::int64_t>(
         workspace_.firsts.back() / std::max<std::int64_t>(num_threads_, 1), 16384);
     std::int64_t most_counts = 1;
-    for (std::size_t table = 0; table < pass_.num_tables; ++table) {
-      if (size_of(table) == 0) continue;
+    for (std::size_t table = 0; table < pass_.num_tables && num_sorted < limit; ++table) {
+      if (size_of(table) == 0 || workspace_.is_sorted[table]) continue;
+      workspace_.is_sorted[table] = true;
+      ++num_sorted;
       const kernels::RadixPlan plan = plan_of(table);
       if (num_threads_ > 1 && size_of(table) > share) {
-        fill(table, true);
+        fill(table);
         sort_together(plan, entries_of(table), workspace_.spare.data() + workspace_.firsts[table],
                       num_threads_, workspace_.counts);
       } else {
@@ -313,6 +326,7 @@ class Backward {
                                        workspace_.spare.data() + workspace_.firsts[table],
                                        workspace_.counts.data() + thread * most_counts);
                });
+    return num_sorted;
   }
 
   /// Pieces of the sorted entries that end where a row ends.
@@ -429,6 +443,12 @@ void cpu_weight_gradient(const TablePass& pass, const float* gradient, float* ou
     kernels::table_lookup_kernels().weight_gradient(pass.ids, feature, pass.is_sequence, begin, end,
                                                     gradient, output);
   });
+}
+
+bool cpu_prepare_backward(const TablePass& pass, Workspace& workspace,
+                          std::vector<TableTarget>& targets) {
+  return Backward(pass, nullptr, std::numeric_limits<float>::infinity(), workspace, targets)
+      .prepare();
 }
 
 void cpu_backward(const TablePass& pass, const float* gradient, float limit, Workspace& workspace,

@@ -25,6 +25,7 @@ struct TablePass {
   std::size_t num_tables = 0;
   bool is_sequence = false;
   bool is_weighted = false;
+  std::uint64_t number = 0;  // of the call among all of its tables; 0: none
   std::int64_t num_bags = 0;
   std::int64_t num_positions = 0;
   std::int64_t num_outputs = 0;  // elements
@@ -51,6 +52,8 @@ struct Workspace {
   };
   std::vector<Piece> pieces;
   std::vector<std::size_t> order;
+  std::uint64_t sorted_for = 0;  // the number of the call that the sorted entries are of
+  std::vector<bool> is_sorted;   // by table
   /// CUDA: what is on the device, see table_cuda.cpp.
   at::Tensor device_bytes;
   at::Tensor device_features;
@@ -73,6 +76,10 @@ struct TableTarget {
 std::int64_t cpu_lookup(const TablePass& pass, float* output);
 /// The gradient of the weights of the positions.
 void cpu_weight_gradient(const TablePass& pass, const float* gradient, float* output);
+/// Does a part of cpu_backward that needs no gradient; false if there is none left. Of the targets,
+/// `rows` and `kind` are read. The workspace's mutex is held, here and below.
+bool cpu_prepare_backward(const TablePass& pass, Workspace& workspace,
+                          std::vector<TableTarget>& targets);
 /// Sums the gradients of equal rows and hands them to the targets, one per table.
 void cpu_backward(const TablePass& pass, const float* gradient, float limit, Workspace& workspace,
                   std::vector<TableTarget>& targets);

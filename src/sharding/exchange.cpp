@@ -21,6 +21,14 @@ struct Journey : torch::CustomClassHolder {
   std::shared_ptr<Exchange> exchange;
   Exchange::Pending forward;
   Exchange::Pending backward;
+  Exchange::Meanwhile meanwhile;
+
+  at::Tensor finish(Exchange::Pending& pending) const {
+    const auto arriving = std::exchange(pending, Exchange::Pending());
+    while (meanwhile && !arriving.is_ready() && meanwhile()) {
+    }
+    return arriving();
+  }
 };
 using JourneyPtr = c10::intrusive_ptr<Journey>;
 
@@ -51,9 +59,8 @@ struct Start : Function<Start> {
   static variable_list backward(AutogradContext* context, const variable_list&) {
     check_first_order();
     const JourneyPtr journey = saved(context);
-    TESSERA_INTERNAL_ASSERT(journey->backward != nullptr, "an exchange ended before it began");
-    const auto pending = std::exchange(journey->backward, nullptr);
-    at::Tensor gradient = pending();
+    TESSERA_INTERNAL_ASSERT(journey->backward, "an exchange ended before it began");
+    at::Tensor gradient = journey->finish(journey->backward);
     if (!context->needs_input_grad(0)) gradient = at::Tensor();
     return {gradient, Variable(), Variable()};
   }
@@ -64,8 +71,7 @@ struct Wait : Function<Wait> {
                           const JourneyPtr& journey) {
     static_cast<void>(token);
     save(context, journey);
-    const auto pending = std::exchange(journey->forward, nullptr);
-    return pending();
+    return journey->finish(journey->forward);
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
@@ -78,9 +84,11 @@ struct Wait : Function<Wait> {
 
 }  // namespace
 
-comm::Awaitable<at::Tensor> run(std::shared_ptr<Exchange> exchange, const at::Tensor& input) {
+comm::Awaitable<at::Tensor> run(std::shared_ptr<Exchange> exchange, const at::Tensor& input,
+                                Exchange::Meanwhile meanwhile) {
   auto journey = c10::make_intrusive<Journey>();
   journey->exchange = std::move(exchange);
+  journey->meanwhile = std::move(meanwhile);
   const at::Tensor anchor = at::empty({0}, input.options()).requires_grad_(true);
   const at::Tensor token = Start::apply(input, anchor, journey);
   return comm::Awaitable<at::Tensor>([=] { return Wait::apply(token, journey); });

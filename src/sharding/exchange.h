@@ -4,6 +4,8 @@
 
 #include <functional>
 #include <memory>
+#include <type_traits>
+#include <utility>
 
 #include <ATen/core/Tensor.h>
 
@@ -15,7 +17,26 @@ namespace tessera::sharding {
 class Exchange {
  public:
   /// Waits for a collective under way, decodes and shapes what arrived.
-  using Pending = std::function<at::Tensor()>;
+  class Pending {
+   public:
+    Pending() = default;
+    template <typename Finish>
+      requires std::is_invocable_r_v<at::Tensor, Finish>
+    Pending(Finish finish,  // NOLINT(google-explicit-constructor): a lambda is one
+            std::function<bool()> is_ready = nullptr)
+        : finish_(std::move(finish)), is_ready_(std::move(is_ready)) {}
+
+    at::Tensor operator()() const { return finish_(); }
+    /// Whether it has arrived; false if that is not known.
+    bool is_ready() const { return is_ready_ && is_ready_(); }
+    explicit operator bool() const noexcept { return static_cast<bool>(finish_); }
+
+   private:
+    std::function<at::Tensor()> finish_;
+    std::function<bool()> is_ready_;
+  };
+  /// Does a piece of other work and returns true, or returns false because none is left.
+  using Meanwhile = std::function<bool()>;
 
   Exchange() = default;
   virtual ~Exchange() = default;
@@ -34,7 +55,9 @@ class Exchange {
 // the first, which waits for it. Autograd runs other nodes between the two, by order of creation:
 // what was recorded between start and wait computes while the gradient travels.
 
-/// Starts `exchange` on `input`.
-comm::Awaitable<at::Tensor> run(std::shared_ptr<Exchange> exchange, const at::Tensor& input);
+/// Starts `exchange` on `input`. Whoever waits, for the result or for its gradient, does pieces of
+/// `meanwhile` until it is there.
+comm::Awaitable<at::Tensor> run(std::shared_ptr<Exchange> exchange, const at::Tensor& input,
+                                Exchange::Meanwhile meanwhile = nullptr);
 
 }  // namespace tessera::sharding

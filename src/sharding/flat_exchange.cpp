@@ -27,10 +27,11 @@ class FlatAllToAll final : public Exchange {
   Pending start_backward(const at::Tensor& gradient) override {
     auto pending =
         all_to_all_flat(gradient.contiguous(), received_, sent_, codecs_.backward, group_);
-    return [pending, factor = factor_] {
-      at::Tensor arrived = pending();
-      return factor == 1.0 ? arrived : arrived.mul_(factor);
-    };
+    return {[pending, factor = factor_] {
+              at::Tensor arrived = pending();
+              return factor == 1.0 ? arrived : arrived.mul_(factor);
+            },
+            [pending] { return pending.is_ready(); }};
   }
 
  private:
@@ -59,15 +60,17 @@ Exchange::Pending all_to_all_flat(const at::Tensor& values, const Sizes& send, c
   const at::Tensor wire = codec.encode(values, send);
   auto work =
       comm::all_to_all_v_async(wire, wire_sizes(send, codec), group, wire_sizes(receive, codec));
-  return [=] { return codec.decode(work.wait(), receive, dtype); };
+  return {[=] { return codec.decode(work.wait(), receive, dtype); },
+          [work] { return work.is_ready(); }};
 }
 
 comm::Awaitable<at::Tensor> exchange_flat(const at::Tensor& values, Sizes sent, Sizes received,
-                                          const Group& group, const Codecs& codecs, double factor) {
+                                          const Group& group, const Codecs& codecs, double factor,
+                                          Exchange::Meanwhile meanwhile) {
   if (group.size() == 1) return comm::NoWait<at::Tensor>(values);
   return run(
       std::make_shared<FlatAllToAll>(std::move(sent), std::move(received), group, codecs, factor),
-      values);
+      values, std::move(meanwhile));
 }
 
 }  // namespace tessera::sharding

@@ -20,9 +20,10 @@ Exchange::Pending all_to_all_flat(const at::Tensor& values, const Sizes& send, c
 
 /// Sends `sent[r]` of the flat values to rank r and returns `received[r]` of each rank r, in rank
 /// order. The gradient travels back and is multiplied with `factor`. Collective, forward and
-/// backward, also for a rank that has nothing. A group of one rank sends nothing.
+/// backward, also for a rank that has nothing. A group of one rank sends nothing. `meanwhile` is
+/// done piece by piece while this rank would wait.
 comm::Awaitable<at::Tensor> exchange_flat(const at::Tensor& values, Sizes sent, Sizes received,
                                           const comm::Group& group, const comm::Codecs& codecs,
-                                          double factor);
+                                          double factor, Exchange::Meanwhile meanwhile = nullptr);
 
 }  // namespace tessera::sharding

@@ -80,7 +80,9 @@ struct ShardedEmbeddingBagCollection::State {
   /// Numbers that come home from rank r, and from host h for all of its ranks.
   std::int64_t direct_size(const DistContext& context, std::size_t rank) const;
   std::int64_t hosted_size(const DistContext& context, std::size_t host) const;
-  Homeward send_home(const DistContext& context, const at::Tensor& rows) const;
+  /// `meanwhile`: see exchange_flat.
+  Homeward send_home(const DistContext& context, const at::Tensor& rows,
+                     Exchange::Meanwhile meanwhile) const;
   CombinePlan combine_plan(const DistContext& context) const;
 
   comm::Group group;
@@ -179,7 +181,8 @@ std::int64_t BagState::hosted_size(const DistContext& context, std::size_t host)
   return size;
 }
 
-Homeward BagState::send_home(const DistContext& context, const at::Tensor& rows) const {
+Homeward BagState::send_home(const DistContext& context, const at::Tensor& rows,
+                             Exchange::Meanwhile meanwhile) const {
   const auto& own = layout->routes[static_cast<std::size_t>(group.rank())];
   const std::size_t world = layout->routes.size();
   // The rows for a rank lie together, those of hosted tables last.
@@ -195,7 +198,8 @@ Homeward BagState::send_home(const DistContext& context, const at::Tensor& rows)
   }
   const auto exchange = [&](const at::Tensor& values, const Sizes& sent, const Sizes& arriving,
                             const comm::Group& over) {
-    return exchange_flat(values, sent, arriving, over, options.codecs, gradient_factor(over));
+    return exchange_flat(values, sent, arriving, over, options.codecs, gradient_factor(over),
+                         meanwhile);
   };
   const comm::NoWait<at::Tensor> nothing(at::empty({0}, rows.options().requires_grad(false)));
   if (!layout->has_routes) return {nothing, nothing};
@@ -297,10 +301,13 @@ comm::LazyAwaitable<KeyedTensor> ShardedEmbeddingBagCollection::compute_and_outp
   const TableBatch* routed = state->local->routed();
   const auto nothing = at::TensorOptions(at::kFloat).device(state->options.device);
   // A rank without rows still takes part, and so do the weights it was sent.
-  const at::Tensor rows = routed != nullptr            ? routed->pooled(context->lookup_input())
+  embedding::PreparedRows looked_up;
+  if (routed != nullptr) looked_up = routed->pooled_ahead(context->lookup_input());
+  const at::Tensor rows = routed != nullptr            ? looked_up.rows
                           : context->weights.defined() ? context->weights
                                                        : at::empty({0}, nothing);
-  const Homeward pending = state->send_home(*context, rows);
+  // While rows and gradients travel, backward's part that needs neither is done.
+  const Homeward pending = state->send_home(*context, rows, looked_up.prepare);
   const auto look_up = [&](const TableBatch* batch, const std::vector<std::size_t>& local) {
     return batch == nullptr
                ? at::empty({0}, nothing)

@@ -30,6 +30,27 @@ TEST(Awaitable, CopiesShareTheResult) {
   EXPECT_EQ(first.wait(), 1);
 }
 
+TEST(Awaitable, TellsWhetherTheResultIsHere) {
+  bool is_here = false;
+  const Awaitable<int> asked([] { return 7; }, [&] { return is_here; });
+  EXPECT_FALSE(asked.is_ready());
+  is_here = true;
+  EXPECT_TRUE(asked.is_ready());
+  EXPECT_FALSE(asked.has_value());
+  EXPECT_EQ(asked.wait(), 7);
+  is_here = false;  // it was; nobody asks again
+  EXPECT_TRUE(asked.is_ready());
+
+  const Awaitable<int> unknown([] { return 7; });
+  EXPECT_FALSE(unknown.is_ready());
+  EXPECT_EQ(unknown.wait(), 7);
+  EXPECT_TRUE(unknown.is_ready());
+
+  const Awaitable<int> failing([]() -> int { throw std::runtime_error("gone"); });
+  EXPECT_THROW(failing.wait(), std::runtime_error);
+  EXPECT_TRUE(failing.is_ready());
+}
+
 TEST(Awaitable, CallbacksRunInOrderWhenWaitedFor) {
   Awaitable<std::string> result([] { return std::string("a"); });
   result.add_callback([](std::string text) { return text + "b"; });

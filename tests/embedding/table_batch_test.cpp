@@ -377,6 +377,73 @@ TEST(TableBatch, TheNumberOfThreadsChangesNoBit) {
   }
 }
 
+// Backward finds some tables sorted, all, or none, or sorted and then overwritten by another call.
+TEST(TableBatch, WhatIsPreparedChangesNoBit) {
+  constexpr int kAll = 100;
+  for (const int threads : {1, 3}) {
+    for (const bool is_weighted : {false, true}) {
+      const Threads guard(threads);
+      OptimizerOptions options = options_of(OptimizerKind::kAdam);
+      options.max_gradient = 0.75;  // gradients are gathered first
+      const auto steps = [&](int num_prepared, bool is_disturbed) {
+        Fixture fixture({.gradients = GradientForm::kFused, .optimizer = options});
+        for (const std::int64_t size : {0, 1, 700}) {
+          const LookupInput input = fixture.input(0, is_weighted, at::kLong, {size, 50, size, 3});
+          const LookupInput other = fixture.input(9, is_weighted);
+          const PreparedRows found = fixture.batch->pooled_ahead(input);
+          const Tensor rows = fixture.batch->pooled(other);
+          int num_calls = 0;
+          while (num_calls < num_prepared && found.prepare()) ++num_calls;
+          EXPECT_LE(num_calls, 3);
+          if (num_prepared == kAll) {
+            EXPECT_FALSE(found.prepare());
+          }
+          if (is_disturbed) rows.pow(2).sum().backward();
+          found.rows.pow(2).sum().backward({}, /*retain_graph=*/true);
+          found.rows.pow(2).sum().backward();
+          if (!is_disturbed) rows.pow(2).sum().backward();
+        }
+        return fixture.clones();
+      };
+      for (const bool is_disturbed : {false, true}) {
+        const std::vector<Tensor> wanted = steps(0, is_disturbed);
+        for (const int num_prepared : {1, 2, kAll}) {
+          const std::vector<Tensor> found = steps(num_prepared, is_disturbed);
+          for (std::size_t i = 0; i < found.size(); ++i) {
+            EXPECT_TRUE(found[i].equal(wanted[i])) << num_prepared << " prepared, table " << i;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(TableBatch, GradientsForASinkCanBePrepared) {
+  std::vector<std::vector<RowGradient>> found;
+  for (const bool is_prepared : {false, true}) {
+    Fixture fixture({.gradients = GradientForm::kSparse,
+                     .sink = [&](auto gradients) { found.push_back(std::move(gradients)); }});
+    const PreparedRows rows = fixture.batch->pooled_ahead(fixture.input(40));
+    while (is_prepared && rows.prepare()) {
+    }
+    rows.rows.pow(2).sum().backward();
+  }
+  ASSERT_EQ(found.size(), 2U);
+  for (std::size_t i = 0; i < found[0].size(); ++i) {
+    EXPECT_TRUE(found[0][i].rows.equal(found[1][i].rows));
+    EXPECT_TRUE(found[0][i].values.equal(found[1][i].values));
+  }
+}
+
+TEST(TableBatch, NothingIsPreparedForGradientsThatNobodyTakes) {
+  Fixture dense;
+  EXPECT_EQ(dense.batch->pooled_ahead(dense.input(4)).prepare, nullptr);
+  Fixture fused({.gradients = GradientForm::kFused});
+  EXPECT_NE(fused.batch->pooled_ahead(fused.input(4)).prepare, nullptr);
+  const at::NoGradGuard no_grad;
+  EXPECT_EQ(fused.batch->pooled_ahead(fused.input(4)).prepare, nullptr);
+}
+
 TEST(TableBatch, UnfusedPassesAddUpToOneStep) {
   for (const OptimizerKind kind : kKinds) {
     SCOPED_TRACE(std::string(name_of(kind)));

@@ -2,7 +2,10 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
+#include <map>
 #include <set>
+#include <thread>
 
 #include "sharding/sharded_tables.h"
 #include "support/ranks.h"
@@ -203,6 +206,47 @@ TEST(BagParameters, CopiesStartAlike) {
     ShardedEmbeddingBagCollection collection({config}, plan, group);
     EXPECT_TRUE(at::equal(collection.local_shards()[0].weight.detach(), at::ones({5, 6})));
   });
+}
+
+// Who waits for a late rank sorts its ids meanwhile; who comes late finds everything there.
+TEST(BagGradients, ALateRankChangesNoBit) {
+  constexpr int kWorld = 2;
+  for (const GradientForm form : {GradientForm::kFused, GradientForm::kSparse}) {
+    Job job = job_of(kWorld);
+    job.options.gradients = form;
+    std::map<int, testing::Weights> found;  // by the rank that is late
+    for (const int late : {-1, 0, 1}) {
+      run_ranks(kWorld, [&](const comm::Group& group) {
+        const int rank = group.rank();
+        const auto tables = make_sharded(job, group);
+        const auto dawdle = [&] {
+          if (rank == late) std::this_thread::sleep_for(std::chrono::milliseconds(20));
+        };
+        for (int step = 0; step < 3; ++step) {
+          const auto ids = tables->input_dist(job.bags(step, rank).kjt(false)).wait().wait();
+          dawdle();
+          const auto output = tables->compute_and_output_dist(ids).wait();
+          at::Tensor loss = at::zeros({});
+          for (const auto& name : output.keys()) {
+            loss = loss + (output[name] * job.coefficients(step, rank, name, output[name])).sum();
+          }
+          dawdle();
+          loss.backward();
+          if (form == GradientForm::kSparse) {
+            tables->step();
+            tables->zero_grad_rows();
+          }
+        }
+        const auto whole = tables->gather_tables();
+        if (rank == 0) found[late] = whole;
+      });
+    }
+    for (const auto& [late, tables] : found) {
+      for (const auto& [name, weight] : tables) {
+        EXPECT_TRUE(weight.equal(found[-1].at(name))) << "rank " << late << " late, " << name;
+      }
+    }
+  }
 }
 
 }  // namespace

@@ -10,6 +10,9 @@
 namespace tessera::workloads::dlrm {
 namespace {
 
+// Steps whose samples a log fetches while earlier ones compute.
+constexpr std::int64_t kStepsAhead = 8;
+
 // A tensor on memory of the block, which lives as long as the tensor.
 template <class T>
 at::Tensor tensor_on(const std::shared_ptr<const SampleBlock>& block, const std::vector<T>& values,
@@ -108,18 +111,35 @@ BatchSource::~BatchSource() = default;
 
 std::optional<ClickBatch> BatchSource::next() {
   if (num_steps_ >= 0 && position_ >= num_steps_) return std::nullopt;
+  const Part part = part_of(position_);
+  auto block = blocks_->take();
+  log_->read(part.first, part.count, *block);
+  ++position_;
+  expect_further_steps();
+  return make_batch(std::move(block), log_->schema());
+}
+
+BatchSource::Part BatchSource::part_of(std::int64_t step) const {
   const std::int64_t world = options_.world;
   const std::int64_t rank = options_.rank;
-  const std::int64_t first = options_.begin + position_ * options_.batch_size * world;
+  const std::int64_t first = options_.begin + step * options_.batch_size * world;
   std::int64_t all = options_.batch_size * world;
   if (options_.end >= 0) all = std::min(all, options_.end - first);
   // Rounded up, so that the last ranks are the ones with less.
   const std::int64_t begin = (all * rank + world - 1) / world;
   const std::int64_t end = (all * (rank + 1) + world - 1) / world;
-  auto block = blocks_->take();
-  log_->read(first + begin, end - begin, *block);
-  ++position_;
-  return make_batch(std::move(block), log_->schema());
+  return {first + begin, end - begin};
+}
+
+void BatchSource::expect_further_steps() {
+  std::int64_t end = position_ + kStepsAhead;
+  if (num_steps_ >= 0) end = std::min(end, num_steps_);
+  // After a seek, what was announced is of no use.
+  if (expected_ < position_ || expected_ > end) expected_ = position_;
+  for (; expected_ < end; ++expected_) {
+    const Part part = part_of(expected_);
+    log_->expect(part.first, part.count);
+  }
 }
 
 void BatchSource::seek(std::int64_t position) {

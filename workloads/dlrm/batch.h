@@ -66,8 +66,17 @@ class BatchSource {
   class Blocks;  // memory that batches give back
   std::shared_ptr<const ClickLog> log_;
   BatchSourceOptions options_;
+  /// Where this rank's samples of a step begin, and how many they are.
+  struct Part {
+    std::int64_t first;
+    std::int64_t count;
+  };
+  Part part_of(std::int64_t step) const;
+  void expect_further_steps();
+
   std::int64_t num_steps_ = -1;
   std::int64_t position_ = 0;
+  std::int64_t expected_ = 0;  // steps before this one were announced to the log
   std::shared_ptr<Blocks> blocks_;
 };
 

@@ -19,6 +19,23 @@ struct Piece {
   std::size_t out;  // place of the first in the batch
 };
 
+std::vector<Piece> pieces_of(const ClickFileLayout& layout, std::int64_t first,
+                             std::int64_t count) {
+  std::vector<Piece> pieces;
+  const auto n = static_cast<std::size_t>(count);
+  const auto block_samples = static_cast<std::size_t>(layout.block_samples);
+  for (std::size_t done = 0; done < n;) {
+    const std::size_t sample = static_cast<std::size_t>(first) + done;
+    const std::size_t number = sample / block_samples;
+    const std::size_t begin = sample % block_samples;
+    const std::size_t end =
+        std::min<std::size_t>(layout.blocks[number].num_samples, begin + n - done);
+    pieces.push_back({number, begin, end, done});
+    done += end - begin;
+  }
+  return pieces;
+}
+
 // Walks through the parts of a block; every step is checked against its end.
 class BlockParts {
  public:
@@ -198,18 +215,29 @@ void ClickFile::read(std::int64_t first, std::int64_t count, SampleBlock& block)
   block.labels.resize(n);
   block.dense.resize(n * static_cast<std::size_t>(layout_.schema.num_dense));
   block.lengths.resize(n * layout_.schema.features.size());
-  std::vector<Piece> pieces;
-  const auto block_samples = static_cast<std::size_t>(layout_.block_samples);
-  for (std::size_t done = 0; done < n;) {
-    const std::size_t sample = static_cast<std::size_t>(first) + done;
-    const std::size_t number = sample / block_samples;
-    const std::size_t begin = sample % block_samples;
-    const std::size_t end =
-        std::min<std::size_t>(layout_.blocks[number].num_samples, begin + n - done);
-    pieces.push_back({number, begin, end, done});
-    done += end - begin;
+  Filler(layout_, path_, mapping_->bytes(), block).fill(pieces_of(layout_, first, count));
+}
+
+void ClickFile::expect(std::int64_t first, std::int64_t count) const {
+  const auto& features = layout_.schema.features;
+  const bool varies = std::any_of(features.begin(), features.end(),
+                                  [](const Feature& feature) { return feature.bag_size == 0; });
+  count = std::min(count, layout_.num_samples - first);
+  if (varies || first < 0 || count <= 0) return;
+  for (const Piece& piece : pieces_of(layout_, first, count)) {
+    const ClickFileBlock& block = layout_.blocks[piece.block];
+    std::uint64_t place = block.begin;
+    const auto fetch = [&](std::uint64_t bytes_per_sample) {
+      mapping_->fetch(place + piece.begin * bytes_per_sample,
+                      (piece.end - piece.begin) * bytes_per_sample);
+      place += detail::round_up(block.num_samples * bytes_per_sample, 8);
+    };
+    fetch(1);
+    fetch(static_cast<std::uint64_t>(layout_.schema.num_dense) * (layout_.half_dense ? 2 : 4));
+    for (const Feature& feature : features) {
+      fetch(static_cast<std::uint64_t>(feature.bag_size) * detail::id_bytes(feature));
+    }
   }
-  Filler(layout_, path_, mapping_->bytes(), block).fill(pieces);
 }
 
 void ClickFile::verify() const {

@@ -79,6 +79,8 @@ class ClickFile : public ClickLog {
   std::int64_t num_samples() const noexcept override { return layout_.num_samples; }
   /// Ids are checked against their table while they are copied: throws DataError for damage.
   void read(std::int64_t first, std::int64_t count, SampleBlock& block) const override;
+  /// Where bags vary, only the file itself knows where ids lie; it is then left to the system.
+  void expect(std::int64_t first, std::int64_t count) const override;
 
   const ClickFileLayout& layout() const noexcept { return layout_; }
   std::uint64_t num_bytes() const noexcept;

@@ -61,6 +61,10 @@ class ClickLog {
   /// Fills `block` with the samples [first, first + count), reusing its memory. Any rank may read
   /// any sample. Throws DataError past the end.
   virtual void read(std::int64_t first, std::int64_t count, SampleBlock& block) const = 0;
+
+  /// Says that these samples will be read soon. A log on a disk begins to fetch them and returns
+  /// without waiting; the others do nothing. Samples past the end are left out.
+  virtual void expect(std::int64_t first, std::int64_t count) const;
 };
 
 /// Throws DataError beginning with `name` unless the log holds the samples [first, first + count).

@@ -20,6 +20,9 @@ class MappedFile {
 
   std::string_view bytes() const noexcept { return {data_, num_bytes_}; }
 
+  /// Asks the system to bring these bytes into memory, and does not wait for it.
+  void fetch(std::size_t begin, std::size_t count) const noexcept;
+
  private:
   const char* data_ = nullptr;
   std::size_t num_bytes_ = 0;

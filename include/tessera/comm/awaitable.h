@@ -19,8 +19,11 @@ class [[nodiscard]] Awaitable {
  public:
   using Callback = std::function<T(T)>;
 
-  explicit Awaitable(std::function<T()> wait) : state_(std::make_shared<State>()) {
+  /// `is_here` tells whether `wait` would find the result there; without it nobody knows.
+  explicit Awaitable(std::function<T()> wait, std::function<bool()> is_here = nullptr)
+      : state_(std::make_shared<State>()) {
     state_->wait = std::move(wait);
+    state_->is_here = std::move(is_here);
   }
 
   /// Adds a step applied to the result when it is waited for; applied at once if it has been.
@@ -46,6 +49,7 @@ class [[nodiscard]] Awaitable {
         throw;
       }
       state_->wait = nullptr;
+      state_->is_here = nullptr;
       state_->callbacks.clear();
     }
     return *state_->value;
@@ -53,9 +57,16 @@ class [[nodiscard]] Awaitable {
 
   bool has_value() const noexcept { return state_->value.has_value(); }
 
+  /// Whether the first wait would not have to wait; false if that is not known. For callers that
+  /// have other work to do until then.
+  bool is_ready() const {
+    return has_value() || state_->error || (state_->is_here && state_->is_here());
+  }
+
  private:
   struct State {
     std::function<T()> wait;
+    std::function<bool()> is_here;
     std::vector<Callback> callbacks;
     std::optional<T> value;
     std::exception_ptr error;

@@ -72,6 +72,15 @@ struct TableBatchOptions {
   RowGradientSink sink = {};
 };
 
+/// Pooled rows, and what can be done ahead for their backward pass.
+struct PreparedRows {
+  at::Tensor rows;
+  /// Sorts the ids of one more table, of one per thread if there are several, and returns true;
+  /// false if nothing is left to do. Null if there is nothing to prepare: without a record for
+  /// backward, on CUDA, and where gradients go into `weight.grad()`.
+  std::function<bool()> prepare;
+};
+
 /// Tables that are looked up together. Copies share the tables, the optimizer and the workspace.
 ///
 /// Work buffers are kept and grow to the largest batch seen: beyond that, a call allocates nothing
@@ -88,7 +97,11 @@ class TESSERA_API TableBatch {
   /// Throws IndexError for an id outside its table if the ids are checked, ValueError or TypeError
   /// for shapes and types that do not fit.
   at::Tensor pooled(const LookupInput& input) const;
-  /// The same into `output`, without a record for backward.
+  /// The same, for callers that have time to spare before backward, such as for a message to
+  /// arrive. Backward does what was not prepared, and gives the same bits either way. The work
+  /// buffers hold one call's preparation: a pass of another call in between undoes it.
+  PreparedRows pooled_ahead(const LookupInput& input) const;
+  /// The same as `pooled` into `output`, without a record for backward.
   void pooled_out(const LookupInput& input, at::Tensor& output) const;
 
   /// Returns the rows of all ids, float32, 1-D: feature by feature, id by id, column by column. If

@@ -107,6 +107,52 @@ TEST(BatchSource, ContinuesWhereItWasSaved) {
   EXPECT_TRUE(jagged::kjt_is_equal(a->sparse, b->sparse));
 }
 
+/// Notes what is announced and what is read.
+class NotedLog : public ClickLog {
+ public:
+  const ClickSchema& schema() const noexcept override { return schema_; }
+  std::int64_t num_samples() const noexcept override { return 100; }
+  void read(std::int64_t first, std::int64_t count, SampleBlock& block) const override {
+    notes.push_back("read " + std::to_string(first) + " " + std::to_string(count));
+    block.num_samples = count;
+    block.labels.resize(static_cast<std::size_t>(count));
+  }
+  void expect(std::int64_t first, std::int64_t count) const override {
+    notes.push_back("expect " + std::to_string(first) + " " + std::to_string(count));
+  }
+  mutable std::vector<std::string> notes;
+
+ private:
+  ClickSchema schema_{0, {}};
+};
+
+TEST(BatchSource, AnnouncesStepsOnceAndAheadOfReading) {
+  using Notes = std::vector<std::string>;
+  const auto log = std::make_shared<NotedLog>();
+  BatchSource source(log, {.batch_size = 4, .rank = 1, .world = 2});  // 12 steps
+  (void)source.next();
+  ASSERT_EQ(log->notes.size(), 9U) << "the batch itself and eight steps";
+  EXPECT_EQ(log->notes[0], "read 4 4");
+  EXPECT_EQ(log->notes[1], "expect 12 4");
+  EXPECT_EQ(log->notes[8], "expect 68 4");
+  log->notes.clear();
+  (void)source.next();
+  EXPECT_EQ(log->notes, (Notes{"read 12 4", "expect 76 4"}));
+  log->notes.clear();
+  source.seek(2);  // where it is
+  (void)source.next();
+  EXPECT_EQ(log->notes, (Notes{"read 20 4", "expect 84 4"}));
+  source.seek(10);
+  log->notes.clear();
+  (void)source.next();
+  (void)source.next();
+  EXPECT_EQ(log->notes, (Notes{"read 84 4", "expect 92 4", "read 92 4"}));
+  source.seek(0);
+  log->notes.clear();
+  (void)source.next();
+  EXPECT_EQ(log->notes.size(), 9U);
+}
+
 TEST(BatchSource, MemoryIsReusedOnlyWhenNobodyHoldsIt) {
   BatchSource source(small_log(-1), {.batch_size = 4});
   auto first = source.next();

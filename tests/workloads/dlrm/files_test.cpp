@@ -2,10 +2,13 @@
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <filesystem>
@@ -102,6 +105,59 @@ TEST_F(Files, BinaryComesBackInAnyParts) {
     }
     EXPECT_EQ(error([&] { file.read(990, 11, found); }),
               "a: samples [990, 1001) were asked for, it holds 1000.");
+  }
+}
+
+// How many pages of a file are in memory.
+std::size_t resident_pages(const std::string& path) {
+  const int fd = ::open(path.c_str(), O_RDONLY);
+  const std::size_t size = std::filesystem::file_size(path);
+  void* data = ::mmap(nullptr, size, PROT_READ, MAP_SHARED, fd, 0);
+  ::close(fd);
+  const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+  std::vector<unsigned char> pages((size + page - 1) / page);
+  ::mincore(data, size, pages.data());
+  ::munmap(data, size);
+  return static_cast<std::size_t>(
+      std::count_if(pages.begin(), pages.end(), [](unsigned char one) { return (one & 1) != 0; }));
+}
+
+TEST_F(Files, ExpectedSamplesComeIntoMemory) {
+  SyntheticOptions options;
+  options.schema = {3, equal_features(8, 1000, 10)};
+  options.num_samples = 20000;
+  const std::string name = write_log(path("a"), SyntheticLog(options), {.block_samples = 7000});
+  const ClickFile file(name);
+  const int fd = ::open(name.c_str(), O_RDONLY);
+  ::fsync(fd);
+  ::posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED);
+  ::close(fd);
+  const std::size_t before = resident_pages(name);
+  const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+  const std::size_t wanted = 5000 * (8 * 10 * 4 + 3 * 4 + 1) / page;
+  if (before > wanted / 10) GTEST_SKIP() << "this file system keeps its files in memory";
+  file.expect(5000, 5000);  // of two blocks
+  const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  while (resident_pages(name) < wanted && std::chrono::steady_clock::now() < limit) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  EXPECT_GE(resident_pages(name), wanted);
+}
+
+TEST_F(Files, WhatIsExpectedNeedNotBeThere) {
+  const ClickFile varying(write_log(path("a"), SyntheticLog(mixed_options()), {}));
+  SyntheticOptions options;
+  options.schema = {3, equal_features(2, 50, 1)};
+  options.num_samples = 100;
+  const SyntheticLog log(options);
+  const ClickFile even(write_log(path("b"), log, {.half_dense = true, .block_samples = 30}));
+  for (const ClickLog* one :
+       {static_cast<const ClickLog*>(&varying), static_cast<const ClickLog*>(&even),
+        static_cast<const ClickLog*>(&log)}) {
+    for (const auto& [first, count] :
+         {std::pair{0, 0}, {0, 100}, {90, 100000}, {100000, 5}, {-3, 5}, {5, -1}}) {
+      one->expect(first, count);
+    }
   }
 }
 
