@@ -54,7 +54,7 @@ class PythonHook final : public CommHook {
     const auto future = result.cast<PythonFuture>()->fut;
     return future->then(
         [name = name_](c10::ivalue::Future& done) -> c10::IValue {
-          const c10::IValue value = done.value();
+          c10::IValue value = done.value();
           if (!value.isPyObject()) return value;
           const py::gil_scoped_acquire again;
           const py::object object = torch::jit::toPyObject(value);

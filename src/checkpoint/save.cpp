@@ -241,7 +241,7 @@ void AsyncSaver::save(std::int64_t step, const State& state,
     const std::lock_guard lock(worker.mutex);
     worker.is_running = false;
     worker.error = problem.empty() ? error : nullptr;
-    worker.report = report;
+    worker.report = std::move(report);
   });
   if (thrown) std::rethrow_exception(thrown);
 }

@@ -397,11 +397,12 @@ at::Tensor all_gather(const at::Tensor& input, const Group& group) {
 Awaitable<at::Tensor> all_gather_async(const at::Tensor& input, const Group& group) {
   return later(start_all_gather(input, group, true));
 }
-at::Tensor all_gather_v(const at::Tensor& input, const Group& group, std::optional<Rows> rows) {
+at::Tensor all_gather_v(const at::Tensor& input, const Group& group,
+                        const std::optional<Rows>& rows) {
   return wait(start_all_gather_v(input, group, rows, false));
 }
 Awaitable<at::Tensor> all_gather_v_async(const at::Tensor& input, const Group& group,
-                                         std::optional<Rows> rows) {
+                                         const std::optional<Rows>& rows) {
   return later(start_all_gather_v(input, group, rows, true));
 }
 
@@ -428,19 +429,20 @@ Awaitable<at::Tensor> all_to_all_async(const at::Tensor& input, const Group& gro
   return later(start_all_to_all(input, group, true));
 }
 at::Tensor all_to_all_v(const at::Tensor& input, const Rows& send_rows, const Group& group,
-                        std::optional<Rows> recv_rows) {
+                        const std::optional<Rows>& recv_rows) {
   return wait(start_all_to_all_v(input, send_rows, group, recv_rows, false));
 }
 Awaitable<at::Tensor> all_to_all_v_async(const at::Tensor& input, const Rows& send_rows,
-                                         const Group& group, std::optional<Rows> recv_rows) {
+                                         const Group& group, const std::optional<Rows>& recv_rows) {
   return later(start_all_to_all_v(input, send_rows, group, recv_rows, true));
 }
 
-at::Tensor gather(const at::Tensor& input, int root, const Group& group, std::optional<Rows> rows) {
+at::Tensor gather(const at::Tensor& input, int root, const Group& group,
+                  const std::optional<Rows>& rows) {
   return wait(start_gather(input, root, group, rows, false));
 }
 Awaitable<at::Tensor> gather_async(const at::Tensor& input, int root, const Group& group,
-                                   std::optional<Rows> rows) {
+                                   const std::optional<Rows>& rows) {
   return later(start_gather(input, root, group, rows, true));
 }
 at::Tensor scatter(const at::Tensor& input, const Rows& rows, int root, const Group& group) {

@@ -64,7 +64,7 @@ void MixedPrecision::before_forward() {
     // New memory and a version of its own, so that a graph of an earlier forward keeps what it
     // saved.
     const at::Tensor rounded = at::empty_like(
-        pair.ours, pair.ours.options().dtype(*options_.param_dtype).requires_grad(false));
+        pair.ours, pair.ours.options().dtype(options_.param_dtype).requires_grad(false));
     pair.lent.set_data(rounded);
     torch::autograd::impl::set_version_counter(pair.lent, c10::VariableVersion(0));
     pair.lent.copy_(pair.ours);

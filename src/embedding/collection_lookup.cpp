@@ -116,7 +116,7 @@ CollectionLookup::CollectionLookup(std::string operation, std::vector<EmbeddingT
   }
   state.operation = std::move(operation);
   state.tables = std::move(tables);
-  state.options = options;
+  state.options = std::move(options);
   state.is_pooled = is_pooled;
 }
 

@@ -64,7 +64,7 @@ EmbeddingBagCollection::EmbeddingBagCollection(std::vector<EmbeddingBagConfig> t
                                                bool is_weighted, at::Device device,
                                                TableBatchOptions options)
     : torch::nn::Module("EmbeddingBagCollection"),
-      lookup_(kBagOperation, std::move(tables), /*is_pooled=*/true, options),
+      lookup_(kBagOperation, std::move(tables), /*is_pooled=*/true, std::move(options)),
       is_weighted_(is_weighted),
       weights_(register_tables(*this, kBags, lookup_.tables(), device)) {}
 
@@ -95,7 +95,7 @@ const TableBatch& EmbeddingBagCollection::batch() const { return lookup_.bind(we
 EmbeddingCollection::EmbeddingCollection(std::vector<EmbeddingConfig> tables, at::Device device,
                                          bool need_indices, TableBatchOptions options)
     : torch::nn::Module("EmbeddingCollection"),
-      lookup_(kSequenceOperation, std::move(tables), /*is_pooled=*/false, options),
+      lookup_(kSequenceOperation, std::move(tables), /*is_pooled=*/false, std::move(options)),
       need_indices_(need_indices),
       weights_(register_tables(*this, kSequences, lookup_.tables(), device)) {}
 

@@ -248,7 +248,7 @@ KeyedJaggedTensor KeyedJaggedTensor::dist_init(std::vector<std::string> keys,
           at::arange(fields.num_workers, at::kLong).view({fields.stagger, -1}).t().reshape({-1});
       per_rank = per_rank.index_select(1, order);
     }
-    result.stride_per_key_per_rank = per_rank;
+    result.stride_per_key_per_rank = std::move(per_rank);
   } else {
     const auto& strides = fields.stride_per_rank;
     TESSERA_CHECK_VALUE(static_cast<int>(strides.size()) == fields.num_workers,

@@ -100,7 +100,7 @@ class PooledAllToAll final : public Exchange {
       : batches_(std::move(batches)),
         dims_(std::move(dims)),
         group_(group),
-        codecs_(std::move(codecs)),
+        codecs_(codecs),
         factor_(factor),
         rows_(batches_[group.rank()]),
         sent_(times(batches_, dims_[group.rank()])),
@@ -144,15 +144,15 @@ at::Tensor rows_of_segments(const at::Tensor& lengths, const at::Tensor& recat) 
 
 class SequenceAllToAll final : public Exchange {
  public:
-  SequenceAllToAll(at::Tensor forward_rows, at::Tensor backward_rows, std::int64_t dim, Sizes sent,
-                   Sizes received, const Group& group, Codecs codecs)
+  SequenceAllToAll(at::Tensor forward_rows, at::Tensor backward_rows, std::int64_t dim,
+                   const Sizes& sent, const Sizes& received, const Group& group, Codecs codecs)
       : forward_rows_(std::move(forward_rows)),
         backward_rows_(std::move(backward_rows)),
         dim_(dim),
         sent_(times(sent, dim)),
         received_(times(received, dim)),
         group_(group),
-        codecs_(std::move(codecs)),
+        codecs_(codecs),
         factor_(gradient_factor(group)) {}
 
   Pending start(const at::Tensor& input) override {
@@ -188,7 +188,7 @@ class FlatReduceScatter final : public Exchange {
       : parts_(std::move(parts)),
         shape_(std::move(shape)),
         group_(group),
-        codecs_(std::move(codecs)),
+        codecs_(codecs),
         factor_(gradient_factor(group)) {}
 
   Pending start(const at::Tensor& input) override {
@@ -216,7 +216,7 @@ class FlatReduceScatter final : public Exchange {
 class RowGather final : public Exchange {
  public:
   RowGather(const Group& group, Codecs codecs)
-      : group_(group), codecs_(std::move(codecs)), factor_(gradient_factor(group)) {}
+      : group_(group), codecs_(codecs), factor_(gradient_factor(group)) {}
 
   Pending start(const at::Tensor& input) override {
     shape_ = input.sizes().vec();

@@ -18,8 +18,6 @@ using comm::Group;
 using comm::NoWait;
 using jagged::KeyedJaggedTensor;
 
-const at::TensorOptions kIndex = at::TensorOptions(at::kLong);
-
 bool all_equal(const Sizes& sizes) {
   return std::all_of(sizes.begin(), sizes.end(),
                      [&](std::int64_t size) { return size == sizes[0]; });
@@ -37,7 +35,7 @@ at::Tensor per_sample(const Sizes& order, const Sizes& batch) {
       samples.push_back(sample);
     }
   }
-  return at::tensor(samples, kIndex);
+  return at::tensor(samples, at::kLong);
 }
 
 }  // namespace
@@ -56,7 +54,7 @@ at::Tensor get_recat(std::int64_t local_split, std::int64_t num_splits, int stag
     for (const std::int64_t rank : ranks) order.push_back(key + rank * local_split);
   }
   if (batch_size_per_rank.empty() || all_equal(batch_size_per_rank)) {
-    return at::tensor(order, kIndex);
+    return at::tensor(order, at::kLong);
   }
   Sizes batch;
   for (const std::int64_t size : batch_size_per_rank) batch.insert(batch.end(), local_split, size);
@@ -95,7 +93,7 @@ Awaitable<std::vector<Sizes>> exchange_splits(const std::vector<Sizes>& lists, c
   }
   if (world == 1) return NoWait<std::vector<Sizes>>(lists);
   // Rank by rank, so that each rank's column lies together.
-  at::Tensor columns = at::empty({world, count}, kIndex);
+  at::Tensor columns = at::empty({world, count}, at::kLong);
   auto* numbers = columns.data_ptr<std::int64_t>();
   for (std::int64_t r = 0; r < world; ++r) {
     for (std::int64_t k = 0; k < count; ++k) {
@@ -137,7 +135,7 @@ KJTAllToAllTensorsAwaitable exchange_tensors(const KJTSplitsAllToAllMeta& meta,
   }
   const Sizes strides = is_variable ? Sizes() : received.back();
   // The lengths come first and the values second, whatever else there is.
-  const Sizes output_splits = received[1];
+  const Sizes& output_splits = received[1];
   return KJTAllToAllTensorsAwaitable([meta, pending, strides, output_splits, is_variable, world] {
     const at::NoGradGuard no_grad;
     std::vector<at::Tensor> arrived;
@@ -267,8 +265,8 @@ Awaitable<at::Tensor> sequence_embeddings_alltoall(
     }
     const Sizes& batches = options.batch_size_per_rank;
     if (batches.empty() || all_equal(batches)) {
-      forward_recat = at::tensor(forward, kIndex);
-      backward_recat = at::tensor(backward, kIndex);
+      forward_recat = at::tensor(forward, at::kLong);
+      backward_recat = at::tensor(backward, at::kLong);
     } else {
       Sizes batch_here;
       Sizes batch_away;

@@ -17,7 +17,7 @@ class FlatAllToAll final : public Exchange {
       : sent_(std::move(sent)),
         received_(std::move(received)),
         group_(group),
-        codecs_(std::move(codecs)),
+        codecs_(codecs),
         factor_(factor) {}
 
   Pending start(const at::Tensor& input) override {

@@ -269,8 +269,8 @@ CombinePlan BagState::combine_plan(const DistContext& context) const {
 }
 
 ShardedEmbeddingBagCollection::ShardedEmbeddingBagCollection(
-    std::vector<embedding::EmbeddingBagConfig> tables, ModulePlan plan, comm::Group group,
-    bool is_weighted, ShardedOptions options)
+    std::vector<embedding::EmbeddingBagConfig> tables, ModulePlan plan, const comm::Group& group,
+    bool is_weighted, const ShardedOptions& options)
     : torch::nn::Module("ShardedEmbeddingBagCollection"),
       state_(std::make_shared<State>(std::move(tables), std::move(plan), group, is_weighted,
                                      options)) {

@@ -231,8 +231,8 @@ NamedRows RowState::results(const DistContext& context,
 }
 
 ShardedEmbeddingCollection::ShardedEmbeddingCollection(
-    std::vector<embedding::EmbeddingConfig> tables, ModulePlan plan, comm::Group group,
-    ShardedSequenceOptions options)
+    std::vector<embedding::EmbeddingConfig> tables, ModulePlan plan, const comm::Group& group,
+    const ShardedSequenceOptions& options)
     : torch::nn::Module("ShardedEmbeddingCollection"),
       state_(std::make_shared<State>(std::move(tables), std::move(plan), group, options)) {
   register_shards(*this, "embeddings", state_->local->weights());

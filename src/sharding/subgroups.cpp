@@ -25,7 +25,7 @@ std::optional<comm::Group> shared_subgroup(const comm::Group& group,
   const Key key(group.process_group().get(), ranks);
   const auto known = made.find(key);
   if (known != made.end()) return known->second.second;
-  const comm::Group part = *group.subgroup(ranks, group.name() + ".tables");
+  comm::Group part = *group.subgroup(ranks, group.name() + ".tables");
   made.emplace(key, std::pair(group, part));
   return part;
 }

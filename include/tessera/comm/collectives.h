@@ -61,11 +61,12 @@ TESSERA_API Awaitable<at::Tensor> all_gather_async(const at::Tensor& input, cons
 
 /// Stacks the ranks' rows in rank order; the number of rows may differ. `rows[r]` is rank r's;
 /// without it, one more small message learns them.
-TESSERA_API at::Tensor all_gather_v(const at::Tensor& input, const Group& group,
-                                    std::optional<std::vector<std::int64_t>> rows = std::nullopt);
+TESSERA_API at::Tensor all_gather_v(
+    const at::Tensor& input, const Group& group,
+    const std::optional<std::vector<std::int64_t>>& rows = std::nullopt);
 TESSERA_API Awaitable<at::Tensor> all_gather_v_async(
     const at::Tensor& input, const Group& group,
-    std::optional<std::vector<std::int64_t>> rows = std::nullopt);
+    const std::optional<std::vector<std::int64_t>>& rows = std::nullopt);
 
 /// Cuts the rows evenly over the ranks and reduces each part on the rank that keeps it.
 /// Throws ValueError if the group's size does not divide the number of rows.
@@ -91,18 +92,18 @@ TESSERA_API Awaitable<at::Tensor> all_to_all_async(const at::Tensor& input, cons
 /// `recv_rows`, one more small message learns them.
 TESSERA_API at::Tensor all_to_all_v(
     const at::Tensor& input, const std::vector<std::int64_t>& send_rows, const Group& group,
-    std::optional<std::vector<std::int64_t>> recv_rows = std::nullopt);
+    const std::optional<std::vector<std::int64_t>>& recv_rows = std::nullopt);
 TESSERA_API Awaitable<at::Tensor> all_to_all_v_async(
     const at::Tensor& input, const std::vector<std::int64_t>& send_rows, const Group& group,
-    std::optional<std::vector<std::int64_t>> recv_rows = std::nullopt);
+    const std::optional<std::vector<std::int64_t>>& recv_rows = std::nullopt);
 
 /// Stacks the ranks' rows on rank `root`, in rank order; the other ranks get an empty tensor. The
 /// number of rows may differ; `rows` as in all_gather_v.
 TESSERA_API at::Tensor gather(const at::Tensor& input, int root, const Group& group,
-                              std::optional<std::vector<std::int64_t>> rows = std::nullopt);
+                              const std::optional<std::vector<std::int64_t>>& rows = std::nullopt);
 TESSERA_API Awaitable<at::Tensor> gather_async(
     const at::Tensor& input, int root, const Group& group,
-    std::optional<std::vector<std::int64_t>> rows = std::nullopt);
+    const std::optional<std::vector<std::int64_t>>& rows = std::nullopt);
 
 /// Cuts rank `root`'s rows into `rows[r]` for rank r and returns this rank's part. Every rank gives
 /// `rows`, and an `input` of the same trailing shape and type; only the root's values are read.

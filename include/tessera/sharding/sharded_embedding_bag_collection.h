@@ -59,8 +59,8 @@ class TESSERA_API ShardedEmbeddingBagCollection : public torch::nn::Module, publ
   /// not depend on the shard (see `load_tables`). Throws ValueError for a plan that does not fit,
   /// and if the ranks' plans differ, naming the table.
   ShardedEmbeddingBagCollection(std::vector<embedding::EmbeddingBagConfig> tables, ModulePlan plan,
-                                comm::Group group, bool is_weighted = false,
-                                ShardedOptions options = {});
+                                const comm::Group& group, bool is_weighted = false,
+                                const ShardedOptions& options = {});
   ~ShardedEmbeddingBagCollection() override;
 
   jagged::KeyedTensor forward(const jagged::KeyedJaggedTensor& features);

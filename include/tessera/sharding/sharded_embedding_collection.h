@@ -36,7 +36,7 @@ class TESSERA_API ShardedEmbeddingCollection : public torch::nn::Module, public 
   /// Throws ValueError for a plan that does not fit, and if the ranks' plans differ, naming the
   /// table.
   ShardedEmbeddingCollection(std::vector<embedding::EmbeddingConfig> tables, ModulePlan plan,
-                             comm::Group group, ShardedSequenceOptions options = {});
+                             const comm::Group& group, const ShardedSequenceOptions& options = {});
   ~ShardedEmbeddingCollection() override;
 
   /// Results by name; their order is that of ShardedEmbeddingBagCollection.

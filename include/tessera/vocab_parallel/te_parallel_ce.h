@@ -17,8 +17,10 @@
 namespace tessera::vocab_parallel {
 
 /// The engine is part of the library, so it is always there and nothing is missing.
+// NOLINTBEGIN(readability-identifier-naming): names of the reference
 inline constexpr bool HAVE_TE_PARALLEL_CE = true;
 inline constexpr const char* MISSING_TE_PARALLEL_CE_MSG = "";
+// NOLINTEND(readability-identifier-naming)
 
 /// Returns the loss of every token, shaped as `target`, or with `reduce_loss` their mean over the
 /// tokens that are not ignored.
