@@ -204,8 +204,8 @@ at::Tensor Partition::owner_of(const at::Tensor& nodes) const {
                         low < 0 ? low : high, " in a graph of ", num_nodes(), " nodes.");
   }
   if (!is_contiguous()) return state_->owners.index_select(0, ids.flatten()).view(ids.sizes());
-  const at::Tensor ends = tensor_of({state_->offsets.begin() + 1, state_->offsets.end()});
-  return at::bucketize(ids, ends, /*out_int32=*/false, /*right=*/true);
+  const Sizes ends(state_->offsets.begin() + 1, state_->offsets.end());
+  return at::bucketize(ids, at::tensor(ends, at::kLong), /*out_int32=*/false, /*right=*/true);
 }
 
 std::string Partition::describe() const {
