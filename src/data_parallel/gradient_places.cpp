@@ -63,9 +63,9 @@ class PlacingAllocator final : public c10::Allocator {
   static void install() {
     static std::once_flag once;
     std::call_once(once, [] {
-      // Never removed: tensors remember their allocator.
-      constexpr std::uint8_t kHighestPriority = 255;
-      c10::SetCPUAllocator(new PlacingAllocator(c10::GetCPUAllocator()), kHighestPriority);
+      // Never removed: tensors remember their allocator. With the lowest priority: whoever has set
+      // another, or does so later, has the last word, and gradients are copied.
+      c10::SetCPUAllocator(new PlacingAllocator(c10::GetCPUAllocator()), /*priority=*/0);
     });
   }
 

@@ -81,6 +81,33 @@ TEST(DistributedDataParallel, MovesToAnotherGroup) {
   });
 }
 
+TEST(DistributedDataParallel, GetsCompanyAfterTrainingAlone) {
+  run_ranks(2, [](const comm::Group& world) {
+    const auto first = world.subgroup({0}, "first");
+    const auto second = world.subgroup({1}, "second");
+    auto net = std::make_shared<Layers>();
+    DistributedDataParallel model(net, first ? *first : *second);
+    loss_of(model(sample(7, {2, 5}))).backward();
+    auto alone = std::make_shared<Layers>();
+    loss_of(alone->forward(sample(7, {2, 5}))).backward();
+    EXPECT_TRUE(net->scale.grad().equal(alone->scale.grad()));
+    model.replica().update_process_group(world);
+    for (int step = 0; step < 3; ++step) {
+      clear_gradients(*net);
+      loss_of(model(sample(world.rank(), {2, 5}))).backward();
+    }
+    clear_gradients(*alone);
+    loss_of(alone->forward(at::cat({sample(0, {2, 5}), sample(1, {2, 5})}))).backward();
+    expect_near(net->scale.grad(), alone->scale.grad(), "scale");
+    model.replica().update_process_group(first ? *first : *second);
+    clear_gradients(*net);
+    clear_gradients(*alone);
+    loss_of(model(sample(7, {2, 5}))).backward();
+    loss_of(alone->forward(sample(7, {2, 5}))).backward();
+    expect_near(net->scale.grad(), alone->scale.grad(), "scale, alone again");
+  });
+}
+
 TEST(DistributedDataParallel, SumsOverPartsAndAveragesOverSamples) {
   run_ranks(4, [](const comm::Group& world) {
     const comm::Mesh mesh(world, {{"data", 2}, {"graph", 2}});
