@@ -131,40 +131,6 @@ __device__ __forceinline__ uint4 padding_pack() {
   return make_uint4(word, word, word, word);
 }
 
-/// sums[i] grow by sums over the packs of a warp: one instruction of the matrix units, which have
-/// nothing else to do, instead of eight additions. The packs of its lanes are a matrix of 16 x 16,
-/// and it is multiplied with ones; see sum_of_packs. All lanes of the warp must call it.
-template <typename T>
-__device__ __forceinline__ void add_pack(float (&sums)[4], const uint4& pack);
-template <>
-__device__ __forceinline__ void add_pack<__nv_bfloat16>(float (&sums)[4], const uint4& pack) {
-  constexpr uint32_t kOnes = 0x3f803f80U;
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%8}, "
-      "{%0,%1,%2,%3};"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-      : "r"(pack.x), "r"(pack.y), "r"(pack.z), "r"(pack.w), "r"(kOnes));
-}
-template <>
-__device__ __forceinline__ void add_pack<__half>(float (&sums)[4], const uint4& pack) {
-  constexpr uint32_t kOnes = 0x3c003c00U;
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%8}, "
-      "{%0,%1,%2,%3};"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-      : "r"(pack.x), "r"(pack.y), "r"(pack.z), "r"(pack.w), "r"(kOnes));
-}
-template <>
-__device__ __forceinline__ void add_pack<float>(float (&sums)[4], const uint4& pack) {
-  sums[0] += __uint_as_float(pack.x) + __uint_as_float(pack.y);
-  sums[2] += __uint_as_float(pack.z) + __uint_as_float(pack.w);
-}
-
-/// This lane's share of what add_pack has added. Four lanes hold the same rows of the product.
-template <typename T>
-__device__ __forceinline__ float sum_of_packs(const float (&sums)[4]) {
-  const bool counts = sizeof(T) == 4 || threadIdx.x % 4 == 0;
-  return counts ? sums[0] + sums[2] : 0.F;
-}
-
 /// A row cut at 16-byte boundaries: `head` elements, `num_packs` packs, `tail` elements.
 struct Cut {
   int head;

@@ -54,7 +54,7 @@ __device__ __forceinline__ void move_maximum(Running& r, float maximum, float fa
 
 template <typename T, bool kTotal, bool kWeighted, bool kBest>
 __device__ __forceinline__ void add_packs(const uint4 (&packs)[kPacks], int first, uint32_t valid,
-                                          float factor, Running& r, float (&totals)[4]) {
+                                          float factor, Running& r) {
   using F = Form<T>;
   float top = F::largest(packs[0]);
 #pragma unroll
@@ -64,7 +64,7 @@ __device__ __forceinline__ void add_packs(const uint4 (&packs)[kPacks], int firs
   }
   move_maximum<kWeighted>(r, fmaxf(r.maximum, top), factor);
   const float center = center_of(r.maximum);
-  float s0 = 0.F, s1 = 0.F, w0 = 0.F, w1 = 0.F;
+  float s0 = 0.F, s1 = 0.F, w0 = 0.F, w1 = 0.F, t0 = 0.F, t1 = 0.F;
 #pragma unroll
   for (int u = 0; u < kPacks; ++u) {
 #pragma unroll
@@ -82,14 +82,17 @@ __device__ __forceinline__ void add_packs(const uint4 (&packs)[kPacks], int firs
         w0 = fmaf(e0, d0, w0);
         w1 = fmaf(e1, d1, w1);
       }
-    }
-    if constexpr (kTotal) {
-      const bool counts = ((valid >> u) & 1U) != 0;
-      add_pack<T>(totals, counts ? packs[u] : make_uint4(0, 0, 0, 0));
+      if constexpr (kTotal) {
+        if ((valid >> u) & 1U) {
+          t0 += x0;
+          t1 += x1;
+        }
+      }
     }
   }
   r.sum += s0 + s1;
   if constexpr (kWeighted) r.weighted += w0 + w1;
+  if constexpr (kTotal) r.total += t0 + t1;
 }
 
 /// Joins the lanes: first the maximum, so that each lane moves to it once, then plain sums.
@@ -201,7 +204,6 @@ __global__ void __launch_bounds__(kThreads, kBest ? 3 : 4)
     r.best = -column - 1;
   }
 
-  float totals[4] = {};
   const int num_full = cut.num_packs / kStep;
   for (int step = 0; step < num_full; ++step) {
 #pragma unroll
@@ -209,7 +211,7 @@ __global__ void __launch_bounds__(kThreads, kBest ? 3 : 4)
       next[u] = padding_pack<T>();
       if (i + kStep + u * kThreads < cut.num_packs) next[u] = packs[i + kStep + u * kThreads];
     }
-    add_packs<T, kTotal, kWeighted, kBest>(now, i, ~0U, factor, r, totals);
+    add_packs<T, kTotal, kWeighted, kBest>(now, i, ~0U, factor, r);
     i += kStep;
 #pragma unroll
     for (int u = 0; u < kPacks; ++u) now[u] = next[u];
@@ -217,11 +219,7 @@ __global__ void __launch_bounds__(kThreads, kBest ? 3 : 4)
   uint32_t valid = 0;
 #pragma unroll
   for (int u = 0; u < kPacks; ++u) valid |= i + u * kThreads < cut.num_packs ? 1U << u : 0U;
-  // Together, if one lane has some left: the others add nothing.
-  if (__any_sync(~0U, valid != 0)) {
-    add_packs<T, kTotal, kWeighted, kBest>(now, i, valid, factor, r, totals);
-  }
-  if constexpr (kTotal) r.total += sum_of_packs<T>(totals);
+  if (valid != 0) add_packs<T, kTotal, kWeighted, kBest>(now, i, valid, factor, r);
 
   int own_best = 0x7fffffff;
   const float own_maximum = r.maximum;
