@@ -13,6 +13,7 @@
 
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/version.h>
 
 #include "data_parallel/models.h"
 #include "tessera/comm/collectives.h"
@@ -107,9 +108,12 @@ TEST(DirectGradients, WorkWithSmallBucketsAndMoreRanks) {
 
 TEST(DirectGradients, AreLeftAloneWhereTheyCannotBePlaced) {
   run_ranks(2, [](const comm::Group& world) {
-    for (Options options :
-         {Options{.find_unused_parameters = true, .gradient_as_bucket_view = true},
-          Options{.gradient_as_bucket_view = false}, Options{.batched_grad_copy = true}}) {
+    std::vector<Options> sets = {{.find_unused_parameters = true, .gradient_as_bucket_view = true},
+                                 {.gradient_as_bucket_view = false}};
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+    sets.push_back({.batched_grad_copy = true});
+#endif
+    for (const Options& options : sets) {
       auto net = std::make_shared<Layers>(2, kWidth);
       DistributedDataParallel model(net, world, options);
       loss_of(model(batch(0, world.rank()))).backward();
