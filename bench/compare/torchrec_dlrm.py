@@ -207,7 +207,8 @@ def time_torchrec(args, pipeline: bool, memory: PeakMemory | None = None) -> dic
         return json.loads(pathlib.Path(folder, "times.json").read_text())
 
 
-def time_tessera(args, memory: PeakMemory | None = None) -> list[dict]:
+def time_tessera(args, memory: PeakMemory | None = None) -> tuple[list[dict], list[dict]]:
+    """The steps of rank 0, and where the time of every rank went, warm-ups included."""
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--ranks", RANKS, "--data", args.data, "--dim", DIM, "--batch", args.batch]
         flags += ["--steps", args.steps + WARM_UPS, "--optimizer", "sgd", "--table-optimizer", "sgd"]
@@ -219,7 +220,8 @@ def time_tessera(args, memory: PeakMemory | None = None) -> list[dict]:
             raise SystemExit("tessera train dlrm failed")
         report = pathlib.Path(json.loads(process.stdout.read())["report"])
         lines = [json.loads(line) for line in report.with_name("metrics.jsonl").read_text().splitlines()]
-        return [line for line in lines if line["kind"] == "step"][WARM_UPS:]
+        steps = [line for line in lines if line["kind"] == "step"][WARM_UPS:]
+        return steps, [line for line in lines if line["kind"] == "breakdown"]
 
 
 def print_row(operation: str, variant: str, values: list[float], unit: str = "us") -> None:
@@ -230,9 +232,13 @@ def print_row(operation: str, variant: str, values: list[float], unit: str = "us
 
 
 def measure(args) -> None:
-    ours, theirs, pipelined, dense = [], [], [], []
+    ours, waits, theirs, pipelined, dense = [], {}, [], [], []
     for _ in range(args.rounds):
-        ours += time_tessera(args)
+        steps, ranks = time_tessera(args)
+        ours += steps
+        for rank in ranks:
+            waited = sum(phase["waited"] for phase in rank["phases"].values())
+            waits.setdefault(rank["rank"], []).append(1e6 * waited / rank["steps"])
         plain = time_torchrec(args, pipeline=False)
         theirs += plain["step"]
         dense += plain["dense"]
@@ -241,6 +247,8 @@ def measure(args) -> None:
     print_row("step", "torchrec", [1e6 * seconds for seconds in theirs])
     print_row("step", "torchrec_pipeline", [1e6 * seconds for seconds in pipelined])
     print_row("exposed_communication", "tessera", [1e6 * step["exposed_comm_seconds"] for step in ours])
+    for rank, means in waits.items():
+        print_row("exposed_communication", f"tessera_mean_of_rank_{rank}", means)
     print_row("dense", "torchrec", [1e6 * seconds for seconds in dense])
     for variant, run in (
         ("tessera", lambda memory: time_tessera(args, memory)),
