@@ -5,8 +5,8 @@
 
 #include <ATen/core/grad_mode.h>
 #include <c10/core/CPUAllocator.h>
-#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
 
 namespace tessera::data_parallel {
 namespace {
