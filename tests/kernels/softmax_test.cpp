@@ -270,5 +270,77 @@ TEST_P(Softmax, FusedEqualsTheReferenceForEveryLength) {
   }
 }
 
+TEST_P(Softmax, GradientOfTheSoftmaxAloneIsRoundedOnce) {
+  // Half a unit in the last place of the type, and the error of the exponential.
+  const double relative = GetParam().element == Element::kFloat32    ? 4e-7
+                          : GetParam().element == Element::kBFloat16 ? 1.0 / 256 + 1e-4
+                                                                     : 1.0 / 2048 + 1e-5;
+  const double smallest = GetParam().element == Element::kFloat16 ? 0x1p-24 : 0x1p-126;
+  const std::vector<float> maxima{3.0F, -200.0F, 340.0F, 900.0F, 0.0F, 2.0F, 2.0F, 2.0F, -3.0F};
+  const std::vector<float> softmax{0.5F,   -0.25F, 4.9e-4F, 1.0F, -3e-7F,
+                                   1e-30F, 1e20F,  1e-40F,  7.0F};
+  const std::vector<float> zeros(9, 0.0F);
+  const std::vector<std::int64_t> labels(9, -100);
+  for (const float scale : {1.0F, 0.6F}) {
+    at::Tensor x = logits(9, 3001, 1.0).to(at::kFloat);
+    x = x * 3 - at::arange(3001, at::kFloat) / 25;  // down to where nothing is left
+    for (int r = 0; r < 9; ++r) x[r] += maxima[r] - x[r].max().item<float>();
+    x.slice(1, 100, 104).fill_(-kInfinity);
+    x.select(1, 200).fill_(std::nan(""));
+    x = x.to(type_of(GetParam().element));
+    at::Tensor actual = at::empty_like(x);
+    SoftmaxGradientTask task{
+        .rows = rows_of(x),
+        .labels = {labels.data()},
+        .scale = scale,
+        .coefficients = {maxima.data(), softmax.data(), nullptr, zeros.data(), zeros.data()},
+        .gradient = actual.mutable_data_ptr(),
+        .num_written = 3001,
+        .inner_stride = 3001};
+    gradient_kernel()(task, 0, 9);
+    EXPECT_TRUE((actual.slice(1, 100, 104) == 0).all().item<bool>());
+    EXPECT_TRUE(actual.select(1, 200).isnan().all().item<bool>());
+    const at::Tensor of = at::tensor(softmax).to(at::kDouble).unsqueeze(1);
+    const at::Tensor distance =
+        (x.to(at::kDouble) - at::tensor(maxima).to(at::kDouble).unsqueeze(1)) *
+        static_cast<double>(scale);
+    const at::Tensor exact = of * distance.exp();
+    const double largest = GetParam().element == Element::kFloat16 ? 60000.0 : 1e38;
+    // An exponential below the smallest normal number is 0.
+    const at::Tensor lost = of.abs().clamp_min(1.0) * smallest;
+    // scale (x - maximum) is rounded twice in float32, which the exponential multiplies.
+    const at::Tensor allowed = exact.abs() * (distance.abs() * 0x1p-23 + relative) + lost;
+    const at::Tensor error = (actual.to(at::kDouble) - exact).abs() / allowed;
+    for (int r = 0; r < 9; ++r) {
+      if (std::fabs(softmax[r]) > largest) continue;
+      EXPECT_LE(error[r].nan_to_num(0.0).max().item<double>(), 1.0) << "row " << r;
+    }
+  }
+}
+
+TEST_P(Softmax, NoPayloadHidesAMissingNumber) {
+  if (GetParam().element != Element::kFloat32) GTEST_SKIP() << "for 32 bits";
+  for (const std::uint32_t bits :
+       {0x7F800001U, 0x7FFFFFFFU, 0xFFC00000U, 0xFFFFFFFFU, 0xFF8001FFU}) {
+    at::Tensor x = logits(1, 40);
+    static_cast<std::uint32_t*>(x.data_ptr())[17] = bits;
+    Outputs actual(1);
+    SoftmaxStatisticsTask task{.rows = rows_of(x), .out = actual.all()};
+    statistics_kernel()(task, 0, 1);
+    EXPECT_TRUE(std::isnan(actual.sum[0])) << std::hex << bits;
+    const float one = 1.0F;
+    const float zero = 0.0F;
+    at::Tensor gradient = at::empty_like(x);
+    const SoftmaxGradientTask of{
+        .rows = rows_of(x),
+        .coefficients = {actual.maximum.data(), &one, nullptr, &zero, &zero},
+        .gradient = gradient.mutable_data_ptr(),
+        .num_written = 40,
+        .inner_stride = 40};
+    gradient_kernel()(of, 0, 1);
+    EXPECT_EQ(gradient.isnan().sum().item<std::int64_t>(), 1) << std::hex << bits;
+  }
+}
+
 }  // namespace
 }  // namespace tessera::kernels

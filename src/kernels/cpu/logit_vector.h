@@ -128,6 +128,7 @@ inline void store_fence() {
 
 struct SingleForm {
   using Stored = float;
+  static constexpr bool kIsRough = false;
   static constexpr Stored kPadding = kMinusInfinity;
   static constexpr int kBlock = 512;
   static float widen(Stored x) { return x; }
@@ -143,6 +144,7 @@ struct SingleForm {
 
 struct BrainForm {
   using Stored = std::uint16_t;
+  static constexpr bool kIsRough = true;  // half a unit in its last place is 2^-8 of a value
   static constexpr Stored kPadding = 0xFF80;
   static constexpr int kBlock = 1024;
   static float widen(Stored x) { return bits_as<float>(static_cast<std::uint32_t>(x) << 16); }
@@ -156,19 +158,26 @@ struct BrainForm {
     return bits + 0x7FFFU + ((bits >> 16) & 1U);
   }
   static void store(Stored* to, Pair pair, bool streaming) {
-    const Words low = rounded(pair.a) >> 16;
-    const Words high = rounded(pair.b);
+    store_high(to, rounded(pair.a), rounded(pair.b), streaming);
+  }
+  /// Cuts the low halves off instead of rounding.
+  static void store_cut(Stored* to, Pair pair, bool streaming) {
+    store_high(to, bits_as<Words>(pair.a), bits_as<Words>(pair.b), streaming);
+  }
+  static void store_high(Stored* to, Words a, Words b, bool streaming) {
+    const Words low = a >> 16;
 #if defined(__AVX2__) && !defined(__AVX512F__)
-    store_vector(to, _mm256_blend_epi16(bits_as<__m256i>(low), bits_as<__m256i>(high), 0xAA),
+    store_vector(to, _mm256_blend_epi16(bits_as<__m256i>(low), bits_as<__m256i>(b), 0xAA),
                  streaming);
 #else
-    store_vector(to, low | (high & 0xFFFF0000U), streaming);
+    store_vector(to, low | (b & 0xFFFF0000U), streaming);
 #endif
   }
 };
 
 struct HalfForm {
   using Stored = std::uint16_t;
+  static constexpr bool kIsRough = false;
   static constexpr Stored kPadding = 0xFC00;
   static constexpr int kBlock = 1024;
   // Exponent and fraction move to their places in a float whose exponent is 112 too small; the
@@ -181,6 +190,31 @@ struct HalfForm {
     return bits_as<Floats>(finite | sign);
   }
   static float widen(Stored x) { return widened(Words{} + static_cast<std::uint32_t>(x))[0]; }
+#if defined(__AVX512F__)
+  static Pair load(const Stored* from) {
+    const auto* halves = reinterpret_cast<const __m256i_u*>(from);
+    return {_mm512_maskz_cvtph_ps(0xFFFF, halves[0]), _mm512_maskz_cvtph_ps(0xFFFF, halves[1])};
+  }
+  static void store(Stored* to, Pair pair, bool streaming) {
+    constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    const __m256i halves[2] = {_mm512_maskz_cvtps_ph(0xFFFF, pair.a, kNearest),
+                               _mm512_maskz_cvtps_ph(0xFFFF, pair.b, kNearest)};
+    Words whole;
+    __builtin_memcpy(&whole, halves, sizeof(whole));
+    store_vector(to, whole, streaming);
+  }
+#elif defined(__F16C__)
+  static Pair load(const Stored* from) {
+    const auto* halves = reinterpret_cast<const __m128i_u*>(from);
+    return {_mm256_cvtph_ps(halves[0]), _mm256_cvtph_ps(halves[1])};
+  }
+  static void store(Stored* to, Pair pair, bool streaming) {
+    constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    store_vector(
+        to, _mm256_set_m128i(_mm256_cvtps_ph(pair.b, kNearest), _mm256_cvtps_ph(pair.a, kNearest)),
+        streaming);
+  }
+#else
   static Pair load(const Stored* from) {
     const Words words = *reinterpret_cast<const LooseWords*>(from);
     return {widened(words & 0xFFFFU), widened(words >> 16)};
@@ -200,6 +234,7 @@ struct HalfForm {
   static void store(Stored* to, Pair pair, bool streaming) {
     store_vector(to, rounded(pair.a) | (rounded(pair.b) << 16), streaming);
   }
+#endif
 };
 
 /// Calls `body(form)` for the form of the element type.

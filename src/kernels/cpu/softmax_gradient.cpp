@@ -22,33 +22,96 @@ struct Row {
 };
 
 template <bool kWeighted, bool kScaled>
-inline Floats gradient_of(Floats x, const Row& row) {
-  const Floats d = distance<kScaled>(x, row.maximum, row.scale);
-  const Floats e = exponential(d);
-  if constexpr (kWeighted) {
-    // Where e is 0, d may be -inf; any finite number makes the product 0.
-    return e * (row.softmax + row.weighted * larger(d, splat(-200.0F))) + row.uniform;
-  } else {
-    return e * row.softmax + row.uniform;
+struct Exactly {
+  Row row;
+
+  Floats operator()(Floats x) const {
+    const Floats d = distance<kScaled>(x, row.maximum, row.scale);
+    const Floats e = exponential(d);
+    if constexpr (kWeighted) {
+      // Where e is 0, d may be -inf; any finite number makes the product 0.
+      return e * (row.softmax + row.weighted * larger(d, splat(-200.0F))) + row.uniform;
+    } else {
+      return e * row.softmax + row.uniform;
+    }
   }
+  template <typename Form>
+  static void store(typename Form::Stored* to, Pair pair, bool streaming) {
+    Form::store(to, pair, streaming);
+  }
+};
+
+/// softmax exp(scale (x - maximum)) as a power of two, for results of 8 bits: the relative error is
+/// below 1.5e-4 before they are rounded. What is less than 2^-126 may be wrong by as much, and is 0
+/// where x = -inf.
+class Roughly {
+ public:
+  /// Beyond these the power's own error or range would not do.
+  static bool serves(float maximum, float scale, float softmax) {
+#if defined(__FMA__)
+    const float product = __builtin_fabsf(maximum * scale);
+    const float size = __builtin_fabsf(softmax);
+    return product < 300.0F && scale < 300.0F && size > 0x1p-80F && size < 0x1p40F;
+#else
+    (void)maximum, (void)scale, (void)softmax;
+    return false;  // x * factor would be rounded
+#endif
+  }
+
+  /// t = x factor - less is the logarithm of the result, less 1/2: the fraction then lies between 1
+  /// and 2, where half a unit in the last place is 2^-8. Added here, it makes cutting rounding.
+  Roughly(float maximum, float scale, float softmax) {
+    constexpr double kLog2OfE = 1.4426950408889634;
+    const auto rate = static_cast<float>(kLog2OfE * static_cast<double>(scale));
+    const double at_zero = __builtin_log2(static_cast<double>(__builtin_fabsf(softmax))) -
+                           static_cast<double>(maximum) * static_cast<double>(rate);
+    factor_ = splat(rate);
+    less_ = splat(static_cast<float>(0.5 - at_zero));
+    const float sign = softmax < 0.0F ? -1.0F : 1.0F;
+    coefficients_[0] = splat(sign * (1.41411173F + 0x1p-8F));
+    coefficients_[1] = splat(sign * 0.980419219F);
+    coefficients_[2] = splat(sign * 0.343105286F);
+    coefficients_[3] = splat(sign * 0.0780243352F);
+  }
+
+  Floats operator()(Floats x) const {
+    constexpr float kRounder = 0x1.8p23F;
+    const Floats t = larger(x * factor_ - less_, splat(-127.5F));
+    const Floats shifted = t + kRounder;
+    const Floats rest = t - (shifted - kRounder);
+    Floats value = rest * coefficients_[3] + coefficients_[2];
+    value = value * rest + coefficients_[1];
+    value = value * rest + coefficients_[0];
+    // A NaN stays one: those that come of 16 bits end in zeros, so that nothing is added.
+    return bits_as<Floats>(bits_as<Words>(value) + (bits_as<Words>(shifted) << 23));
+  }
+  template <typename Form>
+  static void store(typename Form::Stored* to, Pair pair, bool streaming) {
+    Form::store_cut(to, pair, streaming);
+  }
+
+ private:
+  Floats factor_;
+  Floats less_;
+  Floats coefficients_[4];
+};
+
+template <typename Form, typename Function>
+inline void write_pair(typename Form::Stored* g, Pair x, const Function& function, bool streaming) {
+  Function::template store<Form>(g, Pair{function(x.a), function(x.b)}, streaming);
 }
 
-template <bool kWeighted, bool kScaled>
-inline Pair gradient_of(Pair x, const Row& row) {
-  return {gradient_of<kWeighted, kScaled>(x.a, row), gradient_of<kWeighted, kScaled>(x.b, row)};
-}
-
-template <typename Form, bool kWeighted, bool kScaled>
+template <typename Form, typename Function>
 void write_part(const typename Form::Stored* x, typename Form::Stored* g, std::int64_t count,
-                const Row& row) {
+                const Function& function) {
   typename Form::Stored buffer[kPair];
-  Form::store(buffer, gradient_of<kWeighted, kScaled>(load_part<Form>(x, count), row), false);
+  write_pair<Form>(buffer, load_part<Form>(x, count), function, false);
   for (std::int64_t i = 0; i < count; ++i) g[i] = buffer[i];
 }
 
-template <typename Form, bool kWeighted, bool kScaled>
+template <typename Form, typename Function>
 void write_row(const typename Form::Stored* x, typename Form::Stored* g, std::int64_t count,
-               const Row& row, bool streaming) {
+               const Function& function, bool streaming) {
   std::int64_t i = 0;
   if (streaming) {
     const auto misaligned =
@@ -57,18 +120,18 @@ void write_row(const typename Form::Stored* x, typename Form::Stored* g, std::in
     constexpr auto kPerVector = static_cast<std::int64_t>(sizeof(Floats) / sizeof(*g));
     i = misaligned == 0 ? 0 : kPerVector - misaligned;
     i = i < count ? i : count;
-    if (i > 0) write_part<Form, kWeighted, kScaled>(x, g, i, row);
+    if (i > 0) write_part<Form>(x, g, i, function);
     for (; i + kPair <= count; i += kPair) {
       prefetch_ahead(x + i + kAhead);
-      Form::store(g + i, gradient_of<kWeighted, kScaled>(Form::load(x + i), row), true);
+      write_pair<Form>(g + i, Form::load(x + i), function, true);
     }
   } else {
     for (; i + kPair <= count; i += kPair) {
       prefetch_ahead(x + i + kAhead);
-      Form::store(g + i, gradient_of<kWeighted, kScaled>(Form::load(x + i), row), false);
+      write_pair<Form>(g + i, Form::load(x + i), function, false);
     }
   }
-  if (i < count) write_part<Form, kWeighted, kScaled>(x + i, g + i, count - i, row);
+  if (i < count) write_part<Form>(x + i, g + i, count - i, function);
 }
 
 template <typename Form>
@@ -93,16 +156,27 @@ void gradient(const SoftmaxGradientTask& task, std::int64_t first, std::int64_t 
     const bool owned = column >= 0 && column < num_columns;
     // Read before the row is written: it may be the same memory.
     const float label_logit = owned ? Form::widen(x[column]) : 0.0F;
-    if (from.weighted != nullptr) {
-      write_row<Form, true, true>(x, g, num_columns, row, streaming);
+    const auto write = [&](const auto& function) {
+      write_row<Form>(x, g, num_columns, function, streaming);
+    };
+    bool is_rough = false;
+    if constexpr (Form::kIsRough) {
+      is_rough = from.weighted == nullptr && from.uniform[r] == 0.0F &&
+                 Roughly::serves(from.maximum[r], task.scale, from.softmax[r]);
+      if (is_rough) write(Roughly(from.maximum[r], task.scale, from.softmax[r]));
+    }
+    if (is_rough) {
+      // Done.
+    } else if (from.weighted != nullptr) {
+      write(Exactly<true, true>{row});
     } else if (task.scale != 1.0F) {
-      write_row<Form, false, true>(x, g, num_columns, row, streaming);
+      write(Exactly<false, true>{row});
     } else {
-      write_row<Form, false, false>(x, g, num_columns, row, streaming);
+      write(Exactly<false, false>{row});
     }
     if (owned) {
       // The whole sum is formed before it is rounded.
-      const Floats value = gradient_of<true, true>(splat(label_logit), row) + target;
+      const Floats value = Exactly<true, true>{row}(splat(label_logit)) + target;
       Stored buffer[kPair];
       Form::store(buffer, Pair{value, value}, false);
       g[column] = buffer[0];
