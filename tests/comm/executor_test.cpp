@@ -167,10 +167,15 @@ TEST_F(ExecutorTest, ACallbackMayUseTheExecutor) {
 }
 
 TEST_F(ExecutorTest, StopFailsWhatIsQueued) {
+  std::promise<void> begun;
   std::promise<void> gate;
-  const auto running = blocked(gate.get_future().share());
+  const auto running = work([&](EngineWork&) {
+    begun.set_value();
+    gate.get_future().wait();
+  });
   const auto queued = work([](EngineWork&) { ADD_FAILURE() << "ran after the stop"; });
   executor_->run_later(running);
+  begun.get_future().wait();  // what has not begun is queued, too
   executor_->run_later(queued);
   std::thread stopper([&] { executor_->stop("the test is over"); });
   for (int i = 0; i < 1000 && !queued->isCompleted(); ++i) std::this_thread::sleep_for(1ms);
