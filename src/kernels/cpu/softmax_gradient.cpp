@@ -159,20 +159,24 @@ void gradient(const SoftmaxGradientTask& task, std::int64_t first, std::int64_t 
     const auto write = [&](const auto& function) {
       write_row<Form>(x, g, num_columns, function, streaming);
     };
-    bool is_rough = false;
+    const auto write_exactly = [&] {
+      if (from.weighted != nullptr) {
+        write(Exactly<true, true>{row});
+      } else if (task.scale != 1.0F) {
+        write(Exactly<false, true>{row});
+      } else {
+        write(Exactly<false, false>{row});
+      }
+    };
     if constexpr (Form::kIsRough) {
-      is_rough = from.weighted == nullptr && from.uniform[r] == 0.0F &&
-                 Roughly::serves(from.maximum[r], task.scale, from.softmax[r]);
-      if (is_rough) write(Roughly(from.maximum[r], task.scale, from.softmax[r]));
-    }
-    if (is_rough) {
-      // Done.
-    } else if (from.weighted != nullptr) {
-      write(Exactly<true, true>{row});
-    } else if (task.scale != 1.0F) {
-      write(Exactly<false, true>{row});
+      if (from.weighted == nullptr && from.uniform[r] == 0.0F &&
+          Roughly::serves(from.maximum[r], task.scale, from.softmax[r])) {
+        write(Roughly(from.maximum[r], task.scale, from.softmax[r]));
+      } else {
+        write_exactly();
+      }
     } else {
-      write(Exactly<false, false>{row});
+      write_exactly();
     }
     if (owned) {
       // The whole sum is formed before it is rounded.
