@@ -1,8 +1,9 @@
 // Softmax statistics on CUDA: one block per row, one read of it.
 //
-// 256 threads with four packs of 16 bytes and the next four already on their way, at most 64
-// registers so that four blocks share a multiprocessor: every other arrangement tried was slower.
-// The running maximum moves once per four packs.
+// Every thread has four packs of 16 bytes and the next four already on their way, and at most 64
+// registers, so that 1024 threads share a multiprocessor: every other arrangement tried was slower.
+// The running maximum moves once per four packs. Rows are shared by 128 threads, very long ones by
+// 256: few rows make few blocks, and the last ones would leave the GPU half empty.
 
 #include <algorithm>
 
@@ -12,9 +13,9 @@
 namespace tessera::kernels::cuda {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / 32;
 constexpr int kPacks = 4;
+/// Rows of more packs get 256 threads.
+constexpr std::int64_t kLongRow = 24576;
 
 /// Sums so far, relative to `maximum`. `weighted` is in units of log2(e): it sums e * exponent.
 struct Running {
@@ -52,28 +53,44 @@ __device__ __forceinline__ void move_maximum(Running& r, float maximum, float fa
   r.maximum = maximum;
 }
 
-template <typename T, bool kTotal, bool kWeighted, bool kBest>
-__device__ __forceinline__ void add_packs(const uint4 (&packs)[kPacks], int first, uint32_t valid,
-                                          float factor, Running& r) {
+/// Of a few packs, relative to a centre.
+struct Sums {
+  float sum;
+  float weighted;
+  float total;
+};
+
+// Note [Exponents in one operation]
+// k (x - center) log2(e) takes a subtraction and a product. As fma(x, factor, -c) with c the
+// rounded product of center and factor, it takes one operation and is rounded once, at its own
+// size. c is not quite center * factor, but by the same `rest` for every element, which the fma
+// gives exactly: the sums are put right once per batch. Two things do not survive it, and such a
+// batch is summed again the careful way (kCareful), read again because its registers are taken:
+// a centre so large that `rest` is not small, and -inf or finite masks in the weighted sum, where
+// 0 * -inf makes NaN.
+
+/// Up to here `rest` is at most 1/16.
+constexpr float kLargestShift = 1048576.F;
+
+template <typename T, bool kTotal, bool kWeighted, bool kLast, bool kCareful>
+__device__ __forceinline__ Sums sum_packs(const uint4 (&packs)[kPacks], uint32_t valid,
+                                          float center, float factor) {
   using F = Form<T>;
-  float top = F::largest(packs[0]);
-#pragma unroll
-  for (int u = 1; u < kPacks; ++u) top = fmaxf(top, F::largest(packs[u]));
-  if constexpr (kBest) {
-    if (top > r.maximum) r.best = first;
-  }
-  move_maximum<kWeighted>(r, fmaxf(r.maximum, top), factor);
-  const float center = center_of(r.maximum);
+  const float shift = -(center * factor);
   float s0 = 0.F, s1 = 0.F, w0 = 0.F, w1 = 0.F, t0 = 0.F, t1 = 0.F;
 #pragma unroll
   for (int u = 0; u < kPacks; ++u) {
+    if (kLast && ((valid >> u) & 1U) == 0) continue;
 #pragma unroll
     for (int i = 0; i < F::kCount; i += 2) {
       const float x0 = F::get(packs[u], i), x1 = F::get(packs[u], i + 1);
-      float d0 = exponent_of(x0, center, factor), d1 = exponent_of(x1, center, factor);
-      if constexpr (kWeighted) {
-        d0 = larger_or_nan(d0, kSmallest);
-        d1 = larger_or_nan(d1, kSmallest);
+      float d0, d1;
+      if constexpr (kCareful) {
+        d0 = larger_or_nan(exponent_of(x0, center, factor), kSmallest);
+        d1 = larger_or_nan(exponent_of(x1, center, factor), kSmallest);
+      } else {
+        d0 = fmaf(x0, factor, shift);
+        d1 = fmaf(x1, factor, shift);
       }
       const float e0 = exp2_fast(d0), e1 = exp2_fast(d1);
       s0 += e0;
@@ -83,16 +100,50 @@ __device__ __forceinline__ void add_packs(const uint4 (&packs)[kPacks], int firs
         w1 = fmaf(e1, d1, w1);
       }
       if constexpr (kTotal) {
-        if ((valid >> u) & 1U) {
-          t0 += x0;
-          t1 += x1;
-        }
+        t0 += x0;
+        t1 += x1;
       }
     }
   }
-  r.sum += s0 + s1;
-  if constexpr (kWeighted) r.weighted += w0 + w1;
-  if constexpr (kTotal) r.total += t0 + t1;
+  Sums sums{s0 + s1, w0 + w1, t0 + t1};
+  if constexpr (!kCareful) {
+    const float rest = -fmaf(center, factor, shift);
+    const float f = exp2_fast(rest);
+    if constexpr (kWeighted) sums.weighted = f * fmaf(rest, sums.sum, sums.weighted);
+    sums.sum *= f;
+  }
+  return sums;
+}
+
+/// Adds the packs from `first` on, of which `now` holds copies. kLast: only those in `valid`.
+template <typename T, int kThreads, bool kTotal, bool kWeighted, bool kBest, bool kLast>
+__device__ __forceinline__ void add_packs(const uint4 (&now)[kPacks], const uint4* packs, int first,
+                                          uint32_t valid, float factor, Running& r) {
+  using F = Form<T>;
+  float top = F::largest(now[0]);
+#pragma unroll
+  for (int u = 1; u < kPacks; ++u) top = fmaxf(top, F::largest(now[u]));
+  if constexpr (kBest) {
+    if (top > r.maximum) r.best = first;
+  }
+  move_maximum<kWeighted>(r, fmaxf(r.maximum, top), factor);
+  const float center = center_of(r.maximum);
+  // See Note [Exponents in one operation].
+  Sums sums = sum_packs<T, kTotal, kWeighted, kLast, false>(now, valid, center, factor);
+  bool again = !(fabsf(center * factor) < kLargestShift);
+  if constexpr (kWeighted) again = again || sums.weighted != sums.weighted;
+  if (again) {
+    uint4 copies[kPacks];
+#pragma unroll
+    for (int u = 0; u < kPacks; ++u) {
+      copies[u] = padding_pack<T>();
+      if (!kLast || ((valid >> u) & 1U) != 0) copies[u] = packs[first + u * kThreads];
+    }
+    sums = sum_packs<T, kTotal, kWeighted, kLast, true>(copies, valid, center, factor);
+  }
+  r.sum += sums.sum;
+  if constexpr (kWeighted) r.weighted += sums.weighted;
+  if constexpr (kTotal) r.total += sums.total;
 }
 
 /// Joins the lanes: first the maximum, so that each lane moves to it once, then plain sums.
@@ -114,7 +165,7 @@ __device__ __forceinline__ Running join_warp(Running r, float factor) {
 }
 
 /// Joins the warps' results, which do not depend on each other, in a fixed order.
-template <bool kTotal, bool kWeighted>
+template <bool kTotal, bool kWeighted, int kWarps>
 __device__ __forceinline__ Running join_warps(const Running (&of_warp)[kWarps], float factor) {
   float maximum = of_warp[0].maximum;
 #pragma unroll
@@ -132,7 +183,7 @@ __device__ __forceinline__ Running join_warps(const Running (&of_warp)[kWarps], 
 }
 
 /// The smallest column from the thread's recorded batch on that holds the row's maximum.
-template <typename T>
+template <typename T, int kThreads>
 __device__ int exact_best(const T* row, const Cut& cut, int num_columns, int first, float maximum) {
   constexpr int kCount = Form<T>::kCount;
   if (first < 0) return -first - 1;  // a single element
@@ -158,9 +209,10 @@ __device__ __forceinline__ void write_nothing(const SoftmaxStatisticsTask& task,
   if (out.best != nullptr) out.best[row] = static_cast<int32_t>(task.labels.first_column);
 }
 
-template <typename T, bool kTotal, bool kWeighted, bool kBest>
-__global__ void __launch_bounds__(kThreads, kBest ? 3 : 4)
+template <typename T, int kThreads, bool kTotal, bool kWeighted, bool kBest>
+__global__ void __launch_bounds__(kThreads, (kBest ? 768 : 1024) / kThreads)
     statistics_kernel(SoftmaxStatisticsTask task) {
+  constexpr int kWarps = kThreads / 32;
   __shared__ Running of_warp[kWarps];
   __shared__ int shared_best[kWarps];
   let_next_start();
@@ -211,7 +263,7 @@ __global__ void __launch_bounds__(kThreads, kBest ? 3 : 4)
       next[u] = padding_pack<T>();
       if (i + kStep + u * kThreads < cut.num_packs) next[u] = packs[i + kStep + u * kThreads];
     }
-    add_packs<T, kTotal, kWeighted, kBest>(now, i, ~0U, factor, r);
+    add_packs<T, kThreads, kTotal, kWeighted, kBest, false>(now, packs, i, ~0U, factor, r);
     i += kStep;
 #pragma unroll
     for (int u = 0; u < kPacks; ++u) now[u] = next[u];
@@ -219,7 +271,9 @@ __global__ void __launch_bounds__(kThreads, kBest ? 3 : 4)
   uint32_t valid = 0;
 #pragma unroll
   for (int u = 0; u < kPacks; ++u) valid |= i + u * kThreads < cut.num_packs ? 1U << u : 0U;
-  if (valid != 0) add_packs<T, kTotal, kWeighted, kBest>(now, i, valid, factor, r);
+  if (valid != 0) {
+    add_packs<T, kThreads, kTotal, kWeighted, kBest, true>(now, packs, i, valid, factor, r);
+  }
 
   int own_best = 0x7fffffff;
   const float own_maximum = r.maximum;
@@ -232,7 +286,7 @@ __global__ void __launch_bounds__(kThreads, kBest ? 3 : 4)
   if constexpr (kBest) {
     int best = 0x7fffffff;
     if (own_best != 0x7fffffff && own_maximum == all.maximum) {
-      best = exact_best<T>(x, cut, num_columns, own_best, all.maximum);
+      best = exact_best<T, kThreads>(x, cut, num_columns, own_best, all.maximum);
     }
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) {
@@ -253,18 +307,27 @@ __global__ void __launch_bounds__(kThreads, kBest ? 3 : 4)
   if (task.out.weighted != nullptr) task.out.weighted[row] = all.weighted / kLog2E;
 }
 
-template <typename T>
-void launch(const SoftmaxStatisticsTask& task, cudaStream_t stream) {
+template <typename T, int kThreads>
+void launch_with(const SoftmaxStatisticsTask& task, cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>(task.rows.num_rows);
   const SoftmaxStatistics& out = task.out;
   if (out.best != nullptr) {
-    statistics_kernel<T, true, true, true><<<blocks, kThreads, 0, stream>>>(task);
+    statistics_kernel<T, kThreads, true, true, true><<<blocks, kThreads, 0, stream>>>(task);
   } else if (out.weighted != nullptr) {
-    statistics_kernel<T, true, true, false><<<blocks, kThreads, 0, stream>>>(task);
+    statistics_kernel<T, kThreads, true, true, false><<<blocks, kThreads, 0, stream>>>(task);
   } else if (out.total != nullptr) {
-    statistics_kernel<T, true, false, false><<<blocks, kThreads, 0, stream>>>(task);
+    statistics_kernel<T, kThreads, true, false, false><<<blocks, kThreads, 0, stream>>>(task);
   } else {
-    statistics_kernel<T, false, false, false><<<blocks, kThreads, 0, stream>>>(task);
+    statistics_kernel<T, kThreads, false, false, false><<<blocks, kThreads, 0, stream>>>(task);
+  }
+}
+
+template <typename T>
+void launch(const SoftmaxStatisticsTask& task, cudaStream_t stream) {
+  if (task.rows.num_columns / Form<T>::kCount > kLongRow) {
+    launch_with<T, 256>(task, stream);
+  } else {
+    launch_with<T, 128>(task, stream);
   }
 }
 
