@@ -114,11 +114,10 @@ TEST(Replicas, TrainingContinuesBitForBitWithEveryKindOfHook) {
         save(root.path(), 3, job.state, group, quiet());
         {
           const std::lock_guard lock(mutex);
+          auto& copies = hooks[group.rank()];
           const auto hook = job.model.replica().comm_hook();
           if (hook) {
-            for (const auto& [name, tensor] : hook->state().tensors) {
-              hooks[group.rank()][name] = tensor.clone();
-            }
+            for (const auto& [name, tensor] : hook->state().tensors) copies[name] = tensor.clone();
           }
         }
         job.train(3, 3);
@@ -132,13 +131,14 @@ TEST(Replicas, TrainingContinuesBitForBitWithEveryKindOfHook) {
         EXPECT_EQ(load(root.path(), job.state, group, quiet_load()).step, 3);
         const auto hook = job.model.replica().comm_hook();
         const auto loaded = hook ? hook->state().tensors : std::map<std::string, at::Tensor>();
-        ASSERT_EQ(loaded.size(), hooks[group.rank()].size());
+        const auto& copies = hooks.at(group.rank());
+        ASSERT_EQ(loaded.size(), copies.size());
         for (const auto& [name, tensor] : loaded) {
-          EXPECT_TRUE(at::equal(tensor, hooks[group.rank()].at(name))) << name << ", hook " << kind;
+          EXPECT_TRUE(at::equal(tensor, copies.at(name))) << name << ", hook " << kind;
         }
         job.train(3, 3);
         for (const auto& [name, tensor] : job.model.state_dict()) {
-          const at::Tensor& wanted = expected[group.rank()][name];
+          const at::Tensor& wanted = expected.at(group.rank()).at(name);
           // Matrix products round by where their factors lie, and PowerSGD's lie in buckets.
           EXPECT_TRUE(kind == 2 ? at::allclose(tensor, wanted, 1e-4, 1e-6)
                                 : at::equal(tensor, wanted))
