@@ -193,6 +193,39 @@ TEST_P(Vocab, LargeLogitsLoseNothing) {
   });
 }
 
+// Rows long enough for whole batches of every kernel, masked in every way that is in use, and far
+// from zero: what a shortcut of the exponential must not lose.
+TEST_P(Vocab, ScoresOfMaskedAndFarRows) {
+  constexpr std::int64_t kColumns = 20011;
+  for (const auto type : {at::kFloat, at::kBFloat16, at::kHalf}) {
+    const double lowest = type == at::kHalf ? -65504.0 : -3.3e38;
+    const double far = type == at::kHalf ? 3e4 : 3e6;
+    const double step = type == at::kFloat ? 1 : type == at::kHalf ? 16 : 16384;
+    at::manual_seed(11);
+    at::Tensor whole = at::randn({7, kColumns}, at::kFloat) * 2;
+    whole[1].slice(0, 0, kColumns, 3).fill_(-std::numeric_limits<float>::infinity());
+    whole[2].slice(0, 1, kColumns, 2).fill_(lowest);
+    whole[3].slice(0, 0, kColumns - 700).fill_(-std::numeric_limits<float>::infinity());
+    whole[4] = at::floor(whole[4] / 2) * step + far;
+    whole[5] = at::floor(whole[5] / 2) * step - far;
+    whole[6].fill_(lowest);
+    whole = whole.to(type);
+    const at::Tensor labels = at::full({7}, kColumns - 1, at::kLong);
+    const auto plain = plain_scores(whole, labels);
+    on_all_ranks([&](const comm::Group& group) {
+      const Columns columns = columns_of(kColumns, group);
+      TokenOptions options;
+      options.columns = columns;
+      const TokenScores scores =
+          token_scores(shard_of(whole, columns, device()), labels.to(device()), group,
+                       {true, true, true, true}, options);
+      expect_close(plain.log_probability, scores.log_probability, 2e-6, 1e-6, "log-probability");
+      expect_close(plain.log_sum_exp, scores.log_sum_exp, 2e-6, 1e-6, "log-sum-exp");
+      expect_close(plain.entropy, scores.entropy, 1e-5, 1e-5, "entropy");
+    });
+  }
+}
+
 // Rounding the probability first would leave nothing of p - 1.
 TEST_P(Vocab, ConfidentTokensKeepTheirGradientIn16Bits) {
   for (const auto type : {at::kBFloat16, at::kHalf}) {
