@@ -50,7 +50,7 @@ c10d::ReduceOp::RedOpType reduce_op(Reduction reduction) {
   TESSERA_INTERNAL_ASSERT(false, "an unknown reduction");
 }
 
-Awaitable<at::Tensor> pending(c10::intrusive_ptr<c10d::Work> work, at::Tensor result) {
+Awaitable<at::Tensor> pending(const c10::intrusive_ptr<c10d::Work>& work, at::Tensor result) {
   return Awaitable<at::Tensor>(
       [work, result = std::move(result)] {
         if (work) work->wait();
