@@ -142,7 +142,7 @@ void bind_collection(py::class_<T, Bases...>& collection) {
 }
 
 void bind_tables(py::module_& module) {
-  py::class_<DistributedInput>(module, "DistributedInput");
+  const py::class_<DistributedInput> registered(module, "DistributedInput");
   bind_awaitable<comm::Awaitable<DistributedInput>>(module, "PendingInput");
   bind_awaitable<InputDist>(module, "PendingInputSplits");
   bind_awaitable<comm::LazyAwaitable<jagged::KeyedTensor>>(module, "PendingPooled");
