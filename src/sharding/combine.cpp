@@ -118,7 +118,7 @@ at::Tensor compose(const CombinePlan& plan, const std::vector<at::Tensor>& sourc
 
 }  // namespace
 
-at::Tensor combine(const CombinePlan& plan, const std::vector<at::Tensor>& sources) {
+at::Tensor combine(CombinePlan plan, const std::vector<at::Tensor>& sources) {
   if (!sources[0].is_cpu()) {
     const at::Tensor result = compose(plan, sources);
     if (result.requires_grad()) {

@@ -36,6 +36,6 @@ struct CombinePlan {
 };
 
 /// Returns [plan.rows, plan.columns]. Sources are flat, float32, on one device. Differentiable.
-at::Tensor combine(const CombinePlan& plan, const std::vector<at::Tensor>& sources);
+at::Tensor combine(CombinePlan plan, const std::vector<at::Tensor>& sources);
 
 }  // namespace tessera::sharding

@@ -322,7 +322,7 @@ comm::LazyAwaitable<KeyedTensor> ShardedEmbeddingBagCollection::compute_and_outp
     plan.owner = state;  // backward hands gradients to its tables
     return KeyedTensor(
         state->names, state->dims,
-        combine(plan, {pending.direct.wait(), stepped, dense, pending.hosted.wait()}));
+        combine(std::move(plan), {pending.direct.wait(), stepped, dense, pending.hosted.wait()}));
   });
 }
 
