@@ -1,5 +1,8 @@
 """Times training steps under DistributedDataParallel: ours over shm and Gloo beside torch's over Gloo.
 
+"gloo" is our wrapper on the group that torch's wrapper has, LibTorch's Gloo; "own gloo", on request, is
+our wrapper on our Gloo engine, which compares the ranks' calls first.
+
 Starts itself once per rank. A variant's own time is what it adds to the step of the plain model, which
 both ranks run at the same time. All variants take turns, step by step, so that a noisy machine hits
 them alike. The time of a step is the slower rank's.
@@ -33,6 +36,18 @@ def make_model(torch, layers: int, width: int):
     return torch.nn.Sequential(*parts)
 
 
+def new_own_gloo():
+    import torch.distributed as dist
+
+    before = os.environ.get("TESSERA_ENGINE")
+    os.environ["TESSERA_ENGINE"] = "gloo"
+    group = dist.new_group(backend="shm")
+    del os.environ["TESSERA_ENGINE"]
+    if before is not None:
+        os.environ["TESSERA_ENGINE"] = before
+    return group
+
+
 def variants(torch, names):
     import torch.distributed as dist
     from tessera.nn.parallel import DistributedDataParallel
@@ -40,6 +55,7 @@ def variants(torch, names):
 
     gloo = dist.new_group(backend="gloo")
     shm = dist.new_group(backend="shm")
+    own_gloo = new_own_gloo() if any(name.startswith("own") for name in names) else None
     table = {
         "alone": lambda model: model,
         "shm": lambda model: DistributedDataParallel(model, process_group=shm),
@@ -52,6 +68,10 @@ def variants(torch, names):
         "gloo": lambda model: DistributedDataParallel(model, process_group=gloo),
         "gloo view": lambda model: DistributedDataParallel(
             model, process_group=gloo, gradient_as_bucket_view=True
+        ),
+        "own gloo": lambda model: DistributedDataParallel(model, process_group=own_gloo),
+        "own gloo view": lambda model: DistributedDataParallel(
+            model, process_group=own_gloo, gradient_as_bucket_view=True
         ),
         "torch": lambda model: TorchDDP(model, process_group=gloo),
         "torch view": lambda model: TorchDDP(model, process_group=gloo, gradient_as_bucket_view=True),

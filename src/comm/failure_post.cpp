@@ -2,26 +2,18 @@
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
-#include <sys/random.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include <array>
 #include <sstream>
+
+#include "comm/network.h"
 
 namespace tessera::comm {
 namespace {
 
 // Stays under the largest UDP datagram, 65507 bytes.
 constexpr std::size_t kMaxLetter = 60000;
-
-std::string random_token() {
-  std::array<std::uint64_t, 2> words{};
-  if (::getrandom(words.data(), sizeof(words), 0) != sizeof(words)) return "";
-  std::ostringstream text;
-  text << std::hex << words[0] << words[1];
-  return text.str();
-}
 
 }  // namespace
 

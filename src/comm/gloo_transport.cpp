@@ -57,11 +57,12 @@ c10d::ReduceOp gloo_reduction(const Call& call) {
 }
 
 // Gloo's error without the place in its source and its advice.
-std::string first_sentence(const std::string& text) {
+std::string gloo_says(const std::exception& error) {
+  const std::string text = error.what();
   const std::size_t bracket = text.rfind("[/", 0) == 0 ? text.find("] ") : std::string::npos;
   const std::size_t begin = bracket == std::string::npos ? 0 : bracket + 2;
   const std::size_t end = std::min(text.find(". ", begin), text.find('\n', begin));
-  return text.substr(begin, end == std::string::npos ? end : end - begin) + ".";
+  return "Gloo says: " + text.substr(begin, end == std::string::npos ? end : end - begin) + ".";
 }
 
 std::int64_t total(std::span<const Piece> pieces) {
@@ -79,12 +80,12 @@ GlooTransport::GlooTransport(const c10::intrusive_ptr<c10d::Store>& store,
                              bool check_calls)
     : monitor_(std::move(monitor)),
       channel_(std::move(channel)),
-      table_(static_cast<int>(monitor_->members().size())),
-      check_calls_(check_calls) {
+      table_(static_cast<int>(monitor_->members().size())) {
   // Gloo writes without asking whether the peer is there. Its threads start here.
   const BrokenPipeGuard guard;
   gloo_ = make_gloo_backend(c10::make_intrusive<c10d::PrefixStore>("gloo", store), monitor_->rank(),
                             size(), timeout + kGlooSlack, address);
+  if (check_calls && size() > 1) calls_.emplace(*store, rank(), size(), address, timeout);
 }
 
 GlooTransport::~GlooTransport() {
@@ -93,7 +94,7 @@ GlooTransport::~GlooTransport() {
   if (is_stuck_) static_cast<void>(gloo_.release());
 }
 
-void GlooTransport::translate(const Call& call, const std::string& gloo_text) {
+void GlooTransport::translate(const Call& call, const std::string& says) {
   // The broken connection arrives before the reason does: give those who see it a moment. They may
   // be in the same operation and have had all they need from the one that died, so they are asked.
   channel_->inquire();
@@ -103,12 +104,12 @@ void GlooTransport::translate(const Call& call, const std::string& gloo_text) {
     if (const auto death = monitor_->find_death(call)) throw channel_->publish(*death);
     std::this_thread::sleep_for(std::chrono::milliseconds(2));
   } while (Clock::now() < limit);
-  throw channel_->publish(
-      Failure(FailureKind::kPeerLost, {},
-              GroupMonitor::title(call) + ": rank " +
-                  std::to_string(monitor_->members()[rank()].world_rank) +
-                  " lost the connection to another rank " + monitor_->details(call) +
-                  ". No rank could say why; Gloo says: " + first_sentence(gloo_text)));
+  throw channel_->publish(Failure(FailureKind::kPeerLost, {},
+                                  GroupMonitor::title(call) + ": rank " +
+                                      std::to_string(monitor_->members()[rank()].world_rank) +
+                                      " lost the connection to another rank " +
+                                      monitor_->details(call) + ". No rank could say why; " +
+                                      says));
 }
 
 // Note [How Gloo's operations are ended]
@@ -118,6 +119,7 @@ void GlooTransport::translate(const Call& call, const std::string& gloo_text) {
 // made to do so.
 void GlooTransport::close_connections() noexcept {
   if (size() == 1) return;
+  if (calls_) calls_->close();
   const BrokenPipeGuard guard;
   // Towards every peer: a connection that is closed already fails at once and does not count.
   for (int peer = 0; peer < size(); ++peer) {
@@ -130,6 +132,14 @@ void GlooTransport::close_connections() noexcept {
       // As intended.
     }
   }
+}
+
+void GlooTransport::look(const Call& call, std::span<const int> late, Clock::time_point begin) {
+  monitor_->check_limits(call, late, Clock::now() - begin);
+  // A process that has ended is no failure by itself: it may have done its part, and if not, its
+  // connections say so.
+  if (!channel_->has_inquiry()) return;
+  if (const auto death = monitor_->find_death(call)) throw Failure(*death);
 }
 
 void GlooTransport::run(const Call& call, const std::function<Work()>& start) {
@@ -145,7 +155,7 @@ void GlooTransport::run(const Call& call, const std::function<Work()>& start) {
   try {
     work = start();
   } catch (const std::exception& error) {
-    translate(call, error.what());
+    translate(call, gloo_says(error));
   }
   work->getFuture()->addCallback([completion](c10::ivalue::Future&) {
     std::lock_guard lock(completion->mutex);
@@ -153,8 +163,7 @@ void GlooTransport::run(const Call& call, const std::function<Work()>& start) {
     completion->changed.notify_all();
   });
   const auto is_done = [&] { return completion->is_done; };
-  // Gloo does not say who is late; all others are suspects. A process that has ended is not one by
-  // itself: it may have done its part, and if not, Gloo says so.
+  // Gloo does not say who is late; all others are suspects.
   std::vector<int> others;
   for (int r = 0; r < size(); ++r) {
     if (r != rank()) others.push_back(r);
@@ -163,10 +172,7 @@ void GlooTransport::run(const Call& call, const std::function<Work()>& start) {
   while (!completion->changed.wait_for(lock, kSlice, is_done)) {
     lock.unlock();
     try {
-      monitor_->check_limits(call, others, Clock::now() - begin);
-      if (channel_->has_inquiry()) {
-        if (const auto death = monitor_->find_death(call)) throw Failure(*death);
-      }
+      look(call, others, begin);
     } catch (const Failure& failure) {
       const Failure root_cause = channel_->publish(failure);
       // See Note [How Gloo's operations are ended].
@@ -181,7 +187,7 @@ void GlooTransport::run(const Call& call, const std::function<Work()>& start) {
   try {
     work->wait();
   } catch (const std::exception& error) {
-    translate(call, error.what());
+    translate(call, gloo_says(error));
   }
 }
 
@@ -210,7 +216,7 @@ int GlooTransport::run_message(const Call& call, int peer, const std::function<W
     watch_.during(look, [&] { work->wait(); });
     if (!failure) return peer < 0 ? work->sourceRank() : peer;
   } catch (const std::exception& error) {
-    if (!failure) translate(call, error.what());
+    if (!failure) translate(call, gloo_says(error));
   }
   throw Failure(*failure);
 }
@@ -218,14 +224,21 @@ int GlooTransport::run_message(const Call& call, int peer, const std::function<W
 void GlooTransport::agree(const Call& call, std::int64_t count, std::span<const Piece> inputs,
                           std::span<const Piece> outputs) {
   if (auto failure = channel_->known()) throw std::move(*failure);
-  if (!check_calls_ || size() == 1) return;
-  auto record = table_.record(call, count, inputs, outputs);
+  if (!calls_) return;
+  const auto record = table_.record(call, count, inputs, outputs);
   std::vector<std::int64_t> records(record.size() * size());
-  at::Tensor mine =
-      at::from_blob(record.data(), {static_cast<std::int64_t>(record.size())}, at::kLong);
-  at::Tensor all =
-      at::from_blob(records.data(), {static_cast<std::int64_t>(records.size())}, at::kLong);
-  run(call, [&] { return gloo_->_allgather_base(all, mine, c10d::AllgatherOptions()); });
+  const auto begin = Clock::now();
+  try {
+    calls_->all_gather(std::as_bytes(std::span(record)),
+                       std::as_writable_bytes(std::span(records)).data(),
+                       [&](std::span<const int> late) { look(call, late, begin); });
+  } catch (const ConnectionLost& error) {
+    translate(call, error.what());
+  } catch (const Failure& failure) {
+    const Failure root_cause = channel_->publish(failure);
+    close_connections();
+    throw Failure(root_cause);
+  }
   try {
     table_.check(call, rank(), records.data());
   } catch (const Failure& failure) {
@@ -364,9 +377,9 @@ void GlooTransport::all_to_all(const Call& call, std::span<const Piece> inputs,
 }
 
 void GlooTransport::barrier(const Call& call) {
-  if (check_calls_) {
+  if (calls_ || size() == 1) {
     agree(call, 0);  // the exchange of calls is a barrier already
-  } else if (size() > 1) {
+  } else {
     run(call, [&] { return gloo_->barrier(c10d::BarrierOptions()); });
   }
 }

@@ -1,19 +1,22 @@
 // src/comm/gloo_transport.h — LibTorch's Gloo as a Transport: TCP between hosts, and the fall-back.
 //
 // Gloo trusts its callers: ranks that disagree get garbage, an abort or a hang. So the ranks
-// compare their calls first, by one small all-gather, and only then let Gloo move data. Gloo's own
-// errors name no rank; they are translated into who was lost and during what.
+// compare their calls first, over connections of their own, and only then let Gloo move data.
+// Gloo's own errors name no rank; they are translated into who was lost and during what.
 
 #pragma once
 
 #include <functional>
 #include <memory>
+#include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "comm/call_exchange.h"
 #include "comm/call_table.h"
 #include "comm/failure_channel.h"
 #include "comm/message_watch.h"
@@ -61,7 +64,10 @@ class GlooTransport final : public Transport {
   void exchange(const Call& call, std::span<const Piece> inputs, std::span<const Piece> outputs);
   /// As run, for one message from or to `peer`, -1 for any. Returns the rank it came from.
   int run_message(const Call& call, int peer, const std::function<Work()>& start);
-  [[noreturn]] void translate(const Call& call, const std::string& gloo_text);
+  /// What every wait does about every 20 ms; throws Failure to end it.
+  void look(const Call& call, std::span<const int> late, Clock::time_point begin);
+  /// `says` is what is known without the others: "Gloo says: ...".
+  [[noreturn]] void translate(const Call& call, const std::string& says);
   /// Closes all connections, which ends the operations that are under way, here and on the peers.
   void close_connections() noexcept;
 
@@ -69,8 +75,8 @@ class GlooTransport final : public Transport {
   std::shared_ptr<FailureChannel> channel_;
   c10::intrusive_ptr<c10d::Backend> gloo_;
   CallTable table_;
-  bool check_calls_;
-  bool is_stuck_ = false;  // Gloo holds on to an operation that cannot be ended
+  std::optional<CallExchange> calls_;  // where calls are compared
+  bool is_stuck_ = false;              // Gloo holds on to an operation that cannot be ended
   MessageWatch watch_;
 };
 

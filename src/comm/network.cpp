@@ -4,13 +4,19 @@
 #include <ifaddrs.h>
 #include <netdb.h>
 #include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/random.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <sstream>
 
 #include "tessera/comm/error.h"
 #include "tessera/core/check.h"
@@ -59,7 +65,51 @@ std::string address_of_interface(const std::string& name) {
   return "";
 }
 
+// A listening socket, or -1 and the reason.
+int try_to_listen(const std::string& address, std::uint16_t port, int flags, int& error) {
+  const auto list = resolve(address, SOCK_STREAM);
+  for (const addrinfo* entry = list.get(); entry != nullptr; entry = entry->ai_next) {
+    const int descriptor = ::socket(entry->ai_family, SOCK_STREAM | SOCK_CLOEXEC | flags, 0);
+    if (descriptor < 0) {
+      error = errno;
+      continue;
+    }
+    const int on = 1;
+    ::setsockopt(descriptor, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
+    set_port(entry->ai_addr, port);
+    if (::bind(descriptor, entry->ai_addr, entry->ai_addrlen) == 0 &&
+        ::listen(descriptor, 1024) == 0) {
+      return descriptor;
+    }
+    error = errno;
+    ::close(descriptor);
+  }
+  return -1;
+}
+
+// 0 once the connection that `socket` is making stands, else the reason why it does not.
+int await_connection(int socket, std::chrono::steady_clock::time_point deadline) {
+  while (true) {
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
+        deadline - std::chrono::steady_clock::now());
+    if (left.count() <= 0) return ETIMEDOUT;
+    pollfd request{.fd = socket, .events = POLLOUT, .revents = 0};
+    constexpr long kHour = 3600 * 1000;
+    const int ready = ::poll(&request, 1, static_cast<int>(std::min(kHour, left.count())));
+    if (ready < 0 && errno != EINTR) return errno;
+    if (ready <= 0) continue;
+    int error = 0;
+    socklen_t length = sizeof(error);
+    ::getsockopt(socket, SOL_SOCKET, SO_ERROR, &error, &length);
+    return error;
+  }
+}
+
 }  // namespace
+
+Socket::~Socket() {
+  if (descriptor_ >= 0) ::close(descriptor_);
+}
 
 std::string address_towards_peers() {
   for (const char* variable : {"TESSERA_INTERFACE", "GLOO_SOCKET_IFNAME"}) {
@@ -95,24 +145,9 @@ std::string address_towards_peers() {
 }
 
 int listen_on(const std::string& address, std::uint16_t port) {
-  const auto list = resolve(address, SOCK_STREAM);
   int error = 0;
-  for (const addrinfo* entry = list.get(); entry != nullptr; entry = entry->ai_next) {
-    const int descriptor = ::socket(entry->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    if (descriptor < 0) {
-      error = errno;
-      continue;
-    }
-    const int on = 1;
-    ::setsockopt(descriptor, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
-    set_port(entry->ai_addr, port);
-    if (::bind(descriptor, entry->ai_addr, entry->ai_addrlen) == 0 &&
-        ::listen(descriptor, 1024) == 0) {
-      return descriptor;
-    }
-    error = errno;
-    ::close(descriptor);
-  }
+  const int descriptor = try_to_listen(address, port, 0, error);
+  if (descriptor >= 0) return descriptor;
   const std::string place = address + ":" + std::to_string(port);
   if (error == EADDRINUSE) {
     throw Error(ErrorKind::kRendezvous, {},
@@ -123,6 +158,58 @@ int listen_on(const std::string& address, std::uint16_t port) {
   throw Error(ErrorKind::kRendezvous, {},
               "comm.init: rank 0 cannot listen on " + place + ": " + std::strerror(error) +
                   ". MASTER_ADDR must be an address of rank 0's host.");
+}
+
+Socket listen_on_free_port(const std::string& address) {
+  int error = 0;
+  Socket socket(try_to_listen(address, 0, SOCK_NONBLOCK, error));
+  if (socket) return socket;
+  throw Error(ErrorKind::kRendezvous, {},
+              "comm.init: this rank cannot listen on " + address + ": " + std::strerror(error) +
+                  ". Name the network interface towards the other ranks in TESSERA_INTERFACE.");
+}
+
+std::uint16_t port_of(const Socket& socket) {
+  sockaddr_storage own{};
+  socklen_t length = sizeof(own);
+  if (::getsockname(socket.get(), reinterpret_cast<sockaddr*>(&own), &length) != 0) return 0;
+  return ntohs(own.ss_family == AF_INET ? reinterpret_cast<sockaddr_in*>(&own)->sin_port
+                                        : reinterpret_cast<sockaddr_in6*>(&own)->sin6_port);
+}
+
+Socket connect_to(const std::string& address, std::uint16_t port,
+                  std::chrono::steady_clock::time_point deadline) {
+  const auto list = resolve(address, SOCK_STREAM);
+  int error = 0;
+  for (const addrinfo* entry = list.get(); entry != nullptr; entry = entry->ai_next) {
+    Socket socket(::socket(entry->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    if (!socket) {
+      error = errno;
+      continue;
+    }
+    set_port(entry->ai_addr, port);
+    error = ::connect(socket.get(), entry->ai_addr, entry->ai_addrlen) == 0 ? 0 : errno;
+    if (error == EINPROGRESS || error == EINTR) error = await_connection(socket.get(), deadline);
+    if (error != 0) continue;
+    send_without_delay(socket);
+    return socket;
+  }
+  throw Error(ErrorKind::kRendezvous, {},
+              "comm.init: no connection to " + address + ":" + std::to_string(port) + ": " +
+                  std::strerror(error) + ".");
+}
+
+void send_without_delay(const Socket& socket) noexcept {
+  const int on = 1;
+  ::setsockopt(socket.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
+}
+
+std::string random_token() {
+  std::array<std::uint64_t, 2> words{};
+  if (::getrandom(words.data(), sizeof(words), 0) != sizeof(words)) return "";
+  std::ostringstream text;
+  text << std::hex << words[0] << words[1];
+  return text.str();
 }
 
 }  // namespace tessera::comm

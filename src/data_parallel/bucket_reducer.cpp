@@ -27,6 +27,24 @@ std::vector<std::size_t> BucketReducer::missing() const {
   return result;
 }
 
+std::optional<BucketReducer::Readiness> BucketReducer::readiness() const {
+  if (buckets_.empty()) return std::nullopt;
+  const auto last_of = [&](const Bucket& bucket) {
+    std::int64_t last = 0;
+    for (const std::size_t index : bucket.variable_indices) {
+      last = std::max(last, backward_stats_[index]);
+    }
+    return std::chrono::nanoseconds(last);
+  };
+  if (std::any_of(backward_stats_.begin(), backward_stats_.end(),
+                  [](std::int64_t moment) { return moment < 0; })) {
+    return std::nullopt;
+  }
+  Readiness result{last_of(buckets_.front()), {}};
+  for (const Bucket& bucket : buckets_) result.last = std::max(result.last, last_of(bucket));
+  return result;
+}
+
 BucketPlace BucketReducer::place_of(const c10d::GradBucket& bucket) const {
   // The first iteration of a static graph numbers every bucket 0: what a bucket is about is told by
   // its parameters.

@@ -3,9 +3,11 @@
 #pragma once
 
 #include <algorithm>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -38,6 +40,12 @@ class BucketReducer final : public c10d::Reducer {
   void watch_arrivals() { std::fill(backward_stats_.begin(), backward_stats_.end(), -1); }
   /// Indices of parameters whose gradients have not arrived since.
   std::vector<std::size_t> missing() const;
+  /// When the first and the last bucket had all their gradients, as time since
+  /// prepare_for_backward; nothing if one has not.
+  struct Readiness {
+    std::chrono::nanoseconds first{}, last{};
+  };
+  std::optional<Readiness> readiness() const;
 
   /// Where `bucket` sits. During a hook, on its thread.
   BucketPlace place_of(const c10d::GradBucket& bucket) const;

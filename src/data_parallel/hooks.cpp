@@ -1,17 +1,11 @@
 #include "tessera/data_parallel/hooks.h"
 
-#include <limits>
 #include <map>
 #include <utility>
 
-#include <ATen/ops/amax.h>
-#include <ATen/ops/cat.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/stack.h>
-#include <ATen/ops/zeros.h>
-
 #include "data_parallel/byte_message.h"
 #include "data_parallel/hook_base.h"
+#include "data_parallel/signed_message.h"
 #include "tessera/core/check.h"
 
 namespace tessera::data_parallel {
@@ -97,45 +91,24 @@ class Int8ErrorFeedbackHook final : public Sending<> {
     if (bucket.is_sparse() || buffer.is_complex() || buffer.numel() == 0) {
       return sender().average_plainly(bucket);
     }
-    const at::Tensor values = buffer.to(at::kFloat, false, /*copy=*/true);
-    const auto slices = bucket.slices_of(values);
-    const std::size_t count = slices.size();
-    std::vector<at::Tensor> scales;
-    const at::Tensor bytes = at::empty({values.numel()}, values.options().dtype(at::kChar));
-    const auto byte_slices = bucket.slices_of(bytes);
-    for (std::size_t i = 0; i < count; ++i) {
-      if (const auto loss = losses_.find(bucket.names()[i]);
-          loss != losses_.end() && loss->second.numel() == slices[i].numel()) {
-        slices[i].add_(loss->second.to(slices[i].device()));
-      }
-      scales.push_back(slices[i].numel() == 0 ? at::zeros({}, values.options())
-                                              : slices[i].abs().amax().div(127.0).clamp_min(
-                                                    std::numeric_limits<float>::min()));
-      byte_slices[i].copy_(at::round(slices[i] / scales[i]));
-      slices[i].sub_(byte_slices[i].to(at::kFloat).mul_(scales[i]));
-      losses_[bucket.names()[i]] = slices[i];
-    }
-    const at::Tensor message = at::cat({at::stack(scales).view(at::kChar).view(-1), bytes});
-    at::Tensor all;
-    const WorkPtr work = sender().start_gather(message, all, bucket.group());
-    const double divisor = bucket.divisor();
-    const std::int64_t head = static_cast<std::int64_t>(count * sizeof(float));
+    const auto slices = bucket.slices_of(buffer);
     std::vector<std::int64_t> lengths;
-    for (const at::Tensor& slice : slices) lengths.push_back(slice.numel());
+    std::vector<at::Tensor> losses;
+    for (std::size_t i = 0; i < slices.size(); ++i) {
+      lengths.push_back(slices[i].numel());
+      const auto loss = losses_.find(bucket.names()[i]);
+      const bool is_known = loss != losses_.end() && loss->second.numel() == lengths.back();
+      losses.push_back(is_known ? loss->second.to(buffer.device(), at::kFloat).reshape({-1})
+                                : at::Tensor());
+    }
+    at::Tensor all;
+    const WorkPtr work = sender().start_gather(pack_signed(buffer.to(at::kFloat), lengths, losses),
+                                               all, bucket.group());
+    for (std::size_t i = 0; i < losses.size(); ++i) losses_[bucket.names()[i]] = losses[i];
+    const double divisor = bucket.divisor();
     return then(work->getFuture(), buffer, [=](const at::Tensor&) {
       use_here(all);
-      at::Tensor sum;
-      for (std::int64_t rank = 0; rank < all.size(0); ++rank) {
-        const at::Tensor theirs = all[rank].narrow(0, 0, head).clone().view(at::kFloat);
-        at::Tensor numbers = all[rank].narrow(0, head, all.size(1) - head).to(at::kFloat);
-        std::int64_t offset = 0;
-        for (std::size_t i = 0; i < lengths.size(); ++i) {
-          numbers.narrow(0, offset, lengths[i]).mul_(theirs[static_cast<std::int64_t>(i)]);
-          offset += lengths[i];
-        }
-        sum = rank == 0 ? numbers : sum.add_(numbers);
-      }
-      buffer.copy_(sum.div_(divisor));
+      unpack_signed_average(all, lengths, divisor, buffer);
       return buffer;
     });
   }
@@ -145,7 +118,7 @@ class Int8ErrorFeedbackHook final : public Sending<> {
   HookState state() const override {
     HookState state;
     for (const auto& [name, loss] : losses_) {
-      state.tensors["error/" + name] = loss;
+      state.tensors["error/" + name] = loss.clone();  // the next step changes it
       state.local.insert("error/" + name);
     }
     return state;

@@ -53,13 +53,16 @@ LiveParameters& live_parameters() {
   return *instance;
 }
 
-c10d::Backend* engine_of(const comm::Group& group, c10::Device device) {
-  if (!device.is_cpu()) return nullptr;
+// Whether an engine of ours carries the gradients through shared memory. It then divides while it
+// adds. Gloo does not, ours as little as LibTorch's: there the Reducer divides while it copies.
+bool uses_shared_memory(const comm::Group& group, c10::Device device) {
+  if (!device.is_cpu()) return false;
   try {
-    return dynamic_cast<comm::EngineBackend*>(
-        group.process_group()->getBackend(c10::DeviceType::CPU).get());
+    const auto backend = group.process_group()->getBackend(c10::DeviceType::CPU);
+    const auto* engine = dynamic_cast<const comm::EngineBackend*>(backend.get());
+    return engine != nullptr && engine->getBackendName() != "gloo";
   } catch (const c10::Error&) {
-    return nullptr;  // a group without an engine for CPU tensors
+    return false;  // a group without an engine for CPU tensors
   }
 }
 
@@ -85,14 +88,14 @@ Replica::State::State(ModelParts model, const comm::Group& ranks, Options wishes
     options.find_unused_parameters = true;
     options.static_graph = false;
   }
-  is_own_engine_ = engine_of(group, kept.front().tensor.device()) != nullptr;
+  has_shared_memory_ = uses_shared_memory(group, kept.front().tensor.device());
   is_alone_ = group.size() == 1 && options.divisor.value_or(1) == 1;
   // Without a core to spare, a thread beside backward only takes turns with it. Where each rank may
   // find other parameters unused, orders differ, and blocking inside backward could close a circle
   // with collectives of the model's own.
   has_overlap_ =
       options.overlap.value_or(options.find_unused_parameters || num_cores() >= 2 * group.size());
-  if (is_own_engine_) put_buckets_into_shared_memory();
+  if (has_shared_memory_) put_buckets_into_shared_memory();
 
   const bool with_buffers =
       options.forward_sync_buffers ? true : options.broadcast_buffers.value_or(true);
@@ -158,7 +161,7 @@ void Replica::State::build() {
   }
   has_hook_ = false;
   is_first_static_done_ = false;
-  if (is_own_engine_ || options.divisor || user_hook_) attach_hook();
+  if (has_shared_memory_ || options.divisor || user_hook_) attach_hook();
   if (user_hook_) announce_user_hook();
   // A hook per gradient that has nothing to do would be most of what one rank alone pays.
   if (is_alone_) reducer->remove_autograd_hooks();
@@ -220,7 +223,7 @@ void Replica::State::set_static_graph() {
 void Replica::State::update_process_group(const comm::Group& ranks) {
   reset();
   group = ranks;
-  is_own_engine_ = engine_of(group, kept.front().tensor.device()) != nullptr;
+  has_shared_memory_ = uses_shared_memory(group, kept.front().tensor.device());
   if (!reducer) return;
   const bool was_alone = is_alone_;
   is_alone_ = group.size() == 1 && options.divisor.value_or(1) == 1 && !user_hook_;

@@ -209,15 +209,15 @@ FuturePtr Replica::State::average(at::Tensor& buffer) {
   std::vector<at::Tensor> tensors{buffer};
   c10d::AllreduceOptions call;
   const double ranks = divisor();
-  if (is_own_engine_ && ranks == group.size() && !buffer.is_sparse() &&
+  if (has_shared_memory_ && ranks == group.size() && !buffer.is_sparse() &&
       buffer.is_floating_point()) {
     call.reduceOp = c10d::ReduceOp::AVG;
   } else {
     buffer.div_(ranks);
   }
-  call.asyncOp = has_overlap_ || !is_own_engine_;
+  call.asyncOp = has_overlap_ || !has_shared_memory_;
   auto work = group.process_group()->allreduce(tensors, call);
-  if (has_overlap_ && is_own_engine_) works_.push_back(work);  // whoever waits for it helps
+  if (has_overlap_ && has_shared_memory_) works_.push_back(work);  // whoever waits for it helps
   return work->getFuture();
 }
 
@@ -249,6 +249,7 @@ void Replica::State::end_backward(const std::shared_ptr<Iteration>& iteration) {
   iteration->is_watched = false;
   iteration->has_ended = true;
   timeline_.end = now();
+  if (!has_hook_) note_buckets();
   works_.clear();
   if (places) places->close();
   if (options.gradient_as_bucket_view && has_had_sync_) {
@@ -263,6 +264,14 @@ void Replica::State::end_backward(const std::shared_ptr<Iteration>& iteration) {
   if (reducer->is_unfinished() && iteration->num_with_gradient == iteration->num_outputs) {
     throw_unfinished();
   }
+}
+
+void Replica::State::note_buckets() {
+  const auto readiness = reducer->readiness();
+  if (!readiness) return;
+  timeline_.first_bucket = timeline_.forward_end + readiness->first;
+  timeline_.last_bucket = timeline_.forward_end + readiness->last;
+  timeline_.num_buckets = static_cast<std::int64_t>(reducer->bucket_bytes().size());
 }
 
 void Replica::State::check_finalized() {

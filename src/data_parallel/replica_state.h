@@ -116,6 +116,8 @@ class Replica::State final : public std::enable_shared_from_this<Replica::State>
   void end_first_static_backward();
   void end_backward(const std::shared_ptr<Iteration>& iteration);
   void wait_for_buckets();
+  /// When buckets were ready, where the reducer does not tell us.
+  void note_buckets();
   [[noreturn]] void throw_unfinished();
   void check_frozen() const;
   void point_delayed_gradients();
@@ -123,10 +125,10 @@ class Replica::State final : public std::enable_shared_from_this<Replica::State>
   void choose_graph();
   void note_usage();
 
-  bool is_alone_ = false;       // one rank and nothing to do for it
-  bool is_own_engine_ = false;  // averages while it adds
-  bool has_overlap_ = true;     // buckets are reduced beside backward
-  bool has_hook_ = false;       // the reducer calls `reduce`
+  bool is_alone_ = false;           // one rank and nothing to do for it
+  bool has_shared_memory_ = false;  // the engine averages while it adds
+  bool has_overlap_ = true;         // buckets are reduced beside backward
+  bool has_hook_ = false;           // the reducer calls `reduce`
   std::shared_ptr<CommHook> user_hook_;
   bool is_hook_step_open_ = false;  // buckets have been given to it, end_step has not
   std::size_t num_buffers_ = 0;     // when last asked

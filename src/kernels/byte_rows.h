@@ -3,6 +3,13 @@
 //   range:  low = the least of 0 and the values, high = the largest; both NaN if a value is
 //   pack:   bytes[i] = round(values[i] / scale) + zero, kept within 0 .. 255; halves go to even
 //   add:    sum[i] += (bytes[i] - zero) * scale
+//
+// and as signed bytes with a scale alone, where what rounding loses is kept:
+//
+//   carry:        sum[i] = values[i] + before[i]; returns the largest magnitude, NaN if one is NaN
+//   pack_signed:  bytes[i] = round(values[i] / scale), kept within -127 .. 127; halves go to even;
+//                 values[i] -= bytes[i] * scale
+//   add_signed:   sum[i] += bytes[i] * scale
 
 #pragma once
 
@@ -17,6 +24,10 @@ struct ByteRowKernels {
   void (*pack)(const float* values, std::int64_t count, float scale, float zero,
                std::uint8_t* bytes);
   void (*add)(const std::uint8_t* bytes, std::int64_t count, float scale, float zero, float* sum);
+  /// `before` may be null, for zeros, or `sum` itself.
+  float (*carry)(const float* values, const float* before, std::int64_t count, float* sum);
+  void (*pack_signed)(float* values, std::int64_t count, float scale, std::int8_t* bytes);
+  void (*add_signed)(const std::int8_t* bytes, std::int64_t count, float scale, float* sum);
 };
 
 /// The versions for `isa`; null if this build does not have them. The CPU must support `isa`.

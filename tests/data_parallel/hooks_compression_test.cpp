@@ -200,6 +200,41 @@ TEST(Hook, WhatRoundingLosesComesBack) {
   });
 }
 
+TEST(Hook, SignedBytesAreThoseOfTheOperators) {
+  run_ranks(2, [](const Group& group) {
+    const Model model = small_model();
+    const HookPtr hook = int8_error_feedback_hook();
+    std::vector<std::vector<at::Tensor>> losses(2);
+    for (int step = 0; step < 3; ++step) {
+      std::vector<at::Tensor> sums(model.parameters.size());
+      for (int rank = 0; rank < 2; ++rank) {
+        const auto gradients = gradients_of(model, rank, step);
+        if (step == 0) {
+          for (const at::Tensor& gradient : gradients) {
+            losses[rank].push_back(at::zeros_like(gradient));
+          }
+        }
+        for (std::size_t i = 0; i < gradients.size(); ++i) {
+          const at::Tensor value = gradients[i] + losses[rank][i];
+          const at::Tensor scale = value.numel() == 0 ? at::ones({}) : value.abs().max() / 127;
+          const at::Tensor kept = at::round(value / scale) * scale;
+          losses[rank][i] = value - kept;
+          sums[i] = rank == 0 ? kept : sums[i] + kept;
+        }
+      }
+      for (at::Tensor& sum : sums) sum = sum / 2;
+      const auto own = gradients_of(model, group.rank(), step);
+      const auto state = hook->state();  // of the step before; later steps leave it alone
+      const auto results = run_step(*hook, model, own, kManyBuckets, group);
+      EXPECT_TRUE(same_bits(results, sums)) << step;
+      EXPECT_EQ(state.tensors.empty(), step == 0);
+      if (step == 0) continue;
+      EXPECT_FALSE(
+          at::equal(state.tensors.at("error/embed"), hook->state().tensors.at("error/embed")));
+    }
+  });
+}
+
 TEST(Hook, BytesRoundWithoutErrorFeedbackDoNotComeBack) {
   // What the test above would see if nothing were kept: the mean stays as far off as one step.
   run_ranks(2, [](const Group& group) {

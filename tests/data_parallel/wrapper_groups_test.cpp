@@ -129,7 +129,7 @@ TEST(DistributedDataParallel, SumsOverPartsAndAveragesOverSamples) {
 }
 
 TEST(DistributedDataParallel, ReportsWhatItDid) {
-  run_ranks(2, [](const comm::Group& world) {
+  const auto body = [](const comm::Group& world) {
     auto net = std::make_shared<Layers>();
     DistributedDataParallel model(net, world, {.bucket_cap_mb = 0.0003});
     EXPECT_EQ(model.replica().overlap_report().num_buckets, 0);
@@ -150,7 +150,10 @@ TEST(DistributedDataParallel, ReportsWhatItDid) {
     std::size_t num_names = 0;
     for (const auto& bucket : model.replica().buckets()) num_names += bucket.size();
     EXPECT_EQ(num_names, 7U);
-  });
+  };
+  for (const auto engine : {comm::Engine::kShm, comm::Engine::kGloo}) {
+    run_ranks(2, body, test_options(engine));
+  }
 }
 
 TEST(DistributedDataParallel, SavesAndLoadsWithAndWithoutPrefix) {

@@ -63,7 +63,7 @@ struct Options {
   std::optional<double> divisor;
 
   /// Reduce beside backward, on a thread of the group, rather than in it. Unset means: if each rank
-  /// of the group has two cores. Only engines of ours ask; see docs/data_parallel.md.
+  /// of the group has two cores. Only shared memory asks; see docs/data_parallel.md.
   std::optional<bool> overlap;
 
   /// Raise, at the end of the backward that did it, when parameters got no gradient. Otherwise the

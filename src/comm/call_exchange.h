@@ -1,0 +1,70 @@
+// src/comm/call_exchange.h — brings a small record of every rank to all ranks, without a thread.
+//
+// What ranks compare before an operation is a few words. Sent as an operation of Gloo's they would
+// change threads several times on the way. Here the calling thread reads and writes connections of
+// its own, in log2(ranks) rounds. Why: docs/decisions/0012-calls-over-own-connections.md.
+
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <functional>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "comm/network.h"
+
+namespace tessera::comm {
+
+/// A connection of an exchange has ended, here or on the other side.
+class ConnectionLost : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+/// The connections of one rank of one group. One exchange at a time.
+class CallExchange {
+ public:
+  /// Called about every 20 ms of a wait, with the ranks whose records have not come yet, ascending;
+  /// throws to end it.
+  using Look = std::function<void(std::span<const int> late)>;
+
+  /// Collective over the group, whose ranks find each other on `store`. Listens on `address` until
+  /// all are connected, and on nothing else. Throws Error(kRendezvous) that names the ranks which
+  /// are not, after `limit`.
+  CallExchange(c10d::Store& store, int rank, int size, const std::string& address,
+               std::chrono::milliseconds limit);
+
+  /// Puts `mine` of rank r at `all + r * mine.size()`, on all ranks. Collective, with equal sizes.
+  /// Throws ConnectionLost, and whatever `look` throws; the exchange is of no use after that.
+  void all_gather(std::span<const std::byte> mine, std::byte* all, const Look& look);
+
+  /// Ends the exchange that is under way and all later ones, here and on ranks that wait for what
+  /// this one would send. From any thread.
+  void close() const noexcept;
+
+ private:
+  using Moment = std::chrono::steady_clock::time_point;
+
+  void connect(c10d::Store& store, Moment deadline);
+  void accept(const Socket& listener, const std::string& token, Moment deadline);
+  [[noreturn]] void throw_missing(std::vector<int> missing) const;
+  /// One round: sends what is there, and receives as many records.
+  void pass(std::size_t round, std::size_t num_known, std::size_t num_records, std::size_t bytes,
+            const Look& look);
+  int source_of(std::size_t round) const noexcept { return (rank_ + (1 << round)) % size_; }
+  int target_of(std::size_t round) const noexcept { return (rank_ + size_ - (1 << round)) % size_; }
+
+  const int rank_;
+  const int size_;
+  const std::chrono::milliseconds limit_;
+  std::vector<Socket> targets_;    // per round, towards rank - 2^round
+  std::vector<Socket> sources_;    // per round, from rank + 2^round
+  std::vector<std::byte> blocks_;  // records in the order of ranks, beginning with this one's
+};
+
+}  // namespace tessera::comm
