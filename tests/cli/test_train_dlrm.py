@@ -208,6 +208,13 @@ def test_prints_placement_progress_and_report(tmp_path):
     assert re.fullmatch(step + r" \| mem \d+ MB \| eta 0s", lines[-3])
     assert re.fullmatch(r"judged   log loss [\d.]+ \| auc [\d.]+, best possible 0\.\d+", lines[-2])
     report = pathlib.Path(re.fullmatch(r"report   (\S+)", lines[-1])[1])
+    metrics = [json.loads(line) for line in report.with_name("metrics.jsonl").read_text().splitlines()]
+    times = [line for line in metrics if line["kind"] == "breakdown"]
+    assert [line["rank"] for line in times] == [0, 1]
+    for line in times:
+        assert len(line["exposed_comm_us"]) == len(line["data_us"]) == 5
+        waited = sum(phase["waited"] for phase in line["phases"].values())
+        assert sum(line["exposed_comm_us"]) == pytest.approx(1e6 * waited, abs=5)
     text = report.read_text()
     # Gradients may be reduced beside backward, where nobody waits: their part is not always there.
     for word in ("input dist", "Timeline", "step 3", "cat_4"):

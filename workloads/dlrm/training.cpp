@@ -185,6 +185,7 @@ class Training {
     follow(*logits);
     finish(progress);
     progress.time = recorder_.end_step();
+    last_exposed_ = progress.time.exposed_comm_seconds();
     progress.auc = running_.value();
     return progress;
   }
@@ -297,20 +298,24 @@ class Training {
     });
   }
 
-  // One small message beside backward: the loss over all ranks, and whether one of them was told to
-  // stop.
+  // One small message beside backward: the loss over all ranks, whether one of them was told to
+  // stop, and how long they waited in the step before.
   void agree_on(double loss) {
-    at::Tensor words = at::empty({2}, at::kDouble);
-    words[0] = loss;
-    words[1] = is_told_to_stop_ && is_told_to_stop_() ? 1.0 : 0.0;
+    at::Tensor words = at::empty({3}, at::kDouble);
+    auto* word = words.data_ptr<double>();
+    word[0] = loss;
+    word[1] = is_told_to_stop_ && is_told_to_stop_() ? 1.0 : 0.0;
+    word[2] = last_exposed_;
     agreed_ = comm::all_reduce_async(words, group_);
   }
 
   void finish(Progress& progress) {
     const Span span(Phase::kOther, "loss of all ranks");
     const at::Tensor words = agreed_->wait();
-    progress.loss = words[0].item<double>() / group_.size();
-    is_stopping_ = words[1].item<double>() > 0;
+    const auto* word = words.const_data_ptr<double>();
+    progress.loss = word[0] / group_.size();
+    is_stopping_ = word[1] > 0;
+    progress.mean_exposed = word[2] / group_.size();
   }
 
   void follow(const at::Tensor& logits) {
@@ -335,7 +340,8 @@ class Training {
   StreamingAuc running_;
   std::int64_t num_followed_ = 0;
   std::function<bool()> is_told_to_stop_;
-  std::optional<comm::Awaitable<at::Tensor>> agreed_;  // loss and wish to stop
+  std::optional<comm::Awaitable<at::Tensor>> agreed_;  // loss, wish to stop, waiting
+  double last_exposed_ = 0;
   bool is_stopping_ = false;
 };
 
