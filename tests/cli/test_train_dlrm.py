@@ -303,3 +303,19 @@ def test_help_fits_a_screen():
         result = subprocess.run([TESSERA, *verb, "--help"], capture_output=True, text=True, timeout=LIMIT)
         assert result.returncode == 0
         assert len(result.stdout.splitlines()) <= 44 and max(map(len, result.stdout.splitlines())) <= 100
+
+
+def test_damage_that_is_found_while_reading_ahead_is_told(tmp_path):
+    path = tmp_path / "clicks.click"
+    command = [TESSERA, "data", "synth", str(path), "--samples", "4000", "--features", "3", "--rows", "50"]
+    subprocess.run(command, check=True, capture_output=True, timeout=LIMIT)
+    flags = ["-n", "2", "--steps", "20", "--batch", "64", "--data", str(path)]
+    whole, _ = answer(tmp_path, *flags)
+    assert whole["steps"] == 20
+    raw = bytearray(path.read_bytes())
+    raw[64 + 2000] = 7  # a label: the first block begins with them; of rank 1 in step 16
+    path.write_bytes(raw)
+    told = train(tmp_path, *flags, code=65).stderr
+    assert f"{path}: block 0 is damaged: it holds a label that is neither 0 nor 1." in told
+    last = max(tmp_path.glob("*/metrics.jsonl"), key=lambda file: file.stat().st_mtime_ns).parent
+    assert len(metrics(last)("step")) in (12, 13)  # it comes when the pipeline asks for the batch
