@@ -2,7 +2,8 @@
 // the dense layers, reading a batch; and turning Criteo's text into the binary format, on all
 // cores.
 //
-//   dlrm/interaction_forward, dlrm/interaction_backward    the peer is torch's own operators
+//   dlrm/interaction_forward, dlrm/interaction_backward    the peer is torch's own operators; the
+//                    floor is inputs, output and their gradients, read or written once
 //   dlrm/dense       forward, backward and SGD step of all dense layers, rows given
 //   dlrm/read        a batch of the binary format; the floor is its bytes, read and written once;
 //                    cold: of a file on disk that is not in memory, one batch per 40 ms, as the
@@ -115,12 +116,20 @@ void measure_interaction(Rows& rows) {
   }
   const auto both = [&](const std::string& variant, const Operator& interaction) {
     const std::string end = "/" + variant + "/" + kShape;
-    rows.measure("interaction_forward" + end, [&] { (void)interaction(dense, embeddings); });
     const at::Tensor out = interaction(dense, embeddings);
+    const auto read = static_cast<double>(dense.nbytes() + embeddings.nbytes());
+    const auto made = static_cast<double>(out.nbytes());
+    rows.measure(
+        "interaction_forward" + end, [&] { (void)interaction(dense, embeddings); },
+        dense.nbytes() + embeddings.nbytes(), read + made);
     const at::Tensor gradient = at::ones_like(out);
-    rows.measure("interaction_backward" + end, [&] {
-      (void)torch::autograd::grad({out}, {dense, embeddings}, {gradient}, /*retain_graph=*/true);
-    });
+    rows.measure(
+        "interaction_backward" + end,
+        [&] {
+          (void)torch::autograd::grad({out}, {dense, embeddings}, {gradient},
+                                      /*retain_graph=*/true);
+        },
+        out.nbytes(), 2 * read + made);
   };
   both("tessera", ours);
   both("torch", theirs);
