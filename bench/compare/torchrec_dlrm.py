@@ -4,17 +4,21 @@
 128-64-1, 2048 samples per rank, SGD. Runs under the peers' Python. Both train on one binary click log:
 ours reads its batches from the file inside the steps, torchrec has its first batches in memory before
 the first step. The three (ours, torchrec, torchrec under its TrainPipelineSparseDist) take turns, one
-whole run each. The time of a step is from its end to that of the step before, on rank 0; steps end with
-collectives. `dense` is forward, backward and step of torchrec's dense layers alone, on both ranks at
-once; ours is in dlrm_bench. Memory is what the two ranks have to themselves and share, files not
-counted, at its most: looked up often in runs that are not timed.
+whole run each, whose first ten steps do not count. The time of a step is from its end to that of the
+step before, on rank 0; steps end with collectives. Exposed communication is every rank's own; `data` is
+what the steps of both ranks spend on their batches, `cold` when the log is not in memory at first.
+`dense` is forward, backward and step of torchrec's dense layers alone, on both ranks at once; ours is in
+dlrm_bench. Memory is what the two ranks have to themselves and share, files not counted, at its most:
+looked up often in runs that are not timed.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import itertools
 import json
+import mmap
 import os
 import pathlib
 import statistics
@@ -28,7 +32,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 TESSERA = ROOT / "build/release/bin/tessera"
 SHAPE = "t26_r100000_d32_l10_b2048_p2"
 TABLES, DIM, BAG, DENSE = 26, 32, 10, 13
-WARM_UPS = 5
+WARM_UPS = 10
 ROTATION = 4  # batches that torchrec has in memory
 RANKS = 2
 EVALUATED = 4096
@@ -208,7 +212,7 @@ def time_torchrec(args, pipeline: bool, memory: PeakMemory | None = None) -> dic
 
 
 def time_tessera(args, memory: PeakMemory | None = None) -> tuple[list[dict], list[dict]]:
-    """The steps of rank 0, and where the time of every rank went, warm-ups included."""
+    """The steps of rank 0, and what every rank says of its own, without warm-ups."""
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--ranks", RANKS, "--data", args.data, "--dim", DIM, "--batch", args.batch]
         flags += ["--steps", args.steps + WARM_UPS, "--optimizer", "sgd", "--table-optimizer", "sgd"]
@@ -221,7 +225,27 @@ def time_tessera(args, memory: PeakMemory | None = None) -> tuple[list[dict], li
         report = pathlib.Path(json.loads(process.stdout.read())["report"])
         lines = [json.loads(line) for line in report.with_name("metrics.jsonl").read_text().splitlines()]
         steps = [line for line in lines if line["kind"] == "step"][WARM_UPS:]
-        return steps, [line for line in lines if line["kind"] == "breakdown"]
+        ranks = [line for line in lines if line["kind"] == "breakdown"]
+        for rank in ranks:
+            rank["exposed_comm_us"] = rank["exposed_comm_us"][WARM_UPS:]
+            rank["data_us"] = rank["data_us"][WARM_UPS:]
+        return steps, ranks
+
+
+def forget(path: str) -> None:
+    """Make the system forget what it holds of a file, and see to it that it did."""
+    file = os.open(path, os.O_RDONLY)
+    os.fsync(file)
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    libc = ctypes.CDLL(None, use_errno=True)
+    size = os.fstat(file).st_size
+    with mmap.mmap(file, size, mmap.MAP_PRIVATE) as mapped:  # writable, which ctypes asks for
+        pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+        first = ctypes.c_char.from_buffer(mapped)
+        failed = libc.mincore(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(size), pages)
+        del first
+    os.close(file)
+    assert not failed and not any(page & 1 for page in pages), "the log is still in memory"
 
 
 def print_row(operation: str, variant: str, values: list[float], unit: str = "us") -> None:
@@ -232,23 +256,31 @@ def print_row(operation: str, variant: str, values: list[float], unit: str = "us
 
 
 def measure(args) -> None:
-    ours, waits, theirs, pipelined, dense = [], {}, [], [], []
+    ours, cold, waits, reads, theirs, pipelined, dense = [], [], {}, {}, [], [], []
     for _ in range(args.rounds):
-        steps, ranks = time_tessera(args)
-        ours += steps
-        for rank in ranks:
-            waited = sum(phase["waited"] for phase in rank["phases"].values())
-            waits.setdefault(rank["rank"], []).append(1e6 * waited / rank["steps"])
+        for is_cold in (False, True):
+            if is_cold:
+                forget(args.data)
+            steps, ranks = time_tessera(args)
+            (cold if is_cold else ours).extend(steps)
+            for rank in ranks:
+                reads.setdefault("tessera_cold" if is_cold else "tessera", []).extend(rank["data_us"])
+                if not is_cold:
+                    waits.setdefault(rank["rank"], []).extend(rank["exposed_comm_us"])
         plain = time_torchrec(args, pipeline=False)
         theirs += plain["step"]
         dense += plain["dense"]
         pipelined += time_torchrec(args, pipeline=True)["step"]
     print_row("step", "tessera", [1e6 * step["seconds"] for step in ours])
+    print_row("step", "tessera_cold", [1e6 * step["seconds"] for step in cold])
     print_row("step", "torchrec", [1e6 * seconds for seconds in theirs])
     print_row("step", "torchrec_pipeline", [1e6 * seconds for seconds in pipelined])
-    print_row("exposed_communication", "tessera", [1e6 * step["exposed_comm_seconds"] for step in ours])
-    for rank, means in waits.items():
-        print_row("exposed_communication", f"tessera_mean_of_rank_{rank}", means)
+    for variant, times in reads.items():
+        print_row("data", variant, times)
+        print_row("data", f"{variant}_mean", [statistics.mean(times)])
+    for rank, waited in waits.items():
+        print_row("exposed_communication", f"tessera_rank_{rank}", waited)
+        print_row("exposed_communication", f"tessera_mean_of_rank_{rank}", [statistics.mean(waited)])
     print_row("dense", "torchrec", [1e6 * seconds for seconds in dense])
     for variant, run in (
         ("tessera", lambda memory: time_tessera(args, memory)),
@@ -264,7 +296,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--batch", type=int, default=2048)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=2)
     # Of a rank of torchrec, which this program starts.
     parser.add_argument("--data", default="")

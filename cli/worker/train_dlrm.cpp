@@ -178,7 +178,10 @@ class Speaker {
                    {"exposed_comm_seconds", exposed}});
     const bool is_first = mean_seconds_ == 0;
     mean_seconds_ = is_first ? seconds : 0.9 * mean_seconds_ + 0.1 * seconds;
-    mean_exposed_ = is_first ? exposed : 0.9 * mean_exposed_ + 0.1 * exposed;
+    // Of all ranks; at first, when that is not known, of this one.
+    const bool knows_others = progress.step > first_step_ + 1;
+    const double waited = knows_others ? progress.mean_exposed : exposed;
+    mean_exposed_ = is_first ? waited : 0.9 * mean_exposed_ + 0.1 * waited;
     if (words_.as_json || !line_.is_due(progress.step)) return;
     line_.show(progress.step, text_of(progress));
   }

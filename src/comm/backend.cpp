@@ -235,9 +235,9 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::submit(Submission submission,
       raise(failure);
     }
   };
-  auto work =
-      c10::make_intrusive<EngineWork>(collectives_, rank_, submission.type, submission.title, first,
-                                      std::move(submission.outputs), std::move(run));
+  auto work = c10::make_intrusive<EngineWork>(
+      collectives_, rank_, submission.type, submission.title, first, std::move(submission.outputs),
+      std::move(run), [this] { return transport_->is_met(); });
   if (submission.is_async) {
     collectives_->run_later(work);
   } else {

@@ -6,6 +6,7 @@
 
 #include "comm/backend.h"
 #include "comm/engines.h"
+#include "comm/executor.h"
 #include "comm/tensor_memory.h"
 #include "core/kept_memory.h"
 #include "tessera/core/check.h"
@@ -50,13 +51,19 @@ c10d::ReduceOp::RedOpType reduce_op(Reduction reduction) {
   TESSERA_INTERNAL_ASSERT(false, "an unknown reduction");
 }
 
+// Whether waiting for it would not have to wait for other ranks.
+bool is_here(c10d::Work& work) {
+  auto* own = dynamic_cast<EngineWork*>(&work);
+  return own != nullptr ? own->is_ready() : work.isCompleted();
+}
+
 Awaitable<at::Tensor> pending(const c10::intrusive_ptr<c10d::Work>& work, at::Tensor result) {
   return Awaitable<at::Tensor>(
       [work, result = std::move(result)] {
         if (work) work->wait();
         return result;
       },
-      [work] { return !work || work->isCompleted(); });
+      [work] { return !work || is_here(*work); });
 }
 
 // NCCL returns no work for an operation that already is in the order of the current stream.
@@ -427,6 +434,47 @@ at::Tensor all_to_all(const at::Tensor& input, const Group& group) {
 }
 Awaitable<at::Tensor> all_to_all_async(const at::Tensor& input, const Group& group) {
   return later(start_all_to_all(input, group, true));
+}
+Awaitable<std::vector<at::Tensor>> all_to_all_pieces_async(std::vector<at::Tensor> outputs,
+                                                           const std::vector<at::Tensor>& inputs,
+                                                           const Group& group) {
+  const auto num_ranks = static_cast<std::size_t>(group.size());
+  TESSERA_CHECK_VALUE(inputs.size() == num_ranks && outputs.size() == num_ranks,
+                      "comm.all_to_all_pieces: ", inputs.size(), " inputs and ", outputs.size(),
+                      " outputs for ", num_ranks, " ranks; there must be one of each per rank.");
+  const auto engine = engine_for("all_to_all_pieces", inputs[0], group);
+  if (takes_uneven_parts(engine)) {
+    std::vector<at::Tensor> sources;
+    for (const at::Tensor& input : inputs) sources.push_back(input.detach());
+    c10d::AllToAllOptions options;
+    options.asyncOp = true;
+    const auto work = engine->alltoall(outputs, sources, options);
+    return Awaitable<std::vector<at::Tensor>>(
+        [work, outputs] {
+          work->wait();
+          return outputs;
+        },
+        [work] { return is_here(*work); });
+  }
+  // Other engines send from one tensor into one.
+  Rows sent;
+  Rows received;
+  std::vector<at::Tensor> flat;
+  for (std::size_t r = 0; r < num_ranks; ++r) {
+    sent.push_back(inputs[r].numel());
+    received.push_back(outputs[r].numel());
+    flat.push_back(inputs[r].detach().reshape({-1}));
+  }
+  const auto arriving = all_to_all_v_async(at::cat(flat), sent, group, received);
+  return Awaitable<std::vector<at::Tensor>>(
+      [arriving, outputs, received] {
+        const auto parts = split_rows(arriving.wait(), received);
+        for (std::size_t r = 0; r < parts.size(); ++r) {
+          outputs[r].copy_(parts[r].view(outputs[r].sizes()));
+        }
+        return outputs;
+      },
+      [arriving] { return arriving.is_ready(); });
 }
 at::Tensor all_to_all_v(const at::Tensor& input, const Rows& send_rows, const Group& group,
                         const std::optional<Rows>& recv_rows) {

@@ -42,16 +42,21 @@ const char* wait_name(c10d::OpType type) {
 
 EngineWork::EngineWork(std::shared_ptr<Executor> executor, int rank, c10d::OpType type,
                        const char* title, std::uint64_t sequence, std::vector<at::Tensor> outputs,
-                       Run run)
+                       Run run, std::function<bool()> is_met)
     : c10d::Work(rank, type, title),
       executor_(std::move(executor)),
       sequence_(sequence),
       outputs_(std::move(outputs)),
-      run_(std::move(run)) {}
+      run_(std::move(run)),
+      is_met_(std::move(is_met)) {}
 
 bool EngineWork::isCompleted() {
   std::lock_guard lock(mutex_);
   return completed_;
+}
+
+bool EngineWork::is_ready() {
+  return isCompleted() || (is_met_ && executor_->is_next(*this, is_met_));
 }
 
 bool EngineWork::isSuccess() const {
@@ -198,6 +203,11 @@ void Executor::help_until_completed(EngineWork& work) {
     }
   }
   --num_helpers_;
+}
+
+bool Executor::is_next(const EngineWork& work, const std::function<bool()>& holds) {
+  const std::lock_guard lock(mutex_);
+  return !is_running_ && !queue_.empty() && queue_.front().get() == &work && holds();
 }
 
 void Executor::thread_loop() {

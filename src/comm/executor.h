@@ -24,10 +24,14 @@ class EngineWork final : public c10d::Work {
  public:
   using Run = std::function<void(EngineWork&)>;
 
+  /// `is_met`: whether the operation, run now, would find all other ranks there.
   EngineWork(std::shared_ptr<Executor> executor, int rank, c10d::OpType type, const char* title,
-             std::uint64_t sequence, std::vector<at::Tensor> outputs, Run run);
+             std::uint64_t sequence, std::vector<at::Tensor> outputs, Run run,
+             std::function<bool()> is_met = nullptr);
 
   bool isCompleted() override;
+  /// Whether `wait` would find it completed, or all ranks there to run it with.
+  bool is_ready();
   bool isSuccess() const override;
   /// Waits, running queued operations meanwhile. A positive `timeout` bounds this wait only; the
   /// operation keeps its own limit.
@@ -50,6 +54,7 @@ class EngineWork final : public c10d::Work {
   const std::uint64_t sequence_;
   std::vector<at::Tensor> outputs_;
   Run run_;
+  std::function<bool()> is_met_;
   int source_rank_ = -1;
   c10::intrusive_ptr<c10::ivalue::Future> future_;  // made when first asked for; guarded by mutex_
 };
@@ -68,6 +73,9 @@ class Executor : public std::enable_shared_from_this<Executor> {
   void run_later(const c10::intrusive_ptr<EngineWork>& work);
   /// Returns when `work` is completed, running queued operations meanwhile.
   void help_until_completed(EngineWork& work);
+  /// Whether `work` is next, with nobody inside an operation, and `holds` then, which is asked in
+  /// that state.
+  bool is_next(const EngineWork& work, const std::function<bool()>& holds);
   /// Ends the thread after the operation it is at; what is still queued fails with `reason`.
   void stop(const std::string& reason);
 

@@ -151,6 +151,10 @@ class Transport {
                           std::span<const Piece> outputs) = 0;
   virtual void barrier(const Call& call) = 0;
 
+  /// Whether all other ranks have come to the next collective of this rank, so that it would only
+  /// move data; false if that is not known. Not collective; not beside a collective of this rank.
+  virtual bool is_met() const noexcept { return false; }
+
   /// Not collective. Matches the receiver's recv by source and tag, in order per tag.
   /// May be called from several threads at once, and beside a collective.
   virtual void send(const Call& call, Piece data, int destination, int tag) = 0;

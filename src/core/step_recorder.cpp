@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <deque>
 #include <mutex>
 #include <numeric>
 #include <thread>
@@ -43,6 +44,7 @@ struct StepRecorder::State {
   std::vector<std::thread::id> threads;  // by number; the first runs the steps
   std::vector<SpanRecord> spans;
   StepTotals totals;
+  std::deque<StepTotals> last_steps;
   StepTotals step;
   std::int64_t step_number = -1;
   std::int64_t step_begin_ns = 0;
@@ -122,7 +124,14 @@ StepTotals StepRecorder::end_step() {
     totals.phase_seconds[i] += step.phase_seconds[i];
     totals.waited_seconds[i] += step.waited_seconds[i];
   }
+  state_->last_steps.push_back(step);
+  if (state_->last_steps.size() > kMaxSteps) state_->last_steps.pop_front();
   return step;
+}
+
+std::vector<StepTotals> StepRecorder::last_steps() const {
+  std::lock_guard lock(state_->mutex);
+  return {state_->last_steps.begin(), state_->last_steps.end()};
 }
 
 StepTotals StepRecorder::totals() const {

@@ -236,6 +236,7 @@ struct Call : torch::CustomClassHolder {
   std::uint64_t number = 0;
   std::vector<std::int64_t> batch_sizes;
   bool is_sequence = false;
+  FeatureRange later;  // not looked up in forward
 };
 using CallPtr = c10::intrusive_ptr<Call>;
 using MaybeVariable = std::optional<Variable>;
@@ -299,7 +300,14 @@ struct Lookup : Function<Lookup> {
     at::Tensor output =
         core::empty_kept(output_shape(state, input, pass),
                          at::TensorOptions().dtype(at::kFloat).device(state.device()));
-    look_up(state, input, pass, output);
+    if (call->later.begin == call->later.end) {
+      look_up(state, input, pass, output);
+    } else {
+      TablePass now = pass;
+      now.features.erase(now.features.begin() + call->later.begin,
+                         now.features.begin() + call->later.end);
+      look_up(state, input, now, output);
+    }
     context->save_for_backward({ids, offsets, sample_weights.value_or(Variable())});
     context->saved_data["call"] = c10::IValue::make_capsule(call);
     return output;
@@ -362,13 +370,14 @@ struct Lookup : Function<Lookup> {
 };
 
 at::Tensor look_up(const std::shared_ptr<State>& state, const LookupInput& input, bool is_sequence,
-                   std::uint64_t number) {
+                   std::uint64_t number, FeatureRange later = {}) {
   check_input(*state, input, is_sequence);
   auto call = c10::make_intrusive<Call>();
   call->state = state;
   call->number = number;
   call->batch_sizes = input.batch_sizes;
   call->is_sequence = is_sequence;
+  call->later = later;
   variable_list weights;
   if (state->has_anchor()) {
     weights.push_back(state->anchor);
@@ -380,13 +389,15 @@ at::Tensor look_up(const std::shared_ptr<State>& state, const LookupInput& input
                        input.ids, input.offsets, call);
 }
 
-/// The part of a backward pass that needs no gradient.
+/// The part of a backward pass that needs no gradient, and of a lookup that can wait.
 class Preparation {
  public:
-  Preparation(std::shared_ptr<State> state, const LookupInput& input, std::uint64_t number)
+  Preparation(std::shared_ptr<State> state, const LookupInput& input, std::uint64_t number,
+              FeatureRange later)
       : state_(std::move(state)),
         input_(input),
-        pass_(make_pass(*state_, input_, /*is_sequence=*/false, state_->num_columns)) {
+        pass_(make_pass(*state_, input_, /*is_sequence=*/false, state_->num_columns)),
+        later_(later) {
     pass_.number = number;
     const bool is_fused = state_->options.gradients == GradientForm::kFused;
     for (const Table& table : state_->tables) {
@@ -394,6 +405,11 @@ class Preparation {
       target.rows = detail::rows_of(table.weight);
       target.kind = is_fused ? TableTarget::Kind::kStep : TableTarget::Kind::kSparse;
     }
+    if (later.begin == later.end) return;
+    first_output_ = pass_.features[static_cast<std::size_t>(later.begin)].output;
+    last_output_ = later.end == static_cast<std::int64_t>(pass_.features.size())
+                       ? pass_.num_outputs
+                       : pass_.features[static_cast<std::size_t>(later.end)].output;
   }
 
   bool run() {
@@ -401,10 +417,26 @@ class Preparation {
     return detail::cpu_prepare_backward(pass_, state_->workspace, targets_);
   }
 
+  bool look_up_next(const at::Tensor& output) {
+    if (later_.begin == later_.end) return false;
+    TESSERA_CHECK_VALUE(output.is_contiguous() && output.scalar_type() == at::kFloat &&
+                            output.is_cpu() && output.numel() == last_output_ - first_output_,
+                        "embedding.look_up_later: the output must be a contiguous tensor of ",
+                        last_output_ - first_output_, " float32.");
+    TablePass one = pass_;
+    one.features = {pass_.features[static_cast<std::size_t>(later_.begin++)]};
+    one.features[0].output -= first_output_;
+    look_up(*state_, input_, one, output);
+    return true;
+  }
+
  private:
   std::shared_ptr<State> state_;
   LookupInput input_;  // what the pass points into
   TablePass pass_;
+  FeatureRange later_;  // what is left of it
+  std::int64_t first_output_ = 0;
+  std::int64_t last_output_ = 0;
   std::vector<TableTarget> targets_;
 };
 
@@ -454,12 +486,25 @@ at::Tensor TableBatch::pooled(const LookupInput& input) const {
   return look_up(state_, input, /*is_sequence=*/false, ++state_->num_calls);
 }
 
-PreparedRows TableBatch::pooled_ahead(const LookupInput& input) const {
+PreparedRows TableBatch::pooled_ahead(const LookupInput& input, FeatureRange later) const {
+  const auto num_features = static_cast<std::int64_t>(state_->features.size());
+  TESSERA_CHECK_VALUE(later.begin >= 0 && later.begin <= later.end && later.end <= num_features &&
+                          (later.begin == later.end || !input.batch_sizes.empty()),
+                      "embedding.pooled_ahead: features ", later.begin, " to ", later.end, " of ",
+                      num_features, " cannot be left for later",
+                      input.batch_sizes.empty() ? " without batch sizes." : ".");
+  if (!state_->device().is_cpu()) later = {};
   const std::uint64_t number = ++state_->num_calls;
-  PreparedRows result{look_up(state_, input, /*is_sequence=*/false, number), nullptr};
-  if (result.rows.requires_grad() && state_->has_anchor() && result.rows.is_cpu()) {
-    result.prepare = [preparation = std::make_shared<Preparation>(state_, input, number)] {
-      return preparation->run();
+  PreparedRows result;
+  result.rows = look_up(state_, input, /*is_sequence=*/false, number, later);
+  const bool prepares = result.rows.requires_grad() && state_->has_anchor() && result.rows.is_cpu();
+  const bool is_left = later.begin < later.end;
+  if (!prepares && !is_left) return result;
+  const auto preparation = std::make_shared<Preparation>(state_, input, number, later);
+  if (prepares) result.prepare = [preparation] { return preparation->run(); };
+  if (is_left) {
+    result.look_up_later = [preparation](const at::Tensor& output) {
+      return preparation->look_up_next(output);
     };
   }
   return result;

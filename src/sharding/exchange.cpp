@@ -25,6 +25,7 @@ struct Journey : torch::CustomClassHolder {
 
   at::Tensor finish(Exchange::Pending& pending) const {
     const auto arriving = std::exchange(pending, Exchange::Pending());
+    arriving.do_own_work();
     while (meanwhile && !arriving.is_ready() && meanwhile()) {
     }
     return arriving();

@@ -23,9 +23,15 @@ class Exchange {
     template <typename Finish>
       requires std::is_invocable_r_v<at::Tensor, Finish>
     Pending(Finish finish,  // NOLINT(google-explicit-constructor): a lambda is one
-            std::function<bool()> is_ready = nullptr)
-        : finish_(std::move(finish)), is_ready_(std::move(is_ready)) {}
+            std::function<bool()> is_ready = nullptr, std::function<void()> own_work = nullptr)
+        : finish_(std::move(finish)),
+          is_ready_(std::move(is_ready)),
+          own_work_(std::move(own_work)) {}
 
+    /// What this rank has to do itself for the result, once, before it is waited for.
+    void do_own_work() const {
+      if (own_work_) own_work_();
+    }
     at::Tensor operator()() const { return finish_(); }
     /// Whether it has arrived; false if that is not known.
     bool is_ready() const { return is_ready_ && is_ready_(); }
@@ -34,6 +40,7 @@ class Exchange {
    private:
     std::function<at::Tensor()> finish_;
     std::function<bool()> is_ready_;
+    std::function<void()> own_work_;
   };
   /// Does a piece of other work and returns true, or returns false because none is left.
   using Meanwhile = std::function<bool()>;

@@ -1,7 +1,12 @@
 #include "sharding/flat_exchange.h"
 
+#include <numeric>
 #include <utility>
+#include <vector>
 
+#include <ATen/Functions.h>
+
+#include "core/kept_memory.h"
 #include "tessera/comm/collectives.h"
 
 namespace tessera::sharding {
@@ -42,7 +47,98 @@ class FlatAllToAll final : public Exchange {
   double factor_;
 };
 
+// The same without codecs: what a rank has for itself does not travel. Forward it is made in place,
+// backward it is copied, while the parts of the others are on their way.
+class AllToAllOfOthers final : public Exchange {
+ public:
+  AllToAllOfOthers(Sizes sent, Sizes received, const Group& group, double factor, OwnRows own_rows)
+      : sent_(std::move(sent)),
+        received_(std::move(received)),
+        group_(group),
+        factor_(factor),
+        own_rows_(std::move(own_rows)) {}
+
+  Pending start(const at::Tensor& input) override {
+    const at::Tensor output = like(input, received_);
+    const auto pending = exchange(output, received_, input.contiguous(), sent_);
+    const auto own =
+        own_rows_.unread->add(part(output, received_, rank()), std::move(own_rows_.read));
+    return {[pending, output] {
+              pending.wait();
+              return output;
+            },
+            [pending] { return pending.is_ready(); }, [own] { own->read_all(); }};
+  }
+
+  Pending start_backward(const at::Tensor& gradient) override {
+    own_rows_.unread->read_all();  // the tables are stepped next
+    const at::Tensor given = gradient.contiguous();
+    const at::Tensor output = like(given, sent_);
+    const auto pending = exchange(output, sent_, given, received_);
+    const at::Tensor own = part(output, sent_, rank());
+    const std::int64_t begin = own.storage_offset() - output.storage_offset();
+    const std::int64_t end = begin + own.numel();
+    return {[=, factor = factor_] {
+              pending.wait();
+              if (factor == 1.0) return output;
+              output.narrow(0, 0, begin).mul_(factor);
+              output.narrow(0, end, output.numel() - end).mul_(factor);
+              return output;
+            },
+            [pending] { return pending.is_ready(); },
+            [own, from = part(given, received_, rank()), factor = factor_] {
+              at::Tensor to = own;
+              at::mul_out(to, from, at::scalar_tensor(factor, from.options()));
+            }};
+  }
+
+ private:
+  std::size_t rank() const { return static_cast<std::size_t>(group_.rank()); }
+
+  static at::Tensor like(const at::Tensor& values, const Sizes& sizes) {
+    return core::empty_kept({std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0})},
+                            values.options());
+  }
+
+  static at::Tensor part(const at::Tensor& values, const Sizes& sizes, std::size_t number) {
+    return values.narrow(0, std::accumulate(sizes.begin(), sizes.begin() + number, std::int64_t{0}),
+                         sizes[number]);
+  }
+
+  comm::Awaitable<std::vector<at::Tensor>> exchange(const at::Tensor& output, const Sizes& received,
+                                                    const at::Tensor& input,
+                                                    const Sizes& sent) const {
+    std::vector<at::Tensor> outputs;
+    std::vector<at::Tensor> inputs;
+    for (std::size_t r = 0; r < sent.size(); ++r) {
+      const bool travels = r != rank();
+      outputs.push_back(travels ? part(output, received, r) : output.narrow(0, 0, 0));
+      inputs.push_back(travels ? part(input, sent, r) : input.narrow(0, 0, 0));
+    }
+    return comm::all_to_all_pieces_async(std::move(outputs), inputs, group_);
+  }
+
+  Sizes sent_;
+  Sizes received_;
+  Group group_;
+  double factor_;
+  OwnRows own_rows_;
+};
+
 }  // namespace
+
+std::shared_ptr<const UnreadRows::Rows> UnreadRows::add(at::Tensor output, Read read) {
+  std::erase_if(rows_, [](const auto& rows) { return rows.expired(); });
+  auto rows = std::make_shared<const Rows>(Rows{std::move(output), std::move(read)});
+  rows_.push_back(rows);
+  return rows;
+}
+
+void UnreadRows::read_all() {
+  for (const auto& rows : std::exchange(rows_, {})) {
+    if (const auto unread = rows.lock()) unread->read_all();
+  }
+}
 
 Sizes wire_sizes(const Sizes& counts, const Codec& codec) {
   Sizes result = counts;
@@ -66,8 +162,13 @@ Exchange::Pending all_to_all_flat(const at::Tensor& values, const Sizes& send, c
 
 comm::Awaitable<at::Tensor> exchange_flat(const at::Tensor& values, Sizes sent, Sizes received,
                                           const Group& group, const Codecs& codecs, double factor,
-                                          Exchange::Meanwhile meanwhile) {
+                                          Exchange::Meanwhile meanwhile, OwnRows own_rows) {
   if (group.size() == 1) return comm::NoWait<at::Tensor>(values);
+  if (own_rows.read) {
+    return run(std::make_shared<AllToAllOfOthers>(std::move(sent), std::move(received), group,
+                                                  factor, std::move(own_rows)),
+               values, std::move(meanwhile));
+  }
   return run(
       std::make_shared<FlatAllToAll>(std::move(sent), std::move(received), group, codecs, factor),
       values, std::move(meanwhile));

@@ -80,9 +80,9 @@ struct ShardedEmbeddingBagCollection::State {
   /// Numbers that come home from rank r, and from host h for all of its ranks.
   std::int64_t direct_size(const DistContext& context, std::size_t rank) const;
   std::int64_t hosted_size(const DistContext& context, std::size_t host) const;
-  /// `meanwhile`: see exchange_flat.
-  Homeward send_home(const DistContext& context, const at::Tensor& rows,
-                     Exchange::Meanwhile meanwhile) const;
+  /// The rows for this rank's own samples, if they can be read while the others travel.
+  embedding::FeatureRange own_rows() const;
+  Homeward send_home(const DistContext& context, const embedding::PreparedRows& looked_up) const;
   CombinePlan combine_plan(const DistContext& context) const;
 
   comm::Group group;
@@ -98,6 +98,7 @@ struct ShardedEmbeddingBagCollection::State {
   /// The columns and the feature of each block, in the order in which a source has them.
   std::vector<std::vector<std::pair<std::int64_t, std::size_t>>> blocks{4};
   std::optional<HostGroups> hosts;  // if rows are summed inside hosts
+  std::shared_ptr<UnreadRows> unread = std::make_shared<UnreadRows>();
 };
 
 using BagState = ShardedEmbeddingBagCollection::State;
@@ -181,8 +182,21 @@ std::int64_t BagState::hosted_size(const DistContext& context, std::size_t host)
   return size;
 }
 
-Homeward BagState::send_home(const DistContext& context, const at::Tensor& rows,
-                             Exchange::Meanwhile meanwhile) const {
+embedding::FeatureRange BagState::own_rows() const {
+  // One rank sends nothing, and what a codec rounds is rounded at home too.
+  const auto& codecs = options.codecs;
+  if (group.size() == 1 || layout->has_hosted || !options.device.is_cpu() ||
+      !codecs.forward.is_identity() || !codecs.backward.is_identity()) {
+    return {};
+  }
+  const auto rank = static_cast<std::size_t>(group.rank());
+  const auto num_routes = static_cast<std::int64_t>(layout->routes[rank].size());
+  return {group.rank() * num_routes, (group.rank() + 1) * num_routes};
+}
+
+Homeward BagState::send_home(const DistContext& context,
+                             const embedding::PreparedRows& looked_up) const {
+  const at::Tensor& rows = looked_up.rows;
   const auto& own = layout->routes[static_cast<std::size_t>(group.rank())];
   const std::size_t world = layout->routes.size();
   // The rows for a rank lie together, those of hosted tables last.
@@ -198,8 +212,9 @@ Homeward BagState::send_home(const DistContext& context, const at::Tensor& rows,
   }
   const auto exchange = [&](const at::Tensor& values, const Sizes& sent, const Sizes& arriving,
                             const comm::Group& over) {
+    // While rows and gradients travel, backward's part that needs neither is done.
     return exchange_flat(values, sent, arriving, over, options.codecs, gradient_factor(over),
-                         meanwhile);
+                         looked_up.prepare, {looked_up.look_up_later, unread});
   };
   const comm::NoWait<at::Tensor> nothing(at::empty({0}, rows.options().requires_grad(false)));
   if (!layout->has_routes) return {nothing, nothing};
@@ -302,12 +317,12 @@ comm::LazyAwaitable<KeyedTensor> ShardedEmbeddingBagCollection::compute_and_outp
   const auto nothing = at::TensorOptions(at::kFloat).device(state->options.device);
   // A rank without rows still takes part, and so do the weights it was sent.
   embedding::PreparedRows looked_up;
-  if (routed != nullptr) looked_up = routed->pooled_ahead(context->lookup_input());
-  const at::Tensor rows = routed != nullptr            ? looked_up.rows
-                          : context->weights.defined() ? context->weights
-                                                       : at::empty({0}, nothing);
-  // While rows and gradients travel, backward's part that needs neither is done.
-  const Homeward pending = state->send_home(*context, rows, looked_up.prepare);
+  if (routed != nullptr) {
+    looked_up = routed->pooled_ahead(context->lookup_input(), state->own_rows());
+  } else {
+    looked_up.rows = context->weights.defined() ? context->weights : at::empty({0}, nothing);
+  }
+  const Homeward pending = state->send_home(*context, looked_up);
   const auto look_up = [&](const TableBatch* batch, const std::vector<std::size_t>& local) {
     return batch == nullptr
                ? at::empty({0}, nothing)
@@ -351,6 +366,7 @@ std::vector<std::shared_ptr<embedding::RowOptimizer>> ShardedEmbeddingBagCollect
 }
 
 void ShardedEmbeddingBagCollection::load_tables(const std::map<std::string, at::Tensor>& tables) {
+  state_->unread->read_all();
   load_shards(*state_->layout, state_->local->weights(), tables);
 }
 
@@ -366,7 +382,10 @@ ShardedEmbeddingBagCollection::NoSync::~NoSync() { state_->local->keep_local_gra
 bool ShardedEmbeddingBagCollection::keep_local_gradients(bool is_kept) {
   return state_->local->keep_local_gradients(is_kept);
 }
-void ShardedEmbeddingBagCollection::step() { state_->local->step(); }
+void ShardedEmbeddingBagCollection::step() {
+  state_->unread->read_all();
+  state_->local->step();
+}
 void ShardedEmbeddingBagCollection::zero_grad_rows() { state_->local->zero_grad(); }
 double ShardedEmbeddingBagCollection::clip_grad_norm(double max_norm) {
   return state_->local->clip_grad_norm(max_norm);

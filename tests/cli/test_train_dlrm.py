@@ -208,6 +208,13 @@ def test_prints_placement_progress_and_report(tmp_path):
     assert re.fullmatch(step + r" \| mem \d+ MB \| eta 0s", lines[-3])
     assert re.fullmatch(r"judged   log loss [\d.]+ \| auc [\d.]+, best possible 0\.\d+", lines[-2])
     report = pathlib.Path(re.fullmatch(r"report   (\S+)", lines[-1])[1])
+    metrics = [json.loads(line) for line in report.with_name("metrics.jsonl").read_text().splitlines()]
+    times = [line for line in metrics if line["kind"] == "breakdown"]
+    assert [line["rank"] for line in times] == [0, 1]
+    for line in times:
+        assert len(line["exposed_comm_us"]) == len(line["data_us"]) == 5
+        waited = sum(phase["waited"] for phase in line["phases"].values())
+        assert sum(line["exposed_comm_us"]) == pytest.approx(1e6 * waited, abs=5)
     text = report.read_text()
     # Gradients may be reduced beside backward, where nobody waits: their part is not always there.
     for word in ("input dist", "Timeline", "step 3", "cat_4"):
@@ -296,3 +303,19 @@ def test_help_fits_a_screen():
         result = subprocess.run([TESSERA, *verb, "--help"], capture_output=True, text=True, timeout=LIMIT)
         assert result.returncode == 0
         assert len(result.stdout.splitlines()) <= 44 and max(map(len, result.stdout.splitlines())) <= 100
+
+
+def test_damage_that_is_found_while_reading_ahead_is_told(tmp_path):
+    path = tmp_path / "clicks.click"
+    command = [TESSERA, "data", "synth", str(path), "--samples", "4000", "--features", "3", "--rows", "50"]
+    subprocess.run(command, check=True, capture_output=True, timeout=LIMIT)
+    flags = ["-n", "2", "--steps", "20", "--batch", "64", "--data", str(path)]
+    whole, _ = answer(tmp_path, *flags)
+    assert whole["steps"] == 20
+    raw = bytearray(path.read_bytes())
+    raw[64 + 2000] = 7  # a label: the first block begins with them; of rank 1 in step 16
+    path.write_bytes(raw)
+    told = train(tmp_path, *flags, code=65).stderr
+    assert f"{path}: block 0 is damaged: it holds a label that is neither 0 nor 1." in told
+    last = max(tmp_path.glob("*/metrics.jsonl"), key=lambda file: file.stat().st_mtime_ns).parent
+    assert len(metrics(last)("step")) in (12, 13)  # it comes when the pipeline asks for the batch

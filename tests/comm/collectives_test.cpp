@@ -1,5 +1,9 @@
 #include "tessera/comm/collectives.h"
 
+#include <atomic>
+#include <chrono>
+#include <thread>
+
 #include <gtest/gtest.h>
 
 #include <ATen/ATen.h>
@@ -281,6 +285,60 @@ TEST_P(Collectives, AllToAllEvenAndUneven) {
   });
 }
 
+TEST_P(Collectives, AllToAllOfPiecesAnywhere) {
+  on_all_ranks([&](const Group& group) {
+    const int rank = group.rank();
+    for (const std::int64_t scale : {1, 5000}) {
+      // Nothing for itself, and (r + d) numbers for others, from the middle of tensors of their
+      // own.
+      const auto count = [&](int from, int to) {
+        return from == to ? 0 : scale * ((from + 2 * to) % 3);
+      };
+      std::vector<at::Tensor> inputs;
+      std::vector<at::Tensor> outputs;
+      for (int peer = 0; peer < size(); ++peer) {
+        inputs.push_back(at::full({count(rank, peer) + 2}, 100.0F * static_cast<float>(rank) + peer)
+                             .narrow(0, 1, count(rank, peer)));
+        outputs.push_back(at::full({count(peer, rank) + 2}, -1.0F).narrow(0, 1, count(peer, rank)));
+      }
+      const auto pending = all_to_all_pieces_async(outputs, inputs, group);
+      const std::vector<at::Tensor>& arrived = pending.wait();
+      EXPECT_TRUE(pending.is_ready());
+      for (int peer = 0; peer < size(); ++peer) {
+        const auto p = static_cast<std::size_t>(peer);
+        EXPECT_EQ(arrived[p].data_ptr(), outputs[p].data_ptr());
+        EXPECT_TRUE(at::equal(
+            outputs[p], at::full({count(peer, rank)}, 100.0F * static_cast<float>(peer) + rank)));
+      }
+    }
+  });
+}
+
+// It is ready when it has been done, or when the others have come and it could be.
+TEST_P(Collectives, AnOperationIsNotReadyBeforeTheLastRankHasCome) {
+  if (size() == 1) return;
+  std::atomic<bool> has_come = false;
+  on_all_ranks([&](const Group& group) {
+    barrier(group);
+    if (group.rank() == size() - 1) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(30));
+      has_come = true;
+      EXPECT_EQ(all_reduce(at::ones({1}), group).item<float>(), static_cast<float>(size()));
+      return;
+    }
+    const auto pending = all_reduce_async(at::ones({1}), group);
+    for (;;) {
+      if (!pending.is_ready()) {
+        std::this_thread::yield();
+        continue;
+      }
+      EXPECT_TRUE(has_come);
+      break;
+    }
+    EXPECT_EQ(pending.wait().item<float>(), static_cast<float>(size()));
+  });
+}
+
 TEST_P(Collectives, ManyPendingOperationsFinishInOrder) {
   on_all_ranks([&](const Group& group) {
     std::vector<at::Tensor> tensors;
@@ -371,6 +429,9 @@ TEST_P(Collectives, BadArgumentsAreNamedBeforeAnythingIsSent) {
          all_to_all_v(at::ones({0}), rows, group);
        },
        "comm.all_to_all_v: rank 0 cannot have -1 rows."},
+      {"pieces",
+       [](const Group& group) { (void)all_to_all_pieces_async({}, {at::ones({1})}, group).wait(); },
+       "comm.all_to_all_pieces: 1 inputs and 0 outputs for "},
       {"self", [](const Group& group) { send(at::ones({1}), group.rank(), group); },
        "cannot exchange messages with itself."},
   };

@@ -41,6 +41,30 @@ TEST(StepRecorder, AnInnerSpanIsNotTheOuterOnesTime) {
   EXPECT_EQ(step.exposed_comm_seconds(), 0);
 }
 
+TEST(StepRecorder, EveryOneOfTheLastStepsIsThere) {
+  StepRecorder recorder;
+  const UseRecorder use(recorder);
+  for (std::int64_t step = 0; step < 3; ++step) {
+    recorder.begin_step(step);
+    if (step == 1) {
+      const Span wait(Span::Wait{"all_to_all"});
+      std::this_thread::sleep_for(kNap);
+    }
+    recorder.end_step();
+  }
+  const std::vector<StepTotals> steps = recorder.last_steps();
+  ASSERT_EQ(steps.size(), 3);
+  EXPECT_EQ(steps[0].exposed_comm_seconds(), 0);
+  EXPECT_GE(steps[1].exposed_comm_seconds(), kNapSeconds);
+  EXPECT_EQ(steps[2].exposed_comm_seconds(), 0);
+  for (std::size_t i = 0; i < StepRecorder::kMaxSteps; ++i) {
+    recorder.begin_step(3);
+    recorder.end_step();
+  }
+  EXPECT_EQ(recorder.last_steps().size(), StepRecorder::kMaxSteps);
+  EXPECT_EQ(recorder.last_steps()[0].exposed_comm_seconds(), 0);
+}
+
 TEST(StepRecorder, WaitingBelongsToThePhaseAroundIt) {
   StepRecorder recorder;
   const UseRecorder use(recorder);

@@ -219,6 +219,64 @@ TEST(TableBatch, WhatIsPreparedChangesNoBit) {
   }
 }
 
+TEST(TableBatch, FeaturesLeftForLaterGiveTheSameBits) {
+  OptimizerOptions options = options_of(OptimizerKind::kAdam);
+  for (const bool is_weighted : {false, true}) {
+    const auto steps = [&](FeatureRange later, bool is_recorded, std::vector<Tensor>& rows) {
+      Fixture fixture({.gradients = GradientForm::kFused, .optimizer = options});
+      for (const std::int64_t size : {0, 1, 701}) {
+        const at::AutoGradMode mode(is_recorded);
+        const LookupInput input = fixture.input(0, is_weighted, at::kLong, {size, 50, size, 3});
+        const PreparedRows found = fixture.batch->pooled_ahead(input, later);
+        EXPECT_EQ(found.look_up_later != nullptr, later.begin < later.end);
+        Tensor whole = found.rows.detach().clone();
+        if (found.look_up_later) {
+          std::int64_t begin = 0;
+          std::int64_t count = 0;
+          for (std::int64_t f = 0; f < later.end; ++f) {
+            const auto table = static_cast<std::size_t>(fixture.features[f].table);
+            const std::int64_t numbers =
+                input.batch_sizes[f] * fixture.tables[table].weight.size(1);
+            (f < later.begin ? begin : count) += numbers;
+          }
+          const Tensor output = at::full({count}, 99.0F);
+          std::int64_t num_calls = 0;
+          while (found.look_up_later(output)) ++num_calls;
+          EXPECT_EQ(num_calls, later.end - later.begin);
+          EXPECT_FALSE(found.look_up_later(output));
+          whole.narrow(0, begin, count).copy_(output);
+        }
+        rows.push_back(whole);
+        if (is_recorded) found.rows.backward(whole);  // a gradient that depends on all rows
+      }
+      return fixture.clones();
+    };
+    for (const bool is_recorded : {true, false}) {
+      std::vector<Tensor> wanted_rows;
+      const std::vector<Tensor> wanted = steps({}, is_recorded, wanted_rows);
+      for (const FeatureRange later : {FeatureRange{0, 4}, {0, 1}, {1, 3}, {3, 4}, {2, 2}}) {
+        std::vector<Tensor> rows;
+        const std::vector<Tensor> found = steps(later, is_recorded, rows);
+        for (std::size_t i = 0; i < rows.size(); ++i) {
+          EXPECT_TRUE(rows[i].equal(wanted_rows[i])) << later.begin << " to " << later.end;
+        }
+        for (std::size_t i = 0; i < found.size(); ++i) EXPECT_TRUE(found[i].equal(wanted[i]));
+      }
+    }
+  }
+}
+
+TEST(TableBatch, FeaturesThatCannotBeLeftForLater) {
+  Fixture fixture({.gradients = GradientForm::kFused});
+  const LookupInput uneven = fixture.input(0, false, at::kLong, {2, 3, 4, 5});
+  for (const FeatureRange later : {FeatureRange{-1, 2}, {3, 2}, {0, 5}}) {
+    EXPECT_THROW((void)fixture.batch->pooled_ahead(uneven, later), c10::ValueError);
+  }
+  EXPECT_THROW((void)fixture.batch->pooled_ahead(fixture.input(4), {0, 1}), c10::ValueError);
+  const PreparedRows found = fixture.batch->pooled_ahead(uneven, {0, 2});
+  EXPECT_THROW((void)found.look_up_later(at::empty({3})), c10::ValueError);
+}
+
 TEST(TableBatch, GradientsForASinkCanBePrepared) {
   std::vector<std::vector<RowGradient>> found;
   for (const bool is_prepared : {false, true}) {

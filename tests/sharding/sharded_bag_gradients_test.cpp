@@ -249,5 +249,35 @@ TEST(BagGradients, ALateRankChangesNoBit) {
   }
 }
 
+// A step between a lookup and the wait for its rows does not reach them.
+TEST(BagGradients, RowsAreThoseOfWhenTheLookupBegan) {
+  constexpr int kWorld = 2;
+  enum class Change { kBackward, kStep, kLoad };
+  for (const Change change : {Change::kBackward, Change::kStep, Change::kLoad}) {
+    Job job = job_of(kWorld);
+    if (change != Change::kStep) job.options.gradients = GradientForm::kFused;
+    run_ranks(kWorld, [&](const comm::Group& group) {
+      std::vector<at::Tensor> found;
+      for (const bool waits_first : {true, false}) {
+        const auto tables = make_sharded(job, group);
+        const auto first = tables->input_dist(job.bags(0, group.rank()).kjt(false)).wait().wait();
+        const auto second = tables->input_dist(job.bags(1, group.rank()).kjt(false)).wait().wait();
+        const at::Tensor loss = tables->compute_and_output_dist(first).wait().values().sum();
+        std::map<std::string, at::Tensor> other;
+        for (const auto& [name, weight] : tables->gather_tables()) other[name] = weight + 1;
+        const auto pending = tables->compute_and_output_dist(second);
+        if (waits_first) (void)pending.wait();
+        if (change != Change::kLoad) loss.backward();
+        if (change == Change::kStep) tables->step();
+        if (change == Change::kLoad) tables->load_tables(other);
+        found.push_back(pending.wait().values().detach());
+        const at::Tensor after = tables->forward(job.bags(1, group.rank()).kjt(false)).values();
+        EXPECT_FALSE(at::equal(after, found.back()));  // the change was one
+      }
+      EXPECT_TRUE(at::equal(found[0], found[1]));
+    });
+  }
+}
+
 }  // namespace
 }  // namespace tessera::sharding

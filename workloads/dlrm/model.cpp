@@ -6,6 +6,8 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Functions.h>
+#include <ATen/autocast_mode.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include "tessera/core/check.h"
 
@@ -29,6 +31,68 @@ void draw_parameters(torch::nn::Module& module, std::uint64_t seed) {
   }
 }
 
+// Note [Gradients of weights can wait]
+// Other ranks wait for the gradients of the rows, nobody for those of the top layers' weights
+// before the step. A layer is therefore two nodes: the one that was recorded with its input gives
+// the gradient of the input at once and keeps what the weights' gradients are made of. The other
+// was recorded before the bottom layers, so autograd, which takes what was recorded last first,
+// comes to it when the rows' gradients are on their way. Both compute as LibTorch's own node, to
+// the last bit.
+struct Layer : torch::CustomClassHolder {
+  torch::Tensor weight;
+  torch::Tensor bias;
+  torch::Tensor input;     // once backward has been here
+  torch::Tensor gradient;  // of the output
+};
+using LayerPtr = c10::intrusive_ptr<Layer>;
+using torch::autograd::AutogradContext;
+using torch::autograd::Function;
+using torch::autograd::variable_list;
+
+LayerPtr saved_layer(AutogradContext* context) {
+  return c10::static_intrusive_pointer_cast<Layer>(context->saved_data["layer"].toCapsule());
+}
+
+void check_first_order() {
+  TESSERA_CHECK_VALUE(!at::GradMode::is_enabled(),
+                      "dlrm: the gradients of the top layers are not differentiable; call backward "
+                      "without create_graph.");
+}
+
+struct Weights : Function<Weights> {
+  static torch::Tensor forward(AutogradContext* context, const torch::Tensor& weight,
+                               const torch::Tensor& bias, const LayerPtr& layer) {
+    context->saved_data["layer"] = c10::IValue::make_capsule(layer);
+    layer->weight = weight.detach();
+    layer->bias = bias.detach();
+    return at::zeros({1}, weight.options());
+  }
+  static variable_list backward(AutogradContext* context, const variable_list& /*token*/) {
+    const LayerPtr layer = saved_layer(context);
+    const torch::Tensor gradient = std::exchange(layer->gradient, {});
+    const torch::Tensor input = std::exchange(layer->input, {});
+    return {gradient.t().mm(input), gradient.sum(0), {}};
+  }
+};
+
+struct Apply : Function<Apply> {
+  static torch::Tensor forward(AutogradContext* context, const torch::Tensor& x,
+                               const torch::Tensor& /*token*/, const LayerPtr& layer) {
+    context->saved_data["layer"] = c10::IValue::make_capsule(layer);
+    context->save_for_backward({x});
+    return at::linear(x, layer->weight, layer->bias);
+  }
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    check_first_order();
+    const LayerPtr layer = saved_layer(context);
+    layer->gradient = gradients[0];
+    layer->input = context->get_saved_variables()[0];
+    torch::Tensor of_input;
+    if (context->needs_input_grad(0)) of_input = gradients[0].mm(layer->weight);
+    return {of_input, at::zeros({1}, gradients[0].options()), {}};
+  }
+};
+
 std::int64_t top_inputs(const DlrmOptions& options) {
   const auto n = static_cast<std::int64_t>(options.features.size());
   if (options.interaction == Interaction::kCross) return (n + 1) * options.embedding_dim;
@@ -46,6 +110,26 @@ Perceptron::Perceptron(std::int64_t num_inputs, const std::vector<std::int64_t>&
         register_module("layer_" + std::to_string(layers_.size()), linear(num_inputs, width)));
     num_inputs = width;
   }
+}
+
+std::function<torch::Tensor(torch::Tensor)> Perceptron::weights_later() {
+  // Autocast has casts of its own to record.
+  if (!at::GradMode::is_enabled() || at::autocast::is_autocast_enabled(at::kCPU)) {
+    return [this](torch::Tensor x) { return forward(std::move(x)); };
+  }
+  std::vector<std::pair<torch::Tensor, LayerPtr>> layers;
+  for (const torch::nn::Linear& linear : layers_) {
+    auto layer = c10::make_intrusive<Layer>();
+    torch::Tensor token = Weights::apply(linear->weight, linear->bias, layer);
+    layers.emplace_back(std::move(token), std::move(layer));
+  }
+  return [layers = std::move(layers), relu_at_end = relu_at_end_](torch::Tensor x) {
+    for (std::size_t i = 0; i < layers.size(); ++i) {
+      x = Apply::apply(x, layers[i].first, layers[i].second);
+      if (i + 1 < layers.size() || relu_at_end) x = at::relu_(x);
+    }
+    return x;
+  };
 }
 
 torch::Tensor Perceptron::forward(torch::Tensor x) {
@@ -116,6 +200,7 @@ torch::Tensor Dlrm::forward(const torch::Tensor& dense,
                       options_.num_dense, "].");
   // Before the embeddings are waited for: they travel meanwhile. Backward takes what was made last
   // first, so their gradients travel while those of the bottom layers are computed.
+  const auto top = top_->weights_later();
   const torch::Tensor first = bottom_->forward(dense);
   const jagged::KeyedTensor& embeddings = pending.wait();
   for (std::size_t i = 0; i < embeddings.keys().size(); ++i) {
@@ -129,7 +214,7 @@ torch::Tensor Dlrm::forward(const torch::Tensor& dense,
           : cross_->forward(at::cat(
                 {first, jagged::KeyedTensor::regroup({embeddings}, {options_.features}).front()},
                 1));
-  return top_->forward(mixed).squeeze(1);
+  return top(mixed).squeeze(1);
 }
 
 std::int64_t Dlrm::num_parameters() const {

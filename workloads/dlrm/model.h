@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -42,6 +43,10 @@ class Perceptron : public torch::nn::Module {
  public:
   Perceptron(std::int64_t num_inputs, const std::vector<std::int64_t>& widths, bool relu_at_end);
   torch::Tensor forward(torch::Tensor x);
+  /// The same, whose backward gives the gradient of x before those of the weights, which are left
+  /// until what is recorded after this call has had its turn. Same bits; differentiable once. The
+  /// function is for one call, as long as this lives.
+  std::function<torch::Tensor(torch::Tensor)> weights_later();
 
  private:
   std::vector<torch::nn::Linear> layers_;

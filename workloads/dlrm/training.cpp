@@ -16,6 +16,7 @@
 #include "tessera/core/check.h"
 #include "tessera/data_parallel/distributed_data_parallel.h"
 #include "tessera/data_parallel/fingerprint.h"
+#include "tessera/pipeline/read_ahead.h"
 #include "tessera/pipeline/train_pipeline.h"
 #include "tessera/sharding/sharded_embedding_bag_collection.h"
 
@@ -166,8 +167,10 @@ class Training {
   }
 
   std::int64_t resume() {
-    next_read_ = checkpoints_ && options_.resume ? checkpoints_->load() : 0;
-    return next_read_;
+    const std::int64_t first = checkpoints_ && options_.resume ? checkpoints_->load() : 0;
+    next_read_ = first;
+    reader_.emplace([this] { return read_batch(); });
+    return first;
   }
 
   Progress step(std::int64_t step) {
@@ -180,11 +183,12 @@ class Training {
     progress.learning_rate = factor * options_.learning_rate;
     set_learning_rate(*optimizer_, progress.learning_rate);
     tables_->set_learning_rate(factor * options_.table_learning_rate);
-    const auto logits = pipeline_.progress([this] { return next_batch(); });
+    const auto logits = pipeline_.progress([this] { return reader_->next(); });
     TESSERA_INTERNAL_ASSERT(logits, "every step has a batch");
     follow(*logits);
     finish(progress);
     progress.time = recorder_.end_step();
+    last_exposed_ = progress.time.exposed_comm_seconds();
     progress.auc = running_.value();
     return progress;
   }
@@ -277,8 +281,9 @@ class Training {
     return {{"tables", tables_, [](const ClickBatch& batch) { return batch.sparse; }}};
   }
 
-  // The pipeline reads ahead, and no further than the last step.
-  std::optional<ClickBatch> next_batch() {
+  // In the reader's thread, ahead of the steps and no further than the last one. A checkpoint holds
+  // the number of steps that were done, so it knows nothing of what was read ahead.
+  std::optional<ClickBatch> read_batch() {
     if (next_read_ >= options_.num_steps) return std::nullopt;
     const std::int64_t length = source_.num_steps();
     source_.seek(length < 0 ? next_read_ : next_read_ % length);
@@ -297,20 +302,24 @@ class Training {
     });
   }
 
-  // One small message beside backward: the loss over all ranks, and whether one of them was told to
-  // stop.
+  // One small message beside backward: the loss over all ranks, whether one of them was told to
+  // stop, and how long they waited in the step before.
   void agree_on(double loss) {
-    at::Tensor words = at::empty({2}, at::kDouble);
-    words[0] = loss;
-    words[1] = is_told_to_stop_ && is_told_to_stop_() ? 1.0 : 0.0;
+    at::Tensor words = at::empty({3}, at::kDouble);
+    auto* word = words.data_ptr<double>();
+    word[0] = loss;
+    word[1] = is_told_to_stop_ && is_told_to_stop_() ? 1.0 : 0.0;
+    word[2] = last_exposed_;
     agreed_ = comm::all_reduce_async(words, group_);
   }
 
   void finish(Progress& progress) {
     const Span span(Phase::kOther, "loss of all ranks");
     const at::Tensor words = agreed_->wait();
-    progress.loss = words[0].item<double>() / group_.size();
-    is_stopping_ = words[1].item<double>() > 0;
+    const auto* word = words.const_data_ptr<double>();
+    progress.loss = word[0] / group_.size();
+    is_stopping_ = word[1] > 0;
+    progress.mean_exposed = word[2] / group_.size();
   }
 
   void follow(const at::Tensor& logits) {
@@ -330,12 +339,14 @@ class Training {
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
   std::unique_ptr<Checkpoints> checkpoints_;
   pipeline::TrainPipelineSparseDist<ClickBatch> pipeline_;
-  std::int64_t next_read_ = 0;  // the step whose batch is read next
-  at::Tensor labels_;           // of the batch that was computed last
+  std::int64_t next_read_ = 0;  // the step whose batch is read next; the reader's
+  std::optional<pipeline::ReadAhead<ClickBatch>> reader_;
+  at::Tensor labels_;  // of the batch that was computed last
   StreamingAuc running_;
   std::int64_t num_followed_ = 0;
   std::function<bool()> is_told_to_stop_;
-  std::optional<comm::Awaitable<at::Tensor>> agreed_;  // loss and wish to stop
+  std::optional<comm::Awaitable<at::Tensor>> agreed_;  // loss, wish to stop, waiting
+  double last_exposed_ = 0;
   bool is_stopping_ = false;
 };
 

@@ -70,7 +70,8 @@ struct Progress {
   double learning_rate = 0;
   std::int64_t samples = 0;  // of all ranks
   core::StepTotals time;     // of this rank
-  double auc = 0;            // of what was predicted for this rank's samples lately; NaN at first
+  double mean_exposed = 0;  // exposed communication in the step before, mean over ranks; 0 at first
+  double auc = 0;           // of what was predicted for this rank's samples lately; NaN at first
 };
 
 /// Called as training goes on, on every rank.

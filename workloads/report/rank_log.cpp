@@ -1,5 +1,6 @@
 #include "report/rank_log.h"
 
+#include <cmath>
 #include <cstring>
 #include <fstream>
 
@@ -12,7 +13,8 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-Json breakdown_of(const core::StepTotals& totals, int rank) {
+Json breakdown_of(const core::StepRecorder& recorder, int rank) {
+  const core::StepTotals totals = recorder.totals();
   Json phases = Json::object();
   for (std::size_t i = 0; i < core::kNumPhases; ++i) {
     if (totals.phase_seconds[i] == 0) continue;
@@ -20,11 +22,20 @@ Json breakdown_of(const core::StepTotals& totals, int rank) {
         {"seconds", totals.phase_seconds[i]}, {"waited", totals.waited_seconds[i]}};
   }
   phases["idle"] = {{"seconds", totals.idle_seconds()}, {"waited", 0.0}};
+  Json exposed = Json::array();
+  Json data = Json::array();
+  for (const core::StepTotals& step : recorder.last_steps()) {
+    exposed.push_back(std::llround(1e6 * step.exposed_comm_seconds()));
+    data.push_back(
+        std::llround(1e6 * step.phase_seconds[static_cast<std::size_t>(core::Phase::kData)]));
+  }
   return {{"kind", "breakdown"},
           {"rank", rank},
           {"steps", totals.num_steps},
           {"seconds", totals.seconds},
-          {"phases", phases}};
+          {"phases", phases},
+          {"exposed_comm_us", exposed},
+          {"data_us", data}};
 }
 
 // Microseconds of the system's clock; the smallest is taken off when all ranks are together.
@@ -90,7 +101,7 @@ std::int64_t peak_memory_bytes() {
 
 void write_times(const std::string& folder, const core::StepRecorder& recorder,
                  const comm::Group& group, MetricsFile* metrics) {
-  const Json mine = {{"breakdown", breakdown_of(recorder.totals(), group.rank())},
+  const Json mine = {{"breakdown", breakdown_of(recorder, group.rank())},
                      {"events", events_of(recorder, group.rank())}};
   const std::vector<std::string> texts = gather_texts(mine.dump(), group);
   if (metrics == nullptr) return;

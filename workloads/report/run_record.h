@@ -7,7 +7,8 @@
 //              bytes}]
 //   step       step, loss, seconds, samples_per_second, learning_rate, exposed_comm_seconds
 //   eval       step, log_loss, auc, normalized_entropy, calibration, samples
-//   breakdown  rank, steps, seconds, phases {name: {seconds, waited}}; seconds of all steps
+//   breakdown  rank, steps, seconds, phases {name: {seconds, waited}}; seconds of all steps; of
+//              each of the last steps: exposed_comm_us [], data_us []
 //   end        steps, seconds, samples, peak_memory_bytes [per rank]
 
 #pragma once

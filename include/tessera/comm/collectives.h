@@ -88,6 +88,12 @@ TESSERA_API Awaitable<at::Tensor> reduce_scatter_v_async(const at::Tensor& input
 TESSERA_API at::Tensor all_to_all(const at::Tensor& input, const Group& group);
 TESSERA_API Awaitable<at::Tensor> all_to_all_async(const at::Tensor& input, const Group& group);
 
+/// inputs[r] goes to rank r, outputs[r] comes from it: contiguous tensors of one type, wherever
+/// they lie, of any sizes that fit the other ranks'. The inputs must not change before it is waited
+/// for.
+TESSERA_API Awaitable<std::vector<at::Tensor>> all_to_all_pieces_async(
+    std::vector<at::Tensor> outputs, const std::vector<at::Tensor>& inputs, const Group& group);
+
 /// As all_to_all: `send_rows[r]` rows go to rank r, `recv_rows[r]` come from it. Without
 /// `recv_rows`, one more small message learns them.
 TESSERA_API at::Tensor all_to_all_v(

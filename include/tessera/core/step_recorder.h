@@ -81,6 +81,9 @@ class TESSERA_API StepRecorder {
   StepTotals end_step();
 
   StepTotals totals() const;
+  /// Each of the last steps, at most kMaxSteps of them, oldest first.
+  std::vector<StepTotals> last_steps() const;
+  static constexpr std::size_t kMaxSteps = 10000;
   /// The spans of the kept steps, by the time they ended.
   std::vector<SpanRecord> spans() const;
   /// From now on, keep these. What was kept stays.

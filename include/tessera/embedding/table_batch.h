@@ -72,9 +72,20 @@ struct TableBatchOptions {
   RowGradientSink sink = {};
 };
 
+/// Features [begin, end) of a batch of tables.
+struct FeatureRange {
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
+};
+
 /// Pooled rows, and what can be done ahead for their backward pass.
 struct PreparedRows {
   at::Tensor rows;
+  /// Reads the rows of one more feature that was left for later, and returns true; false if none is
+  /// left. They go to `output`, float32, contiguous, which begins with the first such feature; the
+  /// part of `rows` that is theirs is never written. To be done before backward. Null if nothing
+  /// was left.
+  std::function<bool(const at::Tensor& output)> look_up_later;
   /// Sorts the ids of one more table, of one per thread if there are several, and returns true;
   /// false if nothing is left to do. Null if there is nothing to prepare: without a record for
   /// backward, on CUDA, and where gradients go into `weight.grad()`.
@@ -100,7 +111,10 @@ class TESSERA_API TableBatch {
   /// The same, for callers that have time to spare before backward, such as for a message to
   /// arrive. Backward does what was not prepared, and gives the same bits either way. The work
   /// buffers hold one call's preparation: a pass of another call in between undoes it.
-  PreparedRows pooled_ahead(const LookupInput& input) const;
+  ///
+  /// The features of `later` are not looked up yet, for callers that need the rows of the others
+  /// first; `batch_sizes` must be given then. On CUDA nothing is left for later.
+  PreparedRows pooled_ahead(const LookupInput& input, FeatureRange later = {}) const;
   /// The same as `pooled` into `output`, without a record for backward.
   void pooled_out(const LookupInput& input, at::Tensor& output) const;
 

@@ -196,6 +196,18 @@ void ShmTransport::meet(const Call& call, const Turn& turn) {
   waiter_.raise();
 }
 
+bool ShmTransport::is_met() const noexcept {
+  if (waiter_.has_failed()) return true;  // a wait would end at once
+  const std::uint64_t number = calls_ + 1;
+  for (int peer = 0; peer < size_; ++peer) {
+    if (peer == rank_) continue;
+    if (!has_reached(board_.header(peer, static_cast<int>(number & 1)).arrived, number)) {
+      return false;
+    }
+  }
+  return true;
+}
+
 void ShmTransport::check_pieces(const Call& call, std::span<const Piece> pieces) const {
   if (pieces.size() == static_cast<std::size_t>(size_)) return;
   throw std::invalid_argument("comm." + std::string(name_of(call.op)) + ": " +

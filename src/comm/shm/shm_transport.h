@@ -68,6 +68,7 @@ class ShmTransport final : public Transport {
   void all_to_all(const Call& call, std::span<const Piece> inputs,
                   std::span<const Piece> outputs) override;
   void barrier(const Call& call) override;
+  bool is_met() const noexcept override;
   void send(const Call& call, Piece data, int destination, int tag) override;
   int recv(const Call& call, Piece data, int source, int tag) override;
   std::shared_ptr<void> allocate(std::size_t bytes) override;

@@ -2,6 +2,9 @@
 
 #include "dlrm/model.h"
 
+#include <string>
+#include <vector>
+
 #include <gtest/gtest.h>
 
 #include <ATen/ATen.h>
@@ -211,6 +214,60 @@ TEST(Dlrm, EqualsItsParts) {
         at::cat({rows.narrow(1, 4, 4), random_tensor({5, 4}, 15), rows.narrow(1, 0, 4)}, 1));
     EXPECT_TRUE(at::allclose(model.forward(dense, other), expected, 1e-11, 1e-11));
   }
+}
+
+TEST(Perceptron, WeightsThatWaitGetTheSameBits) {
+  for (const bool relu_at_end : {false, true}) {
+    for (const std::int64_t batch : {0, 1, 37, 2048}) {
+      Perceptron net(383, {128, 64, 1}, relu_at_end);
+      const at::Tensor x = random_tensor({batch, 383}, 5).to(at::kFloat);
+      std::vector<std::vector<at::Tensor>> found;
+      for (const bool is_later : {false, true}) {
+        const at::Tensor input = x.clone().requires_grad_(true);
+        const at::Tensor out = is_later ? net.weights_later()(input) : net.forward(input);
+        net.zero_grad();
+        out.pow(2).sum().backward();
+        found.push_back({out.detach(), input.grad()});
+        for (const at::Tensor& parameter : net.parameters()) {
+          found.back().push_back(parameter.grad().clone());
+        }
+      }
+      for (std::size_t i = 0; i < found[0].size(); ++i) {
+        EXPECT_TRUE(at::equal(found[0][i], found[1][i])) << batch << " samples, tensor " << i;
+      }
+    }
+  }
+}
+
+TEST(Perceptron, TheInputsGradientComesBeforeThoseOfTheWeights) {
+  Perceptron net(3, {4, 1}, false);
+  std::vector<std::string> order;
+  const auto top = net.weights_later();
+  const at::Tensor x = at::ones({2, 3}).requires_grad_(true);
+  const at::Tensor between = x.mul(2);  // what is recorded in between has its turn before
+  x.register_hook([&](const at::Tensor& gradient) {
+    order.emplace_back("x");
+    return gradient;
+  });
+  for (const at::Tensor& parameter : net.parameters()) {
+    parameter.register_hook([&](const at::Tensor& gradient) {
+      order.emplace_back("weight");
+      return gradient;
+    });
+  }
+  top(between).sum().backward();
+  EXPECT_EQ(order, (std::vector<std::string>{"x", "weight", "weight", "weight", "weight"}));
+}
+
+TEST(Perceptron, WeightsThatWaitAreDifferentiableOnce) {
+  Perceptron net(3, {4, 1}, false);
+  const at::Tensor x = at::ones({2, 3}).requires_grad_(true);
+  const at::Tensor out = net.weights_later()(x).sum();
+  EXPECT_EQ(error_text([&] { (void)torch::autograd::grad({out}, {x}, {}, true, true); }),
+            "dlrm: the gradients of the top layers are not differentiable; call backward without "
+            "create_graph.");
+  const at::NoGradGuard no_grad;
+  EXPECT_TRUE(at::equal(net.weights_later()(x), net.forward(x)));
 }
 
 TEST(Dlrm, OneSeedGivesOneModel) {
