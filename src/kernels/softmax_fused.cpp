@@ -32,10 +32,10 @@ SoftmaxFusedKernel softmax_fused_kernel(Isa isa) noexcept {
 }
 
 std::int64_t softmax_fused_workspace(std::int64_t num_columns) noexcept {
-  // The exponentials, filled up to whole blocks, and the centre of each block.
+  // The exponentials, filled up to whole blocks, and a double for each block.
   constexpr std::int64_t kLargestBlock = 1024;
   constexpr std::int64_t kSmallestBlock = 512;
-  return num_columns + kLargestBlock + num_columns / kSmallestBlock + 16;
+  return num_columns + kLargestBlock + 2 * (num_columns / kSmallestBlock) + 16;
 }
 
 void softmax_fused(const SoftmaxFusedTask& task, std::int64_t first, std::int64_t last,

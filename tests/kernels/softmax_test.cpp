@@ -270,6 +270,95 @@ TEST_P(Softmax, FusedEqualsTheReferenceForEveryLength) {
   }
 }
 
+/// Rows on which the sums must be moved: maxima that rise by much or by little, fall, are huge, or
+/// come after blocks without any.
+at::Tensor wandering(at::ScalarType type) {
+  constexpr std::int64_t kColumns = 5003;
+  at::manual_seed(5);
+  at::Tensor x = at::randn({12, kColumns});
+  const at::Tensor place = at::arange(kColumns, at::kFloat) / 512;
+  const float huge = type == at::kHalf ? 60000.0F : 1e30F;
+  x[0] += place * 40;
+  x[1] += place * 5;
+  x[2] -= place * 40;
+  x[3] = at::where(place < 3, -kInfinity, x[3] - 300);
+  x[4] += 2500;  // far from 0, where x log2(e) is large beside its distances
+  x[5] = at::where(place < 5, x[5], x[5] + 60000);
+  x[6].fill_(huge);
+  x[6].slice(0, 0, 2000).fill_(-huge);
+  x[7] *= huge / 8;
+  x[8] -= 60000;
+  x[9] += place * 0.4;
+  x[10].fill_(-3.0);
+  x[10][4321] = 25.0;  // nearly all there is
+  x[11] *= 1e-3;
+  return x.to(type);
+}
+
+TEST_P(Softmax, StatisticsFollowTheMaximum) {
+  const at::Tensor x = wandering(type_of(GetParam().element));
+  const std::int64_t rows = x.size(0);
+  for (const float scale : {1.0F, 0.3F, 100.0F, 1e-3F}) {
+    Outputs expected(rows);
+    Outputs actual(rows);
+    SoftmaxStatisticsTask task{.rows = rows_of(x), .scale = scale, .out = expected.all()};
+    softmax_statistics_reference(task, 0, rows);
+    task.out = actual.all();
+    statistics_kernel()(task, 0, rows);
+    SCOPED_TRACE("scale " + std::to_string(scale));
+    for (auto* outputs : {&expected, &actual}) {
+      outputs->total.assign(outputs->total.size(), 0.0F);  // of huge numbers it may be anything
+    }
+    compare(expected, actual, 0.0);
+    // The sums alone take another way.
+    Outputs alone(rows);
+    task.out = {alone.maximum.data(), alone.sum.data()};
+    statistics_kernel()(task, 0, rows);
+    for (std::int64_t r = 0; r < rows; ++r) {
+      EXPECT_EQ(expected.maximum[r], alone.maximum[r]) << r;
+      expect_near(expected.sum[r], alone.sum[r], 4e-7, "sum alone of row " + std::to_string(r));
+    }
+  }
+}
+
+TEST_P(Softmax, SumsOfFewColumnsAreExactWhereOneCounts) {
+  for (const float maximum : {0.0F, 0.7F, -31.25F, 1000.0F, 12345.0F}) {
+    for (const std::int64_t columns : {1, 9, 700}) {
+      at::Tensor x = at::full({1, columns}, maximum - 200.0F, at::kFloat);
+      x[0][columns / 2] = maximum;
+      x = x.to(type_of(GetParam().element));
+      Outputs actual(1);
+      SoftmaxStatisticsTask task{.rows = rows_of(x), .out = actual.all()};
+      statistics_kernel()(task, 0, 1);
+      EXPECT_EQ(actual.sum[0], 1.0F) << maximum << " of " << columns;
+      EXPECT_EQ(actual.weighted[0], 0.0F) << maximum << " of " << columns;
+    }
+  }
+}
+
+TEST_P(Softmax, FusedFollowsTheMaximum) {
+  at::Tensor expected = wandering(type_of(GetParam().element));
+  at::Tensor actual = expected.clone();
+  const std::int64_t rows = expected.size(0);
+  const std::vector<std::int64_t> labels{0, 5002, 3, 4000, 77, 5000, 4999, 600, 1, 2, 4321, 5};
+  const at::Tensor workspace = at::empty({softmax_fused_workspace(expected.size(1))}, at::kFloat);
+  Outputs of_expected(rows);
+  Outputs of_actual(rows);
+  SoftmaxFusedTask task{.statistics = {.rows = rows_of(expected), .labels = {labels.data()}}};
+  task.statistics.out = {of_expected.maximum.data(), of_expected.sum.data(),
+                         of_expected.target.data()};
+  softmax_fused_reference(task, 0, rows, nullptr);
+  task.statistics.rows = rows_of(actual);
+  task.statistics.out = {of_actual.maximum.data(), of_actual.sum.data(), of_actual.target.data()};
+  softmax_fused_kernel(GetParam().isa)(task, 0, rows, workspace.data_ptr<float>());
+  compare(of_expected, of_actual, 0.0);
+  const double relative = GetParam().element == Element::kFloat32    ? 2e-6
+                          : GetParam().element == Element::kBFloat16 ? 1.0 / 128
+                                                                     : 1.0 / 1024;
+  EXPECT_TRUE(at::allclose(expected.to(at::kFloat), actual.to(at::kFloat), relative, 1e-7))
+      << (expected.to(at::kFloat) - actual.to(at::kFloat)).abs().max();
+}
+
 TEST_P(Softmax, GradientOfTheSoftmaxAloneIsRoundedOnce) {
   // Half a unit in the last place of the type, and the error of the exponential.
   const double relative = GetParam().element == Element::kFloat32    ? 4e-7

@@ -25,6 +25,8 @@ constexpr int kLanes = 4;
 #endif
 
 typedef float Floats __attribute__((vector_size(kLanes * 4)));
+typedef float HalfFloats __attribute__((vector_size(kLanes * 2)));
+typedef double HalfDoubles __attribute__((vector_size(kLanes * 4)));
 typedef std::int32_t Ints __attribute__((vector_size(kLanes * 4)));
 typedef std::uint32_t Words __attribute__((vector_size(kLanes * 4)));
 
@@ -74,18 +76,42 @@ inline Floats exponential(Floats x) {
   return value * bits_as<Floats>(power);
 }
 
-/// scale (x - center). Most often the scale is 1, and a multiplication less counts: the kernels are
-/// bound by the multipliers.
-template <bool kScaled>
-inline Floats distance(Floats x, Floats center, Floats scale) {
-  if constexpr (kScaled) return (x - center) * scale;
-  return x - center;
-}
+/// Sums in double, one per lane.
+class DoubleLanes {
+ public:
+  void operator+=(Floats x) {
+    const auto halves = bits_as<Halves>(x);
+    low_ += __builtin_convertvector(halves.low, HalfDoubles);
+    high_ += __builtin_convertvector(halves.high, HalfDoubles);
+  }
+  double total() const {
+    const HalfDoubles sums = low_ + high_;
+    double total = 0.0;
+    for (int lane = 0; lane < kLanes / 2; ++lane) total += sums[lane];
+    return total;
+  }
 
-inline double sum_of(Floats x) {
-  double total = 0.0;
-  for (int lane = 0; lane < kLanes; ++lane) total += static_cast<double>(x[lane]);
-  return total;
+ private:
+  struct Halves {
+    HalfFloats low;
+    HalfFloats high;
+  };
+  HalfDoubles low_{};
+  HalfDoubles high_{};
+};
+
+/// Whether any lane of `a` is greater than that of `b`.
+inline bool any_greater(Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0;
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)) != 0;
+#else
+  const Ints greater = a > b;
+  std::int32_t any = 0;
+  for (int lane = 0; lane < kLanes; ++lane) any |= greater[lane];
+  return any != 0;
+#endif
 }
 
 inline float largest_of(Floats x) {
@@ -130,7 +156,7 @@ struct SingleForm {
   using Stored = float;
   static constexpr bool kIsRough = false;
   static constexpr Stored kPadding = kMinusInfinity;
-  static constexpr int kBlock = 512;
+  static constexpr int kBlock = 1024;
   static float widen(Stored x) { return x; }
   static Pair load(const Stored* from) {
     return {*reinterpret_cast<const LooseFloats*>(from),
@@ -160,9 +186,10 @@ struct BrainForm {
   static void store(Stored* to, Pair pair, bool streaming) {
     store_high(to, rounded(pair.a), rounded(pair.b), streaming);
   }
-  /// Cuts the low halves off instead of rounding.
-  static void store_cut(Stored* to, Pair pair, bool streaming) {
-    store_high(to, bits_as<Words>(pair.a), bits_as<Words>(pair.b), streaming);
+  /// As `store`, but a tie goes away from 0: for values whose own error decides on which side of a
+  /// tie they fall.
+  static void store_near(Stored* to, Pair pair, bool streaming) {
+    store_high(to, bits_as<Words>(pair.a) + 0x8000U, bits_as<Words>(pair.b) + 0x8000U, streaming);
   }
   static void store_high(Stored* to, Words a, Words b, bool streaming) {
     const Words low = a >> 16;

@@ -6,64 +6,11 @@
 
 #include "kernels/softmax_fused.h"
 
-#include "kernels/cpu/logit_vector.h"
+#include "kernels/cpu/softmax_block.h"
 
 namespace tessera::kernels {
 
 namespace {
-
-inline float center_of(float maximum) { return maximum == kMinusInfinity ? 0.0F : maximum; }
-
-inline double exponential_of(float x) { return static_cast<double>(exponential(splat(x))[0]); }
-
-struct RowSums {
-  float maximum = kMinusInfinity;
-  double sum = 0.0;
-};
-
-/// Writes exp(scale (x - centre)) of one block to `e`, its centre to `*center`, and adds to `sums`.
-template <typename Form, bool kScaled>
-void keep_block(const typename Form::Stored* x, std::int64_t count, float scale, float* e,
-                float* center, RowSums& sums) {
-  const std::int64_t whole = count / kPair * kPair;
-  Floats top_a = splat(kMinusInfinity);
-  Floats top_b = top_a;
-  for (std::int64_t i = 0; i < whole; i += kPair) {
-    const Pair p = Form::load(x + i);
-    top_a = larger(top_a, p.a);
-    top_b = larger(top_b, p.b);
-  }
-  Pair rest{splat(kMinusInfinity), splat(kMinusInfinity)};
-  if (whole < count) rest = load_part<Form>(x + whole, count - whole);
-  const float top = largest_of(larger(larger(top_a, top_b), larger(rest.a, rest.b)));
-  if (top > sums.maximum) {
-    if (sums.maximum != kMinusInfinity) sums.sum *= exponential_of(scale * (sums.maximum - top));
-    sums.maximum = top;
-  }
-  *center = center_of(sums.maximum);
-  const Floats middle = splat(*center);
-  const Floats factor = splat(scale);
-  Floats sum_a{};
-  Floats sum_b{};
-  std::int64_t i = 0;
-  for (; i < whole; i += kPair) {
-    prefetch_ahead(x + i + Form::kBlock);
-    const Pair p = Form::load(x + i);
-    const Pair kept{exponential(distance<kScaled>(p.a, middle, factor)),
-                    exponential(distance<kScaled>(p.b, middle, factor))};
-    SingleForm::store(e + i, kept, false);
-    sum_a += kept.a;
-    sum_b += kept.b;
-  }
-  if (i < count) {
-    const Pair kept{exponential(distance<kScaled>(rest.a, middle, factor)),
-                    exponential(distance<kScaled>(rest.b, middle, factor))};
-    SingleForm::store(e + i, kept, false);
-    sum_a += kept.a;
-    sum_b += kept.b;
-  }
-  sums.sum += sum_of(sum_a + sum_b);
-}
 
 template <typename Form>
 void write_block(typename Form::Stored* g, std::int64_t count, const float* e, float by) {
@@ -87,7 +34,7 @@ void fused(const SoftmaxFusedTask& task, std::int64_t first, std::int64_t last, 
   const std::int64_t num_columns = statistics.rows.num_columns;
   const std::int64_t num_blocks = (num_columns + Form::kBlock - 1) / Form::kBlock;
   float* e = workspace;
-  float* centers = workspace + num_blocks * Form::kBlock;
+  auto* offsets = reinterpret_cast<double*>(workspace + num_blocks * Form::kBlock);
   for (std::int64_t row = first; row < last; ++row) {
     Stored* x =
         static_cast<Stored*>(const_cast<void*>(statistics.rows.data)) + statistics.rows.offset(row);
@@ -107,42 +54,35 @@ void fused(const SoftmaxFusedTask& task, std::int64_t first, std::int64_t last, 
       const std::int64_t left = num_columns - block * Form::kBlock;
       return left < Form::kBlock ? left : std::int64_t{Form::kBlock};
     };
-    RowSums sums;
-    for (std::int64_t block = 0; block < num_blocks; ++block) {
-      const std::int64_t start = block * Form::kBlock;
-      if (statistics.scale == 1.0F) {
-        keep_block<Form, false>(x + start, length_of(block), statistics.scale, e + start,
-                                centers + block, sums);
-      } else {
-        keep_block<Form, true>(x + start, length_of(block), statistics.scale, e + start,
-                               centers + block, sums);
-      }
-    }
-    const float center = center_of(sums.maximum);
+    const RowSums sums =
+        sums_of_row<Form, false, true>(x, num_columns, statistics.scale, {e, offsets});
+    const AtMaximum result = at_maximum(sums);
     const double scale = static_cast<double>(statistics.scale);
     const double weight = scale * static_cast<double>(task.weight);
     double on_softmax = weight;
     if (task.z_loss != 0.0) {
       const double log_sum_exp =
-          scale * static_cast<double>(sums.maximum) + __builtin_log(sums.sum);
+          scale * static_cast<double>(sums.maximum) + __builtin_log(result.sum);
       on_softmax += 2.0 * task.z_loss * log_sum_exp * weight;
     }
-    const double by_sum = on_softmax / sums.sum;
+    const double by_sum = on_softmax / result.sum;
     for (std::int64_t block = 0; block < num_blocks; ++block) {
       const std::int64_t start = block * Form::kBlock;
-      // The centre only grows from block to block; a block far below it vanishes.
-      const double shift = exponential_of(statistics.scale * (centers[block] - center));
-      write_block<Form>(x + start, length_of(block), e + start, static_cast<float>(by_sum * shift));
+      // The axis only moves up from block to block; a block far below it vanishes.
+      const double below = offsets[block] - sums.axis.offset();
+      const double factor = result.factor * (below == 0.0 ? 1.0 : __builtin_exp2(below));
+      write_block<Form>(x + start, length_of(block), e + start,
+                        static_cast<float>(by_sum * factor));
     }
     if (owned) {
-      const double p = exponential_of(statistics.scale * (label_logit - center));
+      const double p = __builtin_exp(scale * static_cast<double>(label_logit - sums.maximum));
       const Floats value = splat(static_cast<float>(p * by_sum - weight));
       Stored buffer[kPair];
       Form::store(buffer, Pair{value, value}, false);
       x[column] = buffer[0];
     }
     statistics.out.maximum[row] = sums.maximum;
-    statistics.out.sum[row] = static_cast<float>(sums.sum);
+    statistics.out.sum[row] = static_cast<float>(result.sum);
     statistics.out.target[row] = label_logit;
   }
 }

@@ -3,7 +3,7 @@
 
 #include "kernels/softmax_gradient.h"
 
-#include "kernels/cpu/logit_vector.h"
+#include "kernels/cpu/logit_axis.h"
 
 namespace tessera::kernels {
 
@@ -21,12 +21,13 @@ struct Row {
   Floats uniform;
 };
 
-template <bool kWeighted, bool kScaled>
+template <bool kWeighted>
 struct Exactly {
   Row row;
 
-  Floats operator()(Floats x) const {
-    const Floats d = distance<kScaled>(x, row.maximum, row.scale);
+  Pair operator()(Pair x) const { return {of(x.a), of(x.b)}; }
+  Floats of(Floats x) const {
+    const Floats d = (x - row.maximum) * row.scale;
     const Floats e = exponential(d);
     if constexpr (kWeighted) {
       // Where e is 0, d may be -inf; any finite number makes the product 0.
@@ -41,64 +42,107 @@ struct Exactly {
   }
 };
 
-/// softmax exp(scale (x - maximum)) as a power of two, for results of 8 bits: the relative error is
-/// below 1.5e-4 before they are rounded. What is less than 2^-126 may be wrong by as much, and is 0
-/// where x = -inf.
-class Roughly {
+#if TESSERA_FUSED_POWERS
+
+/// softmax exp(scale (x - maximum)) + uniform as a power of two, the logarithm of |softmax| being
+/// part of the exponent.
+template <bool kFar>
+class Closely {
  public:
-  /// Beyond these the power's own error or range would not do.
-  static bool serves(float maximum, float scale, float softmax) {
-#if defined(__FMA__)
-    const float product = __builtin_fabsf(maximum * scale);
-    const float size = __builtin_fabsf(softmax);
-    return product < 300.0F && scale < 300.0F && size > 0x1p-80F && size < 0x1p40F;
-#else
-    (void)maximum, (void)scale, (void)softmax;
-    return false;  // x * factor would be rounded
-#endif
-  }
+  Closely(const Axis<8>& axis, double by, float uniform)
+      : powers_(axis, by), uniform_(splat(uniform)) {}
 
-  /// t = x factor - less is the logarithm of the result, less 1/2: the fraction then lies between 1
-  /// and 2, where half a unit in the last place is 2^-8. Added here, it makes cutting rounding.
-  Roughly(float maximum, float scale, float softmax) {
-    constexpr double kLog2OfE = 1.4426950408889634;
-    const auto rate = static_cast<float>(kLog2OfE * static_cast<double>(scale));
-    const double at_zero = __builtin_log2(static_cast<double>(__builtin_fabsf(softmax))) -
-                           static_cast<double>(maximum) * static_cast<double>(rate);
-    factor_ = splat(rate);
-    less_ = splat(static_cast<float>(0.5 - at_zero));
-    const float sign = softmax < 0.0F ? -1.0F : 1.0F;
-    coefficients_[0] = splat(sign * (1.41411173F + 0x1p-8F));
-    coefficients_[1] = splat(sign * 0.980419219F);
-    coefficients_[2] = splat(sign * 0.343105286F);
-    coefficients_[3] = splat(sign * 0.0780243352F);
-  }
-
-  Floats operator()(Floats x) const {
-    constexpr float kRounder = 0x1.8p23F;
-    const Floats t = larger(x * factor_ - less_, splat(-127.5F));
-    const Floats shifted = t + kRounder;
-    const Floats rest = t - (shifted - kRounder);
-    Floats value = rest * coefficients_[3] + coefficients_[2];
-    value = value * rest + coefficients_[1];
-    value = value * rest + coefficients_[0];
-    // A NaN stays one: those that come of 16 bits end in zeros, so that nothing is added.
-    return bits_as<Floats>(bits_as<Words>(value) + (bits_as<Words>(shifted) << 23));
+  Pair operator()(Pair x) const {
+    return {powers_.plus(powers_.limited(x.a), uniform_),
+            powers_.plus(powers_.limited(x.b), uniform_)};
   }
   template <typename Form>
   static void store(typename Form::Stored* to, Pair pair, bool streaming) {
-    Form::store_cut(to, pair, streaming);
+    Form::store(to, pair, streaming);
   }
 
  private:
-  Floats factor_;
-  Floats less_;
+  Powers<kFar> powers_;
+  Floats uniform_;
+};
+
+/// softmax exp(scale (x - maximum)) for results of 8 bits: the relative error is below 1e-4 before
+/// they are rounded. What is less than 2^-126 may be wrong by as much, and is 0 where x = -inf.
+template <bool kFar>
+class Roughly {
+ public:
+  Roughly(const Axis<1>& axis, double by) : steps_(axis) {
+    constexpr double kCoefficients[4] = {0.99992807, 0.69326098, 0.24261112, 0.055171672};
+    for (int i = 0; i < 4; ++i) coefficients_[i] = splat(static_cast<float>(by * kCoefficients[i]));
+  }
+
+  // Step by step for both, which keeps the multipliers busier than one after the other.
+  Pair operator()(Pair x) const {
+    const Pair limit{steps_.limited(x.a), steps_.limited(x.b)};
+    const Pair shifted{steps_.shifted(limit.a), steps_.shifted(limit.b)};
+    const Pair rest{steps_.rest(limit.a, shifted.a), steps_.rest(limit.b, shifted.b)};
+    Pair fraction{fused(rest.a, coefficients_[3], coefficients_[2]),
+                  fused(rest.b, coefficients_[3], coefficients_[2])};
+    for (int i = 1; i >= 0; --i) {
+      fraction = {fused(fraction.a, rest.a, coefficients_[i]),
+                  fused(fraction.b, rest.b, coefficients_[i])};
+    }
+    return {fraction.a * bits_as<Floats>(bits_as<Words>(shifted.a) << 23),
+            fraction.b * bits_as<Floats>(bits_as<Words>(shifted.b) << 23)};
+  }
+  template <typename Form>
+  static void store(typename Form::Stored* to, Pair pair, bool streaming) {
+    Form::store_near(to, pair, streaming);
+  }
+
+ private:
+  Steps<1, kFar> steps_;
   Floats coefficients_[4];
 };
 
+/// Calls `write` with the function of a row without weighted terms; false if none of the above
+/// serves, because an exponent has no room for the logarithm of the coefficient.
+template <typename Form, typename Write>
+bool write_powers(float maximum, float scale, float softmax, float uniform, const Write& write) {
+  const float size = __builtin_fabsf(softmax);
+  const bool serves =
+      __builtin_fabsf(maximum) < -kMinusInfinity && size > 0x1p-80F && size < 0x1p40F;
+  if (!serves) return false;
+  const double logarithm = __builtin_log2(static_cast<double>(size));
+  double above = 0.0;
+  const auto factor = [&] { return __builtin_copysign(__builtin_exp2(above), softmax); };
+  if constexpr (Form::kIsRough) {
+    if (uniform == 0.0F) {
+      const auto axis = Axis<1>::about(maximum, rate_of(scale, 1), logarithm, &above);
+      if (axis.starts_at_zero()) {
+        write(Roughly<false>(axis, factor()));
+      } else {
+        write(Roughly<true>(axis, factor()));
+      }
+      return true;
+    }
+  }
+  const auto axis = Axis<8>::about(maximum, rate_of(scale, 8), logarithm, &above);
+  if (axis.starts_at_zero()) {
+    write(Closely<false>(axis, factor(), uniform));
+  } else {
+    write(Closely<true>(axis, factor(), uniform));
+  }
+  return true;
+}
+
+#else
+
+template <typename Form, typename Write>
+bool write_powers(float, float, float, float, const Write&) {
+  return false;
+}
+
+#endif
+
 template <typename Form, typename Function>
 inline void write_pair(typename Form::Stored* g, Pair x, const Function& function, bool streaming) {
-  Function::template store<Form>(g, Pair{function(x.a), function(x.b)}, streaming);
+  Function::template store<Form>(g, function(x), streaming);
 }
 
 template <typename Form, typename Function>
@@ -159,28 +203,15 @@ void gradient(const SoftmaxGradientTask& task, std::int64_t first, std::int64_t 
     const auto write = [&](const auto& function) {
       write_row<Form>(x, g, num_columns, function, streaming);
     };
-    const auto write_exactly = [&] {
-      if (from.weighted != nullptr) {
-        write(Exactly<true, true>{row});
-      } else if (task.scale != 1.0F) {
-        write(Exactly<false, true>{row});
-      } else {
-        write(Exactly<false, false>{row});
-      }
-    };
-    if constexpr (Form::kIsRough) {
-      if (from.weighted == nullptr && from.uniform[r] == 0.0F &&
-          Roughly::serves(from.maximum[r], task.scale, from.softmax[r])) {
-        write(Roughly(from.maximum[r], task.scale, from.softmax[r]));
-      } else {
-        write_exactly();
-      }
-    } else {
-      write_exactly();
+    if (from.weighted != nullptr) {
+      write(Exactly<true>{row});
+    } else if (!write_powers<Form>(from.maximum[r], task.scale, from.softmax[r], from.uniform[r],
+                                   write)) {
+      write(Exactly<false>{row});
     }
     if (owned) {
       // The whole sum is formed before it is rounded.
-      const Floats value = Exactly<true, true>{row}(splat(label_logit)) + target;
+      const Floats value = Exactly<true>{row}.of(splat(label_logit)) + target;
       Stored buffer[kPair];
       Form::store(buffer, Pair{value, value}, false);
       g[column] = buffer[0];
