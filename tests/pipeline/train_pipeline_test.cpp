@@ -176,11 +176,13 @@ template <class Pipe>
 void check_equal_to_plain(const comm::Group& group, std::int64_t count) {
   Model plain(group);
   const auto expected = plain.train_plainly(count);
-  Model model(group);
-  Pipe pipe(model.steps(), model.modules());
-  expect_same(run_all(pipe, source_of(group.rank(), count)), expected);
-  expect_same(model.parameters(), plain.parameters());
-  EXPECT_EQ(pipe.num_in_flight(), 0);
+  for (const bool reads_late : {false, true}) {
+    Model model(group);
+    Pipe pipe(model.steps(), model.modules(), {.reads_late = reads_late});
+    expect_same(run_all(pipe, source_of(group.rank(), count)), expected);
+    expect_same(model.parameters(), plain.parameters());
+    EXPECT_EQ(pipe.num_in_flight(), 0);
+  }
 }
 
 TEST(TrainPipeline, EqualsThePlainLoopBitForBit) {
@@ -323,6 +325,11 @@ TEST(TrainPipeline, BatchesInFlight) {
     (void)pipe.progress(source);
     EXPECT_EQ(num_read, 3);
     EXPECT_EQ(pipe.num_in_flight(), 2);
+    Model late_model(group);
+    TrainPipelineSparseDist<Batch> late(late_model.steps(), late_model.modules(),
+                                        {.reads_late = true});
+    EXPECT_TRUE(late.progress(source_of(group.rank(), 9)));
+    EXPECT_EQ(late.num_in_flight(), 1);
     Model other(group);
     num_read = 0;
     PrefetchTrainPipelineSparseDist<Batch> prefetch(other.steps(), other.modules());

@@ -156,7 +156,7 @@ class Training {
             /*is_weighted=*/false, table_options(options))),
         optimizer_(
             make_dense_optimizer(options.optimizer, model_.parameters(), options.learning_rate)),
-        pipeline_(training_steps(), pipelined()) {
+        pipeline_(training_steps(), pipelined(), {.reads_late = true}) {
     fill_tables(*tables_, options.seed);
     if (!options.checkpoints.empty()) {
       checkpoints_ = std::make_unique<Checkpoints>(

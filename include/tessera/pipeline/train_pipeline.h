@@ -79,6 +79,9 @@ struct PipelineOptions {
   std::optional<at::Device> device;
   /// Train on the batches in flight when the source has ended.
   bool execute_all_batches = true;
+  /// Read a batch in the step that starts its input dist, not in the step before: one batch less in
+  /// memory, for sources that read ahead themselves (ReadAhead).
+  bool reads_late = false;
 };
 
 /// Where the time of a step went, in seconds of this rank. `wait_ids` and `wait_sizes` are the part
@@ -238,7 +241,7 @@ class Pipeline {
     wait_ids(slots_[0], report);
     const bool starts_later = lead_ > 0 && slots_.size() > lead_;
     if (starts_later) start(slots_[lead_], report);
-    load(source, report);
+    if (!options_.reads_late) load(source, report);
     Result result;
     {
       const Timed timed(report.forward);
