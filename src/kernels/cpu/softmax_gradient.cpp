@@ -76,26 +76,23 @@ class Roughly {
     for (int i = 0; i < 4; ++i) coefficients_[i] = splat(static_cast<float>(by * kCoefficients[i]));
   }
 
-  // Step by step for both, which keeps the multipliers busier than one after the other.
-  Pair operator()(Pair x) const {
-    const Pair limit{steps_.limited(x.a), steps_.limited(x.b)};
-    const Pair shifted{steps_.shifted(limit.a), steps_.shifted(limit.b)};
-    const Pair rest{steps_.rest(limit.a, shifted.a), steps_.rest(limit.b, shifted.b)};
-    Pair fraction{fused(rest.a, coefficients_[3], coefficients_[2]),
-                  fused(rest.b, coefficients_[3], coefficients_[2])};
-    for (int i = 1; i >= 0; --i) {
-      fraction = {fused(fraction.a, rest.a, coefficients_[i]),
-                  fused(fraction.b, rest.b, coefficients_[i])};
-    }
-    return {fraction.a * bits_as<Floats>(bits_as<Words>(shifted.a) << 23),
-            fraction.b * bits_as<Floats>(bits_as<Words>(shifted.b) << 23)};
-  }
+  Pair operator()(Pair x) const { return {of(x.a), of(x.b)}; }
   template <typename Form>
   static void store(typename Form::Stored* to, Pair pair, bool streaming) {
     Form::store_near(to, pair, streaming);
   }
 
  private:
+  Floats of(Floats x) const {
+    const Floats limit = steps_.limited(x);
+    const Floats shifted = steps_.shifted(limit);
+    const Floats rest = steps_.rest(limit, shifted);
+    Floats fraction = fused(rest, coefficients_[3], coefficients_[2]);
+    fraction = fused(fraction, rest, coefficients_[1]);
+    fraction = fused(fraction, rest, coefficients_[0]);
+    return fraction * bits_as<Floats>(bits_as<Words>(shifted) << 23);
+  }
+
   Steps<1, kFar> steps_;
   Floats coefficients_[4];
 };
