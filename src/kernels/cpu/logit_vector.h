@@ -219,21 +219,20 @@ struct HalfForm {
   static float widen(Stored x) { return widened(Words{} + static_cast<std::uint32_t>(x))[0]; }
 #if defined(__AVX512F__)
   static Pair load(const Stored* from) {
-    const auto* halves = reinterpret_cast<const __m256i_u*>(from);
-    return {_mm512_maskz_cvtph_ps(0xFFFF, halves[0]), _mm512_maskz_cvtph_ps(0xFFFF, halves[1])};
+    const auto* halves = reinterpret_cast<const __m256i*>(from);
+    return {_mm512_maskz_cvtph_ps(0xFFFF, _mm256_loadu_si256(halves)),
+            _mm512_maskz_cvtph_ps(0xFFFF, _mm256_loadu_si256(halves + 1))};
   }
   static void store(Stored* to, Pair pair, bool streaming) {
     constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-    const __m256i halves[2] = {_mm512_maskz_cvtps_ph(0xFFFF, pair.a, kNearest),
-                               _mm512_maskz_cvtps_ph(0xFFFF, pair.b, kNearest)};
-    Words whole;
-    __builtin_memcpy(&whole, halves, sizeof(whole));
-    store_vector(to, whole, streaming);
+    const __m512i low = _mm512_castsi256_si512(_mm512_maskz_cvtps_ph(0xFFFF, pair.a, kNearest));
+    const __m256i high = _mm512_maskz_cvtps_ph(0xFFFF, pair.b, kNearest);
+    store_vector(to, _mm512_maskz_inserti64x4(0xFF, low, high, 1), streaming);
   }
 #elif defined(__F16C__)
   static Pair load(const Stored* from) {
-    const auto* halves = reinterpret_cast<const __m128i_u*>(from);
-    return {_mm256_cvtph_ps(halves[0]), _mm256_cvtph_ps(halves[1])};
+    const auto* halves = reinterpret_cast<const __m128i*>(from);
+    return {_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1))};
   }
   static void store(Stored* to, Pair pair, bool streaming) {
     constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
