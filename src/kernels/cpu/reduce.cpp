@@ -4,6 +4,8 @@
 
 #include "kernels/reduce.h"
 
+#include <type_traits>
+
 #if defined(__SSE2__)
 #include <immintrin.h>
 #endif
@@ -88,7 +90,12 @@ struct Sum {
 struct Product {
   template <typename T>
   static TESSERA_INLINE T apply(T a, T b) {
-    return a * b;
+    // Narrow numbers would be multiplied as int, which their product may not fit.
+    if constexpr (std::is_integral_v<T> && sizeof(T) < sizeof(int)) {
+      return static_cast<T>(1U * a * b);
+    } else {
+      return a * b;
+    }
   }
 };
 struct Min {
