@@ -65,6 +65,14 @@ std::string gloo_says(const std::exception& error) {
   return "Gloo says: " + text.substr(begin, end == std::string::npos ? end : end - begin) + ".";
 }
 
+// LibTorch before 2.13 writes the first operation of a group into a list of the whole process,
+// without a lock: groups that start at the same time on two threads can break it. Starting waits
+// for nobody.
+std::mutex& starting() {
+  static auto* mutex = new std::mutex;  // never destroyed: groups may outlive static destructors
+  return *mutex;
+}
+
 std::int64_t total(std::span<const Piece> pieces) {
   std::int64_t sum = 0;
   for (const Piece& piece : pieces) sum += piece.count;
@@ -153,6 +161,7 @@ void GlooTransport::run(const Call& call, const std::function<Work()>& start) {
   auto completion = std::make_shared<Completion>();
   Work work;
   try {
+    const std::lock_guard lock(starting());
     work = start();
   } catch (const std::exception& error) {
     translate(call, gloo_says(error));
