@@ -47,9 +47,9 @@ def environment(tmp_path_factory) -> pathlib.Path:
     (packages / "outer.pth").write_text(f"{TORCH.parent}\n")
     run(
         environment / "bin/python", "-m", "pip", "install", "--no-build-isolation", "--no-deps",
-        "-Ccmake.define.CMAKE_CXX_COMPILER_LAUNCHER=ccache",
-        "-Ccmake.define.TESSERA_WERROR=ON",
-        f"-Ccmake.define.TESSERA_TORCH_DIR={TORCH}",
+        "--config-settings=cmake.define.CMAKE_CXX_COMPILER_LAUNCHER=ccache",
+        "--config-settings=cmake.define.TESSERA_WERROR=ON",
+        f"--config-settings=cmake.define.TESSERA_TORCH_DIR={TORCH}",
         ROOT,
     )  # fmt: skip
     return environment
