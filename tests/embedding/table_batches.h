@@ -19,10 +19,21 @@ namespace tessera::testing {
 using at::Tensor;
 using embedding::Feature;
 using embedding::LookupInput;
+using embedding::OptimizerKind;
 using embedding::PoolingType;
 using embedding::Table;
 using embedding::TableBatch;
 using embedding::TableBatchOptions;
+
+inline constexpr OptimizerKind kEveryOptimizer[] = {OptimizerKind::kSgd,
+                                                    OptimizerKind::kAdagrad,
+                                                    OptimizerKind::kRowWiseAdagrad,
+                                                    OptimizerKind::kAdam,
+                                                    OptimizerKind::kAdamW,
+                                                    OptimizerKind::kPartialRowWiseAdam,
+                                                    OptimizerKind::kLamb,
+                                                    OptimizerKind::kPartialRowWiseLamb,
+                                                    OptimizerKind::kLarsSgd};
 
 inline Tensor longs(const std::vector<std::int64_t>& values) {
   return at::tensor(values, at::kLong);

@@ -4,22 +4,13 @@
 
 #include <ATen/ATen.h>
 
-#include "tessera/embedding/table_batch.h"
+#include "embedding/table_batches.h"
 
 namespace tessera::embedding {
 namespace {
 
 using at::Tensor;
-
-constexpr OptimizerKind kKinds[] = {OptimizerKind::kSgd,
-                                    OptimizerKind::kAdagrad,
-                                    OptimizerKind::kRowWiseAdagrad,
-                                    OptimizerKind::kAdam,
-                                    OptimizerKind::kAdamW,
-                                    OptimizerKind::kPartialRowWiseAdam,
-                                    OptimizerKind::kLamb,
-                                    OptimizerKind::kPartialRowWiseLamb,
-                                    OptimizerKind::kLarsSgd};
+using tessera::testing::kEveryOptimizer;
 
 /// The same tables on both devices: 3, 17, 64, 128 and 200 columns, the second a mean that serves
 /// two features.
@@ -140,7 +131,7 @@ TEST(TableCuda, HandsOutTheGradientsOfTheCpu) {
 
 TEST(TableCuda, StepsAsTheCpuDoes) {
   for (const auto type : {at::kFloat, at::kHalf, at::kBFloat16}) {
-    for (const OptimizerKind kind : kKinds) {
+    for (const OptimizerKind kind : kEveryOptimizer) {
       for (const bool is_decoupled : {false, true}) {
         SCOPED_TRACE(std::string(name_of(kind)));
         OptimizerOptions options{.kind = kind,
@@ -171,7 +162,7 @@ TEST(TableCuda, StepsAsTheCpuDoes) {
 }
 
 TEST(TableCuda, UnfusedStepsAreTheFusedOnes) {
-  for (const OptimizerKind kind : kKinds) {
+  for (const OptimizerKind kind : kEveryOptimizer) {
     const OptimizerOptions options{
         .kind = kind, .learning_rate = 0.03, .eps = 1e-3, .weight_decay = 0.02, .eta = 0.5};
     Twins fused({.gradients = GradientForm::kFused, .optimizer = options});

@@ -13,6 +13,7 @@ using at::Tensor;
 using tessera::testing::error_text;
 using tessera::testing::expect_close;
 using tessera::testing::Fixture;
+using tessera::testing::kEveryOptimizer;
 using tessera::testing::longs;
 using tessera::testing::Threads;
 
@@ -92,16 +93,6 @@ struct Judge {
   double t = 0;
 };
 
-constexpr OptimizerKind kKinds[] = {OptimizerKind::kSgd,
-                                    OptimizerKind::kAdagrad,
-                                    OptimizerKind::kRowWiseAdagrad,
-                                    OptimizerKind::kAdam,
-                                    OptimizerKind::kAdamW,
-                                    OptimizerKind::kPartialRowWiseAdam,
-                                    OptimizerKind::kLamb,
-                                    OptimizerKind::kPartialRowWiseLamb,
-                                    OptimizerKind::kLarsSgd};
-
 OptimizerOptions options_of(OptimizerKind kind) {
   return {.kind = kind,
           .learning_rate = 0.05,
@@ -112,7 +103,7 @@ OptimizerOptions options_of(OptimizerKind kind) {
 }
 
 TEST(TableBatch, FusedStepsAreExactWithDuplicates) {
-  for (const OptimizerKind kind : kKinds) {
+  for (const OptimizerKind kind : kEveryOptimizer) {
     for (const auto mode : {WeightDecayMode::kL2, WeightDecayMode::kDecoupled}) {
       SCOPED_TRACE(std::string(name_of(kind)));
       OptimizerOptions options = options_of(kind);
@@ -304,7 +295,7 @@ TEST(TableBatch, NothingIsPreparedForGradientsThatNobodyTakes) {
 }
 
 TEST(TableBatch, UnfusedPassesAddUpToOneStep) {
-  for (const OptimizerKind kind : kKinds) {
+  for (const OptimizerKind kind : kEveryOptimizer) {
     SCOPED_TRACE(std::string(name_of(kind)));
     // Two halves and one whole batch: the same gradient, so the same step.
     Fixture halves({.gradients = GradientForm::kSparse});
@@ -343,7 +334,7 @@ TEST(TableBatch, UnfusedPassesAddUpToOneStep) {
 }
 
 TEST(TableBatch, FusedAndUnfusedGiveTheSameBits) {
-  for (const OptimizerKind kind : kKinds) {
+  for (const OptimizerKind kind : kEveryOptimizer) {
     Fixture fused({.gradients = GradientForm::kFused, .optimizer = options_of(kind)});
     Fixture sparse({.gradients = GradientForm::kSparse});
     Fixture dense({.gradients = GradientForm::kDense});
