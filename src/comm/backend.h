@@ -8,12 +8,14 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "comm/executor.h"
+#include "comm/lent_memory.h"
 #include "comm/monitor.h"
 #include "comm/transport.h"
 #include "tessera/comm/error.h"
@@ -90,6 +92,12 @@ class EngineBackend final : public c10d::Backend {
   std::uint64_t getSequenceNumberForGroup() override { return sequence_.load(); }
   void enableCollectivesTiming() override {}
 
+  /// See lend_async. `found` is filled in when the work is done.
+  c10::intrusive_ptr<c10d::Work> lend(std::vector<at::Tensor> inputs,
+                                      std::vector<std::int64_t> counts,
+                                      std::shared_ptr<std::vector<at::Tensor>> found);
+  LentMemory& lent_memory() noexcept { return *lent_memory_; }
+
   bool supportsTensorAlloc(c10::DeviceIndex device) override;
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
 
@@ -112,12 +120,15 @@ class EngineBackend final : public c10d::Backend {
     std::vector<at::Tensor> outputs;
     std::chrono::milliseconds timeout;
     bool is_async;
-    int num_sequence = 1;  // how many collectives it makes
+    int num_sequence = 1;                     // how many collectives it makes
+    std::optional<Call> plan = std::nullopt;  // to be announced: its one collective
   };
   c10::intrusive_ptr<c10d::Work> submit(Submission submission, std::vector<Step> steps);
   c10::intrusive_ptr<c10d::Work> submit_point_to_point(c10d::OpType type, const char* title,
                                                        at::Tensor tensor, int peer, int tag,
                                                        bool is_send);
+  /// Whether operations pass memory on to somebody else, rather than work on it here.
+  bool is_relay() const noexcept { return transport_->name() == "gloo"; }
   Call stamped(Call call, std::uint64_t sequence, std::chrono::milliseconds timeout) const;
   [[noreturn]] void raise(const Failure& failure);
 
@@ -125,6 +136,7 @@ class EngineBackend final : public c10d::Backend {
   std::shared_ptr<GroupMonitor> monitor_;
   c10::intrusive_ptr<Options> options_;
   std::shared_ptr<Executor> collectives_;
+  std::shared_ptr<LentMemory> lent_memory_ = std::make_shared<LentMemory>();
   std::mutex lanes_mutex_;
   std::map<std::pair<bool, int>, std::shared_ptr<Executor>> lanes_;  // (is send, peer)
   std::atomic<std::uint64_t> sequence_{0};

@@ -151,6 +151,12 @@ class Transport {
                           std::span<const Piece> outputs) = 0;
   virtual void barrier(const Call& call) = 0;
 
+  /// Tells the peers, without waiting, that this rank will come to the all-reduce `call`, so that
+  /// they need not wait for the thread that will run it. Not collective, and each rank may do so or
+  /// not. One at a time, beside a collective of another thread; in the order of the collectives,
+  /// none of which may be neither announced nor done.
+  virtual void announce(const Call& /*call*/) noexcept {}
+
   /// Whether all other ranks have come to the next collective of this rank, so that it would only
   /// move data; false if that is not known. Not collective; not beside a collective of this rank.
   virtual bool is_met() const noexcept { return false; }
@@ -164,6 +170,17 @@ class Transport {
   /// Memory that the peers can reach, so that collectives on it need no staging; null if there is
   /// none (left). Not collective. Stays valid after the transport is gone.
   virtual std::shared_ptr<void> allocate(std::size_t bytes) = 0;
+
+  /// Whether ranks can read each other's memory of allocate(). The same on all ranks.
+  virtual bool reaches_peers() const noexcept { return false; }
+  /// Where memory of allocate() lies, as a number that its peers understand; 0 if it is other
+  /// memory. Not collective, any thread.
+  virtual std::uint64_t place_of(const void* /*data*/, std::size_t /*bytes*/) const noexcept {
+    return 0;
+  }
+  /// The memory at a place of this or another rank. Stays mapped after the transport is gone; what
+  /// it holds is between the ranks. Not collective, any thread.
+  virtual std::shared_ptr<void> at_place(std::uint64_t /*place*/) { return nullptr; }
 
   /// Ends every wait of every rank of the group with Failure(kAborted or the given kind); later
   /// calls fail at once with the same text. Not collective, safe from any thread, never blocks.

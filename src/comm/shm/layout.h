@@ -9,7 +9,7 @@
 //   heaps      x size    memory handed out by allocate(); sparse until used
 //
 // Zero bytes are the valid initial state of everything. One rank writes each word, except in
-// GroupBlock and in doorbells.
+// GroupBlock, in doorbells and in what the heaps hold.
 
 #pragma once
 

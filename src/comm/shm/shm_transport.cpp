@@ -290,6 +290,14 @@ int ShmTransport::recv(const Call& call, Piece data, int source, int tag) {
 
 std::shared_ptr<void> ShmTransport::allocate(std::size_t bytes) { return arena_->allocate(bytes); }
 
+std::uint64_t ShmTransport::place_of(const void* data, std::size_t bytes) const noexcept {
+  return board_.offset_of(data, bytes);
+}
+
+std::shared_ptr<void> ShmTransport::at_place(std::uint64_t place) {
+  return {segment_, segment_->base() + place};
+}
+
 void ShmTransport::abort(FailureKind kind, std::vector<int> ranks, const std::string& reason) {
   RankSet at_fault = 0;
   for (const int rank : ranks) {

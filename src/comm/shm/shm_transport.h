@@ -72,6 +72,9 @@ class ShmTransport final : public Transport {
   void send(const Call& call, Piece data, int destination, int tag) override;
   int recv(const Call& call, Piece data, int source, int tag) override;
   std::shared_ptr<void> allocate(std::size_t bytes) override;
+  bool reaches_peers() const noexcept override { return true; }
+  std::uint64_t place_of(const void* data, std::size_t bytes) const noexcept override;
+  std::shared_ptr<void> at_place(std::uint64_t place) override;
   void abort(FailureKind kind, std::vector<int> ranks, const std::string& reason) override;
 
   /// What the last probe found: whether a line changes cores slowly. For benchmarks and reports.
