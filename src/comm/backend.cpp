@@ -157,7 +157,7 @@ EngineBackend::EngineBackend(std::shared_ptr<Transport> transport,
       transport_(std::move(transport)),
       monitor_(std::move(monitor)),
       options_(c10::make_intrusive<Options>(std::string(transport_->name()), timeout)),
-      collectives_(std::make_shared<Executor>()) {
+      collectives_(std::make_shared<Executor>(is_relay())) {
   std::lock_guard lock(registry().mutex);
   registry().backends.insert(this);
 }
@@ -238,6 +238,11 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::submit(Submission submission,
   auto work = c10::make_intrusive<EngineWork>(
       collectives_, rank_, submission.type, submission.title, first, std::move(submission.outputs),
       std::move(run), [this] { return transport_->is_met(); });
+  if (submission.plan) {
+    work->set_announcement([this, call = stamped(*submission.plan, first, submission.timeout)] {
+      transport_->announce(call);
+    });
+  }
   if (submission.is_async) {
     collectives_->run_later(work);
   } else {
@@ -256,22 +261,27 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::allreduce(std::vector<at::Tensor>&
 c10::intrusive_ptr<c10d::Work> EngineBackend::allreduce_coalesced(
     std::vector<at::Tensor>& tensors, const c10d::AllreduceCoalescedOptions& opts) {
   std::vector<Step> steps;
+  std::optional<Call> plan;
   for (const at::Tensor& tensor : tensors) {
     check_tensor("all_reduce", tensor, getBackendName());
     const ReduceOp reduction = check_reduction("all_reduce", opts.reduceOp, tensor.scalar_type());
-    steps.push_back([memory = TensorMemory(tensor, Use::kReadWrite), reduction](
-                        Transport& transport, Call& call) {
+    TensorMemory memory(tensor, Use::kReadWrite);
+    const auto describe = [reduction](Call& call, const TensorMemory& memory) {
       call.op = Operator::kAllReduce;
       call.dtype = memory.dtype();
       call.reduce = reduction;
       call.count = memory.count();
+    };
+    if (tensors.size() == 1) describe(plan.emplace(), memory);
+    steps.push_back([memory = std::move(memory), describe](Transport& transport, Call& call) {
+      describe(call, memory);
       transport.all_reduce(call, memory.piece());
       memory.write_back();
     });
   }
   const int num_sequence = static_cast<int>(tensors.size());
   return submit({c10d::OpType::ALLREDUCE, "tessera:all_reduce", tensors, opts.timeout, opts.asyncOp,
-                 num_sequence},
+                 num_sequence, plan},
                 std::move(steps));
 }
 
@@ -580,7 +590,7 @@ void EngineBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool) {
   barrier(now)->wait();
 }
 
-bool EngineBackend::supportsTensorAlloc(c10::DeviceIndex) { return transport_->name() != "gloo"; }
+bool EngineBackend::supportsTensorAlloc(c10::DeviceIndex) { return !is_relay(); }
 
 at::Tensor EngineBackend::allocateTensor(long size, at::TensorOptions options) {
   TESSERA_CHECK_VALUE(size >= 0, "comm.allocate: a tensor cannot have ", size, " elements.");

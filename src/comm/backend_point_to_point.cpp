@@ -22,7 +22,7 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::submit_point_to_point(c10d::OpType
   {
     std::lock_guard lock(lanes_mutex_);
     auto& slot = lanes_[{is_send, peer}];
-    if (!slot) slot = std::make_shared<Executor>();
+    if (!slot) slot = std::make_shared<Executor>(is_relay());
     lane = slot;
   }
   const std::uint64_t sequence = point_to_point_sequence_.fetch_add(1);

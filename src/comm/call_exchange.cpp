@@ -57,7 +57,7 @@ CallExchange::CallExchange(c10d::Store& store, int rank, int size, const std::st
   std::size_t num_rounds = 0;
   while ((1 << num_rounds) < size_) ++num_rounds;
   if (num_rounds == 0) return;
-  targets_.resize(num_rounds);
+  for (std::size_t round = 0; round < num_rounds; ++round) targets_.emplace_back();
   sources_.resize(num_rounds);
   const auto deadline = Clock::now() + limit;
   const Socket listener = listen_on_free_port(address);
@@ -95,13 +95,14 @@ void CallExchange::connect(c10d::Store& store, Moment deadline) {
     std::uint16_t port = 0;
     std::string token;
     place >> host >> port >> token;
-    targets_[round] = connect_to(host, port, deadline);
+    targets_[round].socket = connect_to(host, port, deadline);
     Hello hello;
     hello.rank = rank_;
     hello.round = static_cast<std::uint32_t>(round);
     token.copy(hello.token, sizeof(hello.token));
     // Nothing has been sent yet, so there is room for all of it.
-    if (::send(targets_[round].get(), &hello, sizeof(hello), MSG_NOSIGNAL) != sizeof(hello)) {
+    if (::send(targets_[round].socket.get(), &hello, sizeof(hello), MSG_NOSIGNAL) !=
+        sizeof(hello)) {
       throw_missing({peer});
     }
   }
@@ -164,6 +165,48 @@ void CallExchange::accept(const Socket& listener, const std::string& token, Mome
   }
 }
 
+void CallExchange::announce(std::span<const std::byte> mine) noexcept {
+  if (targets_.empty()) return;
+  try {
+    Outlet& target = targets_[0];
+    std::uint64_t end = 0;
+    {
+      const std::lock_guard lock(target.mutex);
+      target.waiting.insert(target.waiting.end(), mine.begin(), mine.end());
+      end = target.num_put += mine.size();
+      target.ends.push_back(end);
+    }
+    flush(0, end);
+  } catch (const ConnectionLost&) {
+    // The exchange finds it too, and somebody waits for that.
+  }
+}
+
+std::uint64_t CallExchange::put(std::size_t round, std::span<const std::byte> bytes) {
+  Outlet& target = targets_[round];
+  const std::lock_guard lock(target.mutex);
+  if (!target.ends.empty()) {
+    const std::uint64_t end = target.ends.front();
+    target.ends.pop_front();
+    return end;
+  }
+  target.waiting.insert(target.waiting.end(), bytes.begin(), bytes.end());
+  return target.num_put += bytes.size();
+}
+
+bool CallExchange::flush(std::size_t round, std::uint64_t end) {
+  Outlet& target = targets_[round];
+  const std::lock_guard lock(target.mutex);
+  if (!target.waiting.empty()) {
+    const std::size_t written =
+        write_some(target.socket, target_of(round), target.waiting.data(), target.waiting.size());
+    target.waiting.erase(target.waiting.begin(),
+                         target.waiting.begin() + static_cast<std::ptrdiff_t>(written));
+  }
+  // Later announcements may wait for the peer to come to them; this exchange does not.
+  return target.num_put - target.waiting.size() >= end;
+}
+
 void CallExchange::all_gather(std::span<const std::byte> mine, std::byte* all, const Look& look) {
   const std::size_t bytes = mine.size();
   const auto size = static_cast<std::size_t>(size_);
@@ -186,19 +229,18 @@ void CallExchange::all_gather(std::span<const std::byte> mine, std::byte* all, c
 void CallExchange::pass(std::size_t round, std::size_t num_known, std::size_t num_records,
                         std::size_t bytes, const Look& look) {
   const std::size_t length = num_records * bytes;
-  const Socket& target = targets_[round];
+  const Socket& target = targets_[round].socket;
   const Socket& source = sources_[round];
-  const std::byte* out = blocks_.data();
   std::byte* in = blocks_.data() + num_known * bytes;
-  std::size_t sent = 0;
+  const std::uint64_t end = put(round, {blocks_.data(), length});
+  bool is_sent = false;
   std::size_t received = 0;
   auto next_look = Clock::now() + kLookEvery;
   while (true) {
-    if (sent < length) sent += write_some(target, target_of(round), out + sent, length - sent);
+    is_sent = is_sent || flush(round, end);
     if (received < length) {
       received += read_some(source, source_of(round), in + received, length - received);
     }
-    const bool is_sent = sent == length;
     const bool is_received = received == length;
     if (is_sent && is_received) return;
     pollfd requests[2];
@@ -222,7 +264,7 @@ void CallExchange::pass(std::size_t round, std::size_t num_known, std::size_t nu
 }
 
 void CallExchange::close() const noexcept {
-  for (const Socket& socket : targets_) ::shutdown(socket.get(), SHUT_RDWR);
+  for (const Outlet& target : targets_) ::shutdown(target.socket.get(), SHUT_RDWR);
   for (const Socket& socket : sources_) ::shutdown(socket.get(), SHUT_RDWR);
 }
 

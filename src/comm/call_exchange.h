@@ -8,7 +8,10 @@
 
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
+#include <deque>
 #include <functional>
+#include <mutex>
 #include <span>
 #include <stdexcept>
 #include <string>
@@ -26,7 +29,7 @@ class ConnectionLost : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-/// The connections of one rank of one group. One exchange at a time.
+/// The connections of one rank of one group. One exchange at a time, announcements beside it.
 class CallExchange {
  public:
   /// Called about every 20 ms of a wait, with the ranks whose records have not come yet, ascending;
@@ -39,6 +42,11 @@ class CallExchange {
   CallExchange(c10d::Store& store, int rank, int size, const std::string& address,
                std::chrono::milliseconds limit);
 
+  /// Sends `mine` before its exchange begins, as far as it goes without waiting, so that peers need
+  /// not wait for the thread that will run it. The next exchanges take over what was announced, in
+  /// that order, and are given the same records. Not collective. From any thread, one at a time.
+  void announce(std::span<const std::byte> mine) noexcept;
+
   /// Puts `mine` of rank r at `all + r * mine.size()`, on all ranks. Collective, with equal sizes.
   /// Throws ConnectionLost, and whatever `look` throws; the exchange is of no use after that.
   void all_gather(std::span<const std::byte> mine, std::byte* all, const Look& look);
@@ -50,9 +58,22 @@ class CallExchange {
  private:
   using Moment = std::chrono::steady_clock::time_point;
 
+  /// A connection to write to. What has not gone yet waits here, in order.
+  struct Outlet {
+    Socket socket;
+    std::mutex mutex;
+    std::vector<std::byte> waiting;
+    std::uint64_t num_put = 0;       // bytes since the beginning
+    std::deque<std::uint64_t> ends;  // where announced records end, counted as num_put
+  };
+
   void connect(c10d::Store& store, Moment deadline);
   void accept(const Socket& listener, const std::string& token, Moment deadline);
   [[noreturn]] void throw_missing(std::vector<int> missing) const;
+  /// Puts bytes behind those that wait, unless they were announced; returns where they end.
+  std::uint64_t put(std::size_t round, std::span<const std::byte> bytes);
+  /// Writes what can go at present; whether everything before `end` has gone.
+  bool flush(std::size_t round, std::uint64_t end);
   /// One round: sends what is there, and receives as many records.
   void pass(std::size_t round, std::size_t num_known, std::size_t num_records, std::size_t bytes,
             const Look& look);
@@ -62,7 +83,7 @@ class CallExchange {
   const int rank_;
   const int size_;
   const std::chrono::milliseconds limit_;
-  std::vector<Socket> targets_;    // per round, towards rank - 2^round
+  std::deque<Outlet> targets_;     // per round, towards rank - 2^round
   std::vector<Socket> sources_;    // per round, from rank + 2^round
   std::vector<std::byte> blocks_;  // records in the order of ranks, beginning with this one's
 };

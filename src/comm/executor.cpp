@@ -7,6 +7,7 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/jit_type.h>
 
+#include "comm/short_slice.h"
 #include "tessera/comm/error.h"
 #include "tessera/core/step_recorder.h"
 
@@ -142,8 +143,9 @@ void EngineWork::complete(std::exception_ptr error) {
 
 Executor::~Executor() { stop("the group was destroyed"); }
 
-void Executor::end_running() {
+void Executor::end_running(const EngineWork& work) {
   is_running_ = false;
+  if (!work.is_announced_) --num_silent_;
   if (!queue_.empty()) thread_wake_.notify_one();
   if (num_helpers_ > 0) helpers_wake_.notify_all();
 }
@@ -155,7 +157,7 @@ c10::intrusive_ptr<EngineWork> Executor::run_front(std::unique_lock<std::mutex>&
   lock.unlock();
   work->execute();
   lock.lock();
-  end_running();
+  end_running(*work);
   return work;
 }
 
@@ -164,10 +166,11 @@ void Executor::run_now(const c10::intrusive_ptr<EngineWork>& work) {
   std::unique_lock lock(mutex_);
   if (!is_stopped_ && !is_running_ && queue_.empty()) {
     is_running_ = true;
+    ++num_silent_;
     lock.unlock();
     work->execute();
     lock.lock();
-    end_running();
+    end_running(*work);
     return;
   }
   lock.unlock();
@@ -179,6 +182,13 @@ void Executor::run_later(const c10::intrusive_ptr<EngineWork>& work) {
   {
     std::lock_guard lock(mutex_);
     if (!is_stopped_) {
+      // Under the lock: announcements go out in the order of the operations.
+      if (work->announce_ && num_silent_ == 0) {
+        work->announce_();
+        work->is_announced_ = true;
+      } else {
+        ++num_silent_;
+      }
       queue_.push_back(work);
       if (!thread_.joinable()) thread_ = std::thread([this] { thread_loop(); });
       thread_wake_.notify_one();
@@ -212,6 +222,8 @@ bool Executor::is_next(const EngineWork& work, const std::function<bool()>& hold
 
 void Executor::thread_loop() {
   const std::weak_ptr<Executor> self = weak_from_this();
+  std::optional<ShortSliceGuard> short_slices;
+  if (is_relay_) short_slices.emplace();
   for (;;) {
     c10::intrusive_ptr<EngineWork> done;
     {

@@ -29,6 +29,11 @@ class EngineWork final : public c10d::Work {
              std::uint64_t sequence, std::vector<at::Tensor> outputs, Run run,
              std::function<bool()> is_met = nullptr);
 
+  /// `announce` tells the peers that the operation will come. It neither waits nor throws. Called
+  /// when the operation is queued, unless one that was not announced is before it. Set before it
+  /// is queued.
+  void set_announcement(std::function<void()> announce) { announce_ = std::move(announce); }
+
   bool isCompleted() override;
   /// Whether `wait` would find it completed, or all ranks there to run it with.
   bool is_ready();
@@ -55,6 +60,8 @@ class EngineWork final : public c10d::Work {
   std::vector<at::Tensor> outputs_;
   Run run_;
   std::function<bool()> is_met_;
+  std::function<void()> announce_;
+  bool is_announced_ = false;  // guarded by the executor's mutex
   int source_rank_ = -1;
   c10::intrusive_ptr<c10::ivalue::Future> future_;  // made when first asked for; guarded by mutex_
 };
@@ -62,7 +69,9 @@ class EngineWork final : public c10d::Work {
 /// The queue and its thread. Thread-safe; owned by a shared_ptr.
 class Executor : public std::enable_shared_from_this<Executor> {
  public:
-  Executor() = default;
+  /// `is_relay`: operations wait for somebody else more than they compute, so that the thread
+  /// should run as soon as it is woken.
+  explicit Executor(bool is_relay = false) : is_relay_(is_relay) {}
   ~Executor();
   Executor(const Executor&) = delete;
   Executor& operator=(const Executor&) = delete;
@@ -84,9 +93,10 @@ class Executor : public std::enable_shared_from_this<Executor> {
   /// Runs the front of the queue. `lock` is held on entry and on return. What was run is returned,
   /// because with it the last reference to this executor may go.
   [[nodiscard]] c10::intrusive_ptr<EngineWork> run_front(std::unique_lock<std::mutex>& lock);
-  /// Says that nobody is inside an operation any more. The mutex is held.
-  void end_running();
+  /// Says that nobody is inside `work` any more. The mutex is held.
+  void end_running(const EngineWork& work);
 
+  const bool is_relay_;
   std::mutex mutex_;
   // Two conditions, so that blocking calls do not wake the thread when there is nothing for it to
   // do.
@@ -95,6 +105,7 @@ class Executor : public std::enable_shared_from_this<Executor> {
   int num_helpers_ = 0;
   std::deque<c10::intrusive_ptr<EngineWork>> queue_;
   bool is_running_ = false;  // somebody is inside an operation
+  int num_silent_ = 0;       // operations queued or running that were not announced
   bool is_stopped_ = false;
   std::thread thread_;
 };

@@ -14,6 +14,7 @@
 #include "comm/gloo/gloo_backend.h"
 #include "comm/piece_tensor.h"
 #include "comm/shm/element_types.h"
+#include "comm/short_slice.h"
 #include "kernels/reduce.h"
 
 namespace tessera::comm {
@@ -89,8 +90,10 @@ GlooTransport::GlooTransport(const c10::intrusive_ptr<c10d::Store>& store,
     : monitor_(std::move(monitor)),
       channel_(std::move(channel)),
       table_(static_cast<int>(monitor_->members().size())) {
-  // Gloo writes without asking whether the peer is there. Its threads start here.
+  // Gloo's threads start here. They write without asking whether the peer is there, and wait for
+  // it more than they compute.
   const BrokenPipeGuard guard;
+  const ShortSliceGuard short_slices;
   gloo_ = make_gloo_backend(c10::make_intrusive<c10d::PrefixStore>("gloo", store), monitor_->rank(),
                             size(), timeout + kGlooSlack, address);
   if (check_calls && size() > 1) calls_.emplace(*store, rank(), size(), address, timeout);
@@ -228,6 +231,12 @@ int GlooTransport::run_message(const Call& call, int peer, const std::function<W
     if (!failure) translate(call, gloo_says(error));
   }
   throw Failure(*failure);
+}
+
+void GlooTransport::announce(const Call& call) noexcept {
+  if (!calls_) return;
+  const auto record = table_.record(call, call.count, {}, {});
+  calls_->announce(std::as_bytes(std::span(record)));
 }
 
 void GlooTransport::agree(const Call& call, std::int64_t count, std::span<const Piece> inputs,

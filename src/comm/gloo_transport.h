@@ -38,6 +38,7 @@ class GlooTransport final : public Transport {
   int size() const noexcept override { return static_cast<int>(monitor_->members().size()); }
   std::string_view name() const noexcept override { return "gloo"; }
 
+  void announce(const Call& call) noexcept override;
   void all_reduce(const Call& call, Piece data) override;
   void reduce(const Call& call, Piece data) override;
   void broadcast(const Call& call, Piece data) override;

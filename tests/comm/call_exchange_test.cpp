@@ -4,6 +4,7 @@
 
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstring>
@@ -54,6 +55,10 @@ Words gathered(CallExchange& exchange, const Words& mine, int size,
   return all;
 }
 
+void announce_record(CallExchange& exchange, const Words& mine) {
+  exchange.announce(std::as_bytes(std::span(mine)));
+}
+
 Words record(int rank, int turn, std::size_t length) {
   Words words(length);
   std::iota(words.begin(), words.end(), 1000000 * rank + 1000 * turn);
@@ -100,6 +105,67 @@ TEST_P(Sizes, RecordsMayBeLargerThanWhatAConnectionHolds) {
       EXPECT_EQ(all[(r + 1) * kLength - 1], 1000000 * r + 1000 + std::int64_t{kLength} - 1);
     }
   });
+}
+
+TEST_P(Sizes, RecordsMayBeAnnouncedBeforeTheirExchange) {
+  const int size = GetParam();
+  constexpr int kTurns = 60;
+  const Exchanges exchanges = connected(size);
+  const auto words_of = [](int rank, int turn) { return record(rank, turn, turn % 5); };
+  const auto announce = [&](int rank, int turn) {
+    announce_record(*exchanges[rank], words_of(rank, turn));
+  };
+  run_threads(size, [&](int rank) {
+    // Rank 0 announces nothing, rank 1 all at once, the others a few while exchanges are under way.
+    int num_announced = 0;
+    for (int turn = 0; rank == 1 && turn < kTurns; ++turn) announce(rank, turn);
+    for (int turn = 0; turn < kTurns; ++turn) {
+      std::thread beside;
+      if (rank > 1 && turn % (rank + 1) == 0) {
+        num_announced = std::max(num_announced, turn);
+        if (num_announced < kTurns) announce(rank, num_announced++);
+        beside = std::thread([&] {
+          for (int i = 0; i < rank && num_announced < kTurns; ++i) announce(rank, num_announced++);
+        });
+      }
+      Words expected;
+      for (int r = 0; r < size; ++r) {
+        const Words theirs = words_of(r, turn);
+        expected.insert(expected.end(), theirs.begin(), theirs.end());
+      }
+      EXPECT_EQ(gathered(*exchanges[rank], words_of(rank, turn), size), expected);
+      if (beside.joinable()) beside.join();
+    }
+  });
+}
+
+TEST_P(Sizes, AnnouncementsMayBeMoreThanAConnectionHolds) {
+  const int size = GetParam();
+  constexpr int kTurns = 16;
+  constexpr std::size_t kLength = 1 << 17;  // 1 MiB
+  const Exchanges exchanges = connected(size);
+  run_threads(size, [&](int rank) {
+    for (int turn = 0; rank % 2 == 0 && turn < kTurns; ++turn) {
+      announce_record(*exchanges[rank], record(rank, turn, kLength));
+    }
+    for (int turn = 0; turn < kTurns; ++turn) {
+      const Words all = gathered(*exchanges[rank], record(rank, turn, kLength), size);
+      for (int r = 0; r < size; ++r) {
+        ASSERT_EQ(all[r * kLength], 1000000 * r + 1000 * turn);
+        ASSERT_EQ(all[(r + 1) * kLength - 1],
+                  1000000 * r + 1000 * turn + std::int64_t{kLength} - 1);
+      }
+    }
+  });
+}
+
+TEST(CallExchange, AnAnnouncementOverAClosedConnectionLeavesTheErrorToTheExchange) {
+  const Exchanges exchanges = connected(2);
+  exchanges[0]->close();
+  const Words mine{1};
+  announce_record(*exchanges[0], mine);
+  EXPECT_THROW(gathered(*exchanges[0], mine, 2), ConnectionLost);
+  EXPECT_THROW(gathered(*exchanges[1], mine, 2), ConnectionLost);
 }
 
 TEST(CallExchange, MissingRanksAreNamed) {

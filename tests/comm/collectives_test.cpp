@@ -358,6 +358,31 @@ TEST_P(Collectives, ManyPendingOperationsFinishInOrder) {
   });
 }
 
+TEST_P(Collectives, PendingOperationsOfAllKindsKeepTheirOrder) {
+  on_all_ranks([&](const Group& group) {
+    at::Tensor value = at::ones({5000});
+    at::Tensor table = at::zeros({40, 2}).t();  // not contiguous
+    for (int turn = 0; turn < 10; ++turn) {
+      if (turn % size() == group.rank()) std::this_thread::sleep_for(std::chrono::milliseconds(2));
+      value.fill_(group.rank() + turn);
+      table.fill_(1);
+      auto sum = all_reduce_async_(value, group);      // n turn + n (n - 1) / 2, everywhere
+      auto again = all_reduce_async_(value, group);    // n times that
+      auto moved = broadcast_async_(value, 0, group);  // the same
+      auto wide = all_reduce_async_(table, group);     // n
+      auto all = all_gather_async(at::full({3}, group.rank()), group);
+      auto last = all_reduce_async(at::ones({7}), group);
+      const double total = size() * (size() * turn + size() * (size() - 1) / 2.0);
+      EXPECT_EQ(last.wait()[6].item<double>(), size());
+      EXPECT_EQ(all.wait()[-1].item<double>(), size() - 1);
+      EXPECT_TRUE(at::equal(wide.wait(), at::full({2, 40}, static_cast<double>(size()))));
+      EXPECT_TRUE(at::equal(moved.wait(), at::full({5000}, total)));
+      again.wait();
+      sum.wait();
+    }
+  });
+}
+
 TEST_P(Collectives, SendAndRecvAroundARing) {
   if (size() == 1) return;
   on_all_ranks([&](const Group& group) {
@@ -498,6 +523,15 @@ TEST_P(Collectives, RanksThatDisagreeAllRaiseTheSameText) {
          broadcast_(tensor, odd(group) ? 1 : 0, group);
        },
        {"from root 1", "from root 0"}},
+      {"size of one that is queued",
+       [&](const Group& group) {
+         auto first = all_reduce_async(at::ones({8}), group);
+         auto second = all_reduce_async(at::ones({odd(group) ? 9 : 8}), group);
+         auto third = all_reduce_async(at::ones({8}), group);
+         first.wait();
+         second.wait();
+       },
+       {"rank 1 called all_reduce sum of float32 [9]", "float32 [8]"}},
       {"splits",
        [&](const Group& group) {
          Rows send_rows(group.size(), 1);

@@ -2,13 +2,18 @@
 
 #include <gtest/gtest.h>
 
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <chrono>
+#include <cstdint>
 #include <future>
 #include <stdexcept>
 #include <thread>
 #include <vector>
 
+#include "comm/short_slice.h"
 #include "support/ranks.h"
 #include "tessera/comm/error.h"
 
@@ -113,6 +118,75 @@ TEST_F(ExecutorTest, AWaiterRunsWhatIsQueued) {
   EXPECT_TRUE(third->wait());
   EXPECT_TRUE(second->isCompleted());
   opener.join();
+}
+
+TEST_F(ExecutorTest, OperationsAreAnnouncedWhenQueuedBehindAnnouncedOnes) {
+  std::vector<int> announced;
+  std::promise<void> gate;
+  const auto gate_opens = gate.get_future().share();
+  std::vector<c10::intrusive_ptr<EngineWork>> works;
+  const auto queue = [&](bool is_announced) {
+    works.push_back(blocked(gate_opens));
+    const int index = static_cast<int>(works.size()) - 1;
+    if (is_announced) {
+      works.back()->set_announcement([&announced, index] { announced.push_back(index); });
+    }
+    executor_->run_later(works.back());
+  };
+  queue(true);
+  queue(true);
+  EXPECT_EQ(announced, (std::vector<int>{0, 1}));
+  queue(false);
+  queue(true);  // would overtake the one before it
+  EXPECT_EQ(announced, (std::vector<int>{0, 1}));
+  gate.set_value();
+  works.back()->wait();
+  // All are done, but whoever ran the last one may still be about to say so.
+  for (int i = 0; i < 1000 && announced.size() < 3; ++i) {
+    queue(true);
+    works.back()->wait();
+  }
+  EXPECT_EQ(announced.size(), 3U);
+}
+
+TEST_F(ExecutorTest, ABlockingOperationIsNotAnnouncedAndNobodyOvertakesIt) {
+  bool is_announced = false;
+  const auto later = work([](EngineWork&) {});
+  later->set_announcement([&] { is_announced = true; });
+  const auto now = work([&](EngineWork&) { executor_->run_later(later); });
+  now->set_announcement([] { ADD_FAILURE() << "it runs at once"; });
+  executor_->run_now(now);
+  EXPECT_TRUE(later->wait());
+  EXPECT_FALSE(is_announced);
+}
+
+TEST_F(ExecutorTest, ARelayRunsItsThreadInShortSlices) {
+  const auto slice_here = [] {
+    std::uint64_t attributes[6] = {};  // the slice is the fourth
+    return ::syscall(SYS_sched_getattr, 0, attributes, sizeof(attributes), 0) == 0 ? attributes[3]
+                                                                                   : 0;
+  };
+  const std::uint64_t before = slice_here();
+  std::uint64_t within = 0;
+  std::uint64_t started = 0;
+  {
+    const ShortSliceGuard guard;
+    within = slice_here();
+    std::thread([&] { started = slice_here(); }).join();
+  }
+  EXPECT_EQ(slice_here(), before);
+  if (within == before) GTEST_SKIP() << "slices cannot be chosen here";
+  EXPECT_LT(within, before);
+  EXPECT_EQ(started, within);
+  for (const bool is_relay : {false, true}) {
+    executor_ = std::make_shared<Executor>(is_relay);
+    std::uint64_t found = 0;
+    const auto one = work([&](EngineWork&) { found = slice_here(); });
+    const auto future = one->getFuture();  // waited for by somebody who does not help
+    executor_->run_later(one);
+    future->wait();
+    EXPECT_EQ(found, is_relay ? within : before);
+  }
 }
 
 TEST_F(ExecutorTest, WaitWithALimitThrowsAndTheOperationGoesOn) {
