@@ -237,6 +237,7 @@ struct Call : torch::CustomClassHolder {
   std::vector<std::int64_t> batch_sizes;
   bool is_sequence = false;
   FeatureRange later;  // not looked up in forward
+  RowMemory memory;    // forward's
 };
 using CallPtr = c10::intrusive_ptr<Call>;
 using MaybeVariable = std::optional<Variable>;
@@ -298,8 +299,10 @@ struct Lookup : Function<Lookup> {
     State& state = *call->state;
     const TablePass pass = make_pass(state, input, call->is_sequence, state.num_columns);
     at::Tensor output =
-        core::empty_kept(output_shape(state, input, pass),
-                         at::TensorOptions().dtype(at::kFloat).device(state.device()));
+        call->memory
+            ? std::exchange(call->memory, nullptr)(pass.num_outputs)
+            : core::empty_kept(output_shape(state, input, pass),
+                               at::TensorOptions().dtype(at::kFloat).device(state.device()));
     if (call->later.begin == call->later.end) {
       look_up(state, input, pass, output);
     } else {
@@ -370,7 +373,7 @@ struct Lookup : Function<Lookup> {
 };
 
 at::Tensor look_up(const std::shared_ptr<State>& state, const LookupInput& input, bool is_sequence,
-                   std::uint64_t number, FeatureRange later = {}) {
+                   std::uint64_t number, FeatureRange later = {}, const RowMemory& memory = {}) {
   check_input(*state, input, is_sequence);
   auto call = c10::make_intrusive<Call>();
   call->state = state;
@@ -378,6 +381,7 @@ at::Tensor look_up(const std::shared_ptr<State>& state, const LookupInput& input
   call->batch_sizes = input.batch_sizes;
   call->is_sequence = is_sequence;
   call->later = later;
+  call->memory = memory;
   variable_list weights;
   if (state->has_anchor()) {
     weights.push_back(state->anchor);
@@ -486,17 +490,21 @@ at::Tensor TableBatch::pooled(const LookupInput& input) const {
   return look_up(state_, input, /*is_sequence=*/false, ++state_->num_calls);
 }
 
-PreparedRows TableBatch::pooled_ahead(const LookupInput& input, FeatureRange later) const {
+PreparedRows TableBatch::pooled_ahead(const LookupInput& input, FeatureRange later,
+                                      const RowMemory& memory) const {
   const auto num_features = static_cast<std::int64_t>(state_->features.size());
   TESSERA_CHECK_VALUE(later.begin >= 0 && later.begin <= later.end && later.end <= num_features &&
                           (later.begin == later.end || !input.batch_sizes.empty()),
                       "embedding.pooled_ahead: features ", later.begin, " to ", later.end, " of ",
                       num_features, " cannot be left for later",
                       input.batch_sizes.empty() ? " without batch sizes." : ".");
+  TESSERA_CHECK_VALUE(!memory || (state_->device().is_cpu() && !input.batch_sizes.empty()),
+                      "embedding.pooled_ahead: memory for the rows goes with tables on the CPU and "
+                      "with batch sizes.");
   if (!state_->device().is_cpu()) later = {};
   const std::uint64_t number = ++state_->num_calls;
   PreparedRows result;
-  result.rows = look_up(state_, input, /*is_sequence=*/false, number, later);
+  result.rows = look_up(state_, input, /*is_sequence=*/false, number, later, memory);
   const bool prepares = result.rows.requires_grad() && state_->has_anchor() && result.rows.is_cpu();
   const bool is_left = later.begin < later.end;
   if (!prepares && !is_left) return result;

@@ -74,7 +74,8 @@ struct Combine : Function<Combine> {
     for (std::size_t s = 0; s < combined->sizes.size(); ++s) {
       if (!context->needs_input_grad(s)) continue;
       // Samples that several rows read, or none, are summed up from zero.
-      found[s] = core::empty_kept({combined->sizes[s]}, at::kFloat);
+      found[s] = plan.gradient_memory ? plan.gradient_memory(s, combined->sizes[s])
+                                      : core::empty_kept({combined->sizes[s]}, at::kFloat);
       if (std::any_of(plan.inverse.begin(), plan.inverse.end(),
                       [](const at::Tensor& inverse) { return inverse.defined(); })) {
         found[s].zero_();

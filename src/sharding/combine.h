@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -31,6 +32,9 @@ struct CombinePlan {
   std::vector<at::Tensor> factors;
   /// Per feature: which sample each row of the result reads, int64; undefined: its own.
   std::vector<at::Tensor> inverse;
+  /// Makes the flat float32 tensor that the gradient of a source goes to; null: of this rank's own
+  /// memory.
+  std::function<at::Tensor(std::size_t source, std::int64_t size)> gradient_memory;
   /// Lives as long as the record for backward.
   std::shared_ptr<const void> owner;
 };

@@ -23,12 +23,12 @@ struct Journey : torch::CustomClassHolder {
   Exchange::Pending backward;
   Exchange::Meanwhile meanwhile;
 
-  at::Tensor finish(Exchange::Pending& pending) const {
+  Exchange::Parts finish(Exchange::Pending& pending) const {
     const auto arriving = std::exchange(pending, Exchange::Pending());
     arriving.do_own_work();
     while (meanwhile && !arriving.is_ready() && meanwhile()) {
     }
-    return arriving();
+    return arriving.parts();
   }
 };
 using JourneyPtr = c10::intrusive_ptr<Journey>;
@@ -61,15 +61,15 @@ struct Start : Function<Start> {
     check_first_order();
     const JourneyPtr journey = saved(context);
     TESSERA_INTERNAL_ASSERT(journey->backward, "an exchange ended before it began");
-    at::Tensor gradient = journey->finish(journey->backward);
+    at::Tensor gradient = journey->finish(journey->backward).front();
     if (!context->needs_input_grad(0)) gradient = at::Tensor();
     return {gradient, Variable(), Variable()};
   }
 };
 
 struct Wait : Function<Wait> {
-  static Variable forward(AutogradContext* context, const Variable& token,
-                          const JourneyPtr& journey) {
+  static variable_list forward(AutogradContext* context, const Variable& token,
+                               const JourneyPtr& journey) {
     static_cast<void>(token);
     save(context, journey);
     return journey->finish(journey->forward);
@@ -78,21 +78,28 @@ struct Wait : Function<Wait> {
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     check_first_order();
     const JourneyPtr journey = saved(context);
-    journey->backward = journey->exchange->start_backward(gradients[0]);
+    journey->backward = journey->exchange->start_backward_of(gradients);
     return {at::zeros({1}, gradients[0].options()), Variable()};
   }
 };
 
 }  // namespace
 
-comm::Awaitable<at::Tensor> run(std::shared_ptr<Exchange> exchange, const at::Tensor& input,
-                                Exchange::Meanwhile meanwhile) {
+comm::Awaitable<Exchange::Parts> run_in_parts(std::shared_ptr<Exchange> exchange,
+                                              const at::Tensor& input,
+                                              Exchange::Meanwhile meanwhile) {
   auto journey = c10::make_intrusive<Journey>();
   journey->exchange = std::move(exchange);
   journey->meanwhile = std::move(meanwhile);
   const at::Tensor anchor = at::empty({0}, input.options()).requires_grad_(true);
   const at::Tensor token = Start::apply(input, anchor, journey);
-  return comm::Awaitable<at::Tensor>([=] { return Wait::apply(token, journey); });
+  return comm::Awaitable<Exchange::Parts>([=] { return Wait::apply(token, journey); });
+}
+
+comm::Awaitable<at::Tensor> run(std::shared_ptr<Exchange> exchange, const at::Tensor& input,
+                                Exchange::Meanwhile meanwhile) {
+  const auto parts = run_in_parts(std::move(exchange), input, std::move(meanwhile));
+  return comm::Awaitable<at::Tensor>([parts] { return parts.wait().front(); });
 }
 
 }  // namespace tessera::sharding

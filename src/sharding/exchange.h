@@ -6,6 +6,7 @@
 #include <memory>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 
@@ -16,12 +17,21 @@ namespace tessera::sharding {
 /// What is exchanged forward and back. Made for one call; shared by its nodes.
 class Exchange {
  public:
-  /// Waits for a collective under way, decodes and shapes what arrived.
+  using Parts = std::vector<at::Tensor>;
+
+  /// Waits for a collective under way, decodes and shapes what arrived: one tensor, or several.
   class Pending {
    public:
     Pending() = default;
     template <typename Finish>
       requires std::is_invocable_r_v<at::Tensor, Finish>
+    Pending(Finish finish,  // NOLINT(google-explicit-constructor): a lambda is one
+            std::function<bool()> is_ready = nullptr, std::function<void()> own_work = nullptr)
+        : finish_([finish = std::move(finish)] { return Parts{finish()}; }),
+          is_ready_(std::move(is_ready)),
+          own_work_(std::move(own_work)) {}
+    template <typename Finish>
+      requires std::is_same_v<Parts, std::invoke_result_t<Finish>>
     Pending(Finish finish,  // NOLINT(google-explicit-constructor): a lambda is one
             std::function<bool()> is_ready = nullptr, std::function<void()> own_work = nullptr)
         : finish_(std::move(finish)),
@@ -32,13 +42,14 @@ class Exchange {
     void do_own_work() const {
       if (own_work_) own_work_();
     }
-    at::Tensor operator()() const { return finish_(); }
+    at::Tensor operator()() const { return finish_().front(); }
+    Parts parts() const { return finish_(); }
     /// Whether it has arrived; false if that is not known.
     bool is_ready() const { return is_ready_ && is_ready_(); }
     explicit operator bool() const noexcept { return static_cast<bool>(finish_); }
 
    private:
-    std::function<at::Tensor()> finish_;
+    std::function<Parts()> finish_;
     std::function<bool()> is_ready_;
     std::function<void()> own_work_;
   };
@@ -54,6 +65,10 @@ class Exchange {
   virtual Pending start(const at::Tensor& input) = 0;
   /// Starts the conjugate on the gradient of the result; pending is the gradient of the input.
   virtual Pending start_backward(const at::Tensor& gradient) = 0;
+  /// The same for a result of several parts.
+  virtual Pending start_backward_of(const Parts& gradients) {
+    return start_backward(gradients.front());
+  }
 };
 
 // Note [Two nodes]
@@ -66,5 +81,9 @@ class Exchange {
 /// `meanwhile` until it is there.
 comm::Awaitable<at::Tensor> run(std::shared_ptr<Exchange> exchange, const at::Tensor& input,
                                 Exchange::Meanwhile meanwhile = nullptr);
+/// The same for a result of several parts.
+comm::Awaitable<Exchange::Parts> run_in_parts(std::shared_ptr<Exchange> exchange,
+                                              const at::Tensor& input,
+                                              Exchange::Meanwhile meanwhile = nullptr);
 
 }  // namespace tessera::sharding

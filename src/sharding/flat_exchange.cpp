@@ -6,6 +6,7 @@
 
 #include <ATen/Functions.h>
 
+#include "comm/lending.h"
 #include "core/kept_memory.h"
 #include "tessera/comm/collectives.h"
 
@@ -125,6 +126,68 @@ class AllToAllOfOthers final : public Exchange {
   OwnRows own_rows_;
 };
 
+// The same between ranks that reach each other's memory: nothing is copied. A part of the result
+// lies with the rank that looked it up, a part of the gradient with the rank whose samples it is
+// of; it is multiplied into this rank's memory, which a gradient has to be anyway.
+class LentToOthers final : public Exchange {
+ public:
+  LentToOthers(Sizes sent, Sizes received, const Group& group, double factor, OwnRows own_rows)
+      : sent_(std::move(sent)),
+        received_(std::move(received)),
+        group_(group),
+        factor_(factor),
+        own_rows_(std::move(own_rows)) {}
+
+  Pending start(const at::Tensor& input) override {
+    const auto pending =
+        comm::lend_async(input.contiguous().split_with_sizes(sent_), received_, group_);
+    const at::Tensor mine = core::empty_kept({received_[rank()]}, input.options());
+    const auto own = own_rows_.unread->add(mine, std::move(own_rows_.read));
+    return {[pending, mine, rank = rank()] {
+              Parts parts = pending.wait();
+              parts[rank] = mine;
+              return parts;
+            },
+            [pending] { return pending.is_ready(); }, [own] { own->read_all(); }};
+  }
+
+  Pending start_backward(const at::Tensor& gradient) override {
+    return start_backward_of(gradient.split_with_sizes(received_));
+  }
+
+  Pending start_backward_of(const Parts& gradients) override {
+    own_rows_.unread->read_all();  // the tables are stepped next
+    Parts given;
+    for (const at::Tensor& gradient : gradients) given.push_back(gradient.contiguous());
+    const auto pending = comm::lend_async(given, sent_, group_);
+    const at::Tensor output = core::empty_kept(
+        {std::accumulate(sent_.begin(), sent_.end(), std::int64_t{0})}, given[rank()].options());
+    const Parts parts = output.split_with_sizes(sent_);
+    const at::Tensor factor = at::scalar_tensor(factor_, output.options());
+    return {[=, rank = rank()] {
+              const Parts arrived = pending.wait();
+              for (std::size_t r = 0; r < arrived.size(); ++r) {
+                at::Tensor to = parts[r];
+                if (r != rank) at::mul_out(to, arrived[r], factor);
+              }
+              return output;
+            },
+            [pending] { return pending.is_ready(); },
+            [factor, to = parts[rank()], from = given[rank()]]() mutable {
+              at::mul_out(to, from, factor);
+            }};
+  }
+
+ private:
+  std::size_t rank() const { return static_cast<std::size_t>(group_.rank()); }
+
+  Sizes sent_;
+  Sizes received_;
+  Group group_;
+  double factor_;
+  OwnRows own_rows_;
+};
+
 }  // namespace
 
 std::shared_ptr<const UnreadRows::Rows> UnreadRows::add(at::Tensor output, Read read) {
@@ -158,6 +221,16 @@ Exchange::Pending all_to_all_flat(const at::Tensor& values, const Sizes& send, c
       comm::all_to_all_v_async(wire, wire_sizes(send, codec), group, wire_sizes(receive, codec));
   return {[=] { return codec.decode(work.wait(), receive, dtype); },
           [work] { return work.is_ready(); }};
+}
+
+comm::Awaitable<Exchange::Parts> lend_rows(const at::Tensor& values, Sizes sent, Sizes received,
+                                           const Group& group, double factor,
+                                           Exchange::Meanwhile meanwhile, OwnRows own_rows) {
+  // A rank without tables has none to read, and takes part.
+  if (!own_rows.read) own_rows.read = [](const at::Tensor&) { return false; };
+  return run_in_parts(std::make_shared<LentToOthers>(std::move(sent), std::move(received), group,
+                                                     factor, std::move(own_rows)),
+                      values, std::move(meanwhile));
 }
 
 comm::Awaitable<at::Tensor> exchange_flat(const at::Tensor& values, Sizes sent, Sizes received,

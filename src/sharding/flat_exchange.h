@@ -61,4 +61,11 @@ comm::Awaitable<at::Tensor> exchange_flat(const at::Tensor& values, Sizes sent, 
                                           double factor, Exchange::Meanwhile meanwhile = nullptr,
                                           OwnRows own_rows = {});
 
+/// The same with `own_rows` in a group that can lend (comm/lending.h): one part per rank, which
+/// lies with the rank that made it and must not be written. `values`, and the gradients of the
+/// parts of other ranks, belong into memory of comm::lendable; what lies elsewhere is copied.
+comm::Awaitable<Exchange::Parts> lend_rows(const at::Tensor& values, Sizes sent, Sizes received,
+                                           const comm::Group& group, double factor,
+                                           Exchange::Meanwhile meanwhile, OwnRows own_rows);
+
 }  // namespace tessera::sharding

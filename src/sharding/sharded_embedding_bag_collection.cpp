@@ -7,6 +7,8 @@
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
 
+#include "comm/lending.h"
+#include "core/kept_memory.h"
 #include "sharding/combine.h"
 #include "sharding/flat_exchange.h"
 #include "sharding/input_dist.h"
@@ -31,6 +33,7 @@ constexpr const char* kBagCollection = "sharding.embedding_bag_collection";
 struct Home {
   std::size_t source = 0;  // 0: the exchange; 1, 2: tables that stay here; 3: sums of hosts
   std::size_t place = 0;   // number of the block in its source
+  std::size_t rank = 0;    // that looks it up; of the exchange
   std::size_t feature = 0;
   std::int64_t columns = 0;
   std::int64_t column = 0;
@@ -38,11 +41,27 @@ struct Home {
   bool is_divided = false;
 };
 
-/// Rows on their way home: from their rank, and from their host.
+/// A block of a source: its columns, its feature and the rank that looks it up.
+struct RowsOfFeature {
+  std::int64_t columns = 0;
+  std::size_t feature = 0;
+  std::size_t rank = 0;
+};
+
+/// Rows on their way home: from their rank, in one tensor or one per rank, and from their host.
 struct Homeward {
-  comm::Awaitable<at::Tensor> direct;
+  comm::Awaitable<Exchange::Parts> direct;
   comm::Awaitable<at::Tensor> hosted;
 };
+
+// Rows that are lent: those of rank 0 are the first source, as if they were all; those of the
+// others come behind the other kinds.
+constexpr std::size_t kNumSources = 4;
+std::size_t source_of_rank(std::size_t rank) { return rank == 0 ? 0 : kNumSources - 1 + rank; }
+
+comm::Awaitable<Exchange::Parts> in_one_part(const comm::Awaitable<at::Tensor>& pending) {
+  return comm::Awaitable<Exchange::Parts>([pending] { return Exchange::Parts{pending.wait()}; });
+}
 
 }  // namespace
 
@@ -72,6 +91,7 @@ struct ShardedEmbeddingBagCollection::State {
       dims.push_back(output.columns);
     }
     find_homes();
+    lends = layout->has_routes && keeps_own_rows() && comm::can_lend(group);
     if (layout->has_hosted) hosts.emplace(group, layout->topology.local_size);
   }
 
@@ -80,7 +100,8 @@ struct ShardedEmbeddingBagCollection::State {
   /// Numbers that come home from rank r, and from host h for all of its ranks.
   std::int64_t direct_size(const DistContext& context, std::size_t rank) const;
   std::int64_t hosted_size(const DistContext& context, std::size_t host) const;
-  /// The rows for this rank's own samples, if they can be read while the others travel.
+  /// Whether the rows for this rank's own samples can be read while the others travel; which.
+  bool keeps_own_rows() const;
   embedding::FeatureRange own_rows() const;
   Homeward send_home(const DistContext& context, const embedding::PreparedRows& looked_up) const;
   CombinePlan combine_plan(const DistContext& context) const;
@@ -94,9 +115,10 @@ struct ShardedEmbeddingBagCollection::State {
   std::vector<std::string> names;
   std::vector<std::int64_t> dims;
   std::int64_t num_columns = 0;
+  bool lends = false;  // rows and gradients are read where the rank that made them has them
   std::vector<Home> homes;
-  /// The columns and the feature of each block, in the order in which a source has them.
-  std::vector<std::vector<std::pair<std::int64_t, std::size_t>>> blocks{4};
+  /// In the order in which a source has them.
+  std::vector<std::vector<RowsOfFeature>> blocks{kNumSources};
   std::optional<HostGroups> hosts;  // if rows are summed inside hosts
   std::shared_ptr<UnreadRows> unread = std::make_shared<UnreadRows>();
 };
@@ -128,22 +150,23 @@ void BagState::find_homes() {
   }
   // Output, column and row decide the order in which blocks are put down and summed.
   std::vector<std::pair<std::tuple<std::size_t, std::int64_t, std::int64_t>, Home>> found;
-  const auto add = [&](std::size_t source, const Route& route) {
+  const auto add = [&](std::size_t source, const Route& route, std::size_t rank = 0) {
     const Shard& shard = layout->shard(route);
     Home home;
     home.source = source;
     home.place = blocks[source].size();
+    home.rank = rank;
     home.feature = route.feature;
     home.columns = shard.columns;
     home.column = begins[route.output] + shard.column;
     home.is_divided = layout->is_row_cut(route.table) &&
                       layout->tables[route.table].pooling == embedding::PoolingType::kMean;
-    blocks[source].emplace_back(shard.columns, route.feature);
+    blocks[source].push_back({shard.columns, route.feature, rank});
     found.push_back({{route.output, shard.column, shard.row}, home});
   };
-  for (const auto& routes : layout->routes) {
-    for (const Route& route : routes) {
-      if (!layout->is_hosted(route.table)) add(0, route);
+  for (std::size_t rank = 0; rank < layout->routes.size(); ++rank) {
+    for (const Route& route : layout->routes[rank]) {
+      if (!layout->is_hosted(route.table)) add(0, route, rank);
     }
   }
   // The ranks of a host have the same hosted routes; their rows come as one sum.
@@ -182,13 +205,15 @@ std::int64_t BagState::hosted_size(const DistContext& context, std::size_t host)
   return size;
 }
 
-embedding::FeatureRange BagState::own_rows() const {
+bool BagState::keeps_own_rows() const {
   // One rank sends nothing, and what a codec rounds is rounded at home too.
   const auto& codecs = options.codecs;
-  if (group.size() == 1 || layout->has_hosted || !options.device.is_cpu() ||
-      !codecs.forward.is_identity() || !codecs.backward.is_identity()) {
-    return {};
-  }
+  return group.size() > 1 && !layout->has_hosted && options.device.is_cpu() &&
+         codecs.forward.is_identity() && codecs.backward.is_identity();
+}
+
+embedding::FeatureRange BagState::own_rows() const {
+  if (!keeps_own_rows()) return {};
   const auto rank = static_cast<std::size_t>(group.rank());
   const auto num_routes = static_cast<std::int64_t>(layout->routes[rank].size());
   return {group.rank() * num_routes, (group.rank() + 1) * num_routes};
@@ -217,8 +242,13 @@ Homeward BagState::send_home(const DistContext& context,
                          looked_up.prepare, {looked_up.look_up_later, unread});
   };
   const comm::NoWait<at::Tensor> nothing(at::empty({0}, rows.options().requires_grad(false)));
-  if (!layout->has_routes) return {nothing, nothing};
-  if (!layout->has_hosted) return {exchange(rows, direct, received, group), nothing};
+  if (!layout->has_routes) return {in_one_part(nothing), nothing};
+  if (lends) {
+    return {lend_rows(rows, direct, received, group, gradient_factor(group), looked_up.prepare,
+                      {looked_up.look_up_later, unread}),
+            nothing};
+  }
+  if (!layout->has_hosted) return {in_one_part(exchange(rows, direct, received, group)), nothing};
   std::vector<at::Tensor> direct_rows;
   std::vector<std::vector<at::Tensor>> by_local_rank(
       static_cast<std::size_t>(layout->topology.local_size));
@@ -244,7 +274,7 @@ Homeward BagState::send_home(const DistContext& context,
   for (std::size_t host = 0; host < world / by_local_rank.size(); ++host) {
     arriving.push_back(hosted_size(context, host));
   }
-  return {pending, exchange(summed.wait(), across, arriving, hosts->cross)};
+  return {in_one_part(pending), exchange(summed.wait(), across, arriving, hosts->cross)};
 }
 
 CombinePlan BagState::combine_plan(const DistContext& context) const {
@@ -256,15 +286,26 @@ CombinePlan BagState::combine_plan(const DistContext& context) const {
   std::vector<std::vector<std::int64_t>> begins(blocks.size());
   for (std::size_t source = 0; source < blocks.size(); ++source) {
     std::int64_t begin = 0;
-    for (const auto& [columns, feature] : blocks[source]) {
+    std::size_t rank = 0;
+    for (const RowsOfFeature& block : blocks[source]) {
+      if (lends && block.rank != rank) begin = 0;  // a tensor of its own
+      rank = block.rank;
       begins[source].push_back(begin);
-      begin += columns * context.strides[feature];
+      begin += block.columns * context.strides[block.feature];
     }
   }
+  if (lends) {
+    plan.gradient_memory = [group = group](std::size_t source, std::int64_t size) {
+      const auto own = source_of_rank(static_cast<std::size_t>(group.rank()));
+      const bool stays = source == own || (source > 0 && source < kNumSources);
+      return stays ? core::empty_kept({size}, at::kFloat) : comm::lendable(size, at::kFloat, group);
+    };
+  }
   for (const Home& home : homes) {
-    plan.pieces.push_back({home.source, begins[home.source][home.place],
-                           context.strides[home.feature], home.columns, home.column, home.feature,
-                           home.is_added, home.is_divided});
+    const std::size_t source = lends && home.source == 0 ? source_of_rank(home.rank) : home.source;
+    plan.pieces.push_back({source, begins[home.source][home.place], context.strides[home.feature],
+                           home.columns, home.column, home.feature, home.is_added,
+                           home.is_divided});
     at::Tensor& factor = plan.factors[home.feature];
     if (home.is_divided && !factor.defined()) {
       factor = context.features.feature(context.places[home.feature])
@@ -318,7 +359,11 @@ comm::LazyAwaitable<KeyedTensor> ShardedEmbeddingBagCollection::compute_and_outp
   // A rank without rows still takes part, and so do the weights it was sent.
   embedding::PreparedRows looked_up;
   if (routed != nullptr) {
-    looked_up = routed->pooled_ahead(context->lookup_input(), state->own_rows());
+    embedding::RowMemory memory;
+    if (state->lends) {
+      memory = [&](std::int64_t size) { return comm::lendable(size, at::kFloat, state->group); };
+    }
+    looked_up = routed->pooled_ahead(context->lookup_input(), state->own_rows(), memory);
   } else {
     looked_up.rows = context->weights.defined() ? context->weights : at::empty({0}, nothing);
   }
@@ -335,9 +380,10 @@ comm::LazyAwaitable<KeyedTensor> ShardedEmbeddingBagCollection::compute_and_outp
     const at::AutoGradMode recorded(is_recorded);
     CombinePlan plan = state->combine_plan(*context);
     plan.owner = state;  // backward hands gradients to its tables
-    return KeyedTensor(
-        state->names, state->dims,
-        combine(std::move(plan), {pending.direct.wait(), stepped, dense, pending.hosted.wait()}));
+    const Exchange::Parts& direct = pending.direct.wait();
+    std::vector<at::Tensor> sources{direct[0], stepped, dense, pending.hosted.wait()};
+    sources.insert(sources.end(), direct.begin() + 1, direct.end());
+    return KeyedTensor(state->names, state->dims, combine(std::move(plan), sources));
   });
 }
 

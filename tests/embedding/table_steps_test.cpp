@@ -268,6 +268,19 @@ TEST(TableBatch, FeaturesThatCannotBeLeftForLater) {
   EXPECT_THROW((void)found.look_up_later(at::empty({3})), c10::ValueError);
 }
 
+TEST(TableBatch, RowsGoWhereTheCallerSays) {
+  Fixture fixture({.gradients = GradientForm::kFused});
+  const LookupInput uneven = fixture.input(0, false, at::kLong, {2, 0, 701, 5});
+  const Tensor wanted = fixture.batch->pooled(uneven).detach();
+  Tensor given;
+  const RowMemory memory = [&](std::int64_t size) { return given = at::full({size}, 99.0F); };
+  const PreparedRows found = fixture.batch->pooled_ahead(uneven, {}, memory);
+  EXPECT_EQ(found.rows.const_data_ptr(), given.const_data_ptr());
+  EXPECT_TRUE(found.rows.equal(wanted));
+  EXPECT_TRUE(found.rows.requires_grad());
+  EXPECT_THROW((void)fixture.batch->pooled_ahead(fixture.input(4), {}, memory), c10::ValueError);
+}
+
 TEST(TableBatch, GradientsForASinkCanBePrepared) {
   std::vector<std::vector<RowGradient>> found;
   for (const bool is_prepared : {false, true}) {

@@ -78,6 +78,9 @@ struct FeatureRange {
   std::int64_t end = 0;
 };
 
+/// Makes the memory of a 1-D result of so many float32 on the CPU.
+using RowMemory = std::function<at::Tensor(std::int64_t size)>;
+
 /// Pooled rows, and what can be done ahead for their backward pass.
 struct PreparedRows {
   at::Tensor rows;
@@ -114,7 +117,10 @@ class TESSERA_API TableBatch {
   ///
   /// The features of `later` are not looked up yet, for callers that need the rows of the others
   /// first; `batch_sizes` must be given then. On CUDA nothing is left for later.
-  PreparedRows pooled_ahead(const LookupInput& input, FeatureRange later = {}) const;
+  /// `memory` makes the memory of the rows where it is not to be this process' own; for CPU tables
+  /// with `batch_sizes`.
+  PreparedRows pooled_ahead(const LookupInput& input, FeatureRange later = {},
+                            const RowMemory& memory = {}) const;
   /// The same as `pooled` into `output`, without a record for backward.
   void pooled_out(const LookupInput& input, at::Tensor& output) const;
 
