@@ -80,6 +80,18 @@ at::Tensor empty_gradient(at::IntArrayRef shape, const at::TensorOptions& option
       options.requires_grad(false));
 }
 
+at::Tensor scale_gradient(at::Tensor gradient, const at::Tensor& upstream) {
+  if (!upstream.defined()) return gradient.zero_();
+  if (gradient.is_cuda() && gradient.is_non_overlapping_and_dense()) {
+    const at::Tensor factor = upstream.to(at::kFloat);
+    cuda_scale(element_of(gradient), gradient.data_ptr(), gradient.numel(),
+               factor.const_data_ptr<float>());
+    return gradient;
+  }
+  if (gradient.is_cpu() && upstream.item<float>() == 1.0F) return gradient;
+  return gradient.mul_(upstream);
+}
+
 at::Tensor backward_pass(const at::Tensor& logits, const at::Tensor& labels,
                          const PassResult& saved, const PassGradients& gradients,
                          const PassSettings& settings, bool in_place) {

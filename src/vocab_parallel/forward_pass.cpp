@@ -118,23 +118,41 @@ void write_header(const at::Tensor& packed, const PassSettings& settings, std::i
   packed.narrow(0, 0, kHeader).copy_(header, /*non_blocking=*/true);
 }
 
-/// Refuses ranges that do not join. The headers are on the host, and the same on all ranks, so all
-/// of them raise the same.
-void check_headers(const at::Tensor& gathered, const PassSettings& settings) {
-  const auto word = [&](std::int64_t rank, int i) {
-    return std::int64_t{std::bit_cast<std::int32_t>(gathered[rank][i].item<float>())};
-  };
-  for (std::int64_t rank = 1; rank < gathered.size(0); ++rank) {
+/// Refuses ranges that do not join. `headers` (int64 [ranks, kHeader]) is on the host, and the same
+/// on all ranks, so all of them raise the same.
+void check_headers(const at::Tensor& headers, const PassSettings& settings) {
+  const auto word = headers.accessor<std::int64_t, 2>();
+  const std::int64_t last = headers.size(0) - 1;
+  for (std::int64_t rank = 1; rank <= last; ++rank) {
     if (!settings.explicit_columns) {
-      TESSERA_CHECK_VALUE(word(rank, 2) == word(0, 2), settings.operation, ": logits have ",
-                          word(0, 2), " columns on rank 0 and ", word(rank, 2), " on rank ", rank,
+      TESSERA_CHECK_VALUE(word[rank][2] == word[0][2], settings.operation, ": logits have ",
+                          word[0][2], " columns on rank 0 and ", word[rank][2], " on rank ", rank,
                           ". Pad the vocabulary, or pass the column ranges.");
     }
-    TESSERA_CHECK_VALUE(word(rank, 0) == word(rank - 1, 3), settings.operation,
-                        ": the columns of rank ", rank, " begin at ", word(rank, 0),
-                        ", those of rank ", rank - 1, " end at ", word(rank - 1, 3),
+    TESSERA_CHECK_VALUE(word[rank][0] == word[rank - 1][3], settings.operation,
+                        ": the columns of rank ", rank, " begin at ", word[rank][0],
+                        ", those of rank ", rank - 1, " end at ", word[rank - 1][3],
                         ". The ranges must follow each other in rank order.");
   }
+  check_ends(word[0][0], word[last][3], settings);
+}
+
+/// Whether the settings allow to turn logits into their gradient while they are read: on one rank,
+/// for a reduced loss and nothing else.
+bool may_fuse(const PassSettings& settings, const comm::Group& group, const Fields& fields) {
+  return settings.overwrite == Overwrite::kInForward && settings.needs_gradient &&
+         group.size() == 1 && settings.tile == 0 && fields.count == 3;
+}
+
+/// Does that, if the device can, and writes the statistics behind the header of `packed`.
+bool fused_statistics(const kernels::LogitRows& rows, const at::Tensor& labels,
+                      const PassSettings& settings, const Fields& fields,
+                      const at::Tensor& packed) {
+  auto task = statistics_task(settings, labels, 0);
+  task.rows = rows;
+  task.out = arrays_of(packed.data_ptr<float>() + kHeader, fields, rows.num_rows, 0);
+  return run_fused(packed.device(), task, settings.shape,
+                   settings.want_loss && settings.reduction == Reduction::kMean);
 }
 
 /// Results are rows of one allocation.
@@ -181,7 +199,10 @@ void exchange_and_merge(const at::Tensor& packed, std::int64_t num_parts, std::i
   if (group.size() > 1) {
     write_header(packed, settings, held);
     gathered = gather_rows(packed, group);
-    if (packed.is_cpu()) check_headers(gathered, settings);
+    if (packed.is_cpu()) {
+      check_headers(gathered.slice(1, 0, kHeader).contiguous().view(at::kInt).to(at::kLong),
+                    settings);
+    }
   }
 
   kernels::MergeTask merge;
@@ -217,6 +238,20 @@ void exchange_and_merge(const at::Tensor& packed, std::int64_t num_parts, std::i
 
 }  // namespace
 
+std::int64_t vocab_of_ranks(const at::Tensor& logits, const comm::Group& group,
+                            const PassSettings& settings) {
+  if (group.size() == 1) return settings.vocab_size;
+  const Columns& columns = settings.columns;
+  const at::Tensor own =
+      at::tensor(std::vector<std::int64_t>{columns.start, columns.start + settings.num_valid,
+                                           logits.size(-1), columns.end},
+                 at::kLong);
+  const at::Tensor headers = gather_rows(own.to(logits.device()), group).cpu();
+  check_headers(headers, settings);
+  return settings.vocab_size > 0 ? settings.vocab_size
+                                 : headers.select(1, 1).max().item<std::int64_t>();
+}
+
 at::Tensor gather_rows(const at::Tensor& row, const comm::Group& group) {
   const at::Tensor one = row.unsqueeze(0);
   return group.size() == 1 ? one : comm::all_gather(one, group);
@@ -231,17 +266,11 @@ PassResult forward_pass(const at::Tensor& logits, const at::Tensor& labels,
   PassResult result = allocate_results(settings, num_rows, options);
 
   const at::Tensor packed = at::empty({kHeader + num_parts * fields.count * num_rows}, options);
-  const bool divide = settings.want_loss && settings.reduction == Reduction::kMean;
   kernels::LogitRows rows;
   // Padding needs zeros behind the row, and only the gradient kernel writes them.
-  const bool may_fuse = settings.overwrite == Overwrite::kInForward && settings.needs_gradient &&
-                        group.size() == 1 && settings.tile == 0 && fields.count == 3 &&
-                        settings.num_valid == logits.size(-1) && as_rows(logits, rows);
-  if (may_fuse) {
-    auto task = statistics_task(settings, labels, 0);
-    task.rows = rows;
-    task.out = arrays_of(packed.data_ptr<float>() + kHeader, fields, num_rows, 0);
-    result.gradient_is_written = run_fused(logits.device(), task, settings.shape, divide);
+  if (may_fuse(settings, group, fields) && settings.num_valid == logits.size(-1) &&
+      as_rows(logits, rows)) {
+    result.gradient_is_written = fused_statistics(rows, labels, settings, fields, packed);
   }
   if (!result.gradient_is_written) {
     local_statistics(logits, labels, settings, fields, num_rows, packed);
@@ -268,11 +297,14 @@ PassResult forward_pass_in_parts(const PartsOfLogits& parts, const at::TensorOpt
     const at::Tensor logits = parts.logits(first, last);
     auto task = statistics_task(settings, labels, 0);
     TESSERA_INTERNAL_ASSERT(as_rows(logits, task.rows), "a part of the logits is made of rows");
+    if (parts.num_parts == 1 && may_fuse(settings, group, fields)) {
+      result.gradient_is_written = fused_statistics(task.rows, labels, settings, fields, packed);
+    }
     task.rows.num_columns = last - first;
     task.labels.first_column += first;
     task.out = arrays_of(packed.data_ptr<float>() + kHeader + num_own * part_size, fields,
                          parts.num_rows, 0);
-    run_statistics(logits.device(), task);
+    if (!result.gradient_is_written) run_statistics(logits.device(), task);
     ++num_own;
   }
   if (num_own < parts.num_parts) {

@@ -28,8 +28,9 @@ struct LinearState : torch::CustomClassHolder {
   PassSettings settings;
   comm::Group group;
   std::int64_t columns_per_part = 1;
+  bool is_one_part = true;  // on all ranks
   PassResult result;
-  at::Tensor kept_logits;  // of the only part, until backward has turned them into their gradient
+  at::Tensor kept_logits;  // of the only part, or already their gradient, for the first backward
 };
 
 /// Note [Parts are columns]
@@ -72,8 +73,14 @@ void add_product(at::Tensor& total, const at::Tensor& gradient, const at::Tensor
   }
 }
 
-/// Outputs per row: loss, log-probability, log-sum-exp, entropy, argmax; empty if not wanted. The
-/// last one is the size of the vocabulary.
+/// Note [The gradient of kept logits]
+///
+/// On one rank, kept logits whose loss is summed or averaged become their gradient while forward
+/// reads them: backward then starts with products. That gradient is rounded before it is multiplied
+/// by the one from above; float16 would lose small values there, so it waits for backward.
+
+/// Outputs: the loss, reduced or per row; per row log-probability, log-sum-exp, entropy, argmax;
+/// empty if not wanted. The last one is the size of the vocabulary.
 class LinearFunction : public torch::autograd::Function<LinearFunction> {
  public:
   static variable_list forward(AutogradContext* context, const at::Tensor& hidden,
@@ -89,6 +96,7 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
     parts.held = weight.size(0);
     parts.columns = state->columns_per_part;
     parts.num_parts = std::max<std::int64_t>((most_columns + parts.columns - 1) / parts.columns, 1);
+    state->is_one_part = parts.num_parts == 1;
     parts.logits = [&](std::int64_t first, std::int64_t last) {
       return product_of(workspace, hidden, weight, first, last);
     };
@@ -132,7 +140,8 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
     const bool need_weight = context->needs_input_grad(1);
     const std::int64_t step = state->columns_per_part;
     const std::int64_t num_valid = settings.num_valid;
-    const bool is_whole = weight.size(0) <= step;
+    // All ranks add up their gradients in one type, whatever the number of their own parts.
+    const bool is_whole = state->is_one_part;
 
     at::Tensor hidden_gradient;
     if (need_hidden && is_whole) {
@@ -149,13 +158,18 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
     std::optional<comm::Awaitable<at::Tensor>> sum;
     for (std::int64_t first = 0; first == 0 || first < num_valid; first += step) {
       const std::int64_t last = std::min(first + step, num_valid);
-      const at::Tensor logits = is_kept ? part_of(workspace, last - first)
-                                        : product_of(workspace, hidden, weight, first, last);
-      PassSettings own = settings;
-      own.columns = {settings.columns.start + first, settings.columns.start + last};
-      own.num_valid = last - first;
-      const at::Tensor gradient = detail::backward_pass(logits, labels, state->result, of, own,
-                                                        /*in_place=*/true);
+      at::Tensor gradient;
+      if (is_kept && state->result.gradient_is_written) {
+        gradient = detail::scale_gradient(part_of(workspace, last - first), of.loss);
+      } else {
+        const at::Tensor logits = is_kept ? part_of(workspace, last - first)
+                                          : product_of(workspace, hidden, weight, first, last);
+        PassSettings own = settings;
+        own.columns = {settings.columns.start + first, settings.columns.start + last};
+        own.num_valid = last - first;
+        gradient = detail::backward_pass(logits, labels, state->result, of, own,
+                                         /*in_place=*/true);
+      }
       const at::Tensor rows = weight.slice(0, first, last);
       if (need_hidden && is_whole) {
         at::mm_out(hidden_gradient, gradient, rows);
@@ -239,12 +253,13 @@ CrossEntropyScores linear_cross_entropy_with_scores(
   PassSettings settings = detail::settings_of(logits, labels, group, options);
   TESSERA_CHECK_VALUE(labels.defined(), settings.operation, ": the labels are undefined.");
   settings.tile = 0;
-  settings.overwrite = Overwrite::kNever;
   settings.wanted = wanted;
-  settings.want_loss = true;
-  settings.reduction = Reduction::kNone;
-  settings.shape.label_smoothing = options.label_smoothing;
-  settings.shape.z_loss = options.z_loss;
+  detail::set_loss(settings, options);
+  // See Note [The gradient of kept logits]
+  const bool only_loss =
+      options.reduction != Reduction::kNone && !wanted.log_probability && !settings.has_extras();
+  settings.overwrite =
+      only_loss && hidden.scalar_type() != at::kHalf ? Overwrite::kInForward : Overwrite::kNever;
   settings.needs_gradient =
       at::GradMode::is_enabled() && (hidden.requires_grad() || local_weight.requires_grad());
 
@@ -273,14 +288,7 @@ CrossEntropyScores linear_cross_entropy_with_scores(
     return spread(of, kept, num_rows).view(labels.sizes());
   };
   CrossEntropyScores scores;
-  if (options.reduction == Reduction::kNone) {
-    scores.loss = shaped(rows[0]);
-  } else {
-    scores.loss = rows[0].sum();
-    if (options.reduction == Reduction::kMean) {
-      scores.loss = scores.loss / (flat_labels != options.ignore_index).sum().clamp_min(1);
-    }
-  }
+  scores.loss = options.reduction == Reduction::kNone ? shaped(rows[0]) : rows[0];
   if (wanted.log_probability) scores.tokens.log_probability = shaped(rows[1]);
   if (wanted.log_sum_exp) scores.tokens.log_sum_exp = shaped(rows[2]);
   if (wanted.entropy) scores.tokens.entropy = shaped(rows[3]);

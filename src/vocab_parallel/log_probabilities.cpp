@@ -16,6 +16,7 @@ namespace {
 
 using detail::chunk_rows;
 using detail::flat_rows;
+using detail::log_softmax_rows;
 using detail::PassResult;
 using detail::PassSettings;
 using detail::sum_over_group;
@@ -115,8 +116,9 @@ class LogProbabilitiesAt : public torch::autograd::Function<LogProbabilitiesAt> 
     const at::Tensor flat_ids = ids.to(at::kLong).reshape({rows.size(0), ids.size(-1)});
     const PassResult result = detail::forward_pass(rows, at::Tensor(), group, settings);
     check_id_range(ids, settings.check_labels ? result.vocab.item<std::int64_t>() : 0, settings);
-    const at::Tensor log_p = (picked(rows, flat_ids, group, settings) * settings.shape.scale -
-                              result.scores.log_sum_exp.unsqueeze(1))
+    const at::Tensor distance =
+        picked(rows, flat_ids, group, settings) - result.maximum.unsqueeze(1);
+    const at::Tensor log_p = (distance * settings.shape.scale - result.sum.log().unsqueeze(1))
                                  .masked_fill(flat_ids == settings.shape.ignored, 0.0);
     context->save_for_backward({logits, flat_ids, result.maximum, result.sum, result.vocab, log_p});
     detail::save_settings(context, settings);
@@ -189,17 +191,17 @@ class LogSoftmax : public torch::autograd::Function<LogSoftmax> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& logits,
                             const comm::Group& group, const PassSettings& settings) {
     const PassResult result = detail::forward_pass(logits.detach(), at::Tensor(), group, settings);
-    const at::Tensor& lse = result.scores.log_sum_exp;
+    const at::Tensor log_sum = result.sum.log();
     at::Tensor out = detail::empty_gradient(logits.sizes(), logits.options().requires_grad(false));
     const at::Tensor rows = flat_rows(logits.detach());
     const at::Tensor out_rows = out.view(rows.sizes());
     chunk_rows(rows, [&](std::int64_t first, std::int64_t last) {
       out_rows.slice(0, first, last)
-          .copy_(rows.slice(0, first, last).to(at::kFloat).mul(settings.shape.scale) -
-                 lse.slice(0, first, last).unsqueeze(1));
+          .slice(1, 0, settings.num_valid)
+          .copy_(log_softmax_rows(rows, first, last, result.maximum, log_sum, settings));
     });
     out_rows.slice(1, settings.num_valid, rows.size(1)).fill_(-INFINITY);  // padding
-    context->save_for_backward({logits, lse});
+    context->save_for_backward({logits, result.maximum, log_sum});
     context->saved_data["state"] =
         c10::IValue::make_capsule(c10::make_intrusive<LogSoftmaxState>(settings, group));
     return out;
@@ -221,12 +223,7 @@ class LogSoftmax : public torch::autograd::Function<LogSoftmax> {
     at::Tensor gradient = detail::empty_gradient(saved[0].sizes(), saved[0].options());
     const at::Tensor gradient_rows = gradient.view(rows.sizes());
     chunk_rows(rows, [&](std::int64_t first, std::int64_t last) {
-      const at::Tensor p = rows.slice(0, first, last)
-                               .slice(1, 0, settings.num_valid)
-                               .to(at::kFloat)
-                               .mul(settings.shape.scale)
-                               .sub_(saved[1].slice(0, first, last).unsqueeze(1))
-                               .exp_();
+      const at::Tensor p = log_softmax_rows(rows, first, last, saved[1], saved[2], settings).exp_();
       gradient_rows.slice(0, first, last)
           .slice(1, 0, settings.num_valid)
           .copy_((valid.slice(0, first, last) - p * sums.slice(0, first, last)) *
@@ -251,7 +248,6 @@ at::Tensor log_probabilities_at(const at::Tensor& local_logits, const at::Tensor
   PassSettings settings = detail::settings_of(local_logits, at::Tensor(), group,
                                               named(options, "vocab.log_probabilities_at"));
   check_ids(local_logits, ids, settings.operation);
-  settings.wanted.log_sum_exp = true;
   settings.overwrite = Overwrite::kNever;
   return LogProbabilitiesAt::apply(local_logits, ids, group, settings);
 }
@@ -261,6 +257,9 @@ at::Tensor logits_at(const at::Tensor& local_logits, const at::Tensor& ids,
   const PassSettings settings =
       detail::settings_of(local_logits, at::Tensor(), group, named(options, "vocab.logits_at"));
   check_ids(local_logits, ids, settings.operation);
+  if (settings.check_labels) {
+    check_id_range(ids, detail::vocab_of_ranks(local_logits, group, settings), settings);
+  }
   return LogitsAt::apply(local_logits, ids, group, settings);
 }
 
@@ -268,7 +267,6 @@ at::Tensor log_softmax(const at::Tensor& local_logits, const comm::Group& group,
                        const TokenOptions& options) {
   PassSettings settings =
       detail::settings_of(local_logits, at::Tensor(), group, named(options, "vocab.log_softmax"));
-  settings.wanted.log_sum_exp = true;
   settings.overwrite = Overwrite::kNever;
   return LogSoftmax::apply(local_logits, group, settings);
 }
@@ -279,6 +277,11 @@ std::pair<at::Tensor, at::Tensor> top_k(const at::Tensor& local_logits, std::int
   const PassSettings settings =
       detail::settings_of(local_logits, at::Tensor(), group, named(options, "vocab.top_k"));
   TESSERA_CHECK_VALUE(k > 0, settings.operation, ": the best ", k, " ids cannot be chosen.");
+  if (settings.check_labels) {
+    const std::int64_t vocab = detail::vocab_of_ranks(local_logits, group, settings);
+    TESSERA_CHECK_VALUE(k <= vocab, settings.operation, ": the best ", k,
+                        " ids were asked of a vocabulary of ", vocab, ".");
+  }
   const at::Tensor rows = flat_rows(local_logits);
   const std::int64_t num_rows = rows.size(0);
   const std::int64_t own = std::min(k, settings.num_valid);
@@ -299,14 +302,13 @@ std::pair<at::Tensor, at::Tensor> top_k(const at::Tensor& local_logits, std::int
       detail::gather_rows(values, group).permute({1, 0, 2}).reshape({num_rows, width});
   const at::Tensor all_ids =
       detail::gather_rows(ids, group).permute({1, 0, 2}).reshape({num_rows, width});
-  const auto [best, places] = all_values.topk(k, 1);
-  const at::Tensor best_ids = all_ids.gather(1, places);
-  TESSERA_CHECK_VALUE(
-      local_logits.is_cuda() || num_rows == 0 || best_ids.min().item<std::int64_t>() >= 0,
-      settings.operation, ": the best ", k, " ids were asked of a smaller vocabulary.");
+  // An id whose logit is -inf still goes before none.
+  const at::Tensor order =
+      all_values.to(at::kDouble).clamp_min(-1e300).masked_fill_(all_ids < 0, -INFINITY);
+  const at::Tensor places = std::get<1>(order.topk(k, 1));
   auto shape = local_logits.sizes().vec();
   shape.back() = k;
-  return {best.view(shape), best_ids.view(shape)};
+  return {all_values.gather(1, places).view(shape), all_ids.gather(1, places).view(shape)};
 }
 
 }  // namespace tessera::vocab_parallel

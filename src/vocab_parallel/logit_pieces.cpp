@@ -66,6 +66,7 @@ void for_each_piece(
     const std::function<void(const at::Tensor& piece, std::int64_t first_row)>& body) {
   kernels::LogitRows rows;
   if (as_rows(logits, rows)) return body(logits, 0);
+  if (num_rows_of(logits) == 0) return;
   const std::int64_t rows_per_slice = num_rows_of(logits) / logits.size(0);
   const std::int64_t slice_bytes =
       std::max<std::int64_t>(rows_per_slice * logits.size(-1) * logits.element_size(), 1);

@@ -1,5 +1,6 @@
 #include "tessera/vocab_parallel/model_utils.h"
 
+#include <algorithm>
 #include <cmath>
 #include <string>
 #include <vector>
@@ -83,6 +84,19 @@ at::Tensor next_tokens(const at::Tensor& tokens, std::int64_t length, std::int64
   const std::int64_t count = tokens.size(1) - 1;
   if (count > 0) next.narrow(1, 0, count).copy_(tokens.narrow(1, 1, count));
   return next;
+}
+
+/// Starts on a CUDA device are not looked at.
+void check_starts(const char* operation, const at::Tensor& starts, std::int64_t total) {
+  if (!starts.is_cpu()) return;
+  const auto place = starts.accessor<std::int64_t, 1>();
+  std::int64_t before = 0;
+  for (std::int64_t i = 0; i < starts.numel(); ++i) {
+    TESSERA_CHECK_VALUE(place[i] >= before && place[i] <= total && (i > 0 || place[i] == 0),
+                        operation, ": sequence start ", i, " is ", place[i],
+                        ". Starts begin with 0, do not fall, and end at most at ", total, ".");
+    before = place[i];
+  }
 }
 
 /// This context rank's part of ids [batch, length, k], filled up with ids that stand for none.
@@ -251,6 +265,7 @@ at::Tensor from_parallel_logits_to_logprobs_packed_sequences(
   const GradIf mode(!inference_only);
   const std::int64_t total = vocab_parallel_logits.size(1) * parts;
   const at::Tensor starts = cu_seqlens_padded.to(target.device(), at::kLong).contiguous();
+  check_starts(kOperation, starts, total);
   const std::int64_t num_sequences = starts.numel() - 1;
   constexpr std::int64_t kIgnored = -100;
   // For every packed place: its sequence, its place in it, and whether a next token follows.
@@ -285,21 +300,31 @@ namespace {
 /// Log-probabilities of `labels` ([length, batch]) from hidden states sharded along the sequence.
 at::Tensor hidden_log_probabilities(const char* operation, const at::Tensor& hidden,
                                     const at::Tensor& weight, const at::Tensor& labels,
-                                    const Columns& columns, const comm::Group& group,
+                                    const Columns& range, const comm::Group& group,
                                     std::optional<std::int64_t> chunk_size) {
   TESSERA_CHECK_VALUE(hidden.dim() == 3 && hidden.size(0) * group.size() == labels.size(0) &&
                           hidden.size(1) == labels.size(1),
                       operation, ": hidden states of shape ", hidden.sizes(), " on ", group.size(),
                       " ranks do not fit tokens of shape [", labels.size(1), ", ", labels.size(0),
                       "]. Use [length / ranks, batch, features] and [batch, length].");
+  TESSERA_CHECK_VALUE(chunk_size.value_or(1) > 0, operation, ": a chunk size of ",
+                      chunk_size.value_or(1), " tokens is not possible.");
   const at::Tensor all = GatherSequence::apply(hidden, group);  // [length, batch, features]
   LinearOptions options;
   options.operation = operation;
-  options.columns = columns;
+  options.columns = range;
   options.reduction = Reduction::kNone;
   if (chunk_size) {
-    options.workspace_bytes = *chunk_size * labels.size(1) * weight.size(0) *
-                              static_cast<std::int64_t>(weight.element_size());
+    // The same on all ranks, so it goes by the one with most columns.
+    std::int64_t columns = weight.size(0);
+    if (group.size() > 1) {
+      columns = comm::all_reduce(at::full({1}, columns, labels.options().dtype(at::kLong)), group,
+                                 comm::Reduction::kMax)
+                    .item<std::int64_t>();
+    }
+    options.workspace_bytes = std::max<std::int64_t>(
+        *chunk_size * labels.size(1) * columns * static_cast<std::int64_t>(weight.element_size()),
+        1);
   }
   return linear_cross_entropy(all, weight, labels, group, options).neg();
 }

@@ -9,6 +9,7 @@
 
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/group.h"
+#include "vocab_parallel/token_pass.h"
 
 namespace tessera::vocab_parallel::detail {
 
@@ -26,6 +27,19 @@ void chunk_rows(const at::Tensor& rows, const Body& body) {
   for (std::int64_t first = 0; first < rows.size(0); first += step) {
     body(first, std::min(first + step, rows.size(0)));
   }
+}
+
+/// log softmax of rows [first, last), the padding left out, float32. Taken from the distance to the
+/// row's maximum: a log-sum-exp that was rounded far from 0 would lose the digits that matter.
+inline at::Tensor log_softmax_rows(const at::Tensor& rows, std::int64_t first, std::int64_t last,
+                                   const at::Tensor& maximum, const at::Tensor& log_sum,
+                                   const PassSettings& settings) {
+  return rows.slice(0, first, last)
+      .slice(1, 0, settings.num_valid)
+      .to(at::kFloat)
+      .sub(maximum.slice(0, first, last).unsqueeze(1))
+      .mul_(settings.shape.scale)
+      .sub_(log_sum.slice(0, first, last).unsqueeze(1));
 }
 
 inline at::Tensor sum_over_group(const at::Tensor& tensor, const comm::Group& group) {

@@ -183,7 +183,7 @@ class Sampled : public torch::autograd::Function<Sampled> {
                                  .masked_fill(is_ignored, 0.0)
                                  .to(at::kFloat);
     context->save_for_backward({logits, column.masked_fill(is_own.logical_not(), -1), threshold,
-                                log_sum_exp.to(at::kFloat),
+                                center.to(at::kFloat), sum.log().to(at::kFloat),
                                 is_kept.logical_and(is_ignored.logical_not())});
     detail::save_settings(context, settings);
     return log_p.view(logits.sizes().slice(0, logits.dim() - 1));
@@ -197,7 +197,7 @@ class Sampled : public torch::autograd::Function<Sampled> {
     const at::Tensor rows = flat_rows(saved[0]);
     const at::Tensor& column = saved[1];
     const at::Tensor upstream =
-        at::where(saved[4], gradients[0].to(at::kFloat).reshape(-1) * settings.shape.scale, 0.0);
+        at::where(saved[5], gradients[0].to(at::kFloat).reshape(-1) * settings.shape.scale, 0.0);
     at::Tensor gradient = detail::empty_gradient(saved[0].sizes(), saved[0].options());
     const at::Tensor gradient_rows = gradient.view(rows.sizes());
     const auto of = [](const at::Tensor& tensor, std::int64_t first, std::int64_t last) {
@@ -206,7 +206,7 @@ class Sampled : public torch::autograd::Function<Sampled> {
     chunk_rows(rows, [&](std::int64_t first, std::int64_t last) {
       const at::Tensor x = some_rows(rows, first, last, settings);
       const at::Tensor p =
-          (x * settings.shape.scale - of(saved[3], first, last))
+          ((x - of(saved[3], first, last)) * settings.shape.scale - of(saved[4], first, last))
               .exp_()
               .masked_fill_((x < of(saved[2], first, last)).logical_or(x == -INFINITY), 0.0);
       const at::Tensor g = of(upstream, first, last);
@@ -248,15 +248,8 @@ at::Tensor sampled_log_probabilities(const at::Tensor& local_logits, const at::T
   check_filters(options);
   TESSERA_CHECK_VALUE(labels.defined(), settings.operation, ": the labels are undefined.");
   if (settings.check_labels) {
-    std::int64_t vocab = settings.vocab_size;
-    if (vocab == 0) {
-      vocab =
-          comm::all_reduce(at::full({1}, settings.columns.end,
-                                    local_logits.options().dtype(at::kLong).requires_grad(false)),
-                           group, comm::Reduction::kMax)
-              .item<std::int64_t>();
-    }
-    detail::check_label_range(labels, vocab, settings);
+    detail::check_label_range(labels, detail::vocab_of_ranks(local_logits, group, settings),
+                              settings);
   }
   return Sampled::apply(local_logits, detail::flat_labels(labels), group, settings, options.top_k,
                         options.top_p);

@@ -93,7 +93,25 @@ PassSettings settings_of(const at::Tensor& logits, const at::Tensor& labels,
   settings.overwrite = options.overwrite;
   settings.has_labels = labels.defined();
   settings.check_labels = options.check_labels.value_or(!logits.is_cuda());
+  if (group.size() == 1) check_ends(columns.start, columns.end, settings);
   return settings;
+}
+
+void check_ends(std::int64_t start, std::int64_t end, const PassSettings& settings) {
+  TESSERA_CHECK_VALUE(start == 0, settings.operation, ": the columns of rank 0 begin at ", start,
+                      ". The first id of a vocabulary is 0.");
+  TESSERA_CHECK_VALUE(settings.vocab_size <= end, settings.operation, ": a vocabulary of ",
+                      settings.vocab_size, " ids does not fit ranks that hold ", end, ".");
+}
+
+void set_loss(PassSettings& settings, const CrossEntropyOptions& options) {
+  TESSERA_CHECK_VALUE(options.label_smoothing >= 0.0 && options.label_smoothing <= 1.0,
+                      settings.operation, ": a label smoothing of ", options.label_smoothing,
+                      " is not possible. It lies between 0 and 1.");
+  settings.want_loss = true;
+  settings.reduction = options.reduction;
+  settings.shape.label_smoothing = options.label_smoothing;
+  settings.shape.z_loss = options.z_loss;
 }
 
 at::Tensor flat_labels(const at::Tensor& labels) {

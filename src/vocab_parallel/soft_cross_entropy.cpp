@@ -12,20 +12,10 @@ namespace {
 
 using detail::chunk_rows;
 using detail::flat_rows;
+using detail::log_softmax_rows;
 using detail::PassSettings;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-/// exp(k x - lse) of some rows, the padding left out.
-at::Tensor probabilities(const at::Tensor& rows, std::int64_t first, std::int64_t last,
-                         const at::Tensor& log_sum_exp, const PassSettings& settings) {
-  return rows.slice(0, first, last)
-      .slice(1, 0, settings.num_valid)
-      .to(at::kFloat)
-      .mul(settings.shape.scale)
-      .sub_(log_sum_exp.slice(0, first, last).unsqueeze(1))
-      .exp_();
-}
 
 class SoftCrossEntropy : public torch::autograd::Function<SoftCrossEntropy> {
  public:
@@ -36,20 +26,20 @@ class SoftCrossEntropy : public torch::autograd::Function<SoftCrossEntropy> {
     const at::Tensor target_rows = flat_rows(target_logits.detach());
     const auto own = detail::forward_pass(rows, at::Tensor(), group, settings);
     const auto target = detail::forward_pass(target_rows, at::Tensor(), group, settings);
-    const at::Tensor& own_lse = own.scores.log_sum_exp;
-    const at::Tensor& target_lse = target.scores.log_sum_exp;
-    at::Tensor product = at::zeros({rows.size(0)}, own_lse.options());
+    const at::Tensor own_log_sum = own.sum.log();
+    const at::Tensor target_log_sum = target.sum.log();
+    at::Tensor product = at::zeros({rows.size(0)}, own_log_sum.options());
     chunk_rows(rows, [&](std::int64_t first, std::int64_t last) {
-      const at::Tensor p = probabilities(target_rows, first, last, target_lse, settings);
-      const at::Tensor log_q = rows.slice(0, first, last)
-                                   .slice(1, 0, settings.num_valid)
-                                   .to(at::kFloat)
-                                   .mul(settings.shape.scale)
-                                   .sub_(own_lse.slice(0, first, last).unsqueeze(1));
+      const at::Tensor p =
+          log_softmax_rows(target_rows, first, last, target.maximum, target_log_sum, settings)
+              .exp_();
+      const at::Tensor log_q =
+          log_softmax_rows(rows, first, last, own.maximum, own_log_sum, settings);
       // A probability of 0 counts 0, whatever its logarithm is.
       product.slice(0, first, last).copy_((p * log_q).masked_fill_(p == 0, 0.0).sum(1));
     });
-    context->save_for_backward({logits, target_logits, own_lse, target_lse});
+    context->save_for_backward(
+        {logits, target_logits, own.maximum, own_log_sum, target.maximum, target_log_sum});
     detail::save_settings(context, settings);
     return detail::sum_over_group(product, group)
         .neg()
@@ -68,8 +58,8 @@ class SoftCrossEntropy : public torch::autograd::Function<SoftCrossEntropy> {
     at::Tensor gradient = detail::empty_gradient(saved[0].sizes(), saved[0].options());
     at::Tensor gradient_rows = gradient.view(rows.sizes());
     chunk_rows(rows, [&](std::int64_t first, std::int64_t last) {
-      at::Tensor q = probabilities(rows, first, last, saved[2], settings);
-      q.sub_(probabilities(target_rows, first, last, saved[3], settings))
+      at::Tensor q = log_softmax_rows(rows, first, last, saved[2], saved[3], settings).exp_();
+      q.sub_(log_softmax_rows(target_rows, first, last, saved[4], saved[5], settings).exp_())
           .mul_(upstream.slice(0, first, last));
       gradient_rows.slice(0, first, last).slice(1, 0, settings.num_valid).copy_(q);
     });
@@ -89,7 +79,6 @@ at::Tensor soft_cross_entropy(const at::Tensor& local_logits, const at::Tensor& 
   TESSERA_CHECK_VALUE(local_logits.sizes() == local_target_logits.sizes(), settings.operation,
                       ": the logits have shape ", local_logits.sizes(), ", the target logits ",
                       local_target_logits.sizes(), ". They must be equal.");
-  settings.wanted.log_sum_exp = true;
   settings.overwrite = Overwrite::kNever;
   return SoftCrossEntropy::apply(local_logits, local_target_logits, group, settings);
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include <ATen/ExpandUtils.h>
 #include <ATen/Functions.h>
 
 #include "tessera/core/check.h"
@@ -64,6 +65,9 @@ at::Tensor TEParallelCrossEntropy::operator()(const at::Tensor& logits, const at
   at::Tensor used = shaped_like_tokens(labels, logits);
   if (mask.defined()) {
     const at::Tensor is_left_out = shaped_like_tokens(mask.to(labels.device()), logits) == 0;
+    TESSERA_CHECK_VALUE(at::is_expandable_to(is_left_out.sizes(), used.sizes()), options.operation,
+                        ": a mask of shape ", mask.sizes(), " does not fit labels of shape ",
+                        labels.sizes(), ".");
     used = used.masked_fill(is_left_out, ignore_index);
   }
   const at::Tensor loss = cross_entropy(logits, used, group_or_solo(tp_group), options);

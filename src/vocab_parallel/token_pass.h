@@ -67,7 +67,9 @@ struct PartsOfLogits {
   std::function<at::Tensor(std::int64_t first, std::int64_t last)> logits;
 };
 
-/// forward_pass of logits that never exist as a whole. One exchange. Collective.
+/// forward_pass of logits that need not exist as a whole. One exchange. Collective.
+///
+/// With Overwrite::kInForward a single part may be turned into its gradient; the result says so.
 PassResult forward_pass_in_parts(const PartsOfLogits& parts, const at::TensorOptions& logit_options,
                                  const at::Tensor& labels, const comm::Group& group,
                                  const PassSettings& settings);
@@ -85,6 +87,10 @@ at::Tensor backward_pass(const at::Tensor& logits, const at::Tensor& labels,
                          const PassResult& saved, const PassGradients& gradients,
                          const PassSettings& settings, bool in_place);
 
+/// Multiplies a gradient in place by the upstream gradient of a reduced loss, one number; undefined
+/// is 0. The usual 1 costs no pass.
+at::Tensor scale_gradient(at::Tensor gradient, const at::Tensor& upstream);
+
 /// An uninitialised tensor for a gradient of this shape. Large ones on the CPU take the memory of
 /// the last one that was freed, or ask for huge pages: fresh 4 KB pages cost several times more
 /// than the kernel that fills them.
@@ -92,6 +98,17 @@ at::Tensor empty_gradient(at::IntArrayRef shape, const at::TensorOptions& option
 
 /// Stacks tensors of equal shape of all ranks, in rank order.
 at::Tensor gather_rows(const at::Tensor& row, const comm::Group& group);
+
+/// Throws ValueError if the ranges of the ranks, from `start` to `end`, are not the vocabulary.
+void check_ends(std::int64_t start, std::int64_t end, const PassSettings& settings);
+
+/// Returns the size of the vocabulary, for what does without a pass. Throws ValueError if the
+/// ranges of the ranks do not join. Collective; waits for the device.
+std::int64_t vocab_of_ranks(const at::Tensor& logits, const comm::Group& group,
+                            const PassSettings& settings);
+
+/// Fills in what the loss is made of. Throws ValueError for a smoothing outside [0, 1].
+void set_loss(PassSettings& settings, const CrossEntropyOptions& options);
 
 /// Throws IndexError naming the first label outside the vocabulary. Waits for the device.
 void check_label_range(const at::Tensor& labels, std::int64_t vocab, const PassSettings& settings);

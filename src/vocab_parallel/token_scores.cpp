@@ -1,5 +1,6 @@
 #include "tessera/vocab_parallel/token_scores.h"
 
+#include <ATen/MemoryOverlap.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "tessera/core/check.h"
@@ -54,9 +55,12 @@ class TokenFunction : public torch::autograd::Function<TokenFunction> {
     variable_list outputs{loss, shaped(result.scores.log_probability),
                           shaped(result.scores.log_sum_exp), shaped(result.scores.entropy),
                           shaped(result.scores.argmax)};
+    const WantedScores& wanted = settings.wanted;
+    const bool is_wanted[] = {settings.want_loss, wanted.log_probability, wanted.log_sum_exp,
+                              wanted.entropy};
     variable_list constants{outputs[4]};
     for (int i = 0; i < 4; ++i) {
-      if (outputs[i].dim() == 1 && outputs[i].numel() == 0) constants.push_back(outputs[i]);
+      if (!is_wanted[i]) constants.push_back(outputs[i]);
     }
     context->mark_non_differentiable(constants);
     return outputs;
@@ -73,7 +77,8 @@ class TokenFunction : public torch::autograd::Function<TokenFunction> {
     at::Tensor logits = saved[0];
     if (settings.overwrite == Overwrite::kInForward) {
       context->saved_data[kSpent] = true;
-      return {scaled(logits, gradients[0]), at::Tensor(), at::Tensor(), at::Tensor()};
+      return {detail::scale_gradient(logits, gradients[0]), at::Tensor(), at::Tensor(),
+              at::Tensor()};
     }
     PassResult result;
     result.maximum = saved[2];
@@ -100,18 +105,6 @@ class TokenFunction : public torch::autograd::Function<TokenFunction> {
                           {.loss = at::ones({}, result.maximum.options())}, settings,
                           /*in_place=*/true);
   }
-
-  static at::Tensor scaled(at::Tensor gradient, const at::Tensor& upstream) {
-    if (!upstream.defined()) return gradient.zero_();
-    if (gradient.is_cuda() && gradient.is_non_overlapping_and_dense()) {
-      const at::Tensor factor = upstream.to(at::kFloat);
-      detail::cuda_scale(detail::element_of(gradient), gradient.data_ptr(), gradient.numel(),
-                         factor.const_data_ptr<float>());
-      return gradient;
-    }
-    if (gradient.is_cpu() && upstream.item<float>() == 1.0F) return gradient;
-    return gradient.mul_(upstream);
-  }
 };
 
 void check_combination(const PassSettings& settings) {
@@ -127,6 +120,11 @@ CrossEntropyScores run(const at::Tensor& logits, const at::Tensor& labels, const
                        PassSettings settings) {
   check_combination(settings);
   settings.needs_gradient = at::GradMode::is_enabled() && logits.requires_grad();
+  TESSERA_CHECK_VALUE(settings.overwrite == Overwrite::kNever || !settings.needs_gradient ||
+                          at::has_internal_overlap(logits) != at::MemOverlap::Yes,
+                      settings.operation, ": logits of strides ", logits.strides(),
+                      " share memory, so that their gradients would overwrite each other. Use "
+                      "Overwrite::kNever.");
   // Autograd does not take an undefined tensor.
   const at::Tensor given = settings.has_labels ? labels : at::empty({0}, at::kLong);
   const variable_list outputs = TokenFunction::apply(logits, given, group, settings);
@@ -157,14 +155,8 @@ CrossEntropyScores cross_entropy_with_scores(const at::Tensor& local_logits,
                                              const CrossEntropyOptions& options) {
   PassSettings settings = detail::settings_of(local_logits, labels, group, options);
   TESSERA_CHECK_VALUE(labels.defined(), settings.operation, ": the labels are undefined.");
-  TESSERA_CHECK_VALUE(options.label_smoothing >= 0.0 && options.label_smoothing <= 1.0,
-                      settings.operation, ": a label smoothing of ", options.label_smoothing,
-                      " is not possible. It lies between 0 and 1.");
+  detail::set_loss(settings, options);
   settings.wanted = wanted;
-  settings.want_loss = true;
-  settings.reduction = options.reduction;
-  settings.shape.label_smoothing = options.label_smoothing;
-  settings.shape.z_loss = options.z_loss;
   return run(local_logits, labels, group, std::move(settings));
 }
 

@@ -62,6 +62,28 @@ TEST(VocabErrors, RangesThatDoNotJoinAreRefusedOnEveryRank) {
   }
 }
 
+TEST(VocabErrors, RangesThatAreNotTheVocabularyAreRefusedOnEveryRank) {
+  for (const int size : {1, 2}) {
+    for (const bool is_late : {false, true}) {
+      const auto errors = tessera::testing::run_ranks_collecting(size, [&](const auto& group) {
+        CrossEntropyOptions options;
+        const std::int64_t start = 7 * group.rank() + (is_late ? 3 : 0);
+        options.columns = Columns{start, start + 7};
+        options.vocab_size = 7 * size + (is_late ? 0 : 1);
+        cross_entropy(at::zeros({2, 7}), at::full({2}, 5, at::kLong), group, options);
+      });
+      for (const auto& error : errors) {
+        EXPECT_EQ(tessera::testing::text_of(error),
+                  is_late
+                      ? "vocab.cross_entropy: the columns of rank 0 begin at 3. The first id of "
+                        "a vocabulary is 0."
+                      : "vocab.cross_entropy: a vocabulary of " + std::to_string(7 * size + 1) +
+                            " ids does not fit ranks that hold " + std::to_string(7 * size) + ".");
+      }
+    }
+  }
+}
+
 TEST(VocabErrors, WrongArgumentsAreNamed) {
   run_ranks(1, [](const comm::Group& group) {
     const at::Tensor logits = at::zeros({2, 7});
@@ -96,6 +118,15 @@ TEST(VocabErrors, WrongArgumentsAreNamed) {
               }),
               "vocab.cross_entropy: the gradient can be written in forward only for a loss that is "
               "summed or averaged, without other scores. Use Overwrite::kInBackward.");
+    const at::Tensor shared = at::zeros({1, 7}).expand({2, 7}).requires_grad_(true);
+    for (const auto overwrite : {Overwrite::kInBackward, Overwrite::kInForward}) {
+      CrossEntropyOptions options;
+      options.overwrite = overwrite;
+      EXPECT_EQ(
+          text_thrown_by<c10::ValueError>([&] { cross_entropy(shared, labels, group, options); }),
+          "vocab.cross_entropy: logits of strides [0, 1] share memory, so that their "
+          "gradients would overwrite each other. Use Overwrite::kNever.");
+    }
     EXPECT_EQ(text_thrown_by<c10::ValueError>(
                   [&] { cross_entropy(logits, at::zeros({3}, at::kLong), group); }),
               "vocab.cross_entropy: the labels have shape [3], the logits [2, 7]. The labels need "

@@ -4,6 +4,7 @@
 
 #include "tessera/vocab_parallel/linear.h"
 #include "tessera/vocab_parallel/log_probabilities.h"
+#include "tessera/vocab_parallel/sampling.h"
 #include "vocab_parallel/samples.h"
 
 namespace tessera::vocab_parallel {
@@ -67,6 +68,107 @@ TEST_P(Linear, EqualsLogitsAndLossInOneProcess) {
       });
     }
   }
+}
+
+// A reduced loss of kept logits has its gradient from forward where there is one rank: other
+// upstream gradients than 1, and a second backward, must not notice.
+TEST_P(Linear, ReducedLossGoesBackTwice) {
+  at::manual_seed(11);
+  const at::Tensor some_hidden = at::randn({9, 16}) * 0.5;
+  const at::Tensor some_weight = at::randn({611, 16}) * 0.5;
+  at::Tensor labels = at::randint(611, {9}, at::kLong);
+  labels[4] = -100;
+  for (const auto type : {at::kFloat, at::kBFloat16, at::kHalf}) {
+    for (const auto reduction : {Reduction::kSum, Reduction::kMean}) {
+      for (const double upstream : {1.0, 0.375}) {
+        const at::Tensor h = some_hidden.to(type).to(at::kDouble).requires_grad_(true);
+        const at::Tensor w = some_weight.to(type).to(at::kDouble).requires_grad_(true);
+        const PlainOptions plain{.z_loss = 1e-3};
+        at::Tensor expected = plain_scores(at::matmul(h, w.t()), labels, plain).loss.sum();
+        if (reduction == Reduction::kMean) expected = expected / 8;
+        const auto gradients = torch::autograd::grad({expected * upstream}, {h, w});
+        const double tolerance = type == at::kFloat ? 1e-5 : type == at::kHalf ? 4e-3 : 2e-2;
+        on_all_ranks([&](const comm::Group& group) {
+          const Columns columns = columns_of(611, group);
+          const at::Tensor hidden = some_hidden.to(device(), type).clone().requires_grad_(true);
+          const at::Tensor weight = some_weight.slice(0, columns.start, columns.end)
+                                        .to(device(), type)
+                                        .clone()
+                                        .requires_grad_(true);
+          LinearOptions options;
+          options.columns = columns;
+          options.reduction = reduction;
+          options.z_loss = 1e-3;
+          const at::Tensor loss =
+              linear_cross_entropy(hidden, weight, labels.to(device()), group, options);
+          expect_close(expected, loss, tolerance, 1e-6, "loss");
+          for (const bool again : {false, true}) {
+            hidden.mutable_grad() = weight.mutable_grad() = at::Tensor();
+            (loss * upstream).backward({}, /*retain_graph=*/!again);
+            const double absolute = tolerance * gradients[1].abs().max().item<double>();
+            expect_close(gradients[0], hidden.grad(), tolerance, absolute, "gradient of hidden");
+            expect_close(gradients[1].slice(0, columns.start, columns.end), weight.grad(),
+                         tolerance, absolute, "gradient of weight");
+          }
+        });
+      }
+    }
+  }
+}
+
+// Ranks need different numbers of parts for their columns, one of them none.
+TEST_P(Linear, UnevenShardsInParts) {
+  for (const auto type : {at::kFloat, at::kBFloat16}) {
+    const LinearInput input = linear_input(type);
+    const at::Tensor h = input.hidden.to(at::kDouble).requires_grad_(true);
+    const at::Tensor w = input.weight.to(at::kDouble).requires_grad_(true);
+    const at::Tensor expected = plain_scores(at::matmul(h, w.t()), input.labels).loss.sum() / 13;
+    const auto gradients = torch::autograd::grad({expected}, {h, w});
+    const double tolerance = type == at::kFloat ? 1e-5 : 2e-2;
+    for (const std::int64_t part : {30, 70, 150}) {
+      on_all_ranks([&](const comm::Group& group) {
+        // Half of the rest for every rank but the last; the third gets nothing.
+        const std::int64_t ends[] = {105, 158, 158, 211};
+        const int rank = group.rank();
+        const Columns columns{rank == 0 ? 0 : ends[rank - 1],
+                              rank + 1 == group.size() ? 211 : ends[rank]};
+        const at::Tensor hidden = input.hidden.to(device()).clone().requires_grad_(true);
+        const at::Tensor weight = input.weight.slice(0, columns.start, columns.end)
+                                      .to(device())
+                                      .clone()
+                                      .requires_grad_(true);
+        LinearOptions options;
+        options.columns = columns;
+        options.workspace_bytes = part * 13 * static_cast<std::int64_t>(hidden.element_size());
+        const at::Tensor loss =
+            linear_cross_entropy(hidden, weight, input.labels.to(device()), group, options);
+        expect_close(expected, loss, tolerance, tolerance, "loss");
+        loss.backward();
+        expect_close(gradients[0], hidden.grad(), tolerance, tolerance, "gradient of hidden");
+        expect_close(gradients[1].slice(0, columns.start, columns.end), weight.grad(), tolerance,
+                     tolerance, "gradient of weight");
+      });
+    }
+  }
+}
+
+TEST_P(Linear, NoTokenCounts) {
+  on_all_ranks([&](const comm::Group& group) {
+    const Columns columns = columns_of(300, group);
+    for (const std::int64_t tokens : {0, 3}) {
+      const at::Tensor hidden = at::ones({tokens, 8}).to(device()).requires_grad_(true);
+      const at::Tensor weight =
+          at::ones({columns.end - columns.start, 8}).to(device()).requires_grad_(true);
+      const at::Tensor labels = at::full({tokens}, -100, at::kLong).to(device());
+      LinearOptions options;
+      options.columns = columns;
+      const at::Tensor loss = linear_cross_entropy(hidden, weight, labels, group, options);
+      EXPECT_EQ(loss.item<double>(), 0.0);
+      loss.backward();
+      EXPECT_TRUE(at::equal(hidden.grad().cpu(), at::zeros({tokens, 8})));
+      EXPECT_TRUE(at::equal(weight.grad().cpu(), at::zeros(weight.sizes())));
+    }
+  });
 }
 
 TEST_P(Linear, MeanAndScoresOfTheSamePass) {
@@ -158,6 +260,51 @@ TEST_P(Linear, SoftTargets) {
   }
 }
 
+// A log-sum-exp rounded to float32 would be off by 0.004 here.
+TEST_P(Linear, LogProbabilitiesFarFromZero) {
+  for (const double far : {1e5, -1e5}) {
+    const at::Tensor whole = at::floor(whole_logits({3}, at::kFloat, 200)) + far;
+    const at::Tensor target = whole.flip(-1);
+    const at::Tensor ids = some_labels({3, 4}, 200);
+    const at::Tensor best = whole.argmax(-1);
+    const at::Tensor w = at::rand({4, 3, 200}, at::kDouble);
+    const at::Tensor p = at::softmax(target.to(at::kDouble), -1);
+    const at::Tensor x = whole.to(at::kDouble).requires_grad_(true);
+    const at::Tensor log_p = at::log_softmax(x, -1);
+    const at::Tensor kept = x.masked_fill(x < std::get<0>(x.topk(20, -1)).slice(-1, 19), -INFINITY);
+    const std::vector<at::Tensor> expected = {
+        log_p, log_p.gather(-1, ids), -(p * log_p).sum(-1),
+        at::log_softmax(kept, -1).gather(-1, best.unsqueeze(-1)).squeeze(-1)};
+    on_all_ranks([&](const comm::Group& group) {
+      const Columns columns = columns_of(200, group);
+      const at::Tensor logits = shard_of(whole, columns, device());
+      SamplingOptions options;
+      options.operation = TokenOptions().operation;
+      options.columns = columns;
+      options.top_k = 20;
+      const std::vector<at::Tensor> values = {
+          log_softmax(logits, group, options),
+          log_probabilities_at(logits, ids.to(device()), group, options),
+          soft_cross_entropy(logits, shard_of(target, columns, device()).detach(), group, options),
+          sampled_log_probabilities(logits, best.to(device()), group, options)};
+      for (std::size_t i = 0; i < values.size(); ++i) {
+        const at::Tensor weight =
+            expected[i].dim() == 1 ? w[i].select(-1, 0) : w[i].slice(-1, 0, expected[i].size(-1));
+        const auto own = [&](const at::Tensor& t) {
+          return i == 0 ? t.slice(-1, columns.start, columns.end) : t;
+        };
+        expect_close(own(expected[i].detach()), values[i], 2e-6, 2e-6, std::to_string(i));
+        const at::Tensor gradient =
+            torch::autograd::grad({values[i]}, {logits}, {own(weight).to(device(), at::kFloat)})[0];
+        const at::Tensor whole_gradient =
+            torch::autograd::grad({expected[i]}, {x}, {weight}, /*retain_graph=*/true)[0];
+        expect_close(whole_gradient.slice(-1, columns.start, columns.end), gradient, 2e-5, 2e-6,
+                     "gradient of " + std::to_string(i));
+      }
+    });
+  }
+}
+
 TEST_P(Linear, LogSoftmaxAndTopK) {
   const at::Tensor whole = whole_logits({3, 2}, at::kFloat, 40);
   on_all_ranks([&](const comm::Group& group) {
@@ -172,6 +319,11 @@ TEST_P(Linear, LogSoftmaxAndTopK) {
     const auto [expected_values, expected_ids] = whole.topk(17, -1);
     EXPECT_TRUE(at::equal(expected_values, values.cpu()));
     EXPECT_TRUE(at::equal(expected_ids, ids.cpu()));
+    // More ids than some ranks hold, and most of them impossible: still ids of the vocabulary.
+    const at::Tensor masked = whole.masked_fill(whole > -2, -INFINITY);
+    const auto [all, all_ids] = top_k(shard_of(masked, columns, device()), 40, group, options);
+    EXPECT_TRUE(at::equal(std::get<0>(masked.topk(40, -1)), all.cpu()));
+    EXPECT_TRUE(at::equal(std::get<0>(all_ids.cpu().sort(-1))[2][1], at::arange(40)));
   });
 }
 

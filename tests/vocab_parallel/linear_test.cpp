@@ -1,3 +1,7 @@
+#include <functional>
+#include <string>
+#include <vector>
+
 #include "support/error_text.h"
 #include "vocab_parallel/linear_cases.h"
 
@@ -31,6 +35,11 @@ TEST(LinearErrors, WrongArgumentsAreNamed) {
     EXPECT_EQ(error_text([&] { linear_cross_entropy(hidden, weight, labels, group); }),
               "vocab.linear_cross_entropy: label 5 at position [1] is outside the vocabulary of 5 "
               "ids. Use -100 for tokens without a label.");
+    LinearOptions smoothed;
+    smoothed.label_smoothing = -0.5;
+    EXPECT_EQ(error_text([&] { linear_cross_entropy(hidden, weight, labels, group, smoothed); }),
+              "vocab.linear_cross_entropy: a label smoothing of -0.5 is not possible. It lies "
+              "between 0 and 1.");
     LinearOptions options;
     options.workspace_bytes = 0;
     EXPECT_EQ(error_text([&] { linear_cross_entropy(hidden, weight, labels, group, options); }),
@@ -48,11 +57,42 @@ TEST(LinearErrors, IdsOutsideTheVocabularyAreNamed) {
               "vocab.log_probabilities_at: id 9 at position [1, 1] is outside the vocabulary of 7 "
               "ids.");
     EXPECT_EQ(error_text([&] { top_k(logits, 8, group); }),
-              "vocab.top_k: the best 8 ids were asked of a smaller vocabulary.");
+              "vocab.top_k: the best 8 ids were asked of a vocabulary of 7.");
+    EXPECT_EQ(
+        error_text([&] { logits_at(logits, at::tensor({0, -1}, at::kLong).view({2, 1}), group); }),
+        "vocab.logits_at: id -1 at position [1, 0] is outside the vocabulary of 7 ids.");
     EXPECT_EQ(error_text([&] { soft_cross_entropy(logits, at::zeros({3, 7}), group); }),
               "vocab.soft_cross_entropy: the logits have shape [2, 7], the target logits [3, 7]. "
               "They must be equal.");
   });
+}
+
+// Without a pass over the logits nothing else would tell: the ids would be wrong.
+TEST(LinearErrors, ColumnsThatDifferAreRefusedWhereOnlyIdsTravel) {
+  const at::Tensor ids = at::zeros({2, 1}, at::kLong);
+  const auto texts = [](const std::function<void(const at::Tensor&, const comm::Group&)>& body) {
+    std::vector<std::string> all;
+    for (const auto& error :
+         tessera::testing::run_ranks_collecting(2, [&](const comm::Group& group) {
+           body(at::zeros({2, group.rank() == 0 ? 7 : 6}), group);
+         })) {
+      all.push_back(tessera::testing::text_of(error));
+    }
+    return all;
+  };
+  const auto expected = [](const std::string& operation) {
+    return std::vector<std::string>(2, operation +
+                                           ": logits have 7 columns on rank 0 and 6 on rank 1. Pad "
+                                           "the vocabulary, or pass the column ranges.");
+  };
+  EXPECT_EQ(texts([](const at::Tensor& x, const comm::Group& group) { top_k(x, 3, group); }),
+            expected("vocab.top_k"));
+  EXPECT_EQ(texts([&](const at::Tensor& x, const comm::Group& group) { logits_at(x, ids, group); }),
+            expected("vocab.logits_at"));
+  EXPECT_EQ(texts([&](const at::Tensor& x, const comm::Group& group) {
+              sampled_log_probabilities(x, ids.squeeze(1), group, {});
+            }),
+            expected("vocab.sampled_log_probabilities"));
 }
 
 }  // namespace

@@ -2,6 +2,8 @@
 // best.
 //
 // All of these are collective, take logits as token_scores does, and leave their inputs untouched.
+// Unless options.check_labels is false (on CUDA the default), an id outside the vocabulary is an
+// IndexError with its position.
 
 #pragma once
 
@@ -30,7 +32,8 @@ TESSERA_API at::Tensor log_probabilities_at(const at::Tensor& local_logits, cons
                                             const comm::Group& group,
                                             const TokenOptions& options = {});
 
-/// Returns the logits at `ids` as they are, float32 [..., k]. Differentiable.
+/// Returns the logits at `ids` as they are, float32 [..., k]; 0 for options.ignore_index.
+/// Differentiable.
 TESSERA_API at::Tensor logits_at(const at::Tensor& local_logits, const at::Tensor& ids,
                                  const comm::Group& group, const TokenOptions& options = {});
 
@@ -41,7 +44,8 @@ TESSERA_API at::Tensor log_softmax(const at::Tensor& local_logits, const comm::G
                                    const TokenOptions& options = {});
 
 /// Returns the `k` largest logits of every token and their global ids, largest first; float32 and
-/// int64, [..., k]. Not differentiable. Throws ValueError if the vocabulary has fewer than `k` ids.
+/// int64, [..., k]. Not differentiable. Throws ValueError if the vocabulary has fewer than `k` ids;
+/// on CUDA without options.check_labels the places too many hold -inf and the id -1.
 TESSERA_API std::pair<at::Tensor, at::Tensor> top_k(const at::Tensor& local_logits, std::int64_t k,
                                                     const comm::Group& group,
                                                     const TokenOptions& options = {});

@@ -21,7 +21,8 @@
 
 namespace tessera::vocab_parallel {
 
-/// Who may be overwritten by the gradient of the logits.
+/// Who may be overwritten by the gradient of the logits. Logits that share memory (expanded ones)
+/// cannot be.
 enum class Overwrite : std::uint8_t {
   kNever,       // the gradient is a new tensor
   kInBackward,  // the logits become their gradient in backward; a second backward is refused

@@ -8,27 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tessera import _C
-
-
-def _run(ctx: Any, logits: Tensor, inference_only: bool, compute) -> Tensor:
-    """Run `compute` on a leaf that shares the logits' memory, and keep its graph for backward."""
-    if inference_only:
-        ctx.result = None
-        with torch.no_grad():
-            return compute(logits)
-    leaf = logits.detach().requires_grad_(True)
-    with torch.enable_grad():
-        ctx.result = compute(leaf)
-    ctx.leaf = leaf
-    return ctx.result.detach()
-
-
-def _gradient(ctx: Any, grad_output: Tensor) -> Tensor:
-    if ctx.result is None:
-        raise ValueError("vocab: this was computed with inference_only=True and has no gradient.")
-    (gradient,) = torch.autograd.grad(ctx.result, ctx.leaf, grad_output, retain_graph=True)
-    return gradient
+from tessera import _C, _kept_graph
 
 
 def _compute_distributed_log_softmax(vocab_parallel_logits: Tensor, group: ProcessGroup) -> Tensor:
@@ -87,12 +67,12 @@ class DistributedLogprob(torch.autograd.Function):
         def compute(logits: Tensor) -> Tensor:
             return _C.distributed_logprob(logits, target, vocab_start_index, vocab_end_index, group)
 
-        return _run(ctx, vocab_parallel_logits, inference_only, compute)
+        return _kept_graph.run(ctx, vocab_parallel_logits, inference_only, compute)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
         """Return (one-hot - softmax) times the upstream gradient of each token."""
-        return _gradient(ctx, grad_outputs[0]), None, None, None, None, None, None
+        return _kept_graph.gradient(ctx, grad_outputs[0]), None, None, None, None, None, None
 
 
 class ChunkedDistributedLogprob(torch.autograd.Function):
@@ -117,7 +97,7 @@ class ChunkedDistributedLogprob(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of the logits."""
-        return _gradient(ctx, grad_outputs[0]), None, None, None, None, None, None
+        return _kept_graph.gradient(ctx, grad_outputs[0]), None, None, None, None, None, None
 
 
 class DistributedLogprobWithSampling(torch.autograd.Function):
@@ -145,12 +125,12 @@ class DistributedLogprobWithSampling(torch.autograd.Function):
         def compute(logits: Tensor) -> Tensor:
             return _C.distributed_logprob_with_sampling(logits, target, tp_group, top_k, top_p)
 
-        return _run(ctx, vocab_parallel_logits, inference_only, compute)
+        return _kept_graph.run(ctx, vocab_parallel_logits, inference_only, compute)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of the logits."""
-        return _gradient(ctx, grad_outputs[0]), None, None, None, None, None
+        return _kept_graph.gradient(ctx, grad_outputs[0]), None, None, None, None, None
 
 
 class ChunkedDistributedLogprobWithSampling(torch.autograd.Function):
@@ -175,7 +155,7 @@ class ChunkedDistributedLogprobWithSampling(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of the logits."""
-        return _gradient(ctx, grad_outputs[0]), None, None, None, None, None, None
+        return _kept_graph.gradient(ctx, grad_outputs[0]), None, None, None, None, None, None
 
 
 class ChunkedDistributedGatherLogprob(torch.autograd.Function):
@@ -199,12 +179,12 @@ class ChunkedDistributedGatherLogprob(torch.autograd.Function):
                 logits, global_indices, vocab_start_index, vocab_end_index, tp_group
             )
 
-        return _run(ctx, vocab_parallel_logits, inference_only, compute)
+        return _kept_graph.run(ctx, vocab_parallel_logits, inference_only, compute)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of the logits."""
-        return _gradient(ctx, grad_outputs[0]), None, None, None, None, None, None
+        return _kept_graph.gradient(ctx, grad_outputs[0]), None, None, None, None, None, None
 
 
 class ChunkedDistributedEntropy(torch.autograd.Function):
@@ -223,12 +203,12 @@ class ChunkedDistributedEntropy(torch.autograd.Function):
         def compute(logits: Tensor) -> Tensor:
             return _C.distributed_entropy(logits, tp_group)
 
-        return _run(ctx, vocab_parallel_logits, inference_only, compute)
+        return _kept_graph.run(ctx, vocab_parallel_logits, inference_only, compute)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of the logits."""
-        return _gradient(ctx, grad_outputs[0]), None, None, None
+        return _kept_graph.gradient(ctx, grad_outputs[0]), None, None, None
 
 
 class DistributedCrossEntropy(torch.autograd.Function):
@@ -247,12 +227,12 @@ class DistributedCrossEntropy(torch.autograd.Function):
         def compute(logits: Tensor) -> Tensor:
             return _C.distributed_cross_entropy(logits, target_logits, group)
 
-        return _run(ctx, student_logits, inference_only, compute)
+        return _kept_graph.run(ctx, student_logits, inference_only, compute)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of the student's logits."""
-        return _gradient(ctx, grad_outputs[0]), None, None, None
+        return _kept_graph.gradient(ctx, grad_outputs[0]), None, None, None
 
 
 class ChunkedDistributedHiddenStatesToLogprobs:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tessera import _C
+from tessera import _C, _kept_graph
 
 __all__ = [
     "HAVE_TE_PARALLEL_CE",
@@ -48,19 +48,18 @@ class CrossEntropyFunction(torch.autograd.Function):
         ignore_idx: int = -100,
     ) -> Tensor:
         """Return the loss of every token, or their mean with `reduce_loss`. Nothing is written."""
-        leaf = _input.detach().requires_grad_(True)
-        with torch.enable_grad():
-            ctx.result = _C.parallel_cross_entropy(
-                leaf, target, label_smoothing, reduce_loss, dist_process_group, ignore_idx
+
+        def compute(logits: Tensor) -> Tensor:
+            return _C.parallel_cross_entropy(
+                logits, target, label_smoothing, reduce_loss, dist_process_group, ignore_idx
             )
-        ctx.leaf = leaf
-        return ctx.result.detach()
+
+        return _kept_graph.run(ctx, _input, False, compute)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         """Return the gradient of the logits; upstream gradients may differ per token."""
-        (gradient,) = torch.autograd.grad(ctx.result, ctx.leaf, grad_output, retain_graph=True)
-        return gradient, None, None, None, None, None
+        return _kept_graph.gradient(ctx, grad_output), None, None, None, None, None
 
 
 parallel_cross_entropy = CrossEntropyFunction.apply
@@ -97,13 +96,15 @@ class TEParallelCrossEntropy:
         """Return the loss. Tokens where `mask` is 0 are ignored; `labels` stay as they are.
 
         With `num_label_tokens`, a sum is divided by it. Logits may be a DTensor sharded on its last
-        dimension; the group is then that of the mesh dimension it is sharded over.
+        dimension; the group is then that of the mesh dimension it is sharded over. Labels and mask may
+        be DTensors, too, of the same tokens.
         """
         group = self.tp_group
         if hasattr(logits, "to_local"):
             if group is None:
                 group = _vocab_group(logits)
             logits = logits.to_local()
+        labels, mask = (t.to_local() if hasattr(t, "to_local") else t for t in (labels, mask))
         return _C.te_parallel_cross_entropy(
             logits, labels, mask, self.ignore_index, self.reduction, group, num_label_tokens
         )
