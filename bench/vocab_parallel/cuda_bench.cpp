@@ -223,6 +223,10 @@ void measure_linear(Timer& timer, const tessera::comm::Group& group) {
         "vocab/linear_cross_entropy/forward_backward_" + kind,
         [&] { torch::autograd::grad({loss()}, {hidden, weight}); }, gradient_mib);
   }
+  measure("torch/linear_cross_entropy/forward", [&] {
+    const at::NoGradGuard no_grad;
+    torch_loss();
+  });
   measure(
       "torch/linear_cross_entropy/forward_backward",
       [&] { torch::autograd::grad({torch_loss()}, {hidden, weight}); }, gradient_mib);

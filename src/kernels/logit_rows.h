@@ -23,6 +23,7 @@ struct LogitRows {
   std::int64_t outer_stride = 0;
 
   constexpr std::int64_t offset(std::int64_t row) const {
+    if (row < inner_rows) return row * inner_stride;  // the usual case, without divisions
     return row / inner_rows * outer_stride + row % inner_rows * inner_stride;
   }
 };

@@ -416,6 +416,16 @@ TEST_P(Vocab, NoTokensAtAll) {
     EXPECT_EQ(loss.item<float>(), 0.0F);
     loss.backward();
     EXPECT_EQ(logits.grad().sizes(), (std::vector<std::int64_t>{0, 10}));
+    // One value per token, of no token: it still has a gradient.
+    CrossEntropyOptions options;
+    options.reduction = Reduction::kNone;
+    cross_entropy(logits, labels, group, options).sum().backward();
+    token_scores(logits, labels, group, {.log_probability = true}).log_probability.sum().backward();
+    // Columns that lie apart are copied in pieces: there are none.
+    const at::Tensor apart =
+        at::zeros({0, 10, 3}, logits.options()).transpose(1, 2).detach().requires_grad_(true);
+    cross_entropy(apart, labels.view({0, 3}), group).backward();
+    EXPECT_EQ(apart.grad().sizes(), (std::vector<std::int64_t>{0, 3, 10}));
   });
 }
 

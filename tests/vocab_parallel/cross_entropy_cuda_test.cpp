@@ -51,45 +51,86 @@ TEST(VocabCuda, MoreThanTwoToThe31Elements) {
   });
 }
 
-// The kernel that reads once and writes once: rows that begin and end anywhere, labels in their
-// first and last columns, rows in one block and in clusters of up to eight.
-TEST(VocabCuda, GradientInForwardOfRowsThatBeginAnywhere) {
-  for (const std::int64_t vocab : {255, 256, 257, 1003, 34561, 50257, 69127, 138241, 270001}) {
-    for (const at::ScalarType type : {at::kBFloat16, at::kHalf}) {
-      run_ranks(1, [&](const comm::Group& group) {
-        const auto options = at::TensorOptions().device(at::kCUDA);
-        const std::int64_t rows = 700;
-        at::manual_seed(static_cast<std::uint64_t>(vocab));
-        // A column more than is read: neighbouring rows must stay as they are.
-        at::Tensor held = (at::randn({rows, vocab + 1}, options) * 3).to(type);
-        held.select(1, 0).slice(0, 0, rows, 5).fill_(-std::numeric_limits<float>::infinity());
-        const at::Tensor before = held.clone();
-        at::Tensor logits = held.slice(1, 0, vocab).detach().requires_grad_(true);
-        at::Tensor labels = at::randint(vocab, {rows}, options.dtype(at::kLong));
-        labels.slice(0, 1, rows, 7).fill_(0);
-        labels.slice(0, 2, rows, 7).fill_(vocab - 1);
-        labels.slice(0, 3, rows, 7).fill_(3);
-        labels.slice(0, 4, rows, 7).fill_(vocab - 4);
-        labels.slice(0, 5, rows, 70).fill_(-100);
-        labels.masked_fill_((labels == 0).logical_and(held.select(1, 0).isinf()), 1);
-        const at::Tensor plain =
-            before.slice(1, 0, vocab).to(at::kFloat).detach().requires_grad_(true);
-        const at::Tensor expected = at::cross_entropy_loss(plain, labels);
-        expected.backward();
+// The kernels that read once and write once: rows that begin and end anywhere, labels in their
+// first and last columns, rows in one block of any size and in clusters of up to eight.
+void expect_right_gradient_in_forward(std::int64_t vocab, std::int64_t row_stride) {
+  for (const at::ScalarType type : {at::kBFloat16, at::kHalf}) {
+    run_ranks(1, [&](const comm::Group& group) {
+      const auto options = at::TensorOptions().device(at::kCUDA);
+      const std::int64_t rows = 700;
+      at::manual_seed(static_cast<std::uint64_t>(vocab));
+      // More columns than are read: neighbouring rows must stay as they are.
+      at::Tensor held = (at::randn({rows, row_stride}, options) * 3).to(type);
+      held.select(1, 0).slice(0, 0, rows, 5).fill_(-std::numeric_limits<float>::infinity());
+      const at::Tensor before = held.clone();
+      at::Tensor logits = held.slice(1, 0, vocab).detach().requires_grad_(true);
+      at::Tensor labels = at::randint(vocab, {rows}, options.dtype(at::kLong));
+      labels.slice(0, 1, rows, 7).fill_(0);
+      labels.slice(0, 2, rows, 7).fill_(vocab - 1);
+      labels.slice(0, 3, rows, 7).fill_(3);
+      labels.slice(0, 4, rows, 7).fill_(vocab - 4);
+      labels.slice(0, 5, rows, 70).fill_(-100);
+      labels.masked_fill_((labels == 0).logical_and(held.select(1, 0).isinf()), 1);
+      const at::Tensor plain =
+          before.slice(1, 0, vocab).to(at::kFloat).detach().requires_grad_(true);
+      const at::Tensor expected = at::cross_entropy_loss(plain, labels);
+      expected.backward();
 
+      CrossEntropyOptions loss_options;
+      loss_options.overwrite = Overwrite::kInForward;
+      const at::Tensor loss = cross_entropy(logits, labels, group, loss_options);
+      loss.backward();
+      EXPECT_NEAR(loss.item<double>(), expected.item<double>(), 1e-5) << vocab;
+      // Half a unit in the last place of the type, on a fast exponential; half denormals below.
+      const double relative = type == at::kHalf ? 1.0 / 1024 : 1.0 / 128;
+      EXPECT_TRUE(at::allclose(logits.grad().to(at::kFloat), plain.grad(), relative,
+                               type == at::kHalf ? 6e-8 : 1e-12))
+          << vocab << " " << type;
+      EXPECT_TRUE(at::equal(held.slice(1, vocab), before.slice(1, vocab))) << vocab;
+    });
+  }
+}
+
+TEST(VocabCuda, GradientInForwardOfRowsThatBeginAnywhere) {
+  for (const std::int64_t vocab : {255, 256, 257, 1003, 8199, 16383, 16393, 32775, 32776, 34561,
+                                   50257, 69127, 138241, 270001}) {
+    expect_right_gradient_in_forward(vocab, vocab + 1);
+  }
+}
+
+TEST(VocabCuda, GradientInForwardOfRowsThatBeginAtPacks) {
+  for (const std::int64_t vocab :
+       {256, 261, 4096, 8192, 8200, 16384, 16390, 32000, 32768, 32776, 69120, 128256, 262144}) {
+    expect_right_gradient_in_forward(vocab, (vocab / 8 + 1) * 8);
+  }
+}
+
+// What is not a number makes its whole row so, in one pass as in two.
+TEST(VocabCuda, GradientInForwardKeepsMissingNumbers) {
+  for (const std::int64_t vocab : {300, 32000, 40000}) {
+    run_ranks(1, [&](const comm::Group& group) {
+      const auto options = at::TensorOptions().device(at::kCUDA);
+      constexpr float kInfinity = std::numeric_limits<float>::infinity();
+      at::manual_seed(5);
+      const at::Tensor source = at::randn({6, vocab}, options).to(at::kBFloat16);
+      source[1][vocab / 2] = std::numeric_limits<float>::quiet_NaN();
+      source[2].fill_(-kInfinity);
+      source[3][vocab - 1] = kInfinity;
+      source[4].slice(0, 1).fill_(-kInfinity);
+      const at::Tensor labels = at::zeros({6}, options.dtype(at::kLong));
+      const auto gradient = [&](Overwrite overwrite) {
+        const at::Tensor logits = source.clone().requires_grad_(true);
         CrossEntropyOptions loss_options;
-        loss_options.overwrite = Overwrite::kInForward;
-        const at::Tensor loss = cross_entropy(logits, labels, group, loss_options);
-        loss.backward();
-        EXPECT_NEAR(loss.item<double>(), expected.item<double>(), 1e-5) << vocab;
-        // Half a unit in the last place of the type, on a fast exponential; half denormals below.
-        const double relative = type == at::kHalf ? 1.0 / 1024 : 1.0 / 128;
-        EXPECT_TRUE(at::allclose(logits.grad().to(at::kFloat), plain.grad(), relative,
-                                 type == at::kHalf ? 6e-8 : 1e-12))
-            << vocab << " " << type;
-        EXPECT_TRUE(at::equal(held.select(1, vocab), before.select(1, vocab))) << vocab;
-      });
-    }
+        loss_options.overwrite = overwrite;
+        loss_options.reduction = Reduction::kSum;
+        cross_entropy(logits, labels, group, loss_options).backward();
+        return logits.grad().to(at::kFloat);
+      };
+      const at::Tensor once = gradient(Overwrite::kInForward);
+      EXPECT_TRUE(once.select(0, 1).isnan().all().item<bool>()) << vocab;
+      EXPECT_TRUE(at::equal(once.select(0, 4), at::zeros({vocab}, options))) << vocab;
+      EXPECT_TRUE(at::allclose(once, gradient(Overwrite::kNever), 1.0 / 128, 1e-9, true)) << vocab;
+    });
   }
 }
 

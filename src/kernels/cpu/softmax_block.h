@@ -121,6 +121,7 @@ std::int64_t add_blocks(const typename Form::Stored* x, std::int64_t start, std:
         if constexpr (kKeep) SingleForm::store(kept.powers + i, pair, false);
       };
       const std::int64_t run_end = end - i < kRun ? end : i + kRun;
+#pragma GCC unroll 4  // more of them at work at a time; the sums keep their order
       for (; i + kPair <= run_end; i += kPair) {
         prefetch_ahead(x + i + Form::kBlock);
         const Pair p = Form::load(x + i);

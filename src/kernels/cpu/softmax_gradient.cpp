@@ -162,11 +162,13 @@ void write_row(const typename Form::Stored* x, typename Form::Stored* g, std::in
     i = misaligned == 0 ? 0 : kPerVector - misaligned;
     i = i < count ? i : count;
     if (i > 0) write_part<Form>(x, g, i, function);
+#pragma GCC unroll 4
     for (; i + kPair <= count; i += kPair) {
       prefetch_ahead(x + i + kAhead);
       write_pair<Form>(g + i, Form::load(x + i), function, true);
     }
   } else {
+#pragma GCC unroll 4
     for (; i + kPair <= count; i += kPair) {
       prefetch_ahead(x + i + kAhead);
       write_pair<Form>(g + i, Form::load(x + i), function, false);

@@ -23,7 +23,8 @@ int token_coefficients(const CoefficientsTask& task, void* stream);
 /// Statistics, and the gradient of the summed loss written over the logits, with each row held on
 /// chip in between. `inverse` (device, one value) multiplies the gradient if not null.
 ///
-/// Needs Hopper, 16-byte aligned rows of 16-bit logits, and a row that fits: see can_fuse.
+/// Needs 16-bit logits and a row that fits: one block on any GPU, a cluster on Hopper. See
+/// can_fuse.
 int softmax_fused(const SoftmaxStatisticsTask& task, const LossShape& shape, const float* inverse,
                   void* stream);
 

@@ -1,4 +1,5 @@
-// Statistics and gradient of the summed loss in one read and one write of the logits (Hopper).
+// Statistics and gradient of the summed loss in one read and one write of the logits (Hopper), for
+// rows longer than one block can hold. Shorter ones go to softmax_fused_rows.cu.
 //
 // A row is spread over the registers of a cluster of blocks: each holds up to kCapacity packs of 16
 // bytes as exponentials in float32. One warp fetches slices through a ring in shared memory ahead
@@ -14,6 +15,7 @@
 #include <algorithm>
 
 #include "kernels/cuda/async_copy.cuh"
+#include "kernels/cuda/fused_task.cuh"
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/logit_pack.cuh"
 
@@ -33,69 +35,6 @@ constexpr int kEdges = 16;
 constexpr int kLinePacks = 8;  // a line of memory has 128 bytes
 // The fetching warp is at most two rows ahead of the slowest worker.
 constexpr int kEdgeRows = kStages / kChunks + 1;
-
-struct FusedTask {
-  SoftmaxStatisticsTask statistics;
-  LossShape shape;
-  const float* inverse;
-  int num_packs;  // of a row; with edges, at most
-  int slice;      // places of a row that each block of a cluster holds
-};
-
-/// What a block knows of a row before it is read.
-struct RowPlan {
-  int64_t offset;
-  int label_column;  // -1: none
-  bool ignored;
-};
-
-__device__ __forceinline__ RowPlan plan_of(const SoftmaxStatisticsTask& task, int64_t row) {
-  RowPlan plan;
-  plan.offset = 0;
-  plan.label_column = -1;
-  plan.ignored = true;
-  if (row >= task.rows.num_rows) return plan;
-  const int64_t label = task.labels.ids[row];
-  const int64_t column = label - task.labels.first_column;
-  plan.offset = task.rows.offset(row);
-  plan.ignored = label == task.labels.ignored;
-  plan.label_column = !plan.ignored && column >= 0 && column < task.rows.num_columns
-                          ? static_cast<int>(column)
-                          : -1;
-  return plan;
-}
-
-/// Where element `edge` outside whole packs lies in its row.
-__device__ __forceinline__ int column_of_edge(const Cut& cut, int num_columns, int edge) {
-  return edge < cut.head ? edge : num_columns - cut.tail + (edge - cut.head);
-}
-
-struct Part {
-  float maximum;
-  float sum;
-};
-
-__device__ __forceinline__ float center_of(float maximum) {
-  return maximum == minus_infinity() ? 0.F : maximum;
-}
-
-__device__ __forceinline__ Part joined(Part a, Part b, float factor) {
-  const float maximum = fmaxf(a.maximum, b.maximum), center = center_of(maximum);
-  return {maximum, a.sum * exp2_fast(exponent_of(a.maximum, center, factor)) +
-                       b.sum * exp2_fast(exponent_of(b.maximum, center, factor))};
-}
-
-__device__ __forceinline__ Part join_warp(Part part, float factor) {
-  float maximum = part.maximum;
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) {
-    maximum = fmaxf(maximum, __shfl_xor_sync(~0U, maximum, offset));
-  }
-  float sum = part.sum * exp2_fast(exponent_of(part.maximum, center_of(maximum), factor));
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0U, sum, offset);
-  return {maximum, sum};
-}
 
 template <typename T>
 __device__ __forceinline__ float element_of(const uint4& pack, int i) {
@@ -200,8 +139,7 @@ __global__ void __launch_bounds__(kWorkers + 32, 1) fused_kernel(FusedTask task)
     }
     __syncwarp();
   } else {
-    const float scale = task.statistics.scale;
-    const float factor = scale * kLog2E;
+    const float factor = task.statistics.scale * kLog2E;
     const float inverse = task.inverse != nullptr ? *task.inverse : 1.F;
     int stage = 0;
     uint32_t parity = 0;
@@ -296,14 +234,7 @@ __global__ void __launch_bounds__(kWorkers + 32, 1) fused_kernel(FusedTask task)
       }
       all = join_warp(all, factor);
 
-      // d loss / d x = scale * weight * (p (1 + 2 z lse) - onehot)
-      const float weight = plan.ignored ? 0.F : scale * inverse;
-      float on_softmax = weight;
-      if (task.shape.z_loss != 0.0) {
-        const float log_sum_exp = scale * all.maximum + __logf(all.sum);
-        on_softmax += 2.F * static_cast<float>(task.shape.z_loss) * log_sum_exp * weight;
-      }
-      const float by_sum = plan.ignored ? 0.F : __fdividef(on_softmax, all.sum);
+      const auto [weight, by_sum] = slope_of(task, all, plan.ignored, inverse);
       T* row_start = const_cast<T*>(logits) + plan.offset;
       uint4* to = reinterpret_cast<uint4*>(row_start + cut.head) + (slice_start - shift + thread);
 #pragma unroll
@@ -424,12 +355,13 @@ bool can_fuse(const SoftmaxStatisticsTask& task, const LossShape& shape) {
   if (!is_16_bit || shape.label_smoothing != 0.0 || task.labels.ids == nullptr) return false;
   // A few columns are mostly edges.
   if (rows.num_columns < 256) return false;
-  if (spread_of(rows).cluster == 0) return false;
+  const bool in_block = fits_block(rows);
+  if (!in_block && spread_of(rows).cluster == 0) return false;
   int device = 0;
   int major = 0;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  return major == 9;
+  return in_block ? major >= 8 : major == 9;
 }
 
 int softmax_fused(const SoftmaxStatisticsTask& task, const LossShape& shape, const float* inverse,
@@ -442,6 +374,7 @@ int softmax_fused(const SoftmaxStatisticsTask& task, const LossShape& shape, con
   fused.num_packs = static_cast<int>(task.rows.num_columns / 8);
   fused.slice = spread_of(task.rows).slice;
   const auto on = static_cast<cudaStream_t>(stream);
+  if (fits_block(task.rows)) return static_cast<int>(softmax_fused_rows(fused, on));
   const auto start = [&]<typename T>() {
     return has_edges(task.rows) ? launch_for<T, true>(fused, on) : launch_for<T, false>(fused, on);
   };
