@@ -4,7 +4,7 @@
 //
 //   ddp/hook/<hook>/<engine>    the peer is all_reduce over gloo: what torch's wrapper does
 //
-//   hooks_bench [--ranks N] [--layers N] [--width N] [--seconds S]
+//   hooks_bench [--ranks N] [--layers N] [--width N] [--seconds S] [--hook NAME]
 
 #include <algorithm>
 #include <cstdlib>
@@ -39,6 +39,7 @@ struct Settings {
   std::int64_t layers = 12;
   std::int64_t width = 1024;
   double seconds = 1.5;
+  std::string only = {};  // one hook, by its name; all if empty
 };
 
 /// The buckets of one step, last layer first.
@@ -102,7 +103,9 @@ class HooksBench {
         {"adam_in_backward",
          [] { return hook_then_optimizer(all_reduce_hook(), adam_in_backward({})); }}};
     for (const auto& [engine, group] : {std::pair("shm", shm), std::pair("gloo", gloo)}) {
-      for (const auto& [name, make] : hooks) time(name, engine, make(), group);
+      for (const auto& [name, make] : hooks) {
+        if (settings_.only.empty() || name == settings_.only) time(name, engine, make(), group);
+      }
     }
     bench_.meet();
   }
@@ -147,6 +150,7 @@ Settings read_settings(int argc, char** argv) {
     if (flag == "--layers") settings.layers = std::atoll(argv[i + 1]);
     if (flag == "--width") settings.width = std::atoll(argv[i + 1]);
     if (flag == "--seconds") settings.seconds = std::atof(argv[i + 1]);
+    if (flag == "--hook") settings.only = argv[i + 1];
   }
   return settings;
 }

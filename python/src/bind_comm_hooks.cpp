@@ -169,11 +169,13 @@ void bind_buckets(py::module_& m) {
       .def("bytes_sent", &CommHook::bytes_sent)
       .def("reset", &CommHook::reset)
       .def("consumes_gradients", &CommHook::consumes_gradients)
-      .def("state",
-           [](const CommHook& self) -> State {
-             HookState state = self.state();
-             return {std::move(state.tensors), std::move(state.numbers)};
-           })
+      .def(
+          "state",
+          [](const CommHook& self) -> State {
+            HookState state = self.state();
+            return {std::move(state.tensors), std::move(state.numbers)};
+          },
+          Release())  // it may be collective
       .def("load_state", [](CommHook& self, State state) {
         self.load_state({std::move(state.first), std::move(state.second)});
       });
@@ -281,6 +283,7 @@ void bind_optimizers(py::module_& m) {
       py::arg("step"));
   m.def("hook_then_optimizer", &hook_then_optimizer, py::arg("inner"), py::arg("optimizer"),
         py::arg("only") = py::none());
+  m.def("hook_then_zero_step", &hook_then_zero_step, py::arg("inner"), py::arg("optimizer"));
 }
 
 void bind_replicas(py::module_& m) {

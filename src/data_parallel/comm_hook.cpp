@@ -1,6 +1,7 @@
 #include "tessera/data_parallel/comm_hook.h"
 
 #include <exception>
+#include <memory>
 #include <stdexcept>
 #include <utility>
 
@@ -117,9 +118,13 @@ at::Tensor tensor_in(const c10::IValue& value) {
 
 FuturePtr then(const FuturePtr& future, const at::Tensor& /*like*/,
                std::function<at::Tensor(at::Tensor)> step) {
+  // What the step holds, such as parameters, goes before anybody learns of the result: afterwards
+  // the program may end while this thread would still be letting go of it.
   return future->then(
-      [step = std::move(step)](c10::ivalue::Future& done) -> c10::IValue {
-        return step(tensor_in(done.value()));
+      [held = std::make_shared<decltype(step)>(std::move(step))](
+          c10::ivalue::Future& done) -> c10::IValue {
+        const auto now = std::exchange(*held, nullptr);
+        return now(tensor_in(done.value()));
       },
       c10::TensorType::get());
 }

@@ -42,6 +42,18 @@ inline at::Tensor gradient_of(const Model& model, std::size_t parameter, int ran
                    at::kFloat);
 }
 
+/// The same with numbers in it, and a parameter whose memory has gaps.
+inline Model model_with_values() {
+  Model model = small_model();
+  for (std::size_t i = 0; i < model.names.size(); ++i) {
+    model.parameters[i].copy_(gradient_of(model, i, 77, 77));
+  }
+  model.names.push_back("sliced");
+  model.parameters.push_back(
+      at::randn({4, 6}, at::detail::createCPUGenerator(5), at::kFloat).narrow(1, 0, 3));
+  return model;
+}
+
 inline std::vector<at::Tensor> gradients_of(const Model& model, int rank, int step) {
   std::vector<at::Tensor> gradients;
   for (std::size_t i = 0; i < model.names.size(); ++i) {

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ranks import run_ranks, run_ranks_collecting
 from tessera.distributed.algorithms.ddp_comm_hooks import (
     checking_hooks,
+    ddp_zero_hook,
     debugging_hooks,
     default_hooks,
     optimizer_overlap_hooks,
@@ -26,6 +27,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as to
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_power
 from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks as torch_quantization
 from torch.distributed.algorithms.model_averaging import averagers as torch_averagers
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -334,6 +336,59 @@ def optimizer_in_backward(rank, name):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_in_backward_are_the_plain_ones(name):
     run_ranks(2, optimizer_in_backward, name)
+
+
+def zero_steps(rank, name):
+    make, options = OPTIMIZERS[name]
+    plain = make_model(channels_last=True)
+    optimizer = make(plain.parameters(), **options)
+    run_steps(rank, plain, DistributedDataParallel(plain, bucket_cap_mb=0.01), 5, optimizer.step)
+
+    def expect_plain(model):
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+    stepped = make_model(channels_last=True)
+    state = ddp_zero_hook.ZeroStepState(name, **options)
+    parallel = TesseraDDP(stepped, bucket_cap_mb=0.01)
+    parallel.register_comm_hook(state, ddp_zero_hook.zero_step_hook)
+    run_steps(rank, stepped, parallel, 5)
+    expect_plain(stepped)
+    saved = state.state_dict()  # of all ranks, on each
+    assert sum(key.endswith("/step") for key in saved["tensors"]) == 8
+    ddp_zero_hook.ZeroStepState(name, **options).load_state_dict(saved)
+
+    # With torch's wrapper and torch's optimizer, which would need NCCL for it.
+    theirs = make_model(channels_last=True)
+    parallel = DistributedDataParallel(theirs, bucket_cap_mb=0.01)
+    zero = ZeroRedundancyOptimizer(theirs.parameters(), make, overlap_with_ddp=True, **options)
+    for make_hook in (ddp_zero_hook.hook_with_zero_step, ddp_zero_hook.hook_with_zero_step_interleaved):
+        hook = make_hook(default_hooks.allreduce_hook, parallel, zero)
+        assert hook.step_state.lr == options["lr"]
+    parallel.register_comm_hook(None, hook)
+    run_steps(rank, theirs, parallel, 5)
+    expect_plain(theirs)
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_ranks_share_the_step(name, backend):
+    run_ranks(2, zero_steps, name, backend=backend)
+
+
+def zero_mistakes(rank):
+    model = make_model()
+    parallel = TesseraDDP(model)
+    plain = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(ValueError, match="the optimizer was not made with overlap_with_ddp=True"):
+        ddp_zero_hook.hook_with_zero_step(default_hooks.allreduce_hook, parallel, plain)
+    other = ZeroRedundancyOptimizer(model.parameters(), torch.optim.RMSprop, overlap_with_ddp=True, lr=0.1)
+    with pytest.raises(ValueError, match="RMSprop cannot step in backward"):
+        ddp_zero_hook.hook_with_zero_step(default_hooks.allreduce_hook, parallel, other)
+
+
+def test_mistakes_with_shared_steps_are_named():
+    run_ranks(2, zero_mistakes)
 
 
 def clipping(rank):

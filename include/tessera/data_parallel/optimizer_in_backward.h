@@ -66,4 +66,13 @@ TESSERA_API std::shared_ptr<CommHook> hook_then_optimizer(
     std::shared_ptr<CommHook> inner, std::shared_ptr<BackwardOptimizer> optimizer,
     std::optional<std::set<std::string>> only = std::nullopt);
 
+/// As hook_then_optimizer, but each parameter is stepped by one rank, which alone keeps what the
+/// optimizer remembers of it: with n ranks, one n-th of that memory each. At the end of backward
+/// the owners send the others the new values. Parameters are shared out by size, whole ones.
+///
+/// `state` is collective once a step was taken: every rank gets everything, and can continue with
+/// another number of ranks. All ranks must load the same.
+TESSERA_API std::shared_ptr<CommHook> hook_then_zero_step(
+    std::shared_ptr<CommHook> inner, std::shared_ptr<BackwardOptimizer> optimizer);
+
 }  // namespace tessera::data_parallel

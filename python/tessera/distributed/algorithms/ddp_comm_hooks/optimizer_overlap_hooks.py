@@ -38,8 +38,11 @@ class OptimizerState:
             raise ValueError(f"OptimizerState: '{optimizer}' is none of 'sgd', 'adam', 'adamw'.")
         self.optimizer = _OPTIMIZERS[optimizer](**options)
         inner = native_hook(state, hook) if hook is not None else _C.all_reduce_hook()
-        self.native = _C.hook_then_optimizer(inner, self.optimizer, set(only) if only is not None else None)
+        self.native = self._stepping(inner, set(only) if only is not None else None)
         self.runner = _C.HookRunner(self.native)
+
+    def _stepping(self, inner: _C.CommHook, only: set[str] | None) -> _C.CommHook:
+        return _C.hook_then_optimizer(inner, self.optimizer, only)
 
     @property
     def lr(self) -> float:
