@@ -1,7 +1,7 @@
 """Times training steps under DistributedDataParallel: ours over shm and Gloo beside torch's over Gloo.
 
-"gloo" is our wrapper on the group that torch's wrapper has, LibTorch's Gloo; "own gloo", on request, is
-our wrapper on our Gloo engine, which compares the ranks' calls first.
+"gloo" is our wrapper on the group that torch's wrapper has, LibTorch's Gloo; "own gloo" is our wrapper on
+our Gloo engine, which compares the ranks' calls first.
 
 Starts itself once per rank. A variant's own time is what it adds to the step of the plain model, which
 both ranks run at the same time. All variants take turns, step by step, so that a noisy machine hits
@@ -187,7 +187,17 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     words = parser.parse_args()
     models = words.models or list(MODELS)
-    names = words.variants or ["alone", "shm view", "shm", "gloo view", "gloo", "torch view", "torch"]
+    names = words.variants or [
+        "alone",
+        "shm view",
+        "shm",
+        "own gloo view",
+        "own gloo",
+        "gloo view",
+        "gloo",
+        "torch view",
+        "torch",
+    ]
     if words.as_rank is not None:
         run_rank(words.page, words.as_rank, words.ranks, models, names, words.steps)
         return 0

@@ -145,6 +145,8 @@ void bind_data_parallel(py::module_& module) {
                 is_pre_forward ? BufferHookPlace::kPreForward : BufferHookPlace::kPostForward);
           },
           py::arg("hook"), py::arg("is_pre_forward"))
+      .def("sync_buffers", &Replica::sync_buffers, Release())
+      .def("set_sink_clone", &Replica::set_sink_clone, py::arg("value"))
       .def("set_static_graph", &Replica::set_static_graph)
       .def(
           "update_process_group",

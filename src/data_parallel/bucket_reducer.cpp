@@ -107,7 +107,23 @@ std::size_t BucketReducer::num_owners(std::size_t index) const {
 
 void BucketReducer::move_bucket_of(std::size_t index) {
   const std::lock_guard lock(mutex_);
-  Bucket& bucket = buckets_[variable_locators_[index].bucket_index];
+  move(buckets_[variable_locators_[index].bucket_index]);
+}
+
+void BucketReducer::leave_buckets_in_flight() {
+  const std::lock_guard lock(mutex_);
+  for (Bucket& bucket : buckets_) {
+    const bool is_in_flight = bucket.future_work && !bucket.future_work->completed();
+    if (!is_in_flight || bucket.expect_sparse_gradient) continue;
+    for (const at::Tensor& variable : bucket.variables) {
+      at::Tensor& gradient = variable.mutable_grad();
+      if (gradient.defined() && gradient.is_alias_of(bucket.gradients)) gradient.reset();
+    }
+    move(bucket);
+  }
+}
+
+void BucketReducer::move(Bucket& bucket) {
   const at::Tensor old = bucket.gradients;
   const auto backend = process_group_->getBackend(old.device().type());
   bucket.gradients = backend->supportsTensorAlloc(old.device().index())
@@ -121,6 +137,11 @@ void BucketReducer::move_bucket_of(std::size_t index) {
 
 void BucketReducer::restart_hook_counts() {
   for (auto& [index, count] : numGradHooksTriggeredMap_) count = 0;
+}
+
+bool BucketReducer::has_counted_hooks() const {
+  return std::any_of(numGradHooksTriggeredMap_.begin(), numGradHooksTriggeredMap_.end(),
+                     [](const auto& entry) { return entry.second > 0; });
 }
 
 void BucketReducer::learn_static_graph(const at::Tensor& used) {

@@ -66,12 +66,17 @@ class BucketReducer final : public c10d::Reducer {
   /// Gives the bucket of parameter `index` other memory with the same contents. Gradients that are
   /// pieces of it move with it.
   void move_bucket_of(std::size_t index);
+  /// Gives buckets whose reduction has not ended other memory, where a backward was given up: the
+  /// reduction may write to the old one yet. Gradients that are pieces of them are let go of.
+  void leave_buckets_in_flight();
 
   /// What the next backward divides sums by, where no hook does.
   void set_divisor(int divisor) { div_factor_ = divisor; }
   /// Forgets how often each gradient arrived in backwards without synchronisation, so that the
   /// first synchronised one of a static graph counts alone.
   void restart_hook_counts();
+  /// Whether a gradient has arrived since, in a static graph that learns.
+  bool has_counted_hooks() const;
   /// Learns from `used`, how many ranks used each parameter, what a static graph shows in its first
   /// synchronised backward: for a rank that had no batch then. Each gradient arrives once.
   void learn_static_graph(const at::Tensor& used);
@@ -82,6 +87,9 @@ class BucketReducer final : public c10d::Reducer {
   /// Which parameters have got gradients since the last synchronised backward, 0 or 1 each. Only
   /// kept with find_unused_parameters, and before the end of the backward.
   at::Tensor used_map() const { return local_used_map_.clone(); }
+
+ private:
+  void move(Bucket& bucket);
 };
 
 /// Sizes of buckets in bytes, as torch's options mean them.

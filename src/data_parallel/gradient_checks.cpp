@@ -10,6 +10,7 @@
 #include <utility>
 
 #include <ATen/ops/_foreach_norm.h>
+#include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/isnan.h>
@@ -139,10 +140,10 @@ class DeterministicHook final : public Sending<> {
     }
     at::Tensor rows;
     const WorkPtr work = sender().start_gather(buffer, rows, bucket.group());
-    return then(work->getFuture(), buffer, [buffer, rows, divisor](const at::Tensor&) {
+    return then(work->getFuture(), buffer, [buffer, rows, divisor](const at::Tensor&) mutable {
       use_here(rows);
-      buffer.copy_(rows[0]);
-      for (std::int64_t rank = 1; rank < rows.size(0); ++rank) buffer.add_(rows[rank]);
+      at::add_out(buffer, rows[0], rows[1]);
+      for (std::int64_t rank = 2; rank < rows.size(0); ++rank) buffer.add_(rows[rank]);
       return buffer.div_(divisor);
     });
   }

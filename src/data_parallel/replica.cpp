@@ -108,6 +108,7 @@ Replica::State::State(ModelParts model, const comm::Group& ranks, Options wishes
 }
 
 Replica::State::~State() {
+  for (const auto& [parameter, hook] : parameter_hooks_) parameter.remove_hook(hook);
   places.reset();
   logger.reset();
   reducer.reset();
@@ -238,7 +239,9 @@ void Replica::State::reset() {
   is_hook_step_open_ = false;
   if (places) places->close();
   if (user_hook_) user_hook_->reset();
-  if (reducer) reducer->reset_state();
+  if (!reducer) return;
+  reducer->leave_buckets_in_flight();
+  reducer->reset_state();
 }
 
 double Replica::State::divisor() const noexcept {
@@ -281,6 +284,14 @@ void Replica::State::sync_buffers(int source) {
   // Below the layer that counts versions: a graph made before may still need these buffers.
   at::AutoDispatchBelowADInplaceOrView guard;
   c10d::broadcast_coalesced(group.process_group(), tensors, kBroadcastBytes, source);
+}
+
+void Replica::State::sync_buffers_now() {
+  if (buffer_hook_) {
+    run_buffer_hook(/*is_shadow=*/true);
+  } else {
+    sync_buffers(0);
+  }
 }
 
 void Replica::State::run_buffer_hook(bool is_shadow) {

@@ -51,6 +51,8 @@ std::shared_ptr<CommHook> Replica::comm_hook() const { return state_->comm_hook(
 void Replica::register_buffer_hook(BufferHook hook, BufferHookPlace place) {
   state_->register_buffer_hook(std::move(hook), place);
 }
+void Replica::sync_buffers() { state_->sync_buffers_now(); }
+void Replica::set_sink_clone(bool value) noexcept { state_->has_sink_clone = value; }
 void Replica::set_static_graph() { state_->set_static_graph(); }
 void Replica::update_process_group(const comm::Group& group) {
   state_->update_process_group(group);

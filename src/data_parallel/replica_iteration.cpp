@@ -26,14 +26,17 @@ Moment now() { return std::chrono::steady_clock::now(); }
 // may change its input in place.
 class Sink : public torch::autograd::Function<Sink> {
  public:
-  static variable_list forward(AutogradContext* context, at::TensorList outputs) {
+  static variable_list forward(AutogradContext* context, at::TensorList outputs, bool copies) {
     context->set_materialize_grads(false);
     variable_list result;
     result.reserve(outputs.size());
-    for (const at::Tensor& output : outputs) result.push_back(output.clone());
+    for (const at::Tensor& output : outputs) result.push_back(copies ? output.clone() : output);
     return result;
   }
-  static variable_list backward(AutogradContext*, variable_list gradients) { return gradients; }
+  static variable_list backward(AutogradContext*, variable_list gradients) {
+    gradients.emplace_back();  // of `copies`
+    return gradients;
+  }
 };
 
 }  // namespace
@@ -115,7 +118,14 @@ std::vector<at::Tensor> Replica::State::after_forward(std::vector<at::Tensor> ou
   std::vector<at::Tensor> searched;
   if (finds_unused) {
     for (const at::Tensor& output : outputs) {
-      if (output.defined()) searched.push_back(output);
+      if (output.defined() && output.grad_fn()) searched.push_back(output);
+    }
+    // A loss that is not seen may depend on everything. What it does not depend on is named at the
+    // end of backward.
+    if (searched.empty()) {
+      for (const NamedParameter& parameter : reduced) {
+        searched.push_back(parameter.tensor.view_as(parameter.tensor));
+      }
     }
   }
   reducer->prepare_for_backward(searched);
@@ -136,7 +146,7 @@ std::vector<at::Tensor> Replica::State::after_forward(std::vector<at::Tensor> ou
       }
     }
     if (!passed.empty()) {
-      const variable_list sunk = Sink::apply(at::TensorList(passed));
+      const variable_list sunk = Sink::apply(at::TensorList(passed), has_sink_clone);
       for (std::size_t i = 0; i < places.size(); ++i) outputs[places[i]] = sunk[i];
     }
   }
@@ -157,20 +167,44 @@ void Replica::State::watch(std::vector<at::Tensor>& outputs, bool is_first_stati
         iteration->has_gradient[index] = true;
         ++iteration->num_with_gradient;
       }
-      if (iteration->is_watched) return;
-      iteration->is_watched = true;
-      iteration->has_begun = true;
-      iteration->has_ended = false;
-      if (iteration->is_first_static) self->end_first_static_backward();
-      // Twice, to come after the reducer's callback.
-      Engine::get_default_engine().queue_callback([self, iteration] {
-        if (self->options.automatic_graph) self->note_usage();
-        Engine::get_default_engine().queue_callback(
-            [self, iteration] { self->end_backward(iteration); });
-      });
+      self->begin_backward(iteration);
     });
   }
   iteration->has_gradient.assign(iteration->num_outputs, false);
+  // The loss may come from where we do not see it: out of an object, or kept by the module. A
+  // static graph that missed its first backward would never reduce anything.
+  is_watching_parameters_ = false;
+  if (iteration->num_outputs == 0 || is_first_static) watch_parameters();
+}
+
+void Replica::State::watch_parameters() {
+  is_watching_parameters_ = true;
+  if (!parameter_hooks_.empty()) return;  // removed hooks leave a gap behind, so they stay
+  for (const NamedParameter& parameter : reduced) {
+    if (!parameter.tensor.requires_grad()) continue;
+    const unsigned hook =
+        parameter.tensor.register_hook([weak = weak_from_this()](const at::Tensor&) {
+          const auto self = weak.lock();
+          if (self && self->is_watching_parameters_ && self->iteration_) {
+            self->begin_backward(self->iteration_);
+          }
+        });
+    parameter_hooks_.emplace_back(parameter.tensor, hook);
+  }
+}
+
+void Replica::State::begin_backward(const std::shared_ptr<Iteration>& iteration) {
+  if (iteration->is_watched) return;
+  iteration->is_watched = true;
+  iteration->has_begun = true;
+  iteration->has_ended = false;
+  if (iteration->is_first_static) end_first_static_backward();
+  // Twice, to come after the reducer's callback.
+  Engine::get_default_engine().queue_callback([self = shared_from_this(), iteration] {
+    if (self->options.automatic_graph) self->note_usage();
+    Engine::get_default_engine().queue_callback(
+        [self, iteration] { self->end_backward(iteration); });
+  });
 }
 
 FuturePtr Replica::State::reduce(c10d::GradBucket& grad_bucket) {
@@ -239,10 +273,12 @@ void Replica::State::wait_for_buckets() {
 }
 
 void Replica::State::end_first_static_backward() {
-  if (is_first_static_done_) return;
-  is_first_static_done_ = true;
-  Engine::get_default_engine().queue_callback(
-      [self = shared_from_this()] { self->reducer->delay_all_reduce(); });
+  Engine::get_default_engine().queue_callback([self = shared_from_this()] {
+    // A gradient of inputs alone, as torch::autograd::grad computes it, is no iteration.
+    if (self->is_first_static_done_ || !self->reducer->has_counted_hooks()) return;
+    self->is_first_static_done_ = true;
+    self->reducer->delay_all_reduce();
+  });
 }
 
 void Replica::State::end_backward(const std::shared_ptr<Iteration>& iteration) {

@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -62,6 +63,7 @@ class Replica::State final : public std::enable_shared_from_this<Replica::State>
   void register_comm_hook(std::shared_ptr<CommHook> hook);
   const std::shared_ptr<CommHook>& comm_hook() const noexcept { return user_hook_; }
   void register_buffer_hook(BufferHook hook, BufferHookPlace place);
+  void sync_buffers_now();
   void set_static_graph();
   void update_process_group(const comm::Group& group);
   void reset();
@@ -83,6 +85,7 @@ class Replica::State final : public std::enable_shared_from_this<Replica::State>
   std::shared_ptr<c10d::Logger> logger;
   std::unique_ptr<GradientPlaces> places;  // null where gradients are copied into buckets
   bool require_backward_grad_sync = true;
+  bool has_sink_clone = true;
 
  private:
   void check_arguments();
@@ -112,6 +115,9 @@ class Replica::State final : public std::enable_shared_from_this<Replica::State>
   void set_join_divisor(int num_active, const JoinOptions& join);
   Control exchange_control(bool is_active, bool has_buffers);
   void watch(std::vector<at::Tensor>& outputs, bool is_first_static);
+  /// Where outputs do not tell: notices by the first gradient that a backward has begun.
+  void watch_parameters();
+  void begin_backward(const std::shared_ptr<Iteration>& iteration);
   /// Reduces all buckets at the end of a static graph's first backward.
   void end_first_static_backward();
   void end_backward(const std::shared_ptr<Iteration>& iteration);
@@ -143,6 +149,8 @@ class Replica::State final : public std::enable_shared_from_this<Replica::State>
   std::optional<double> join_divisor_;
   std::vector<c10::intrusive_ptr<c10d::Work>> works_;
   std::shared_ptr<Iteration> iteration_;
+  std::vector<std::pair<at::Tensor, unsigned>> parameter_hooks_;
+  bool is_watching_parameters_ = false;
   Timeline timeline_;
   std::vector<DelayedGroup> delayed_;
   bool has_delayed_sync_ = true;

@@ -59,6 +59,27 @@ TEST(DistributedDataParallel, LetsOneRankEvaluateAlone) {
   });
 }
 
+TEST(DistributedDataParallel, SendsBuffersWhenAsked) {
+  run_ranks(2, [](const comm::Group& world) {
+    auto net = std::make_shared<Counting>();
+    DistributedDataParallel model(net, world);
+    model(at::full({2, 3}, 8.0 * world.rank())).sum().backward();
+    const double own = net->mean[0].item<double>();
+    EXPECT_EQ(own == 0, world.rank() == 0);
+    model.sync_buffers();
+    EXPECT_EQ(net->mean[0].item<double>(), 0.0);
+
+    int num_calls = 0;
+    model.replica().register_buffer_hook([&](const auto& buffers) {
+      ++num_calls;
+      EXPECT_TRUE(buffers.contains("mean"));
+      return std::vector<c10::intrusive_ptr<c10::ivalue::Future>>();
+    });
+    model.sync_buffers();
+    EXPECT_EQ(num_calls, 1);
+  });
+}
+
 TEST(DistributedDataParallel, RunsABufferHookInstead) {
   run_ranks(2, [](const comm::Group& world) {
     for (const auto place : {data_parallel::BufferHookPlace::kPreForward,

@@ -2,7 +2,10 @@
 
 #include <gtest/gtest.h>
 
+#include <ATen/core/ivalue.h>
+
 #include "data_parallel/models.h"
+#include "tessera/comm/collectives.h"
 #include "tessera/comm/mesh.h"
 
 namespace tessera::testing {
@@ -60,6 +63,52 @@ TEST(DistributedDataParallel, GoesOnAfterAHookThrew) {
     auto alone = std::make_shared<Layers>();
     loss_of(alone->forward(sample(1, {2, 5}))).backward();
     expect_near(net->scale.grad(), alone->scale.grad() * 2, "scale");
+  });
+}
+
+// Its first reduction writes to the bucket only when the second is asked for, as a slow one would.
+class LateWriter final : public data_parallel::CommHook {
+ public:
+  data_parallel::FuturePtr reduce(data_parallel::Bucket& bucket) override {
+    auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
+    if (!late_.defined()) {
+      late_ = bucket.buffer();
+      pending_ = future;
+      return future;
+    }
+    late_.fill_(1e9);
+    if (!pending_->completed()) pending_->markCompleted(late_);
+    at::Tensor buffer = bucket.buffer();
+    comm::all_reduce_(buffer, bucket.group());
+    future->markCompleted(buffer.div_(bucket.divisor()));
+    return future;
+  }
+  std::string name() const override { return "late_writer"; }
+
+ private:
+  at::Tensor late_;
+  data_parallel::FuturePtr pending_;
+};
+
+TEST(DistributedDataParallel, IsSafeFromReductionsOfABrokenBackward) {
+  run_ranks(2, [](const comm::Group& world) {
+    for (const bool is_view : {false, true}) {
+      auto net = std::make_shared<torch::nn::LinearImpl>(3, 3);
+      DistributedDataParallel model(net, world, {.gradient_as_bucket_view = is_view});
+      model.register_comm_hook(std::make_shared<LateWriter>());
+      at::Tensor x = at::full({2, 3}, world.rank() + 1.0).requires_grad_();
+      x.register_hook([](const at::Tensor&) -> at::Tensor {
+        throw std::runtime_error("after the gradients of the layer");
+      });
+      EXPECT_THROW(model(x * 1).sum().backward(), std::runtime_error);
+      for (int step = 0; step < 3; ++step) {
+        for (at::Tensor& parameter : net->parameters()) {
+          if (parameter.grad().defined()) parameter.mutable_grad().zero_();
+        }
+        model(x.detach()).sum().backward();
+        expect_near(net->weight.grad(), at::full({3, 3}, 3.0), "weight", 1e-6);
+      }
+    }
   });
 }
 

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <ATen/core/ivalue.h>
+#include <torch/optim/sgd.h>
 
 #include "data_parallel/models.h"
 #include "tessera/comm/collectives.h"
@@ -85,6 +86,35 @@ TEST(DistributedDataParallel, FindsTensorsInWhateverForwardReturns) {
 
 // ---- parameters that are not used ----
 
+// Returns nothing to see: whoever wants the loss asks the module.
+struct KeepingItsLoss : torch::nn::Module {
+  KeepingItsLoss() {
+    layer = register_module("layer", torch::nn::Linear(3, 3));
+    fill(*this, 3);
+  }
+  void forward(const at::Tensor& x) { loss = layer(x).sum(); }
+  at::Tensor loss;
+  torch::nn::Linear layer{nullptr};
+};
+
+TEST(DistributedDataParallel, LearnsAStaticGraphFromALossItDoesNotSee) {
+  run_ranks(2, [](const comm::Group& world) {
+    for (const bool is_view : {false, true}) {
+      auto net = std::make_shared<KeepingItsLoss>();
+      DistributedDataParallel model(net, world,
+                                    {.static_graph = true, .gradient_as_bucket_view = is_view});
+      torch::optim::SGD optimizer(net->parameters(), 0.1);
+      for (int step = 1; step <= 4; ++step) {
+        optimizer.zero_grad(/*set_to_none=*/step % 2 == 0);
+        model(at::full({2, 3}, step * (world.rank() + 1.0)));
+        net->loss.backward();
+        // Two rows of step and of 2 * step, averaged.
+        expect_near(net->layer->weight.grad(), at::full({3, 3}, 3.0 * step), "weight", 1e-6);
+      }
+    }
+  });
+}
+
 TEST(DistributedDataParallel, LeavesGradientsThatNobodyUsed) {
   run_ranks(3, [](const comm::Group& world) {
     auto net = std::make_shared<Layers>();
@@ -113,6 +143,21 @@ struct TwoHeads : torch::nn::Module {
   }
   torch::nn::Linear trunk{nullptr}, left{nullptr}, right{nullptr};
 };
+
+TEST(DistributedDataParallel, CopiesOutputsUnlessToldNotTo) {
+  run_ranks(2, [](const comm::Group& world) {
+    for (const bool copies : {true, false}) {
+      at::Tensor inside;
+      auto net = std::make_shared<Returning<at::Tensor>>([&](at::Tensor y) { return inside = y; });
+      DistributedDataParallel model(net, world, {.find_unused_parameters = true});
+      model.replica().set_sink_clone(copies);
+      const at::Tensor y = model(at::full({2, 3}, world.rank() + 1.0), 2, "words");
+      EXPECT_EQ(y.is_alias_of(inside), !copies);
+      y.sum().backward();
+      expect_near(net->layer->weight.grad(), at::full({3, 3}, 6.0), "weight", 1e-6);
+    }
+  });
+}
 
 TEST(DistributedDataParallel, LetsAnOutputBeIgnored) {
   run_ranks(2, [](const comm::Group& world) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import inspect
 import io
@@ -281,8 +282,28 @@ class Two(torch.nn.Module):
         return wrap(self.a(x), self.b(x))
 
 
+class Named(dict):
+    """As model outputs of some libraries are: a dict with more to it."""
+
+
+class Several(list):
+    pass
+
+
+class Fixed(collections.namedtuple("Fixed", "b a")):
+    __slots__ = ()
+
+
+class Opaque:
+    def __init__(self, value):
+        self.value = value
+
+
 def outputs(rank):
     for wrap, pick in (
+        (lambda a, b: Named(a=a, b=b), lambda r: r["a"]),
+        (lambda a, b: [Several([b, a])], lambda r: r[0][1]),
+        (lambda a, b: {"both": Fixed(b, a)}, lambda r: r["both"].a),
         (lambda a, b: {"a": a, "b": [b]}, lambda r: r["a"]),
         (lambda a, b: (a, b, "text"), lambda r: r[0]),
         (lambda a, b: Result(a, {"b": b}), lambda r: r.y),
@@ -298,6 +319,50 @@ def outputs(rank):
 
 def test_any_output_and_unused_parameters():
     run_ranks(2, outputs)
+
+
+def hidden_losses(rank):
+    """A static graph is learned from its first backward, wherever the loss of that came from."""
+    for wrap, pick in (
+        (Opaque, lambda r: r.value),
+        (lambda y: lambda: y, lambda r: r()),
+        (lambda y: (y.mean(), Opaque(y)), lambda r: r[1].value),
+    ):
+        flags = ("gradient_as_bucket_view", "static_graph", "find_unused_parameters", "automatic_graph")
+        for options in ({}, *({flag: True} for flag in flags)):
+            layer = torch.nn.Linear(4, 4)
+            layer.forward = lambda x, layer=layer, wrap=wrap: wrap(torch.nn.Linear.forward(layer, x))
+            ddp = DistributedDataParallel(layer, **options)
+            for step in range(1, 9):
+                ddp.zero_grad(set_to_none=step % 2 == 0)
+                pick(ddp(torch.full((2, 4), step * (rank + 1.0)))).sum().backward()
+                assert torch.equal(layer.weight.grad, torch.full((4, 4), 3.0 * step)), (options, step)
+    two = DistributedDataParallel(Two(), find_unused_parameters=True)
+    with pytest.raises(RuntimeError, match=r"2 of 4 parameters of Two got no gradient.*b\.weight, b\.bias"):
+        two(torch.ones(2, 4), wrap=lambda a, b: Opaque(a)).value.sum().backward()
+
+
+def test_losses_that_the_wrapper_does_not_see():
+    run_ranks(2, hidden_losses)
+
+
+def gradients_of_inputs(rank):
+    """A gradient penalty differentiates for the inputs before the loss is complete."""
+    layer = torch.nn.Linear(4, 4)
+    torch.nn.init.ones_(layer.weight)
+    ddp = DistributedDataParallel(layer, static_graph=True)
+    for _ in range(4):
+        ddp.zero_grad()
+        x = torch.full((2, 4), rank + 1.0, requires_grad=True)
+        y = ddp(x)
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        assert torch.equal(slope, torch.full((2, 4), 4.0))
+        (y.sum() + slope.sum()).backward()
+        assert torch.equal(layer.weight.grad, torch.full((4, 4), 3.0 + 2.0))
+
+
+def test_a_static_graph_may_begin_with_gradients_of_inputs():
+    run_ranks(2, gradients_of_inputs)
 
 
 def joined(rank, kind_name):
@@ -420,6 +485,61 @@ def extras(rank):
 
 def test_the_rest_of_the_interface():
     run_ranks(2, extras)
+
+
+def named_hooks(rank):
+    from tessera.distributed.algorithms.ddp_comm_hooks import DDPCommHookType, register_ddp_comm_hook
+    from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType as TorchType
+
+    assert [kind.name for kind in DDPCommHookType] == [kind.name for kind in TorchType]
+    for kind in DDPCommHookType:
+        layer = torch.nn.Linear(4, 4)
+        ddp = DistributedDataParallel(layer)
+        register_ddp_comm_hook(kind, ddp)
+        ddp(torch.full((2, 4), rank + 1.0)).sum().backward()
+        own = 2.0 * (rank + 1) if kind.name == "NOOP" else 3.0
+        torch.testing.assert_close(layer.weight.grad, torch.full((4, 4), own), rtol=0.01, atol=0)
+    kind = DDPCommHookType.BATCHED_POWER_SGD_RANK2
+    ddp = DistributedDataParallel(torch.nn.Linear(4, 4))
+    kind.value(model=ddp, state=None, start_powerSGD_iter=5)
+    _, state = ddp._comm_hooks[0]
+    assert (state.matrix_approximation_rank, state.start_powerSGD_iter) == (2, 5)
+
+
+def test_hooks_can_be_registered_by_name():
+    run_ranks(2, named_hooks)
+
+
+def same_names(rank, kind_name):
+    """What libraries ask a wrapper for, beside training."""
+    kind = {"ours": DistributedDataParallel, "torch": TorchDDP}[kind_name]
+    torch.manual_seed(rank)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    ddp = kind(model)
+    ddp(torch.randn(4, 2)).sum().backward()
+    assert ddp.will_sync_module_buffers() and ddp._distributed_rank == rank
+    ddp._sync_buffers()
+    assert len(list(kind._get_data_parallel_params(model))) == 4
+    moved, words = ddp.to_kwargs((torch.ones(2),), {"a": 1}, 0)
+    assert torch.equal(moved[0][0], torch.ones(2)) and words[0] == {"a": 1}
+    return dict(model.named_buffers())
+
+
+def test_libraries_find_what_they_ask_for():
+    ours, theirs = run_ranks(2, same_names, "ours"), run_ranks(2, same_names, "torch", backend="gloo")
+    for name in ours[0]:
+        assert all(torch.equal(theirs[0][name], found[name]) for found in (*ours, *theirs)), name
+    import tessera.distributed.algorithms.join as join
+    import tessera.nn.parallel.distributed as module
+
+    for name in (
+        "_BufferCommHookLocation",
+        "_MixedPrecision",
+        "_find_tensors",
+        "_dump_DDP_relevant_env_vars",
+    ):
+        assert getattr(module, name) is getattr(torch.nn.parallel.distributed, name)
+    assert join.Join is torch.distributed.algorithms.join.Join
 
 
 def fused(rank):

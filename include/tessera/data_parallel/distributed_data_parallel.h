@@ -78,13 +78,18 @@ class DistributedDataParallel {
   template <class... Arguments>
   auto forward(Arguments&&... arguments) {
     replica_.before_forward();
-    auto result = run(std::forward<Arguments>(arguments)...);
-    std::vector<at::Tensor> outputs;
-    for_each_tensor(result, [&](at::Tensor& tensor) { outputs.push_back(tensor); });
-    outputs = replica_.after_forward(std::move(outputs));
-    std::size_t next = 0;
-    for_each_tensor(result, [&](at::Tensor& tensor) { tensor = outputs[next++]; });
-    return result;
+    if constexpr (std::is_void_v<decltype(run(std::forward<Arguments>(arguments)...))>) {
+      run(std::forward<Arguments>(arguments)...);
+      replica_.after_forward({});
+    } else {
+      auto result = run(std::forward<Arguments>(arguments)...);
+      std::vector<at::Tensor> outputs;
+      for_each_tensor(result, [&](at::Tensor& tensor) { outputs.push_back(tensor); });
+      outputs = replica_.after_forward(std::move(outputs));
+      std::size_t next = 0;
+      for_each_tensor(result, [&](at::Tensor& tensor) { tensor = outputs[next++]; });
+      return result;
+    }
   }
 
   /// The wrapped module: for evaluation on one rank, saving, and its own methods.
@@ -96,6 +101,8 @@ class DistributedDataParallel {
     return precision_ ? precision_->parameters() : module_->parameters();
   }
 
+  /// Makes buffers equal to rank 0's, before all ranks evaluate. Collective.
+  void sync_buffers() { replica_.sync_buffers(); }
   [[nodiscard]] NoSync no_sync() { return NoSync(replica_); }
   /// Runs `body` on ranks that may have different numbers of batches; see join.h.
   void join(const std::function<void()>& body, const JoinOptions& options = {}) {

@@ -33,8 +33,10 @@ struct Options {
   bool skip_all_reduce_unused_params = false;
   /// The same parameters are used, the same number of times, in every iteration.
   bool static_graph = false;
-  /// Start as find_unused_parameters, watch which parameters are used for a few iterations, and
-  /// stop looking once all ranks have used all of them every time. Replaces the two flags above.
+  /// Start as find_unused_parameters, watch which parameters are used for a few iterations, then
+  /// stop looking if all ranks have used all of them every time, and take the graph for static if
+  /// the same ones were left out every time: one of these that is used later is an error. Replaces
+  /// the two flags above.
   bool automatic_graph = false;
 
   /// Let `.grad` be a piece of its bucket: one copy of the gradients less.

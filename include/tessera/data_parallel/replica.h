@@ -83,12 +83,20 @@ class TESSERA_API Replica final : public Joinable {
   /// Replaces the synchronisation of buffers.
   void register_buffer_hook(BufferHook hook, BufferHookPlace place = BufferHookPlace::kPostForward);
 
+  /// Sends rank 0's buffers to all now, or runs the buffer hook: before all ranks evaluate, because
+  /// forwards without gradients leave buffers alone. Collective.
+  void sync_buffers();
+
   /// Before the first forward.
   void set_static_graph();
+  /// Whether outputs are copied where unused parameters are looked for, so that a loss may change
+  /// them in place. True unless set.
+  void set_sink_clone(bool value) noexcept;
   /// From now on these ranks. This rank must be one of them. Not collective. Drops a backward that
   /// was cut short.
   void update_process_group(const comm::Group& group);
-  /// Forgets a backward that was cut short by an exception.
+  /// Forgets a backward that was cut short by an exception; the next forward does so too. All ranks
+  /// must have cut it short at the same place, or go on in another group.
   void reset();
   /// For gradients that are sparse: the rows that can occur, by parameter.
   void set_sparse_metadata(std::map<std::string, at::Tensor> metadata);

@@ -18,7 +18,13 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
 from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
 from torch.nn import Module
-from torch.nn.parallel.distributed import _BufferCommHookLocation
+from torch.nn.parallel.distributed import (
+    _BufferCommHookLocation,
+    _dump_DDP_relevant_env_vars,
+    _find_tensors,
+    _MixedPrecision,
+)
+from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 from torch.utils import _pytree
 
 from tessera import _C
@@ -26,17 +32,32 @@ from tessera.distributed.algorithms.ddp_comm_hooks._native import native_hook
 
 __all__ = ["DistributedDataParallel"]
 
+# Scripts and libraries import these from torch's module of the same name.
+_SAME_AS_TORCH = (_BufferCommHookLocation, _MixedPrecision, _dump_DDP_relevant_env_vars, _find_tensors)
+
 _UNINITIALIZED = (torch.nn.parameter.UninitializedParameter, torch.nn.parameter.UninitializedBuffer)
 
 
 def _map_tensors(value: Any, visit: Callable[[Tensor], Tensor]) -> Any:
-    """Return `value` with every tensor in it replaced; dataclasses are changed in place."""
+    """Return `value` with every tensor in it replaced.
+
+    Dataclasses, and classes made from dict and list, are changed in place.
+    """
     if isinstance(value, Tensor):
         return visit(value)
     leaves, spec = _pytree.tree_flatten(value)
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
             leaves[i] = visit(leaf)
+        elif isinstance(leaf, (dict, list)):
+            for key in list(leaf) if isinstance(leaf, dict) else range(len(leaf)):
+                new = _map_tensors(leaf[key], visit)
+                if new is not leaf[key]:
+                    leaf[key] = new
+        elif isinstance(leaf, tuple):
+            leaves[i] = tuple.__new__(type(leaf), [_map_tensors(element, visit) for element in leaf])
+            if hasattr(leaf, "__dict__"):
+                vars(leaves[i]).update(vars(leaf))
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             for field in dataclasses.fields(leaf):
                 object.__setattr__(leaf, field.name, _map_tensors(getattr(leaf, field.name), visit))
@@ -446,6 +467,36 @@ class DistributedDataParallel(Module, Joinable):
 
     broadcast_buffers = forward_sync_buffers
 
+    def will_sync_module_buffers(self) -> bool:
+        """Say whether a training forward sends rank 0's buffers first."""
+        return self.forward_sync_buffers and any(
+            name not in self.parameters_to_ignore for name, _ in self.module.named_buffers()
+        )
+
+    def _sync_buffers(self) -> None:
+        """Send rank 0's buffers to all ranks now: before all of them evaluate. Collective.
+
+        Forwards without gradients leave buffers alone, so that one rank may evaluate by itself.
+        """
+        self._replica.sync_buffers()
+
+    def scatter(self, inputs, kwargs, device_ids):
+        return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
+
+    def to_kwargs(self, inputs, kwargs, device_id):
+        return _to_kwargs(inputs, kwargs, torch.device(self.device_type, device_id), True)
+
+    def gather(self, outputs, output_device):
+        return gather(outputs, output_device, dim=self.dim)
+
+    @property
+    def _distributed_rank(self) -> int:
+        return dist.get_rank(self.process_group)
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """Set whether `find_unused_parameters` copies outputs; a loss must not change them if not."""
+        self._replica.set_sink_clone(val)
+
     def _set_static_graph(self) -> None:
         """Declare, before the first forward, that every iteration uses the same parameters equally often."""
         self._replica.set_static_graph()
@@ -489,6 +540,13 @@ class DistributedDataParallel(Module, Joinable):
         for name, buffer in module.named_buffers():
             if name in names:
                 buffer._ddp_ignored = True
+
+    @staticmethod
+    def _get_data_parallel_params(module: Module, named_params: bool = False) -> Iterator[Any]:
+        """Yield the parameters that are not ignored, with their names if asked."""
+        for name, parameter in module.named_parameters():
+            if not getattr(parameter, "_ddp_ignored", False):
+                yield (name, parameter) if named_params else parameter
 
     @classmethod
     def _get_active_ddp_module(cls) -> DistributedDataParallel | None:
