@@ -5,6 +5,8 @@
 
 #include <gtest/gtest.h>
 
+#include <stdexcept>
+
 #include <ATen/ATen.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/sgd.h>
@@ -448,6 +450,24 @@ TEST(TrainPipeline, RefusesInputsThatForwardDoesNotUse) {
     EXPECT_EQ(error_text([&] { (void)other.progress(source_of(0, 3)); }),
               "pipeline: forward asked for the input of a module that was not registered. Register "
               "it with an extractor, or call its forward.");
+  });
+}
+
+TEST(TrainPipeline, RefusesToGoOnAfterAnException) {
+  run_ranks(1, [](const comm::Group& group) {
+    Model model(group);
+    TrainPipelineSparseDist<Batch> pipe(model.steps(), model.modules());
+    const auto good = source_of(0, 6);
+    int num_read = 0;
+    const Source<Batch> bad = [&]() -> std::optional<Batch> {
+      if (++num_read == 4) throw std::runtime_error("the disk is gone");
+      return good();
+    };
+    ASSERT_TRUE(pipe.progress(bad));
+    EXPECT_THROW((void)pipe.progress(bad), std::runtime_error);
+    EXPECT_EQ(error_text([&] { (void)pipe.progress(good); }),
+              "pipeline: an earlier step threw an exception, so the batches in flight are in an "
+              "unknown state. Make a new pipeline.");
   });
 }
 

@@ -231,6 +231,43 @@ def test_refusals():
         trained.progress(batches(2))
 
 
+def test_after_an_exception_a_pipeline_refuses_to_go_on():
+    def failing():
+        yield from batches(3)
+        raise OSError("the disk is gone")
+
+    model, source = Model(Tables()), failing()
+    pipeline = TrainPipelineSparseDist(model, None, "cpu", modules={"tables": features_of})
+    pipeline.progress(source)
+    with pytest.raises(OSError, match="the disk is gone"):
+        pipeline.progress(source)
+    with pytest.raises(RuntimeError, match=r"an earlier step raised an exception.*detach\(\)"):
+        pipeline.progress(batches(2))
+    assert pipeline.detach() is model and pipeline.num_in_flight == 0
+    assert len(train(pipeline, batches(2))) == 2
+
+
+def test_what_a_model_may_return():
+    losses, output = torch.ones(3, requires_grad=True), torch.zeros(3)
+    for result, message in [
+        (torch.ones(2, requires_grad=True), r"the model returns Tensor. It has to return \(losses, output\)"),
+        (losses.sum(), "the model returns Tensor"),
+        ((losses, output, None), "the model returns 3 values"),
+        ({"loss": losses, "output": output}, "the model returns dict"),
+        (None, "the model returns NoneType"),
+        (({"a": losses}, output), "the losses that the model returns are a dict"),
+        ((None, output), "the losses that the model returns are a NoneType"),
+    ]:
+        model = nn.Linear(1, 1)
+        model.forward = lambda batch, result=result: result
+        with pytest.raises(ValueError, match=message):
+            TrainPipelineBase(model, None, "cpu").progress(iter([1, 2]))
+    model.forward = lambda batch: [losses, output]
+    assert TrainPipelineBase(model, None, "cpu").progress(iter([1, 2])) is output
+    model.forward = lambda batch: (None, output)
+    assert EvalPipelineSparseDist(model, None, "cpu", modules={}).progress(iter([1, 2])) is output
+
+
 class Reading(nn.Module):
     """Takes the features in one of the ways a forward may."""
 

@@ -22,7 +22,7 @@
 // ahead (ids) does not depend on what is trained (rows and layers).
 //
 // Every rank makes the same pipeline and has the same number of batches. After an exception a
-// pipeline cannot be used again.
+// pipeline refuses to go on.
 
 #pragma once
 
@@ -149,23 +149,13 @@ class Pipeline {
   }
 
   std::optional<at::Tensor> progress(const Source<Batch>& source) {
-    StepReport report;
-    Result result;
-    {
-      const Timed total(report.total);
-      fill(source, report);
-      if (slots_.empty() || (has_ended_ && !options_.execute_all_batches)) {
-        slots_.clear();
-        has_ended_ = false;  // the next call begins anew
-        return std::nullopt;
-      }
-      result = run(source, report);
-      report.feature_bytes = slots_.front().inputs->num_bytes();
-      slots_.pop_front();
-    }
-    report_ = report;
-    losses_ = result.losses;
-    return result.output;
+    TORCH_CHECK(!has_failed_,
+                "pipeline: an earlier step threw an exception, so the batches in flight are in an "
+                "unknown state. Make a new pipeline.");
+    has_failed_ = true;
+    std::optional<at::Tensor> output = advance(source);
+    has_failed_ = false;
+    return output;
   }
 
   /// Of the last step.
@@ -187,6 +177,26 @@ class Pipeline {
     std::unique_ptr<SparseInputs> inputs;
     bool is_prefetched = false;
   };
+
+  std::optional<at::Tensor> advance(const Source<Batch>& source) {
+    StepReport report;
+    Result result;
+    {
+      const Timed total(report.total);
+      fill(source, report);
+      if (slots_.empty() || (has_ended_ && !options_.execute_all_batches)) {
+        slots_.clear();
+        has_ended_ = false;  // the next call begins anew
+        return std::nullopt;
+      }
+      result = run(source, report);
+      report.feature_bytes = slots_.front().inputs->num_bytes();
+      slots_.pop_front();
+    }
+    report_ = report;
+    losses_ = result.losses;
+    return result.output;
+  }
 
   void load(const Source<Batch>& source, StepReport& report) {
     if (has_ended_) return;
@@ -276,6 +286,7 @@ class Pipeline {
   bool trains_;
   std::deque<Slot> slots_;
   bool has_ended_ = false;
+  bool has_failed_ = false;  // or is in a step
   StepReport report_;
   at::Tensor losses_;
 };

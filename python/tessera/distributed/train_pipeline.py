@@ -14,7 +14,7 @@ features in a batch: `modules={"ebc": lambda batch: batch.sparse}`. Inside `prog
 computes with the ids that were sent ahead and ignores what its forward is given; outside it is as always.
 
 All ranks make the same pipeline and have the same number of batches. Results equal those of the plain
-loop bit for bit. After an exception other than StopIteration a pipeline cannot be used again.
+loop bit for bit. After an exception other than StopIteration a pipeline refuses to go on until `detach`.
 """
 
 from __future__ import annotations
@@ -109,6 +109,9 @@ class StepReport:
             setattr(self, part, getattr(self, part) + time.perf_counter() - begin)
 
 
+_END = object()  # of the batches; StopIteration of a model or extractor is none
+
+
 class _Slot:
     def __init__(self, batch: Any, context: TrainPipelineContext) -> None:
         self.batch = batch
@@ -154,6 +157,7 @@ class _Pipeline(TrainPipeline[In, Out]):
         self._execute_all_batches = execute_all_batches
         self._slots: deque[_Slot] = deque()
         self._ended = False
+        self._has_failed = False  # or is in a step
         self._report = StepReport()
         self._losses: torch.Tensor | None = None
         self._forwards = [
@@ -203,17 +207,31 @@ class _Pipeline(TrainPipeline[In, Out]):
         """Drop the batches in flight and return the model."""
         self._slots.clear()
         self._ended = False
+        self._has_failed = False
         return self._model
 
     def progress(self, dataloader_iter: Iterator[In]) -> Out:
         """Train on one batch and return the model's output. Raise StopIteration at the end. Collective."""
+        if self._has_failed:
+            raise RuntimeError(
+                "pipeline: an earlier step raised an exception, so the batches in flight are in an unknown "
+                "state. Make a new pipeline, or call detach() to drop them."
+            )
+        self._has_failed = True
+        output = self._advance(dataloader_iter)
+        self._has_failed = False
+        if output is _END:
+            raise StopIteration
+        return output
+
+    def _advance(self, dataloader_iter: Iterator[In]) -> Any:
         report = StepReport()
         with report.timing("total"):
             self._fill(dataloader_iter, report)
             if not self._slots or (self._ended and not self._execute_all_batches):
                 self._slots.clear()
                 self._ended = False  # the next call begins anew
-                raise StopIteration
+                return _END
             with torch.set_grad_enabled(self._trains and torch.is_grad_enabled()):
                 output = self._run(dataloader_iter, report)
             report.feature_bytes = self._slots.popleft().feature_bytes
@@ -291,7 +309,7 @@ class _Pipeline(TrainPipeline[In, Out]):
             forward.set_context(slot.context)
             forward.module.__dict__["forward"] = forward
         try:
-            losses, output = self._model(slot.batch)
+            result = self._model(slot.batch)
         finally:
             for forward in self._forwards:
                 del forward.module.__dict__["forward"]
@@ -301,6 +319,16 @@ class _Pipeline(TrainPipeline[In, Out]):
                     f"pipeline: forward did not call '{forward.name}'. "
                     "Do not name modules that a forward may skip."
                 )
+        # A tensor of two rows can be unpacked as well, and would train on the first.
+        if not isinstance(result, (tuple, list)) or len(result) != 2:
+            given = f"{len(result)} values" if isinstance(result, (tuple, list)) else type(result).__name__
+            raise ValueError(f"pipeline: the model returns {given}. It has to return (losses, output).")
+        losses, output = result
+        if self._trains and not isinstance(losses, torch.Tensor):
+            raise ValueError(
+                f"pipeline: the losses that the model returns are a {type(losses).__name__}. They have to be "
+                "a tensor, of any shape; backward runs on their sum."
+            )
         return losses, output
 
 
