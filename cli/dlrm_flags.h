@@ -11,6 +11,8 @@
 
 #include <CLI/CLI.hpp>
 
+#include "flag_checks.h"
+
 namespace tessera::cli {
 
 struct TrainDlrmWords {
@@ -95,8 +97,8 @@ inline void define_flags(CLI::App& app, TrainDlrmWords& words) {
   value("--interaction", words.interaction)->check(CLI::IsMember({"dot", "cross"}));
   value("--batch", words.batch)->check(CLI::Range(1, 1 << 24));
   value("--steps", words.num_steps)->check(large);
-  value("--lr", words.learning_rate)->check(CLI::NonNegativeNumber);
-  value("--table-lr", words.table_learning_rate)->check(CLI::NonNegativeNumber);
+  value("--lr", words.learning_rate)->check(not_negative());
+  value("--table-lr", words.table_learning_rate)->check(not_negative());
   value("--optimizer", words.optimizer)->check(CLI::IsMember({"sgd", "adagrad", "adam"}));
   value("--table-optimizer", words.table_optimizer)
       ->check(CLI::IsMember({"sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam"}));
@@ -108,7 +110,7 @@ inline void define_flags(CLI::App& app, TrainDlrmWords& words) {
   value("--checkpoint-every", words.checkpoint_every)->check(large);
   value("--keep", words.keep)->check(CLI::Range(0, 1000));
   value("--runs", words.runs);
-  value("--seed", words.seed)->check(CLI::NonNegativeNumber);
+  value("--seed", words.seed)->check(not_negative())->check(seed_range());
   value("--resume", words.resume)->configurable(false);
   app.add_flag("--json", words.as_json)->configurable(false);
   app.add_flag("--print-config", words.print_config)->configurable(false);
@@ -117,14 +119,22 @@ inline void define_flags(CLI::App& app, TrainDlrmWords& words) {
   app.allow_config_extras(false);
 }
 
-/// `words` with the configuration of the run that they resume, unless they name another.
-inline std::vector<std::string> with_resumed_config(std::vector<std::string> words) {
+/// The folder of the run that `words` go on with; empty if there is none.
+inline std::string resumed_folder(const std::vector<std::string>& words) {
   std::string folder;
   for (std::size_t i = 0; i < words.size(); ++i) {
-    if (words[i] == "--config" || words[i].starts_with("--config=")) return words;
     if (words[i] == "--resume" && i + 1 < words.size()) folder = words[i + 1];
     if (words[i].starts_with("--resume=")) folder = words[i].substr(9);
   }
+  return folder;
+}
+
+/// `words` with the configuration of the run that they resume, unless they name another.
+inline std::vector<std::string> with_resumed_config(std::vector<std::string> words) {
+  for (const std::string& word : words) {
+    if (word == "--config" || word.starts_with("--config=")) return words;
+  }
+  const std::string folder = resumed_folder(words);
   if (!folder.empty()) words.insert(words.begin(), {"--config", folder + "/config.toml"});
   return words;
 }

@@ -20,6 +20,27 @@ constexpr std::string_view kTorchrunOnly[] = {"--numa-binding",
                                               "--duplicate-stdout-filters",
                                               "--duplicate-stderr-filters"};
 
+// What CLI11 says of a key of a configuration file, in our words.
+launch::LaunchError unusable_key(const CLI::App& app, const std::string& text) {
+  const std::string what = app.get_name() + ": the configuration file has ";
+  const std::string advice = "the verb with --print-config shows all keys";
+  if (text.find("not allowed in a configuration file") != std::string::npos) {
+    const std::string key = text.substr(0, text.find(':'));
+    return {launch::kExitConfiguration, what + "the key '" + key + "'",
+            "--" + key + " is a flag for one call, not a setting",
+            "leave it out, and give the flag"};
+  }
+  std::string key = text.substr(text.rfind(' ') + 1);  // its sentence ends with the key
+  if (const auto dot = key.find('.'); dot != std::string::npos) {
+    return {launch::kExitConfiguration, what + "a section [" + key.substr(0, dot) + "]",
+            "keys are the names of flags and stand in no section", advice};
+  }
+  const std::string near = closest("--" + key, long_flags(app));
+  return {launch::kExitConfiguration, what + "an unknown key '" + key + "'",
+          "no flag has this name" + (near.empty() ? "" : "; the closest is " + near.substr(2)),
+          advice};
+}
+
 }  // namespace
 
 std::string with_dashes(const std::string& word) {
@@ -91,15 +112,7 @@ void read_flags(CLI::App& app, std::vector<std::string> flags) {
   try {
     app.parse(flags);
   } catch (const CLI::ConfigError& error) {
-    // CLI11 ends its sentence with the key.
-    const std::string text = error.what();
-    const std::string key = text.substr(text.rfind(' ') + 1);
-    const std::string near = closest("--" + key, long_flags(app));
-    throw launch::LaunchError(
-        launch::kExitConfiguration,
-        app.get_name() + ": the configuration file has an unknown key '" + key + "'",
-        "no flag has this name" + (near.empty() ? "" : "; the closest is " + near.substr(2)),
-        "tessera " + app.get_name() + " --print-config shows all keys");
+    throw unusable_key(app, error.what());
   } catch (const CLI::FileError& error) {
     throw launch::LaunchError(launch::kExitConfiguration,
                               app.get_name() + ": the configuration file cannot be read",

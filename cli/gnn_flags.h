@@ -10,6 +10,8 @@
 
 #include <CLI/CLI.hpp>
 
+#include "flag_checks.h"
+
 namespace tessera::cli {
 
 struct TrainGnnWords {
@@ -49,12 +51,12 @@ inline void define_flags(CLI::App& app, TrainGnnWords& words) {
   value("--batch", words.batch)->check(CLI::Range(1, 1 << 20));
   value("--features", words.num_features)->check(CLI::Range(1, 1 << 14));
   value("--layers", words.num_layers)->check(CLI::Range(1, 64));
-  value("--cutoff", words.cutoff)->check(CLI::PositiveNumber);
-  value("--lr", words.learning_rate)->check(CLI::NonNegativeNumber);
-  value("--force-weight", words.force_weight)->check(CLI::NonNegativeNumber);
+  value("--cutoff", words.cutoff)->check(CLI::PositiveNumber)->check(not_negative());
+  value("--lr", words.learning_rate)->check(not_negative());
+  value("--force-weight", words.force_weight)->check(not_negative());
   value("--optimizer", words.optimizer)->check(CLI::IsMember({"adam", "sgd"}));
   value("--precision", words.precision)->check(CLI::IsMember({"float32", "float64"}));
-  value("--seed", words.seed)->check(CLI::NonNegativeNumber);
+  value("--seed", words.seed)->check(not_negative())->check(seed_range());
   app.add_flag("--no-overlap", words.no_overlap);
   app.add_flag("--json", words.as_json);
   app.add_flag("--print-config", words.print_config)->configurable(false);
@@ -80,7 +82,7 @@ inline void define_flags(CLI::App& app, PlanGraphWords& words) {
     return app.add_option(name, target)->capture_default_str()->take_last();
   };
   value("-n,--ranks", words.num_parts)->check(CLI::Range(1, 1 << 16));
-  value("--cutoff", words.cutoff)->check(CLI::NonNegativeNumber);
+  value("--cutoff", words.cutoff)->check(not_negative());
   value("--nearest", words.num_nearest)->check(CLI::Range(1, 1 << 16));
   value("--features", words.num_features)->check(CLI::Range(1, 1 << 20));
   value("--element-bytes", words.element_bytes)->check(CLI::IsMember({1, 2, 4, 8}));

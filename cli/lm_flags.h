@@ -10,6 +10,8 @@
 
 #include <CLI/CLI.hpp>
 
+#include "flag_checks.h"
+
 namespace tessera::cli {
 
 struct TrainLmWords {
@@ -45,8 +47,8 @@ inline void define_flags(CLI::App& app, TrainLmWords& words) {
   value("--layers", words.num_layers)->check(CLI::Range(1, 128));
   value("--heads", words.num_heads)->check(CLI::Range(1, 128));
   value("--width", words.width)->check(CLI::Range(1, 1 << 16));
-  value("--lr", words.learning_rate)->check(CLI::NonNegativeNumber);
-  value("--seed", words.seed)->check(CLI::NonNegativeNumber);
+  value("--lr", words.learning_rate)->check(not_negative());
+  value("--seed", words.seed)->check(not_negative())->check(seed_range());
   app.add_flag("--json", words.as_json);
   app.add_flag("--print-config", words.print_config)->configurable(false);
   app.add_flag("-h,--help", words.wants_help)->configurable(false);

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <set>
@@ -19,6 +20,8 @@
 namespace tessera::cli {
 namespace {
 
+// From SIGTERM on: a step has to end and a checkpoint to be written.
+constexpr std::chrono::seconds kTimeToSave{30};
 constexpr const Workload* kWorkloads[] = {&kDlrmWorkload, &kLmWorkload, &kGnnWorkload};
 
 constexpr std::string_view kHelp =
@@ -72,6 +75,7 @@ int run(const std::vector<std::string>& words) {
   options.num_local_ranks = num_ranks;
   options.prefix_lines = false;
   options.use_python = false;
+  options.shutdown_timeout = kTimeToSave;
   options.command = {worker_program(), std::string(workload.worker_verb)};
   options.command.insert(options.command.end(), flags.begin(), flags.end());
   return launch::run_job(options);

@@ -72,6 +72,13 @@ void check(const TrainDlrmWords& given) {
 }
 
 int read(const std::vector<std::string>& words) {
+  const std::string folder = resumed_folder(words);
+  if (!folder.empty() && !std::filesystem::exists(folder + "/config.toml")) {
+    throw launch::LaunchError(
+        launch::kExitData, "train: there is no run in " + folder,
+        folder + "/config.toml, which every run writes, is missing",
+        "give --resume a folder that a run has made, such as runs/2026-11-15-1");
+  }
   return read_words<TrainDlrmWords>(with_resumed_config(words), kHelp, check);
 }
 

@@ -19,6 +19,7 @@
 #include "report/html.h"
 #include "report/page.h"
 #include "report/rank_log.h"
+#include "tessera/checkpoint/error.h"
 #include "tessera/comm/failure.h"
 #include "tessera/core/check.h"
 #include "tessera/core/version.h"
@@ -32,6 +33,7 @@ namespace report = workloads::report;
 namespace dlrm = workloads::dlrm;
 using Json = nlohmann::ordered_json;
 
+constexpr int kDiverged = 1;
 constexpr int kBadData = 65;
 constexpr int kBadConfiguration = 78;
 constexpr const char* kModule = "tables";  // of a plan file
@@ -159,6 +161,9 @@ class Speaker {
     metrics_ = std::make_unique<report::MetricsFile>(path, first_step);
     if (first_step == 0) {
       for (const Json& line : head_) metrics_->add(line);
+      if (!words_.resume.empty()) {
+        say("resumed  at the beginning: " + words_.resume + " has no checkpoint\n");
+      }
     } else {
       say("resumed  at step " + std::to_string(first_step) + "\n");
     }
@@ -208,6 +213,7 @@ class Speaker {
                    {"samples", total_samples_},
                    {"peak_memory_bytes", peaks}});
     const std::string page = report::write_report(folder_);
+    if (summary.has_diverged) complain(summary);
     if (words_.as_json) {
       say_json(summary, page, seconds);
       return;
@@ -215,7 +221,7 @@ class Speaker {
     if (summary.was_stopped) {
       say("stopped  at step " + std::to_string(summary.last_step) +
           "; go on with tessera train dlrm --resume " + folder_ + "\n");
-    } else if (summary.evaluation) {
+    } else if (summary.evaluation && !summary.has_diverged) {
       char text[160];
       std::snprintf(text, sizeof(text), "judged   log loss %.4f | auc %.4f%s\n",
                     summary.evaluation->log_loss, summary.evaluation->auc, ceiling_text().c_str());
@@ -249,9 +255,20 @@ class Speaker {
     std::printf("%s\n", json.dump().c_str());
   }
 
+  void complain(const dlrm::Summary& summary) const {
+    // In one line, which the launcher shows as the reason.
+    std::fprintf(stderr,
+                 "error: train: the loss is not a number at step %ld of %ld: with --lr %g and "
+                 "--table-lr %g the parameters have grown out of all bounds. Use smaller rates, or "
+                 "--warmup; checkpoints of earlier steps are untouched.\n",
+                 static_cast<long>(summary.last_step), static_cast<long>(words_.num_steps),
+                 words_.learning_rate, words_.table_learning_rate);
+  }
+
   std::string ceiling_text() const {
     char text[64] = "";
-    if (ceiling_) std::snprintf(text, sizeof(text), ", best possible %.4f", *ceiling_);
+    if (ceiling_ && std::isfinite(*ceiling_))
+      std::snprintf(text, sizeof(text), ", best possible %.4f", *ceiling_);
     return text;
   }
 
@@ -349,7 +366,8 @@ int train(const TrainDlrmWords& words, const std::string& config, const comm::Gr
   report::write_times(folder, recorder, world, speaker ? speaker->metrics() : nullptr);
   const auto memory = report::gather_texts(std::to_string(report::peak_memory_bytes()), world);
   if (speaker) speaker->finish(summary, memory);
-  return 0;
+  // One rank says so; the others have nothing to add.
+  return summary.has_diverged && speaker ? kDiverged : 0;
 }
 
 int train_dlrm(const std::vector<std::string>& words) {
@@ -372,6 +390,8 @@ int train_dlrm(const std::vector<std::string>& words) {
   } catch (const dlrm::DataError& error) {
     return fail(error.what(), kBadData);
   } catch (const report::Error& error) {
+    return fail(error.what(), kBadData);
+  } catch (const checkpoint::Error& error) {
     return fail(error.what(), kBadData);
   } catch (const c10::ValueError& error) {
     return fail(error.what_without_backtrace(), kBadConfiguration);

@@ -243,10 +243,71 @@ def test_flags_win_over_the_file_and_the_file_can_be_printed(tmp_path):
         (["--data", "/nowhere.tsv"], 65, "there is no file /nowhere.tsv"),
         (["--plan", "/nowhere.json"], 78, "there is no file /nowhere.json"),
         (["-n", "9", "--sharding", "column_wise"], 78, "cat_0"),
+        (["--lr", "nan"], 2, "--lr: 'nan' is not a number from 0 on"),
+        (["--table-lr", "inf"], 2, "--table-lr: 'inf' is not a number from 0 on"),
+        (["--lr", "-1"], 2, "--lr: '-1' is not a number from 0 on"),
+        (["--seed", "18446744073709551616"], 2, "--seed: Value 18446744073709551616 not in range"),
+        (["--resume", "/nowhere"], 65, "there is no run in /nowhere"),
     ],
 )
 def test_refuses_what_makes_no_sense(tmp_path, flags, code, words):
     assert words in train(tmp_path, *flags, code=code).stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("stepz = 3", "an unknown key 'stepz'\n  why: no flag has this name; the closest is steps"),
+        ("[dlrm]\nsteps = 3", "a section [dlrm]\n  why: keys are the names of flags and stand in no section"),
+        ('resume = "x"', "the key 'resume'\n  why: --resume is a flag for one call, not a setting"),
+    ],
+)
+def test_names_what_is_wrong_in_a_configuration(tmp_path, text, words):
+    config = tmp_path / "a.toml"
+    config.write_text(text + "\n")
+    told = train(tmp_path, "--config", str(config), code=78).stderr
+    assert f"error: train: the configuration file has {words}" in told
+
+
+@pytest.mark.parametrize("steps", [1, 20])
+def test_a_loss_that_is_not_a_number_ends_the_run_with_a_report(tmp_path, steps):
+    """With one step the parameters break after the only loss: judging finds them."""
+    flags = ["-n", "2", "--batch", "32", "--steps", str(steps), "--checkpoint-every", "1"]
+    rates = ["--optimizer", "sgd", "--lr", "1e38", "--table-optimizer", "sgd", "--table-lr", "1e38"]
+    result = train(tmp_path, *flags, *rates, code=1)
+    told = re.search(r"error: train: the loss is not a number at step (\d+) of (\d+): ", result.stderr)
+    assert told and int(told[2]) == steps
+    assert "with --lr 1e+38 and --table-lr 1e+38 the parameters have grown" in result.stderr
+    assert "error: rank 0 failed first: error: train: the loss is not a number" in result.stderr
+    folder = next(tmp_path.glob("*/report.html")).parent
+    assert str(folder / "report.html") in result.stdout and "judged" not in result.stdout
+    lines = metrics(folder)
+    assert len(lines("step")) == int(told[1])
+    assert (lines("eval") if steps == 1 else lines("step"))[-1]["log_loss" if steps == 1 else "loss"] is None
+    assert not (folder / "checkpoints" / f"step-{int(told[1]):012d}").exists()
+
+
+def test_a_resumed_run_says_what_it_begins_with(tmp_path):
+    flags = ["--batch", "32", "--steps", "6", "--checkpoint-every", "3"]
+    whole, _ = answer(tmp_path, *flags)
+    folder = pathlib.Path(whole["report"]).parent
+
+    def resume(*more, code=0):
+        command = [TESSERA, "train", "dlrm", "--resume", str(folder), *more]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+        assert result.returncode == code, result.stdout + result.stderr
+        return result
+
+    wider = resume("--dim", "16", "--bottom", "16,16", code=65).stderr
+    assert "tensor 'tables.cat_0.weight' is F32 [200, 8], the state wants [200, 16]" in wider
+    newest = folder / "checkpoints" / "step-000000000006"
+    for file in newest.glob("*.safetensors"):
+        os.truncate(file, 100)
+    result = resume()
+    assert "resumed  at step 3\n" in result.stdout
+    assert "step 3 is loaded instead of a newer one: " in result.stderr and str(newest) in result.stderr
+    shutil.rmtree(folder / "checkpoints")
+    assert f"resumed  at the beginning: {folder} has no checkpoint\n" in resume().stdout
 
 
 def criteo_line(generator):

@@ -70,6 +70,16 @@ def test_mistakes_are_named(tmp_path):
     result = train("--file", str(tmp_path / "none.txt"), "--steps", "1")
     assert result.returncode == 1
     assert f"lm: the file '{tmp_path}/none.txt' cannot be read." in result.stderr
+    result = train("--file", str(tmp_path), "--steps", "1")
+    assert f"lm: the file '{tmp_path}' cannot be read." in result.stderr
+    empty = tmp_path / "empty.txt"
+    empty.write_bytes(b"")
+    result = train("--file", str(empty), "--steps", "1", "--length", "8")
+    assert "lm: a text of 0 bytes holds no sequence of 9." in result.stderr
+    for flag, word in (("--lr", "nan"), ("--lr", "inf"), ("--seed", "-1")):
+        result = train(flag, word)
+        assert result.returncode == 2
+        assert result.stderr == f"error: train: {flag}: '{word}' is not a number from 0 on\n"
     result = train("--width", "30", "--steps", "1")
     assert "lm: a width of 30 cannot be divided into 4 heads." in result.stderr
     result = subprocess.run([TESSERA, "train", "ml"], capture_output=True, text=True, timeout=LIMIT)

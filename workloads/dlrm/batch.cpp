@@ -102,8 +102,8 @@ BatchSource::BatchSource(std::shared_ptr<const ClickLog> log, const BatchSourceO
   num_steps_ = count < 0 ? 0 : (options_.drop_last ? count / step : (count + step - 1) / step);
   if (num_steps_ == 0) {
     throw DataError("batches: " + text(std::max<std::int64_t>(count, 0)) +
-                    " samples make no step of " + text(options_.world) + " x " +
-                    text(options_.batch_size) + ".");
+                    " samples make no step of " + text(options_.world) + " ranks x " +
+                    text(options_.batch_size) + " samples; make the batch smaller.");
   }
 }
 

@@ -92,10 +92,7 @@ void Checkpoints::save(std::int64_t step, bool waits) {
 
 std::int64_t Checkpoints::load() {
   if (checkpoint::list_steps(options_.folder).empty()) return 0;
-  checkpoint::LoadOptions load_options;
-  load_options.log = quiet;
-  const checkpoint::LoadReport report =
-      checkpoint::load(options_.folder, state_, group_, load_options);
+  const checkpoint::LoadReport report = checkpoint::load(options_.folder, state_, group_);
   const auto samples = value_of(report.values, kSamples, std::int64_t{0});
   const auto seed = value_of(report.values, kSeed, std::int64_t{0});
   TESSERA_CHECK_VALUE(

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <span>
 
 #include <ATen/ATen.h>
@@ -32,6 +33,10 @@ using sharding::ShardedEmbeddingBagCollection;
 constexpr std::int64_t kJudgedBegin = std::int64_t{1} << 40;
 // Predictions of so many steps make the running AUC.
 constexpr std::int64_t kAucWindow = 50;
+
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+
+bool has_nan(const at::Tensor& tensor) { return at::isnan(tensor).any().item<bool>(); }
 
 std::span<const float> floats(const at::Tensor& tensor) {
   return {tensor.const_data_ptr<float>(), static_cast<std::size_t>(tensor.numel())};
@@ -185,8 +190,8 @@ class Training {
     tables_->set_learning_rate(factor * options_.table_learning_rate);
     const auto logits = pipeline_.progress([this] { return reader_->next(); });
     TESSERA_INTERNAL_ASSERT(logits, "every step has a batch");
-    follow(*logits);
     finish(progress);
+    if (std::isfinite(progress.loss)) follow(*logits);
     progress.time = recorder_.end_step();
     last_exposed_ = progress.time.exposed_comm_seconds();
     progress.auc = running_.value();
@@ -204,7 +209,7 @@ class Training {
       // Not through the wrapper: nothing is to be averaged.
       const at::Tensor logits =
           model_.module()->forward(batch.dense, rows).to(at::kFloat).contiguous();
-      sums.add(floats(logits), floats(batch.labels));
+      if (!has_nan(logits)) sums.add(floats(logits), floats(batch.labels));
       scores.push_back(logits);
       labels.push_back(batch.labels);
       return pipeline::Result{{}, logits};
@@ -220,6 +225,7 @@ class Training {
     words.copy_(summed);
     const at::Tensor all_scores = comm::all_gather_v(at::cat(scores), group_);
     const at::Tensor all_labels = comm::all_gather_v(at::cat(labels), group_);
+    if (has_nan(all_scores)) return {step, kNaN, kNaN, kNaN, kNaN, sums.num_samples()};
     return {step,
             sums.log_loss(),
             exact_auc(floats(all_scores), floats(all_labels)),
@@ -372,6 +378,8 @@ Summary train(const TrainingOptions& options, std::shared_ptr<const ClickLog> lo
     summary.last_step = progress.step;
     summary.loss = progress.loss;
     if (listener.stepped) listener.stepped(progress);
+    summary.has_diverged = !std::isfinite(progress.loss);
+    if (summary.has_diverged) break;
     const bool is_last = progress.step == options.num_steps;
     if (training.is_stopping() && !is_last) {
       summary.was_stopped = true;
@@ -381,6 +389,8 @@ Summary train(const TrainingOptions& options, std::shared_ptr<const ClickLog> lo
     if (is_due(progress.step, options.eval_every) || is_last) {
       summary.evaluation = training.evaluate(progress.step);
       if (listener.evaluated) listener.evaluated(*summary.evaluation);
+      summary.has_diverged = std::isnan(summary.evaluation->log_loss);
+      if (summary.has_diverged) break;
     }
     if (is_due(progress.step, options.checkpoint_every) ||
         (is_last && options.checkpoint_every > 0)) {

@@ -85,7 +85,8 @@ struct Summary {
   std::int64_t first_step = 0;  // steps that a checkpoint had done already
   std::int64_t last_step = 0;
   bool was_stopped = false;
-  double loss = 0;  // of the last step
+  bool has_diverged = false;  // the loss, or what was predicted to judge, is not a number
+  double loss = 0;            // of the last step
   std::optional<Evaluation> evaluation;
   std::uint64_t fingerprint = 0;  // of all parameters of all ranks; the same on all of them
 };
@@ -95,7 +96,8 @@ struct Summary {
 ///
 /// Collective. Parameters start from the seed alone, whatever the plan and the number of ranks, and
 /// the loss curve differs by rounding only. When `is_told_to_stop` returns true on any rank, all
-/// finish the step and save. Phases go to `recorder`. Throws ValueError for options that make no
+/// finish the step and save. When the loss is not a number any more, all stop and save nothing.
+/// Phases go to `recorder`. Throws ValueError for options that make no
 /// sense, DataError for a log that is too short.
 Summary train(const TrainingOptions& options, std::shared_ptr<const ClickLog> log,
               const sharding::ModulePlan& plan, const comm::Group& group,

@@ -1,6 +1,7 @@
 #include "lm/text_source.h"
 
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <sstream>
 
@@ -26,7 +27,8 @@ TextSource TextSource::from_file(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   std::ostringstream text;
   text << file.rdbuf();
-  TESSERA_CHECK_VALUE(file, "lm: the file '", path, "' cannot be read.");
+  TESSERA_CHECK_VALUE(file && !std::filesystem::is_directory(path), "lm: the file '", path,
+                      "' cannot be read.");
   return TextSource(text.str());
 }
 

@@ -144,6 +144,18 @@ std::string dots_of(const Points& points, const Axes& axes) {
   return path;
 }
 
+// Points without a neighbour that a line could lead to.
+Points lonely(const Points& points) {
+  const auto is_there = [&](std::size_t i) {
+    return i < points.size() && std::isfinite(points[i].second);
+  };
+  Points result;
+  for (std::size_t i = 0; i < points.size(); ++i) {
+    if (!is_there(i + 1) && (i == 0 || !is_there(i - 1))) result.push_back(points[i]);
+  }
+  return result;
+}
+
 std::string drawing(const Chart& chart, const Axes& axes) {
   std::string svg =
       R"(<svg viewBox="0 0 1000 1000" preserveAspectRatio="none" role="img" aria-label=")" +
@@ -159,9 +171,8 @@ std::string drawing(const Chart& chart, const Axes& axes) {
   for (const Curve& curve : chart.curves) {
     const Points points = thinned(curve.points);
     svg += "<path class=\"curve " + curve.style + "\" d=\"" + path_of(points, axes) + "\"/>";
-    if (curve.shows_points) {
-      svg += "<path class=\"dots " + curve.style + "\" d=\"" + dots_of(points, axes) + "\"/>";
-    }
+    const std::string dots = dots_of(curve.shows_points ? points : lonely(points), axes);
+    if (!dots.empty()) svg += "<path class=\"dots " + curve.style + "\" d=\"" + dots + "\"/>";
   }
   return svg + "</svg>";
 }

@@ -170,7 +170,7 @@ TEST(BatchSource, RefusesWhatCannotBeRead) {
   EXPECT_EQ(data_error([&] { BatchSource(log, {.batch_size = 10, .end = 101}); }),
             "batches: the part [0, 101) is not in the log, which holds 100 samples.");
   EXPECT_EQ(data_error([&] { BatchSource(log, {.batch_size = 60, .world = 2}); }),
-            "batches: 100 samples make no step of 2 x 60.");
+            "batches: 100 samples make no step of 2 ranks x 60 samples; make the batch smaller.");
   BatchSource source(log, {.batch_size = 10});
   EXPECT_EQ(data_error([&] { source.seek(-1); }), "batches: there is no step -1.");
 }

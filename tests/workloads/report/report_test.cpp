@@ -85,6 +85,26 @@ TEST(Chart, KeepsThePeaksOfManyPoints) {
   EXPECT_EQ(chart_figure(chart, ""), "");
 }
 
+TEST(Chart, ShowsPointsThatNoLineReaches) {
+  Chart chart;
+  chart.id = "c";
+  chart.x_name = "step";
+  const auto num_dots = [&](std::vector<double> values) {
+    chart.curves = {{"loss", "c-mean", {}, false}};
+    for (std::size_t i = 0; i < values.size(); ++i)
+      chart.curves[0].points.emplace_back(i, values[i]);
+    const std::string html = chart_figure(chart, "");
+    std::size_t count = 0;
+    for (auto at = html.find("h0"); at != std::string::npos; at = html.find("h0", at + 1)) ++count;
+    return count;
+  };
+  const double none = std::nan("");
+  EXPECT_EQ(num_dots({0.7}), 1);
+  EXPECT_EQ(num_dots({0.7, none}), 1);
+  EXPECT_EQ(num_dots({0.7, 0.6, none}), 0);
+  EXPECT_EQ(num_dots({0.7, none, 0.5, none, 0.6, 0.7}), 2);
+}
+
 TEST(Placement, TilesFillTheSquareByTheirSizes) {
   const std::vector<double> sizes{60, 25, 10, 3, 1, 1};
   for (const double aspect : {0.5, 1.25, 4.0}) {
