@@ -1,28 +1,19 @@
-// States of jobs: modules, optimizers, sharded tables; saved by some ranks, loaded by others.
+// States of jobs: tensors and sharded tables; saved by some ranks, loaded by others.
 
 #include <gtest/gtest.h>
-#include <signal.h>
-#include <sys/wait.h>
-
-#include <ATen/ATen.h>
-#include <torch/nn/modules/linear.h>
-#include <torch/optim/adagrad.h>
-#include <torch/optim/adam.h>
-#include <torch/optim/adamw.h>
-#include <torch/optim/lbfgs.h>
-#include <torch/optim/rmsprop.h>
-#include <torch/optim/sgd.h>
 
 #include <atomic>
-#include <condition_variable>
-#include <mutex>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include <ATen/ATen.h>
 
 #include "checkpoint/quiet.h"
 #include "checkpoint/samples.h"
 #include "support/ranks.h"
 #include "tessera/checkpoint/convert.h"
 #include "tessera/checkpoint/load.h"
-#include "tessera/checkpoint/modules.h"
 #include "tessera/checkpoint/save.h"
 
 namespace tessera::checkpoint::testing {
@@ -31,106 +22,6 @@ namespace {
 using tessera::testing::run_ranks;
 using tessera::testing::run_ranks_collecting;
 using tessera::testing::text_of;
-
-struct Net : torch::nn::Module {
-  Net() {
-    first = register_module("first", torch::nn::Linear(6, 5));
-    second = register_module("second", torch::nn::Linear(5, 3));
-    calls = register_buffer("calls", at::zeros({}, at::kLong));
-  }
-  at::Tensor forward(const at::Tensor& x) {
-    calls += 1;
-    return second(at::tanh(first(x)));
-  }
-  torch::nn::Linear first{nullptr};
-  torch::nn::Linear second{nullptr};
-  at::Tensor calls;
-};
-
-std::unique_ptr<torch::optim::Optimizer> make_optimizer(int kind, const Net& net) {
-  const auto parameters = net.parameters();
-  switch (kind) {
-    case 0:
-      return std::make_unique<torch::optim::SGD>(parameters,
-                                                 torch::optim::SGDOptions(0.1).momentum(0.9));
-    case 1:
-      return std::make_unique<torch::optim::Adam>(parameters,
-                                                  torch::optim::AdamOptions(0.01).amsgrad(true));
-    case 2:
-      return std::make_unique<torch::optim::AdamW>(parameters, torch::optim::AdamWOptions(0.01));
-    case 3:
-      return std::make_unique<torch::optim::Adagrad>(parameters,
-                                                     torch::optim::AdagradOptions(0.05));
-    case 4:
-      return std::make_unique<torch::optim::RMSprop>(
-          parameters, torch::optim::RMSpropOptions(0.01).momentum(0.5).centered(true));
-    default:
-      return std::make_unique<torch::optim::SGD>(parameters, torch::optim::SGDOptions(0.1));
-  }
-}
-
-void train(Net& net, torch::optim::Optimizer& optimizer, int first_step, int num_steps) {
-  for (int step = first_step; step < first_step + num_steps; ++step) {
-    const at::Tensor x = at::arange(24, at::kFloat).reshape({4, 6}).add(step).sin();
-    optimizer.zero_grad();
-    net.forward(x).square().mean().backward();
-    optimizer.step();
-  }
-}
-
-void expect_same(const Net& a, const Net& b) {
-  const auto expected = a.named_parameters();
-  for (const auto& item : b.named_parameters()) {
-    EXPECT_TRUE(at::equal(item.value(), expected[item.key()])) << item.key();
-  }
-  EXPECT_TRUE(at::equal(a.calls, b.calls));
-}
-
-TEST(ModuleState, TrainingContinuesBitForBitWithEveryOptimizer) {
-  for (int kind = 0; kind < 6; ++kind) {
-    const TemporaryFolder root;
-    auto net = std::make_shared<Net>();
-    auto optimizer = make_optimizer(kind, *net);
-    State state;
-    add_module(state, net);
-    add_optimizer(state, *optimizer, *net);
-    state.values["position"] = std::int64_t{17};
-    train(*net, *optimizer, 0, 3);
-    optimizer->param_groups()[0].options().set_lr(0.003);
-    save(root.path(), 3, state, std::nullopt, quiet());
-    train(*net, *optimizer, 3, 4);
-
-    // Into an optimizer that has not taken a step, and into one that has taken others.
-    for (const int steps_before : {0, 2}) {
-      auto other = std::make_shared<Net>();
-      auto again = make_optimizer(kind, *other);
-      train(*other, *again, 50, steps_before);
-      State loaded;
-      add_module(loaded, other);
-      add_optimizer(loaded, *again, *other);
-      const LoadReport report = load(root.path(), loaded, std::nullopt, quiet_load());
-      EXPECT_EQ(report.step, 3);
-      EXPECT_EQ(std::get<std::int64_t>(report.values.at("position")), 17);
-      EXPECT_EQ(again->param_groups()[0].options().get_lr(), 0.003);
-      train(*other, *again, 3, 4);
-      expect_same(*net, *other);
-    }
-  }
-}
-
-TEST(ModuleState, UnknownOptimizerIsRefused) {
-  Net net;
-  torch::optim::LBFGS optimizer(net.parameters(), torch::optim::LBFGSOptions(1));
-  State state;
-  try {
-    add_optimizer(state, optimizer, net);
-    FAIL();
-  } catch (const c10::TypeError& error) {
-    EXPECT_STREQ(error.what_without_backtrace(),
-                 "checkpoint: this optimizer is not known. Known are SGD, Adam, AdamW, Adagrad and "
-                 "RMSprop; add the tensors of others by themselves.");
-  }
-}
 
 // How a table of [kRows, kColumns] lies on the ranks of a group.
 constexpr std::int64_t kRows = 11;
@@ -552,122 +443,6 @@ TEST(Delta, TouchedRowsOverRanksAndAnotherLayout) {
   }
   const Reader reader(root.path(), 2);
   EXPECT_EQ(reader.manifest().find("table@values.0.0")->shape, (std::vector<std::int64_t>{2, 2}));
-}
-
-// Lets a test hold the writer while it looks.
-struct SlowDisk final : Disk {
-  std::mutex mutex;
-  std::condition_variable change;
-  bool is_open = false;
-  bool fails = false;
-
-  ssize_t write(int fd, const void* data, std::size_t num_bytes) override {
-    std::unique_lock lock(mutex);
-    change.wait(lock, [&] { return is_open; });
-    if (fails) {
-      errno = EIO;
-      return -1;
-    }
-    return Disk::write(fd, data, num_bytes);
-  }
-  void open() {
-    const std::lock_guard lock(mutex);
-    is_open = true;
-    change.notify_all();
-  }
-};
-
-TEST(AsyncSaver, WritesWhatWasThereWhenItWasAsked) {
-  const TemporaryFolder root;
-  run_ranks(2, [&](const comm::Group& group) {
-    SlowDisk disk;
-    SaveOptions options = quiet();
-    options.disk = &disk;
-    AsyncSaver saver(root.path(), group, options);
-    EXPECT_FALSE(saver.wait().has_value());
-    State state;
-    const at::Tensor mine = at::full({2}, group.rank(), at::kFloat);
-    state.add_shard("t", {4}, {2 * group.rank()}, mine);
-    state.add_replicated("r", mine * 0);
-    saver.save(1, state);
-    EXPECT_TRUE(saver.is_saving());
-    mine.fill_(99);  // training goes on
-    saver.check();
-    disk.open();
-    const auto report = saver.wait();
-    ASSERT_TRUE(report.has_value());
-    EXPECT_EQ(report->step, 1);
-    saver.save(2, state);
-    saver.save(3, state);  // waits for the one before
-    saver.wait();
-    AsyncSaver second(root.path(), group, options);  // a group of its own again
-    second.save(4, state);
-    second.wait();
-  });
-  EXPECT_EQ(list_steps(root.path()), (std::vector<std::int64_t>{4, 3, 2, 1}));
-  const Reader first(root.path(), 1);
-  EXPECT_TRUE(at::equal(read_tensor(first, *first.find("t")),
-                        at::tensor(std::vector<float>{0, 0, 1, 1}, at::kFloat)));
-  const Reader third(root.path(), 3);
-  EXPECT_TRUE(at::equal(read_tensor(third, *third.find("t")), at::full({4}, 99.F)));
-}
-
-// The device copies while the host goes on; what comes later on the same stream is not saved.
-TEST(AsyncSaver, WritesWhatWasOnTheDevice) {
-  if (!at::hasCUDA()) GTEST_SKIP() << "no GPU";
-  const TemporaryFolder root;
-  AsyncSaver saver(root.path(), std::nullopt, quiet());
-  const at::Tensor tensor = at::arange(1 << 20, at::TensorOptions(at::kCUDA).dtype(at::kFloat));
-  for (const int step : {1, 2}) {
-    State state;
-    state.add_replicated("t", tensor);
-    saver.save(step, state);
-    tensor.add_(1);
-  }
-  saver.wait();
-  for (const int step : {1, 2}) {
-    State loaded;
-    const at::Tensor into = at::zeros({1 << 20}, tensor.options());
-    loaded.add_replicated("t", into);
-    LoadOptions options = quiet_load();
-    options.step = step;
-    load(root.path(), loaded, std::nullopt, options);
-    EXPECT_TRUE(at::equal(into.cpu(), at::arange(1 << 20, at::kFloat) + (step - 1)));
-  }
-}
-
-TEST(AsyncSaver, ErrorsOfTheWriterSurfaceAtTheNextCall) {
-  const TemporaryFolder root;
-  run_ranks(2, [&](const comm::Group& group) {
-    SlowDisk disk;
-    disk.fails = group.rank() == 1;
-    SaveOptions options = quiet();
-    options.disk = &disk;
-    AsyncSaver saver(root.path(), group, options);
-    State state;
-    state.add_shard("t", {2}, {group.rank()}, at::ones({1}));
-    saver.save(1, state);
-    saver.check();  // not known yet
-    disk.open();
-    const std::string text = error_of([&] { saver.wait(); });
-    EXPECT_TRUE(text.starts_with("checkpoint.save: rank 1: checkpoint: cannot write ")) << text;
-    saver.check();  // told once
-    disk.fails = false;
-    saver.save(2, state);
-    saver.wait();
-
-    // A copy that fails is told at once, and the writers of the others learn it.
-    State bad;
-    bad.add_shard("t", {2}, {group.rank() == 0 ? 5 : 1}, at::ones({1}));
-    if (group.rank() == 0) {
-      EXPECT_THROW(saver.save(3, bad), c10::ValueError);
-      saver.check();
-    } else {
-      saver.save(3, bad);
-      EXPECT_TRUE(error_of([&] { saver.wait(); }).starts_with("checkpoint.save: rank 0: "));
-    }
-  });
-  EXPECT_EQ(list_steps(root.path()), std::vector<std::int64_t>{2});
 }
 
 }  // namespace
