@@ -70,7 +70,10 @@ class RankProcesses {
     for (int rank = 0; rank < size; ++rank) {
       int status = 0;
       waitpid(children[rank], &status, 0);
-      EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << "rank " << rank << " failed";
+      EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0)
+          << "rank " << rank << " ended with "
+          << (WIFSIGNALED(status) ? "signal " + std::to_string(WTERMSIG(status))
+                                  : "exit code " + std::to_string(WEXITSTATUS(status)));
     }
     std::filesystem::remove_all(folder);
   }
