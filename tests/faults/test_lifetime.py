@@ -14,8 +14,9 @@ ENGINES = ["shm", "gloo"]
 def test_groups_and_steps_leak_nothing(engine):
     steps = 10000 if engine == "shm" else 1500
     # One arena: the allocator's others keep memory of threads that have ended, by chance more or less.
-    # LibTorch's own Gloo groups keep 1 to 2 KiB each for good.
-    env = {"TESSERA_ENGINE": engine, "MALLOC_ARENA_MAX": "1"}
+    # LibTorch's own Gloo groups keep 1 to 2 KiB each for good, and it remembers the last 2000 operations
+    # of the process, about 0.5 KiB each: few are asked for, so that these are full before the first look.
+    env = {"TESSERA_ENGINE": engine, "MALLOC_ARENA_MAX": "1", "TORCH_FR_BUFFER_SIZE": "100"}
     with Fleet("leaks", "groups=200", f"steps={steps}", env=env).run(2) as fleet:
         assert fleet.wait(150) == [0], fleet.err()
         before = fleet.by_rank("before")
@@ -27,7 +28,7 @@ def test_groups_and_steps_leak_nothing(engine):
                     f"{engine} {name} rank {rank}: {grown} KiB more, "
                     f"{after[rank]['descriptors']} descriptors, {after[rank]['threads']} threads"
                 )
-                assert grown < 1024, (name, rank, grown)
+                assert grown < 512, (name, rank, grown)
                 assert after[rank]["descriptors"] == before[rank]["descriptors"], (name, after)
                 assert after[rank]["threads"] == before[rank]["threads"], (name, after)
         fleet.assert_nothing_left()
