@@ -6,6 +6,7 @@
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include "core/kept_memory.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/core/check.h"
 #include "vocab_parallel/token_pass.h"
@@ -195,9 +196,8 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
  private:
   static at::Tensor workspace_for(const at::Tensor& hidden, const at::Tensor& weight,
                                   const LinearState& state) {
-    return detail::empty_gradient(
-        {hidden.size(0), std::min(state.columns_per_part, weight.size(0))},
-        hidden.options().requires_grad(false));
+    return core::empty_kept_last({hidden.size(0), std::min(state.columns_per_part, weight.size(0))},
+                                 hidden.options());
   }
 
   /// The workspace for so many columns: a narrower last part has its rows closer together.

@@ -5,6 +5,7 @@
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include "core/kept_memory.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/core/check.h"
 #include "vocab_parallel/row_chunks.h"
@@ -192,7 +193,7 @@ class LogSoftmax : public torch::autograd::Function<LogSoftmax> {
                             const comm::Group& group, const PassSettings& settings) {
     const PassResult result = detail::forward_pass(logits.detach(), at::Tensor(), group, settings);
     const at::Tensor log_sum = result.sum.log();
-    at::Tensor out = detail::empty_gradient(logits.sizes(), logits.options().requires_grad(false));
+    at::Tensor out = core::empty_kept_last(logits.sizes(), logits.options());
     const at::Tensor rows = flat_rows(logits.detach());
     const at::Tensor out_rows = out.view(rows.sizes());
     chunk_rows(rows, [&](std::int64_t first, std::int64_t last) {
@@ -220,7 +221,7 @@ class LogSoftmax : public torch::autograd::Function<LogSoftmax> {
     const at::Tensor valid = upstream.slice(1, 0, settings.num_valid);
     const at::Tensor sums =
         sum_over_group(valid.sum(1, /*keepdim=*/true, at::kFloat), state->group);
-    at::Tensor gradient = detail::empty_gradient(saved[0].sizes(), saved[0].options());
+    at::Tensor gradient = core::empty_kept_last(saved[0].sizes(), saved[0].options());
     const at::Tensor gradient_rows = gradient.view(rows.sizes());
     chunk_rows(rows, [&](std::int64_t first, std::int64_t last) {
       const at::Tensor p = log_softmax_rows(rows, first, last, saved[1], saved[2], settings).exp_();

@@ -5,6 +5,7 @@
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include "core/kept_memory.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/core/check.h"
 #include "vocab_parallel/row_chunks.h"
@@ -198,7 +199,7 @@ class Sampled : public torch::autograd::Function<Sampled> {
     const at::Tensor& column = saved[1];
     const at::Tensor upstream =
         at::where(saved[5], gradients[0].to(at::kFloat).reshape(-1) * settings.shape.scale, 0.0);
-    at::Tensor gradient = detail::empty_gradient(saved[0].sizes(), saved[0].options());
+    at::Tensor gradient = core::empty_kept_last(saved[0].sizes(), saved[0].options());
     const at::Tensor gradient_rows = gradient.view(rows.sizes());
     const auto of = [](const at::Tensor& tensor, std::int64_t first, std::int64_t last) {
       return tensor.slice(0, first, last).unsqueeze(1);

@@ -91,11 +91,6 @@ at::Tensor backward_pass(const at::Tensor& logits, const at::Tensor& labels,
 /// is 0. The usual 1 costs no pass.
 at::Tensor scale_gradient(at::Tensor gradient, const at::Tensor& upstream);
 
-/// An uninitialised tensor for a gradient of this shape. Large ones on the CPU take the memory of
-/// the last one that was freed, or ask for huge pages: fresh 4 KB pages cost several times more
-/// than the kernel that fills them.
-at::Tensor empty_gradient(at::IntArrayRef shape, const at::TensorOptions& options);
-
 /// Stacks tensors of equal shape of all ranks, in rank order.
 at::Tensor gather_rows(const at::Tensor& row, const comm::Group& group);
 
