@@ -263,6 +263,7 @@ CrossEntropyScores linear_cross_entropy_with_scores(
   settings.needs_gradient =
       at::GradMode::is_enabled() && (hidden.requires_grad() || local_weight.requires_grad());
 
+  detail::check_labels_before(labels, settings);
   at::Tensor flat_labels = detail::flat_labels(labels);
   at::Tensor flat_hidden = hidden.reshape({-1, hidden.size(-1)});
   const std::int64_t num_rows = flat_hidden.size(0);
@@ -281,9 +282,7 @@ CrossEntropyScores linear_cross_entropy_with_scores(
   unchecked.check_labels = false;
   const variable_list rows = LinearFunction::apply(flat_hidden, local_weight, flat_labels, group,
                                                    unchecked, options.workspace_bytes);
-  if (settings.check_labels) {
-    detail::check_label_range(labels, rows[5].item<std::int64_t>(), settings);
-  }
+  detail::check_labels_after(labels, rows[5], settings);
   const auto shaped = [&](const at::Tensor& of) {
     return spread(of, kept, num_rows).view(labels.sizes());
   };

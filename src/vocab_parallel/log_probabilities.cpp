@@ -24,6 +24,8 @@ using detail::sum_over_group;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
+constexpr const char* kId = "id";  // what error texts call it
+
 TokenOptions named(const TokenOptions& options, const char* operation) {
   TokenOptions result = options;
   if (result.operation == TokenOptions().operation) result.operation = operation;
@@ -65,18 +67,6 @@ void check_ids(const at::Tensor& logits, const at::Tensor& ids, const std::strin
                       logits.sizes(), ". All but the last dimension must be equal.");
 }
 
-void check_id_range(const at::Tensor& ids, std::int64_t vocab, const PassSettings& settings) {
-  if (!settings.check_labels) return;
-  const at::Tensor bad =
-      ((ids < 0).logical_or(ids >= vocab)).logical_and(ids != settings.shape.ignored);
-  if (!bad.any().item<bool>()) return;
-  const auto first = bad.reshape(-1).to(at::kByte).argmax().item<std::int64_t>();
-  TESSERA_CHECK_INDEX(false, settings.operation, ": id ",
-                      ids.reshape(-1)[first].item<std::int64_t>(), " at position ",
-                      detail::position_text(first, ids.sizes()), " is outside the vocabulary of ",
-                      vocab, " ids.");
-}
-
 /// Sum of the gradients of all equal ids of a row: what one element of the logits gets.
 at::Tensor sums_of_equal_ids(const at::Tensor& ids, const at::Tensor& gradient) {
   const std::int64_t k = ids.size(1);
@@ -115,8 +105,9 @@ class LogProbabilitiesAt : public torch::autograd::Function<LogProbabilitiesAt> 
                             const PassSettings& settings) {
     const at::Tensor rows = flat_rows(logits.detach());
     const at::Tensor flat_ids = ids.to(at::kLong).reshape({rows.size(0), ids.size(-1)});
+    detail::check_labels_before(ids, settings, kId);
     const PassResult result = detail::forward_pass(rows, at::Tensor(), group, settings);
-    check_id_range(ids, settings.check_labels ? result.vocab.item<std::int64_t>() : 0, settings);
+    detail::check_labels_after(ids, result.vocab, settings, kId);
     const at::Tensor distance =
         picked(rows, flat_ids, group, settings) - result.maximum.unsqueeze(1);
     const at::Tensor log_p = (distance * settings.shape.scale - result.sum.log().unsqueeze(1))
@@ -258,9 +249,7 @@ at::Tensor logits_at(const at::Tensor& local_logits, const at::Tensor& ids,
   const PassSettings settings =
       detail::settings_of(local_logits, at::Tensor(), group, named(options, "vocab.logits_at"));
   check_ids(local_logits, ids, settings.operation);
-  if (settings.check_labels) {
-    check_id_range(ids, detail::vocab_of_ranks(local_logits, group, settings), settings);
-  }
+  detail::check_labels_without_pass(ids, local_logits, group, settings, kId);
   return LogitsAt::apply(local_logits, ids, group, settings);
 }
 

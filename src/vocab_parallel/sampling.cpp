@@ -248,10 +248,7 @@ at::Tensor sampled_log_probabilities(const at::Tensor& local_logits, const at::T
   PassSettings settings = detail::settings_of(local_logits, labels, group, options);
   check_filters(options);
   TESSERA_CHECK_VALUE(labels.defined(), settings.operation, ": the labels are undefined.");
-  if (settings.check_labels) {
-    detail::check_label_range(labels, detail::vocab_of_ranks(local_logits, group, settings),
-                              settings);
-  }
+  detail::check_labels_without_pass(labels, local_logits, group, settings);
   return Sampled::apply(local_logits, detail::flat_labels(labels), group, settings, options.top_k,
                         options.top_p);
 }

@@ -29,10 +29,9 @@ class TokenFunction : public torch::autograd::Function<TokenFunction> {
                                const PassSettings& settings) {
     const at::Tensor labels = settings.has_labels ? given_labels : at::Tensor();
     const at::Tensor flat = detail::flat_labels(labels);
+    detail::check_labels_before(labels, settings);
     PassResult result = detail::forward_pass(logits.detach(), flat, group, settings);
-    if (labels.defined() && settings.check_labels) {
-      detail::check_label_range(labels, result.vocab.item<std::int64_t>(), settings);
-    }
+    detail::check_labels_after(labels, result.vocab, settings);
     at::Tensor kept = logits;
     if (settings.overwrite == Overwrite::kInForward && settings.needs_gradient) {
       if (!result.gradient_is_written) write_gradient(logits, flat, result, settings);
