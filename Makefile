@@ -114,7 +114,7 @@ format: $(VENV)/.ready  ## Rewrite sources to the house format
 	git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' | xargs $(VENV)/bin/clang-format -i
 	$(VENV)/bin/ruff format --quiet python tests bench examples
 
-bench: everything  ## Measure beside the peers; writes bench/results and docs/performance.md
+bench: everything peers  ## Measure beside the peers; writes bench/results and docs/performance.md
 	$(VENV)/bin/python bench/run.py
 
 cuda-build:  ## Build on a machine with a GPU and its own torch
