@@ -20,6 +20,7 @@ using detail::PassSettings;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
+constexpr const char* kFunction = "vocab.linear_cross_entropy";
 constexpr std::int64_t kDefaultWorkspace = std::int64_t{256} << 20;
 
 /// What forward leaves for backward besides tensors of the context.
@@ -218,19 +219,18 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
 
 void check_inputs(const at::Tensor& hidden, const at::Tensor& weight,
                   const LinearOptions& options) {
-  TESSERA_CHECK_VALUE(hidden.defined() && hidden.dim() >= 1 && weight.defined() &&
-                          weight.dim() == 2 && hidden.size(-1) == weight.size(1),
-                      options.operation, ": hidden states of shape ",
-                      hidden.defined() ? hidden.sizes() : at::IntArrayRef(),
-                      " do not fit a weight of shape ",
-                      weight.defined() ? weight.sizes() : at::IntArrayRef(),
-                      ". The last dimensions must be equal.");
-  TESSERA_CHECK_TYPE(hidden.scalar_type() == weight.scalar_type(), options.operation,
+  const std::string operation = detail::operation_of(options, kFunction);
+  TESSERA_CHECK_VALUE(
+      hidden.defined() && hidden.dim() >= 1 && weight.defined() && weight.dim() == 2 &&
+          hidden.size(-1) == weight.size(1),
+      operation, ": hidden states of shape ", hidden.defined() ? hidden.sizes() : at::IntArrayRef(),
+      " do not fit a weight of shape ", weight.defined() ? weight.sizes() : at::IntArrayRef(),
+      ". The last dimensions must be equal.");
+  TESSERA_CHECK_TYPE(hidden.scalar_type() == weight.scalar_type(), operation,
                      ": the hidden states are ", hidden.scalar_type(), ", the weight is ",
                      weight.scalar_type(), ". Use one type.");
-  TESSERA_CHECK_VALUE(options.workspace_bytes.value_or(1) > 0, options.operation,
-                      ": a workspace of ", options.workspace_bytes.value_or(1),
-                      " bytes is not possible.");
+  TESSERA_CHECK_VALUE(options.workspace_bytes.value_or(1) > 0, operation, ": a workspace of ",
+                      options.workspace_bytes.value_or(1), " bytes is not possible.");
 }
 
 /// Rows of all tokens from those of the tokens with a label; the others are 0.
@@ -250,7 +250,7 @@ CrossEntropyScores linear_cross_entropy_with_scores(
   // A tensor without memory: the checks look at shapes and types only.
   const at::Tensor logits =
       at::empty({1}, hidden.options().requires_grad(false)).expand(logits_shape);
-  PassSettings settings = detail::settings_of(logits, labels, group, options);
+  PassSettings settings = detail::settings_of(logits, labels, group, options, kFunction);
   TESSERA_CHECK_VALUE(labels.defined(), settings.operation, ": the labels are undefined.");
   settings.tile = 0;
   settings.wanted = wanted;

@@ -26,12 +26,6 @@ using torch::autograd::variable_list;
 
 constexpr const char* kId = "id";  // what error texts call it
 
-TokenOptions named(const TokenOptions& options, const char* operation) {
-  TokenOptions result = options;
-  if (result.operation == TokenOptions().operation) result.operation = operation;
-  return result;
-}
-
 /// Ids as columns of this rank: where they are its own, and a valid column everywhere.
 struct OwnIds {
   at::Tensor is_own;   // bool [n, k]
@@ -230,15 +224,16 @@ class LogSoftmax : public torch::autograd::Function<LogSoftmax> {
 
 at::Tensor log_probabilities(const at::Tensor& local_logits, const at::Tensor& labels,
                              const comm::Group& group, const TokenOptions& options) {
-  return token_scores(local_logits, labels, group, {.log_probability = true},
-                      named(options, "vocab.log_probabilities"))
+  TokenOptions named = options;
+  named.operation = detail::operation_of(options, "vocab.log_probabilities");
+  return token_scores(local_logits, labels, group, {.log_probability = true}, named)
       .log_probability;
 }
 
 at::Tensor log_probabilities_at(const at::Tensor& local_logits, const at::Tensor& ids,
                                 const comm::Group& group, const TokenOptions& options) {
-  PassSettings settings = detail::settings_of(local_logits, at::Tensor(), group,
-                                              named(options, "vocab.log_probabilities_at"));
+  PassSettings settings =
+      detail::settings_of(local_logits, at::Tensor(), group, options, "vocab.log_probabilities_at");
   check_ids(local_logits, ids, settings.operation);
   settings.overwrite = Overwrite::kNever;
   return LogProbabilitiesAt::apply(local_logits, ids, group, settings);
@@ -247,7 +242,7 @@ at::Tensor log_probabilities_at(const at::Tensor& local_logits, const at::Tensor
 at::Tensor logits_at(const at::Tensor& local_logits, const at::Tensor& ids,
                      const comm::Group& group, const TokenOptions& options) {
   const PassSettings settings =
-      detail::settings_of(local_logits, at::Tensor(), group, named(options, "vocab.logits_at"));
+      detail::settings_of(local_logits, at::Tensor(), group, options, "vocab.logits_at");
   check_ids(local_logits, ids, settings.operation);
   detail::check_labels_without_pass(ids, local_logits, group, settings, kId);
   return LogitsAt::apply(local_logits, ids, group, settings);
@@ -256,7 +251,7 @@ at::Tensor logits_at(const at::Tensor& local_logits, const at::Tensor& ids,
 at::Tensor log_softmax(const at::Tensor& local_logits, const comm::Group& group,
                        const TokenOptions& options) {
   PassSettings settings =
-      detail::settings_of(local_logits, at::Tensor(), group, named(options, "vocab.log_softmax"));
+      detail::settings_of(local_logits, at::Tensor(), group, options, "vocab.log_softmax");
   settings.overwrite = Overwrite::kNever;
   return LogSoftmax::apply(local_logits, group, settings);
 }
@@ -265,7 +260,7 @@ std::pair<at::Tensor, at::Tensor> top_k(const at::Tensor& local_logits, std::int
                                         const comm::Group& group, const TokenOptions& options) {
   const at::NoGradGuard no_grad;
   const PassSettings settings =
-      detail::settings_of(local_logits, at::Tensor(), group, named(options, "vocab.top_k"));
+      detail::settings_of(local_logits, at::Tensor(), group, options, "vocab.top_k");
   TESSERA_CHECK_VALUE(k > 0, settings.operation, ": the best ", k, " ids cannot be chosen.");
   if (settings.check_labels) {
     const std::int64_t vocab = detail::vocab_of_ranks(local_logits, group, settings);

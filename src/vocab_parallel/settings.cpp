@@ -74,8 +74,9 @@ void check_label_range(const at::Tensor& labels, std::int64_t vocab, const PassS
 }  // namespace
 
 PassSettings settings_of(const at::Tensor& logits, const at::Tensor& labels,
-                         const comm::Group& group, const TokenOptions& options) {
-  const std::string& operation = options.operation;
+                         const comm::Group& group, const TokenOptions& options,
+                         const char* function) {
+  const std::string operation = operation_of(options, function);
   check_logits(operation, logits);
   check_labels(operation, logits, labels);
   TESSERA_CHECK_VALUE(options.temperature > 0.0, operation, ": a temperature of ",

@@ -73,10 +73,10 @@ class SoftCrossEntropy : public torch::autograd::Function<SoftCrossEntropy> {
 
 at::Tensor soft_cross_entropy(const at::Tensor& local_logits, const at::Tensor& local_target_logits,
                               const comm::Group& group, const TokenOptions& options) {
-  TokenOptions named = options;
-  if (named.operation == TokenOptions().operation) named.operation = "vocab.soft_cross_entropy";
-  PassSettings settings = detail::settings_of(local_logits, at::Tensor(), group, named);
-  detail::settings_of(local_target_logits, at::Tensor(), group, named);
+  constexpr const char* kFunction = "vocab.soft_cross_entropy";
+  PassSettings settings =
+      detail::settings_of(local_logits, at::Tensor(), group, options, kFunction);
+  detail::settings_of(local_target_logits, at::Tensor(), group, options, kFunction);
   TESSERA_CHECK_VALUE(local_logits.sizes() == local_target_logits.sizes(), settings.operation,
                       ": the logits have shape ", local_logits.sizes(), ", the target logits ",
                       local_target_logits.sizes(), ". They must be equal.");

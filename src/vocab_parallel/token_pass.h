@@ -46,9 +46,15 @@ struct PassResult {
   bool gradient_is_written = false;  // over the logits
 };
 
-/// Checks arguments that can be checked without talking to other ranks.
+/// What stands in front of error texts: the caller's word, or `function`.
+inline std::string operation_of(const TokenOptions& options, const char* function) {
+  return options.operation.empty() ? function : options.operation;
+}
+
+/// Checks arguments that can be checked without talking to other ranks, for the public `function`.
 PassSettings settings_of(const at::Tensor& logits, const at::Tensor& labels,
-                         const comm::Group& group, const TokenOptions& options);
+                         const comm::Group& group, const TokenOptions& options,
+                         const char* function);
 
 /// The labels as int64, one per row, contiguous; undefined if they are.
 at::Tensor flat_labels(const at::Tensor& labels);

@@ -141,7 +141,8 @@ CrossEntropyScores run(const at::Tensor& logits, const at::Tensor& labels, const
 TokenScores token_scores(const at::Tensor& local_logits, const at::Tensor& labels,
                          const comm::Group& group, const WantedScores& wanted,
                          const TokenOptions& options) {
-  PassSettings settings = detail::settings_of(local_logits, labels, group, options);
+  PassSettings settings =
+      detail::settings_of(local_logits, labels, group, options, "vocab.token_scores");
   TESSERA_CHECK_VALUE(labels.defined() || !wanted.log_probability, settings.operation,
                       ": log-probabilities need labels.");
   settings.wanted = wanted;
@@ -152,7 +153,8 @@ CrossEntropyScores cross_entropy_with_scores(const at::Tensor& local_logits,
                                              const at::Tensor& labels, const comm::Group& group,
                                              const WantedScores& wanted,
                                              const CrossEntropyOptions& options) {
-  PassSettings settings = detail::settings_of(local_logits, labels, group, options);
+  PassSettings settings =
+      detail::settings_of(local_logits, labels, group, options, "vocab.cross_entropy");
   TESSERA_CHECK_VALUE(labels.defined(), settings.operation, ": the labels are undefined.");
   detail::set_loss(settings, options);
   settings.wanted = wanted;

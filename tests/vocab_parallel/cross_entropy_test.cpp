@@ -168,10 +168,19 @@ TEST(VocabErrors, WrongArgumentsAreNamed) {
     EXPECT_EQ(
         value([](auto& o) { o.temperature = 0; }),
         "vocab.cross_entropy: a temperature of 0 is not possible. It must be greater than 0.");
-    EXPECT_EQ(
-        value([](auto& o) { o.label_smoothing = 1.5; }),
-        "vocab.cross_entropy: a label smoothing of 1.5 is not possible. It lies between 0 and "
-        "1.");
+    EXPECT_EQ(text_thrown_by<c10::ValueError>([&] {
+                cross_entropy(logits, labels, group, {.label_smoothing = 1.5, .z_loss = 1e-4});
+              }),
+              "vocab.cross_entropy: a label smoothing of 1.5 is not possible. It lies between 0 "
+              "and 1.");
+    EXPECT_EQ(value([](auto& o) {
+                o.temperature = -1;
+                o.operation = "mine";
+              }),
+              "mine: a temperature of -1 is not possible. It must be greater than 0.");
+    EXPECT_EQ(text_thrown_by<c10::ValueError>(
+                  [&] { token_scores(logits, labels, group, {}, {.temperature = 0.0}); }),
+              "vocab.token_scores: a temperature of 0 is not possible. It must be greater than 0.");
     EXPECT_EQ(value([](auto& o) { o.columns = Columns{3, 11}; }),
               "vocab.cross_entropy: the column range [3, 11) does not fit logits with 7 columns.");
     EXPECT_EQ(value([](auto& o) { o.vocab_size = 0; }),

@@ -49,8 +49,8 @@ struct TokenOptions {
   /// vocab_size is given, else after the exchange, which tells how many ids there are. On CUDA this
   /// waits for the device, so the default there is not to look; such a token then gets NaN.
   std::optional<bool> check_labels = std::nullopt;
-  /// Stands in front of error texts.
-  std::string operation = "vocab.token_scores";
+  /// Stands in front of error texts. Empty: the name of the function.
+  std::string operation = {};
 };
 
 /// Which scores to compute; the others stay undefined.
