@@ -91,7 +91,7 @@ single: $(BUILD)/build.ninja
 
 # clang-tidy reads what does without LibTorch in every run; the rest costs half a minute a file and is
 # read by `make tidy`.
-TIDY_CHECKPOINT := $(addprefix src/checkpoint/,checksum.cpp convert.cpp disk.cpp folder.cpp json.cpp manifest.cpp open_file.cpp reader.cpp safetensors.cpp writer.cpp)
+TIDY_CHECKPOINT := $(addprefix src/checkpoint/,checksum.cpp convert.cpp disk.cpp folder.cpp json.cpp manifest.cpp manifest_check.cpp open_file.cpp plain_reader.cpp reader.cpp safetensors.cpp stored_region.cpp writer.cpp)
 TIDY_QUICK := 'cli/*.cpp' ':!cli/worker' 'src/launch/*.cpp' 'src/kernels/*.cpp' 'src/comm/shm/*.cpp' 'src/core/error_file.cpp' $(TIDY_CHECKPOINT)
 # Not what needs CUDA's headers.
 TIDY_ALL := 'cli/**/*.cpp' 'src/**/*.cpp' 'python/src/*.cpp' ':!src/embedding/table_cuda.cpp' ':!src/vocab_parallel/device_cuda.cpp' ':!src/comm/nccl/nccl_backend.cpp'
@@ -114,7 +114,7 @@ format: $(VENV)/.ready  ## Rewrite sources to the house format
 	git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' | xargs $(VENV)/bin/clang-format -i
 	$(VENV)/bin/ruff format --quiet python tests bench examples
 
-bench: everything  ## Measure beside the peers; writes bench/results and docs/performance.md
+bench: everything peers  ## Measure beside the peers; writes bench/results and docs/performance.md
 	$(VENV)/bin/python bench/run.py
 
 cuda-build:  ## Build on a machine with a GPU and its own torch

@@ -129,12 +129,25 @@ void bind_probabilities(py::module_& m) {
     fill(options, columns, vocab_size, -100, temperature, 0, std::nullopt);
     return options;
   };
+  const auto at_ids = [&m](const char* name, auto function) {
+    m.def(
+        name,
+        [function](const Tensor& logits, const Tensor& ids, const MaybeGroup& group,
+                   const Range& columns, MaybeInt vocab_size, std::int64_t ignore_index,
+                   double temperature, std::optional<bool> check_labels) {
+          TokenOptions options;
+          fill(options, columns, vocab_size, ignore_index, temperature, 0, check_labels);
+          return function(logits, ids, group_of(group), options);
+        },
+        Release());
+  };
+  at_ids("vocab_log_probabilities_at", &log_probabilities_at);
+  at_ids("vocab_logits_at", &logits_at);
   m.def(
-      "vocab_log_probabilities_at",
-      [options_of](const Tensor& logits, const Tensor& ids, const MaybeGroup& group,
-                   const Range& columns, MaybeInt vocab_size, double temperature) {
-        return log_probabilities_at(logits, ids, group_of(group),
-                                    options_of(columns, vocab_size, temperature));
+      "vocab_columns_of",
+      [](std::int64_t vocab_size, const MaybeGroup& group) {
+        const Columns columns = columns_of(vocab_size, group_of(group));
+        return std::pair(columns.start, columns.end);
       },
       Release());
   m.def(
@@ -162,9 +175,11 @@ void bind_probabilities(py::module_& m) {
 }
 
 SamplingOptions sampling_of(std::int64_t top_k, double top_p, const Range& columns,
-                            MaybeInt vocab_size, double temperature) {
+                            MaybeInt vocab_size, double temperature,
+                            std::int64_t ignore_index = -100,
+                            std::optional<bool> check_labels = std::nullopt) {
   SamplingOptions options;
-  fill(options, columns, vocab_size, -100, temperature, 0, std::nullopt);
+  fill(options, columns, vocab_size, ignore_index, temperature, 0, check_labels);
   options.top_k = top_k;
   options.top_p = top_p;
   return options;
@@ -174,10 +189,11 @@ void bind_sampling(py::module_& m) {
   m.def(
       "vocab_sampled_log_probabilities",
       [](const Tensor& logits, const Tensor& labels, const MaybeGroup& group, std::int64_t top_k,
-         double top_p, const Range& columns, MaybeInt vocab_size, double temperature) {
-        return sampled_log_probabilities(
-            logits, labels, group_of(group),
-            sampling_of(top_k, top_p, columns, vocab_size, temperature));
+         double top_p, const Range& columns, MaybeInt vocab_size, std::int64_t ignore_index,
+         double temperature, std::optional<bool> check_labels) {
+        return sampled_log_probabilities(logits, labels, group_of(group),
+                                         sampling_of(top_k, top_p, columns, vocab_size, temperature,
+                                                     ignore_index, check_labels));
       },
       Release());
   m.def(

@@ -277,8 +277,21 @@ def vocab_log_probabilities_at(
     group: ProcessGroup | None,
     columns: _Columns,
     vocab_size: int | None,
+    ignore_index: int,
     temperature: float,
+    check_labels: bool | None,
 ) -> Tensor: ...
+def vocab_logits_at(
+    logits: Tensor,
+    ids: Tensor,
+    group: ProcessGroup | None,
+    columns: _Columns,
+    vocab_size: int | None,
+    ignore_index: int,
+    temperature: float,
+    check_labels: bool | None,
+) -> Tensor: ...
+def vocab_columns_of(vocab_size: int, group: ProcessGroup | None) -> tuple[int, int]: ...
 def vocab_log_softmax(
     logits: Tensor, group: ProcessGroup | None, columns: _Columns, vocab_size: int | None, temperature: float
 ) -> Tensor: ...
@@ -355,7 +368,9 @@ def vocab_sampled_log_probabilities(
     top_p: float,
     columns: _Columns,
     vocab_size: int | None,
+    ignore_index: int,
     temperature: float,
+    check_labels: bool | None,
 ) -> Tensor: ...
 def vocab_smallest_kept_logit(
     logits: Tensor,

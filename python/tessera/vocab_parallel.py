@@ -2,7 +2,7 @@
 
 Each rank holds some columns of the logits. One read of them gives a few numbers per token, one small
 all-gather makes them known, and every rank merges them in rank order: results are the same bits on
-all ranks. `group` may be None for logits that are whole. Everything here is collective.
+all ranks. `group` may be None for logits that are whole. Everything here but columns_of is collective.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from tessera import _C
 __all__ = [
     "CrossEntropyScores",
     "TokenScores",
+    "columns_of",
     "cross_entropy",
     "cross_entropy_with_scores",
     "linear_cross_entropy",
+    "linear_cross_entropy_with_scores",
     "log_probabilities",
     "log_probabilities_at",
     "log_softmax",
+    "logits_at",
     "sampled_log_probabilities",
     "smallest_kept_logit",
     "soft_cross_entropy",
@@ -55,6 +58,17 @@ def _flags(wanted: tuple[str, ...]) -> list[bool]:
     if unknown:
         raise ValueError(f"vocab: there is no score '{unknown[0]}'. Choose from {', '.join(_SCORES)}.")
     return [name in wanted for name in _SCORES]
+
+
+def columns_of(vocab_size: int, group: ProcessGroup | None = None) -> Columns:
+    """Return this rank's range of ids when they are dealt out evenly. Not collective.
+
+    The first vocab_size % ranks ranks get one more.
+
+    >>> columns_of(8)
+    (0, 8)
+    """
+    return _C.vocab_columns_of(vocab_size, group)
 
 
 def token_scores(
@@ -148,7 +162,7 @@ def log_probabilities(
     return token_scores(local_logits, labels, group, ("log_probability",), **options).log_probability
 
 
-def linear_cross_entropy(
+def linear_cross_entropy_with_scores(
     hidden: Tensor,
     local_weight: Tensor,
     labels: Tensor,
@@ -173,15 +187,29 @@ def linear_cross_entropy(
     over the group.
 
     >>> import torch
-    >>> loss, _ = linear_cross_entropy(torch.zeros(2, 4), torch.zeros(8, 4), torch.tensor([1, 2]))
-    >>> round(float(loss), 4)
-    2.0794
+    >>> labels = torch.tensor([1, 2])
+    >>> hidden, weight = torch.zeros(2, 4), torch.zeros(8, 4)
+    >>> scores = linear_cross_entropy_with_scores(hidden, weight, labels, None, ("argmax",))
+    >>> round(float(scores.loss), 4), scores.tokens.argmax.tolist()
+    (2.0794, [0, 0])
     """
     scores = _C.vocab_linear_cross_entropy(
         hidden, local_weight, labels, group, _flags(wanted), columns, vocab_size, ignore_index,
         temperature, check_labels, reduction, label_smoothing, z_loss, workspace_bytes,
     )  # fmt: skip
     return CrossEntropyScores(scores[0], TokenScores(*scores[1:]))
+
+
+def linear_cross_entropy(
+    hidden: Tensor, local_weight: Tensor, labels: Tensor, group: ProcessGroup | None = None, **options
+) -> Tensor:
+    """Return the loss alone; options as in linear_cross_entropy_with_scores.
+
+    >>> import torch
+    >>> round(float(linear_cross_entropy(torch.zeros(2, 4), torch.zeros(8, 4), torch.tensor([1, 2]))), 4)
+    2.0794
+    """
+    return linear_cross_entropy_with_scores(hidden, local_weight, labels, group, **options).loss
 
 
 def log_probabilities_at(
@@ -191,15 +219,40 @@ def log_probabilities_at(
     *,
     columns: Columns | None = None,
     vocab_size: int | None = None,
+    ignore_index: int = -100,
     temperature: float = 1.0,
+    check_labels: bool | None = None,
 ) -> Tensor:
-    """Return log p at several ids per token ([..., k]), float32. Differentiable.
+    """Return log p at several ids per token ([..., k]), float32; 0 at `ignore_index`. Differentiable.
 
     >>> import torch
     >>> log_probabilities_at(torch.zeros(1, 8), torch.tensor([[1, 5]])).shape
     torch.Size([1, 2])
     """
-    return _C.vocab_log_probabilities_at(local_logits, ids, group, columns, vocab_size, temperature)
+    return _C.vocab_log_probabilities_at(
+        local_logits, ids, group, columns, vocab_size, ignore_index, temperature, check_labels
+    )
+
+
+def logits_at(
+    local_logits: Tensor,
+    ids: Tensor,
+    group: ProcessGroup | None = None,
+    *,
+    columns: Columns | None = None,
+    vocab_size: int | None = None,
+    ignore_index: int = -100,
+    check_labels: bool | None = None,
+) -> Tensor:
+    """Return the logits at several ids per token ([..., k]) as they are, float32; 0 at `ignore_index`.
+
+    Differentiable.
+
+    >>> import torch
+    >>> logits_at(torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([[1, -100]])).tolist()
+    [[3.0, 0.0]]
+    """
+    return _C.vocab_logits_at(local_logits, ids, group, columns, vocab_size, ignore_index, 1.0, check_labels)
 
 
 def log_softmax(
@@ -287,11 +340,13 @@ def sampled_log_probabilities(
     top_p: float = 1.0,
     columns: Columns | None = None,
     vocab_size: int | None = None,
+    ignore_index: int = -100,
     temperature: float = 1.0,
+    check_labels: bool | None = None,
 ) -> Tensor:
     """Return log p of the labels among the ids that top-k and top-p filters keep, float32.
 
-    A label that was dropped gives -inf and no gradient. Differentiable.
+    A label that was dropped gives -inf and no gradient, `ignore_index` gives 0. Differentiable.
 
     >>> import torch
     >>> logits = torch.tensor([[0.0, 0.0, -1.0]])
@@ -299,5 +354,6 @@ def sampled_log_probabilities(
     -0.6931
     """
     return _C.vocab_sampled_log_probabilities(
-        local_logits, labels, group, top_k, top_p, columns, vocab_size, temperature
-    )
+        local_logits, labels, group, top_k, top_p, columns, vocab_size, ignore_index, temperature,
+        check_labels,
+    )  # fmt: skip

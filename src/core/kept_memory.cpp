@@ -16,12 +16,15 @@ namespace {
 
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
 
+class KeptMemory;
+
 struct Block {
   void* data;
   std::size_t bytes;  // a multiple of kHugePage
+  KeptMemory* owner;
 };
 
-Block map(std::size_t bytes) {
+void* map(std::size_t bytes) {
   // One huge page more than needed, cut off again so that the block begins at one.
   const std::size_t room = bytes + kHugePage;
   void* mapped = ::mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -33,14 +36,18 @@ Block map(std::size_t bytes) {
   if (skipped != 0) ::munmap(first, skipped);
   ::munmap(first + skipped + bytes, kHugePage - skipped);
   ::madvise(first + skipped, bytes, MADV_HUGEPAGE);
-  return {first + skipped, bytes};
+  return first + skipped;
 }
 
 class KeptMemory final : public c10::Allocator {
  public:
   // Never destroyed: tensors may end after everything else.
-  static KeptMemory& instance() {
-    static auto* only = new KeptMemory;
+  static KeptMemory& many() {
+    static auto* only = new KeptMemory(/*is_for_one=*/false);
+    return *only;
+  }
+  static KeptMemory& last() {
+    static auto* only = new KeptMemory(/*is_for_one=*/true);
     return *only;
   }
 
@@ -60,7 +67,10 @@ class KeptMemory final : public c10::Allocator {
   }
 
  private:
+  explicit KeptMemory(bool is_for_one) : is_for_one_(is_for_one) {}
+
   Block take(std::size_t bytes) {
+    std::deque<Block> dropped;
     {
       const std::scoped_lock lock(mutex_);
       // The smallest that fits, and is not much too large.
@@ -75,13 +85,18 @@ class KeptMemory final : public c10::Allocator {
         free_bytes_ -= found.bytes;
         return found;
       }
+      if (is_for_one_) {
+        dropped.swap(free_);
+        free_bytes_ = 0;
+      }
     }
-    return map(bytes);
+    unmap(dropped);
+    return {map(bytes), bytes, this};
   }
 
   static void leave(void* context) {
     auto* block = static_cast<Block*>(context);
-    instance().keep(*block);
+    block->owner->keep(*block);
     delete block;
   }
 
@@ -91,33 +106,54 @@ class KeptMemory final : public c10::Allocator {
       const std::scoped_lock lock(mutex_);
       free_.push_back(block);
       free_bytes_ += block.bytes;
-      while (free_bytes_ > kMostKeptBytes) {
+      while (is_for_one_ ? free_.size() > 1 : free_bytes_ > kMostKeptBytes) {
         dropped.push_back(free_.front());
         free_bytes_ -= free_.front().bytes;
         free_.pop_front();
       }
     }
-    for (const Block& each : dropped) ::munmap(each.data, each.bytes);
+    unmap(dropped);
   }
 
+  static void unmap(const std::deque<Block>& blocks) {
+    for (const Block& each : blocks) ::munmap(each.data, each.bytes);
+  }
+
+  const bool is_for_one_;
   std::mutex mutex_;
   std::deque<Block> free_;  // in the order in which they were left
   std::size_t free_bytes_ = 0;
 };
 
-}  // namespace
-
-at::Tensor empty_kept(at::IntArrayRef shape, const at::TensorOptions& options) {
+std::size_t bytes_of(at::IntArrayRef shape, const at::TensorOptions& options) {
   std::size_t bytes = options.dtype().itemsize();
   for (const std::int64_t size : shape) bytes *= static_cast<std::size_t>(size);
-  if (!options.device().is_cpu() || options.pinned_memory() || bytes < kLeastKeptBytes) {
+  return bytes;
+}
+
+at::Tensor empty_from(KeptMemory& memory, std::size_t least_bytes, at::IntArrayRef shape,
+                      const at::TensorOptions& options) {
+  if (!options.device().is_cpu() || options.pinned_memory() ||
+      bytes_of(shape, options) < least_bytes) {
     return at::empty(shape, options.requires_grad(false));
   }
-  return at::detail::empty_generic(shape, &KeptMemory::instance(),
-                                   c10::DispatchKeySet(c10::DispatchKey::CPU),
+  return at::detail::empty_generic(shape, &memory, c10::DispatchKeySet(c10::DispatchKey::CPU),
                                    c10::typeMetaToScalarType(options.dtype()), std::nullopt);
 }
 
-std::size_t kept_bytes() noexcept { return KeptMemory::instance().free_bytes(); }
+}  // namespace
+
+at::Tensor empty_kept(at::IntArrayRef shape, const at::TensorOptions& options) {
+  return empty_from(KeptMemory::many(), kLeastKeptBytes, shape, options);
+}
+
+at::Tensor empty_kept_last(at::IntArrayRef shape, const at::TensorOptions& options) {
+  if (bytes_of(shape, options) < kLeastLastBytes) return empty_kept(shape, options);
+  return empty_from(KeptMemory::last(), kLeastLastBytes, shape, options);
+}
+
+std::size_t kept_bytes() noexcept {
+  return KeptMemory::many().free_bytes() + KeptMemory::last().free_bytes();
+}
 
 }  // namespace tessera::core

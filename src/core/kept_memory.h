@@ -21,6 +21,12 @@ inline constexpr std::size_t kLeastKeptBytes = std::size_t{1} << 20;
 /// thread.
 at::Tensor empty_kept(at::IntArrayRef shape, const at::TensorOptions& options);
 
+/// The same for the gradient of a batch of logits, which can be larger than all that empty_kept
+/// keeps: the memory of the last one that ended is kept beside it, whatever its size, until one
+/// that it does not suit is asked for. One below kLeastLastBytes comes from empty_kept.
+at::Tensor empty_kept_last(at::IntArrayRef shape, const at::TensorOptions& options);
+inline constexpr std::size_t kLeastLastBytes = std::size_t{8} << 20;
+
 /// Bytes that are kept and free at present.
 std::size_t kept_bytes() noexcept;
 

@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <poll.h>
-#include <sys/ioctl.h>
 #include <sys/prctl.h>
 #include <sys/signalfd.h>
 #include <sys/stat.h>
@@ -58,21 +57,6 @@ std::string name_from_time() {
   return std::string(text) + "-" + random_hex(3);
 }
 
-std::shared_ptr<Console::OpenLine> line_shared_by(int a, int b,
-                                                  const std::shared_ptr<Console::OpenLine>& of_a) {
-  struct stat first{};
-  struct stat second{};
-  const bool is_same = fstat(a, &first) == 0 && fstat(b, &second) == 0 &&
-                       first.st_dev == second.st_dev && first.st_ino == second.st_ino;
-  return is_same ? of_a : std::make_shared<Console::OpenLine>();
-}
-
-int terminal_width() {
-  winsize size{};
-  if (ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col >= 40) return size.ws_col;
-  return 100;
-}
-
 // One host's part of the job. Node 0 decides (starts, restarts, ends); the others follow.
 class Job {
  public:
@@ -115,7 +99,8 @@ class Job {
   Guard guard_{scratch_folder_};
   std::shared_ptr<Console::OpenLine> out_line_ = std::make_shared<Console::OpenLine>();
   Console out_{loop_, STDOUT_FILENO, out_line_};
-  Console err_{loop_, STDERR_FILENO, line_shared_by(STDOUT_FILENO, STDERR_FILENO, out_line_)};
+  Console err_{loop_, STDERR_FILENO,
+               Console::line_shared_by(STDOUT_FILENO, STDERR_FILENO, out_line_)};
   FileDescriptor signal_file_;
   const int64_t memory_kills_before_ = num_memory_kills();
 
@@ -490,7 +475,7 @@ void Job::report() {
   context.num_nodes = options_.num_nodes;
   context.memory_kill_seen = num_memory_kills() > memory_kills_before_;
   context.use_color = err_.use_color();
-  context.width = terminal_width();
+  context.width = err_.width();
   err_.print(options_.json_report ? format_report_json(failures_, context)
                                   : format_report(failures_, context));
 }

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <poll.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 
@@ -20,6 +21,20 @@ constexpr size_t kLongestLine = 1 << 20;  // longer lines are shown in pieces
 constexpr std::chrono::milliseconds kPartialDelay{100};
 
 }  // namespace
+
+std::shared_ptr<Console::OpenLine> Console::line_shared_by(int fd, int other,
+                                                           const std::shared_ptr<OpenLine>& line) {
+  struct stat first{};
+  struct stat second{};
+  const bool is_same = fstat(fd, &first) == 0 && fstat(other, &second) == 0 &&
+                       first.st_dev == second.st_dev && first.st_ino == second.st_ino;
+  return is_same ? line : std::make_shared<OpenLine>();
+}
+
+int Console::width() const noexcept {
+  winsize size{};
+  return ioctl(fd_, TIOCGWINSZ, &size) == 0 && size.ws_col >= 40 ? size.ws_col : 100;
+}
 
 Console::Console(EventLoop& loop, int fd, std::shared_ptr<OpenLine> line)
     : loop_(loop), fd_(fd), line_(std::move(line)) {

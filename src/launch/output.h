@@ -25,6 +25,11 @@ class Console {
     Console* console = nullptr;
   };
 
+  /// Returns the line of `fd`'s console, `line`, if `other` shows in the same place, else a new
+  /// one.
+  static std::shared_ptr<OpenLine> line_shared_by(int fd, int other,
+                                                  const std::shared_ptr<OpenLine>& line);
+
   Console(EventLoop& loop, int fd, std::shared_ptr<OpenLine> line);
   Console(const Console&) = delete;
   Console& operator=(const Console&) = delete;
@@ -41,6 +46,8 @@ class Console {
   bool is_closed() const noexcept { return is_closed_; }
   bool is_terminal() const noexcept { return is_terminal_; }
   bool use_color() const noexcept { return use_color_; }
+  /// Columns of the terminal; 100 where there is none, or a very narrow one.
+  int width() const noexcept;
 
  private:
   friend class RankStream;

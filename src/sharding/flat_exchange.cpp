@@ -48,16 +48,31 @@ class FlatAllToAll final : public Exchange {
   double factor_;
 };
 
-// The same without codecs: what a rank has for itself does not travel. Forward it is made in place,
-// backward it is copied, while the parts of the others are on their way.
-class AllToAllOfOthers final : public Exchange {
+// An exchange without codecs, in which what a rank has for itself does not travel.
+class BesideOwnRows : public Exchange {
  public:
-  AllToAllOfOthers(Sizes sent, Sizes received, const Group& group, double factor, OwnRows own_rows)
+  BesideOwnRows(Sizes sent, Sizes received, const Group& group, double factor, OwnRows own_rows)
       : sent_(std::move(sent)),
         received_(std::move(received)),
         group_(group),
         factor_(factor),
         own_rows_(std::move(own_rows)) {}
+
+ protected:
+  std::size_t rank() const { return static_cast<std::size_t>(group_.rank()); }
+
+  Sizes sent_;
+  Sizes received_;
+  Group group_;
+  double factor_;
+  OwnRows own_rows_;
+};
+
+// Forward the own rows are made in place, backward they are copied, while the parts of the others
+// are on their way.
+class AllToAllOfOthers final : public BesideOwnRows {
+ public:
+  using BesideOwnRows::BesideOwnRows;
 
   Pending start(const at::Tensor& input) override {
     const at::Tensor output = like(input, received_);
@@ -94,8 +109,6 @@ class AllToAllOfOthers final : public Exchange {
   }
 
  private:
-  std::size_t rank() const { return static_cast<std::size_t>(group_.rank()); }
-
   static at::Tensor like(const at::Tensor& values, const Sizes& sizes) {
     return core::empty_kept({std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0})},
                             values.options());
@@ -118,25 +131,14 @@ class AllToAllOfOthers final : public Exchange {
     }
     return comm::all_to_all_pieces_async(std::move(outputs), inputs, group_);
   }
-
-  Sizes sent_;
-  Sizes received_;
-  Group group_;
-  double factor_;
-  OwnRows own_rows_;
 };
 
 // The same between ranks that reach each other's memory: nothing is copied. A part of the result
 // lies with the rank that looked it up, a part of the gradient with the rank whose samples it is
 // of; it is multiplied into this rank's memory, which a gradient has to be anyway.
-class LentToOthers final : public Exchange {
+class LentToOthers final : public BesideOwnRows {
  public:
-  LentToOthers(Sizes sent, Sizes received, const Group& group, double factor, OwnRows own_rows)
-      : sent_(std::move(sent)),
-        received_(std::move(received)),
-        group_(group),
-        factor_(factor),
-        own_rows_(std::move(own_rows)) {}
+  using BesideOwnRows::BesideOwnRows;
 
   Pending start(const at::Tensor& input) override {
     const auto pending =
@@ -177,15 +179,6 @@ class LentToOthers final : public Exchange {
               at::mul_out(to, from, factor);
             }};
   }
-
- private:
-  std::size_t rank() const { return static_cast<std::size_t>(group_.rank()); }
-
-  Sizes sent_;
-  Sizes received_;
-  Group group_;
-  double factor_;
-  OwnRows own_rows_;
 };
 
 }  // namespace

@@ -1,12 +1,9 @@
-#include <sys/mman.h>
-
 #include <cstdint>
-#include <cstdlib>
-#include <mutex>
 #include <utility>
 
 #include <ATen/Functions.h>
 
+#include "core/kept_memory.h"
 #include "tessera/core/check.h"
 #include "vocab_parallel/device.h"
 #include "vocab_parallel/logit_pieces.h"
@@ -14,47 +11,6 @@
 
 namespace tessera::vocab_parallel::detail {
 namespace {
-
-constexpr std::size_t kHugePage = std::size_t{2} << 20;
-constexpr std::size_t kSmallestBlock = 4 * kHugePage;
-
-/// Memory of the last large gradient that was freed. The next one of its size takes it: its pages
-/// are there already, and fresh ones cost more than the kernel that fills them.
-class SpareBlock {
- public:
-  static SpareBlock& instance() {
-    static auto* const block = new SpareBlock;  // tensors may outlive statics
-    return *block;
-  }
-
-  void* take(std::size_t size) {
-    {
-      const std::lock_guard lock(mutex_);
-      if (block_ != nullptr && size_ == size) return std::exchange(block_, nullptr);
-    }
-    give(nullptr, 0);  // one of another size is of no use
-    void* block = std::aligned_alloc(kHugePage, size);
-    TORCH_CHECK_WITH(OutOfMemoryError, block != nullptr, "vocab: there is no memory for ", size,
-                     " bytes of gradient.");
-    // Only advice: where it is not taken, nothing but time is lost.
-    (void)madvise(block, size, MADV_HUGEPAGE);
-    return block;
-  }
-
-  void give(void* block, std::size_t size) {
-    {
-      const std::lock_guard lock(mutex_);
-      std::swap(block, block_);
-      size_ = size;
-    }
-    std::free(block);
-  }
-
- private:
-  std::mutex mutex_;
-  void* block_ = nullptr;
-  std::size_t size_ = 0;
-};
 
 template <typename T>
 const T* const_pointer_of(const at::Tensor& tensor) {
@@ -68,17 +24,6 @@ at::Tensor flat_gradient(const at::Tensor& gradient) {
 }
 
 }  // namespace
-
-at::Tensor empty_gradient(at::IntArrayRef shape, const at::TensorOptions& options) {
-  const auto bytes =
-      static_cast<std::size_t>(c10::multiply_integers(shape)) * options.dtype().itemsize();
-  if (!options.device().is_cpu() || bytes < kSmallestBlock) return at::empty(shape, options);
-  const std::size_t size = (bytes + kHugePage - 1) / kHugePage * kHugePage;
-  return at::from_blob(
-      SpareBlock::instance().take(size), shape,
-      [size](void* block) { SpareBlock::instance().give(block, size); },
-      options.requires_grad(false));
-}
 
 at::Tensor scale_gradient(at::Tensor gradient, const at::Tensor& upstream) {
   if (!upstream.defined()) return gradient.zero_();
@@ -129,9 +74,8 @@ at::Tensor backward_pass(const at::Tensor& logits, const at::Tensor& labels,
   task.out_weighted = of_entropy.defined() ? rows_out + 3 * num_rows : nullptr;
   run_coefficients(logits.device(), task);
 
-  at::Tensor gradient = in_place
-                            ? logits.detach()
-                            : empty_gradient(logits.sizes(), logits.options().requires_grad(false));
+  at::Tensor gradient =
+      in_place ? logits.detach() : core::empty_kept_last(logits.sizes(), logits.options());
   for_each_piece(logits, in_place, [&](const at::Tensor& piece, std::int64_t first) {
     kernels::SoftmaxGradientTask piece_task;
     TESSERA_INTERNAL_ASSERT(as_rows(piece, piece_task.rows), "a piece of logits is made of rows");

@@ -6,6 +6,7 @@
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include "core/kept_memory.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/core/check.h"
 #include "vocab_parallel/token_pass.h"
@@ -19,6 +20,7 @@ using detail::PassSettings;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
+constexpr const char* kFunction = "vocab.linear_cross_entropy";
 constexpr std::int64_t kDefaultWorkspace = std::int64_t{256} << 20;
 
 /// What forward leaves for backward besides tensors of the context.
@@ -195,9 +197,8 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
  private:
   static at::Tensor workspace_for(const at::Tensor& hidden, const at::Tensor& weight,
                                   const LinearState& state) {
-    return detail::empty_gradient(
-        {hidden.size(0), std::min(state.columns_per_part, weight.size(0))},
-        hidden.options().requires_grad(false));
+    return core::empty_kept_last({hidden.size(0), std::min(state.columns_per_part, weight.size(0))},
+                                 hidden.options());
   }
 
   /// The workspace for so many columns: a narrower last part has its rows closer together.
@@ -218,19 +219,18 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
 
 void check_inputs(const at::Tensor& hidden, const at::Tensor& weight,
                   const LinearOptions& options) {
-  TESSERA_CHECK_VALUE(hidden.defined() && hidden.dim() >= 1 && weight.defined() &&
-                          weight.dim() == 2 && hidden.size(-1) == weight.size(1),
-                      options.operation, ": hidden states of shape ",
-                      hidden.defined() ? hidden.sizes() : at::IntArrayRef(),
-                      " do not fit a weight of shape ",
-                      weight.defined() ? weight.sizes() : at::IntArrayRef(),
-                      ". The last dimensions must be equal.");
-  TESSERA_CHECK_TYPE(hidden.scalar_type() == weight.scalar_type(), options.operation,
+  const std::string operation = detail::operation_of(options, kFunction);
+  TESSERA_CHECK_VALUE(
+      hidden.defined() && hidden.dim() >= 1 && weight.defined() && weight.dim() == 2 &&
+          hidden.size(-1) == weight.size(1),
+      operation, ": hidden states of shape ", hidden.defined() ? hidden.sizes() : at::IntArrayRef(),
+      " do not fit a weight of shape ", weight.defined() ? weight.sizes() : at::IntArrayRef(),
+      ". The last dimensions must be equal.");
+  TESSERA_CHECK_TYPE(hidden.scalar_type() == weight.scalar_type(), operation,
                      ": the hidden states are ", hidden.scalar_type(), ", the weight is ",
                      weight.scalar_type(), ". Use one type.");
-  TESSERA_CHECK_VALUE(options.workspace_bytes.value_or(1) > 0, options.operation,
-                      ": a workspace of ", options.workspace_bytes.value_or(1),
-                      " bytes is not possible.");
+  TESSERA_CHECK_VALUE(options.workspace_bytes.value_or(1) > 0, operation, ": a workspace of ",
+                      options.workspace_bytes.value_or(1), " bytes is not possible.");
 }
 
 /// Rows of all tokens from those of the tokens with a label; the others are 0.
@@ -250,7 +250,7 @@ CrossEntropyScores linear_cross_entropy_with_scores(
   // A tensor without memory: the checks look at shapes and types only.
   const at::Tensor logits =
       at::empty({1}, hidden.options().requires_grad(false)).expand(logits_shape);
-  PassSettings settings = detail::settings_of(logits, labels, group, options);
+  PassSettings settings = detail::settings_of(logits, labels, group, options, kFunction);
   TESSERA_CHECK_VALUE(labels.defined(), settings.operation, ": the labels are undefined.");
   settings.tile = 0;
   settings.wanted = wanted;
@@ -263,6 +263,7 @@ CrossEntropyScores linear_cross_entropy_with_scores(
   settings.needs_gradient =
       at::GradMode::is_enabled() && (hidden.requires_grad() || local_weight.requires_grad());
 
+  detail::check_labels_before(labels, settings);
   at::Tensor flat_labels = detail::flat_labels(labels);
   at::Tensor flat_hidden = hidden.reshape({-1, hidden.size(-1)});
   const std::int64_t num_rows = flat_hidden.size(0);
@@ -281,9 +282,7 @@ CrossEntropyScores linear_cross_entropy_with_scores(
   unchecked.check_labels = false;
   const variable_list rows = LinearFunction::apply(flat_hidden, local_weight, flat_labels, group,
                                                    unchecked, options.workspace_bytes);
-  if (settings.check_labels) {
-    detail::check_label_range(labels, rows[5].item<std::int64_t>(), settings);
-  }
+  detail::check_labels_after(labels, rows[5], settings);
   const auto shaped = [&](const at::Tensor& of) {
     return spread(of, kept, num_rows).view(labels.sizes());
   };

@@ -5,6 +5,7 @@
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include "core/kept_memory.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/core/check.h"
 #include "vocab_parallel/row_chunks.h"
@@ -23,11 +24,7 @@ using detail::sum_over_group;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-TokenOptions named(const TokenOptions& options, const char* operation) {
-  TokenOptions result = options;
-  if (result.operation == TokenOptions().operation) result.operation = operation;
-  return result;
-}
+constexpr const char* kId = "id";  // what error texts call it
 
 /// Ids as columns of this rank: where they are its own, and a valid column everywhere.
 struct OwnIds {
@@ -62,18 +59,6 @@ void check_ids(const at::Tensor& logits, const at::Tensor& ids, const std::strin
                                                        logits.sizes().slice(0, logits.dim() - 1),
                       operation, ": the ids have shape ", ids.sizes(), ", the logits ",
                       logits.sizes(), ". All but the last dimension must be equal.");
-}
-
-void check_id_range(const at::Tensor& ids, std::int64_t vocab, const PassSettings& settings) {
-  if (!settings.check_labels) return;
-  const at::Tensor bad =
-      ((ids < 0).logical_or(ids >= vocab)).logical_and(ids != settings.shape.ignored);
-  if (!bad.any().item<bool>()) return;
-  const auto first = bad.reshape(-1).to(at::kByte).argmax().item<std::int64_t>();
-  TESSERA_CHECK_INDEX(false, settings.operation, ": id ",
-                      ids.reshape(-1)[first].item<std::int64_t>(), " at position ",
-                      detail::position_text(first, ids.sizes()), " is outside the vocabulary of ",
-                      vocab, " ids.");
 }
 
 /// Sum of the gradients of all equal ids of a row: what one element of the logits gets.
@@ -114,8 +99,9 @@ class LogProbabilitiesAt : public torch::autograd::Function<LogProbabilitiesAt> 
                             const PassSettings& settings) {
     const at::Tensor rows = flat_rows(logits.detach());
     const at::Tensor flat_ids = ids.to(at::kLong).reshape({rows.size(0), ids.size(-1)});
+    detail::check_labels_before(ids, settings, kId);
     const PassResult result = detail::forward_pass(rows, at::Tensor(), group, settings);
-    check_id_range(ids, settings.check_labels ? result.vocab.item<std::int64_t>() : 0, settings);
+    detail::check_labels_after(ids, result.vocab, settings, kId);
     const at::Tensor distance =
         picked(rows, flat_ids, group, settings) - result.maximum.unsqueeze(1);
     const at::Tensor log_p = (distance * settings.shape.scale - result.sum.log().unsqueeze(1))
@@ -192,7 +178,7 @@ class LogSoftmax : public torch::autograd::Function<LogSoftmax> {
                             const comm::Group& group, const PassSettings& settings) {
     const PassResult result = detail::forward_pass(logits.detach(), at::Tensor(), group, settings);
     const at::Tensor log_sum = result.sum.log();
-    at::Tensor out = detail::empty_gradient(logits.sizes(), logits.options().requires_grad(false));
+    at::Tensor out = core::empty_kept_last(logits.sizes(), logits.options());
     const at::Tensor rows = flat_rows(logits.detach());
     const at::Tensor out_rows = out.view(rows.sizes());
     chunk_rows(rows, [&](std::int64_t first, std::int64_t last) {
@@ -220,7 +206,7 @@ class LogSoftmax : public torch::autograd::Function<LogSoftmax> {
     const at::Tensor valid = upstream.slice(1, 0, settings.num_valid);
     const at::Tensor sums =
         sum_over_group(valid.sum(1, /*keepdim=*/true, at::kFloat), state->group);
-    at::Tensor gradient = detail::empty_gradient(saved[0].sizes(), saved[0].options());
+    at::Tensor gradient = core::empty_kept_last(saved[0].sizes(), saved[0].options());
     const at::Tensor gradient_rows = gradient.view(rows.sizes());
     chunk_rows(rows, [&](std::int64_t first, std::int64_t last) {
       const at::Tensor p = log_softmax_rows(rows, first, last, saved[1], saved[2], settings).exp_();
@@ -238,15 +224,16 @@ class LogSoftmax : public torch::autograd::Function<LogSoftmax> {
 
 at::Tensor log_probabilities(const at::Tensor& local_logits, const at::Tensor& labels,
                              const comm::Group& group, const TokenOptions& options) {
-  return token_scores(local_logits, labels, group, {.log_probability = true},
-                      named(options, "vocab.log_probabilities"))
+  TokenOptions named = options;
+  named.operation = detail::operation_of(options, "vocab.log_probabilities");
+  return token_scores(local_logits, labels, group, {.log_probability = true}, named)
       .log_probability;
 }
 
 at::Tensor log_probabilities_at(const at::Tensor& local_logits, const at::Tensor& ids,
                                 const comm::Group& group, const TokenOptions& options) {
-  PassSettings settings = detail::settings_of(local_logits, at::Tensor(), group,
-                                              named(options, "vocab.log_probabilities_at"));
+  PassSettings settings =
+      detail::settings_of(local_logits, at::Tensor(), group, options, "vocab.log_probabilities_at");
   check_ids(local_logits, ids, settings.operation);
   settings.overwrite = Overwrite::kNever;
   return LogProbabilitiesAt::apply(local_logits, ids, group, settings);
@@ -255,18 +242,16 @@ at::Tensor log_probabilities_at(const at::Tensor& local_logits, const at::Tensor
 at::Tensor logits_at(const at::Tensor& local_logits, const at::Tensor& ids,
                      const comm::Group& group, const TokenOptions& options) {
   const PassSettings settings =
-      detail::settings_of(local_logits, at::Tensor(), group, named(options, "vocab.logits_at"));
+      detail::settings_of(local_logits, at::Tensor(), group, options, "vocab.logits_at");
   check_ids(local_logits, ids, settings.operation);
-  if (settings.check_labels) {
-    check_id_range(ids, detail::vocab_of_ranks(local_logits, group, settings), settings);
-  }
+  detail::check_labels_without_pass(ids, local_logits, group, settings, kId);
   return LogitsAt::apply(local_logits, ids, group, settings);
 }
 
 at::Tensor log_softmax(const at::Tensor& local_logits, const comm::Group& group,
                        const TokenOptions& options) {
   PassSettings settings =
-      detail::settings_of(local_logits, at::Tensor(), group, named(options, "vocab.log_softmax"));
+      detail::settings_of(local_logits, at::Tensor(), group, options, "vocab.log_softmax");
   settings.overwrite = Overwrite::kNever;
   return LogSoftmax::apply(local_logits, group, settings);
 }
@@ -275,7 +260,7 @@ std::pair<at::Tensor, at::Tensor> top_k(const at::Tensor& local_logits, std::int
                                         const comm::Group& group, const TokenOptions& options) {
   const at::NoGradGuard no_grad;
   const PassSettings settings =
-      detail::settings_of(local_logits, at::Tensor(), group, named(options, "vocab.top_k"));
+      detail::settings_of(local_logits, at::Tensor(), group, options, "vocab.top_k");
   TESSERA_CHECK_VALUE(k > 0, settings.operation, ": the best ", k, " ids cannot be chosen.");
   if (settings.check_labels) {
     const std::int64_t vocab = detail::vocab_of_ranks(local_logits, group, settings);

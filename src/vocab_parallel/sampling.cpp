@@ -5,6 +5,7 @@
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include "core/kept_memory.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/core/check.h"
 #include "vocab_parallel/row_chunks.h"
@@ -198,7 +199,7 @@ class Sampled : public torch::autograd::Function<Sampled> {
     const at::Tensor& column = saved[1];
     const at::Tensor upstream =
         at::where(saved[5], gradients[0].to(at::kFloat).reshape(-1) * settings.shape.scale, 0.0);
-    at::Tensor gradient = detail::empty_gradient(saved[0].sizes(), saved[0].options());
+    at::Tensor gradient = core::empty_kept_last(saved[0].sizes(), saved[0].options());
     const at::Tensor gradient_rows = gradient.view(rows.sizes());
     const auto of = [](const at::Tensor& tensor, std::int64_t first, std::int64_t last) {
       return tensor.slice(0, first, last).unsqueeze(1);
@@ -224,11 +225,11 @@ class Sampled : public torch::autograd::Function<Sampled> {
   }
 };
 
-void check_filters(const SamplingOptions& options) {
-  TESSERA_CHECK_VALUE(options.top_k >= 0, options.operation, ": a top_k of ", options.top_k,
+void check_filters(const SamplingOptions& options, const std::string& operation) {
+  TESSERA_CHECK_VALUE(options.top_k >= 0, operation, ": a top_k of ", options.top_k,
                       " is not possible. Use 0 to keep all ids.");
-  TESSERA_CHECK_VALUE(options.top_p > 0.0 && options.top_p <= 1.0, options.operation,
-                      ": a top_p of ", options.top_p, " is not possible. It lies in (0, 1].");
+  TESSERA_CHECK_VALUE(options.top_p > 0.0 && options.top_p <= 1.0, operation, ": a top_p of ",
+                      options.top_p, " is not possible. It lies in (0, 1].");
 }
 
 }  // namespace
@@ -236,21 +237,20 @@ void check_filters(const SamplingOptions& options) {
 at::Tensor smallest_kept_logit(const at::Tensor& local_logits, const comm::Group& group,
                                const SamplingOptions& options) {
   const at::NoGradGuard no_grad;
-  const PassSettings settings = detail::settings_of(local_logits, at::Tensor(), group, options);
-  check_filters(options);
+  const PassSettings settings =
+      detail::settings_of(local_logits, at::Tensor(), group, options, "vocab.smallest_kept_logit");
+  check_filters(options, settings.operation);
   return threshold_of(flat_rows(local_logits), group, settings, options.top_k, options.top_p)
       .view(local_logits.sizes().slice(0, local_logits.dim() - 1));
 }
 
 at::Tensor sampled_log_probabilities(const at::Tensor& local_logits, const at::Tensor& labels,
                                      const comm::Group& group, const SamplingOptions& options) {
-  PassSettings settings = detail::settings_of(local_logits, labels, group, options);
-  check_filters(options);
+  PassSettings settings =
+      detail::settings_of(local_logits, labels, group, options, "vocab.sampled_log_probabilities");
+  check_filters(options, settings.operation);
   TESSERA_CHECK_VALUE(labels.defined(), settings.operation, ": the labels are undefined.");
-  if (settings.check_labels) {
-    detail::check_label_range(labels, detail::vocab_of_ranks(local_logits, group, settings),
-                              settings);
-  }
+  detail::check_labels_without_pass(labels, local_logits, group, settings);
   return Sampled::apply(local_logits, detail::flat_labels(labels), group, settings, options.top_k,
                         options.top_p);
 }

@@ -47,11 +47,36 @@ void check_labels(const std::string& operation, const at::Tensor& logits,
                       labels.device().str(), ", the logits on ", logits.device().str(), ".");
 }
 
+/// "[1, 4]": where the flat `index` lies in a tensor of `shape`.
+std::string position_text(std::int64_t index, at::IntArrayRef shape) {
+  std::string text;
+  for (std::int64_t d = static_cast<std::int64_t>(shape.size()) - 1; d >= 0; --d) {
+    text = std::to_string(index % shape[d]) + (text.empty() ? "" : ", ") + text;
+    index /= shape[d];
+  }
+  return "[" + text + "]";
+}
+
+/// Throws IndexError naming the first label outside the vocabulary. Waits for the device.
+void check_label_range(const at::Tensor& labels, std::int64_t vocab, const PassSettings& settings,
+                       const char* noun) {
+  const at::Tensor on_host = flat_labels(labels).cpu();
+  const auto* ids = on_host.const_data_ptr<std::int64_t>();
+  for (std::int64_t i = 0; i < on_host.numel(); ++i) {
+    if (ids[i] == settings.shape.ignored) continue;
+    TESSERA_CHECK_INDEX(ids[i] >= 0 && ids[i] < vocab, settings.operation, ": ", noun, " ", ids[i],
+                        " at position ", position_text(i, labels.sizes()),
+                        " is outside the vocabulary of ", vocab, " ids. Use ",
+                        settings.shape.ignored, " where there is no ", noun, ".");
+  }
+}
+
 }  // namespace
 
 PassSettings settings_of(const at::Tensor& logits, const at::Tensor& labels,
-                         const comm::Group& group, const TokenOptions& options) {
-  const std::string& operation = options.operation;
+                         const comm::Group& group, const TokenOptions& options,
+                         const char* function) {
+  const std::string operation = operation_of(options, function);
   check_logits(operation, logits);
   check_labels(operation, logits, labels);
   TESSERA_CHECK_VALUE(options.temperature > 0.0, operation, ": a temperature of ",
@@ -119,25 +144,26 @@ at::Tensor flat_labels(const at::Tensor& labels) {
   return labels.to(at::kLong).reshape(-1).contiguous();
 }
 
-void check_label_range(const at::Tensor& labels, std::int64_t vocab, const PassSettings& settings) {
-  const at::Tensor on_host = flat_labels(labels).cpu();
-  const auto* ids = on_host.const_data_ptr<std::int64_t>();
-  for (std::int64_t i = 0; i < on_host.numel(); ++i) {
-    if (ids[i] == settings.shape.ignored) continue;
-    TESSERA_CHECK_INDEX(ids[i] >= 0 && ids[i] < vocab, settings.operation, ": label ", ids[i],
-                        " at position ", position_text(i, labels.sizes()),
-                        " is outside the vocabulary of ", vocab, " ids. Use ",
-                        settings.shape.ignored, " for tokens without a label.");
+void check_labels_before(const at::Tensor& labels, const PassSettings& settings, const char* noun) {
+  if (labels.defined() && settings.check_labels && settings.vocab_size > 0) {
+    check_label_range(labels, settings.vocab_size, settings, noun);
   }
 }
 
-std::string position_text(std::int64_t index, at::IntArrayRef shape) {
-  std::string text;
-  for (std::int64_t d = static_cast<std::int64_t>(shape.size()) - 1; d >= 0; --d) {
-    text = std::to_string(index % shape[d]) + (text.empty() ? "" : ", ") + text;
-    index /= shape[d];
+void check_labels_after(const at::Tensor& labels, const at::Tensor& vocab,
+                        const PassSettings& settings, const char* noun) {
+  if (labels.defined() && settings.check_labels && settings.vocab_size == 0) {
+    check_label_range(labels, vocab.item<std::int64_t>(), settings, noun);
   }
-  return "[" + text + "]";
+}
+
+void check_labels_without_pass(const at::Tensor& labels, const at::Tensor& logits,
+                               const comm::Group& group, const PassSettings& settings,
+                               const char* noun) {
+  if (!settings.check_labels) return;
+  check_labels_before(labels, settings, noun);
+  const std::int64_t vocab = vocab_of_ranks(logits, group, settings);
+  if (settings.vocab_size == 0) check_label_range(labels, vocab, settings, noun);
 }
 
 }  // namespace tessera::vocab_parallel::detail

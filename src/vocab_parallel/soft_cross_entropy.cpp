@@ -1,6 +1,7 @@
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include "core/kept_memory.h"
 #include "tessera/core/check.h"
 #include "tessera/vocab_parallel/log_probabilities.h"
 #include "vocab_parallel/row_chunks.h"
@@ -55,7 +56,7 @@ class SoftCrossEntropy : public torch::autograd::Function<SoftCrossEntropy> {
     const at::Tensor target_rows = flat_rows(saved[1]);
     const at::Tensor upstream =
         gradients[0].to(at::kFloat).reshape({rows.size(0), 1}) * settings.shape.scale;
-    at::Tensor gradient = detail::empty_gradient(saved[0].sizes(), saved[0].options());
+    at::Tensor gradient = core::empty_kept_last(saved[0].sizes(), saved[0].options());
     at::Tensor gradient_rows = gradient.view(rows.sizes());
     chunk_rows(rows, [&](std::int64_t first, std::int64_t last) {
       at::Tensor q = log_softmax_rows(rows, first, last, saved[2], saved[3], settings).exp_();
@@ -72,10 +73,10 @@ class SoftCrossEntropy : public torch::autograd::Function<SoftCrossEntropy> {
 
 at::Tensor soft_cross_entropy(const at::Tensor& local_logits, const at::Tensor& local_target_logits,
                               const comm::Group& group, const TokenOptions& options) {
-  TokenOptions named = options;
-  if (named.operation == TokenOptions().operation) named.operation = "vocab.soft_cross_entropy";
-  PassSettings settings = detail::settings_of(local_logits, at::Tensor(), group, named);
-  detail::settings_of(local_target_logits, at::Tensor(), group, named);
+  constexpr const char* kFunction = "vocab.soft_cross_entropy";
+  PassSettings settings =
+      detail::settings_of(local_logits, at::Tensor(), group, options, kFunction);
+  detail::settings_of(local_target_logits, at::Tensor(), group, options, kFunction);
   TESSERA_CHECK_VALUE(local_logits.sizes() == local_target_logits.sizes(), settings.operation,
                       ": the logits have shape ", local_logits.sizes(), ", the target logits ",
                       local_target_logits.sizes(), ". They must be equal.");

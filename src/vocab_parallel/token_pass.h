@@ -46,9 +46,15 @@ struct PassResult {
   bool gradient_is_written = false;  // over the logits
 };
 
-/// Checks arguments that can be checked without talking to other ranks.
+/// What stands in front of error texts: the caller's word, or `function`.
+inline std::string operation_of(const TokenOptions& options, const char* function) {
+  return options.operation.empty() ? function : options.operation;
+}
+
+/// Checks arguments that can be checked without talking to other ranks, for the public `function`.
 PassSettings settings_of(const at::Tensor& logits, const at::Tensor& labels,
-                         const comm::Group& group, const TokenOptions& options);
+                         const comm::Group& group, const TokenOptions& options,
+                         const char* function);
 
 /// The labels as int64, one per row, contiguous; undefined if they are.
 at::Tensor flat_labels(const at::Tensor& labels);
@@ -91,11 +97,6 @@ at::Tensor backward_pass(const at::Tensor& logits, const at::Tensor& labels,
 /// is 0. The usual 1 costs no pass.
 at::Tensor scale_gradient(at::Tensor gradient, const at::Tensor& upstream);
 
-/// An uninitialised tensor for a gradient of this shape. Large ones on the CPU take the memory of
-/// the last one that was freed, or ask for huge pages: fresh 4 KB pages cost several times more
-/// than the kernel that fills them.
-at::Tensor empty_gradient(at::IntArrayRef shape, const at::TensorOptions& options);
-
 /// Stacks tensors of equal shape of all ranks, in rank order.
 at::Tensor gather_rows(const at::Tensor& row, const comm::Group& group);
 
@@ -110,10 +111,22 @@ std::int64_t vocab_of_ranks(const at::Tensor& logits, const comm::Group& group,
 /// Fills in what the loss is made of. Throws ValueError for a smoothing outside [0, 1].
 void set_loss(PassSettings& settings, const CrossEntropyOptions& options);
 
-/// Throws IndexError naming the first label outside the vocabulary. Waits for the device.
-void check_label_range(const at::Tensor& labels, std::int64_t vocab, const PassSettings& settings);
+/// Note [When labels are checked]
+///
+/// Before anything is communicated if the size of the vocabulary is given, or this rank is alone.
+/// Otherwise it is what the ranks say they hold, and known to all of them only after the exchange:
+/// a rank that went by its own number of columns could throw while the others wait. Exactly one of
+/// the two looks at the labels, and only if `settings.check_labels` is set. It throws IndexError
+/// naming the first label outside the vocabulary, which the text calls `noun`, and waits for the
+/// device.
+void check_labels_before(const at::Tensor& labels, const PassSettings& settings,
+                         const char* noun = "label");
+void check_labels_after(const at::Tensor& labels, const at::Tensor& vocab,
+                        const PassSettings& settings, const char* noun = "label");
 
-/// "[1, 4]": where the flat `index` lies in a tensor of `shape`.
-std::string position_text(std::int64_t index, at::IntArrayRef shape);
+/// Both, for what does without a pass; refuses ranges that do not join as well. Collective.
+void check_labels_without_pass(const at::Tensor& labels, const at::Tensor& logits,
+                               const comm::Group& group, const PassSettings& settings,
+                               const char* noun = "label");
 
 }  // namespace tessera::vocab_parallel::detail

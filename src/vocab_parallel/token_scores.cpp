@@ -29,10 +29,9 @@ class TokenFunction : public torch::autograd::Function<TokenFunction> {
                                const PassSettings& settings) {
     const at::Tensor labels = settings.has_labels ? given_labels : at::Tensor();
     const at::Tensor flat = detail::flat_labels(labels);
+    detail::check_labels_before(labels, settings);
     PassResult result = detail::forward_pass(logits.detach(), flat, group, settings);
-    if (labels.defined() && settings.check_labels) {
-      detail::check_label_range(labels, result.vocab.item<std::int64_t>(), settings);
-    }
+    detail::check_labels_after(labels, result.vocab, settings);
     at::Tensor kept = logits;
     if (settings.overwrite == Overwrite::kInForward && settings.needs_gradient) {
       if (!result.gradient_is_written) write_gradient(logits, flat, result, settings);
@@ -142,7 +141,8 @@ CrossEntropyScores run(const at::Tensor& logits, const at::Tensor& labels, const
 TokenScores token_scores(const at::Tensor& local_logits, const at::Tensor& labels,
                          const comm::Group& group, const WantedScores& wanted,
                          const TokenOptions& options) {
-  PassSettings settings = detail::settings_of(local_logits, labels, group, options);
+  PassSettings settings =
+      detail::settings_of(local_logits, labels, group, options, "vocab.token_scores");
   TESSERA_CHECK_VALUE(labels.defined() || !wanted.log_probability, settings.operation,
                       ": log-probabilities need labels.");
   settings.wanted = wanted;
@@ -153,7 +153,8 @@ CrossEntropyScores cross_entropy_with_scores(const at::Tensor& local_logits,
                                              const at::Tensor& labels, const comm::Group& group,
                                              const WantedScores& wanted,
                                              const CrossEntropyOptions& options) {
-  PassSettings settings = detail::settings_of(local_logits, labels, group, options);
+  PassSettings settings =
+      detail::settings_of(local_logits, labels, group, options, "vocab.cross_entropy");
   TESSERA_CHECK_VALUE(labels.defined(), settings.operation, ": the labels are undefined.");
   detail::set_loss(settings, options);
   settings.wanted = wanted;

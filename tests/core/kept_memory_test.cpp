@@ -81,5 +81,31 @@ TEST(KeptMemory, ThreadsDoNotShareATensor) {
   for (auto& thread : threads) thread.join();
 }
 
+TEST(KeptMemory, OneTensorLargerThanTheLimitFindsTheMemoryOfTheLast) {
+  const auto large = [](std::int64_t size) { return empty_kept_last({size * kMebi}, at::kByte); };
+  const void* place = nullptr;
+  {
+    const at::Tensor first = large(300);
+    place = first.data_ptr();
+  }
+  const std::size_t kept = kept_bytes();
+  {
+    const at::Tensor again = large(300);
+    EXPECT_EQ(again.data_ptr(), place);
+    EXPECT_EQ(kept_bytes(), kept - 300 * kMebi);
+    const at::Tensor beside = large(302);
+    EXPECT_NE(beside.data_ptr(), place);
+  }
+  EXPECT_EQ(kept_bytes() % (2 * kMebi), 0);
+  EXPECT_LE(kept_bytes(), kept + 2 * kMebi);  // one of the two
+  {
+    const at::Tensor much_smaller = large(16);
+    EXPECT_EQ(kept_bytes(), kept - 300 * kMebi);  // what does not suit it is gone
+  }
+  EXPECT_EQ(kept_bytes(), kept - 284 * kMebi);
+  const at::Tensor small = empty_kept_last({3}, at::kFloat);
+  EXPECT_EQ(small.numel(), 3);
+}
+
 }  // namespace
 }  // namespace tessera::core

@@ -8,20 +8,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from tessera.distributed import model_utils
 from tessera.loss import te_parallel_ce
-
-VOCAB = 96
-
-
-def sample(shape=(2, 6)):
-    generator = torch.Generator().manual_seed(3)
-    return torch.randn(*shape, VOCAB, generator=generator) * 3, torch.randint(
-        VOCAB, shape, generator=generator
-    )
-
-
-def reference_logprob(whole, target):
-    return torch.log_softmax(whole.double(), -1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
-
+from vocab_sample import VOCAB, reference_logprob, sample
 
 FUNCTIONS = {
     "logprob": lambda x, ids, *rest: model_utils.DistributedLogprob.apply(x, ids, 0, VOCAB, None, *rest),

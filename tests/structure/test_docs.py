@@ -83,6 +83,22 @@ def test_targets_of_make_are_the_makefiles():
     assert {(name, word) for name, word in named if word not in targets} == set()
 
 
+def test_every_public_module_is_on_the_page_of_python():
+    """Its tables name modules, or the package they are in; `.name` stands beside the name before it."""
+    named = set()
+    for cell in re.findall(r"^\| (`tessera\.[^|]+) \|", prose(ROOT / "docs/python.md"), re.MULTILINE):
+        first, *others = re.findall(r"`([\w.]+)`", cell)
+        named |= {first, *(word if word[0] != "." else first.rpartition(".")[0] + word for word in others)}
+    missing = []
+    for file in sorted((ROOT / "python/tessera").rglob("*.py")):
+        parts = file.relative_to(ROOT / "python").with_suffix("").parts
+        if any(part.startswith("_") for part in parts):
+            continue
+        if not any(".".join(parts[:end]) in named for end in range(2, len(parts) + 1)):
+            missing.append(".".join(parts))
+    assert missing == []
+
+
 def test_tables_of_figures_come_from_the_results(monkeypatch):
     """Writing the tables of docs/performance.md again from bench/results changes nothing."""
     monkeypatch.syspath_prepend(ROOT / "bench")

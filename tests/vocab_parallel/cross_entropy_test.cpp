@@ -1,5 +1,9 @@
+#include <algorithm>
 #include <thread>
 
+#include "tessera/vocab_parallel/linear.h"
+#include "tessera/vocab_parallel/log_probabilities.h"
+#include "tessera/vocab_parallel/sampling.h"
 #include "vocab_parallel/cross_entropy_cases.h"
 
 namespace tessera::vocab_parallel {
@@ -32,8 +36,75 @@ TEST_P(Vocab, LabelOutsideTheVocabularyIsNamedOnEveryRank) {
     EXPECT_EQ(
         text,
         "vocab.cross_entropy: label 1003 at position [1, 2] is outside the vocabulary of 1003 "
-        "ids. Use -100 for tokens without a label.");
+        "ids. Use -100 where there is no label.");
   }
+}
+
+// Only rank 0 calls, and would wait for ever if it communicated first.
+TEST(VocabErrors, LabelOutsideAGivenVocabularyIsFoundBeforeTheExchange) {
+  run_ranks(2, [](const comm::Group& group) {
+    if (group.rank() != 0) return;
+    const at::Tensor logits = at::zeros({2, 7});
+    const at::Tensor labels = at::tensor({0, 13}, at::kLong);
+    const at::Tensor ids = labels.view({2, 1});
+    const auto ending = [&](const std::function<void(const TokenOptions&)>& body) {
+      TokenOptions options;
+      options.vocab_size = 13;
+      const std::string text = text_thrown_by<c10::IndexError>([&] { body(options); });
+      return text.substr(std::min(text.find(": "), text.size()));
+    };
+    const auto given = [](const TokenOptions& from, auto options) {
+      options.vocab_size = from.vocab_size;
+      return options;
+    };
+    const std::string label =
+        ": label 13 at position [1] is outside the vocabulary of 13 ids. Use -100 where there is "
+        "no label.";
+    const std::string id =
+        ": id 13 at position [1, 0] is outside the vocabulary of 13 ids. Use -100 where there is "
+        "no id.";
+    EXPECT_EQ(ending([&](const auto& o) { log_probabilities(logits, labels, group, o); }), label);
+    EXPECT_EQ(ending([&](const auto& o) {
+                cross_entropy(logits, labels, group, given(o, CrossEntropyOptions()));
+              }),
+              label);
+    EXPECT_EQ(ending([&](const auto& o) {
+                linear_cross_entropy(at::zeros({2, 3}), at::zeros({7, 3}), labels, group,
+                                     given(o, LinearOptions()));
+              }),
+              label);
+    EXPECT_EQ(ending([&](const auto& o) {
+                sampled_log_probabilities(logits, labels, group, given(o, SamplingOptions()));
+              }),
+              label);
+    EXPECT_EQ(ending([&](const auto& o) { log_probabilities_at(logits, ids, group, o); }), id);
+    EXPECT_EQ(ending([&](const auto& o) { logits_at(logits, ids, group, o); }), id);
+  });
+}
+
+// With ranks that hold 7 and 8 columns, the label 14 is too large for what rank 0 knows.
+TEST(VocabErrors, ColumnsThatDifferAreNamedBeforeALabelOutsideThem) {
+  const auto errors = tessera::testing::run_ranks_collecting(2, [](const comm::Group& group) {
+    cross_entropy(at::zeros({2, 7 + group.rank()}), at::full({2}, 14, at::kLong), group);
+  });
+  for (const auto& error : errors) {
+    EXPECT_EQ(tessera::testing::text_of(error),
+              "vocab.cross_entropy: logits have 7 columns on rank 0 and 8 on rank 1. Pad the "
+              "vocabulary, or pass the column ranges.");
+  }
+}
+
+TEST(VocabErrors, WrongLabelLeavesTheLogitsAsTheyWere) {
+  run_ranks(1, [](const comm::Group& group) {
+    at::Tensor logits = at::arange(14, at::kFloat).view({2, 7});
+    const at::Tensor before = logits.clone();
+    logits.requires_grad_(true);
+    CrossEntropyOptions options;
+    options.overwrite = Overwrite::kInForward;
+    EXPECT_THROW(cross_entropy(logits, at::tensor({0, 7}, at::kLong), group, options),
+                 c10::IndexError);
+    EXPECT_TRUE(at::equal(logits, before));
+  });
 }
 
 TEST(VocabErrors, ColumnsThatDifferAreRefusedOnEveryRank) {
@@ -97,10 +168,19 @@ TEST(VocabErrors, WrongArgumentsAreNamed) {
     EXPECT_EQ(
         value([](auto& o) { o.temperature = 0; }),
         "vocab.cross_entropy: a temperature of 0 is not possible. It must be greater than 0.");
-    EXPECT_EQ(
-        value([](auto& o) { o.label_smoothing = 1.5; }),
-        "vocab.cross_entropy: a label smoothing of 1.5 is not possible. It lies between 0 and "
-        "1.");
+    EXPECT_EQ(text_thrown_by<c10::ValueError>([&] {
+                cross_entropy(logits, labels, group, {.label_smoothing = 1.5, .z_loss = 1e-4});
+              }),
+              "vocab.cross_entropy: a label smoothing of 1.5 is not possible. It lies between 0 "
+              "and 1.");
+    EXPECT_EQ(value([](auto& o) {
+                o.temperature = -1;
+                o.operation = "mine";
+              }),
+              "mine: a temperature of -1 is not possible. It must be greater than 0.");
+    EXPECT_EQ(text_thrown_by<c10::ValueError>(
+                  [&] { token_scores(logits, labels, group, {}, {.temperature = 0.0}); }),
+              "vocab.token_scores: a temperature of 0 is not possible. It must be greater than 0.");
     EXPECT_EQ(value([](auto& o) { o.columns = Columns{3, 11}; }),
               "vocab.cross_entropy: the column range [3, 11) does not fit logits with 7 columns.");
     EXPECT_EQ(value([](auto& o) { o.vocab_size = 0; }),

@@ -34,7 +34,7 @@ TEST(LinearErrors, WrongArgumentsAreNamed) {
         "type.");
     EXPECT_EQ(error_text([&] { linear_cross_entropy(hidden, weight, labels, group); }),
               "vocab.linear_cross_entropy: label 5 at position [1] is outside the vocabulary of 5 "
-              "ids. Use -100 for tokens without a label.");
+              "ids. Use -100 where there is no label.");
     LinearOptions smoothed;
     smoothed.label_smoothing = -0.5;
     EXPECT_EQ(error_text([&] { linear_cross_entropy(hidden, weight, labels, group, smoothed); }),
@@ -55,12 +55,13 @@ TEST(LinearErrors, IdsOutsideTheVocabularyAreNamed) {
                                      group);
               }),
               "vocab.log_probabilities_at: id 9 at position [1, 1] is outside the vocabulary of 7 "
-              "ids.");
+              "ids. Use -100 where there is no id.");
     EXPECT_EQ(error_text([&] { top_k(logits, 8, group); }),
               "vocab.top_k: the best 8 ids were asked of a vocabulary of 7.");
     EXPECT_EQ(
         error_text([&] { logits_at(logits, at::tensor({0, -1}, at::kLong).view({2, 1}), group); }),
-        "vocab.logits_at: id -1 at position [1, 0] is outside the vocabulary of 7 ids.");
+        "vocab.logits_at: id -1 at position [1, 0] is outside the vocabulary of 7 ids. Use -100 "
+        "where there is no id.");
     EXPECT_EQ(error_text([&] { soft_cross_entropy(logits, at::zeros({3, 7}), group); }),
               "vocab.soft_cross_entropy: the logits have shape [2, 7], the target logits [3, 7]. "
               "They must be equal.");

@@ -11,8 +11,6 @@
 namespace tessera::vocab_parallel {
 
 struct CrossEntropyOptions : TokenOptions {
-  CrossEntropyOptions() { operation = "vocab.cross_entropy"; }
-
   /// kMean divides by the number of labels that are not ignored, but at least by 1: if all are
   /// ignored, the loss is 0 and so is its gradient.
   Reduction reduction = Reduction::kMean;

@@ -17,8 +17,6 @@
 namespace tessera::vocab_parallel {
 
 struct LinearOptions : CrossEntropyOptions {
-  LinearOptions() { operation = "vocab.linear_cross_entropy"; }
-
   /// Bytes of logits held at a time, at least one column. If all logits fit, they are kept for
   /// backward and nothing is computed twice; otherwise backward computes them again, part by part.
   /// Without it: all logits if they are no larger than the weight, else 256 MiB.

@@ -17,8 +17,6 @@
 namespace tessera::vocab_parallel {
 
 struct SamplingOptions : TokenOptions {
-  SamplingOptions() { operation = "vocab.sampled_log_probabilities"; }
-
   /// Keep ids for which fewer than `top_k` others are greater; 0: all. Equal logits are kept or
   /// dropped together, so more than `top_k` can stay.
   std::int64_t top_k = 0;

@@ -45,11 +45,12 @@ struct TokenOptions {
   /// multiples of it. One more pair of numbers is exchanged for every so many columns. On CUDA,
   /// rows and tiles must begin at multiples of 16 bytes.
   std::int64_t reproducible_tile = 0;
-  /// Look for labels outside the vocabulary and name the first. On CUDA this waits for the device,
-  /// so the default there is not to look; such a token then gets NaN.
+  /// Look for labels outside the vocabulary and name the first: before anything is communicated if
+  /// vocab_size is given, else after the exchange, which tells how many ids there are. On CUDA this
+  /// waits for the device, so the default there is not to look; such a token then gets NaN.
   std::optional<bool> check_labels = std::nullopt;
-  /// Stands in front of error texts.
-  std::string operation = "vocab.token_scores";
+  /// Stands in front of error texts. Empty: the name of the function.
+  std::string operation = {};
 };
 
 /// Which scores to compute; the others stay undefined.

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from tessera import _C
 from tessera.distributed._fused_optimizer import FusedTableOptimizer
 from tessera.distributed._sharded_state import LocalPart, load_table, sharded_tensor
+from tessera.distributed._shared_sizes import Engine, start_input_dists
 from tessera.distributed.comm import get_local_size
 from tessera.distributed.comm_ops import _native
 from tessera.distributed.embedding_sharding import EmbeddingShardingInfo
@@ -44,7 +42,6 @@ from tessera.modules.embedding_modules import TableDict, get_embedding_names_by_
 from tessera.optim.keyed import CombinedOptimizer
 from tessera.sparse.jagged_tensor import KeyedJaggedTensor
 
-Engine = _C.sharding.ShardedEmbeddingBagCollection | _C.sharding.ShardedEmbeddingCollection
 Out = TypeVar("Out")
 ShrdCtx = TypeVar("ShrdCtx")
 
@@ -97,59 +94,6 @@ def sharding_infos(
             )
         )
     return infos
-
-
-class _PendingInputs(Awaitable[list]):
-    def __init__(self, pending: Sequence[Any]) -> None:
-        super().__init__()
-        self._pending = pending
-
-    def _wait_impl(self) -> list:
-        return [pending.wait() for pending in self._pending]
-
-
-class _PendingSplits(Awaitable[Awaitable[list]]):
-    def __init__(self, inputs: Sequence[tuple[Engine, KeyedJaggedTensor]], group: ProcessGroup) -> None:
-        super().__init__()
-        self.inputs = inputs
-        self.group = group
-        self._pending: Sequence[Any] | None = None
-
-    def start(self, pending: Sequence[Any]) -> None:
-        self._pending = pending
-
-    def _wait_impl(self) -> Awaitable[list]:
-        if self._pending is None:
-            raise ValueError("sharding.shared_sizes: what starts inside cannot be waited for inside.")
-        return _PendingInputs([pending.wait() for pending in self._pending])
-
-
-_gathering: ContextVar[list[_PendingSplits] | None] = ContextVar("_gathering", default=None)
-
-
-def _start(sends: Sequence[_PendingSplits]) -> None:
-    pending = iter(_C.sharding.fused_input_dist([each for send in sends for each in send.inputs]))
-    for send in sends:
-        send.start([next(pending) for _ in send.inputs])
-
-
-@contextlib.contextmanager
-def shared_sizes() -> Iterator[None]:
-    """Let the input dists that start inside tell their sizes together, at the end: one message per group.
-
-    Collective: the same modules in the same order on every rank. Nothing is sent if the body raises.
-    """
-    sends: list[_PendingSplits] = []
-    token = _gathering.set(sends)
-    try:
-        yield
-    finally:
-        _gathering.reset(token)
-    groups: dict[ProcessGroup, list[_PendingSplits]] = {}
-    for send in sends:
-        groups.setdefault(send.group, []).append(send)
-    for members in groups.values():
-        _start(members)
 
 
 class _Table(nn.Module):
@@ -469,13 +413,7 @@ class ShardedTables(ShardedEmbeddingModule[list, list, Out, ShrdCtx]):
         self._last_batch = _LastBatch(
             features.values().dtype, weights is not None, weights is not None and weights.requires_grad
         )
-        send = _PendingSplits([(engine, features) for engine in self._engines], self._env.process_group)
-        gathering = _gathering.get()
-        if gathering is None:
-            _start([send])
-        else:
-            gathering.append(send)
-        return send
+        return start_input_dists([(engine, features) for engine in self._engines], self._env.process_group)
 
     def compute(self, ctx: ShrdCtx, dist_input: list) -> list:
         """Read the rows; the engine starts sending them home at once."""

@@ -44,7 +44,7 @@ from tessera.distributed._pipelined_modules import (
     find_args,
     find_module,
 )
-from tessera.distributed._sharded_tables import shared_sizes
+from tessera.distributed._shared_sizes import shared_sizes
 from tessera.distributed.dist_data import SplitsAllToAllAwaitable
 from tessera.distributed.embedding_sharding import FusedKJTListSplitsAwaitable, KJTSplitsAllToAllMeta
 from tessera.distributed.model_parallel import get_unwrapped_module
