@@ -54,6 +54,7 @@ std::string with_dashes(const std::string& word) {
 std::vector<std::string> long_flags(const CLI::App& app) {
   std::vector<std::string> names;
   for (const CLI::Option* option : app.get_options()) {
+    if (option->get_group().empty()) continue;  // accepted, but not offered
     for (const std::string& name : option->get_lnames()) names.push_back("--" + name);
   }
   names.emplace_back("--help");
