@@ -15,9 +15,9 @@
 namespace tessera::cli {
 
 std::span<const Verb* const> verbs() {
-  static constexpr const Verb* kVerbs[] = {&kRunVerb,   &kTrainVerb,  &kReportVerb,
-                                           &kTraceVerb, &kPlanVerb,   &kDataVerb,
-                                           &kCkptVerb,  &kDoctorVerb, &kCompletionVerb};
+  static constexpr const Verb* kVerbs[] = {&kRunVerb,    &kTrainVerb,     &kReportVerb, &kTraceVerb,
+                                           &kPlanVerb,   &kDataVerb,      &kCkptVerb,   &kBenchVerb,
+                                           &kDoctorVerb, &kCompletionVerb};
   return kVerbs;
 }
 
