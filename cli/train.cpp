@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <set>
 
+#include "flags.h"
 #include "tessera/launch/exit_code.h"
 #include "tessera/launch/job.h"
 #include "usage.h"
@@ -53,7 +54,8 @@ int run(const std::vector<std::string>& words) {
                      suggestion(words[0], {"dlrm", "lm", "gnn"}));
   }
   const Workload& workload = **found;
-  const std::vector<std::string> flags(words.begin() + 1, words.end());
+  std::vector<std::string> flags(words.begin() + 1, words.end());
+  for (std::string& word : flags) word = with_dashes(word);  // the ranks know no other form
   const int num_ranks = workload.read(flags);
   if (num_ranks == 0) return launch::kExitOk;
   // The ranks see a pipe whatever this program writes to.
