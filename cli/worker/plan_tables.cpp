@@ -29,6 +29,7 @@ constexpr const char* kShardings[] = {"auto", "table_wise", "row_wise", "column_
 ListedTables tables_of(const PlanTablesWords& words) {
   if (!words.table_list.empty()) return read_table_list(words.table_list);
   const dlrm::OpenedLog log = dlrm::open_log(words.data, log_options(words));
+  std::fputs(log.notes.c_str(), stderr);
   ListedTables listed;
   listed.tables = dlrm::tables_of(log.log->schema(), words.embedding_dim);
   for (const dlrm::Feature& feature : log.log->schema().features) {

@@ -219,3 +219,10 @@ def test_a_plan_of_other_tables_is_refused(tmp_path):
     told = plan("--ranks", "2", "--tables", "4", "--plan", written, code=78).stderr.splitlines()
     assert "cat_3" in told[0]
     assert told[1] == f"  why: {written} does not fit these tables and ranks"
+
+
+def test_bad_lines_of_a_log_are_told(tmp_path):
+    data = tmp_path / "day.tsv"
+    data.write_text("not a sample\n")
+    told = plan("--data", data)
+    assert told.stderr.startswith(f"data     1 bad lines of 1 in {data} are left out\n")
