@@ -1,15 +1,19 @@
 """Run all benchmarks one after another, keep the rows, and write the tables of docs/performance.md.
 
     .venv/bin/python bench/run.py [NAME ...] [--quick] [--no-document]
+    .venv/bin/python bench/run.py NAME ... --print-only [--json]
+    .venv/bin/python bench/run.py --list
 
 Builds nothing. NAME is one of the benchmarks below; without one, all run. Rows go to
-bench/results/<name>.json, one line each.
+bench/results/<name>.json, one line each; with --print-only nowhere, and what is not installed or
+not built is left out with a line that says so.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import os
 import pathlib
 import platform
@@ -25,6 +29,8 @@ RESULTS = ROOT / "bench/results"
 DOCUMENT = ROOT / "docs/performance.md"
 BEGIN = "<!-- bench: begin -->"
 END = "<!-- bench: end -->"
+PEERS_PYTHON = str(ROOT / ".venv-peers/bin/python")
+EXIT_CONFIGURATION = 78
 
 BENCHMARKS = {
     "comm_collectives": [[str(PROGRAMS / "collectives_bench")]],
@@ -43,16 +49,16 @@ BENCHMARKS = {
     "checkpoint": [[sys.executable, str(ROOT / "bench/checkpoint/checkpoint_bench.py")]],
     "data_parallel_step": [[sys.executable, str(ROOT / "bench/compare/ddp_step.py")]],
     "dlrm_parts": [[str(PROGRAMS / "dlrm_bench")]],
-    "dlrm_step": [[str(ROOT / ".venv-peers/bin/python"), str(ROOT / "bench/compare/torchrec_dlrm.py")]],
+    "dlrm_step": [[PEERS_PYTHON, str(ROOT / "bench/compare/torchrec_dlrm.py")]],
     "embedding": [
         [str(PROGRAMS / "table_bench")],
-        [str(ROOT / ".venv-peers/bin/python"), str(ROOT / "bench/compare/fbgemm_tables.py")],
+        [PEERS_PYTHON, str(ROOT / "bench/compare/fbgemm_tables.py")],
     ],
     "sharding_step": [
         [str(PROGRAMS / "step_bench")],
-        [str(ROOT / ".venv-peers/bin/python"), str(ROOT / "bench/compare/torchrec_sharded.py")],
+        [PEERS_PYTHON, str(ROOT / "bench/compare/torchrec_sharded.py")],
     ],
-    "jagged": [[str(ROOT / ".venv-peers/bin/python"), str(ROOT / "bench/compare/jagged_operators.py")]],
+    "jagged": [[PEERS_PYTHON, str(ROOT / "bench/compare/jagged_operators.py")]],
     "faults": [[sys.executable, str(ROOT / "bench/compare/faults.py")]],
 }
 QUICK = {
@@ -135,9 +141,24 @@ def running_elsewhere() -> int:
     return min(samples)
 
 
-def measure(name: str, quick: bool) -> list[row_files.Row]:
+def missing(command: list[str]) -> str:
+    """Say what a command lacks, in a line; nothing if it can run."""
+    program = next(word for word in command if "/" in word)
+    if os.access(program, os.X_OK):
+        return ""
+    if program == PEERS_PYTHON:
+        return f"the peers' Python, {program}, is not there; make peers installs it"
+    return f"{program} is not built; make everything builds it"
+
+
+def measure(name: str, quick: bool, skips: bool = False) -> list[row_files.Row]:
+    """Run a benchmark; `skips` leaves out commands that cannot run, and says so."""
     found = []
     for command in BENCHMARKS[name]:
+        lack = missing(command)
+        if lack and skips:
+            print(f"bench: {name}: {lack}", file=sys.stderr, flush=True)
+            continue
         wait_for_quiet(60)
         before = load()
         result = subprocess.run(
@@ -184,15 +205,67 @@ def write_document() -> None:
     DOCUMENT.write_text(f"{head}{BEGIN}\n\n{document_section(kept())}\n{END}{tail}")
 
 
+def list_benchmarks() -> None:
+    for name, commands in BENCHMARKS.items():
+        lacks = [missing(command) for command in commands]
+        mark = "" if not any(lacks) else " (cannot run)" if all(lacks) else " (without the peer)"
+        print(f"  {name:<20} {TITLES[name]}{mark}")
+    for lack in sorted({missing(command) for commands in BENCHMARKS.values() for command in commands} - {""}):
+        print(f"  note: {lack}")
+
+
+def print_rows(names: list[str], quick: bool, as_json: bool) -> int:
+    """Measure and print; keep nothing."""
+    measured = {}
+    for name in names:
+        measured[name] = measure(name, quick, skips=True)
+        if measured[name] and not as_json:
+            print(f"\n{TITLES[name]}\n\n{row_files.table(measured[name])}", flush=True)
+    if not any(measured.values()):
+        print(
+            f"error: bench: nothing of {', '.join(names)} could be measured\n"
+            "  why: the lines above say what is not there\n"
+            "  try: make everything peers, in the source tree",
+            file=sys.stderr,
+        )
+        return EXIT_CONFIGURATION
+    if as_json:
+        print(json.dumps({name: with_peers(found) for name, found in measured.items()}))
+    return 0
+
+
+def with_peers(found: list[row_files.Row]) -> list[row_files.Row]:
+    """Give every row its peer's median and the ratio of the two, where there is a peer."""
+    index = {row_files.key_of(row): row for row in found}
+    told = []
+    for row in found:
+        peer = row_files.peer_of(row, index)
+        more = {}
+        if peer is not None:
+            value = row_files.value_of(peer, "median")
+            more = {"peer": peer["name"], "peer_median": value}
+            more["ratio"] = value / row_files.value_of(row, "median")
+        told.append({**row, **more})
+    return told
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(BENCHMARKS))
     parser.add_argument("--quick", action="store_true", help="fewer repetitions; nothing is kept")
     parser.add_argument("--no-document", action="store_true", help="leave docs/performance.md alone")
+    parser.add_argument("--list", action="store_true", help="name the benchmarks, and what they lack")
+    parser.add_argument("--print-only", action="store_true", help="keep nothing, leave out what cannot run")
+    parser.add_argument("--json", action="store_true", help="with --print-only: one JSON object")
     words = parser.parse_args()
     for name in words.names:
         if name not in BENCHMARKS:
             parser.error(f"no benchmark '{name}'; there are {', '.join(BENCHMARKS)}")
+    if words.list:
+        list_benchmarks()
+        return 0
+    if words.print_only:
+        return print_rows(words.names or list(BENCHMARKS), words.quick, words.json)
     for name in words.names or BENCHMARKS:
         found = measure(name, words.quick)
         print(f"\n{TITLES[name]}\n\n{row_files.table(found)}", flush=True)

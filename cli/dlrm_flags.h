@@ -12,6 +12,7 @@
 #include <CLI/CLI.hpp>
 
 #include "flag_checks.h"
+#include "resume_flags.h"
 
 namespace tessera::cli {
 
@@ -117,26 +118,6 @@ inline void define_flags(CLI::App& app, TrainDlrmWords& words) {
   app.add_flag("-h,--help", words.wants_help)->configurable(false);
   app.set_config("--config")->configurable(false);
   app.allow_config_extras(false);
-}
-
-/// The folder of the run that `words` go on with; empty if there is none.
-inline std::string resumed_folder(const std::vector<std::string>& words) {
-  std::string folder;
-  for (std::size_t i = 0; i < words.size(); ++i) {
-    if (words[i] == "--resume" && i + 1 < words.size()) folder = words[i + 1];
-    if (words[i].starts_with("--resume=")) folder = words[i].substr(9);
-  }
-  return folder;
-}
-
-/// `words` with the configuration of the run that they resume, unless they name another.
-inline std::vector<std::string> with_resumed_config(std::vector<std::string> words) {
-  for (const std::string& word : words) {
-    if (word == "--config" || word.starts_with("--config=")) return words;
-  }
-  const std::string folder = resumed_folder(words);
-  if (!folder.empty()) words.insert(words.begin(), {"--config", folder + "/config.toml"});
-  return words;
 }
 
 }  // namespace tessera::cli

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "config_file.h"
 #include "tessera/launch/exit_code.h"
 #include "tessera/launch/launch_error.h"
 #include "usage.h"
@@ -20,25 +21,49 @@ constexpr std::string_view kTorchrunOnly[] = {"--numa-binding",
                                               "--duplicate-stdout-filters",
                                               "--duplicate-stderr-filters"};
 
-// What CLI11 says of a key of a configuration file, in our words.
-launch::LaunchError unusable_key(const CLI::App& app, const std::string& text) {
-  const std::string what = app.get_name() + ": the configuration file has ";
-  const std::string advice = "the verb with --print-config shows all keys";
-  if (text.find("not allowed in a configuration file") != std::string::npos) {
-    const std::string key = text.substr(0, text.find(':'));
-    return {launch::kExitConfiguration, what + "the key '" + key + "'",
-            "--" + key + " is a flag for one call, not a setting",
-            "leave it out, and give the flag"};
+constexpr const char* kShowKeys = "the verb with --print-config shows all keys";
+
+// The value of --config; empty without one.
+std::string config_path(const std::vector<std::string>& flags) {
+  std::string path;
+  for (std::size_t i = 0; i < flags.size(); ++i) {
+    if (flags[i] == "--config" && i + 1 < flags.size()) path = flags[i + 1];
+    if (flags[i].starts_with("--config=")) path = flags[i].substr(9);
   }
-  std::string key = text.substr(text.rfind(' ') + 1);  // its sentence ends with the key
-  if (const auto dot = key.find('.'); dot != std::string::npos) {
-    return {launch::kExitConfiguration, what + "a section [" + key.substr(0, dot) + "]",
-            "keys are the names of flags and stand in no section", advice};
+  return path;
+}
+
+std::string place_of(const std::string& path, const Setting& setting) {
+  return path + ", line " + std::to_string(setting.line) + ": ";
+}
+
+void check_key(const CLI::App& app, const std::string& path, const Setting& setting) {
+  const CLI::Option* option = app.get_option_no_throw("--" + setting.key);
+  const std::string what = app.get_name() + ": " + place_of(path, setting);
+  if (option == nullptr) {
+    const std::string near = closest("--" + setting.key, long_flags(app));
+    throw launch::LaunchError(
+        launch::kExitConfiguration, what + "there is no key '" + setting.key + "'",
+        "no flag has this name" + (near.empty() ? "" : "; the closest is " + near.substr(2)),
+        kShowKeys);
   }
-  const std::string near = closest("--" + key, long_flags(app));
-  return {launch::kExitConfiguration, what + "an unknown key '" + key + "'",
-          "no flag has this name" + (near.empty() ? "" : "; the closest is " + near.substr(2)),
-          advice};
+  if (!option->get_configurable()) {
+    throw launch::LaunchError(launch::kExitConfiguration,
+                              what + "'" + setting.key + "' cannot be set in a file",
+                              "--" + setting.key + " is a flag for one call, not a setting",
+                              "leave it out, and give the flag");
+  }
+}
+
+// Whether the words of the call have the flag of a setting: then the file's value is not read.
+bool is_given(const CLI::App& app, const std::vector<std::string>& flags, const std::string& key) {
+  const CLI::Option* option = app.get_option_no_throw("--" + key);
+  return std::any_of(flags.begin(), flags.end(), [&](const std::string& word) {
+    if (!word.starts_with('-')) return false;
+    const std::string name =
+        word.starts_with("--") ? word.substr(0, word.find('=')) : word.substr(0, 2);
+    return app.get_option_no_throw(name) == option;
+  });
 }
 
 }  // namespace
@@ -54,6 +79,7 @@ std::string with_dashes(const std::string& word) {
 std::vector<std::string> long_flags(const CLI::App& app) {
   std::vector<std::string> names;
   for (const CLI::Option* option : app.get_options()) {
+    if (option->get_group().empty()) continue;  // accepted, but not offered
     for (const std::string& name : option->get_lnames()) names.push_back("--" + name);
   }
   names.emplace_back("--help");
@@ -108,17 +134,26 @@ NamesAndFlags names_and_flags(const CLI::App& app, std::vector<std::string> word
 }
 
 void read_flags(CLI::App& app, std::vector<std::string> flags) {
-  std::reverse(flags.begin(), flags.end());  // CLI11 takes them from the back
+  const std::string path = app.get_config_ptr() == nullptr ? "" : config_path(flags);
+  std::vector<Setting> settings;
+  if (!path.empty()) settings = read_settings(app.get_name(), path);
+  for (const Setting& setting : settings) check_key(app, path, setting);
+  std::vector<std::string> reversed(flags.rbegin(), flags.rend());  // CLI11 takes the last first
   try {
-    app.parse(flags);
-  } catch (const CLI::ConfigError& error) {
-    throw unusable_key(app, error.what());
-  } catch (const CLI::FileError& error) {
-    throw launch::LaunchError(launch::kExitConfiguration,
-                              app.get_name() + ": the configuration file cannot be read",
-                              error.what(), "check the path given to --config");
+    app.parse(reversed);
   } catch (const CLI::ParseError& error) {
-    throw UsageError(app.get_name() + ": " + error.what());
+    const std::string text = error.what();
+    for (const Setting& setting : settings) {
+      const std::string begin = "--" + setting.key + ": ";
+      if (!text.starts_with(begin) || is_given(app, flags, setting.key)) continue;
+      throw launch::LaunchError(
+          launch::kExitConfiguration,
+          app.get_name() + ": " + place_of(path, setting) + setting.key + " cannot be '" +
+              setting.value + "'",
+          text.substr(begin.size()),
+          "a value that --" + setting.key + " takes; the help of the verb names them");
+    }
+    throw UsageError(app.get_name() + ": " + text);
   }
 }
 

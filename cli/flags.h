@@ -33,7 +33,7 @@ NamesAndFlags names_and_flags(const CLI::App& app, std::vector<std::string> word
 /// configuration file that cannot be used.
 void read_flags(CLI::App& app, std::vector<std::string> flags);
 
-/// Returns the long names of all flags of `app`, with their dashes.
+/// Returns the long names of all flags of `app` that are in a group, with their dashes.
 std::vector<std::string> long_flags(const CLI::App& app);
 
 }  // namespace tessera::cli

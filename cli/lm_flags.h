@@ -11,6 +11,7 @@
 #include <CLI/CLI.hpp>
 
 #include "flag_checks.h"
+#include "resume_flags.h"
 
 namespace tessera::cli {
 
@@ -27,6 +28,10 @@ struct TrainLmWords {
   std::int64_t width = 128;
   double learning_rate = 0.001;
   std::int64_t seed = 1;
+  std::string save;
+  std::string resume;
+  std::int64_t checkpoint_every = 0;
+  int keep = 2;
   bool as_json = false;
   bool print_config = false;
   bool wants_help = false;
@@ -49,7 +54,12 @@ inline void define_flags(CLI::App& app, TrainLmWords& words) {
   value("--width", words.width)->check(CLI::Range(1, 1 << 16));
   value("--lr", words.learning_rate)->check(not_negative());
   value("--seed", words.seed)->check(not_negative())->check(seed_range());
-  app.add_flag("--json", words.as_json);
+  value("--checkpoint-every", words.checkpoint_every)
+      ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 40));
+  value("--keep", words.keep)->check(CLI::Range(0, 1000));
+  value("--save", words.save)->configurable(false);
+  value("--resume", words.resume)->configurable(false);
+  app.add_flag("--json", words.as_json)->configurable(false);
   app.add_flag("--print-config", words.print_config)->configurable(false);
   app.add_flag("-h,--help", words.wants_help)->configurable(false);
   app.set_config("--config")->configurable(false);

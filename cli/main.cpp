@@ -15,9 +15,9 @@
 namespace tessera::cli {
 
 std::span<const Verb* const> verbs() {
-  static constexpr const Verb* kVerbs[] = {&kRunVerb,   &kTrainVerb,  &kReportVerb,
-                                           &kTraceVerb, &kPlanVerb,   &kDataVerb,
-                                           &kCkptVerb,  &kDoctorVerb, &kCompletionVerb};
+  static constexpr const Verb* kVerbs[] = {&kRunVerb,    &kTrainVerb,     &kReportVerb, &kTraceVerb,
+                                           &kPlanVerb,   &kDataVerb,      &kCkptVerb,   &kBenchVerb,
+                                           &kDoctorVerb, &kCompletionVerb};
   return kVerbs;
 }
 
@@ -42,12 +42,10 @@ std::string program_help() {
          "  help         show the help of a verb: tessera help run\n"
          "\n"
          "flags\n"
-         "  -h, --help   this text; after a verb, the verb's own\n"
-         "  --version    the version of this program\n"
+         "  -h, --help, --version   this text, or after a verb the verb's own; the version\n"
          "\n"
-         "exit codes: 0 good, 2 wrong usage, 65 bad file, 69 hosts not reached, 70 internal,\n"
-         "128+n signal n; "
-         "a rank's own code is passed through. More: docs/launch.md\n";
+         "exit codes: 0 good, 2 wrong usage, 65 bad file, 69 hosts not reached, 70 internal, 78\n"
+         "impossible, 128+n signal n; a rank's own is passed through. More: docs/launch.md\n";
 }
 
 const Verb* find_verb(const std::string& name) {

@@ -8,13 +8,13 @@
 #include <cstdlib>
 #include <set>
 
-#include "launch/store_host.h"
+#include "flags.h"
 #include "tessera/launch/exit_code.h"
 #include "tessera/launch/job.h"
-#include "tessera/launch/launch_error.h"
 #include "usage.h"
 #include "verb.h"
 #include "worker/progress_line.h"
+#include "worker_program.h"
 #include "workload.h"
 
 namespace tessera::cli {
@@ -40,14 +40,6 @@ tessera train <workload> --help shows the flags of one.
 More: docs/train_your_own.md, docs/vocab_parallel.md, docs/graph_parallel.md
 )";
 
-std::string worker_program() {
-  const std::string path = launch::find_worker_program();
-  if (!path.empty()) return path;
-  throw launch::LaunchError(launch::kExitNotFound, "train: there is no tessera-worker program",
-                            "it is not beside tessera, and TESSERA_WORKER does not name it",
-                            "build it, or set TESSERA_WORKER to its path");
-}
-
 int run(const std::vector<std::string>& words) {
   if (words.empty()) throw UsageError("train: name a workload, as in tessera train lm");
   if (words[0] == "--help" || words[0] == "-h") {
@@ -62,7 +54,8 @@ int run(const std::vector<std::string>& words) {
                      suggestion(words[0], {"dlrm", "lm", "gnn"}));
   }
   const Workload& workload = **found;
-  const std::vector<std::string> flags(words.begin() + 1, words.end());
+  std::vector<std::string> flags(words.begin() + 1, words.end());
+  for (std::string& word : flags) word = with_dashes(word);  // the ranks know no other form
   const int num_ranks = workload.read(flags);
   if (num_ranks == 0) return launch::kExitOk;
   // The ranks see a pipe whatever this program writes to.
@@ -76,7 +69,7 @@ int run(const std::vector<std::string>& words) {
   options.prefix_lines = false;
   options.use_python = false;
   options.shutdown_timeout = kTimeToSave;
-  options.command = {worker_program(), std::string(workload.worker_verb)};
+  options.command = {worker_program("train"), std::string(workload.worker_verb)};
   options.command.insert(options.command.end(), flags.begin(), flags.end());
   return launch::run_job(options);
 }

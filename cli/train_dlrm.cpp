@@ -5,6 +5,7 @@
 
 #include "dlrm_flags.h"
 #include "flags.h"
+#include "resume.h"
 #include "tessera/launch/exit_code.h"
 #include "tessera/launch/launch_error.h"
 #include "usage.h"
@@ -71,15 +72,42 @@ void check(const TrainDlrmWords& given) {
   }
 }
 
+const ResumeRules kResumeRules{
+    {"tables", "rows", "dim", "bottom", "top", "interaction", "optimizer", "table-optimizer",
+     "seed"},
+    {"data", "bag", "lr", "table-lr", "warmup", "decay", "precision", "eval-samples"}};
+
+// Tables are cut anew for other ranks, but samples are counted over all of them.
+void check_samples(const std::string& folder, const Settings& saved, const Settings& given) {
+  const auto samples = [](const Settings& settings) {
+    return std::stoll(settings.at("ranks")) * std::stoll(settings.at("batch"));
+  };
+  const auto words = [](const Settings& settings) {
+    return "--ranks " + settings.at("ranks") + " --batch " + settings.at("batch");
+  };
+  if (samples(saved) == samples(given)) return;
+  const std::int64_t ranks = std::stoll(given.at("ranks"));
+  const bool divides = samples(saved) % ranks == 0;
+  throw launch::LaunchError(
+      launch::kExitConfiguration,
+      "train: a step of " + folder + " has " + std::to_string(samples(saved)) +
+          " samples over all ranks, one of this call " + std::to_string(samples(given)),
+      "the run has " + words(saved) + ", this call has " + words(given),
+      divides ? "--batch " + std::to_string(samples(saved) / ranks)
+              : "--ranks and --batch whose product is " + std::to_string(samples(saved)));
+}
+
 int read(const std::vector<std::string>& words) {
   const std::string folder = resumed_folder(words);
-  if (!folder.empty() && !std::filesystem::exists(folder + "/config.toml")) {
-    throw launch::LaunchError(
-        launch::kExitData, "train: there is no run in " + folder,
-        folder + "/config.toml, which every run writes, is missing",
-        "give --resume a folder that a run has made, such as runs/2026-11-15-1");
-  }
-  return read_words<TrainDlrmWords>(with_resumed_config(words), kHelp, check);
+  if (!folder.empty()) check_is_run(folder);
+  const std::vector<std::string> all = with_resumed_config(words);
+  const int num_ranks = read_words<TrainDlrmWords>(all, kHelp, check);
+  if (folder.empty() || num_ranks == 0) return num_ranks;
+  const Settings saved = settings_of<TrainDlrmWords>({"--config", folder + "/config.toml"});
+  const Settings given = settings_of<TrainDlrmWords>(all);
+  check_samples(folder, saved, given);
+  compare_with_saved(folder, saved, given, kResumeRules);
+  return num_ranks;
 }
 
 }  // namespace

@@ -22,6 +22,7 @@ struct Verb {
   std::vector<std::string> (*flags)();
 };
 
+extern const Verb kBenchVerb;
 extern const Verb kPlanVerb;
 extern const Verb kReportVerb;
 extern const Verb kRunVerb;

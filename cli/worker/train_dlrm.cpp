@@ -21,8 +21,8 @@
 #include "report/rank_log.h"
 #include "tessera/checkpoint/error.h"
 #include "tessera/comm/failure.h"
-#include "tessera/core/check.h"
 #include "tessera/core/version.h"
+#include "worker/dlrm_words.h"
 #include "worker/progress_line.h"
 #include "worker_verb.h"
 
@@ -36,18 +36,8 @@ using Json = nlohmann::ordered_json;
 constexpr int kDiverged = 1;
 constexpr int kBadData = 65;
 constexpr int kBadConfiguration = 78;
-constexpr const char* kModule = "tables";  // of a plan file
 
 std::atomic<bool> is_told_to_stop{false};
-
-embedding::OptimizerKind table_optimizer_of(const std::string& name) {
-  using Kind = embedding::OptimizerKind;
-  if (name == "adagrad") return Kind::kAdagrad;
-  if (name == "rowwise_adagrad") return Kind::kRowWiseAdagrad;
-  if (name == "adam") return Kind::kAdam;
-  if (name == "partial_rowwise_adam") return Kind::kPartialRowWiseAdam;
-  return Kind::kSgd;
-}
 
 dlrm::TrainingOptions options_of(const TrainDlrmWords& words, const std::string& folder) {
   dlrm::TrainingOptions options;
@@ -73,28 +63,6 @@ dlrm::TrainingOptions options_of(const TrainDlrmWords& words, const std::string&
   options.resume = !words.resume.empty();
   options.seed = static_cast<std::uint64_t>(words.seed);
   return options;
-}
-
-dlrm::LogOptions log_options(const TrainDlrmWords& words) {
-  dlrm::LogOptions options;
-  options.num_tables = words.num_tables;
-  options.num_rows = words.num_rows;
-  options.bag_size = words.bag_size;
-  options.seed = static_cast<std::uint64_t>(words.seed);
-  return options;
-}
-
-sharding::ModulePlan plan_of(const TrainDlrmWords& words,
-                             const std::vector<embedding::EmbeddingTableConfig>& tables,
-                             const sharding::Topology& topology) {
-  if (words.plan.empty()) return dlrm::default_plan(tables, words.sharding, topology);
-  const auto plan = sharding::plan_from_json(report::read_text(words.plan));
-  const sharding::ModulePlan* own = plan.get_plan_for_module(kModule);
-  if (own == nullptr && plan.modules.size() == 1) own = &plan.modules.begin()->second;
-  TESSERA_CHECK_VALUE(own != nullptr, "train: ", words.plan, " has ", plan.modules.size(),
-                      " modules, none of them '", kModule, "'.");
-  sharding::check_module_plan("train", tables, *own, topology);
-  return *own;
 }
 
 Json table_line(const embedding::EmbeddingTableConfig& table,
@@ -345,7 +313,7 @@ int train(const TrainDlrmWords& words, const std::string& config, const comm::Gr
   at::set_num_threads(std::max(1, num_cores / world.size()));
   const dlrm::OpenedLog log = dlrm::open_log(words.data, log_options(words));
   const auto tables = dlrm::tables_of(log.log->schema(), words.embedding_dim);
-  const sharding::ModulePlan plan = plan_of(words, tables, {world.size(), world.size()});
+  const sharding::ModulePlan plan = plan_of("train", words, tables, {world.size(), world.size()});
   const std::string folder = run_folder(words, config, world);
   std::unique_ptr<Speaker> speaker;
   if (world.rank() == 0) {

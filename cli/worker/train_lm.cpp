@@ -1,7 +1,9 @@
 // tessera-worker train-lm — one rank of `tessera train lm`.
 
+#include <algorithm>
 #include <cstdio>
 #include <exception>
+#include <filesystem>
 #include <string>
 
 #include <ATen/Parallel.h>
@@ -9,13 +11,18 @@
 
 #include "lm/train.h"
 #include "lm_flags.h"
+#include "report/run_folder.h"
+#include "tessera/checkpoint/error.h"
 #include "tessera/comm/environment.h"
 #include "tessera/comm/group.h"
+#include "tessera/launch/exit_code.h"
 #include "worker/progress_line.h"
 #include "worker_verb.h"
 
 namespace tessera::cli {
 namespace {
+
+namespace report = workloads::report;
 
 constexpr int kUsage = 2;
 constexpr int kFailed = 1;
@@ -33,6 +40,11 @@ workloads::LmOptions options_of(const TrainLmWords& words) {
   options.model.heads = words.num_heads;
   options.model.width = words.width;
   options.model.seed = static_cast<std::uint64_t>(words.seed);
+  const std::string folder = words.resume.empty() ? words.save : words.resume;
+  if (!folder.empty()) options.checkpoints = folder + "/checkpoints";
+  options.checkpoint_every = words.checkpoint_every;
+  options.keep_checkpoints = words.keep;
+  options.resume = !words.resume.empty();
   return options;
 }
 
@@ -51,7 +63,9 @@ int train_lm(const std::vector<std::string>& words) {
   TrainLmWords given;
   define_flags(app, given);
   try {
-    app.parse(std::vector<std::string>(words.rbegin(), words.rend()));
+    std::vector<std::string> flags = with_resumed_config(words);
+    std::reverse(flags.begin(), flags.end());
+    app.parse(flags);
   } catch (const CLI::ParseError& error) {
     std::fprintf(stderr, "error: train lm: %s\n", error.what());
     return kUsage;
@@ -63,21 +77,40 @@ int train_lm(const std::vector<std::string>& words) {
     ProgressLine line(given.num_steps);
     const bool is_shown = world.rank() == 0 && !given.as_json;
     workloads::LmProgress last;
-    const double loss =
-        workloads::train_lm(options_of(given), world, [&](const workloads::LmProgress& progress) {
-          last = progress;
-          if (is_shown && line.is_due(progress.step)) {
-            line.show(progress.step, text_of(progress, given.num_steps));
-          }
-        });
+    if (world.rank() == 0 && !given.save.empty()) {
+      std::filesystem::create_directories(given.save);
+      report::write_text(given.save + "/" + report::kConfigFile, app.config_to_str(true, false));
+    }
+    const auto stepped = [&](const workloads::LmProgress& progress) {
+      last = progress;
+      if (is_shown && line.is_due(progress.step)) {
+        line.show(progress.step, text_of(progress, given.num_steps));
+      }
+    };
+    std::int64_t first_step = 0;
+    const auto started = [&](std::int64_t step) {
+      first_step = step;
+      last.step = step;
+      if (!is_shown || given.resume.empty()) return;
+      std::printf("resumed  at step %ld\n", static_cast<long>(step));
+      std::fflush(stdout);
+    };
+    const double loss = workloads::train_lm(options_of(given), world, stepped, started);
     if (world.rank() == 0 && given.as_json) {
       const nlohmann::ordered_json report = {{"workload", "lm"},
                                              {"ranks", world.size()},
+                                             {"first_step", first_step},
                                              {"steps", last.step},
                                              {"loss", loss},
                                              {"tokens_per_second", last.tokens_per_second}};
       std::printf("%s\n", report.dump().c_str());
     }
+  } catch (const checkpoint::Error& error) {
+    std::fprintf(stderr, "error: %s\n", error.what());
+    return launch::kExitData;
+  } catch (const report::Error& error) {
+    std::fprintf(stderr, "error: %s\n", error.what());
+    return launch::kExitData;
   } catch (const c10::ValueError& error) {
     std::fprintf(stderr, "error: %s\n", error.what_without_backtrace());
     return kFailed;

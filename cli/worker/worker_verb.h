@@ -18,6 +18,7 @@ struct WorkerVerb {
 };
 
 extern const WorkerVerb kPlanGraphVerb;
+extern const WorkerVerb kPlanTablesVerb;
 extern const WorkerVerb kStoreVerb;
 extern const WorkerVerb kTrainDlrmVerb;
 extern const WorkerVerb kTrainGnnVerb;

@@ -90,6 +90,6 @@ def test_wrong_words_get_one_line(words, text):
 
 
 def test_help_fits_a_screen():
-    lines = plan("--help").stdout.splitlines()
+    lines = plan("graph", "--help").stdout.splitlines()
     assert 10 < len(lines) <= 40
     assert max(map(len, lines)) <= 100

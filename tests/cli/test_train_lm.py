@@ -63,6 +63,83 @@ def test_a_file_is_read(tmp_path):
     assert json.loads(result.stdout)["loss"] < 0.5
 
 
+def resumed(folder, *flags, code=0):
+    result = train("--resume", str(folder), *flags)
+    assert result.returncode == code, result.stdout + result.stderr
+    return result
+
+
+def test_a_resumed_run_is_one_that_was_never_interrupted(tmp_path, loss_of_one_rank):
+    folder = tmp_path / "run"
+    first = train(*SMALL, "--steps", "5", "--save", str(folder))
+    assert first.returncode == 0, first.stderr
+    told = json.loads(resumed(folder, "--steps", "12", "--json").stdout)
+    assert (told["first_step"], told["steps"], told["loss"]) == (5, 12, loss_of_one_rank)
+    # Nothing is left to do: the loss is the one that was saved.
+    again = json.loads(resumed(folder, "--steps", "12", "--json").stdout)
+    assert (again["first_step"], again["steps"], again["loss"]) == (12, 12, loss_of_one_rank)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (["--ranks", "2"], ["--ranks", "1"]),
+        (["--ranks", "1"], ["--ranks", "3"]),
+        (["--ranks", "4", "--vocab-ranks", "2"], ["--ranks", "2", "--vocab-ranks", "0", "--data-ranks", "2"]),
+    ],
+    ids=["2 to 1", "1 to 3", "2x2 to 2x1"],
+)
+def test_it_goes_on_with_any_mesh(tmp_path, loss_of_one_rank, before, after):
+    folder = tmp_path / "run"
+    first = train(*SMALL, *before, "--steps", "8", "--checkpoint-every", "4", "--save", str(folder))
+    assert first.returncode == 0, first.stderr
+    assert sorted(path.name for path in (folder / "checkpoints").glob("step-*")) == [
+        "step-000000000004",
+        "step-000000000008",
+    ]
+    told = json.loads(resumed(folder, *after, "--steps", "12", "--json").stdout)
+    assert told["first_step"] == 8
+    assert told["loss"] == pytest.approx(loss_of_one_rank, rel=1e-4)
+
+
+def test_what_a_resumed_run_may_change(tmp_path):
+    folder = tmp_path / "run"
+    assert train(*SMALL, "--steps", "2", "--save", str(folder)).returncode == 0
+    told = resumed(folder, "--width", "64", "--seed", "3", code=78).stderr.splitlines()
+    assert told == [
+        f"error: train: {folder} has --width 32, --seed 1; this call has --width 64, --seed 3",
+        "  why: its checkpoints hold the parameters and the place in the data of that run",
+        "  try: leave these flags out, or start a new run without --resume",
+    ]
+    result = resumed(folder, "--lr", "0.01", "--steps", "3")
+    assert result.stderr == f"note: train: {folder} goes on with --lr 0.01 (was 0.001)\n"
+    assert result.stdout.startswith("resumed  at step 2\n")
+    # A rate of 0 is the one that is used, not the one that was saved.
+    still = [json.loads(resumed(folder, "--lr", "0", "--steps", "5", "--json").stdout) for _ in range(2)]
+    assert still[0]["first_step"] == 3 and still[1]["first_step"] == 5
+    # The configuration may be changed by hand; then the checkpoint itself refuses.
+    config = folder / "config.toml"
+    config.write_text(config.read_text().replace("batch=4", "batch=8"))
+    told = resumed(folder, "--steps", "6", code=1).stderr
+    assert "is of a job with batch 4, length 32 and seed 1; this one has 8, 32 and 1." in told
+
+
+def test_where_runs_are_saved_is_checked(tmp_path):
+    folder = tmp_path / "run"
+    assert train(*SMALL, "--steps", "1", "--save", str(folder)).returncode == 0
+    for flags, code, text in (
+        (["--save", folder], 78, f"error: train: there is a run in {folder} already\n"),
+        (["--save", folder, "--resume", folder], 2, "error: train: --save and --resume name two folders"),
+        (["--checkpoint-every", "2"], 2, "error: train: --checkpoint-every needs --save, which says where\n"),
+        (["--resume", tmp_path], 65, f"error: train: there is no run in {tmp_path}\n"),
+    ):
+        result = train(*map(str, flags))
+        assert (result.returncode, result.stderr[: len(text)]) == (code, text)
+    for file in folder.glob("checkpoints/*/*.safetensors"):
+        os.truncate(file, 10)
+    assert "error: " in resumed(folder, code=65).stderr
+
+
 def test_mistakes_are_named(tmp_path):
     result = train("--ranks", "4", "--data-ranks", "3")
     assert result.returncode == 78

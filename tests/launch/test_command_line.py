@@ -293,7 +293,7 @@ def test_unknown_key_is_78(tmp_path):
     config.write_text("nproc-per-nodes = 3\n")
     result = run("run", "--config", config, "--", "true")
     assert result.code == 78
-    assert "unknown key 'nproc-per-nodes'" in result.err
+    assert f"{config}, line 1: there is no key 'nproc-per-nodes'" in result.err
     assert "the closest is nproc-per-node" in result.err
     result = run("run", "--config", tmp_path / "absent.toml", "--", "true")
     assert result.code == 78 and "absent.toml" in result.err

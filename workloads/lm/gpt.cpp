@@ -53,7 +53,9 @@ torch::Tensor GptBlock::forward(const torch::Tensor& x) {
 }
 
 Gpt::Gpt(const GptOptions& options, const comm::Group& vocab_group)
-    : group_(vocab_group), columns_(vocab_parallel::columns_of(options.vocab_size, vocab_group)) {
+    : group_(vocab_group),
+      vocab_size_(options.vocab_size),
+      columns_(vocab_parallel::columns_of(options.vocab_size, vocab_group)) {
   TESSERA_CHECK_VALUE(options.heads > 0 && options.width % options.heads == 0, "lm: a width of ",
                       options.width, " cannot be divided into ", options.heads, " heads.");
   torch::manual_seed(options.seed);
@@ -102,6 +104,26 @@ std::int64_t Gpt::num_parameters() const {
   std::int64_t count = 0;
   for (const auto& parameter : parameters()) count += parameter.numel();
   return count;
+}
+
+std::vector<checkpoint::PlacedTensor> Gpt::placed_parameters() const {
+  std::vector<checkpoint::PlacedTensor> placed;
+  for (const auto& item : named_parameters()) {
+    const torch::Tensor& tensor = item.value();
+    const bool is_cut = tensor.is_same(embedding_) || tensor.is_same(head_);
+    checkpoint::PlacedTensor one;
+    one.name = item.key();
+    one.shape = tensor.sizes().vec();
+    std::vector<std::int64_t> offsets(one.shape.size(), 0);
+    if (is_cut) {
+      one.shape[0] = vocab_size_;
+      offsets[0] = columns_.start;
+    }
+    one.is_replicated = !is_cut;
+    if (tensor.numel() > 0) one.pieces.push_back({std::move(offsets), tensor, {}});
+    placed.push_back(std::move(one));
+  }
+  return placed;
 }
 
 }  // namespace tessera::workloads

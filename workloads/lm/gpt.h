@@ -9,6 +9,7 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/modules/normalization.h>
 
+#include "tessera/checkpoint/state.h"
 #include "tessera/comm/group.h"
 #include "tessera/vocab_parallel/columns.h"
 
@@ -51,10 +52,15 @@ class Gpt : public torch::nn::Module {
 
   std::int64_t num_parameters() const;
 
+  /// All parameters by name, with the place of this rank's part in the whole: they load on any
+  /// number of vocabulary ranks.
+  std::vector<checkpoint::PlacedTensor> placed_parameters() const;
+
  private:
   torch::Tensor embed(const torch::Tensor& ids);
 
   comm::Group group_;
+  std::int64_t vocab_size_;
   vocab_parallel::Columns columns_;
   torch::Tensor embedding_;  // [columns, width]
   torch::Tensor positions_;  // [length, width]

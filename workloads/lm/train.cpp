@@ -4,6 +4,7 @@
 
 #include <torch/optim/adamw.h>
 
+#include "lm/checkpoints.h"
 #include "lm/text_source.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/mesh.h"
@@ -48,7 +49,8 @@ void average_gradients(const std::vector<torch::Tensor>& parameters, const comm:
 }  // namespace
 
 double train_lm(const LmOptions& options, const comm::Group& world,
-                const std::function<void(const LmProgress&)>& report) {
+                const std::function<void(const LmProgress&)>& report,
+                const std::function<void(std::int64_t)>& started) {
   const MeshShape shape = mesh_shape(options, world.size());
   const comm::Mesh mesh(world, {{"data", shape.data}, {"vocab", shape.vocab}});
   const comm::Group& data = mesh.group("data");
@@ -61,7 +63,13 @@ double train_lm(const LmOptions& options, const comm::Group& world,
                                 torch::optim::AdamWOptions(options.learning_rate));
   const std::int64_t share = options.batch / shape.data;
   LmProgress progress;
-  for (std::int64_t step = 0; step < options.steps; ++step) {
+  LmCheckpoints checkpoints(options, model, optimizer, mesh, world);
+  LmCheckpoints::Place place;
+  if (options.resume) place = checkpoints.load();
+  progress.step = place.step;
+  progress.loss = place.loss;
+  if (started) started(place.step);
+  for (std::int64_t step = place.step; step < options.steps; ++step) {
     const auto begin = std::chrono::steady_clock::now();
     const torch::Tensor tokens =
         text.sequences(options.model.seed, step, data.rank() * share, share, model_options.length);
@@ -79,6 +87,9 @@ double train_lm(const LmOptions& options, const comm::Group& world,
     progress.tokens_per_second =
         static_cast<double>(options.batch * model_options.length) / seconds;
     report(progress);
+    const bool is_due = step + 1 == options.steps || (options.checkpoint_every > 0 &&
+                                                      (step + 1) % options.checkpoint_every == 0);
+    if (is_due && !options.checkpoints.empty()) checkpoints.save(step + 1, progress.loss);
   }
   return progress.loss;
 }

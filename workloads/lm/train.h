@@ -17,8 +17,12 @@ struct LmOptions {
   std::int64_t steps = 200;
   std::int64_t batch = 16;  // sequences per step, over all ranks
   double learning_rate = 1e-3;
-  int data_ranks = 0;   // 0: what the vocabulary's leave over
-  int vocab_ranks = 0;  // 0: all ranks, unless data_ranks is given
+  int data_ranks = 0;                 // 0: what the vocabulary's leave over
+  int vocab_ranks = 0;                // 0: all ranks, unless data_ranks is given
+  std::string checkpoints;            // folder; none are saved if empty
+  std::int64_t checkpoint_every = 0;  // steps; 0: after the last only
+  int keep_checkpoints = 2;
+  bool resume = false;  // from the newest checkpoint there, if there is one
 };
 
 struct LmProgress {
@@ -30,9 +34,13 @@ struct LmProgress {
 
 /// Trains and returns the last loss. Collective over `world`; `report` is called after every step
 /// on every rank. For a given seed the losses are the same, to rounding, for every number of ranks
-/// and every mesh. Throws ValueError if the ranks do not divide into the mesh or the batch does not
-/// divide over the data ranks.
+/// and every mesh; a run that goes on after a checkpoint has those of one that was never
+/// interrupted, to the bit on the same mesh. `started` is told how many steps a checkpoint had
+/// done. Throws ValueError if the ranks do not divide into the mesh, the batch does not divide over
+/// the data ranks, or the checkpoint is of another batch, length or seed; checkpoint::Error for one
+/// that cannot be used.
 double train_lm(const LmOptions& options, const comm::Group& world,
-                const std::function<void(const LmProgress&)>& report);
+                const std::function<void(const LmProgress&)>& report,
+                const std::function<void(std::int64_t)>& started = {});
 
 }  // namespace tessera::workloads

@@ -1,0 +1,102 @@
+// tessera plan tables — where embedding tables would lie, and what that costs every rank.
+
+#include <cstdio>
+#include <filesystem>
+
+#include "flags.h"
+#include "plan_subject.h"
+#include "plan_tables_flags.h"
+#include "tessera/launch/exit_code.h"
+#include "tessera/launch/launch_error.h"
+#include "usage.h"
+#include "worker_program.h"
+
+namespace tessera::cli {
+namespace {
+
+constexpr std::string_view kHelp =
+    R"(tessera plan tables [flags]
+
+  tessera plan tables --ranks 4 --rows 1000000 --memory 8GB            26 tables: do they fit?
+  tessera plan tables --ranks 16 --hosts 2 --table-list tables.json    tables of one's own
+  tessera plan tables --config runs/2026-11-15-1/config.toml           the plan of a run
+  tessera plan tables --ranks 4 --sharding row_wise --write plan.json  for tessera train dlrm --plan
+
+Shows how each table is cut, what each rank holds, the time of a step in parts, and what the other
+ways of cutting would cost. Times are bytes over bandwidth: they compare plans.
+
+ranks
+  -n, --ranks N --hosts N   processes (1), and hosts they are spread over evenly (1)
+  --memory B --reserve P    memory of a rank, such as 16GB (no limit), and percent of it that
+                            tables do not get (15)
+  --memory-speed X --host-speed X --network-speed X
+                            GB/s of a rank: in memory, to its host, to others (51, 25, 12.5)
+tables
+  --table-list FILE         JSON: name, rows, dim; dtype, pooling, ids
+  --data D --tables N --rows N --bag N --dim N    as in tessera train dlrm
+plan
+  --sharding S              auto, table_wise, row_wise, column_wise or data_parallel (auto)
+  --plan FILE               explain this plan instead
+  --batch N                 samples per rank and step (2048)
+  --table-optimizer O       sgd, adagrad, rowwise_adagrad, adam, partial_rowwise_adam
+output
+  --write FILE              the plan as JSON
+  --json                    one JSON object
+  --config FILE             read flags from a TOML file; --print-config shows the result
+Exit codes: 0 good, 2 wrong usage, 65 bad file, 78 impossible. More: docs/planning.md
+)";
+
+void check_exists(int code, const std::string& flag, const std::string& path) {
+  if (path.empty() || std::filesystem::exists(path)) return;
+  throw launch::LaunchError(code, "plan: there is no file " + path, flag + " names it",
+                            "name a file, or leave " + flag + " out");
+}
+
+void check(const PlanTablesWords& given) {
+  if (given.num_ranks % given.num_hosts != 0) {
+    throw launch::LaunchError(
+        launch::kExitConfiguration,
+        "plan: " + std::to_string(given.num_ranks) + " ranks cannot be spread over " +
+            std::to_string(given.num_hosts) + " hosts",
+        "every host has the same number of ranks", "choose --ranks as a multiple of --hosts");
+  }
+  check_exists(launch::kExitData, "--table-list", given.table_list);
+  check_exists(launch::kExitConfiguration, "--plan", given.plan);
+  if (given.data != "synthetic") check_exists(launch::kExitData, "--data", given.data);
+}
+
+int run(const std::vector<std::string>& words) {
+  CLI::App app("", "plan");
+  PlanTablesWords given;
+  define_flags(app, given);
+  const SplitWords split = split_words(app, words);
+  read_flags(app, split.flags);
+  if (given.wants_help) {
+    std::fwrite(kHelp.data(), 1, kHelp.size(), stdout);
+    return launch::kExitOk;
+  }
+  if (!split.rest.empty()) {
+    throw UsageError("plan: tables takes flags only, not '" + split.rest[0] + "'");
+  }
+  if (given.print_config) {
+    std::fputs(app.config_to_str(true, false).c_str(), stdout);
+    return launch::kExitOk;
+  }
+  check(given);
+  std::vector<std::string> command{"plan-tables"};
+  command.insert(command.end(), split.flags.begin(), split.flags.end());
+  become_worker("plan", std::move(command));
+}
+
+std::vector<std::string> flags() {
+  CLI::App app("", "plan");
+  PlanTablesWords words;
+  define_flags(app, words);
+  return long_flags(app);
+}
+
+}  // namespace
+
+const PlanSubject kPlanTables{"tables", kHelp, run, flags};
+
+}  // namespace tessera::cli
