@@ -108,7 +108,6 @@ Replica::State::State(ModelParts model, const comm::Group& ranks, Options wishes
 }
 
 Replica::State::~State() {
-  for (const auto& [parameter, hook] : parameter_hooks_) parameter.remove_hook(hook);
   places.reset();
   logger.reset();
   reducer.reset();

@@ -179,17 +179,15 @@ void Replica::State::watch(std::vector<at::Tensor>& outputs, bool is_first_stati
 
 void Replica::State::watch_parameters() {
   is_watching_parameters_ = true;
-  if (!parameter_hooks_.empty()) return;  // removed hooks leave a gap behind, so they stay
+  if (!parameter_watches_.empty()) return;
   for (const NamedParameter& parameter : reduced) {
     if (!parameter.tensor.requires_grad()) continue;
-    const unsigned hook =
-        parameter.tensor.register_hook([weak = weak_from_this()](const at::Tensor&) {
-          const auto self = weak.lock();
-          if (self && self->is_watching_parameters_ && self->iteration_) {
-            self->begin_backward(self->iteration_);
-          }
-        });
-    parameter_hooks_.emplace_back(parameter.tensor, hook);
+    parameter_watches_.emplace_back(parameter.tensor, [weak = weak_from_this()] {
+      const auto self = weak.lock();
+      if (self && self->is_watching_parameters_ && self->iteration_) {
+        self->begin_backward(self->iteration_);
+      }
+    });
   }
 }
 

@@ -13,6 +13,7 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include "data_parallel/arrival_watch.h"
 #include "data_parallel/bucket_reducer.h"
 #include "data_parallel/gradient_places.h"
 #include "tessera/comm/group.h"
@@ -149,7 +150,7 @@ class Replica::State final : public std::enable_shared_from_this<Replica::State>
   std::optional<double> join_divisor_;
   std::vector<c10::intrusive_ptr<c10d::Work>> works_;
   std::shared_ptr<Iteration> iteration_;
-  std::vector<std::pair<at::Tensor, unsigned>> parameter_hooks_;
+  std::vector<ArrivalWatch> parameter_watches_;
   bool is_watching_parameters_ = false;
   Timeline timeline_;
   std::vector<DelayedGroup> delayed_;
@@ -162,3 +163,4 @@ class Replica::State final : public std::enable_shared_from_this<Replica::State>
 };
 
 }  // namespace tessera::data_parallel
+  std::optional<ArrivalWatch> delayed_trigger_;
