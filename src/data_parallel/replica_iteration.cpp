@@ -46,12 +46,13 @@ void Replica::State::before_forward(const JoinOptions* join) {
   if (!reducer) return;
   const bool has_gradients = at::GradMode::is_enabled();
   const bool has_sync = has_gradients && require_backward_grad_sync;
-  if (has_failed_) reset();
-  if (iteration_ && has_gradients && reducer->is_unfinished()) {
+  if (has_gradients) {
     // A backward that an exception ended has not failed us.
-    if (iteration_->has_begun && !iteration_->has_ended) {
-      reset();
-    } else {
+    const bool is_unfinished = iteration_ && reducer->is_unfinished();
+    const bool is_cut = is_unfinished && iteration_->has_begun && !iteration_->has_ended;
+    if (has_failed_ || is_cut) {
+      drop_cut_backward();
+    } else if (is_unfinished) {
       throw_unfinished();
     }
   }

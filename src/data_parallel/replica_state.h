@@ -20,7 +20,15 @@
 #include "tessera/data_parallel/comm_hook.h"
 #include "tessera/data_parallel/replica.h"
 
+namespace tessera::comm {
+class EngineBackend;
+}
+
 namespace tessera::data_parallel {
+
+/// The engine that carries tensors of `device`, if it is one of ours: those compare what the ranks
+/// call. Null otherwise.
+const comm::EngineBackend* engine_of(const comm::Group& group, c10::Device device);
 
 using Moment = std::chrono::steady_clock::time_point;
 
@@ -126,6 +134,9 @@ class Replica::State final : public std::enable_shared_from_this<Replica::State>
   /// When buckets were ready, where the reducer does not tell us.
   void note_buckets();
   [[noreturn]] void throw_unfinished();
+  /// Forgets a backward that an exception has ended, once all ranks have said that theirs ended at
+  /// the same place. Collective; raises on all ranks if that is not so.
+  void drop_cut_backward();
   void check_frozen() const;
   void point_delayed_gradients();
   void reduce_delayed();
