@@ -64,7 +64,7 @@ void Replica::State::before_forward(const JoinOptions* join) {
     reducer->prepare_for_forward();
   }
   // Buffers are left alone without gradients, so that one rank may evaluate by itself.
-  const bool has_buffers = has_gradients && require_forward_param_sync_ &&
+  const bool has_buffers = has_gradients && require_forward_param_sync &&
                            (buffer_hook_ ? buffer_hook_place_ == BufferHookPlace::kPreForward
                                          : syncs_forward_buffers() && num_buffers_ > 0);
   join_divisor_.reset();
@@ -109,10 +109,21 @@ std::vector<at::Tensor> Replica::State::after_forward(std::vector<at::Tensor> ou
     run_buffer_hook(/*is_shadow=*/false);
   }
   if (!has_sync) {
-    if (has_gradients) require_forward_param_sync_ = false;
+    if (has_gradients) require_forward_param_sync = false;
     return outputs;
   }
-  require_forward_param_sync_ = true;
+  return expect_backward(std::move(outputs), /*can_replace=*/true);
+}
+
+void Replica::State::prepare_for_backward(std::vector<at::Tensor> outputs) {
+  if (!reducer || is_alone_) return;
+  has_delayed_sync_ = true;
+  expect_backward(std::move(outputs), /*can_replace=*/false);
+}
+
+std::vector<at::Tensor> Replica::State::expect_backward(std::vector<at::Tensor> outputs,
+                                                        bool can_replace) {
+  require_forward_param_sync = true;
   const bool is_first_static = options.static_graph && !is_first_static_done_;
   if (is_first_static) reducer->restart_hook_counts();
   const bool finds_unused = options.find_unused_parameters && !options.static_graph;
@@ -137,7 +148,7 @@ std::vector<at::Tensor> Replica::State::after_forward(std::vector<at::Tensor> ou
   timeline_.forward_end = now();
   timeline_.num_buckets = 0;
 
-  if (finds_unused) {
+  if (finds_unused && can_replace) {
     std::vector<at::Tensor> passed;
     std::vector<std::size_t> places;
     for (std::size_t i = 0; i < outputs.size(); ++i) {
