@@ -133,6 +133,9 @@ void bind_data_parallel(py::module_& module) {
           },
           py::arg("divide_by_initial_world_size"), Release())
       .def("after_forward", &Replica::after_forward, py::arg("outputs"), Release())
+      .def("prepare_for_backward", &Replica::prepare_for_backward, py::arg("outputs"), Release())
+      .def_property("require_forward_param_sync", &Replica::require_forward_param_sync,
+                    &Replica::set_require_forward_param_sync)
       .def_property("require_backward_grad_sync", &Replica::require_backward_grad_sync,
                     &Replica::set_require_backward_grad_sync)
       .def("register_comm_hook", &Replica::register_comm_hook, py::arg("hook"))

@@ -51,6 +51,8 @@ class BucketReducer final : public c10d::Reducer {
   BucketPlace place_of(const c10d::GradBucket& bucket) const;
   /// For every bucket, in the order of reduction, the indices of its parameters.
   std::vector<std::vector<std::size_t>> assignment() const;
+  /// How many buckets the current backward has begun to reduce.
+  std::size_t num_begun() const { return next_bucket_; }
   /// Bytes of every bucket.
   std::vector<std::int64_t> bucket_bytes() const;
 

@@ -51,7 +51,7 @@ void Replica::State::delay_parameters() {
   TESSERA_CHECK_VALUE(trigger != parts.parameters.end(),
                       "DistributedDataParallel: param_to_hook_all_reduce names '",
                       *options.param_to_hook_all_reduce, "', which is no parameter.");
-  trigger->tensor.register_hook([weak = weak_from_this()](const at::Tensor&) {
+  delayed_trigger_.emplace(trigger->tensor, [weak = weak_from_this()] {
     if (const auto self = weak.lock()) {
       // At the end of this node, the gradient of the trigger itself may be one of them.
       Engine::get_default_engine().queue_callback([self] { self->reduce_delayed(); });

@@ -56,14 +56,8 @@ LiveParameters& live_parameters() {
 // Whether an engine of ours carries the gradients through shared memory. It then divides while it
 // adds. Gloo does not, ours as little as LibTorch's: there the Reducer divides while it copies.
 bool uses_shared_memory(const comm::Group& group, c10::Device device) {
-  if (!device.is_cpu()) return false;
-  try {
-    const auto backend = group.process_group()->getBackend(c10::DeviceType::CPU);
-    const auto* engine = dynamic_cast<const comm::EngineBackend*>(backend.get());
-    return engine != nullptr && engine->getBackendName() != "gloo";
-  } catch (const c10::Error&) {
-    return false;  // a group without an engine for CPU tensors
-  }
+  const auto* engine = engine_of(group, device);
+  return engine != nullptr && engine->getBackendName() != "gloo";
 }
 
 // The reducer's only hook: which hook runs, and on which group, is decided anew for each bucket.
@@ -80,6 +74,16 @@ class ForwardingHook final : public c10d::CommHookInterface {
 };
 
 }  // namespace
+
+const comm::EngineBackend* engine_of(const comm::Group& group, c10::Device device) {
+  if (!device.is_cpu()) return nullptr;
+  try {
+    const auto backend = group.process_group()->getBackend(c10::DeviceType::CPU);
+    return dynamic_cast<const comm::EngineBackend*>(backend.get());
+  } catch (const c10::Error&) {
+    return nullptr;  // a group without an engine for CPU tensors
+  }
+}
 
 Replica::State::State(ModelParts model, const comm::Group& ranks, Options wishes)
     : options(std::move(wishes)), group(ranks), parts(std::move(model)) {
@@ -108,7 +112,6 @@ Replica::State::State(ModelParts model, const comm::Group& ranks, Options wishes
 }
 
 Replica::State::~State() {
-  for (const auto& [parameter, hook] : parameter_hooks_) parameter.remove_hook(hook);
   places.reset();
   logger.reset();
   reducer.reset();

@@ -38,11 +38,20 @@ void Replica::before_forward() {
 std::vector<at::Tensor> Replica::after_forward(std::vector<at::Tensor> outputs) {
   return state_->after_forward(std::move(outputs));
 }
+void Replica::prepare_for_backward(std::vector<at::Tensor> outputs) {
+  state_->prepare_for_backward(std::move(outputs));
+}
 bool Replica::require_backward_grad_sync() const noexcept {
   return state_->require_backward_grad_sync;
 }
 void Replica::set_require_backward_grad_sync(bool value) noexcept {
   state_->require_backward_grad_sync = value;
+}
+bool Replica::require_forward_param_sync() const noexcept {
+  return state_->require_forward_param_sync;
+}
+void Replica::set_require_forward_param_sync(bool value) noexcept {
+  state_->require_forward_param_sync = value;
 }
 void Replica::register_comm_hook(std::shared_ptr<CommHook> hook) {
   state_->register_comm_hook(std::move(hook));

@@ -46,12 +46,13 @@ void Replica::State::before_forward(const JoinOptions* join) {
   if (!reducer) return;
   const bool has_gradients = at::GradMode::is_enabled();
   const bool has_sync = has_gradients && require_backward_grad_sync;
-  if (has_failed_) reset();
-  if (iteration_ && has_gradients && reducer->is_unfinished()) {
+  if (has_gradients) {
     // A backward that an exception ended has not failed us.
-    if (iteration_->has_begun && !iteration_->has_ended) {
-      reset();
-    } else {
+    const bool is_unfinished = iteration_ && reducer->is_unfinished();
+    const bool is_cut = is_unfinished && iteration_->has_begun && !iteration_->has_ended;
+    if (has_failed_ || is_cut) {
+      drop_cut_backward();
+    } else if (is_unfinished) {
       throw_unfinished();
     }
   }
@@ -63,7 +64,7 @@ void Replica::State::before_forward(const JoinOptions* join) {
     reducer->prepare_for_forward();
   }
   // Buffers are left alone without gradients, so that one rank may evaluate by itself.
-  const bool has_buffers = has_gradients && require_forward_param_sync_ &&
+  const bool has_buffers = has_gradients && require_forward_param_sync &&
                            (buffer_hook_ ? buffer_hook_place_ == BufferHookPlace::kPreForward
                                          : syncs_forward_buffers() && num_buffers_ > 0);
   join_divisor_.reset();
@@ -108,10 +109,21 @@ std::vector<at::Tensor> Replica::State::after_forward(std::vector<at::Tensor> ou
     run_buffer_hook(/*is_shadow=*/false);
   }
   if (!has_sync) {
-    if (has_gradients) require_forward_param_sync_ = false;
+    if (has_gradients) require_forward_param_sync = false;
     return outputs;
   }
-  require_forward_param_sync_ = true;
+  return expect_backward(std::move(outputs), /*can_replace=*/true);
+}
+
+void Replica::State::prepare_for_backward(std::vector<at::Tensor> outputs) {
+  if (!reducer || is_alone_) return;
+  has_delayed_sync_ = true;
+  expect_backward(std::move(outputs), /*can_replace=*/false);
+}
+
+std::vector<at::Tensor> Replica::State::expect_backward(std::vector<at::Tensor> outputs,
+                                                        bool can_replace) {
+  require_forward_param_sync = true;
   const bool is_first_static = options.static_graph && !is_first_static_done_;
   if (is_first_static) reducer->restart_hook_counts();
   const bool finds_unused = options.find_unused_parameters && !options.static_graph;
@@ -136,7 +148,7 @@ std::vector<at::Tensor> Replica::State::after_forward(std::vector<at::Tensor> ou
   timeline_.forward_end = now();
   timeline_.num_buckets = 0;
 
-  if (finds_unused) {
+  if (finds_unused && can_replace) {
     std::vector<at::Tensor> passed;
     std::vector<std::size_t> places;
     for (std::size_t i = 0; i < outputs.size(); ++i) {
@@ -179,17 +191,15 @@ void Replica::State::watch(std::vector<at::Tensor>& outputs, bool is_first_stati
 
 void Replica::State::watch_parameters() {
   is_watching_parameters_ = true;
-  if (!parameter_hooks_.empty()) return;  // removed hooks leave a gap behind, so they stay
+  if (!parameter_watches_.empty()) return;
   for (const NamedParameter& parameter : reduced) {
     if (!parameter.tensor.requires_grad()) continue;
-    const unsigned hook =
-        parameter.tensor.register_hook([weak = weak_from_this()](const at::Tensor&) {
-          const auto self = weak.lock();
-          if (self && self->is_watching_parameters_ && self->iteration_) {
-            self->begin_backward(self->iteration_);
-          }
-        });
-    parameter_hooks_.emplace_back(parameter.tensor, hook);
+    parameter_watches_.emplace_back(parameter.tensor, [weak = weak_from_this()] {
+      const auto self = weak.lock();
+      if (self && self->is_watching_parameters_ && self->iteration_) {
+        self->begin_backward(self->iteration_);
+      }
+    });
   }
 }
 

@@ -65,7 +65,7 @@ void Replica::State::shadow_iteration(const JoinOptions& join) {
       buffer_hook_place_ == BufferHookPlace::kPostForward) {
     run_buffer_hook(/*is_shadow=*/true);
   }
-  require_forward_param_sync_ = control.has_sync;
+  require_forward_param_sync = control.has_sync;
   if (control.has_sync) {
     // Active ranks learn which parameters anybody has used: after the buckets, or before them where
     // a static graph is seen for the first time.

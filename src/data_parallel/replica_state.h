@@ -13,13 +13,22 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include "data_parallel/arrival_watch.h"
 #include "data_parallel/bucket_reducer.h"
 #include "data_parallel/gradient_places.h"
 #include "tessera/comm/group.h"
 #include "tessera/data_parallel/comm_hook.h"
 #include "tessera/data_parallel/replica.h"
 
+namespace tessera::comm {
+class EngineBackend;
+}
+
 namespace tessera::data_parallel {
+
+/// The engine that carries tensors of `device`, if it is one of ours: those compare what the ranks
+/// call. Null otherwise.
+const comm::EngineBackend* engine_of(const comm::Group& group, c10::Device device);
 
 using Moment = std::chrono::steady_clock::time_point;
 
@@ -57,6 +66,7 @@ class Replica::State final : public std::enable_shared_from_this<Replica::State>
 
   void before_forward(const JoinOptions* join);
   std::vector<at::Tensor> after_forward(std::vector<at::Tensor> outputs);
+  void prepare_for_backward(std::vector<at::Tensor> outputs);
   void shadow_iteration(const JoinOptions& join);
   void finish_join(bool is_last_joiner);
 
@@ -85,6 +95,7 @@ class Replica::State final : public std::enable_shared_from_this<Replica::State>
   std::shared_ptr<c10d::Logger> logger;
   std::unique_ptr<GradientPlaces> places;  // null where gradients are copied into buckets
   bool require_backward_grad_sync = true;
+  bool require_forward_param_sync = true;
   bool has_sink_clone = true;
 
  private:
@@ -114,6 +125,8 @@ class Replica::State final : public std::enable_shared_from_this<Replica::State>
   };
   void set_join_divisor(int num_active, const JoinOptions& join);
   Control exchange_control(bool is_active, bool has_buffers);
+  /// Makes the reducer expect a backward from `outputs`. What the caller gets instead of them.
+  std::vector<at::Tensor> expect_backward(std::vector<at::Tensor> outputs, bool can_replace);
   void watch(std::vector<at::Tensor>& outputs, bool is_first_static);
   /// Where outputs do not tell: notices by the first gradient that a backward has begun.
   void watch_parameters();
@@ -121,6 +134,9 @@ class Replica::State final : public std::enable_shared_from_this<Replica::State>
   /// Reduces all buckets at the end of a static graph's first backward.
   void end_first_static_backward();
   void end_backward(const std::shared_ptr<Iteration>& iteration);
+  /// Forgets a backward that an exception has ended, once all ranks have said that theirs ended at
+  /// the same place. Collective; raises on all ranks if that is not so.
+  void drop_cut_backward();
   void wait_for_buckets();
   /// When buckets were ready, where the reducer does not tell us.
   void note_buckets();
@@ -140,7 +156,6 @@ class Replica::State final : public std::enable_shared_from_this<Replica::State>
   std::size_t num_buffers_ = 0;     // when last asked
   BufferHook buffer_hook_;
   BufferHookPlace buffer_hook_place_ = BufferHookPlace::kPostForward;
-  bool require_forward_param_sync_ = true;
   bool has_failed_ = false;  // a hook threw; the reducer has to forget the backward
   bool is_shadowing_ = false;
   bool has_had_forward_ = false;
@@ -149,10 +164,11 @@ class Replica::State final : public std::enable_shared_from_this<Replica::State>
   std::optional<double> join_divisor_;
   std::vector<c10::intrusive_ptr<c10d::Work>> works_;
   std::shared_ptr<Iteration> iteration_;
-  std::vector<std::pair<at::Tensor, unsigned>> parameter_hooks_;
+  std::vector<ArrivalWatch> parameter_watches_;
   bool is_watching_parameters_ = false;
   Timeline timeline_;
   std::vector<DelayedGroup> delayed_;
+  std::optional<ArrivalWatch> delayed_trigger_;
   bool has_delayed_sync_ = true;
   // What the automatic choice has seen.
   int num_watched_ = 0;

@@ -118,6 +118,32 @@ TEST(DistributedDataParallel, DecidesAboutSyncInForward) {
   });
 }
 
+TEST(DistributedDataParallel, MayDecideAboutSyncAfterForward) {
+  run_ranks(2, [](const comm::Group& world) {
+    for (const Named& named : option_sets()) {
+      auto net = std::make_shared<Layers>();
+      auto alone = std::make_shared<Layers>();
+      DistributedDataParallel model(net, world, named.options);
+      for (int step = 0; step < 4; ++step) {
+        const auto scope = model.no_sync();
+        for (int part = 0; part < 2; ++part) {
+          at::Tensor y = model(sample(100 * step + 10 * part + world.rank(), {2, 5}));
+          if (part == 1) model.replica().prepare_for_backward({y});
+          loss_of(y).backward();
+          for (int rank = 0; rank < 2; ++rank) {
+            (loss_of(alone->forward(sample(100 * step + 10 * part + rank, {2, 5}))) / 2).backward();
+          }
+        }
+        EXPECT_TRUE(model.replica().require_forward_param_sync());
+        expect_near(net->scale.grad(), alone->scale.grad(), named.name);
+        expect_near(net->layers[1]->weight.grad(), alone->layers[1]->weight.grad(), named.name);
+        descend(*alone);
+        descend(*net);
+      }
+    }
+  });
+}
+
 struct Plan {
   int num_ranks, num_layers;
   Options options;

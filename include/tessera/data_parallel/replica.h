@@ -71,9 +71,19 @@ class TESSERA_API Replica final : public Joinable {
   /// collective, except for buffer hooks.
   std::vector<at::Tensor> after_forward(std::vector<at::Tensor> outputs);
 
+  /// Reduces the gradients of the next backward, from `outputs`, although its forward was made
+  /// without synchronisation: for schedules that know only then which backward is the last. With
+  /// find_unused_parameters all of `outputs` must be used. Not collective.
+  void prepare_for_backward(std::vector<at::Tensor> outputs);
+
   /// Whether backwards reduce gradients; what counts is the value during the forward.
   bool require_backward_grad_sync() const noexcept;
   void set_require_backward_grad_sync(bool value) noexcept;
+
+  /// Whether the next forward with gradients sends buffers, if there are any to send. A forward
+  /// sets it: true if its backward reduces gradients.
+  bool require_forward_param_sync() const noexcept;
+  void set_require_forward_param_sync(bool value) noexcept;
 
   /// Reduces buckets with `hook` instead of averaging them. Once, before the first backward. Not
   /// collective, but all ranks must register the same one.
