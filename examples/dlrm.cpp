@@ -24,8 +24,8 @@ namespace sharding = tessera::sharding;
 
 namespace {
 
-constexpr std::int64_t kUsers = 5000;
-constexpr std::int64_t kItems = 800;
+constexpr std::int64_t kUsers = 2000;
+constexpr std::int64_t kItems = 400;
 constexpr std::int64_t kBatch = 512;
 
 struct Batch {
@@ -74,11 +74,11 @@ int train(const comm::Group& world, int num_steps) {
   const auto plan = sharding::make_module_plan(
       configs, {{"users", sharding::row_wise()}, {"items", sharding::table_wise(world.size() - 1)}},
       {.world_size = world.size(), .local_size = world.size()});
+  at::manual_seed(1 + world.rank());  // other rows on every rank; the layers become rank 0's
   sharding::ShardedOptions options;
   options.optimizer = {.kind = embedding::OptimizerKind::kRowWiseAdagrad, .learning_rate = 0.3};
   sharding::ShardedEmbeddingBagCollection tables(configs, plan, world, /*is_weighted=*/false,
                                                  options);
-  at::manual_seed(1);
   auto net = std::make_shared<Net>();
   tessera::data_parallel::DistributedDataParallel<Net> model(net, world);
   torch::optim::Adam optimizer(net->parameters(), torch::optim::AdamOptions(0.01));

@@ -81,8 +81,8 @@ def test_dlrm_learns_who_likes_what(ranks):
     out = run(TESSERA.parent / "dlrm", 400, ranks=ranks)
     losses = [float(loss) for loss in re.findall(r"step \d+ of 400, loss ([\d.]+)", out)]
     assert len(losses) == 8
-    assert losses[0] > 0.62  # little more than `dense` is known
-    assert losses[-1] < 0.5
+    assert losses[0] > 0.58  # `dense` alone gives 0.64
+    assert losses[-1] < 0.47
 
 
 def blocks_of(page, language):
