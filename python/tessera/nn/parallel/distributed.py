@@ -158,6 +158,8 @@ class DistributedDataParallel(HookMethods, LibraryMethods, TorchDistributedDataP
             where = device_ids[0] if output_device is None else output_device
             self.output_device = torch.device(device_names([where])[0]).index
         self._set_mixed_precision()
+        self._is_asked = self.bucket_bytes_cap >= dist._DEFAULT_FIRST_BUCKET_BYTES
+        self._is_plain = self._is_asked and not self.device_ids and mixed_precision is None
         self._used_gradients: tuple[Tensor, ...] = ()
         self._set_optimizers_in_backward()
 
@@ -207,14 +209,26 @@ class DistributedDataParallel(HookMethods, LibraryMethods, TorchDistributedDataP
         return self._forward(inputs, kwargs)
 
     def _forward(self, inputs, kwargs):
-        inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-        return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
+        if not self._is_plain or self._used_gradients or self._join_config.enable:
+            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+            return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
+        # The same for most models, without the calls that do nothing for them.
+        replica = self._replica
+        replica.before_forward()
+        outer = TorchDistributedDataParallel._active_ddp_module
+        TorchDistributedDataParallel._active_ddp_module = self
+        try:
+            output = self._modules["module"](*inputs, **kwargs)
+        finally:
+            TorchDistributedDataParallel._active_ddp_module = outer
+        return replica.after_forward([output])[0] if type(output) is Tensor else self._post_forward(output)
 
     def _pre_forward(self, *inputs, **kwargs):
         # Averages that an optimizer in backward has used must not be added to.
-        for parameter in self._used_gradients:
-            parameter.grad = None
-        self._used_gradients = ()
+        if self._used_gradients:
+            for parameter in self._used_gradients:
+                parameter.grad = None
+            self._used_gradients = ()
         if self._join_config.enable:
             Join.notify_join_context(self)
             self._replica.before_forward_joined(self._divide_by_initial_world_size)
@@ -230,8 +244,7 @@ class DistributedDataParallel(HookMethods, LibraryMethods, TorchDistributedDataP
     def _run_ddp_forward(self, *inputs, **kwargs):
         # torch.compile asks torch's class, and cuts graphs where buckets end. Small ones it refuses.
         outer = TorchDistributedDataParallel._active_ddp_module
-        is_asked = self.bucket_bytes_cap >= dist._DEFAULT_FIRST_BUCKET_BYTES
-        TorchDistributedDataParallel._active_ddp_module = self if is_asked else None
+        TorchDistributedDataParallel._active_ddp_module = self if self._is_asked else None
         try:
             dtype = None if self.mixed_precision is None else self.mixed_precision.param_dtype
             if dtype is None:
