@@ -65,8 +65,9 @@ void check_mesh(const TrainLmWords& given) {
       "choose --data-ranks and --vocab-ranks so that they divide --ranks");
 }
 
-const ResumeRules kResumeRules{{"batch", "length", "layers", "heads", "width", "seed"},
-                               {"file", "lr"}};
+ResumeRules resume_rules() {
+  return {.fixed = {"batch", "length", "layers", "heads", "width", "seed"}, .told = {"file", "lr"}};
+}
 
 void check(const TrainLmWords& given) {
   check_mesh(given);
@@ -91,7 +92,7 @@ int read(const std::vector<std::string>& words) {
   const int num_ranks = read_words<TrainLmWords>(all, kHelp, check);
   if (folder.empty() || num_ranks == 0) return num_ranks;
   compare_with_saved(folder, settings_of<TrainLmWords>({"--config", folder + "/config.toml"}),
-                     settings_of<TrainLmWords>(all), kResumeRules);
+                     settings_of<TrainLmWords>(all), resume_rules());
   return num_ranks;
 }
 
