@@ -1,0 +1,431 @@
+// The collectives of an engine: what c10d asks, checked and put into steps for the transport.
+
+#include <optional>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "comm/backend.h"
+#include "comm/tensor_memory.h"
+#include "tessera/core/check.h"
+
+namespace tessera::comm {
+namespace {
+
+using Use = TensorMemory::Use;
+
+std::vector<TensorMemory> memories(const std::vector<at::Tensor>& tensors, Use use) {
+  std::vector<TensorMemory> result;
+  result.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) result.emplace_back(tensor, use);
+  return result;
+}
+
+std::vector<Piece> pieces(const std::vector<TensorMemory>& memories) {
+  std::vector<Piece> result;
+  result.reserve(memories.size());
+  for (const TensorMemory& memory : memories) result.push_back(memory.piece());
+  return result;
+}
+
+void write_back(const std::vector<TensorMemory>& memories) {
+  for (const TensorMemory& memory : memories) memory.write_back();
+}
+
+// The rows of `memory` cut as `counts` says; evenly if it is empty.
+std::vector<Piece> cut_rows(const TensorMemory& memory, const std::vector<std::int64_t>& counts,
+                            int size) {
+  if (counts.empty()) return memory.even_parts(size);
+  std::vector<Piece> result;
+  std::int64_t first = 0;
+  for (const std::int64_t num : counts) {
+    result.push_back(memory.rows(first, num));
+    first += num;
+  }
+  return result;
+}
+
+void check_single(std::string_view op, std::size_t num_tensors) {
+  TESSERA_CHECK_VALUE(num_tensors == 1, "comm.", op, ": one tensor is expected, ", num_tensors,
+                      " were given.");
+}
+
+void check_root(std::string_view op, std::int64_t root, int size) {
+  TESSERA_CHECK_VALUE(root >= 0 && root < size, "comm.", op, ": root ", root,
+                      " is not a rank of a group of ", size, " (0 to ", size - 1, ").");
+}
+
+void check_list(std::string_view op, std::size_t num_tensors, int size) {
+  TESSERA_CHECK_VALUE(num_tensors == static_cast<std::size_t>(size), "comm.", op, ": ", num_tensors,
+                      " tensors were given for a group of ", size, ".");
+}
+
+void check_same_type(std::string_view op, const at::Tensor& output, const at::Tensor& input) {
+  TESSERA_CHECK_TYPE(output.scalar_type() == input.scalar_type(), "comm.", op, ": the output is ",
+                     output.scalar_type(), ", the input ", input.scalar_type(), ".");
+}
+
+void check_cut(std::string_view op, const char* what, const std::vector<std::int64_t>& counts,
+               const at::Tensor& tensor, int size) {
+  const std::int64_t rows = num_rows_of(tensor);
+  if (counts.empty()) {
+    TESSERA_CHECK_VALUE(rows % size == 0, "comm.", op, ": ", rows, " ", what,
+                        " rows cannot be cut evenly for ", size,
+                        " ranks. Give the number of rows per rank.");
+    return;
+  }
+  TESSERA_CHECK_VALUE(counts.size() == static_cast<std::size_t>(size), "comm.", op, ": ",
+                      counts.size(), " ", what, " row counts were given for a group of ", size,
+                      ".");
+  std::int64_t total = 0;
+  for (const std::int64_t count : counts) {
+    TESSERA_CHECK_VALUE(count >= 0, "comm.", op, ": a negative number of ", what, " rows, ", count,
+                        ".");
+    total += count;
+  }
+  TESSERA_CHECK_VALUE(total == rows, "comm.", op, ": the ", what, " row counts add up to ", total,
+                      ", the tensor has ", rows, " rows.");
+}
+
+}  // namespace
+
+c10::intrusive_ptr<c10d::Work> EngineBackend::allreduce(std::vector<at::Tensor>& tensors,
+                                                        const c10d::AllreduceOptions& opts) {
+  check_single("all_reduce", tensors.size());
+  if (tensors[0].defined() && tensors[0].is_sparse()) return allreduce_sparse(tensors, opts);
+  return allreduce_coalesced(tensors, static_cast<const c10d::AllreduceCoalescedOptions&>(opts));
+}
+
+c10::intrusive_ptr<c10d::Work> EngineBackend::allreduce_coalesced(
+    std::vector<at::Tensor>& tensors, const c10d::AllreduceCoalescedOptions& opts) {
+  std::vector<Step> steps;
+  std::optional<Call> plan;
+  for (const at::Tensor& tensor : tensors) {
+    check_tensor("all_reduce", tensor, getBackendName());
+    const ReduceOp reduction = check_reduction("all_reduce", opts.reduceOp, tensor.scalar_type());
+    TensorMemory memory(tensor, Use::kReadWrite);
+    const auto describe = [reduction](Call& call, const TensorMemory& memory) {
+      call.op = Operator::kAllReduce;
+      call.dtype = memory.dtype();
+      call.reduce = reduction;
+      call.count = memory.count();
+    };
+    if (tensors.size() == 1) describe(plan.emplace(), memory);
+    steps.push_back([memory = std::move(memory), describe](Transport& transport, Call& call) {
+      describe(call, memory);
+      transport.all_reduce(call, memory.piece());
+      memory.write_back();
+    });
+  }
+  const int num_sequence = static_cast<int>(tensors.size());
+  return submit({c10d::OpType::ALLREDUCE, "tessera:all_reduce", tensors, opts.timeout, opts.asyncOp,
+                 num_sequence, plan},
+                std::move(steps));
+}
+
+c10::intrusive_ptr<c10d::Work> EngineBackend::reduce(std::vector<at::Tensor>& tensors,
+                                                     const c10d::ReduceOptions& opts) {
+  check_single("reduce", tensors.size());
+  check_tensor("reduce", tensors[0], getBackendName());
+  check_root("reduce", opts.rootRank, size_);
+  const ReduceOp reduction = check_reduction("reduce", opts.reduceOp, tensors[0].scalar_type());
+  const int root = static_cast<int>(opts.rootRank);
+  const Use use = rank_ == root ? Use::kReadWrite : Use::kRead;
+  Step step = [memory = TensorMemory(tensors[0], use), reduction, root](Transport& transport,
+                                                                        Call& call) {
+    call.op = Operator::kReduce;
+    call.dtype = memory.dtype();
+    call.reduce = reduction;
+    call.root = root;
+    call.count = memory.count();
+    transport.reduce(call, memory.piece());
+    memory.write_back();
+  };
+  return submit({c10d::OpType::REDUCE, "tessera:reduce", tensors, opts.timeout, opts.asyncOp},
+                {std::move(step)});
+}
+
+c10::intrusive_ptr<c10d::Work> EngineBackend::broadcast(std::vector<at::Tensor>& tensors,
+                                                        const c10d::BroadcastOptions& opts) {
+  check_single("broadcast", tensors.size());
+  check_tensor("broadcast", tensors[0], getBackendName());
+  check_root("broadcast", opts.rootRank, size_);
+  const int root = static_cast<int>(opts.rootRank);
+  const Use use = rank_ == root ? Use::kRead : Use::kWrite;
+  Step step = [memory = TensorMemory(tensors[0], use), root](Transport& transport, Call& call) {
+    call.op = Operator::kBroadcast;
+    call.dtype = memory.dtype();
+    call.root = root;
+    call.count = memory.count();
+    transport.broadcast(call, memory.piece());
+    memory.write_back();
+  };
+  return submit({c10d::OpType::BROADCAST, "tessera:broadcast", tensors, opts.timeout, opts.asyncOp},
+                {std::move(step)});
+}
+
+c10::intrusive_ptr<c10d::Work> EngineBackend::allgather(
+    std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
+    const c10d::AllgatherOptions& opts) {
+  check_single("all_gather", inputs.size());
+  check_single("all_gather", outputs.size());
+  return allgather_coalesced(outputs, inputs, opts);
+}
+
+c10::intrusive_ptr<c10d::Work> EngineBackend::allgather_coalesced(
+    std::vector<std::vector<at::Tensor>>& output_lists, std::vector<at::Tensor>& inputs,
+    const c10d::AllgatherOptions& opts) {
+  TESSERA_CHECK_VALUE(output_lists.size() == inputs.size(),
+                      "comm.all_gather: ", output_lists.size(), " lists of outputs for ",
+                      inputs.size(), " inputs.");
+  std::vector<Step> steps;
+  std::vector<at::Tensor> results;
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    const auto& outputs = output_lists[i];
+    check_tensor("all_gather", inputs[i], getBackendName());
+    check_list("all_gather", outputs.size(), size_);
+    check_tensors("all_gather", outputs, getBackendName());
+    check_same_type("all_gather", outputs[0], inputs[i]);
+    results.insert(results.end(), outputs.begin(), outputs.end());
+    steps.push_back([input = TensorMemory(inputs[i], Use::kRead),
+                     targets = memories(outputs, Use::kWrite)](Transport& transport, Call& call) {
+      call.op = Operator::kAllGather;
+      call.dtype = input.dtype();
+      call.count = input.count();
+      transport.all_gather(call, input.piece(), pieces(targets));
+      write_back(targets);
+    });
+  }
+  const int num_sequence = static_cast<int>(inputs.size());
+  return submit({c10d::OpType::ALLGATHER, "tessera:all_gather", std::move(results), opts.timeout,
+                 opts.asyncOp, num_sequence},
+                std::move(steps));
+}
+
+c10::intrusive_ptr<c10d::Work> EngineBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                                              const c10d::AllgatherOptions& opts) {
+  std::vector<at::Tensor> outputs{output};
+  std::vector<at::Tensor> inputs{input};
+  return allgather_into_tensor_coalesced(outputs, inputs, opts);
+}
+
+c10::intrusive_ptr<c10d::Work> EngineBackend::allgather_into_tensor_coalesced(
+    std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
+    const c10d::AllgatherOptions& opts) {
+  TESSERA_CHECK_VALUE(outputs.size() == inputs.size(), "comm.all_gather: ", outputs.size(),
+                      " outputs for ", inputs.size(), " inputs.");
+  std::vector<Step> steps;
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    check_tensor("all_gather", inputs[i], getBackendName());
+    check_tensor("all_gather", outputs[i], getBackendName());
+    check_same_type("all_gather", outputs[i], inputs[i]);
+    TESSERA_CHECK_VALUE(outputs[i].numel() == inputs[i].numel() * size_,
+                        "comm.all_gather: the output has ", outputs[i].numel(), " elements, but ",
+                        size_, " ranks bring ", inputs[i].numel(), " each.");
+    steps.push_back(
+        [this, input = TensorMemory(inputs[i], Use::kRead),
+         output = TensorMemory(outputs[i], Use::kWrite)](Transport& transport, Call& call) {
+          call.op = Operator::kAllGather;
+          call.dtype = input.dtype();
+          call.count = input.count();
+          transport.all_gather(call, input.piece(), output.even_parts(size_));
+          output.write_back();
+        });
+  }
+  const int num_sequence = static_cast<int>(inputs.size());
+  return submit({c10d::OpType::_ALLGATHER_BASE, "tessera:all_gather", outputs, opts.timeout,
+                 opts.asyncOp, num_sequence},
+                std::move(steps));
+}
+
+c10::intrusive_ptr<c10d::Work> EngineBackend::gather(std::vector<std::vector<at::Tensor>>& outputs,
+                                                     std::vector<at::Tensor>& inputs,
+                                                     const c10d::GatherOptions& opts) {
+  check_single("gather", inputs.size());
+  check_tensor("gather", inputs[0], getBackendName());
+  check_root("gather", opts.rootRank, size_);
+  const int root = static_cast<int>(opts.rootRank);
+  std::vector<at::Tensor> results;
+  if (rank_ == root) {
+    check_single("gather", outputs.size());
+    check_list("gather", outputs[0].size(), size_);
+    check_tensors("gather", outputs[0], getBackendName());
+    check_same_type("gather", outputs[0][0], inputs[0]);
+    results = outputs[0];
+  } else {
+    TESSERA_CHECK_VALUE(outputs.empty() || outputs[0].empty(), "comm.gather: only the root, rank ",
+                        root, ", takes outputs.");
+  }
+  Step step = [input = TensorMemory(inputs[0], Use::kRead),
+               targets = memories(results, Use::kWrite), root](Transport& transport, Call& call) {
+    call.op = Operator::kGather;
+    call.dtype = input.dtype();
+    call.root = root;
+    call.count = input.count();
+    transport.gather(call, input.piece(), pieces(targets));
+    write_back(targets);
+  };
+  return submit({c10d::OpType::GATHER, "tessera:gather", results, opts.timeout, opts.asyncOp},
+                {std::move(step)});
+}
+
+c10::intrusive_ptr<c10d::Work> EngineBackend::scatter(std::vector<at::Tensor>& outputs,
+                                                      std::vector<std::vector<at::Tensor>>& inputs,
+                                                      const c10d::ScatterOptions& opts) {
+  check_single("scatter", outputs.size());
+  check_tensor("scatter", outputs[0], getBackendName());
+  check_root("scatter", opts.rootRank, size_);
+  const int root = static_cast<int>(opts.rootRank);
+  std::vector<at::Tensor> sources;
+  if (rank_ == root) {
+    check_single("scatter", inputs.size());
+    check_list("scatter", inputs[0].size(), size_);
+    check_tensors("scatter", inputs[0], getBackendName());
+    check_same_type("scatter", outputs[0], inputs[0][0]);
+    sources = inputs[0];
+  } else {
+    TESSERA_CHECK_VALUE(inputs.empty() || inputs[0].empty(), "comm.scatter: only the root, rank ",
+                        root, ", takes inputs.");
+  }
+  Step step = [output = TensorMemory(outputs[0], Use::kWrite),
+               parts = memories(sources, Use::kRead), root](Transport& transport, Call& call) {
+    call.op = Operator::kScatter;
+    call.dtype = output.dtype();
+    call.root = root;
+    call.count = output.count();
+    transport.scatter(call, pieces(parts), output.piece());
+    output.write_back();
+  };
+  return submit({c10d::OpType::SCATTER, "tessera:scatter", outputs, opts.timeout, opts.asyncOp},
+                {std::move(step)});
+}
+
+c10::intrusive_ptr<c10d::Work> EngineBackend::reduce_scatter(
+    std::vector<at::Tensor>& outputs, std::vector<std::vector<at::Tensor>>& inputs,
+    const c10d::ReduceScatterOptions& opts) {
+  check_single("reduce_scatter", outputs.size());
+  check_single("reduce_scatter", inputs.size());
+  check_tensor("reduce_scatter", outputs[0], getBackendName());
+  check_list("reduce_scatter", inputs[0].size(), size_);
+  check_tensors("reduce_scatter", inputs[0], getBackendName());
+  check_same_type("reduce_scatter", outputs[0], inputs[0][0]);
+  TESSERA_CHECK_VALUE(outputs[0].numel() == inputs[0][rank_].numel(),
+                      "comm.reduce_scatter: the output has ", outputs[0].numel(),
+                      " elements, this rank's input ", inputs[0][rank_].numel(), ".");
+  const ReduceOp reduction =
+      check_reduction("reduce_scatter", opts.reduceOp, outputs[0].scalar_type());
+  Step step = [output = TensorMemory(outputs[0], Use::kWrite),
+               parts = memories(inputs[0], Use::kRead),
+               reduction](Transport& transport, Call& call) {
+    call.op = Operator::kReduceScatter;
+    call.dtype = output.dtype();
+    call.reduce = reduction;
+    call.count = output.count();
+    transport.reduce_scatter(call, pieces(parts), output.piece());
+    output.write_back();
+  };
+  return submit(
+      {c10d::OpType::REDUCE_SCATTER, "tessera:reduce_scatter", outputs, opts.timeout, opts.asyncOp},
+      {std::move(step)});
+}
+
+c10::intrusive_ptr<c10d::Work> EngineBackend::_reduce_scatter_base(
+    at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& opts) {
+  std::vector<at::Tensor> outputs{output};
+  std::vector<at::Tensor> inputs{input};
+  return reduce_scatter_tensor_coalesced(outputs, inputs, opts);
+}
+
+c10::intrusive_ptr<c10d::Work> EngineBackend::reduce_scatter_tensor_coalesced(
+    std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
+    const c10d::ReduceScatterOptions& opts) {
+  TESSERA_CHECK_VALUE(outputs.size() == inputs.size(), "comm.reduce_scatter: ", outputs.size(),
+                      " outputs for ", inputs.size(), " inputs.");
+  std::vector<Step> steps;
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    check_tensor("reduce_scatter", inputs[i], getBackendName());
+    check_tensor("reduce_scatter", outputs[i], getBackendName());
+    check_same_type("reduce_scatter", outputs[i], inputs[i]);
+    TESSERA_CHECK_VALUE(inputs[i].numel() == outputs[i].numel() * size_,
+                        "comm.reduce_scatter: the input has ", inputs[i].numel(), " elements, but ",
+                        size_, " ranks take ", outputs[i].numel(), " each.");
+    const ReduceOp reduction =
+        check_reduction("reduce_scatter", opts.reduceOp, inputs[i].scalar_type());
+    steps.push_back([this, output = TensorMemory(outputs[i], Use::kWrite),
+                     input = TensorMemory(inputs[i], Use::kRead),
+                     reduction](Transport& transport, Call& call) {
+      call.op = Operator::kReduceScatter;
+      call.dtype = output.dtype();
+      call.reduce = reduction;
+      call.count = output.count();
+      transport.reduce_scatter(call, input.even_parts(size_), output.piece());
+      output.write_back();
+    });
+  }
+  const int num_sequence = static_cast<int>(inputs.size());
+  return submit({c10d::OpType::_REDUCE_SCATTER_BASE, "tessera:reduce_scatter", outputs,
+                 opts.timeout, opts.asyncOp, num_sequence},
+                std::move(steps));
+}
+
+c10::intrusive_ptr<c10d::Work> EngineBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
+                                                            std::vector<std::int64_t>& output_rows,
+                                                            std::vector<std::int64_t>& input_rows,
+                                                            const c10d::AllToAllOptions& opts) {
+  check_tensor("all_to_all", output, getBackendName());
+  check_tensor("all_to_all", input, getBackendName());
+  check_same_type("all_to_all", output, input);
+  check_cut("all_to_all", "output", output_rows, output, size_);
+  check_cut("all_to_all", "input", input_rows, input, size_);
+  Step step = [this, source = TensorMemory(input, Use::kRead),
+               target = TensorMemory(output, Use::kWrite), output_rows,
+               input_rows](Transport& transport, Call& call) {
+    call.op = Operator::kAllToAll;
+    call.dtype = source.dtype();
+    call.count = source.count();
+    transport.all_to_all(call, cut_rows(source, input_rows, size_),
+                         cut_rows(target, output_rows, size_));
+    target.write_back();
+  };
+  return submit(
+      {c10d::OpType::ALLTOALL_BASE, "tessera:all_to_all", {output}, opts.timeout, opts.asyncOp},
+      {std::move(step)});
+}
+
+c10::intrusive_ptr<c10d::Work> EngineBackend::alltoall(std::vector<at::Tensor>& outputs,
+                                                       std::vector<at::Tensor>& inputs,
+                                                       const c10d::AllToAllOptions& opts) {
+  check_list("all_to_all", outputs.size(), size_);
+  check_list("all_to_all", inputs.size(), size_);
+  check_tensors("all_to_all", outputs, getBackendName());
+  check_tensors("all_to_all", inputs, getBackendName());
+  check_same_type("all_to_all", outputs[0], inputs[0]);
+  Step step = [sources = memories(inputs, Use::kRead), targets = memories(outputs, Use::kWrite)](
+                  Transport& transport, Call& call) {
+    call.op = Operator::kAllToAll;
+    call.dtype = sources[0].dtype();
+    for (const TensorMemory& source : sources) call.count += source.count();
+    transport.all_to_all(call, pieces(sources), pieces(targets));
+    write_back(targets);
+  };
+  return submit({c10d::OpType::ALLTOALL, "tessera:all_to_all", outputs, opts.timeout, opts.asyncOp},
+                {std::move(step)});
+}
+
+c10::intrusive_ptr<c10d::Work> EngineBackend::barrier(const c10d::BarrierOptions& opts) {
+  Step step = [](Transport& transport, Call& call) {
+    call.op = Operator::kBarrier;
+    transport.barrier(call);
+  };
+  return submit({c10d::OpType::BARRIER, "tessera:barrier", {}, opts.timeout, opts.asyncOp},
+                {std::move(step)});
+}
+
+void EngineBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool) {
+  // A timeout names all missing ranks anyway, whether asked to or not.
+  c10d::BarrierOptions now = opts;
+  now.asyncOp = false;
+  barrier(now)->wait();
+}
+
+}  // namespace tessera::comm
