@@ -178,10 +178,7 @@ int run(const std::vector<std::string>& words) {
   define_flags(app, given);
   const NamesAndFlags sorted = names_and_flags(app, words);
   read_flags(app, sorted.flags);
-  if (given.wants_help) {
-    std::fwrite(kHelp.data(), 1, kHelp.size(), stdout);
-    return launch::kExitOk;
-  }
+  if (given.wants_help) return print_help(kHelp);
   if (sorted.names.empty()) return list(given);
   const bool has_own =
       std::find(sorted.names.begin(), sorted.names.end(), kCollectives) != sorted.names.end();

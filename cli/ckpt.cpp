@@ -320,10 +320,7 @@ int run(const std::vector<std::string>& words) {
   CkptWords given;
   define_flags(app, given);
   if (words.empty()) throw UsageError("ckpt: say what to do, as in tessera ckpt ls DIR");
-  if (words[0] == "--help" || words[0] == "-h") {
-    std::fwrite(kHelp.data(), 1, kHelp.size(), stdout);
-    return launch::kExitOk;
-  }
+  if (words[0] == "--help" || words[0] == "-h") return print_help(kHelp);
   const auto action = actions().find(words[0]);
   if (action == actions().end()) {
     std::vector<std::string> known;
@@ -332,10 +329,7 @@ int run(const std::vector<std::string>& words) {
   }
   const auto [names, flags] = names_and_flags(app, {words.begin() + 1, words.end()});
   read_flags(app, flags);
-  if (given.wants_help) {
-    std::fwrite(kHelp.data(), 1, kHelp.size(), stdout);
-    return launch::kExitOk;
-  }
+  if (given.wants_help) return print_help(kHelp);
   if (names.size() != 1) {
     throw UsageError("ckpt: name one folder, as in tessera ckpt " + words[0] + " DIR");
   }

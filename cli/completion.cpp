@@ -2,6 +2,7 @@
 
 #include <cstdio>
 
+#include "flags.h"
 #include "usage.h"
 #include "verb.h"
 
@@ -63,10 +64,7 @@ std::string fish_script() {
 }
 
 int run(const std::vector<std::string>& words) {
-  if (words.size() == 1 && (words[0] == "--help" || words[0] == "-h")) {
-    std::fwrite(kHelp.data(), 1, kHelp.size(), stdout);
-    return 0;
-  }
+  if (words.size() == 1 && (words[0] == "--help" || words[0] == "-h")) return print_help(kHelp);
   if (words.size() != 1) throw UsageError("completion: name one shell: bash, zsh or fish");
   std::string script;
   if (words[0] == "bash") {

@@ -342,17 +342,12 @@ const std::map<std::string, Action>& actions() {
   return kActions;
 }
 
-int help() {
-  std::fwrite(kHelp.data(), 1, kHelp.size(), stdout);
-  return launch::kExitOk;
-}
-
 int run(const std::vector<std::string>& words) {
   CLI::App app("", "data");
   DataWords given;
   define_flags(app, given);
   if (words.empty()) throw UsageError("data: say what to do, as in tessera data show FILE");
-  if (words[0] == "--help" || words[0] == "-h") return help();
+  if (words[0] == "--help" || words[0] == "-h") return print_help(kHelp);
   const auto action = actions().find(words[0]);
   if (action == actions().end()) {
     std::vector<std::string> known;
@@ -362,7 +357,7 @@ int run(const std::vector<std::string>& words) {
   const std::vector<std::string> rest(words.begin() + 1, words.end());
   const NamesAndFlags split = names_and_flags(app, rest);
   read_flags(app, split.flags);
-  if (given.wants_help) return help();
+  if (given.wants_help) return print_help(kHelp);
   if (split.names.size() != 1) {
     throw UsageError("data: name one file, as in tessera data " + words[0] + " FILE");
   }

@@ -70,10 +70,7 @@ int run(const std::vector<std::string>& words) {
   define_flags(app, given);
   const SplitWords split = split_words(app, words);
   read_flags(app, split.flags);
-  if (given.wants_help) {
-    std::fwrite(kHelp.data(), 1, kHelp.size(), stdout);
-    return launch::kExitOk;
-  }
+  if (given.wants_help) return print_help(kHelp);
   if (!split.rest.empty())
     throw UsageError("doctor: takes flags only, not '" + split.rest[0] + "'");
   const Findings findings = examine(given.is_quick);

@@ -1,6 +1,7 @@
 #include "flags.h"
 
 #include <algorithm>
+#include <cstdio>
 
 #include "config_file.h"
 #include "tessera/launch/exit_code.h"
@@ -84,6 +85,16 @@ std::vector<std::string> long_flags(const CLI::App& app) {
   }
   names.emplace_back("--help");
   return names;
+}
+
+int print_help(std::string_view help) {
+  std::fwrite(help.data(), 1, help.size(), stdout);
+  return launch::kExitOk;
+}
+
+int print_config(const CLI::App& app) {
+  std::fputs(app.config_to_str(true, false).c_str(), stdout);
+  return launch::kExitOk;
 }
 
 SplitWords split_words(const CLI::App& app, const std::vector<std::string>& words) {

@@ -33,6 +33,10 @@ NamesAndFlags names_and_flags(const CLI::App& app, std::vector<std::string> word
 /// configuration file that cannot be used.
 void read_flags(CLI::App& app, std::vector<std::string> flags);
 
+/// Print what the user asked for; return the exit code of a verb that has done its work.
+int print_help(std::string_view help);
+int print_config(const CLI::App& app);
+
 /// Returns the long names of all flags of `app` that are in a group, with their dashes.
 std::vector<std::string> long_flags(const CLI::App& app);
 

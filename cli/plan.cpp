@@ -1,11 +1,10 @@
 // tessera plan — prints and explains how something would be split.
 
 #include <algorithm>
-#include <cstdio>
 #include <set>
 
+#include "flags.h"
 #include "plan_subject.h"
-#include "tessera/launch/exit_code.h"
 #include "usage.h"
 #include "verb.h"
 
@@ -33,10 +32,7 @@ More: docs/planning.md
 
 int run(const std::vector<std::string>& words) {
   if (words.empty()) throw UsageError("plan: name a subject, as in tessera plan graph FILE");
-  if (words[0] == "--help" || words[0] == "-h") {
-    std::fwrite(kHelp.data(), 1, kHelp.size(), stdout);
-    return launch::kExitOk;
-  }
+  if (words[0] == "--help" || words[0] == "-h") return print_help(kHelp);
   const auto found =
       std::find_if(std::begin(kSubjects), std::end(kSubjects),
                    [&](const PlanSubject* subject) { return subject->name == words[0]; });

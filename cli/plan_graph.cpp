@@ -1,11 +1,8 @@
 // tessera plan graph — the partitioners on one graph.
 
-#include <cstdio>
-
 #include "flags.h"
 #include "gnn_flags.h"
 #include "plan_subject.h"
-#include "tessera/launch/exit_code.h"
 #include "usage.h"
 #include "worker_program.h"
 
@@ -41,10 +38,7 @@ int run(const std::vector<std::string>& words) {
   define_flags(app, given);
   const NamesAndFlags sorted = names_and_flags(app, words);
   read_flags(app, sorted.flags);
-  if (given.wants_help) {
-    std::fwrite(kHelp.data(), 1, kHelp.size(), stdout);
-    return launch::kExitOk;
-  }
+  if (given.wants_help) return print_help(kHelp);
   if (sorted.names.size() != 1)
     throw UsageError("plan: name one file, as in tessera plan graph FILE");
   std::vector<std::string> command{"plan-graph", sorted.names[0]};

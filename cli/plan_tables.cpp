@@ -1,6 +1,5 @@
 // tessera plan tables — where embedding tables would lie, and what that costs every rank.
 
-#include <cstdio>
 #include <filesystem>
 
 #include "flags.h"
@@ -71,17 +70,11 @@ int run(const std::vector<std::string>& words) {
   define_flags(app, given);
   const SplitWords split = split_words(app, words);
   read_flags(app, split.flags);
-  if (given.wants_help) {
-    std::fwrite(kHelp.data(), 1, kHelp.size(), stdout);
-    return launch::kExitOk;
-  }
+  if (given.wants_help) return print_help(kHelp);
   if (!split.rest.empty()) {
     throw UsageError("plan: tables takes flags only, not '" + split.rest[0] + "'");
   }
-  if (given.print_config) {
-    std::fputs(app.config_to_str(true, false).c_str(), stdout);
-    return launch::kExitOk;
-  }
+  if (given.print_config) return print_config(app);
   check(given);
   std::vector<std::string> command{"plan-tables"};
   command.insert(command.end(), split.flags.begin(), split.flags.end());

@@ -35,10 +35,7 @@ int run(const std::vector<std::string>& words) {
   define(app, wants_help);
   const SplitWords split = split_words(app, words);
   read_flags(app, split.flags);
-  if (wants_help) {
-    std::fwrite(kHelp.data(), 1, kHelp.size(), stdout);
-    return launch::kExitOk;
-  }
+  if (wants_help) return print_help(kHelp);
   if (split.rest.empty()) throw UsageError("report: name a run folder, as in runs/2026-11-15-1");
   for (const std::string& folder : split.rest) {
     try {

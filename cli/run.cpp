@@ -4,7 +4,6 @@
 #include <stdexcept>
 
 #include "flags.h"
-#include "tessera/launch/exit_code.h"
 #include "tessera/launch/job.h"
 #include "tessera/launch/options.h"
 #include "usage.h"
@@ -254,15 +253,9 @@ int run(const std::vector<std::string>& words) {
   define_flags(app, given);
   const SplitWords split = split_words(app, words);
   read_flags(app, split.flags);
-  if (given.wants_help) {
-    std::fwrite(kHelp.data(), 1, kHelp.size(), stdout);
-    return launch::kExitOk;
-  }
+  if (given.wants_help) return print_help(kHelp);
   const launch::RunOptions options = options_from(given, split.rest);
-  if (given.print_config) {
-    std::fputs(app.config_to_str(true, false).c_str(), stdout);
-    return launch::kExitOk;
-  }
+  if (given.print_config) return print_config(app);
   if (options.command.empty()) {
     throw UsageError("run: no program given; write it last, as in tessera run -n 2 -- ./train");
   }

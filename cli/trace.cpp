@@ -224,10 +224,7 @@ int run(const std::vector<std::string>& words) {
   if (words.empty()) throw UsageError("trace: say what to do, as in tessera trace summary FILE");
   const auto [names, flags] = names_and_flags(app, words);
   read_flags(app, flags);
-  if (given.wants_help) {
-    std::fwrite(kHelp.data(), 1, kHelp.size(), stdout);
-    return launch::kExitOk;
-  }
+  if (given.wants_help) return print_help(kHelp);
   if (names.empty()) throw UsageError("trace: say what to do, as in tessera trace summary FILE");
   check(names[0], given);
   if (names.size() == 1) {

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstdio>
 #include <cstdlib>
 #include <set>
 
@@ -42,10 +41,7 @@ More: docs/train_your_own.md, docs/vocab_parallel.md, docs/graph_parallel.md
 
 int run(const std::vector<std::string>& words) {
   if (words.empty()) throw UsageError("train: name a workload, as in tessera train lm");
-  if (words[0] == "--help" || words[0] == "-h") {
-    std::fwrite(kHelp.data(), 1, kHelp.size(), stdout);
-    return launch::kExitOk;
-  }
+  if (words[0] == "--help" || words[0] == "-h") return print_help(kHelp);
   const auto found =
       std::find_if(std::begin(kWorkloads), std::end(kWorkloads),
                    [&](const Workload* workload) { return workload->name == words[0]; });

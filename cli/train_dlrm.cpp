@@ -1,6 +1,5 @@
 // tessera train dlrm — the flags of this workload and their meaning.
 
-#include <cstdio>
 #include <filesystem>
 
 #include "dlrm_flags.h"

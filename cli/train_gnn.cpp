@@ -1,7 +1,5 @@
 // tessera train gnn — the flags of this workload and their meaning.
 
-#include <cstdio>
-
 #include "flags.h"
 #include "gnn_flags.h"
 #include "tessera/launch/exit_code.h"

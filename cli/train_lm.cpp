@@ -1,6 +1,5 @@
 // tessera train lm — the flags of this workload and their meaning.
 
-#include <cstdio>
 #include <filesystem>
 
 #include "flags.h"

@@ -2,7 +2,6 @@
 
 #pragma once
 
-#include <cstdio>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -22,15 +21,9 @@ int read_words(const std::vector<std::string>& words, std::string_view help,
   define_flags(app, given);
   const SplitWords split = split_words(app, words);
   read_flags(app, split.flags);
-  if (given.wants_help) {
-    std::fwrite(help.data(), 1, help.size(), stdout);
-    return 0;
-  }
+  if (given.wants_help) return print_help(help);
   if (!split.rest.empty()) throw UsageError("train: takes flags only, not '" + split.rest[0] + "'");
-  if (given.print_config) {
-    std::fputs(app.config_to_str(true, false).c_str(), stdout);
-    return 0;
-  }
+  if (given.print_config) return print_config(app);
   check(given);
   return given.num_ranks;
 }
