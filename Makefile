@@ -118,14 +118,15 @@ bench: everything peers  ## Measure beside the peers; writes bench/results and d
 	$(VENV)/bin/python bench/run.py
 
 cuda-build:  ## Build on a machine with a GPU and its own torch
-	cmake -S . -B build/cuda -G Ninja -DCMAKE_BUILD_TYPE=Release -DTESSERA_PYTHON=$(PYTHON) -DTESSERA_BUILD_BENCH=OFF
+	cmake -S . -B build/cuda -G Ninja -DCMAKE_BUILD_TYPE=Release -DTESSERA_PYTHON=$(PYTHON) \
+	  -DTESSERA_PYTHON_IN_PLACE=ON -DTESSERA_BUILD_BENCH=OFF
 	ninja -C build/cuda -j $(JOBS)
 
-cuda-test: cuda-build  ## Run the tests that need a GPU
-	ctest --test-dir build/cuda --output-on-failure -L cuda
+cuda-test: cuda-build  ## Run the tests that need a GPU, and all of Python's there
+	ctest --test-dir build/cuda --output-on-failure -L cuda -j $$(( ($(JOBS) + 1) / 2 ))
 
 cuda-bench: cuda-build  ## Measure on the GPU
 	bash bench/cuda.sh
 
 clean:  ## Remove what was built
-	rm -rf build python/tessera/_C*.so
+	rm -rf build python/tessera/_C*.so python/tessera/_built_for.py

@@ -53,3 +53,33 @@ function(tessera_on_torch target)
   target_precompile_headers(${target} REUSE_FROM tessera_precompiled)
   tessera_unite(${target})
 endfunction()
+
+# LibTorch brings the shared C++ library into every process. A compiler that has only the static one at
+# hand links a second copy into ours without a word, and the process crashes in its first stream: the
+# two know each other's types but not each other's tables. So the shared one is named if need be.
+function(tessera_share_standard_library)
+  set(probe ${CMAKE_BINARY_DIR}/CMakeFiles/tessera_standard_library)
+  file(WRITE ${probe}.cpp "#include <iostream>\nvoid print(unsigned long n) { std::cout << n; }\n")
+  execute_process(
+    COMMAND ${CMAKE_CXX_COMPILER} -shared -fPIC ${probe}.cpp -o ${probe}.so
+    RESULT_VARIABLE failed OUTPUT_QUIET ERROR_QUIET)
+  execute_process(COMMAND ${CMAKE_READELF} -d ${probe}.so OUTPUT_VARIABLE needs ERROR_QUIET)
+  if(failed OR NOT needs OR needs MATCHES "lib(std)?c\\+\\+\\.so")
+    return()
+  endif()
+  execute_process(
+    COMMAND ${CMAKE_CXX_COMPILER} -print-file-name=libstdc++.so.6
+    OUTPUT_VARIABLE shared OUTPUT_STRIP_TRAILING_WHITESPACE)
+  if(NOT IS_ABSOLUTE "${shared}")
+    find_library(TESSERA_STANDARD_LIBRARY libstdc++.so.6 PATHS /lib/${CMAKE_LIBRARY_ARCHITECTURE} /usr/lib64)
+    set(shared ${TESSERA_STANDARD_LIBRARY})
+  endif()
+  if(NOT EXISTS "${shared}")
+    message(FATAL_ERROR "${CMAKE_CXX_COMPILER} links the C++ library statically, and libstdc++.so.6 was "
+                        "not found. LibTorch needs the shared one: install libstdc++6.")
+  endif()
+  message(STATUS "The compiler links the C++ library statically; ${shared} is linked instead")
+  add_link_options(-nostdlib++)
+  # -nostdlib++ drops the mathematics too. At the end of the line, behind what needs them.
+  set(CMAKE_CXX_STANDARD_LIBRARIES "${CMAKE_CXX_STANDARD_LIBRARIES} ${shared} -lm" PARENT_SCOPE)
+endfunction()

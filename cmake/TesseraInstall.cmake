@@ -18,6 +18,7 @@ if(TESSERA_WHEEL)
     set_target_properties(tessera_python PROPERTIES
       INSTALL_RPATH "$ORIGIN/lib:$ORIGIN/../torch/lib")
     install(TARGETS tessera_python LIBRARY DESTINATION tessera COMPONENT wheel)
+    install(FILES $<TARGET_FILE_DIR:tessera_python>/_built_for.py DESTINATION tessera COMPONENT wheel)
   endif()
   if(TARGET tessera_worker)
     set_target_properties(tessera_worker PROPERTIES

@@ -182,6 +182,26 @@ BucketLimits bucket_limits(const Options& options) {
   return limits;
 }
 
+namespace {
+
+/// LibTorch's Reducer asks the group's default engine for the memory of buckets, whatever the
+/// device of the parameters: NCCL takes a CPU's index for that of a GPU. So it sees the engine of
+/// theirs alone.
+c10::intrusive_ptr<c10d::ProcessGroup> group_of_device(const comm::Group& group,
+                                                       at::DeviceType device) {
+  const auto& whole = group.process_group();
+  const auto engine = whole->getBackend(device);
+  if (whole->getDefaultBackend() == engine) return whole;
+  auto part = c10::make_intrusive<c10d::ProcessGroup>(group.store(), group.rank(), group.size());
+  constexpr auto kType = c10d::ProcessGroup::BackendType::CUSTOM;
+  part->setBackend(device, kType, engine);
+  part->setDefaultBackend(kType);
+  part->setGroupName(whole->getGroupName());
+  return part;
+}
+
+}  // namespace
+
 std::shared_ptr<BucketReducer> make_reducer(const std::vector<NamedParameter>& parameters,
                                             const comm::Group& group, const Options& options) {
   std::vector<at::Tensor> tensors;
@@ -193,6 +213,7 @@ std::shared_ptr<BucketReducer> make_reducer(const std::vector<NamedParameter>& p
     is_sparse.push_back(parameter.is_sparse);
   }
 
+  const auto process_group = group_of_device(group, tensors.front().device().type());
   const BucketLimits limits = bucket_limits(options);
   std::vector<std::size_t> sizes;
   if (!limits.list.empty()) {
@@ -210,8 +231,8 @@ std::shared_ptr<BucketReducer> make_reducer(const std::vector<NamedParameter>& p
 
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
   return std::make_shared<BucketReducer>(
-      std::move(tensors), std::move(indices), group.process_group(), std::move(is_sparse),
-      limits.cap, options.find_unused_parameters, options.gradient_as_bucket_view, std::move(names),
+      std::move(tensors), std::move(indices), process_group, std::move(is_sparse), limits.cap,
+      options.find_unused_parameters, options.gradient_as_bucket_view, std::move(names),
       limits.first_cap, options.skip_all_reduce_unused_params, /*use_python_reducer=*/false,
       limits.list, options.batched_grad_copy);
 #else
@@ -219,8 +240,8 @@ std::shared_ptr<BucketReducer> make_reducer(const std::vector<NamedParameter>& p
                       "data_parallel: batched_grad_copy needs LibTorch 2.13, this is ",
                       TORCH_VERSION, ".");
   return std::make_shared<BucketReducer>(
-      std::move(tensors), std::move(indices), group.process_group(), std::move(is_sparse),
-      limits.cap, options.find_unused_parameters, options.gradient_as_bucket_view, std::move(names),
+      std::move(tensors), std::move(indices), process_group, std::move(is_sparse), limits.cap,
+      options.find_unused_parameters, options.gradient_as_bucket_view, std::move(names),
       limits.first_cap, options.skip_all_reduce_unused_params, /*use_python_reducer=*/false,
       limits.list);
 #endif

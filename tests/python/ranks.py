@@ -93,6 +93,6 @@ def run_ranks_collecting(
 def run_ranks(size: int, body, *args, **options) -> list[Any]:
     """Runs `body(rank, *args)` in `size` processes and returns the values; none may raise."""
     outcomes = run_ranks_collecting(size, body, *args, **options)
-    for rank, outcome in enumerate(outcomes):
-        assert not outcome.error, f"rank {rank}: {outcome.error}\n{outcome.trace}"
+    errors = [f"rank {rank}: {o.error}\n{o.trace}" for rank, o in enumerate(outcomes) if o.error]
+    assert not errors, "\n".join(errors)
     return [outcome.value for outcome in outcomes]

@@ -13,6 +13,7 @@ import sys
 import pytest
 import tessera
 import tessera.distributed
+import torch
 from ranks import run_ranks
 
 PACKAGE = pathlib.Path(tessera.__file__).parent
@@ -36,6 +37,53 @@ def test_import_needs_torch_only():
     assert names == "tessera"
     assert float(seconds) < 0.5
     assert result.stderr == ""
+
+
+def test_another_torch_is_refused_before_the_extension_is_loaded():
+    code = (
+        "import sys, types; other = types.ModuleType('tessera._built_for');"
+        "other.torch, other.cuda = {torch!r}, {cuda}; sys.modules['tessera._built_for'] = other\n"
+        "try: import tessera\n"
+        "except ImportError as error: print(error, 'tessera._C' in sys.modules)"
+    )
+
+    def refusal(torch_version, cuda):
+        return subprocess.run(
+            [sys.executable, "-c", code.format(torch=torch_version, cuda=cuda)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        ).stdout
+
+    text = refusal("1.2.3+cu99", False)
+    assert text.startswith("tessera was built for torch 1.2.3+cu99, but this Python has torch ")
+    assert text.endswith("Install torch 1.2, or build tessera again with this torch (make). False\n")
+    if torch.version.cuda is None:
+        assert "is built for the CPU alone" in refusal(torch.__version__, True)
+    assert refusal(torch.__version__, False) == ""  # and the same one is taken
+
+
+def test_an_extension_that_was_not_built_is_named():
+    code = (
+        "import sys; sys.modules['tessera._built_for'] = None\n"
+        "try: import tessera\n"
+        "except ImportError as error: print(error)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert result.stdout.startswith("tessera's extension is not built for this Python (cpython-")
+
+
+def test_there_is_one_standard_library_in_the_process():
+    """A second copy, linked in statically, crashes in its first stream."""
+    with open("/proc/self/maps") as maps:
+        ours = {line.split()[-1] for line in maps if "libtessera" in line or "tessera/_C" in line}
+    assert len(ours) == 2
+    for library in ours:
+        needs = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True).stdout
+        assert "libstdc++.so.6" in needs, library
 
 
 def test_stubs_name_what_the_extension_has():

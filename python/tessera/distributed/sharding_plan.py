@@ -58,7 +58,12 @@ _KERNELS = {"dense": "dense", "fused": "fused", "fused_uvm": "fused", "fused_uvm
 
 
 def _placement(device_type: str, rank: int, local_size: int) -> str:
-    device = device_type if device_type in ("cpu", "meta") else f"{device_type}:{rank % local_size}"
+    device = device_type
+    if device_type not in ("cpu", "meta"):
+        index = rank % local_size
+        if device_type == "cuda" and torch.cuda.is_available():
+            index %= torch.cuda.device_count()  # more ranks than GPUs share them
+        device = f"{device_type}:{index}"
     return f"rank:{rank}/{device}"
 
 

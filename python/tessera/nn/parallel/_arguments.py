@@ -60,10 +60,15 @@ def group_of(process_group, device_mesh, module: Module) -> dist.ProcessGroup:
 
 
 def device_names(devices) -> list[str]:
-    return [
-        str(torch.device("cuda", device)) if isinstance(device, int) else str(torch.device(device))
-        for device in devices or ()
-    ]
+    """Return a name with a number for each: "cuda" alone is the current one, as for torch."""
+
+    def name(device) -> str:
+        named = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        if named.type == "cuda" and named.index is None:
+            named = torch.device("cuda", torch.cuda.current_device())
+        return str(named)
+
+    return [name(device) for device in devices or ()]
 
 
 def warn_of_broadcast_buffers(is_ignored: bool) -> None:
