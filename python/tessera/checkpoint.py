@@ -324,8 +324,9 @@ def save(
 
     Collective over `group`; without one, this process alone. Either the whole checkpoint appears or
     nothing changes; a full disk or a failed write raises CheckpointError on every rank, and training
-    may go on. `rank_values` are this rank's own, such as its place in the data. The newest `keep`
-    checkpoints stay (0: all). With `base`, shards that know their touched rows write only these.
+    may go on. `rank_values` are this rank's own, such as its place in the data. The `keep`
+    checkpoints committed last stay (0: all), this one always. With `base`, shards that know
+    their touched rows write only these.
     """
     leaves, plain, _ = _described(state_dict)
     return _C.checkpoint_save(
@@ -380,7 +381,7 @@ def open_checkpoint(root: str | os.PathLike, step: int | None = None) -> Checkpo
 
 
 def steps(root: str | os.PathLike) -> list[int]:
-    """Return the steps of the checkpoints in `root`, newest first."""
+    """Return the steps of the checkpoints in `root`, highest first."""
     return _C.checkpoint_steps(os.fspath(root))
 
 

@@ -137,12 +137,18 @@ Manifest import_plain(const std::string& path, const std::string& root, std::int
 
 namespace {
 
-Manifest save_again(const Reader& source, const std::string& root, int ranks, Cut cut, Disk& disk) {
+// With `is_same`, what is written takes the place of the source, also in the order of commits.
+Manifest save_again(const Reader& source, const std::string& root, int ranks, Cut cut, bool is_same,
+                    Disk& disk) {
   PendingFolder folder(root, source.manifest().step, disk);
   Manifest manifest;
   manifest.step = source.manifest().step;
   manifest.world = ranks;
   manifest.plan = source.manifest().plan;
+  if (is_same) {
+    manifest.commit = source.manifest().commit;
+    manifest.saved = source.manifest().saved;
+  }
   manifest.values = source.manifest().values;
   if (ranks == source.manifest().world) manifest.rank_values = source.manifest().rank_values;
   const auto parts = parts_of(source, ranks, cut);
@@ -157,7 +163,7 @@ Manifest save_again(const Reader& source, const std::string& root, int ranks, Cu
 }  // namespace
 
 Manifest reshard(const Reader& source, const std::string& root, int ranks, Cut cut, Disk& disk) {
-  return save_again(source, root, ranks, cut, disk);
+  return save_again(source, root, ranks, cut, false, disk);
 }
 
 Manifest compact(const std::string& root, std::int64_t step, Disk& disk) {
@@ -179,7 +185,7 @@ Manifest compact(const std::string& root, std::int64_t step, Disk& disk) {
       if (error.kind() == ErrorKind::kInvalid) throw;
     }
   }
-  return save_again(source, root, source.manifest().world, Cut::kWhole, disk);
+  return save_again(source, root, source.manifest().world, Cut::kWhole, true, disk);
 }
 
 }  // namespace tessera::checkpoint

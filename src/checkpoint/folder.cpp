@@ -10,8 +10,10 @@
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
+#include <ctime>
 #include <functional>
 #include <set>
+#include <utility>
 
 #include "checkpoint/open_file.h"
 #include "tessera/checkpoint/checksum.h"
@@ -74,13 +76,18 @@ void make_folders(const std::string& path, Disk& disk) {
   if (disk.sync_folder(parent) != 0) throw_write_error("sync", parent);
 }
 
-// Folders that the newest `keep` good ones need: themselves, and the bases of deltas.
-std::set<std::string> needed_folders(const std::string& root, int keep) {
+// Folders that the `keep` good ones committed last need: themselves, and the bases of deltas.
+// `committed` is one of them, whatever else is there.
+std::set<std::string> needed_folders(const std::string& root, const std::string& committed,
+                                     int keep) {
+  std::vector<std::string> names{committed};
+  for (const std::int64_t step : list_commits(root)) {
+    if (folder_name(step) != committed) names.push_back(folder_name(step));
+  }
   std::set<std::string> needed;
   int num_good = 0;
-  for (const std::int64_t step : list_steps(root)) {
+  for (std::string name : names) {
     if (num_good >= keep) break;
-    std::string name = folder_name(step);
     bool is_good = false;
     for (int depth = 0; depth < 1000 && !name.empty(); ++depth) {
       try {
@@ -96,6 +103,28 @@ std::set<std::string> needed_folders(const std::string& root, int keep) {
     num_good += is_good ? 1 : 0;
   }
   return needed;
+}
+
+// The number after that of the last commit that is whole.
+std::int64_t next_commit(const std::string& root) {
+  for (const std::int64_t step : list_commits(root)) {
+    try {
+      const std::int64_t last = read_manifest(root + "/" + folder_name(step)).commit;
+      return last < INT64_MAX ? last + 1 : last;
+    } catch (const Error&) {
+      continue;  // a number that was changed counts for nothing
+    }
+  }
+  return 1;
+}
+
+std::string time_now() {
+  const std::time_t now = std::time(nullptr);
+  std::tm parts{};
+  ::gmtime_r(&now, &parts);
+  char text[32];
+  std::strftime(text, sizeof(text), "%Y-%m-%dT%H:%M:%SZ", &parts);
+  return text;
 }
 
 }  // namespace
@@ -122,6 +151,22 @@ std::vector<std::int64_t> list_steps(const std::string& root) {
     if (step >= 0 && is_folder(root + "/" + name)) steps.push_back(step);
   }
   std::sort(steps.begin(), steps.end(), std::greater<>());
+  return steps;
+}
+
+std::vector<std::int64_t> list_commits(const std::string& root) {
+  std::vector<std::int64_t> ascending = list_steps(root);
+  std::reverse(ascending.begin(), ascending.end());
+  std::vector<std::pair<std::int64_t, std::int64_t>> commits;
+  std::int64_t before = 0;
+  for (const std::int64_t step : ascending) {
+    const std::int64_t commit = read_commit(root + "/" + folder_name(step));
+    if (commit >= 0) before = commit;
+    commits.emplace_back(before, step);  // one that cannot be read follows the step before it
+  }
+  std::sort(commits.begin(), commits.end(), std::greater<>());
+  std::vector<std::int64_t> steps;
+  for (const auto& [commit, step] : commits) steps.push_back(step);
   return steps;
 }
 
@@ -213,6 +258,10 @@ void PendingFolder::write_manifest(Manifest& manifest) {
   } catch (const Error& error) {
     throw Error(ErrorKind::kInvalid, error.what());
   }
+  if (manifest.commit == 0) {
+    manifest.commit = next_commit(root_);
+    manifest.saved = time_now();
+  }
   const std::string text = encode_manifest(manifest);
   FileWriter writer(disk_, path_ + "/" + kManifestName);
   writer.write(text);
@@ -242,7 +291,7 @@ void PendingFolder::commit(int keep) {
   if (disk_.sync_folder(root_) != 0) throw_write_error("sync", root_);
 
   if (keep <= 0) return;
-  const std::set<std::string> needed = needed_folders(root_, keep);
+  const std::set<std::string> needed = needed_folders(root_, name_, keep);
   for (const std::int64_t step : list_steps(root_)) {
     const std::string name = folder_name(step);
     if (needed.contains(name)) continue;

@@ -17,9 +17,10 @@ using json::corrupt;
 using Json = nlohmann::json;
 
 constexpr const char* kFormat = "tessera-checkpoint";
-constexpr std::int64_t kVersion = 1;
+constexpr std::int64_t kVersion = 2;  // 1 had no commits
 constexpr std::size_t kMaxManifestValues = 64'000'000;
 constexpr std::size_t kMaxRegions = 4096;  // of one tensor
+constexpr std::string_view kCommit = "{\"commit\":";
 constexpr std::string_view kTrailer = "\"sha256\":\"";
 
 std::string hex_of(std::uint32_t sum) {
@@ -266,19 +267,22 @@ void read_deltas(const Json& object, Manifest& manifest, const std::string& wher
 Manifest manifest_of(const Json& object, const std::string& where) {
   using namespace tessera::checkpoint::json;
   check_keys(object,
-             {"format", "version", "step", "world", "plan", "chunk_bytes", "base", "files",
-              "tensors", "deltas", "values", "rank_values", "sha256"},
+             {"commit", "saved", "format", "version", "step", "world", "plan", "chunk_bytes",
+              "base", "files", "tensors", "deltas", "values", "rank_values", "sha256"},
              where);
   if (string_of(object, "format", where) != kFormat) corrupt(where, "is not a checkpoint's");
   const std::int64_t version = count_of(object, "version", where);
-  if (version != kVersion) {
-    corrupt(where, "has version " + std::to_string(version) + ", this program reads version 1");
+  if (version < 1 || version > kVersion) {
+    corrupt(where, "has version " + std::to_string(version) + ", this program reads 1 to " +
+                       std::to_string(kVersion));
   }
   if (count_of(object, "chunk_bytes", where) != static_cast<std::int64_t>(kChunkBytes)) {
     corrupt(where, "is summed in chunks of another size");
   }
   Manifest manifest;
   manifest.step = count_of(object, "step", where);
+  if (object.contains("commit")) manifest.commit = count_of(object, "commit", where);
+  if (object.contains("saved")) manifest.saved = string_of(object, "saved", where);
   const std::int64_t world = count_of(object, "world", where);
   if (world < 1 || world > 1'000'000) corrupt(where, "has an impossible world");
   manifest.world = static_cast<int>(world);
@@ -322,7 +326,9 @@ const DeltaRecord* Manifest::find_delta(const std::string& name) const {
 std::string encode_manifest(Manifest& manifest) {
   std::string text;
   try {
-    text = body_of(manifest).dump();
+    text.append(kCommit).append(std::to_string(manifest.commit));
+    text.append(",\"saved\":").append(Json(manifest.saved).dump()).append(",\n");
+    text.append(body_of(manifest).dump(), 1);  // without its brace
   } catch (const Json::type_error&) {
     throw Error(ErrorKind::kInvalid, "checkpoint: a name or a value is not UTF-8.");
   }
@@ -330,6 +336,14 @@ std::string encode_manifest(Manifest& manifest) {
   text += '\n';
   manifest.sha256 = sha256(text);
   return text.append(kTrailer).append(manifest.sha256).append("\"}\n");
+}
+
+std::int64_t commit_in(std::string_view beginning) noexcept {
+  if (!beginning.starts_with(kCommit)) return 0;
+  const std::string_view digits = beginning.substr(kCommit.size());
+  std::int64_t commit = 0;
+  const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), commit);
+  return error == std::errc() && end != digits.data() + digits.size() && commit > 0 ? commit : 0;
 }
 
 Manifest decode_manifest(std::string_view text, const std::string& where) {

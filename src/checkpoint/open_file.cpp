@@ -4,6 +4,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 
@@ -94,6 +95,17 @@ std::string read_small_file(const std::string& folder, const std::string& name,
 Manifest read_manifest(const std::string& folder) {
   return decode_manifest(read_small_file(folder, kManifestName, kMaxManifestBytes),
                          folder + "/" + kManifestName);
+}
+
+std::int64_t read_commit(const std::string& folder) {
+  try {
+    const OpenFile file(folder, kManifestName);
+    std::string beginning(std::min<std::uint64_t>(file.num_bytes(), 64), '\0');
+    file.read(0, beginning.data(), beginning.size());
+    return commit_in(beginning);
+  } catch (const Error&) {
+    return -1;
+  }
 }
 
 FileHeader read_header(const OpenFile& file) {

@@ -52,6 +52,10 @@ std::string read_small_file(const std::string& folder, const std::string& name,
 /// Reads and checks the manifest of a folder; not the files it lists.
 Manifest read_manifest(const std::string& folder);
 
+/// The commit that the manifest of a folder claims, without reading more than its beginning; 0 if
+/// it has none, -1 if it cannot be read.
+std::int64_t read_commit(const std::string& folder);
+
 /// Reads and checks the header of a safetensors file.
 FileHeader read_header(const OpenFile& file);
 

@@ -298,7 +298,7 @@ void Reader::verify(const std::function<void(std::uint64_t)>& progress) const {
 
 Found find_newest(const std::string& root, std::int64_t max_step) {
   Found found;
-  for (const std::int64_t step : list_steps(root)) {
+  for (const std::int64_t step : list_commits(root)) {
     if (step > max_step) continue;
     try {
       found.reader = std::make_unique<Reader>(root, step);

@@ -12,6 +12,7 @@
 #include <map>
 
 #include "checkpoint/samples.h"
+#include "tessera/checkpoint/checksum.h"
 
 namespace tessera::checkpoint::testing {
 namespace {
@@ -90,6 +91,65 @@ TEST(Protocol, KeepsTheLastThatAreGood) {
   std::filesystem::remove(root / "step-000000000005/MANIFEST.json");
   save_sample(root.path(), 6, 2);  // 5 does not count
   EXPECT_EQ(list_steps(root.path()), (std::vector<std::int64_t>{6, 5, 4}));
+}
+
+// A load of an older step, and training from there: lower steps come after higher ones.
+TEST(Protocol, KeepCountsByCommitsAndNeverRemovesTheLast) {
+  const TemporaryFolder root;
+  for (const int step : {300, 400, 500}) save_sample(root.path(), step);
+  save_sample(root.path(), 310, 2);
+  EXPECT_EQ(list_steps(root.path()), (std::vector<std::int64_t>{500, 310}));
+  EXPECT_EQ(list_commits(root.path()), (std::vector<std::int64_t>{310, 500}));
+  EXPECT_EQ(latest_folder(root.path()), folder_name(310));
+  EXPECT_EQ(find_newest(root.path()).reader->manifest().step, 310);
+  save_sample(root.path(), 305, 1);
+  EXPECT_EQ(list_steps(root.path()), (std::vector<std::int64_t>{305}));
+  expect_sample(Reader(root.path(), 305));
+  EXPECT_EQ(Reader(root.path(), 305).manifest().commit, 5);
+}
+
+// The order is in the manifests: neither times of files nor clocks matter.
+TEST(Protocol, OrderOfCommitsSurvivesCopying) {
+  const TemporaryFolder root;
+  for (const int step : {20, 30, 10}) save_sample(root / "a", step);
+  std::filesystem::create_directory(root / "b");
+  for (const int step : {10, 30, 20}) {  // written anew in another order
+    std::filesystem::copy(root / ("a/" + folder_name(step)), root / ("b/" + folder_name(step)));
+  }
+  EXPECT_EQ(list_commits(root / "b"), (std::vector<std::int64_t>{10, 30, 20}));
+  save_sample(root / "b", 15, 3);
+  EXPECT_EQ(list_commits(root / "b"), (std::vector<std::int64_t>{15, 10, 30}));
+}
+
+// What version 1 wrote has no number: it is older than all that have one, and goes by step.
+TEST(Protocol, ManifestsWithoutCommitsAreOlder) {
+  const TemporaryFolder root;
+  for (const int step : {1, 2, 3}) save_sample(root.path(), step);
+  for (const int step : {2, 3}) {
+    const std::string path = root / (folder_name(step) + "/MANIFEST.json");
+    std::string text = slurp(path);
+    text = "{" + text.substr(text.find('\n') + 1);
+    const auto version = text.find("\"version\":2");
+    ASSERT_NE(version, std::string::npos);
+    text.replace(version, 11, "\"version\":1");
+    const auto trailer = text.rfind("\"sha256\":\"");
+    spill(path,
+          text.substr(0, trailer) + "\"sha256\":\"" + sha256(text.substr(0, trailer)) + "\"}\n");
+    expect_sample(Reader(root.path(), step));
+  }
+  EXPECT_EQ(list_commits(root.path()), (std::vector<std::int64_t>{1, 3, 2}));
+  save_sample(root.path(), 0, 2);
+  EXPECT_EQ(list_commits(root.path()), (std::vector<std::int64_t>{0, 1}));
+}
+
+TEST(Protocol, ANumberThatWasChangedCountsForNothing) {
+  const TemporaryFolder root;
+  for (const int step : {1, 2}) save_sample(root.path(), step);
+  const std::string path = root / (folder_name(1) + "/MANIFEST.json");
+  std::string text = slurp(path);
+  ASSERT_TRUE(text.starts_with("{\"commit\":1,"));
+  spill(path, "{\"commit\":9223372036854775807," + text.substr(text.find("\"saved\"")));
+  EXPECT_EQ(save_sample(root.path(), 3).commit, 3);
 }
 
 TEST(Protocol, SameStepIsReplacedWhole) {

@@ -4,7 +4,7 @@
 //
 //   root/step-000000000120/            shards, MANIFEST.json
 //   root/step-000000000130.tmp-9f.../  being written, or left over from a process that died
-//   root/LATEST                        the name of the newest folder, a hint for people and scripts
+//   root/LATEST                        the folder committed last, a hint for people and scripts
 //
 // A folder gets its final name in one step, after everything in it has reached the disk.
 
@@ -26,8 +26,10 @@ namespace tessera::checkpoint {
 TESSERA_API std::string folder_name(std::int64_t step);
 /// The step of a folder's name, -1 if it is not the name of a finished checkpoint.
 TESSERA_API std::int64_t step_of(std::string_view name) noexcept;
-/// Steps of the finished folders in `root`, newest first; none if there is no such root.
+/// Steps of the finished folders in `root`, highest first; none if there is no such root.
 TESSERA_API std::vector<std::int64_t> list_steps(const std::string& root);
+/// The same, last committed first: after a load of step 300, a save of 310 is newer than 500.
+TESSERA_API std::vector<std::int64_t> list_commits(const std::string& root);
 /// The folder that LATEST names, empty if there is none or it makes no sense.
 TESSERA_API std::string latest_folder(const std::string& root);
 
@@ -48,11 +50,12 @@ class TESSERA_API PendingFolder {
 
   /// Writes the index (if every tensor is whole in one file) and the manifest and syncs them.
   /// Checks that the tensors are covered first: throws Error(kInvalid) naming one that is not.
+  /// Numbers the commit, unless `manifest` has a number already.
   void write_manifest(Manifest& manifest);
 
   /// Gives the folder its name, syncs the root, moves LATEST, and removes checkpoints beyond the
-  /// newest `keep` (0: all are kept; what a kept delta stands on is kept too). A folder of the same
-  /// step is replaced in one step.
+  /// `keep` committed last (0: all are kept; what a kept delta stands on is kept too). This one is
+  /// never removed. A folder of the same step is replaced in one step.
   void commit(int keep = 0);
 
  private:

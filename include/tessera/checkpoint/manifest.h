@@ -82,6 +82,10 @@ struct Base {
 
 struct TESSERA_API Manifest {
   std::int64_t step = 0;
+  /// Which commit of its root this is, counted from 1. Clocks jump and steps come again after a
+  /// load of an older one; this only grows. 0: of version 1, which did not count.
+  std::int64_t commit = 0;
+  std::string saved;  // UTC, "2026-11-15T10:20:30Z", for people
   int world = 1;
   std::string plan;  // free text, such as a hash of the sharding plan
   std::optional<Base> base;
@@ -100,8 +104,12 @@ inline constexpr const char* kManifestName = "MANIFEST.json";
 inline constexpr const char* kIndexName = "model.safetensors.index.json";
 inline constexpr std::uint64_t kMaxManifestBytes = std::uint64_t{1} << 30;
 
-/// Returns the text of MANIFEST.json and fills in `manifest.sha256`.
+/// Returns the text of MANIFEST.json and fills in `manifest.sha256`. The first line holds the
+/// commit, so that it can be had without the rest.
 TESSERA_API std::string encode_manifest(Manifest& manifest);
+
+/// The commit in the beginning of a manifest's text, unchecked; 0 if there is none.
+TESSERA_API std::int64_t commit_in(std::string_view beginning) noexcept;
 
 /// Reads and checks a manifest: every promise of the structures above holds afterwards. Throws
 /// Error(kCorrupt) that begins with `where`.

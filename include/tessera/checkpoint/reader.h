@@ -78,7 +78,7 @@ struct Found {
   std::vector<std::string> warnings;  // what is wrong with newer ones
 };
 
-/// Opens the newest checkpoint of `root` that can be opened, of at most `max_step`.
+/// Opens the checkpoint of `root` committed last that can be opened, of at most `max_step`.
 TESSERA_API Found find_newest(const std::string& root, std::int64_t max_step = INT64_MAX);
 
 }  // namespace tessera::checkpoint

@@ -18,7 +18,7 @@
 namespace tessera::checkpoint {
 
 struct SaveOptions {
-  /// Checkpoints that stay, this one included; 0 keeps all.
+  /// Checkpoints that stay: those committed last, this one included, whatever their steps. 0: all.
   int keep = 0;
   /// Kept in the manifest, such as the hash of a sharding plan.
   std::string plan;
