@@ -7,6 +7,7 @@
 #include <ctime>
 #include <functional>
 #include <map>
+#include <memory>
 
 #include <nlohmann/json.hpp>
 
@@ -100,8 +101,8 @@ std::string time_of(const std::string& path) {
 
 void print(const Json& answer) { std::printf("%s\n", answer.dump(2).c_str()); }
 
-Reader newest(const std::string& root, std::int64_t step) {
-  if (step >= 0) return Reader(root, step);
+std::unique_ptr<Reader> newest(const std::string& root, std::int64_t step) {
+  if (step >= 0) return std::make_unique<Reader>(root, step);
   auto found = checkpoint::find_newest(root);
   for (const std::string& warning : found.warnings) {
     std::fprintf(stderr, "warning: %s\n", warning.c_str());
@@ -110,7 +111,7 @@ Reader newest(const std::string& root, std::int64_t step) {
     throw checkpoint::Error(checkpoint::ErrorKind::kMissing,
                             root + ": there is no checkpoint that can be read.");
   }
-  return Reader(root, found.reader->manifest().step);
+  return std::move(found.reader);
 }
 
 int list(const std::string& root, const CkptWords& words) {
@@ -203,7 +204,8 @@ Json json_of(const checkpoint::Values& values) {
 }
 
 int show(const std::string& root, const CkptWords& words) {
-  const Reader reader = newest(root, words.step);
+  const auto opened = newest(root, words.step);
+  const Reader& reader = *opened;
   const Manifest& manifest = reader.manifest();
   Json answer = {{"folder", reader.folder()},    {"step", manifest.step},
                  {"ranks", manifest.world},      {"plan", manifest.plan},
@@ -276,14 +278,16 @@ int cut_anew(const std::string& root, const CkptWords& words) {
   if (cut == cuts.end()) {
     throw UsageError("ckpt: --cut is rows, columns or whole, not '" + words.cut + "'");
   }
-  const Reader reader = newest(root, words.step);
+  const auto opened = newest(root, words.step);
+  const Reader& reader = *opened;
   say_saved(checkpoint::reshard(reader, to, words.ranks, cut->second), to, words);
   return launch::kExitOk;
 }
 
 int export_file(const std::string& root, const CkptWords& words) {
   const std::string& to = needed(words.to, "--to", "export");
-  const Reader reader = newest(root, words.step);
+  const auto opened = newest(root, words.step);
+  const Reader& reader = *opened;
   checkpoint::export_plain(reader, to);
   say_saved(reader.manifest(), to, words);
   return launch::kExitOk;
@@ -297,7 +301,8 @@ int import_file(const std::string& root, const CkptWords& words) {
 }
 
 int compact_delta(const std::string& root, const CkptWords& words) {
-  const std::int64_t step = words.step >= 0 ? words.step : newest(root, words.step).manifest().step;
+  const std::int64_t step =
+      words.step >= 0 ? words.step : newest(root, words.step)->manifest().step;
   say_saved(checkpoint::compact(root, step), root, words);
   return launch::kExitOk;
 }

@@ -2,7 +2,6 @@
 
 #include <dirent.h>
 #include <fcntl.h>
-#include <sys/file.h>
 #include <sys/random.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -12,10 +11,12 @@
 #include <charconv>
 #include <ctime>
 #include <functional>
+#include <optional>
 #include <set>
 #include <utility>
 
 #include "checkpoint/open_file.h"
+#include "checkpoint/root_lock.h"
 #include "tessera/checkpoint/checksum.h"
 #include "tessera/checkpoint/error.h"
 
@@ -25,7 +26,6 @@ namespace {
 constexpr std::string_view kPrefix = "step-";
 constexpr std::size_t kDigits = 12;
 constexpr const char* kLatest = "LATEST";
-constexpr const char* kLock = ".lock";
 
 std::string random_suffix() {
   std::uint64_t number = 0;
@@ -60,6 +60,11 @@ std::vector<std::string> names_in(const std::string& path) {
 bool is_there(const std::string& path) {
   struct stat facts{};
   return ::lstat(path.c_str(), &facts) == 0;
+}
+
+bool is_gone(const std::string& path) {
+  struct stat facts{};
+  return ::lstat(path.c_str(), &facts) != 0 && errno == ENOENT;
 }
 
 bool is_folder(const std::string& path) {
@@ -144,35 +149,56 @@ std::int64_t step_of(std::string_view name) noexcept {
   return error == std::errc() && end == digits.data() + digits.size() && step >= 0 ? step : -1;
 }
 
-std::vector<std::int64_t> list_steps(const std::string& root) {
-  std::vector<std::int64_t> steps;
-  for (const std::string& name : names_in(root)) {
-    const std::int64_t step = step_of(name);
-    if (step >= 0 && is_folder(root + "/" + name)) steps.push_back(step);
+namespace {
+
+// Commit and step of each finished folder, ascending in steps; the commits only if asked for. A
+// folder that goes while it is looked at was removed by a save, whose own one may have come too
+// late to be seen: everything is looked at again.
+std::vector<std::pair<std::int64_t, std::int64_t>> look_around(const std::string& root,
+                                                               bool wants_commits) {
+  for (;;) {
+    std::vector<std::pair<std::int64_t, std::int64_t>> found;
+    std::optional<OpenFolder> opened;
+    std::int64_t before = 0;
+    bool is_stale = false;
+    for (const std::string& name : names_in(root)) {
+      const std::int64_t step = step_of(name);
+      if (step < 0 || is_stale) continue;
+      const std::string path = root + "/" + name;
+      if (is_folder(path)) {
+        if (wants_commits) {
+          if (!opened) opened.emplace(root, /*follows=*/true);
+          const std::int64_t commit = read_commit(*opened, name);
+          if (commit >= 0) before = commit;  // one that cannot be read follows the step before it
+        }
+        found.emplace_back(before, step);
+      }
+      is_stale = is_gone(path);
+    }
+    if (!is_stale) return found;
   }
-  std::sort(steps.begin(), steps.end(), std::greater<>());
+}
+
+std::vector<std::int64_t> steps_of(std::vector<std::pair<std::int64_t, std::int64_t>> found) {
+  std::sort(found.begin(), found.end(), std::greater<>());
+  std::vector<std::int64_t> steps;
+  for (const auto& [commit, step] : found) steps.push_back(step);
   return steps;
 }
 
+}  // namespace
+
+std::vector<std::int64_t> list_steps(const std::string& root) {
+  return steps_of(look_around(root, false));
+}
+
 std::vector<std::int64_t> list_commits(const std::string& root) {
-  std::vector<std::int64_t> ascending = list_steps(root);
-  std::reverse(ascending.begin(), ascending.end());
-  std::vector<std::pair<std::int64_t, std::int64_t>> commits;
-  std::int64_t before = 0;
-  for (const std::int64_t step : ascending) {
-    const std::int64_t commit = read_commit(root + "/" + folder_name(step));
-    if (commit >= 0) before = commit;
-    commits.emplace_back(before, step);  // one that cannot be read follows the step before it
-  }
-  std::sort(commits.begin(), commits.end(), std::greater<>());
-  std::vector<std::int64_t> steps;
-  for (const auto& [commit, step] : commits) steps.push_back(step);
-  return steps;
+  return steps_of(look_around(root, true));
 }
 
 std::string latest_folder(const std::string& root) {
   try {
-    std::string text = read_small_file(root + "/.", kLatest, 256);
+    std::string text = read_small_file(OpenFolder(root, /*follows=*/true), kLatest, 256);
     if (text.empty() || text.back() != '\n') return "";
     text.pop_back();
     return step_of(text) >= 0 ? text : "";
@@ -204,14 +230,7 @@ PendingFolder::PendingFolder(std::string root, std::int64_t step, Disk& disk)
     throw Error(ErrorKind::kInvalid, "checkpoint.save: the folder to save into has no name.");
   }
   make_folders(root_, disk_);
-  const std::string lock_path = root_ + "/" + kLock;
-  lock_ = ::open(lock_path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0666);
-  if (lock_ < 0) throw_write_error("create", lock_path);
-  if (::flock(lock_, LOCK_EX | LOCK_NB) != 0) {
-    ::close(lock_);
-    throw Error(ErrorKind::kWrite, "checkpoint.save: another process is saving into " + root_ +
-                                       ". Give every job a folder of its own.");
-  }
+  lock_ = std::make_unique<RootLock>(root_);
   for (const std::string& left : names_in(root_)) {
     if (!is_temporary(left)) continue;
     const std::string path = root_ + "/" + left;
@@ -222,17 +241,11 @@ PendingFolder::PendingFolder(std::string root, std::int64_t step, Disk& disk)
     }
   }
   path_ = root_ + "/" + name_ + ".tmp-" + random_suffix();
-  if (disk_.make_folder(path_) != 0) {
-    const int number = errno;
-    ::close(lock_);
-    errno = number;
-    throw_write_error("make the folder", path_);
-  }
+  if (disk_.make_folder(path_) != 0) throw_write_error("make the folder", path_);
 }
 
 PendingFolder::~PendingFolder() {
-  if (!is_committed_) remove_folder(path_, disk_);
-  ::close(lock_);
+  if (!is_committed_ && lock_->is_ours()) remove_folder(path_, disk_);
 }
 
 void PendingFolder::write_manifest(Manifest& manifest) {

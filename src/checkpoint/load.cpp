@@ -4,10 +4,12 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <exception>
 #include <mutex>
 #include <set>
+#include <sstream>
 #include <thread>
 
 #include "checkpoint/exchange.h"
@@ -21,30 +23,90 @@ constexpr const char* kLoad = "checkpoint.load";
 // Of a tensor that cannot be read in place.
 constexpr std::int64_t kBlockBytes = std::int64_t{64} << 20;
 
-// All ranks agree on a step: the smallest of what each can open, until nobody has to go lower.
-std::unique_ptr<Reader> open_same(const std::string& root, std::int64_t max_step,
+// What one rank has opened: the first line of its answer; what it could not open follows.
+struct Answer {
+  std::int64_t commit = -1;  // -1: there is nothing
+  std::int64_t step = -1;
+  std::string sha256;
+  auto operator<=>(const Answer&) const = default;
+};
+
+std::string encode(const Found& found) {
+  std::string text = "-1 -1 ";
+  if (found.reader) {
+    const Manifest& manifest = found.reader->manifest();
+    text = std::to_string(manifest.commit) + " " + std::to_string(manifest.step) + " " +
+           manifest.sha256;
+  }
+  for (const std::string& warning : found.warnings) text.append("\n").append(warning);
+  return text;
+}
+
+Answer decode(const std::string& text) {
+  Answer answer;
+  std::istringstream(text.substr(0, text.find('\n'))) >> answer.commit >> answer.step >>
+      answer.sha256;
+  return answer;
+}
+
+void add_warnings(const std::string& text, std::set<std::string>& warnings) {
+  for (std::size_t place = text.find('\n'); place != std::string::npos;) {
+    const std::size_t next = text.find('\n', place + 1);
+    warnings.insert(text.substr(place + 1, next - place - 1));
+    place = next;
+  }
+}
+
+// Ranks that open at the same moment may see two sides of a save. They look again until all hold
+// the same manifest. Only when nobody's answer changes any more, it is no save that they differ by:
+// then some rank cannot read what another can, and the newest is left out on all.
+constexpr int kSameRounds = 3;
+constexpr int kMaxRounds = 1000;
+constexpr int kMaxPauseMs = 20;
+
+std::unique_ptr<Reader> open_same(const std::string& root, const std::optional<std::int64_t>& step,
                                   const std::optional<comm::Group>& group,
+                                  std::set<std::string>& left_out,
                                   std::set<std::string>& warnings) {
-  for (;;) {
-    Found found = find_newest(root, max_step);
-    std::string mine = std::to_string(found.reader ? found.reader->manifest().step : -1);
-    for (const std::string& warning : found.warnings) mine.append("\n").append(warning);
-    const auto all = together(group, kLoad, [&] { return mine; });
-    std::int64_t lowest = INT64_MAX;
-    std::int64_t highest = -1;
-    for (const std::string& text : all) {
-      const std::int64_t step = std::stoll(text);
-      lowest = std::min(lowest, step);
-      highest = std::max(highest, step);
-      for (std::size_t place = text.find('\n'); place != std::string::npos;) {
-        const std::size_t next = text.find('\n', place + 1);
-        warnings.insert(text.substr(place + 1, next - place - 1));
-        place = next;
+  std::vector<std::string> before;
+  int num_same = 0;
+  for (int round = 1;; ++round) {
+    Found found;
+    const auto all = together(group, kLoad, [&] {
+      if (step) {
+        found.reader = std::make_unique<Reader>(root, *step);
+      } else {
+        found = find_newest(root, INT64_MAX, left_out);
       }
+      return encode(found);
+    });
+    std::vector<Answer> answers;
+    for (const std::string& text : all) answers.push_back(decode(text));
+    const auto [lowest, highest] = std::minmax_element(answers.begin(), answers.end());
+    if (*lowest == *highest) {
+      for (const std::string& text : all) add_warnings(text, warnings);
+      return std::move(found.reader);
     }
-    if (lowest < 0) return nullptr;
-    if (lowest == highest) return std::move(found.reader);
-    max_step = lowest;
+    num_same = all == before ? num_same + 1 : 0;
+    before = all;
+    if (num_same >= kSameRounds && !step) {
+      left_out.insert(highest->sha256);
+      num_same = 0;
+      continue;
+    }
+    if (num_same >= kSameRounds || round == kMaxRounds) {
+      const auto rank_of = [&](const auto& answer) {
+        return std::to_string(group->world_rank(static_cast<int>(answer - answers.begin())));
+      };
+      throw Error(ErrorKind::kInvalid,
+                  "checkpoint.load: rank " + rank_of(lowest) + " finds step " +
+                      std::to_string(lowest->step) + " with the manifest " + lowest->sha256 +
+                      " in " + root + ", rank " + rank_of(highest) + " finds step " +
+                      std::to_string(highest->step) + " with " + highest->sha256 +
+                      ". All ranks must share the folder, and nobody may save into it without a "
+                      "pause.");
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(std::min(round, kMaxPauseMs)));
   }
 }
 
@@ -145,17 +207,9 @@ LoadReport load(const std::string& root, State& state, const std::optional<comm:
                 const LoadOptions& options) {
   const int rank = group ? group->rank() : 0;
   std::set<std::string> warnings;
-  std::int64_t max_step = options.step.value_or(INT64_MAX);
+  std::set<std::string> left_out;  // manifests whose data some rank cannot read
   for (;;) {
-    std::unique_ptr<Reader> reader;
-    if (options.step) {
-      together(group, kLoad, [&]() -> std::string {
-        reader = std::make_unique<Reader>(root, *options.step);
-        return "";
-      });
-    } else {
-      reader = open_same(root, max_step, group, warnings);
-    }
+    const std::unique_ptr<Reader> reader = open_same(root, options.step, group, left_out, warnings);
     if (reader == nullptr) {
       std::string text = "checkpoint.load: there is no whole checkpoint in " + root + ".";
       for (const std::string& warning : warnings) text.append(" ").append(warning);
@@ -180,7 +234,7 @@ LoadReport load(const std::string& root, State& state, const std::optional<comm:
                                      [](const std::string& text) { return !text.empty(); });
     if (failed != outcomes.end()) {
       warnings.insert(*failed);
-      max_step = reader->manifest().step - 1;
+      left_out.insert(reader->manifest().sha256);
       continue;
     }
     const Manifest& manifest = reader->manifest();

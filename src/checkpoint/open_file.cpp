@@ -19,51 +19,62 @@ namespace {
 
 }  // namespace
 
-OpenFile::OpenFile(const std::string& folder, const std::string& name)
-    : path_(folder + "/" + name) {
-  check_file_name(name, folder);
-  const int folder_fd = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW);
-  if (folder_fd < 0) {
-    const int number = errno;
-    if (number == ELOOP || number == ENOTDIR) {
-      fail(ErrorKind::kCorrupt, folder, "is a link or not a folder");
-    }
-    fail(ErrorKind::kMissing, folder, std::strerror(number));
+Descriptor::~Descriptor() {
+  if (fd_ >= 0) ::close(fd_);
+}
+
+OpenFolder::OpenFolder(const std::string& path, bool follows)
+    : OpenFolder(AT_FDCWD, path, path, follows ? 0 : O_NOFOLLOW) {}
+
+OpenFolder::OpenFolder(const OpenFolder& parent, const std::string& name)
+    : OpenFolder(parent.fd(), name, parent.path() + "/" + name, O_NOFOLLOW) {}
+
+OpenFolder::OpenFolder(int parent, const std::string& name, std::string path, int flags)
+    : path_(std::move(path)),
+      fd_(::openat(parent, name.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC | flags)) {
+  if (fd() >= 0) return;
+  const int number = errno;
+  if (number == ELOOP || number == ENOTDIR) {
+    fail(ErrorKind::kCorrupt, path_, "is a link or not a folder");
   }
+  fail(ErrorKind::kMissing, path_, std::strerror(number));
+}
+
+bool OpenFolder::is_replaced(const OpenFolder& parent, const std::string& name) const {
+  // This one is open, so its number cannot have gone to another.
+  struct stat mine{};
+  struct stat now{};
+  return ::fstat(fd(), &mine) != 0 ||
+         ::fstatat(parent.fd(), name.c_str(), &now, AT_SYMLINK_NOFOLLOW) != 0 ||
+         mine.st_ino != now.st_ino || mine.st_dev != now.st_dev;
+}
+
+OpenFile::OpenFile(const OpenFolder& folder, const std::string& name)
+    : path_(folder.path() + "/" + name) {
+  check_file_name(name, folder.path());
   // The name has no slash and is not followed, so nothing outside the folder can be reached.
   // Without O_NONBLOCK, opening a pipe would wait for a writer.
-  fd_ = ::openat(folder_fd, name.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
-  const int number = errno;
-  ::close(folder_fd);
-  if (fd_ < 0) {
+  fd_ = Descriptor(
+      ::openat(folder.fd(), name.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
+  if (fd_.get() < 0) {
+    const int number = errno;
     if (number == ENOENT) fail(ErrorKind::kMissing, path_, "is missing");
     if (number == ELOOP) fail(ErrorKind::kCorrupt, path_, "is a link");
     fail(ErrorKind::kCorrupt, path_, std::strerror(number));
   }
   struct stat facts{};
-  std::string problem;
-  if (::fstat(fd_, &facts) != 0) {
-    problem = std::strerror(errno);
-  } else if (!S_ISREG(facts.st_mode)) {
-    problem = "is not a regular file";
-  } else if (facts.st_nlink > 1 && facts.st_uid != ::geteuid()) {
-    problem = "belongs to another user and has a second name";
-  }
-  if (!problem.empty()) {
-    ::close(std::exchange(fd_, -1));
-    fail(ErrorKind::kCorrupt, path_, problem);
+  if (::fstat(fd_.get(), &facts) != 0) fail(ErrorKind::kCorrupt, path_, std::strerror(errno));
+  if (!S_ISREG(facts.st_mode)) fail(ErrorKind::kCorrupt, path_, "is not a regular file");
+  if (facts.st_nlink > 1 && facts.st_uid != ::geteuid()) {
+    fail(ErrorKind::kCorrupt, path_, "belongs to another user and has a second name");
   }
   num_bytes_ = static_cast<std::uint64_t>(facts.st_size);
-}
-
-OpenFile::~OpenFile() {
-  if (fd_ >= 0) ::close(fd_);
 }
 
 void OpenFile::read(std::uint64_t begin, void* data, std::size_t num_bytes) const {
   char* next = static_cast<char*>(data);
   while (num_bytes > 0) {
-    const ssize_t got = ::pread(fd_, next, num_bytes, static_cast<off_t>(begin));
+    const ssize_t got = ::pread(fd_.get(), next, num_bytes, static_cast<off_t>(begin));
     if (got < 0 && errno == EINTR) continue;
     if (got < 0)
       fail(ErrorKind::kCorrupt, path_, std::string("cannot be read: ") + strerror(errno));
@@ -75,11 +86,11 @@ void OpenFile::read(std::uint64_t begin, void* data, std::size_t num_bytes) cons
 }
 
 void OpenFile::expect(std::uint64_t begin, std::uint64_t num_bytes) const {
-  ::posix_fadvise(fd_, static_cast<off_t>(begin), static_cast<off_t>(num_bytes),
+  ::posix_fadvise(fd_.get(), static_cast<off_t>(begin), static_cast<off_t>(num_bytes),
                   POSIX_FADV_WILLNEED);
 }
 
-std::string read_small_file(const std::string& folder, const std::string& name,
+std::string read_small_file(const OpenFolder& folder, const std::string& name,
                             std::uint64_t max_bytes) {
   const OpenFile file(folder, name);
   if (file.num_bytes() > max_bytes) {
@@ -92,14 +103,16 @@ std::string read_small_file(const std::string& folder, const std::string& name,
   return text;
 }
 
-Manifest read_manifest(const std::string& folder) {
+Manifest read_manifest(const OpenFolder& folder) {
   return decode_manifest(read_small_file(folder, kManifestName, kMaxManifestBytes),
-                         folder + "/" + kManifestName);
+                         folder.path() + "/" + kManifestName);
 }
 
-std::int64_t read_commit(const std::string& folder) {
+Manifest read_manifest(const std::string& folder) { return read_manifest(OpenFolder(folder)); }
+
+std::int64_t read_commit(const OpenFolder& parent, const std::string& folder) {
   try {
-    const OpenFile file(folder, kManifestName);
+    const OpenFile file(OpenFolder(parent, folder), kManifestName);
     std::string beginning(std::min<std::uint64_t>(file.num_bytes(), 64), '\0');
     file.read(0, beginning.data(), beginning.size());
     return commit_in(beginning);

@@ -48,8 +48,9 @@ PlainReader::PlainReader(const std::string& path) : state_(std::make_unique<Stat
     folder = slash == std::string::npos ? "." : path.substr(0, slash + 1) + ".";
     names.push_back(slash == std::string::npos ? path : path.substr(slash + 1));
   }
+  const OpenFolder opened(folder, /*follows=*/true);
   for (const std::string& name : names) {
-    OpenFile file(folder, name);
+    OpenFile file(opened, name);
     const FileHeader header = read_header(file);
     for (const FileEntry& entry : header.entries) {
       TensorRecord& tensor = state_->tensors[entry.name];
@@ -76,8 +77,8 @@ PlainReader::PlainReader(const std::string& path) : state_(std::make_unique<Stat
   if (S_ISDIR(facts.st_mode)) {
     struct stat index{};
     if (::lstat((path + "/" + kIndexName).c_str(), &index) == 0) {
-      const auto listed =
-          decode_index(read_small_file(path, kIndexName, kMaxHeaderBytes), path + "/" + kIndexName);
+      const auto listed = decode_index(read_small_file(opened, kIndexName, kMaxHeaderBytes),
+                                       path + "/" + kIndexName);
       for (const auto& [name, file] : listed) {
         if (!state_->tensors.contains(name))
           corrupt(path, "lists '" + name + "', which is not there");

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <cstring>
 #include <exception>
 #include <map>
@@ -26,13 +27,15 @@ namespace {
 using json::corrupt;
 
 constexpr int kMaxChain = 1000;
+// Each means that a whole save has gone by meanwhile.
+constexpr int kMaxAttempts = 1000;
 
 }  // namespace
 
 TensorSource::~TensorSource() = default;
 
 struct Reader::State {
-  std::string root;
+  std::shared_ptr<const OpenFolder> root;  // one for a whole chain
   std::string folder;
   Manifest manifest;
   std::vector<OpenFile> files;
@@ -41,14 +44,16 @@ struct Reader::State {
   std::set<std::string> delta_parts;
 
   void open(std::int64_t step, int depth, const std::string& expected_sha256);
-  void check_file(std::size_t place);
+  void read_all(const OpenFolder& opened, std::int64_t step, int depth,
+                const std::string& expected_sha256);
+  void check_file(const OpenFolder& opened, std::size_t place);
   void read_region(const TensorRecord& tensor, const Region& region, std::byte* data) const;
   void apply_delta(const DeltaRecord& delta, const Region& region, std::byte* data) const;
 };
 
-void Reader::State::check_file(std::size_t place) {
+void Reader::State::check_file(const OpenFolder& opened, std::size_t place) {
   const FileRecord& record = manifest.files[place];
-  OpenFile file(folder, record.name);
+  OpenFile file(opened, record.name);
   if (file.num_bytes() != record.num_bytes) {
     corrupt(file.path(), "has " + std::to_string(file.num_bytes()) + " bytes, the manifest says " +
                              std::to_string(record.num_bytes));
@@ -64,16 +69,35 @@ void Reader::State::check_file(std::size_t place) {
   files.push_back(std::move(file));
 }
 
+// A save of the same step may put another folder in the place of this one while it is read, and
+// remove the files of this one: whoever has not opened them all by then begins again.
 void Reader::State::open(std::int64_t step, int depth, const std::string& expected_sha256) {
-  folder = root + "/" + folder_name(step);
-  manifest = read_manifest(folder);
+  const std::string name = folder_name(step);
+  for (int attempt = 1;; ++attempt) {
+    const OpenFolder opened(*root, name);
+    try {
+      read_all(opened, step, depth, expected_sha256);
+      return;
+    } catch (const Error&) {
+      if (attempt == kMaxAttempts || !opened.is_replaced(*root, name)) throw;
+    }
+    State again;
+    again.root = std::move(root);
+    *this = std::move(again);
+  }
+}
+
+void Reader::State::read_all(const OpenFolder& opened, std::int64_t step, int depth,
+                             const std::string& expected_sha256) {
+  folder = opened.path();
+  manifest = read_manifest(opened);
   if (manifest.step != step) {
     corrupt(folder, "holds step " + std::to_string(manifest.step) + ": it was renamed");
   }
   if (!expected_sha256.empty() && manifest.sha256 != expected_sha256) {
     corrupt(folder, "is not the base it was when the delta was saved");
   }
-  for (std::size_t i = 0; i < manifest.files.size(); ++i) check_file(i);
+  for (std::size_t i = 0; i < manifest.files.size(); ++i) check_file(opened, i);
   if (manifest.base) {
     if (depth >= kMaxChain) corrupt(folder, "stands on more than 1000 bases");
     const std::int64_t base_step = step_of(manifest.base->folder);
@@ -162,7 +186,7 @@ void Reader::State::apply_delta(const DeltaRecord& delta, const Region& region,
 Reader::Reader() : state_(std::make_unique<State>()) {}
 
 Reader::Reader(const std::string& root, std::int64_t step) : state_(std::make_unique<State>()) {
-  state_->root = root;
+  state_->root = std::make_shared<const OpenFolder>(root, /*follows=*/true);
   state_->open(step, 0, "");
 }
 
@@ -296,18 +320,37 @@ void Reader::verify(const std::function<void(std::uint64_t)>& progress) const {
   }
 }
 
-Found find_newest(const std::string& root, std::int64_t max_step) {
+namespace {
+
+// Whether there is no folder of that step any more: `keep` has removed it, so there are newer ones.
+bool is_gone(const std::string& root, std::int64_t step) {
+  struct stat facts{};
+  return ::lstat((root + "/" + folder_name(step)).c_str(), &facts) != 0 && errno == ENOENT;
+}
+
+}  // namespace
+
+Found find_newest(const std::string& root, std::int64_t max_step,
+                  const std::set<std::string>& left_out) {
   Found found;
-  for (const std::int64_t step : list_commits(root)) {
-    if (step > max_step) continue;
-    try {
-      found.reader = std::make_unique<Reader>(root, step);
-      return found;
-    } catch (const Error& error) {
-      found.warnings.emplace_back(error.what());
+  for (int attempt = 1;; ++attempt) {
+    bool is_stale = false;
+    for (const std::int64_t step : list_commits(root)) {
+      if (step > max_step) continue;
+      try {
+        auto reader = std::make_unique<Reader>(root, step);
+        if (left_out.contains(reader->manifest().sha256)) continue;
+        found.reader = std::move(reader);
+        return found;
+      } catch (const Error& error) {
+        is_stale = is_gone(root, step);
+        if (is_stale) break;
+        found.warnings.emplace_back(error.what());
+      }
     }
+    if (!is_stale || attempt == kMaxAttempts) return found;
+    found.warnings.clear();
   }
-  return found;
 }
 
 }  // namespace tessera::checkpoint

@@ -1,5 +1,7 @@
 #include "tessera/checkpoint/save.h"
 
+#include <unistd.h>
+
 #include <chrono>
 #include <cstdio>
 #include <exception>
@@ -155,13 +157,20 @@ struct AsyncSaver::Worker {
   SaveOptions options;
   Staging staging;
   std::thread thread;
+  const pid_t owner = ::getpid();
 
   mutable std::mutex mutex;
   bool is_running = false;
   std::exception_ptr error;
   std::optional<SaveReport> report;
 
+  bool is_ours() const noexcept { return owner == ::getpid(); }
   void join() {
+    if (!is_ours()) {
+      throw Error(ErrorKind::kInvalid, "checkpoint.save: this AsyncSaver is of process " +
+                                           std::to_string(owner) + ", which forked process " +
+                                           std::to_string(::getpid()) + ". Make one of its own.");
+    }
     if (thread.joinable()) thread.join();
   }
   void throw_error() {
@@ -191,6 +200,11 @@ AsyncSaver::AsyncSaver(std::string root, const std::optional<comm::Group>& group
 }
 
 AsyncSaver::~AsyncSaver() {
+  if (!worker_->is_ours()) {  // the thread is the parent's; so is what it works on
+    if (worker_->thread.joinable()) worker_->thread.detach();
+    worker_.release();
+    return;
+  }
   worker_->join();
   try {
     worker_->throw_error();
@@ -247,6 +261,7 @@ void AsyncSaver::save(std::int64_t step, const State& state,
 }
 
 void AsyncSaver::check() {
+  if (!worker_->is_ours()) return;
   if (!is_saving()) worker_->throw_error();
 }
 
@@ -258,6 +273,7 @@ std::optional<SaveReport> AsyncSaver::wait() {
 }
 
 bool AsyncSaver::is_saving() const {
+  if (!worker_->is_ours()) return false;
   const std::lock_guard lock(worker_->mutex);
   return worker_->is_running;
 }

@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <functional>
 #include <map>
+#include <optional>
 
 #include "checkpoint/samples.h"
 #include "tessera/checkpoint/checksum.h"
@@ -178,6 +179,93 @@ TEST(Protocol, OneJobPerFolderAndLeftoversGo) {
                   ". Give every job a folder of its own.");
   }
   EXPECT_TRUE(list_steps(root.path()).empty());
+}
+
+// A worker that reads data, say: forked in the middle of a save, alive long after.
+struct Sleeper {
+  pid_t child = ::fork();
+  Sleeper() {
+    if (child == 0) {
+      for (;;) ::pause();
+    }
+  }
+  ~Sleeper() {
+    ::kill(child, SIGKILL);
+    ::waitpid(child, nullptr, 0);
+  }
+};
+
+TEST(Protocol, AForkedChildHoldsNoLock) {
+  const TemporaryFolder root;
+  std::optional<PendingFolder> save(std::in_place, root.path(), 1);
+  const Sleeper sleeper;
+  EXPECT_NE(error_of([&] { PendingFolder second(root.path(), 2); }), "");  // not the fork's doing
+  save.reset();
+  save_sample(root.path(), 2);
+  expect_sample(Reader(root.path(), 2));
+}
+
+// The lock goes with the process that has it, even if that has children.
+TEST(Protocol, AChildOfADeadProcessHoldsNoLock) {
+  const TemporaryFolder root;
+  int pipes[2];
+  ASSERT_EQ(::pipe(pipes), 0);
+  const pid_t owner = ::fork();
+  if (owner == 0) {
+    const PendingFolder save(root.path(), 1);
+    const pid_t child = ::fork();
+    if (child == 0) {
+      ::close(pipes[1]);
+      for (;;) ::pause();
+    }
+    (void)!::write(pipes[1], &child, sizeof(child));
+    ::close(pipes[1]);
+    for (;;) ::pause();
+  }
+  ::close(pipes[1]);
+  pid_t child = 0;
+  ASSERT_EQ(::read(pipes[0], &child, sizeof(child)), static_cast<ssize_t>(sizeof(child)));
+  EXPECT_NE(error_of([&] { save_sample(root.path(), 2); }), "");
+  ::kill(owner, SIGKILL);
+  ::waitpid(owner, nullptr, 0);
+  // The child has closed its copy as soon as it runs.
+  std::string text;
+  for (int i = 0; i < 1000; ++i) {
+    text = error_of([&] { save_sample(root.path(), 2); });
+    if (text.empty()) break;
+    ::usleep(1000);
+  }
+  EXPECT_EQ(text, "");
+  ::kill(child, SIGKILL);
+  ::close(pipes[0]);
+}
+
+TEST(Protocol, AForkedChildRemovesNothing) {
+  const TemporaryFolder root;
+  std::optional<PendingFolder> save(std::in_place, root.path(), 1);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    save.reset();
+    ::_exit(0);
+  }
+  ASSERT_EQ(::waitpid(child, nullptr, 0), child);
+  EXPECT_TRUE(std::filesystem::exists(save->path()));
+  EXPECT_NE(error_of([&] { PendingFolder second(root.path(), 2); }), "");
+}
+
+// Who can open the file can lock it, and so hold up every save.
+TEST(Protocol, NobodyElseOpensTheLock) {
+  const TemporaryFolder root;
+  const auto mode = [&] {
+    struct stat facts{};
+    EXPECT_EQ(::stat((root / ".lock").c_str(), &facts), 0);
+    return facts.st_mode & 0777;
+  };
+  save_sample(root.path(), 1);
+  EXPECT_EQ(mode(), 0600U);
+  ::chmod((root / ".lock").c_str(), 0644);  // as it was once
+  save_sample(root.path(), 2);
+  EXPECT_EQ(mode(), 0600U);
 }
 
 TEST(Protocol, UncoveredTensorsAreRefused) {

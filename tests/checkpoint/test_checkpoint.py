@@ -8,6 +8,7 @@ import os
 import pathlib
 import signal
 import subprocess
+import time
 
 import pytest
 import torch
@@ -203,6 +204,46 @@ def test_asynchronous_saves_of_real_ranks(tmp_path):
     assert checkpoint.steps(tmp_path) == [3, 2]
     table = checkpoint.open_checkpoint(tmp_path).read("t")
     assert table.tolist() == [3.0] * 3 + [13.0] * 3
+
+
+def test_workers_forked_during_a_save_hold_nothing_up(tmp_path):
+    saver = checkpoint.AsyncSaver(tmp_path)
+    children, large = [], torch.zeros(1 << 24)
+    try:
+        for step in range(4):
+            saver.save(step, {"t": large})
+            while saver.is_saving and not list(tmp_path.glob("*.tmp-*/shard-*")):
+                time.sleep(0.0001)
+            child = os.fork()  # as the workers of a data loader
+            if child == 0:
+                signal.pause()
+                os._exit(0)
+            children.append(child)
+            assert saver.wait().step == step
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    assert len(children) == 4 and checkpoint.steps(tmp_path) == [3, 2, 1, 0]
+
+
+def test_a_forked_child_has_no_saver(tmp_path):
+    saver = checkpoint.AsyncSaver(tmp_path)
+    saver.save(1, {"t": torch.zeros(1 << 22)})
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            saver.wait()
+        except CheckpointError as error:
+            os.write(theirs, str(error).encode())
+        del saver  # waits for nothing
+        os._exit(0)
+    os.close(theirs)
+    with os.fdopen(ours) as pipe:
+        text = pipe.read()
+    assert f"is of process {os.getpid()}, which forked process {child}" in text
+    assert os.waitpid(child, 0)[1] == 0 and saver.wait().step == 1
 
 
 def test_a_damaged_newest_is_passed_over(tmp_path, capfd):

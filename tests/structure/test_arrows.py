@@ -125,7 +125,7 @@ def test_the_launcher_and_the_program_do_without_libtorch():
 # The rest of the module stands on LibTorch; these are linked into the program.
 TORCH_FREE_CHECKPOINT = {
     "checksum", "convert", "disk", "error", "folder", "json", "manifest", "manifest_check", "open_file",
-    "plain_reader", "reader", "safetensors", "stored_region", "writer",
+    "plain_reader", "reader", "root_lock", "safetensors", "stored_region", "writer",
 }  # fmt: skip
 
 

@@ -33,10 +33,13 @@ TESSERA_API std::vector<std::int64_t> list_commits(const std::string& root);
 /// The folder that LATEST names, empty if there is none or it makes no sense.
 TESSERA_API std::string latest_folder(const std::string& root);
 
+class RootLock;
+
 /// One save in progress. One process makes it (rank 0); others only write files into `path()`.
 ///
 /// Holds a lock on the root, so that two jobs cannot save into one at the same time; what dead
-/// processes left behind is removed. Unless committed, everything is removed again.
+/// processes left behind is removed. Unless committed, everything is removed again. A process that
+/// is forked meanwhile has neither the lock nor a say.
 class TESSERA_API PendingFolder {
  public:
   /// Makes root and temporary folder. Throws Error(kWrite) naming what cannot be made.
@@ -63,7 +66,7 @@ class TESSERA_API PendingFolder {
   std::string name_;
   std::string path_;
   Disk& disk_;
-  int lock_ = -1;
+  std::unique_ptr<RootLock> lock_;
   bool is_committed_ = false;
 };
 

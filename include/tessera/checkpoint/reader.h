@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -35,7 +36,8 @@ class TESSERA_API TensorSource {
 class TESSERA_API Reader : public TensorSource {
  public:
   /// Opens the folder of `step`: checks the manifest, the sizes of all files, their headers and all
-  /// that is not tensors, and the bases of a delta. Reads no tensor. Throws Error.
+  /// that is not tensors, and the bases of a delta. Reads no tensor. Throws Error. All files stay
+  /// open, so that later reads are of this checkpoint, whatever takes its place.
   Reader(const std::string& root, std::int64_t step);
   ~Reader() override;
 
@@ -78,7 +80,9 @@ struct Found {
   std::vector<std::string> warnings;  // what is wrong with newer ones
 };
 
-/// Opens the checkpoint of `root` committed last that can be opened, of at most `max_step`.
-TESSERA_API Found find_newest(const std::string& root, std::int64_t max_step = INT64_MAX);
+/// Opens the checkpoint of `root` committed last that can be opened, of at most `max_step`,
+/// and whose manifest's SHA-256 is not in `left_out`. Saves may go on meanwhile.
+TESSERA_API Found find_newest(const std::string& root, std::int64_t max_step = INT64_MAX,
+                              const std::set<std::string>& left_out = {});
 
 }  // namespace tessera::checkpoint
