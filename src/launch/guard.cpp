@@ -6,11 +6,11 @@
 #include <cerrno>
 #include <csignal>
 #include <cstdlib>
-#include <filesystem>
 #include <set>
 #include <system_error>
 
 #include "process.h"
+#include "scratch.h"
 
 namespace tessera::launch {
 namespace {
@@ -40,8 +40,7 @@ struct Record {
     }
   }
   for (const pid_t group : groups) kill(-group, SIGKILL);
-  std::error_code ignored;
-  if (!scratch_dir.empty()) std::filesystem::remove_all(scratch_dir, ignored);
+  if (!scratch_dir.empty()) remove_scratch(scratch_dir);
   _exit(0);
 }
 

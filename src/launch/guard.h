@@ -2,7 +2,9 @@
 //
 // The parent-death signal ends the ranks themselves, but not the processes they have started. The
 // guard is a forked child that waits for the launcher's end of a pipe to close and then kills the
-// process groups it was told of and removes the launcher's scratch folder.
+// process groups it was told of and removes the launcher's scratch folder. Every child tells the
+// guard of itself before it becomes its program, so there is no moment at which the launcher's
+// death goes unnoticed.
 
 #pragma once
 
@@ -16,7 +18,8 @@ namespace tessera::launch {
 
 class Guard {
  public:
-  /// Forks the guard. `scratch_dir` is removed when the launcher ends, however it ends.
+  /// Forks the guard. `scratch_dir`, which need not exist yet, is removed when the launcher ends,
+  /// however it ends.
   explicit Guard(const std::string& scratch_dir);
   Guard(const Guard&) = delete;
   Guard& operator=(const Guard&) = delete;
@@ -24,6 +27,7 @@ class Guard {
   /// Lets the guard finish and waits for it; a matter of microseconds.
   ~Guard();
 
+  /// May be called between fork and exec.
   void add(pid_t group);
   void remove(pid_t group);
   pid_t pid() const noexcept { return pid_; }

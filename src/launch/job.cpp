@@ -4,17 +4,13 @@
 #include <poll.h>
 #include <sys/prctl.h>
 #include <sys/signalfd.h>
-#include <sys/stat.h>
 #include <sys/wait.h>
 
 #include <cerrno>
-#include <cstdlib>
 #include <ctime>
-#include <filesystem>
 #include <memory>
 #include <optional>
 #include <set>
-#include <system_error>
 
 #include "environment.h"
 #include "event_loop.h"
@@ -25,6 +21,7 @@
 #include "program.h"
 #include "rank_group.h"
 #include "rendezvous.h"
+#include "scratch.h"
 #include "store_host.h"
 #include "tessera/launch/exit_code.h"
 #include "tessera/launch/failure.h"
@@ -36,17 +33,6 @@ namespace {
 // Time for ranks that use the store to notice a dead peer and to report what they were doing.
 constexpr std::chrono::milliseconds kReportGrace{30};
 constexpr std::chrono::seconds kFarewellLimit{2};
-
-std::string make_scratch_folder() {
-  const char* parent = std::getenv("TMPDIR");
-  std::string folder = (parent != nullptr && *parent != '\0' ? parent : "/tmp");
-  folder += "/tessera-XXXXXX";
-  if (mkdtemp(folder.data()) == nullptr) {
-    throw LaunchError(kExitInternal, "run: cannot make a folder " + folder,
-                      std::generic_category().message(errno), "set TMPDIR to a folder with space");
-  }
-  return folder;
-}
 
 std::string name_from_time() {
   const time_t now = time(nullptr);
@@ -95,8 +81,8 @@ class Job {
   const Program program_;
   const SignalState signals_ = SignalState::take_over();
   EventLoop loop_;
-  const std::string scratch_folder_ = make_scratch_folder();
-  Guard guard_{scratch_folder_};
+  Scratch scratch_;
+  Guard guard_{scratch_.path()};
   std::shared_ptr<Console::OpenLine> out_line_ = std::make_shared<Console::OpenLine>();
   Console out_{loop_, STDOUT_FILENO, out_line_};
   Console err_{loop_, STDERR_FILENO,
@@ -122,6 +108,7 @@ class Job {
 
 Job::Job(const RunOptions& options, Program program)
     : options_(options), program_(std::move(program)) {
+  scratch_.make();
   // Processes that outlive the rank that started them become children of the launcher.
   prctl(PR_SET_CHILD_SUBREAPER, 1);
   const sigset_t handled = handled_signals();
@@ -138,8 +125,6 @@ Job::Job(const RunOptions& options, Program program)
 Job::~Job() {
   ranks_.reset();
   store_.reset();
-  std::error_code ignored;
-  std::filesystem::remove_all(scratch_folder_, ignored);
 }
 
 int Job::run() {
@@ -345,7 +330,7 @@ void Job::start_attempt(int number) {
 
 std::string Job::attempt_folder() const {
   const std::string attempt = "/attempt_" + std::to_string(attempt_.number);
-  if (options_.log_dir.empty()) return scratch_folder_ + attempt;
+  if (options_.log_dir.empty()) return scratch_.path() + attempt;
   return options_.log_dir + "/" + attempt_.folder + attempt;
 }
 

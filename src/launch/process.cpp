@@ -8,6 +8,8 @@
 #include <fstream>
 #include <system_error>
 
+#include "guard.h"
+
 namespace tessera::launch {
 namespace {
 
@@ -27,8 +29,10 @@ bool place(int from, int to) {
 
 // Runs between fork and exec: system calls only.
 [[noreturn]] void become(const ProcessSpec& spec, char* const* arguments, char* const* environment,
-                         const SignalState& signals, pid_t launcher, int null_fd, int report_fd) {
+                         const SignalState& signals, Guard& guard, pid_t launcher, int null_fd,
+                         int report_fd) {
   setpgid(0, 0);
+  guard.add(getpid());
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   // The launcher may have died before the line above took effect.
   if (getppid() != launcher) _exit(128 + SIGKILL);
@@ -78,7 +82,7 @@ void SignalState::restore() const {
   sigprocmask(SIG_SETMASK, &mask, nullptr);
 }
 
-pid_t spawn(const ProcessSpec& spec, const SignalState& signals) {
+pid_t spawn(const ProcessSpec& spec, const SignalState& signals, Guard& guard) {
   const std::vector<char*> arguments = pointers(spec.arguments);
   const std::vector<char*> environment = pointers(spec.environment);
   const FileDescriptor null_file(open("/dev/null", O_RDONLY | O_CLOEXEC));
@@ -87,7 +91,7 @@ pid_t spawn(const ProcessSpec& spec, const SignalState& signals) {
   const pid_t pid = fork();
   if (pid < 0) throw std::system_error(errno, std::generic_category(), "fork");
   if (pid == 0) {
-    become(spec, arguments.data(), environment.data(), signals, launcher, null_file.get(),
+    become(spec, arguments.data(), environment.data(), signals, guard, launcher, null_file.get(),
            report.write_end.get());
   }
   setpgid(pid, pid);  // also done by the child; whoever comes first
@@ -98,6 +102,7 @@ pid_t spawn(const ProcessSpec& spec, const SignalState& signals) {
     size = read(report.read_end.get(), &error, sizeof(error));
   } while (size < 0 && errno == EINTR);
   if (size == static_cast<ssize_t>(sizeof(error))) {
+    guard.remove(pid);
     throw std::system_error(error, std::generic_category(), spec.path);
   }
   return pid;

@@ -12,6 +12,8 @@
 
 namespace tessera::launch {
 
+class Guard;
+
 /// What to run and with which files. A descriptor of -1 means /dev/null for stdin and the
 /// launcher's own file for stdout and stderr.
 struct ProcessSpec {
@@ -38,9 +40,10 @@ struct SignalState {
 /// The signals the launcher reads through a signalfd.
 sigset_t handled_signals();
 
-/// Starts a process in a process group of its own, with SIGKILL as its parent-death signal.
-/// Throws std::system_error with the errno of exec if the program cannot be executed.
-pid_t spawn(const ProcessSpec& spec, const SignalState& signals);
+/// Starts a process in a process group of its own, with SIGKILL as its parent-death signal, and has
+/// it told to the guard before its program begins. Throws std::system_error with the errno of exec
+/// if the program cannot be executed.
+pid_t spawn(const ProcessSpec& spec, const SignalState& signals, Guard& guard);
 
 /// A pipe whose two ends close on exec.
 struct Pipe {

@@ -169,8 +169,7 @@ void RankGroup::start_rank(Rank& rank, const Program& program, const Attempt& at
       fcntl(STDIN_FILENO, F_GETFD) >= 0) {
     spec.stdin_fd = STDIN_FILENO;
   }
-  rank.pid = spawn(spec, signals_);
-  guard_.add(rank.pid);
+  rank.pid = spawn(spec, signals_, guard_);
 }
 
 void RankGroup::on_child_exit(pid_t pid, int status, const std::set<pid_t>& helpers) {

@@ -97,12 +97,11 @@ void StoreHost::start_helper() {
   spec.stdin_fd = life_line.read_end.get();
   spec.inherited_fd = listening.get();
   try {
-    helper_ = spawn(spec, signals_);
+    helper_ = spawn(spec, signals_, guard_);
   } catch (const std::system_error& error) {
     warn_("the store cannot be started: " + std::string(error.what()));
     return;
   }
-  guard_.add(helper_);
   life_line_ = std::move(life_line.write_end);
 }
 

@@ -1,6 +1,9 @@
 """Signals to the launcher, and what becomes of the ranks."""
 
+import fcntl
 import os
+import pathlib
+import random
 import signal
 import subprocess
 import time
@@ -150,3 +153,55 @@ def test_interrupt_of_a_terminal_reaches_the_ranks_once():
     text += os.read(primary, 65536)
     os.close(primary)
     assert text.count(b"got one") == 2
+
+
+def test_launcher_killed_at_any_moment_of_its_start_leaves_nothing(tmp_path):
+    dice = random.Random(7)
+    for _ in range(60):
+        job = Job(
+            *("run", "-n", 2, "--", "sh", "-c", "sleep 300 & sleep 300 & wait"), env={"TMPDIR": str(tmp_path)}
+        )
+        time.sleep(dice.random() * 0.03)
+        job.send(signal.SIGKILL)
+        job.process.communicate(timeout=10)
+        try:
+            wait_until(lambda job=job: job.processes() == [], limit=5, what="the end of all processes")
+            wait_until(lambda: not list(tmp_path.iterdir()), limit=5, what="the end of the folder")
+        finally:
+            job.end()
+
+
+def command_name(pid):
+    return pathlib.Path(f"/proc/{pid}/comm").read_text().strip()
+
+
+def scratch_folders(parent):
+    return sorted(entry.name for entry in parent.glob("tessera-*/*"))
+
+
+def test_folders_of_dead_launchers_are_removed_and_of_living_ones_kept(tmp_path):
+    env = {"TMPDIR": str(tmp_path)}
+    living = started(READY_THEN_SLEEP, env=env)
+    (own,) = scratch_folders(tmp_path)
+    parent = tmp_path / f"tessera-{os.geteuid()}"
+    assert own.startswith(f"{living.process.pid}.")
+    assert parent.stat().st_mode & 0o777 == 0o700
+    # The guard too is killed: nobody is left to clean up.
+    dead = started(READY_THEN_SLEEP, env=env)
+    (guard,) = [pid for pid in dead.processes() if command_name(pid) == "tessera-guard"]
+    os.kill(guard, signal.SIGKILL)
+    dead.send(signal.SIGKILL)
+    dead.process.communicate(timeout=10)
+    wait_until(lambda: dead.processes() == [], limit=5, what="the end of all processes")
+    # A number that was given away again: alive, but not the process that made the folder.
+    (parent / f"{os.getpid()}.1.abcdef").mkdir()
+    (parent / f"{os.getpid()}.1.abcdef" / "lock").touch()
+    # A lock that is held by somebody this process cannot see.
+    (parent / "999999999.1.abcdef").mkdir()
+    with (parent / "999999999.1.abcdef" / "lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert len(scratch_folders(tmp_path)) == 4
+        assert Job("run", "--", "true", env=env).wait().code == 0
+        assert scratch_folders(tmp_path) == sorted([own, "999999999.1.abcdef"])
+    living.send(signal.SIGTERM)
+    assert living.wait().code == 143
