@@ -18,7 +18,8 @@ constexpr std::string_view kHelp =
   tessera run -n 4 -- ./train --epochs 3        four ranks on this host
   tessera run -n 2 train.py                     Python, by the python3 of PATH
   tessera run -n 4 --max-restarts 3 --log-dir runs -- ./train
-  tessera run -n 8 --nnodes 2 --node-rank 0 --rdzv-endpoint 10.0.0.1:29500 -- ./train
+  tessera run -n 8 --nnodes 2 --node-rank 0 --rdzv-endpoint 10.0.0.1:29500 \
+      --secret-file job.secret -- ./train
 
 ranks
   -n, --nproc-per-node N    ranks on this host: a number, auto, cpu or gpu (default 1)
@@ -30,6 +31,8 @@ hosts
   --rdzv-endpoint H:P       where node 0 listens; on one host, where the store does
   --master-addr, --master-port   the same in two words
   --rdzv-id ID              hosts with another id are refused
+  --secret-file FILE        what the hosts prove to each other; mode 0600, the same everywhere
+  --insecure-no-auth        several hosts without a secret: anyone may join
   --rdzv-timeout S          wait this long for the other hosts (600)
   --standalone              one host, loopback only: the default
 output
@@ -62,6 +65,7 @@ struct Words {
   std::string rendezvous_timeout = "600";
   std::string rendezvous_backend = "c10d";
   std::string rendezvous_conf;
+  std::string secret_file;
   std::string max_restarts = "0";
   std::string role = "default";
   std::string log_dir;
@@ -76,6 +80,7 @@ struct Words {
   bool no_python = false;
   bool no_prefix = false;
   bool is_standalone = false;
+  bool goes_without_secret = false;
   bool json_report = false;
   bool print_config = false;
   bool wants_help = false;
@@ -93,6 +98,7 @@ void define_flags(CLI::App& app, Words& words) {
   value("--master-addr", words.master_address);
   value("--master-port", words.master_port);
   value("--rdzv-id", words.rendezvous_id);
+  value("--secret-file", words.secret_file);
   value("--rdzv-timeout", words.rendezvous_timeout);
   value("--rdzv-backend", words.rendezvous_backend);
   value("--rdzv-conf", words.rendezvous_conf);
@@ -110,6 +116,7 @@ void define_flags(CLI::App& app, Words& words) {
   app.add_flag("--no-python", words.no_python);
   app.add_flag("--no-prefix", words.no_prefix);
   app.add_flag("--standalone", words.is_standalone);
+  app.add_flag("--insecure-no-auth", words.goes_without_secret);
   app.add_flag("--json", words.json_report);
   app.add_flag("--print-config", words.print_config)->configurable(false);
   app.add_flag("-h,--help", words.wants_help)->configurable(false);
@@ -191,6 +198,11 @@ void read_hosts(const Words& words, launch::RunOptions& options) {
     throw UsageError("run: --rdzv-backend: '" + words.rendezvous_backend +
                      "' is not offered; leave the flag out");
   }
+  if (words.goes_without_secret && !words.secret_file.empty()) {
+    throw UsageError("run: --insecure-no-auth and --secret-file exclude each other");
+  }
+  options.secret_file = words.secret_file;
+  options.goes_without_secret = words.goes_without_secret;
   options.rendezvous_id = parsed("--rdzv-id", [&] { return checked_id(words.rendezvous_id); });
   options.rendezvous_timeout =
       parsed("--rdzv-timeout", [&] { return launch::parse_seconds(words.rendezvous_timeout); });

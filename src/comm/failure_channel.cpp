@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "comm/failure_post.h"
+#include "comm/network.h"
 
 namespace tessera::comm {
 namespace {
@@ -45,7 +46,7 @@ Failure decode(const std::string& text) {
 }  // namespace
 
 struct FailureChannel::State {
-  explicit State(const std::string& address) : post(address) {}
+  explicit State(const std::string& address) : post(address, job_secret()) {}
 
   int rank = 0;
   int size = 0;

@@ -14,10 +14,19 @@ namespace {
 
 // Stays under the largest UDP datagram, 65507 bytes.
 constexpr std::size_t kMaxLetter = 60000;
+constexpr std::size_t kMaxDatagram = 65536;
+constexpr int kMostLetters = 64;  // that one call looks at
+
+// The receiver's address holds a token that no other post ever had.
+core::Digest seal_for(const core::Secret& secret, const std::string& address,
+                      const std::string& content) {
+  return secret.derive("post " + address).sign(content);
+}
 
 }  // namespace
 
-FailurePost::FailurePost(const std::string& address) : token_(random_token()) {
+FailurePost::FailurePost(const std::string& address, std::optional<core::Secret> secret)
+    : token_(random_token()), secret_(std::move(secret)) {
   sockaddr_in place{};
   place.sin_family = AF_INET;
   if (token_.empty() || ::inet_pton(AF_INET, address.c_str(), &place.sin_addr) != 1) return;
@@ -39,8 +48,7 @@ FailurePost::~FailurePost() {
   if (socket_ >= 0) ::close(socket_);
 }
 
-void FailurePost::send(std::string_view text,
-                       const std::vector<std::string>& addresses) const noexcept {
+void FailurePost::send(std::string_view text, const std::vector<std::string>& addresses) noexcept {
   if (socket_ < 0) return;
   try {
     for (const std::string& address : addresses) {
@@ -53,8 +61,7 @@ void FailurePost::send(std::string_view text,
       place.sin_family = AF_INET;
       place.sin_port = htons(port);
       if (!words || ::inet_pton(AF_INET, host.c_str(), &place.sin_addr) != 1) continue;
-      std::string letter = token;
-      letter.append("\n").append(text.substr(0, kMaxLetter));
+      const std::string letter = letter_for(address, token, text.substr(0, kMaxLetter));
       ::sendto(socket_, letter.data(), letter.size(), MSG_NOSIGNAL,
                reinterpret_cast<const sockaddr*>(&place), sizeof(place));
     }
@@ -63,19 +70,51 @@ void FailurePost::send(std::string_view text,
   }
 }
 
-std::optional<std::string> FailurePost::receive() const {
-  if (socket_ < 0) return std::nullopt;
-  char first = 0;
-  while (true) {
-    const ssize_t length = ::recv(socket_, &first, 1, MSG_PEEK | MSG_TRUNC);
-    if (length < 0) return std::nullopt;
-    std::string letter(static_cast<std::size_t>(length), '\0');
-    const ssize_t read = ::recv(socket_, letter.data(), letter.size(), 0);
-    if (read < 0) return std::nullopt;
+// Sealed: the signature, who writes, the number of the letter, and the text.
+std::string FailurePost::letter_for(const std::string& address, const std::string& token,
+                                    std::string_view text) {
+  if (!secret_) return (token + "\n").append(text);
+  std::string content = token_ + " " + std::to_string(++num_sent_) + "\n";
+  content.append(text);
+  const core::Digest signature = seal_for(*secret_, address, content);
+  return std::string(core::bytes_of(signature)) + content;
+}
+
+std::optional<std::string> FailurePost::open_letter(const std::string& letter) {
+  if (!secret_) {
     const auto line = letter.find('\n');
-    if (line == std::string::npos || letter.compare(0, line, token_) != 0) continue;
-    return letter.substr(line + 1);
+    const bool is_ours =
+        line != std::string::npos && core::same_bytes(letter.substr(0, line), token_);
+    return is_ours ? std::optional(letter.substr(line + 1)) : std::nullopt;
   }
+  constexpr std::size_t kSignature = core::Digest{}.size();
+  if (letter.size() < kSignature) return std::nullopt;
+  const std::string content = letter.substr(kSignature);
+  const core::Digest signature = seal_for(*secret_, address_, content);
+  if (!core::same_bytes(letter.substr(0, kSignature), core::bytes_of(signature))) {
+    return std::nullopt;
+  }
+  // Written by a rank of the group, so it has this form.
+  std::istringstream head(content);
+  std::string sender;
+  std::uint64_t number = 0;
+  head >> sender >> number;
+  std::uint64_t& last = last_from_[sender];
+  if (number <= last) return std::nullopt;
+  last = number;
+  return content.substr(content.find('\n') + 1);
+}
+
+std::optional<std::string> FailurePost::receive() {
+  if (socket_ < 0) return std::nullopt;
+  std::string letter(kMaxDatagram, '\0');
+  // Strangers may write faster than anyone reads: the rest waits for the next call.
+  for (int i = 0; i < kMostLetters; ++i) {
+    const ssize_t length = ::recv(socket_, letter.data(), letter.size(), 0);
+    if (length < 0) return std::nullopt;
+    if (auto text = open_letter(letter.substr(0, static_cast<std::size_t>(length)))) return text;
+  }
+  return std::nullopt;
 }
 
 }  // namespace tessera::comm

@@ -3,21 +3,26 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "core/secret.h"
+
 namespace tessera::comm {
 
-/// A datagram socket on which one rank hears from the others why their group ended. Letters that do
-/// not carry this rank's token are dropped, so nobody outside the group is heard. Delivery is
-/// likely, not certain: it stands in for a store that is gone. Used by one thread at a time.
+/// A datagram socket on which one rank hears from the others why their group ended. In a job with a
+/// secret a letter is sealed for the one who receives it, numbered and signed: one that was made
+/// up, changed, repeated or meant for another rank is dropped. In a job without, it must carry the
+/// receiver's token, which whoever reads the store knows. Delivery is likely, not certain: it
+/// stands in for a store that is gone. Used by one thread at a time.
 class FailurePost {
  public:
   /// Listens on a free port of `address` (IPv4, numeric), and on nothing else. If that cannot be
   /// had, the post sends and hears nothing.
-  explicit FailurePost(const std::string& address);
+  FailurePost(const std::string& address, std::optional<core::Secret> secret);
   ~FailurePost();
   FailurePost(const FailurePost&) = delete;
   FailurePost& operator=(const FailurePost&) = delete;
@@ -26,14 +31,21 @@ class FailurePost {
   const std::string& address() const noexcept { return address_; }
 
   /// Sends `text` to each address. What is longer than a datagram is cut. Never blocks or throws.
-  void send(std::string_view text, const std::vector<std::string>& addresses) const noexcept;
+  void send(std::string_view text, const std::vector<std::string>& addresses) noexcept;
   /// The next letter for this rank, if one has arrived.
-  std::optional<std::string> receive() const;
+  std::optional<std::string> receive();
 
  private:
+  std::string letter_for(const std::string& address, const std::string& token,
+                         std::string_view text);
+  std::optional<std::string> open_letter(const std::string& letter);
+
   int socket_ = -1;
   std::string token_;
   std::string address_;
+  std::optional<core::Secret> secret_;
+  std::uint64_t num_sent_ = 0;
+  std::map<std::string, std::uint64_t> last_from_;  // by the sender's token
 };
 
 }  // namespace tessera::comm

@@ -204,6 +204,14 @@ void send_without_delay(const Socket& socket) noexcept {
   ::setsockopt(socket.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
 }
 
+std::optional<core::Secret> job_secret() {
+  try {
+    return core::Secret::from_environment();
+  } catch (const core::SecretError& error) {
+    TESSERA_CHECK_VALUE(false, "comm.init: ", error.what(), ".");
+  }
+}
+
 std::string random_token() {
   std::array<std::uint64_t, 2> words{};
   if (::getrandom(words.data(), sizeof(words), 0) != sizeof(words)) return "";

@@ -4,8 +4,11 @@
 
 #include <chrono>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <utility>
+
+#include "core/secret.h"
 
 namespace tessera::comm {
 
@@ -51,6 +54,9 @@ Socket connect_to(const std::string& address, std::uint16_t port,
                   std::chrono::steady_clock::time_point deadline);
 /// Has `socket` send at once what it is given.
 void send_without_delay(const Socket& socket) noexcept;
+
+/// The secret of the job, if it has one: see core/secret.h. Throws ValueError if it cannot be used.
+std::optional<core::Secret> job_secret();
 
 /// A word that nobody outside the group can guess, of at most 32 letters.
 std::string random_token();

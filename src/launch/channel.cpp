@@ -11,8 +11,8 @@
 namespace tessera::launch {
 namespace {
 
-constexpr size_t kLongestGreeting = 4 << 10;  // from a peer that has not said who it is
-constexpr size_t kLongestLine = 8 << 20;      // failure reports of many ranks
+constexpr size_t kLongestGreeting = 4 << 10;  // from a peer that has not said which node it is
+constexpr size_t kLongest = 8 << 20;          // failure reports of many ranks
 constexpr size_t kLongestUnsent = 64 << 20;
 constexpr std::chrono::seconds kBeat{5};
 constexpr std::chrono::seconds kSilenceLimit{20};
@@ -32,13 +32,15 @@ int Message::number(const std::string& name) const {
   return std::stoi(digits);
 }
 
-Channel::Channel(EventLoop& loop, FileDescriptor socket, Events events)
+Channel::Channel(EventLoop& loop, FileDescriptor socket, core::Handshake handshake, Events events)
     : loop_(loop),
       socket_(std::move(socket)),
+      handshake_(std::move(handshake)),
       events_(std::move(events)),
-      longest_line_(kLongestGreeting),
+      longest_(kLongestGreeting),
+      unsent_(handshake_.opening()),
       last_received_(Clock::now()) {
-  update_watch();
+  write_some();
 }
 
 Channel::~Channel() { close(); }
@@ -50,7 +52,7 @@ void Channel::close() {
 }
 
 void Channel::trust() {
-  longest_line_ = kLongestLine;
+  longest_ = kLongest;
   beat();
 }
 
@@ -69,10 +71,10 @@ void Channel::update_watch() {
 }
 
 void Channel::send(const Message& message) {
-  if (!socket_.is_open()) return;
-  nlohmann::json line = message.fields;
-  line["kind"] = message.kind;
-  unsent_ += line.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
+  if (!socket_.is_open() || !writer_) return;
+  nlohmann::json object = message.fields;
+  object["kind"] = message.kind;
+  unsent_ += writer_->frame(object.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
   if (unsent_.size() > kLongestUnsent) {
     fail("it does not read what is sent");
     return;
@@ -110,31 +112,51 @@ void Channel::read_some() {
   }
   last_received_ = Clock::now();
   received_.append(buffer, static_cast<size_t>(size));
-  serve_lines();
+  if (!reader_) shake_hands();
+  if (reader_) serve_frames();
 }
 
-void Channel::serve_lines() {
-  size_t end = 0;
-  while (socket_.is_open() && (end = received_.find('\n')) != std::string::npos) {
-    const std::string line = received_.substr(0, end);
-    received_.erase(0, end + 1);
-    if (line.size() > longest_line_) break;
-    const nlohmann::json object = nlohmann::json::parse(line, nullptr, false);
-    Message message;
-    if (!object.is_object()) {
-      fail("it does not speak the launcher's protocol");
-      return;
-    }
-    for (const auto& [key, value] : object.items()) {
-      if (!value.is_string()) {
-        fail("it does not speak the launcher's protocol");
-        return;
-      }
-      (key == "kind" ? message.kind : message.fields[key]) = value.get<std::string>();
-    }
-    if (message.kind != "alive") events_.on_message(message);
+void Channel::shake_hands() {
+  const core::Handshake::State state = handshake_.advance(received_, unsent_);
+  write_some();
+  if (state == core::Handshake::State::kOpen) return;
+  if (state != core::Handshake::State::kProven) {
+    fail(state == core::Handshake::State::kRefused ? "it does not accept this host's secret"
+                                                   : "it does not know the job's secret");
+    return;
   }
-  if (socket_.is_open() && received_.size() > longest_line_) fail("its message is too long");
+  writer_ = handshake_.writer();
+  reader_ = handshake_.reader();
+  events_.on_proven();
+}
+
+void Channel::serve_frames() {
+  try {
+    while (socket_.is_open()) {
+      const std::optional<std::string> text = reader_->next(received_, longest_);
+      if (!text) return;
+      serve(*text);
+    }
+  } catch (const core::FrameError& error) {
+    fail(error.what());
+  }
+}
+
+void Channel::serve(const std::string& text) {
+  const nlohmann::json object = nlohmann::json::parse(text, nullptr, false);
+  Message message;
+  bool is_message = object.is_object();
+  for (auto entry = object.begin(); is_message && entry != object.end(); ++entry) {
+    is_message = entry.value().is_string();
+    if (!is_message) break;
+    auto value = entry.value().get<std::string>();
+    (entry.key() == "kind" ? message.kind : message.fields[entry.key()]) = std::move(value);
+  }
+  if (!is_message) {
+    fail("it does not speak the launcher's protocol");
+  } else if (message.kind != "alive") {
+    events_.on_message(message);
+  }
 }
 
 void Channel::fail(const std::string& why) {

@@ -1,12 +1,10 @@
 #include "environment.h"
 
-#include <sys/random.h>
-
-#include <cerrno>
 #include <cstdlib>
 #include <cstring>
 #include <map>
-#include <system_error>
+
+#include "core/secret.h"
 
 extern char** environ;
 
@@ -34,6 +32,7 @@ std::vector<std::string> rank_environment(const RunOptions& options, const Attem
       {"TORCHELASTIC_USE_AGENT_STORE", "True"},
       {"TORCHELASTIC_ERROR_FILE", error_file},
       {"TESSERA_RUN_ID", attempt.run_id},
+      {core::kSecretFileVariable, attempt.secret_file},
   };
   const auto set_if_unset = [&](const char* name, const char* value) {
     if (std::getenv(name) == nullptr) ours[name] = value;
@@ -46,25 +45,14 @@ std::vector<std::string> rank_environment(const RunOptions& options, const Attem
   for (char** entry = environ; *entry != nullptr; ++entry) {
     const char* equals = std::strchr(*entry, '=');
     const size_t length = equals != nullptr ? static_cast<size_t>(equals - *entry) : 0;
-    if (ours.count(std::string(*entry, length)) != 0) continue;
+    const std::string name(*entry, length);
+    if (ours.count(name) != 0 || name == core::kSecretVariable) continue;
     result.emplace_back(*entry);
   }
   for (const auto& [name, value] : ours) result.push_back(name + "=" + value);
   return result;
 }
 
-std::string random_hex(size_t num_bytes) {
-  constexpr char kHex[] = "0123456789abcdef";
-  std::string bytes(num_bytes, '\0');
-  if (getrandom(bytes.data(), num_bytes, 0) != static_cast<ssize_t>(num_bytes)) {
-    throw std::system_error(errno, std::generic_category(), "getrandom");
-  }
-  std::string text;
-  for (const char c : bytes) {
-    text += kHex[static_cast<unsigned char>(c) >> 4];
-    text += kHex[static_cast<unsigned char>(c) & 15];
-  }
-  return text;
-}
+std::string random_hex(size_t num_bytes) { return core::hex_of(core::random_bytes(num_bytes)); }
 
 }  // namespace tessera::launch

@@ -14,13 +14,14 @@ struct Attempt {
   int number = 0;
   std::string master_address;
   uint16_t master_port = 0;
-  std::string run_id;    // unguessable, the same on all hosts
-  std::string job_name;  // --rdzv-id, or a name made from the time
-  std::string folder;    // of this run inside the log folder
+  std::string run_id;       // unguessable, the same on all hosts
+  std::string job_name;     // --rdzv-id, or a name made from the time
+  std::string folder;       // of this run inside the log folder
+  std::string secret_file;  // of this run, for its ranks
 };
 
 /// Returns the launcher's own environment with the variables of torchrun's contract and
-/// TESSERA_RUN_ID set for one rank.
+/// TESSERA_RUN_ID set for one rank, and without TESSERA_JOB_SECRET, which is the launcher's alone.
 std::vector<std::string> rank_environment(const RunOptions& options, const Attempt& attempt,
                                           int local_rank, const std::string& error_file);
 

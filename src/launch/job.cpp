@@ -22,6 +22,7 @@
 #include "rank_group.h"
 #include "rendezvous.h"
 #include "scratch.h"
+#include "secret.h"
 #include "store_host.h"
 #include "tessera/launch/exit_code.h"
 #include "tessera/launch/failure.h"
@@ -79,6 +80,7 @@ class Job {
 
   const RunOptions& options_;
   const Program program_;
+  const core::Secret secret_;
   const SignalState signals_ = SignalState::take_over();
   EventLoop loop_;
   Scratch scratch_;
@@ -107,7 +109,7 @@ class Job {
 };
 
 Job::Job(const RunOptions& options, Program program)
-    : options_(options), program_(std::move(program)) {
+    : options_(options), program_(std::move(program)), secret_(launcher_secret(options)) {
   scratch_.make();
   // Processes that outlive the rank that started them become children of the launcher.
   prctl(PR_SET_CHILD_SUBREAPER, 1);
@@ -212,7 +214,8 @@ void Job::join_other_nodes() {
     events.on_lost = [this](int node, const std::string& why) { on_member_lost(node, why); };
     events.on_timeout = [this](const LaunchError& error) { error_ = error; };
     events.note = [this](const std::string& line) { note(line); };
-    coordinator_ = std::make_unique<Coordinator>(loop_, options_, identity, std::move(events));
+    coordinator_ =
+        std::make_unique<Coordinator>(loop_, options_, secret_, identity, std::move(events));
     return;
   }
   Member::Events events;
@@ -225,7 +228,7 @@ void Job::join_other_nodes() {
   events.on_lost = [this](const std::string& why) { on_leader_lost(why); };
   events.on_refused = [this](const LaunchError& error) { error_ = error; };
   events.note = [this](const std::string& line) { note(line); };
-  member_ = std::make_unique<Member>(loop_, options_, std::move(events));
+  member_ = std::make_unique<Member>(loop_, options_, secret_, std::move(events));
 }
 
 void Job::on_member_message(int node, const Message& message) {
@@ -335,6 +338,11 @@ std::string Job::attempt_folder() const {
 }
 
 void Job::start_ranks() {
+  // The ranks of this run share a key from which that of the launchers cannot be found.
+  if (attempt_.secret_file.empty()) {
+    attempt_.secret_file =
+        write_rank_secret(scratch_.path(), secret_.derive("run " + attempt_.run_id));
+  }
   ranks_ = std::make_unique<RankGroup>(
       loop_, guard_, signals_, options_, out_, err_,
       RankGroup::Events{[this] { on_local_failure(); }, [this] { on_local_gone(); }});

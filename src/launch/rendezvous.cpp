@@ -11,9 +11,12 @@
 namespace tessera::launch {
 namespace {
 
-constexpr char kProtocol[] = "tessera-launch-1";
-constexpr size_t kMostStrangers = 64;  // connections that have not said who they are
-constexpr std::chrono::seconds kGreetingLimit{5};
+constexpr char kProtocol[] = "tessera-launch-2";
+constexpr char kPurpose[] = "launchers";
+constexpr size_t kMostStrangers = 256;  // connections that have not proven the secret
+constexpr int kMostAccepted = 64;       // before other work is looked at
+constexpr size_t kLongestRefusals = 2000;
+constexpr std::chrono::seconds kGreetingLimit{core::kHandshakeSeconds};
 constexpr std::chrono::milliseconds kRetryDelay{100};
 constexpr std::chrono::seconds kFirstReminder{5};
 constexpr std::chrono::seconds kReminder{30};
@@ -32,16 +35,18 @@ std::string own_host_name() {
 
 }  // namespace
 
-Coordinator::Coordinator(EventLoop& loop, const RunOptions& options, Message identity,
-                         Events events)
+Coordinator::Coordinator(EventLoop& loop, const RunOptions& options, core::Secret secret,
+                         Message identity, Events events)
     : loop_(loop),
       options_(options),
       endpoint_(options.endpoint.value()),
+      secret_(std::move(secret)),
       identity_(std::move(identity)),
       events_(std::move(events)),
       listener_(listen_on(resolve(endpoint_))),
+      stranger_log_(loop, [this](const std::string& line) { events_.note(line); }),
       begin_(Clock::now()) {
-  loop_.watch(listener_.fd.get(), POLLIN, [this](short) { accept_guest(); });
+  loop_.watch(listener_.fd.get(), POLLIN, [this](short) { accept_guests(); });
   reminder_ = loop_.after(kFirstReminder, [this] { remind(); });
   deadline_ = loop_.after(options_.rendezvous_timeout, [this] { time_out(); });
   if (listener_.address.is_loopback() && endpoint_.host != listener_.address.host() &&
@@ -58,18 +63,31 @@ Coordinator::~Coordinator() {
   for (auto& [id, guest] : guests_) loop_.cancel(guest.deadline);
 }
 
-void Coordinator::accept_guest() {
+void Coordinator::accept_guests() {
+  for (int i = 0; i < kMostAccepted; ++i) {
+    if (!accept_guest()) return;
+  }
+}
+
+// Returns whether there may be more.
+bool Coordinator::accept_guest() {
   SocketAddress peer;
   peer.length = sizeof(peer.storage);
   FileDescriptor socket(accept4(listener_.fd.get(), reinterpret_cast<sockaddr*>(&peer.storage),
                                 &peer.length, SOCK_CLOEXEC | SOCK_NONBLOCK));
-  if (!socket.is_open()) return;
-  if (guests_.size() >= kMostStrangers + guest_of_node_.size()) return;
+  if (!socket.is_open()) {
+    // Out of files: whoever waits longest without a proof has had its chance.
+    if (errno == EMFILE || errno == ENFILE) evict_stranger();
+    return false;
+  }
+  if (strangers_.size() >= kMostStrangers) evict_stranger();
   const int id = next_guest_++;
   Guest& guest = guests_[id];
   guest.address = peer.host();
   guest.deadline = loop_.after(kGreetingLimit, [this, id] { drop(id); });
+  strangers_.insert(id);
   Channel::Events events;
+  events.on_proven = [this, id] { on_proven(id); };
   events.on_message = [this, id](const Message& message) {
     Guest& sender = guests_.at(id);
     if (sender.is_leaving) return;
@@ -84,27 +102,43 @@ void Coordinator::accept_guest() {
     drop(id);
     if (node >= 0) events_.on_lost(node, why);
   };
-  guest.channel = std::make_unique<Channel>(loop_, std::move(socket), std::move(events));
+  guest.channel = std::make_unique<Channel>(
+      loop_, std::move(socket), core::Handshake(core::Handshake::Side::kListens, secret_, kPurpose),
+      std::move(events));
+  return true;
+}
+
+// It has a few seconds more to say which node it is.
+void Coordinator::on_proven(int id) {
+  strangers_.erase(id);
+  Guest& guest = guests_.at(id);
+  loop_.cancel(guest.deadline);
+  guest.deadline = loop_.after(kGreetingLimit, [this, id] { drop(id); });
+}
+
+void Coordinator::evict_stranger() {
+  if (!strangers_.empty()) drop(*strangers_.begin());
 }
 
 void Coordinator::on_hello(Guest& guest, const Message& hello) {
   const int node = hello.number("node");
-  const std::string who =
-      "node " + std::to_string(node) + " (" + hello.text("host") + ", " + guest.address + ")";
+  const std::string who = "node " + std::to_string(node) + " (" + printable(hello.text("host")) +
+                          ", " + guest.address + ")";
   if (hello.text("protocol") != kProtocol) {
     return refuse(guest, who + " runs another version of tessera");
   }
   if (hello.text("rdzv_id") != options_.rendezvous_id) {
-    return refuse(guest, who + " belongs to the job '" + hello.text("rdzv_id") + "', this is '" +
-                             options_.rendezvous_id + "'");
+    return refuse(guest, who + " belongs to the job '" + printable(hello.text("rdzv_id")) +
+                             "', this is '" + options_.rendezvous_id + "'");
   }
   if (hello.number("nnodes") != options_.num_nodes) {
-    return refuse(guest, who + " was started with --nnodes " + hello.text("nnodes") +
+    return refuse(guest, who + " was started with --nnodes " + printable(hello.text("nnodes")) +
                              ", node 0 with " + std::to_string(options_.num_nodes));
   }
   if (hello.number("nproc") != options_.num_local_ranks) {
-    return refuse(guest, who + " was started with --nproc-per-node " + hello.text("nproc") +
-                             ", node 0 with " + std::to_string(options_.num_local_ranks));
+    return refuse(guest, who + " was started with --nproc-per-node " +
+                             printable(hello.text("nproc")) + ", node 0 with " +
+                             std::to_string(options_.num_local_ranks));
   }
   if (node < 1 || node >= options_.num_nodes) {
     return refuse(
@@ -130,8 +164,11 @@ void Coordinator::on_hello(Guest& guest, const Message& hello) {
 }
 
 void Coordinator::refuse(Guest& guest, const std::string& why) {
-  events_.note("refused: " + why);
-  refusals_ += "; " + why;
+  // A host that is started again and again says the same.
+  if (refusals_.find(why) == std::string::npos && refusals_.size() < kLongestRefusals) {
+    events_.note("refused: " + why);
+    refusals_ += "; " + why;
+  }
   guest.is_leaving = true;
   guest.channel->send({"refused", {{"why", why.substr(0, 2000)}}});
 }
@@ -144,6 +181,7 @@ void Coordinator::drop(int id) {
     // Gone before the job began: its place is free again.
     guest_of_node_.erase(found->second.node);
   }
+  if (strangers_.erase(id) != 0) stranger_log_.add(found->second.address);
   found->second.channel->close();
   found->second.is_leaving = true;
   // The channel may be the caller, so it is destroyed once the stack is clear.
@@ -170,11 +208,13 @@ void Coordinator::remind() {
 }
 
 void Coordinator::time_out() {
+  const std::string strangers = stranger_log_.summary();
   const LaunchError error(
       kExitRendezvous,
       "rendezvous: " + missing_nodes() + " of " + std::to_string(options_.num_nodes) +
           " did not join within " + seconds_text(options_.rendezvous_timeout),
-      "node 0 waits at " + address().text() + refusals_,
+      "node 0 waits at " + address().text() + refusals_ + (strangers.empty() ? "" : "; ") +
+          strangers,
       "start tessera run with the same --nnodes and --nproc-per-node on every host, or raise "
       "--rdzv-timeout");
   broadcast({"refused", {{"why", std::string(error.what()).substr(std::strlen("rendezvous: "))}}});
@@ -194,15 +234,15 @@ bool Coordinator::has_unsent() const {
   return false;
 }
 
-Member::Member(EventLoop& loop, const RunOptions& options, Events events)
+Member::Member(EventLoop& loop, const RunOptions& options, core::Secret secret, Events events)
     : loop_(loop),
       options_(options),
+      secret_(std::move(secret)),
       events_(std::move(events)),
       address_(resolve(options.endpoint.value())),
       begin_(Clock::now()) {
   deadline_ = loop_.after(options_.rendezvous_timeout, [this] {
-    is_over_ = true;
-    events_.on_refused(LaunchError(
+    give_up(LaunchError(
         kExitRendezvous,
         "rendezvous: node 0 at " + address_.text() + " was not reached within " +
             seconds_text(options_.rendezvous_timeout),
@@ -247,14 +287,15 @@ void Member::on_connected() {
   loop_.unwatch(connecting_.get());
   last_reason_ = "connected, but it has not answered";
   Channel::Events events;
+  events.on_proven = [this] { say_hello(); };
   events.on_message = [this](const Message& message) { on_message(message); };
-  events.on_closed = [this](const std::string& why) {
-    if (is_over_) return;
-    if (is_welcome_) return events_.on_lost(why);
-    finished_ = std::move(channel_);
-    try_again(why);
-  };
-  channel_ = std::make_unique<Channel>(loop_, std::move(connecting_), std::move(events));
+  events.on_closed = [this](const std::string& why) { on_closed(why); };
+  channel_ = std::make_unique<Channel>(
+      loop_, std::move(connecting_),
+      core::Handshake(core::Handshake::Side::kConnects, secret_, kPurpose), std::move(events));
+}
+
+void Member::say_hello() {
   channel_->send({"hello",
                   {{"protocol", kProtocol},
                    {"rdzv_id", options_.rendezvous_id},
@@ -264,13 +305,32 @@ void Member::on_connected() {
                    {"host", own_host_name()}}});
 }
 
+void Member::on_closed(const std::string& why) {
+  if (is_over_) return;
+  if (is_welcome_) return events_.on_lost(why);
+  if (channel_->state() == core::Handshake::State::kRefused) {
+    return give_up(LaunchError(
+        kExitRendezvous,
+        "rendezvous: node 0 at " + address_.text() + " does not accept this host's secret",
+        "it was started with another one, or with --insecure-no-auth",
+        "give every host the same secret file by --secret-file or "
+        "TESSERA_JOB_SECRET_FILE"));
+  }
+  finished_ = std::move(channel_);
+  try_again(why);
+}
+
+void Member::give_up(const LaunchError& error) {
+  is_over_ = true;
+  events_.on_refused(error);
+}
+
 void Member::on_message(const Message& message) {
   if (message.kind == "refused") {
-    is_over_ = true;
-    events_.on_refused(LaunchError(kExitRendezvous, "rendezvous: " + message.text("why"),
-                                   "node 0 at " + address_.text() + " says so",
-                                   "give every host the same --nnodes, --nproc-per-node and "
-                                   "--rdzv-id, and each its own --node-rank"));
+    give_up(LaunchError(kExitRendezvous, "rendezvous: " + message.text("why"),
+                        "node 0 at " + address_.text() + " says so",
+                        "give every host the same --nnodes, --nproc-per-node and --rdzv-id, and "
+                        "each its own --node-rank"));
   } else if (message.kind == "welcome" && !is_welcome_) {
     is_welcome_ = true;
     // From here on node 0 bounds the wait for the others.

@@ -1,20 +1,23 @@
 // launch/rendezvous.h — how the launchers of several hosts find each other and stay in touch.
 //
-// Node 0 listens on the endpoint; the others connect, say which node of which job they are, and are
-// taken in or refused with the reason. The connections stay open for the whole job: they carry
-// starts, failures, signals and the end.
+// Node 0 listens on the endpoint; the others connect, prove the job's secret, say which node of
+// which job they are, and are taken in or refused with the reason. Who does not prove the secret is
+// told nothing. The connections stay open for the whole job: they carry starts, failures, signals
+// and the end.
 
 #pragma once
 
 #include <functional>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
 #include "channel.h"
 #include "event_loop.h"
 #include "socket.h"
+#include "stranger_log.h"
 #include "tessera/launch/launch_error.h"
 #include "tessera/launch/options.h"
 
@@ -32,7 +35,8 @@ class Coordinator {
   };
 
   /// Listens at once. `identity` is sent to every node that is taken in.
-  Coordinator(EventLoop& loop, const RunOptions& options, Message identity, Events events);
+  Coordinator(EventLoop& loop, const RunOptions& options, core::Secret secret, Message identity,
+              Events events);
   Coordinator(const Coordinator&) = delete;
   Coordinator& operator=(const Coordinator&) = delete;
   ~Coordinator();
@@ -50,7 +54,10 @@ class Coordinator {
     bool is_leaving = false;
   };
 
-  void accept_guest();
+  void accept_guests();
+  bool accept_guest();
+  void on_proven(int id);
+  void evict_stranger();
   void on_hello(Guest& guest, const Message& hello);
   void refuse(Guest& guest, const std::string& why);
   void drop(int id);
@@ -61,14 +68,17 @@ class Coordinator {
   EventLoop& loop_;
   const RunOptions& options_;
   const Endpoint endpoint_;
+  const core::Secret secret_;
   Message identity_;
   Events events_;
   Listener listener_;
   std::map<int, Guest> guests_;
+  std::set<int> strangers_;  // guests that have not proven the secret, oldest first
+  StrangerLog stranger_log_;
   std::map<int, int> guest_of_node_;
   int next_guest_ = 0;
   bool is_complete_ = false;
-  std::string refusals_;
+  std::string refusals_;  // bounded
   Clock::time_point begin_;
   EventLoop::TimerId reminder_ = 0;
   EventLoop::TimerId deadline_ = 0;
@@ -86,7 +96,7 @@ class Member {
   };
 
   /// Begins to knock; keeps trying until the rendezvous timeout.
-  Member(EventLoop& loop, const RunOptions& options, Events events);
+  Member(EventLoop& loop, const RunOptions& options, core::Secret secret, Events events);
   Member(const Member&) = delete;
   Member& operator=(const Member&) = delete;
   ~Member();
@@ -97,11 +107,15 @@ class Member {
  private:
   void knock();
   void on_connected();
+  void say_hello();
+  void on_closed(const std::string& why);
+  void give_up(const LaunchError& error);
   void try_again(const std::string& why);
   void on_message(const Message& message);
 
   EventLoop& loop_;
   const RunOptions& options_;
+  const core::Secret secret_;
   Events events_;
   SocketAddress address_;
   FileDescriptor connecting_;

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import pathlib
+import secrets
 import shutil
 import signal
 import statistics
@@ -25,6 +26,7 @@ TESSERA = os.environ.get("TESSERA_BIN", str(ROOT / "build/release/bin/tessera"))
 WORKER = os.environ.get("TESSERA_FAULT_WORKER", str(pathlib.Path(TESSERA).with_name("fault_worker")))
 PYTHON = os.environ.get("TESSERA_TEST_PYTHON", str(ROOT / ".venv/bin/python"))
 MARK = "TESSERA_FAULT_MARK"
+SECRET = secrets.token_hex(32)  # of all jobs here, however they are started
 
 # Seconds from a death or a mismatch to the error on a survivor.
 PROMPT = 1.0
@@ -82,6 +84,7 @@ class Fleet:
                 "FAULT_REPORT": str(self.folder),
                 "OMP_NUM_THREADS": "1",
                 "TESSERA_TIMEOUT": "30",
+                "TESSERA_JOB_SECRET": SECRET,
             }
         )
         self.environment.update(env or {})

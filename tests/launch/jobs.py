@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import secrets
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ TESSERA = os.environ.get("TESSERA_BIN", str(ROOT / "build/release/bin/tessera"))
 # The Python that has torch; the tests themselves need none of it.
 TORCH_PYTHON = os.environ.get("TESSERA_TEST_PYTHON", str(ROOT / ".venv/bin/python"))
 MARK = "TESSERA_TEST_MARK"
+SECRET = secrets.token_hex(32)  # of all jobs here, since several launchers may make one
 LIMIT = 30.0  # seconds; for a loaded machine, not a figure
 
 
@@ -39,7 +41,7 @@ class Job:
     def __init__(self, *words, env=None, cwd=None, stdin=subprocess.DEVNULL, **options):
         self.mark = uuid.uuid4().hex
         full = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "NO_COLOR")}
-        full.update({MARK: self.mark, "PYTHONDONTWRITEBYTECODE": "1"})
+        full.update({MARK: self.mark, "PYTHONDONTWRITEBYTECODE": "1", "TESSERA_JOB_SECRET": SECRET})
         full.update(env or {})
         self.begin = time.monotonic()
         options.setdefault("stdout", subprocess.PIPE)

@@ -6,7 +6,7 @@ import subprocess
 import uuid
 
 import pytest
-from jobs import TESSERA
+from jobs import SECRET, TESSERA
 from waiting import free_port
 
 
@@ -52,6 +52,7 @@ def hosts():
 def start(host, *words):
     return subprocess.Popen(
         ["ip", "netns", "exec", host, TESSERA, "run", *map(str, words)],
+        env={**os.environ, "TESSERA_JOB_SECRET": SECRET},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import secrets
 import subprocess
 import sys
 
@@ -19,6 +20,7 @@ PORT = 29641
 def test_rows_are_summed_inside_hosts(name):
     with hosts.TwoHosts() as two:
         words = ["-n", "2", "--nnodes", "2", "--rdzv-endpoint", f"{two.addresses[0]}:{PORT}"]
+        secret = secrets.token_hex(32)
         nodes = [
             subprocess.Popen(
                 [
@@ -31,7 +33,7 @@ def test_rows_are_summed_inside_hosts(name):
                     os.environ["TESSERA_BAG_TEST"],
                     f"--gtest_filter=BagLaunched.{name}",
                 ],
-                env={**os.environ, "TESSERA_TEST_HOSTS": "2"},
+                env={**os.environ, "TESSERA_TEST_HOSTS": "2", "TESSERA_JOB_SECRET": secret},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,

@@ -45,6 +45,11 @@ struct RunOptions {
   std::string rendezvous_id;  // hosts with different ids refuse each other
   std::chrono::milliseconds rendezvous_timeout{600'000};
 
+  // What the hosts prove to each other: a file of mode 0600, the same everywhere. Empty: that of
+  // TESSERA_JOB_SECRET_FILE, or TESSERA_JOB_SECRET itself; on one host a new one otherwise.
+  std::string secret_file;
+  bool goes_without_secret = false;  // anyone who reaches the endpoint may join
+
   int max_restarts = 0;
   std::string role = "default";
 

@@ -1,0 +1,366 @@
+"""Whoever does not know the job's secret learns nothing, changes nothing, and costs little."""
+
+import contextlib
+import hashlib
+import hmac
+import os
+import random
+import re
+import signal
+import socket
+import struct
+import subprocess
+import threading
+import time
+
+import pytest
+from jobs import SECRET, Job, listening_addresses, run
+from waiting import free_port, wait_until
+
+MAGIC = b"tessera\x01"
+
+
+def node_words(port, *flags, node, program=("echo", "in")):
+    return (
+        *("run", "--nnodes", 2, "--node-rank", node, "--rdzv-endpoint", f"127.0.0.1:{port}"),
+        *("--rdzv-id", "the-job", *flags, "--", *program),
+    )
+
+
+@pytest.fixture
+def leader():
+    """Node 0 of a job that waits for node 1, and its port."""
+    port = free_port()
+    job = Job(*node_words(port, node=0))
+    try:
+        wait_until(lambda: listening_addresses([job.process.pid]), what="the listener")
+        yield job, port
+    finally:
+        job.end()
+
+
+def finish(leader, port):
+    """The true node 1 comes: the job must be as if nobody else had been there."""
+    member = Job(*node_words(port, node=1))
+    try:
+        results = [leader.wait(), member.wait()]
+        assert [r.code for r in results] == [0, 0], [r.err for r in results]
+        assert all(r.out == f"[rank {i}] in\n" for i, r in enumerate(results))
+        return results
+    finally:
+        member.end()
+
+
+def key_of(text):
+    return hashlib.sha256(text.encode()).digest()
+
+
+def knock(port, key, numbers=None):
+    """A connection that says what the launcher's own would, with `key`; what came back at last."""
+    connection = socket.create_connection(("127.0.0.1", port), timeout=10)
+    greeting = connection.recv(40, socket.MSG_WAITALL)
+    assert greeting[:8] == MAGIC and len(greeting) == 40
+    number = numbers or os.urandom(32)
+    signed = b"caller of launchers: " + greeting[8:] + number
+    connection.sendall(MAGIC + number + hmac.new(key, signed, hashlib.sha256).digest())
+    return connection, greeting[8:] + number, connection.recv(32, socket.MSG_WAITALL)
+
+
+def frame(key, numbers, payload, count=0):
+    own = hmac.new(key, b"derive frames of the caller, launchers: " + numbers, hashlib.sha256)
+    seal = hmac.new(own.digest(), struct.pack("<Q", count) + payload, hashlib.sha256).digest()
+    return struct.pack("<I", len(payload)) + seal[:16] + payload
+
+
+def memory_of(pid):
+    with open(f"/proc/{pid}/status") as file:
+        return int(re.search(r"VmRSS:\s+(\d+) kB", file.read())[1]) / 1024
+
+
+def test_a_hello_without_the_secret_is_told_nothing(leader):
+    job, port = leader
+    hello = (
+        b'{"kind":"hello","protocol":"tessera-launch-2","rdzv_id":"x","node":"1","nnodes":"2",'
+        b'"nproc":"1","host":"\x1b[31mh"}'
+    )
+    said = b""
+    for payload in (hello + b"\n", MAGIC + hello, MAGIC + bytes(64), b"GET / HTTP/1.1\r\n\r\n", b""):
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as stranger:
+            stranger.sendall(payload)
+            stranger.shutdown(socket.SHUT_WR)
+            greeting = b""
+            with contextlib.suppress(ConnectionResetError):
+                while chunk := stranger.recv(4096):
+                    greeting += chunk
+        said += greeting[40:]
+        assert greeting[:8] == MAGIC or greeting == b""
+    assert said.strip(b"\0") == b""  # a refusal is zeros
+    results = finish(job, port)
+    assert "the-job" not in results[0].err and "\x1b" not in results[0].err
+
+
+def test_another_secret_does_not_get_in_even_with_the_right_words(leader):
+    job, port = leader
+    for text in ("x" * 64, "", SECRET[:-1] + ("0" if SECRET[-1] != "0" else "1")):
+        connection, numbers, verdict = knock(port, key_of(text))
+        assert verdict == bytes(32)
+        hello = b'{"kind":"hello","protocol":"tessera-launch-2","rdzv_id":"the-job","node":"1",'
+        hello += b'"nnodes":"2","nproc":"1","host":"h"}'
+        with contextlib.suppress(OSError):  # may be closed in its face
+            connection.sendall(frame(key_of(text), numbers, hello))
+            assert connection.recv(100) == b""
+        connection.close()
+    finish(job, port)
+
+
+def test_the_secret_opens(leader):
+    # That the strangers of the other tests speak the protocol rightly, but for the secret.
+    job, port = leader
+    connection, numbers, verdict = knock(port, key_of(SECRET))
+    expected = hmac.new(key_of(SECRET), b"listener of launchers: " + numbers, hashlib.sha256).digest()
+    assert verdict == expected
+    hello = b'{"kind":"hello","protocol":"tessera-launch-2","rdzv_id":"other","node":"1",'
+    hello += b'"nnodes":"2","nproc":"1","host":"\\u001b[31mh"}'
+    connection.sendall(frame(key_of(SECRET), numbers, hello))
+    assert b"belongs to the job 'other', this is 'the-job'" in connection.recv(4096)
+    connection.close()
+    results = finish(job, port)
+    assert r"node 1 (\x1b[31mh, 127.0.0.1) belongs to" in results[0].err
+
+
+def test_an_overheard_proof_is_worth_nothing(leader):
+    job, port = leader
+    first = socket.create_connection(("127.0.0.1", port), timeout=10)
+    greeting = first.recv(40, socket.MSG_WAITALL)
+    number = os.urandom(32)
+    proof = hmac.new(key_of(SECRET), b"caller of launchers: " + greeting[8:] + number, hashlib.sha256)
+    overheard = MAGIC + number + proof.digest()
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as second:
+        second.recv(40, socket.MSG_WAITALL)
+        second.sendall(overheard)
+        assert second.recv(32, socket.MSG_WAITALL) == bytes(32)
+    first.close()
+    finish(job, port)
+
+
+def test_a_flood_costs_no_memory_and_one_line(leader):
+    job, port = leader
+    pid = job.process.pid
+    before = memory_of(pid)
+    for _ in range(4000):
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(("127.0.0.1", port), timeout=10) as stranger,
+        ):
+            stranger.sendall(b'{"kind":"hello","host":"\x1b[2J"}\n')
+    assert memory_of(pid) - before < 2, "MB"
+    results = finish(job, port)
+    notes = [line for line in results[0].err.splitlines() if "refused" in line]
+    assert 1 <= len(notes) <= 3, notes
+    assert re.fullmatch(
+        r"tessera: refused: \d+ connections? did not prove the job's secret, the last from 127\.0\.0\.1",
+        notes[0],
+    )
+    assert "\x1b" not in results[0].err
+
+
+def test_slow_strangers_do_not_delay_a_join(leader):
+    job, port = leader
+    strangers = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(600)]
+    begin = time.monotonic()
+    finish(job, port)
+    assert time.monotonic() - begin < 5  # a stranger's own limit
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_strangers_are_dropped_after_their_time(leader):
+    job, port = leader
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as stranger:
+        stranger.sendall(MAGIC)  # right so far
+        assert len(stranger.recv(40, socket.MSG_WAITALL)) == 40
+        assert stranger.recv(1) == b""
+    finish(job, port)
+
+
+def test_random_requests_while_the_job_runs_change_nothing():
+    port = free_port()
+    program = ("sh", "-c", "echo in; exec sleep 300")
+    jobs = [Job(*node_words(port, node=node, program=program)) for node in (0, 1)]
+    try:
+        for job in jobs:
+            job.process.stdout.readline()
+        learned = []
+        seconds = float(os.environ.get("TESSERA_FUZZ_SECONDS", "2"))
+        counts = [0, 0]
+
+        def attack(which):
+            dice = random.Random(which)
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                counts[which] += 1
+                length = dice.choice([0, 1, 7, 8, 9, 71, 72, 73, 92, 500, 5000])
+                body = dice.randbytes(length)
+                if dice.random() < 0.7:
+                    body = MAGIC + body[8:]
+                with (
+                    contextlib.suppress(OSError),
+                    socket.create_connection(("127.0.0.1", port), timeout=10) as stranger,
+                ):
+                    stranger.sendall(body)
+                    stranger.shutdown(socket.SHUT_WR)
+                    answer = b""
+                    while chunk := stranger.recv(4096):
+                        answer += chunk
+                    if len(answer) > 72 or answer[40:].strip(b"\0"):
+                        learned.append(answer)
+
+        threads = [threading.Thread(target=attack, args=(i,)) for i in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        print(f"{sum(counts)} requests")
+        assert sum(counts) > 100
+        assert learned == []
+        for job in jobs:
+            assert job.process.poll() is None
+        jobs[0].send(signal.SIGTERM)
+        results = [job.wait() for job in jobs]
+        assert [r.code for r in results] == [143, 143], [r.err for r in results]
+    finally:
+        for job in jobs:
+            job.end()
+
+
+# Where the secret comes from.
+
+
+def nodes(*flags, envs, ranks=1):
+    port = free_port()
+    jobs = [
+        Job(*node_words(port, "--rdzv-timeout", 20, *flags, node=node), env=env)
+        for node, env in enumerate(envs)
+    ]
+    try:
+        return [job.wait() for job in jobs]
+    finally:
+        for job in jobs:
+            job.end()
+
+
+NO_SECRET = {"TESSERA_JOB_SECRET": ""}
+
+
+def test_several_hosts_without_a_secret_are_refused():
+    result = run(*node_words(free_port(), node=0), env=NO_SECRET)
+    assert result.code == 2
+    assert result.err.splitlines()[0] == "error: run: --nnodes 2 needs a secret"
+    assert "head -c 32 /dev/urandom" in result.err and "--secret-file" in result.err
+
+
+def test_several_hosts_may_be_told_to_go_without():
+    results = nodes("--insecure-no-auth", envs=[NO_SECRET, NO_SECRET])
+    assert [r.code for r in results] == [0, 0], [r.err for r in results]
+
+
+def test_a_host_with_another_secret_is_told_so_at_once():
+    port = free_port()
+    first = Job(*node_words(port, "--rdzv-timeout", 4, node=0))
+    other = Job(*node_words(port, "--rdzv-timeout", 20, node=1), env={"TESSERA_JOB_SECRET": "o" * 32})
+    try:
+        result = other.wait()
+        assert result.code == 69
+        assert re.match(
+            rf"error: rendezvous: node 0 at 127.0.0.1:{port} does not accept this host's secret\n"
+            r"  why: .*\n  try: ",
+            result.err,
+        ), result.err
+        result = first.wait()
+        assert result.code == 69
+        assert "1 connection did not prove the job's secret, the last from 127.0.0.1" in result.err
+    finally:
+        first.end()
+        other.end()
+
+
+def test_node_0_that_does_not_know_the_secret_gets_nothing_from_a_member():
+    with socket.socket() as impostor:
+        impostor.bind(("127.0.0.1", 0))
+        impostor.listen()
+        port = impostor.getsockname()[1]
+        member = Job(*node_words(port, "--rdzv-timeout", 1, node=1))
+        try:
+            connection, _ = impostor.accept()
+            connection.sendall(MAGIC + os.urandom(32))
+            proof = connection.recv(72, socket.MSG_WAITALL)
+            assert proof[:8] == MAGIC and len(proof) == 72
+            connection.sendall(proof[40:])  # its own proof back
+            assert connection.recv(100) == b""
+            connection.close()
+            result = member.wait()
+            assert result.code == 69
+            assert "it does not know the job's secret" in result.err or "was not reached" in result.err
+        finally:
+            member.end()
+
+
+@pytest.mark.parametrize("by", ["flag", "environment"])
+def test_the_secret_may_be_a_file(tmp_path, by):
+    file = tmp_path / "job.secret"
+    subprocess.run(
+        ["sh", "-c", f"umask 077; head -c 32 /dev/urandom | base64 > {file}"], check=True, timeout=10
+    )
+    env = dict(NO_SECRET) if by == "flag" else {"TESSERA_JOB_SECRET_FILE": str(file)}
+    flags = ["--secret-file", file] if by == "flag" else []
+    results = nodes(*flags, envs=[env, env])
+    assert [r.code for r in results] == [0, 0], [r.err for r in results]
+
+
+@pytest.mark.parametrize(
+    "text, mode, why",
+    [
+        ("x" * 40, 0o644, "can be read or written by other users. Run: chmod 600"),
+        ("short", 0o600, "holds 5 bytes; a secret has 32 to 4096"),
+        (None, 0, "cannot be opened: No such file or directory"),
+    ],
+)
+def test_a_secret_file_that_cannot_be_used_is_78(tmp_path, text, mode, why):
+    file = tmp_path / "job.secret"
+    if text is not None:
+        file.write_text(text)
+        file.chmod(mode)
+    result = run("run", "--secret-file", file, "--", "true")
+    assert result.code == 78
+    assert why in result.err
+
+
+SHOW_SECRET = 'stat -c "%a %u" $TESSERA_JOB_SECRET_FILE; cat $TESSERA_JOB_SECRET_FILE; echo; env | sort'
+
+
+def test_ranks_get_a_file_of_their_own_and_nobody_the_secret_itself():
+    result = run("run", "-n", 2, "--", "sh", "-c", SHOW_SECRET)
+    assert result.code == 0, result.err
+    lines = [line.split("] ", 1)[1] for line in result.lines]
+    keys = {line for line in lines if line.startswith("key:")}
+    assert len(keys) == 1 and lines.count(f"600 {os.geteuid()}") == 2
+    key = keys.pop()
+    assert len(key) == 4 + 64
+    rest = [line for line in lines if line != key]
+    assert not any(key[4:] in line or SECRET in line for line in rest)
+    again = run("run", "-n", 2, "--", "sh", "-c", SHOW_SECRET)
+    assert key not in again.out  # a new one for every job
+
+
+def test_the_secret_is_on_no_command_line():
+    job = Job("run", "-n", 2, "--", "sh", "-c", "cat $TESSERA_JOB_SECRET_FILE; echo; exec sleep 300")
+    try:
+        key = job.process.stdout.readline().decode().split()[-1][4:]
+        assert len(key) == 64
+        for pid in job.processes():
+            with open(f"/proc/{pid}/cmdline") as file:
+                assert key not in file.read()
+            with open(f"/proc/{pid}/environ") as file:
+                assert key not in file.read()
+    finally:
+        job.end()
