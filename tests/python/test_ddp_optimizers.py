@@ -8,7 +8,8 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import run_ranks, run_ranks_collecting
+from tessera.distributed.algorithms.ddp_comm_hooks import default_hooks
 from tessera.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
     PostLocalSGDState,
     post_localSGD_hook,
@@ -32,11 +33,13 @@ def same(one, other):
     return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
-def in_backward(rank, is_all, is_view):
+def in_backward(rank, is_all, is_view, order):
     reference, model = make_model(), make_model()
     stepped = list(model.parameters()) if is_all else list(model[0].parameters())
-    _apply_optimizer_in_backward(torch.optim.Adam, stepped, {"lr": 0.03})
+    num_before = {"before": len(stepped), "around": 1, "after": 0}[order]
+    _apply_optimizer_in_backward(torch.optim.Adam, stepped[:num_before], {"lr": 0.03})
     parallel = DistributedDataParallel(model, gradient_as_bucket_view=is_view)
+    _apply_optimizer_in_backward(torch.optim.Adam, stepped[num_before:], {"lr": 0.03})
     rest = torch.optim.SGD([p for p in model.parameters() if not any(p is q for q in stepped)] or
                            [torch.zeros(1)], lr=0.1)  # fmt: skip
     expected = DistributedDataParallel(reference)
@@ -56,16 +59,38 @@ def in_backward(rank, is_all, is_view):
             optimizer.zero_grad()
         rest.step()
         rest.zero_grad()
-        if is_all:
+        if is_all and order != "around":
             assert all(p.grad is None for p in model.parameters())
     assert "exp_avg" in stepped[0]._in_backward_optimizers[0].state[stepped[0]]
     return same(model, reference)
 
 
+@pytest.mark.parametrize("order", ["before", "around", "after"])
 @pytest.mark.parametrize("is_view", [False, True])
 @pytest.mark.parametrize("is_all", [True, False])
-def test_optimizers_that_parameters_carry_step_in_backward(is_all, is_view):
-    assert run_ranks(2, in_backward, is_all, is_view) == [True, True]
+def test_optimizers_that_parameters_carry_step_in_backward(is_all, is_view, order):
+    assert run_ranks(2, in_backward, is_all, is_view, order) == [True, True]
+
+
+def too_late(rank, is_hooked):
+    model = make_model()
+    parallel = DistributedDataParallel(model)
+    if is_hooked:
+        parallel.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    else:
+        parallel(batch(0, rank)).sum().backward()
+    _apply_optimizer_in_backward(torch.optim.SGD, list(model[2].parameters()), {"lr": 0.1})
+    parallel(batch(1, rank))
+
+
+@pytest.mark.parametrize("is_hooked", [False, True])
+def test_optimizers_that_come_too_late_are_refused(is_hooked):
+    for outcome in run_ranks_collecting(2, too_late, is_hooked):
+        assert outcome.error.startswith(
+            "RuntimeError: DistributedDataParallel: '2.weight' was given an optimizer by "
+            "_apply_optimizer_in_backward"
+        )
+        assert ("can only be called once" if is_hooked else "a backward has run already") in outcome.error
 
 
 def post_local(rank):

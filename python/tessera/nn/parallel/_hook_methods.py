@@ -88,18 +88,34 @@ class HookMethods:
             )
 
     def _set_optimizers_in_backward(self):
-        """Take over the optimizers that `_apply_optimizer_in_backward` gave to parameters."""
+        """Take over the optimizers that `_apply_optimizer_in_backward` gave to parameters.
+
+        Called before each forward of a process that uses such optimizers: they may have come after the
+        wrapper.
+        """
+        num_optimizers = sum(
+            len(getattr(parameter, "_in_backward_optimizers", ())) for parameter in self._module_parameters
+        )
+        if num_optimizers == self._num_taken_optimizers:
+            return
         stepped = {
             name: parameter
             for name, parameter, _ in parameters_of(self.module)
             if name not in self.parameters_to_ignore and hasattr(parameter, "_in_backward_optimizers")
         }
-        if not stepped:
-            return
+        if self._stepped_in_backward is None:
+            self._register_optimizers_in_backward(stepped)
+        else:
+            self._stepped_in_backward.update(stepped)
         # They would step by this rank's own gradient; from now on they get the average.
         for parameter in stepped.values():
-            for handle in param_to_optim_hook_handle_map.get(parameter, ()):
+            for handle in param_to_optim_hook_handle_map.pop(parameter, ()):
                 handle.remove()
+        self._num_taken_optimizers = num_optimizers
+
+    def _register_optimizers_in_backward(self, stepped: dict[str, Tensor]) -> None:
+        reduced = sum(p.requires_grad for p in self._module_parameters)
+        is_all = len(stepped) == reduced
 
         def step(names: list[str], gradients: list[Tensor]) -> None:
             for name, gradient in zip(names, gradients, strict=True):
@@ -110,13 +126,18 @@ class HookMethods:
                 for optimizer in parameter._in_backward_optimizers:
                     optimizer.step()
                 parameter.grad = None
+            self._used_gradients = () if is_all else tuple(stepped.values())
 
-            self._used_gradients = leftover
-
-        reduced = sum(p.requires_grad for p in self._module_parameters)
-        is_all = len(stepped) == reduced
-        leftover = () if is_all else tuple(stepped.values())
         hook = _C.hook_then_optimizer(
             _C.all_reduce_hook(), _C.python_in_backward(step), None if is_all else set(stepped)
         )
-        self._replica.register_comm_hook(hook)
+        try:
+            self._replica.register_comm_hook(hook)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"DistributedDataParallel: '{next(iter(stepped))}' was given an optimizer by "
+                "_apply_optimizer_in_backward, which would step by this rank's own gradient. It cannot be "
+                f"taken over any more: {str(error).splitlines()[0]} Give parameters their optimizers before "
+                "the model is wrapped, or at least before its first backward, and register no other hook."
+            ) from error
+        self._stepped_in_backward = stepped

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.optim.apply_optimizer_in_backward import param_to_acc_grad_map
 from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
 from torch.nn import Module
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDistributedDataParallel
@@ -188,6 +189,8 @@ class DistributedDataParallel(HookMethods, LibraryMethods, TorchDistributedDataP
         self.is_multi_device_module = len({p.device for p in kept}) > 1
         self._divide_by_initial_world_size = True
         self._comm_hooks: list[tuple[Callable, object]] = []
+        self._stepped_in_backward: dict[str, Tensor] | None = None
+        self._num_taken_optimizers = 0
 
     def _set_mixed_precision(self):
         precision = self.mixed_precision
@@ -209,6 +212,9 @@ class DistributedDataParallel(HookMethods, LibraryMethods, TorchDistributedDataP
         return self._forward(inputs, kwargs)
 
     def _forward(self, inputs, kwargs):
+        # Not empty once somebody has called _apply_optimizer_in_backward.
+        if param_to_acc_grad_map.data:
+            self._set_optimizers_in_backward()
         if not self._is_plain or self._used_gradients or self._join_config.enable:
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
@@ -316,7 +322,7 @@ class DistributedDataParallel(HookMethods, LibraryMethods, TorchDistributedDataP
 
     def __getstate__(self):
         self._check_default_group()
-        left_out = ("process_group", "_replica", "_join_config", "_comm_hooks")
+        left_out = ("process_group", "_replica", "_join_config", "_comm_hooks", "_stepped_in_backward")
         return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, state):
