@@ -42,6 +42,10 @@ Adjacency = _engine.Adjacency
 PendingRows = _engine.PendingRows
 
 
+def _field(name: str, doc: str) -> property:
+    return property(lambda self: getattr(self._handle, name), doc=doc)
+
+
 class Partition:
     """Hold an owner for every node, and the order in which an owner keeps its nodes.
 
@@ -53,8 +57,22 @@ class Partition:
     def __init__(self, handle: _engine.Partition):
         self._handle = handle
 
-    def __getattr__(self, name: str):
-        return getattr(self._handle, name)
+    num_nodes = _field("num_nodes", "Number of nodes of the whole graph.")
+    num_parts = _field("num_parts", "Number of owners.")
+    is_contiguous = _field("is_contiguous", "Whether each part has consecutive nodes, in order.")
+    sizes = _field("sizes", "Number of nodes of each part.")
+    offsets = _field("offsets", "Where each part begins in `permutation`; one more at the end.")
+    owners = _field("owners", "Owner of each node.")
+    permutation = _field("permutation", "The nodes, part after part.")
+    inverse = _field("inverse", "Where each node is in `permutation`.")
+
+    def nodes_of(self, part: int) -> Tensor:
+        """Return the nodes of `part`, in the order in which it keeps them."""
+        return self._handle.nodes_of(part)
+
+    def owner_of(self, nodes: Tensor) -> Tensor:
+        """Return the owners of `nodes`, in the same shape."""
+        return self._handle.owner_of(nodes)
 
     def __repr__(self) -> str:
         return repr(self._handle)
@@ -132,8 +150,22 @@ class HaloPlan:
             partition._handle, edge_index, self.group, is_symmetric, check, payload, deterministic
         )
 
-    def __getattr__(self, name: str):
-        return getattr(self._handle, name)
+    num_owned = _field("num_owned", "Number of rows this rank owns.")
+    num_halo = _field("num_halo", "Number of rows this rank receives.")
+    num_local = _field("num_local", "Number of both.")
+    num_sent = _field("num_sent", "Number of rows this rank sends; one for two ranks counts twice.")
+    nodes = _field("nodes", "Global id of each local row.")
+    halo_nodes = _field("halo_nodes", "Global id of each halo row.")
+    send_index = _field("send_index", "Local row of each row sent.")
+    send_rows = _field("send_rows", "Number of rows sent to each rank.")
+    recv_rows = _field("recv_rows", "Number of rows received from each rank.")
+    local_edges = _field("local_edges", "The edges in local numbering, in the order given.")
+    interior = _field("interior", "Positions of the edges that need no halo row.")
+    boundary = _field("boundary", "Positions of the edges that do.")
+
+    def verify(self) -> None:
+        """Compare with the other ranks who sends what to whom; raise if they differ. Collective."""
+        self._handle.verify()
 
 
 def edges_of_part(edge_index: Tensor, partition: Partition, part: int) -> Tensor:

@@ -136,3 +136,40 @@ def test_neighbour_sum_is_differentiable():
     function = lambda r, w: graph.neighbour_sum(r, adjacency, w)  # noqa: E731
     assert torch.autograd.gradcheck(function, (rows, weights))
     assert torch.autograd.gradgradcheck(function, (rows, weights))
+
+
+def plan_fields(rank):
+    parts = graph.Partition.contiguous(4, 2)
+    edges = torch.tensor([[0, 1, 2, 3], [2, 3, 0, 1]])
+    plan = graph.HaloPlan(parts, edges[:, graph.edges_of_part(edges, parts, rank)])
+    plan.verify()
+    names = [name for name in vars(graph.HaloPlan) if isinstance(vars(graph.HaloPlan)[name], property)]
+    fields = {name: getattr(plan, name) for name in names}
+    return {name: v.tolist() if isinstance(v, torch.Tensor) else v for name, v in fields.items()}
+
+
+def test_fields_are_attributes_of_their_classes():
+    # What editors, help() and hasattr on the class see.
+    fields = [
+        "num_nodes",
+        "num_parts",
+        "is_contiguous",
+        "sizes",
+        "offsets",
+        "owners",
+        "permutation",
+        "inverse",
+    ]
+    for name in fields:
+        assert isinstance(vars(graph.Partition)[name], property) and vars(graph.Partition)[name].__doc__
+    parts = graph.Partition.contiguous(5, 2)
+    assert {name for name in dir(parts) if name[0] != "_"} >= {*fields, "nodes_of", "owner_of"}
+    assert (parts.offsets, parts.inverse.tolist()) == ([0, 3, 5], [0, 1, 2, 3, 4])
+    with pytest.raises(AttributeError, match="no attribute 'size'"):
+        parts.size  # noqa: B018
+    found = run_ranks(2, plan_fields)[0]
+    assert found == {
+        "num_owned": 2, "num_halo": 2, "num_local": 4, "num_sent": 2, "nodes": [0, 1, 2, 3],
+        "halo_nodes": [2, 3], "send_index": [0, 1], "send_rows": [0, 2], "recv_rows": [0, 2],
+        "local_edges": [[2, 3], [0, 1]], "interior": [], "boundary": [0, 1],
+    }  # fmt: skip
