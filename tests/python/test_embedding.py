@@ -215,11 +215,13 @@ WISHES = {
 }
 
 
-def plan_of(model):
+def plan_of(model, sharders=(None, None), wishes=WISHES):
     return ShardingPlan(
         {
-            path: construct_module_sharding_plan(getattr(model, path), wishes, device_type="cpu")
-            for path, wishes in WISHES.items()
+            path: construct_module_sharding_plan(
+                getattr(model, path), wishes[path], sharder, device_type="cpu"
+            )
+            for path, sharder in zip(wishes, sharders, strict=True)
         }
     )
 
@@ -231,10 +233,11 @@ def check_model(rank):
         model, whole = Model(), Model()
         whole.load_state_dict(model.state_dict())
         params = {"learning_rate": 0.1, "gradients": gradients}
+        sharders = [EmbeddingCollectionSharder(params), EmbeddingBagCollectionSharder(params)]
         dmp = DistributedModelParallel(
             model,
-            plan=plan_of(model),
-            sharders=[EmbeddingCollectionSharder(params), EmbeddingBagCollectionSharder(params)],
+            plan=plan_of(model, sharders),
+            sharders=sharders,
             data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=False),
         )
         optimizer = torch.optim.SGD(dense_parameters(dmp), lr=0.1)
@@ -259,7 +262,7 @@ def check_model(rank):
             for name, rows in getattr(model, path).gather_tables().items():
                 torch.testing.assert_close(rows, expected[f"{prefix}.{name}.weight"])
     meta = Model("meta")
-    other = DistributedModelParallel(meta, plan=plan_of(meta))  # default sharders
+    other = DistributedModelParallel(meta, plan=plan_of(meta, sharders))  # default sharders
     assert not other.load_state_dict(expected).missing_keys
     torch.testing.assert_close(other(batch(rank)), whole(batch(rank)))
     assert set(other.fused_optimizer.state_dict()) == {"ec", "ebc"}
@@ -280,18 +283,14 @@ def check_checkpoint(rank):
     dist.broadcast_object_list(folder)
     params = {"optimizer": "adam", "learning_rate": 0.1}
     sharders = [EmbeddingCollectionSharder(params), EmbeddingBagCollectionSharder(params)]
-    first = DistributedModelParallel(Model(), plan=plan_of(Model()), sharders=sharders)
+    first = DistributedModelParallel(Model(), plan=plan_of(Model(), sharders), sharders=sharders)
     for number in range(2):
         first(batch(rank + 2 * number)).backward()
     checkpoint.save(folder[0], 2, model_state(first), dist.group.WORLD)
 
     wishes = {"ec": OTHER, "ebc": {"p": table_wise(1), "q": row_wise()}}
     meta = Model("meta")
-    plan = {
-        path: construct_module_sharding_plan(getattr(meta, path), wishes[path], device_type="cpu")
-        for path in wishes
-    }
-    other = DistributedModelParallel(meta, plan=ShardingPlan(plan), sharders=sharders)
+    other = DistributedModelParallel(meta, plan=plan_of(meta, sharders, wishes), sharders=sharders)
     checkpoint.load(folder[0], model_state(other), dist.group.WORLD)
     for path in wishes:
         expected = getattr(first.module, path).gather_tables()

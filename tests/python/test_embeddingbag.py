@@ -163,8 +163,10 @@ class Model(nn.Module):
         return self.over(torch.cat([pooled[name] for name in NAMES], 1)).square().mean()
 
 
-def model_plan(wishes, model):
-    return ShardingPlan({"ebc": construct_module_sharding_plan(model.ebc, wishes, device_type="cpu")})
+def model_plan(wishes, model, sharder=None):
+    return ShardingPlan(
+        {"ebc": construct_module_sharding_plan(model.ebc, wishes, sharder, device_type="cpu")}
+    )
 
 
 def check_model(rank):
@@ -172,7 +174,7 @@ def check_model(rank):
     wishes = {**MIXED, "d": data_parallel()}
     sharders = [EmbeddingBagCollectionSharder({"learning_rate": 0.5})]
     model = Model()
-    dmp = DistributedModelParallel(model, plan=model_plan(wishes, model), sharders=sharders)
+    dmp = DistributedModelParallel(model, plan=model_plan(wishes, model, *sharders), sharders=sharders)
     assert dmp.module is model and isinstance(get_module(dmp), DistributedDataParallel)
     assert get_unwrapped_module(dmp) is model
     whole = Model()
@@ -206,7 +208,7 @@ def check_model(rank):
     assert twin.module is not model
     torch.testing.assert_close(twin(batch(rank)), dmp(batch(rank)))
     meta = Model("meta")
-    other = DistributedModelParallel(meta, plan=model_plan(MIXED, meta), sharders=sharders)
+    other = DistributedModelParallel(meta, plan=model_plan(MIXED, meta, *sharders), sharders=sharders)
     assert not meta.over.weight.is_meta
     assert not any(parameter.is_meta for parameter in other.parameters())
     assert not torch.isnan(other(batch(rank)))
@@ -221,7 +223,12 @@ def check_model(rank):
     default = DistributedModelParallel(Model())  # balanced by size
     placed = {name: sharding.ranks for name, sharding in default.plan.plan["ebc"].items()}
     assert placed == {"a": [1], "b": [0], "c": [1], "d": [0]}
+    assert {sharding.compute_kernel for sharding in default.plan.plan["ebc"].values()} == {"dense"}
     default(batch(rank)).backward()
+    with pytest.raises(ValueError, match=r"'ebc\.a' is dense, and a rank without batches steps no optimizer"):
+        default.join()
+    with pytest.warns(UserWarning, match="table 'a' has the kernel dense"):
+        DistributedModelParallel(Model(), plan=default.plan, sharders=sharders)
     plain = Model()  # rank 0 has two parts of a table, and so more parameters
     several = model_plan({**MIXED, "a": column_wise([0, 1, 0])}, plain)
     DistributedModelParallel(plain, plan=several)(batch(rank)).backward()
@@ -245,7 +252,7 @@ def check_accumulation(rank):
     sharders = [EmbeddingBagCollectionSharder({"learning_rate": 0.5, "gradients": "sparse"})]
     wrapper = DefaultDataParallelWrapper(static_graph=False)
     dmp = DistributedModelParallel(
-        model, plan=model_plan(MIXED, model), sharders=sharders, data_parallel_wrapper=wrapper
+        model, plan=model_plan(MIXED, model, *sharders), sharders=sharders, data_parallel_wrapper=wrapper
     )
     optimizer = torch.optim.SGD(dense_parameters(dmp), lr=0.5)
     with dmp.no_sync():

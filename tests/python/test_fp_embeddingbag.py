@@ -79,15 +79,14 @@ class Model(nn.Module):
         return self.over(torch.cat([pooled[name] for name in NAMES], 1)).square().sum()
 
 
-def plan_of(model, wishes, **options):
-    return ShardingPlan(
-        {"fp": construct_module_sharding_plan(model.fp, wishes, device_type="cpu", **options)}
-    )
-
-
 def sharders(params=None):
     bags = EmbeddingBagCollectionSharder({"learning_rate": RATE, **(params or {})})
     return [FeatureProcessedEmbeddingBagCollectionSharder(bags)]
+
+
+def plan_of(model, wishes, **options):
+    tables = construct_module_sharding_plan(model.fp, wishes, *sharders(), device_type="cpu", **options)
+    return ShardingPlan({"fp": tables})
 
 
 def train_alone(whole, steps, world, seed=lambda step, rank: 10 * step + rank):
@@ -307,8 +306,8 @@ def check_join(rank, counts):
         reference.step()
     model = Two()
     plan = plan_of(model, wishes_of(world)[0])
-    plan.plan["ec"] = construct_module_sharding_plan(model.ec, {"e": row_wise()}, device_type="cpu")
     own = [*sharders(), EmbeddingCollectionSharder({"learning_rate": RATE})]
+    plan.plan["ec"] = construct_module_sharding_plan(model.ec, {"e": row_wise()}, own[1], device_type="cpu")
     dmp = DistributedModelParallel(model, plan=plan, sharders=own)
     optimizer = torch.optim.SGD(dense_parameters(dmp), lr=RATE)
     with dmp.join():

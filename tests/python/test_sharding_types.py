@@ -31,6 +31,8 @@ from torch import nn
 
 SAMPLES = [3, 0, 5, 2]
 RATE = 0.5
+BAGS = embeddingbag.EmbeddingBagCollectionSharder({"learning_rate": RATE})
+ROWS = embedding.EmbeddingCollectionSharder({"learning_rate": RATE})
 
 
 def pooled_tables(is_weighted=False):
@@ -120,7 +122,7 @@ def check_pooled(rank, kind):
     world = dist.get_world_size()
     env = ShardingEnv.from_process_group(dist.group.WORLD)
     whole = pooled_tables()
-    plan = construct_module_sharding_plan(whole, wishes_of(kind, world, "abc"), device_type="cpu")
+    plan = construct_module_sharding_plan(whole, wishes_of(kind, world, "abc"), BAGS, device_type="cpu")
     infos = embeddingbag.create_sharding_infos_by_sharding(
         whole, plan, "embedding_bags.", {"learning_rate": RATE}
     )
@@ -180,7 +182,7 @@ def check_sequences(rank):
     env = ShardingEnv.from_process_group(dist.group.WORLD)
     for kind in ("data_parallel", "table_wise", "row_wise", "column_wise"):
         whole = row_tables()
-        plan = construct_module_sharding_plan(whole, wishes_of(kind, world, "ac"), device_type="cpu")
+        plan = construct_module_sharding_plan(whole, wishes_of(kind, world, "ac"), ROWS, device_type="cpu")
         infos = embedding.create_sharding_infos_by_sharding(whole, plan, {"learning_rate": RATE})
         sharding = embedding.create_embedding_sharding(kind, infos[kind], env)
         lookup = sharding.create_lookup()

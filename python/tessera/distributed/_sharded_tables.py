@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import copy
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -31,6 +32,7 @@ from tessera.distributed.types import (
 )
 from tessera.distributed.utils import (
     _in_backward_params,
+    _names_steps,
     _to_bounds_check,
     _to_options,
     add_params_from_parameter_sharding,
@@ -51,6 +53,12 @@ def _table_fused_params(
 ) -> dict[str, Any]:
     params = merge_fused_params(fused_params, _in_backward_params(param, name))
     is_stepped = sharding.compute_kernel != "dense"
+    if not is_stepped and sharding.sharding_type != ShardingType.DATA_PARALLEL.value and _names_steps(params):
+        warnings.warn(
+            f"sharding.fused_params: table {name!r} has the kernel dense: backward leaves its gradient and "
+            "steps nothing. Make the plan with the sharder that has these fused_params.",
+            stacklevel=2,
+        )
     return add_params_from_parameter_sharding(params, sharding) if is_stepped else params
 
 
@@ -221,7 +229,9 @@ class ShardedTables(ShardedEmbeddingModule[list, list, Out, ShrdCtx]):
         stepped = [table for table in tables if table.sharding.kernel != "dense"]
         params = dict((stepped or tables)[0].fused_params)
         gradients = params.pop("gradients", "fused").upper()
-        if gradients not in ("FUSED", "SPARSE"):
+        if not stepped:
+            gradients = "DENSE"
+        elif gradients not in ("FUSED", "SPARSE"):
             raise ValueError(f"sharding.fused_params: gradients are {gradients!r}, not 'fused' or 'sparse'.")
         options.gradients = getattr(_C.embedding.GradientForm, gradients)
         options.exact_row_norms = bool(params.pop("exact_row_norms", False))
@@ -455,6 +465,14 @@ class ShardedTables(ShardedEmbeddingModule[list, list, Out, ShrdCtx]):
             for engine, norm in zip(self._engines, norms, strict=True):
                 engine.clip_grad_norm(norm * max_norm / total)
         return total
+
+    def _tables_for_others(self) -> list[str]:
+        """Return the tables of which a rank holds a part that an optimizer outside has to step."""
+        return [
+            table.config.name
+            for table in self._placed
+            if table.sharding.kernel == "dense" and not self._is_replica(table)
+        ]
 
     def module_sharding_plan(self) -> EmbeddingModuleShardingPlan:
         """Return how the tables lie."""

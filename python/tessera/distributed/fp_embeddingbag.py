@@ -152,6 +152,9 @@ class ShardedFeatureProcessedEmbeddingBagCollection(
     def _replica_parameters(self) -> set[str]:
         return {append_prefix(_BAGS, name) for name in self._embedding_bag_collection._replica_parameters()}
 
+    def _tables_for_others(self) -> list[str]:
+        return self._embedding_bag_collection._tables_for_others()
+
     def _empty_pass(self) -> torch.Tensor:
         # The processors stay out of it: their gradients are answered by data parallelism.
         return self._embedding_bag_collection._empty_pass()

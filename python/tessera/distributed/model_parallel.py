@@ -319,6 +319,13 @@ class DistributedModelParallel(nn.Module, Joinable):
                 "DistributedModelParallel: gradients of sharded tables are divided by the number of all "
                 "ranks; join with divide_by_initial_world_size."
             )
+        for path, sharded in _sharded_modules(self.module):
+            left = sharded._tables_for_others() if hasattr(sharded, "_tables_for_others") else []
+            if left:
+                raise ValueError(
+                    f"DistributedModelParallel: table {append_prefix(path, left[0])!r} is dense, and a rank "
+                    "without batches steps no optimizer. Join with tables that backward steps."
+                )
         wrapped = self._dmp_wrapped_module
         is_wrapped = isinstance(wrapped, DistributedDataParallel)
         dense = wrapped.join_hook(divide_by_initial_world_size=divides_by_all) if is_wrapped else None

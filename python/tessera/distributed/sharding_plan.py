@@ -6,11 +6,11 @@
 [[3, 4], [3, 4], [3, 4], [1, 4]]
 >>> print(EmbeddingModuleShardingPlan({"a": sharding, "b": column_wise([1, 0])(torch.empty(6, 8), 4, 4)}))
 table  type         kernel  rank  rows     columns
-a      row_wise     fused   0     [0, 3)   [0, 4)
+a      row_wise     dense   0     [0, 3)   [0, 4)
                             1     [3, 6)   [0, 4)
                             2     [6, 9)   [0, 4)
                             3     [9, 10)  [0, 4)
-b      column_wise  fused   1     [0, 6)   [0, 4)
+b      column_wise  dense   1     [0, 6)   [0, 4)
                             0     [0, 6)   [4, 8)
 """
 
@@ -32,6 +32,7 @@ from tessera.distributed.types import (
     ShardingPlan,
     ShardingType,
 )
+from tessera.distributed.utils import _names_steps
 
 __all__ = [
     "ParameterShardingGenerator",
@@ -134,6 +135,12 @@ def _to_engine(
     return _engine.ParameterSharding(sharding.sharding_type, kernel, [part.rank for part in parts], parts)
 
 
+def _steps_in_backward(param: torch.Tensor, sharder: ModuleSharder | None) -> bool:
+    """Tell whether an optimizer was given to the parameter for backward, or to all tables by the sharder."""
+    own = getattr(param, "_optimizer_classes", None) or getattr(param, "_in_backward_optimizers", None)
+    return bool(own) or _names_steps(getattr(sharder, "fused_params", None))
+
+
 class ParameterShardingGenerator:
     """Hold a wish for one table; called with its parameter and the ranks, it gives the sharding."""
 
@@ -154,10 +161,11 @@ class ParameterShardingGenerator:
         """Return the type of sharding that is wished for."""
         return self._wish.type
 
-    def _choose_kernel(self, device_type: str, sharder: ModuleSharder | None) -> str:
+    def _choose_kernel(self, param: torch.Tensor, device_type: str, sharder: ModuleSharder | None) -> str:
+        """Return what was asked for; otherwise fused only where something says how backward steps rows."""
         if self._kernel is not None:
             return self._kernel
-        if self.sharding_type == ShardingType.DATA_PARALLEL.value:
+        if self.sharding_type == ShardingType.DATA_PARALLEL.value or not _steps_in_backward(param, sharder):
             return "dense"
         offered = sharder.compute_kernels(self.sharding_type, device_type) if sharder else ["fused"]
         return "fused" if "fused" in offered else "dense"
@@ -172,7 +180,7 @@ class ParameterShardingGenerator:
         name: str = "",
     ) -> ParameterSharding:
         """Return where the parts of `param` lie. `name` is for errors."""
-        kernel = self._choose_kernel(device_type, sharder)
+        kernel = self._choose_kernel(param, device_type, sharder)
         wish = self._wish.with_kernel(_KERNELS[kernel])
         placed = wish.place(_table(name, *param.shape), world_size, local_size)
         return _from_engine(placed, kernel, self._device or device_type, local_size)
@@ -299,6 +307,10 @@ def construct_module_sharding_plan(
     device_type: str | None = None,
 ) -> EmbeddingModuleShardingPlan:
     """Return the plan of one module: where every table's parts lie.
+
+    Tables are fused where the wish says so, or an optimizer was set to run in backward: by
+    `apply_optimizer_in_backward`, or by the sharder's `fused_params`. All others are dense: their gradients
+    are left to an optimizer of one's own.
 
     Not collective. Raises ValueError, naming the table, for a table without a wish, a wish without a
     table, and a wish that cannot be met.

@@ -261,6 +261,13 @@ def add_params_from_parameter_sharding(
     return params
 
 
+def _names_steps(fused_params: Mapping[str, Any] | None) -> bool:
+    """Tell whether they say how backward steps rows, not only where rows lie."""
+    return bool(fused_params) and not fused_params.keys().isdisjoint(
+        ("optimizer", "learning_rate", "gradients")
+    )
+
+
 def convert_to_fbgemm_types(fused_params: dict[str, Any]) -> dict[str, Any]:
     """Return a copy: the engine takes these names and values as they are."""
     return dict(fused_params)
