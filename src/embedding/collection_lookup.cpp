@@ -1,11 +1,11 @@
 #include "tessera/embedding/collection_lookup.h"
 
-#include <algorithm>
 #include <mutex>
 
 #include <ATen/Functions.h>
 
 #include "tessera/core/check.h"
+#include "tessera/jagged/inverse_indices.h"
 
 namespace tessera::embedding {
 
@@ -74,15 +74,7 @@ at::Tensor spread(const std::string& operation, const at::Tensor& rows,
   for (std::size_t f = 0; f < wanted.size(); ++f) {
     at::Tensor own = rows.narrow(0, begin, strides[f] * dims[f]).view({strides[f], dims[f]});
     begin += strides[f] * dims[f];
-    if (inverse) {
-      const auto& names = inverse->first;
-      const auto found = std::find(names.rbegin(), names.rend(), wanted[f]);
-      TESSERA_CHECK_VALUE(found != names.rend(), operation,
-                          ": there are no inverse indices for "
-                          "feature '",
-                          wanted[f], "'.");
-      own = own.index_select(0, inverse->second[names.rend() - found - 1]);
-    }
+    if (inverse) own = own.index_select(0, jagged::inverse_of(*inverse, wanted[f], operation));
     columns.push_back(own);
     TESSERA_CHECK_VALUE(own.size(0) == columns[0].size(0), operation, ": feature '", wanted[f],
                         "' has a batch of ", own.size(0), ", feature '", wanted[0], "' of ",
@@ -179,12 +171,16 @@ NamedRows CollectionLookup::sequence(const KeyedJaggedTensor& features,
   }
   // One cut, not many views: its gradient is put together once.
   const std::vector<at::Tensor> parts = rows.split_with_sizes(sizes);
+  const auto& inverse = features.inverse_indices_or_none();
   for (std::size_t f = 0; f < state.names.size(); ++f) {
     const JaggedTensor feature = input.feature(f);
-    named.emplace_back(
-        state.names[f],
-        JaggedTensor(parts[f].view({input.length_per_key()[f], state.dims[f]}),
-                     need_indices ? feature.values() : at::Tensor(), feature.lengths()));
+    JaggedTensor bags(parts[f].view({input.length_per_key()[f], state.dims[f]}),
+                      need_indices ? feature.values() : at::Tensor(), feature.lengths());
+    if (inverse && features.variable_stride_per_key()) {
+      bags = jagged::spread_bags(bags,
+                                 jagged::inverse_of(*inverse, state.features[f], state.operation));
+    }
+    named.emplace_back(state.names[f], std::move(bags));
   }
   return named;
 }

@@ -22,6 +22,12 @@ TESSERA_API at::Tensor to_padded_composed(const at::Tensor& values, const at::Te
 TESSERA_API at::Tensor from_padded_composed(const at::Tensor& dense, const at::Tensor& offsets,
                                             std::int64_t num_values);
 
+/// Integers for what has no elements, whatever its type: torch.tensor([]) is float.
+inline at::Tensor integers_if_empty(at::Tensor tensor) {
+  const bool is_typed = !tensor.defined() || tensor.numel() > 0 || !tensor.is_floating_point();
+  return is_typed ? tensor : tensor.to(at::kInt);
+}
+
 /// Throws TypeError unless `tensor` is int32 or int64.
 void check_integers(const at::Tensor& tensor, const char* operation, const char* name);
 

@@ -40,8 +40,8 @@ JaggedTensor::JaggedTensor(at::Tensor values, at::Tensor weights, at::Tensor len
                            at::Tensor offsets)
     : values_(std::move(values)),
       weights_(std::move(weights)),
-      lengths_(std::move(lengths)),
-      offsets_(std::move(offsets)) {
+      lengths_(detail::integers_if_empty(std::move(lengths))),
+      offsets_(detail::integers_if_empty(std::move(offsets))) {
   if (offsets_.defined() && offsets_.numel() == 0 && lengths_.defined()) offsets_.reset();
   TESSERA_CHECK_VALUE(values_.defined() && values_.dim() >= 1,
                       "jagged: the values must have at least one dimension.");

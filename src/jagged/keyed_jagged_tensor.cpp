@@ -39,6 +39,8 @@ KeyedJaggedTensor::KeyedJaggedTensor(std::shared_ptr<State> state) : state_(std:
 KeyedJaggedTensor::KeyedJaggedTensor(std::vector<std::string> keys, at::Tensor values,
                                      KeyedJaggedFields fields)
     : state_(std::make_shared<State>()) {
+  fields.lengths = detail::integers_if_empty(std::move(fields.lengths));
+  fields.offsets = detail::integers_if_empty(std::move(fields.offsets));
   if (fields.offsets.defined() && fields.offsets.numel() == 0) {
     if (!fields.lengths.defined()) fields.lengths = at::empty({0}, fields.offsets.options());
     fields.offsets.reset();
@@ -220,7 +222,14 @@ const std::vector<std::int64_t>& KeyedJaggedTensor::length_per_key() const {
   if (!state.length_per_key) {
     const std::size_t num_keys = state.keys.size();
     std::vector<std::int64_t> per_key(num_keys, 0);
-    if (state.offsets.defined() || variable_stride_per_key()) {
+    if (state.values.is_meta()) {
+      // Nobody can know them: the values are shared out evenly, so that shapes can be followed.
+      const auto keys = static_cast<std::int64_t>(num_keys);
+      for (std::int64_t k = 0; k < keys; ++k) {
+        per_key[static_cast<std::size_t>(k)] =
+            state.values.size(0) / keys + (k < state.values.size(0) % keys ? 1 : 0);
+      }
+    } else if (state.offsets.defined() || variable_stride_per_key()) {
       // Differences of the offsets where keys begin: a few numbers, not all lengths.
       const at::Tensor index =
           at::tensor(state.lengths_offset_per_key, at::TensorOptions(at::kLong));

@@ -71,9 +71,10 @@ std::vector<at::Tensor> KeyedTensor::regroup(const std::vector<KeyedTensor>& key
                           keyed_tensors.size(), " keyed tensors has a key '", key, "'.");
       columns.push_back(found->second);
     }
-    TESSERA_CHECK_VALUE(!columns.empty(), "jagged.regroup: group ", grouped.size(),
-                        " has no keys.");
-    grouped.push_back(at::cat(columns, keyed_tensors[0].key_dim_));
+    TESSERA_CHECK_VALUE(!keyed_tensors.empty(), "jagged.regroup: there are no keyed tensors.");
+    const KeyedTensor& first = keyed_tensors[0];
+    grouped.push_back(columns.empty() ? first.values_.narrow(first.key_dim_, 0, 0)
+                                      : at::cat(columns, first.key_dim_));
   }
   return grouped;
 }

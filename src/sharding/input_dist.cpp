@@ -115,8 +115,9 @@ Fault InputSender::find_fault(DistContext& context) const {
 
 Fault InputSender::find_batch_fault(const DistContext& context) const {
   const KeyedJaggedTensor& features = context.features;
-  if (!options_.needs_one_batch || !features.variable_stride_per_key()) return {};
+  if (!features.variable_stride_per_key()) return {};
   const auto& inverse = features.inverse_indices_or_none();
+  if (!inverse && !options_.needs_one_batch) return {};
   for (std::size_t f = 0; f < layout_->features.size(); ++f) {
     const std::string& name = layout_->features[f];
     if (!inverse) {

@@ -23,12 +23,15 @@ namespace tessera::sharding {
 
 /// One batch of one module, between the steps.
 struct DistContext {
-  explicit DistContext(jagged::KeyedJaggedTensor given) : features(std::move(given)) {}
+  explicit DistContext(jagged::KeyedJaggedTensor given) : features(std::move(given)) {
+    if (features.variable_stride_per_key()) inverse = features.inverse_indices_or_none();
+  }
 
   // At home.
-  jagged::KeyedJaggedTensor features;  // as given
-  std::vector<std::size_t> places;     // of the layout's features among the keys
-  Sizes strides;                       // the batch of each feature of the layout
+  jagged::KeyedJaggedTensor features;             // as given
+  std::vector<std::size_t> places;                // of the layout's features among the keys
+  Sizes strides;                                  // the batch of each feature of the layout
+  std::optional<jagged::InverseIndices> inverse;  // of a variable batch
   ArrangedIds sent;
   Fault fault;
   std::string call;          // what this rank is about to do

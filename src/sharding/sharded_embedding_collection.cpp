@@ -12,6 +12,7 @@
 #include "sharding/local_tables.h"
 #include "sharding/module_parts.h"
 #include "sharding/table_layout.h"
+#include "tessera/jagged/inverse_indices.h"
 
 namespace tessera::sharding {
 
@@ -223,9 +224,13 @@ NamedRows RowState::results(const DistContext& context,
                 .index_select(0, context.place_in_space.narrow(0, begin, end - begin));
     }
     const JaggedTensor feature = given.feature(place);
-    named.emplace_back(output.name,
-                       JaggedTensor(own, options.need_indices ? feature.values() : at::Tensor(),
-                                    feature.lengths()));
+    JaggedTensor bags(own, options.need_indices ? feature.values() : at::Tensor(),
+                      feature.lengths());
+    if (context.inverse) {
+      const std::string& name = layout->features[output.feature];
+      bags = jagged::spread_bags(bags, jagged::inverse_of(*context.inverse, name, kCollection));
+    }
+    named.emplace_back(output.name, std::move(bags));
   }
   return named;
 }
