@@ -102,6 +102,17 @@ void bind_jagged_tensor(py::module_& module) {
           py::arg("values_dtype") = py::none(), py::arg("weights_dtype") = py::none(),
           py::arg("lengths_dtype") = at::kInt)
       .def_static(
+          "empty_like",
+          [](const JaggedTensor& jt) {
+            const Tensor& weights = jt.weights_or_none();
+            const Tensor& sizes =
+                jt.lengths_or_none().defined() ? jt.lengths_or_none() : jt.offsets_or_none();
+            return JaggedTensor::empty(weights.defined(), jt.values().options(),
+                                       weights.defined() ? weights.scalar_type() : at::kFloat,
+                                       sizes.scalar_type());
+          },
+          py::arg("jt"))
+      .def_static(
           "from_dense",
           [](const std::vector<Tensor>& values, const std::optional<std::vector<Tensor>>& weights) {
             return JaggedTensor::from_dense(values, weights.value_or(std::vector<Tensor>()));

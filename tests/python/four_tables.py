@@ -44,7 +44,14 @@ def check_loads(state, whole, targets):
 
 
 def check_same_optimizer_state(one, other):
-    state = one.fused_optimizer.state_dict()
-    for name, part in other.fused_optimizer.state_dict().items():
-        for key, tensor in part["state"].items():
-            assert torch.equal(tensor, state[name]["state"][key]), key
+    state = one.fused_optimizer.state_dict()["state"]
+    for name, entries in other.fused_optimizer.state_dict()["state"].items():
+        assert sorted(entries) == sorted(state[name])
+        for key, value in entries.items():
+            own = state[name][key]
+            if not hasattr(value, "local_shards"):
+                assert torch.equal(value, own), key
+                continue
+            for a, b in zip(value.local_shards(), own.local_shards(), strict=True):
+                assert a.metadata == b.metadata
+                assert torch.equal(a.tensor, b.tensor), key

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from tessera.distributed import comm_ops
+from tessera.distributed.comm import get_group_rank, get_local_rank, get_local_size, get_num_groups
+from tessera.distributed.dist_data import JaggedTensorAllToAll
 from tessera.distributed.types import QuantizedCommCodec, QuantizedCommCodecs
+from tessera.sparse.jagged_tensor import JaggedTensor
 
 
 def exchange(rank):
@@ -178,3 +184,37 @@ def taken_apart(rank):
 def test_exchanges_taken_apart():
     for size in (1, 2, 3):
         run_ranks(size, taken_apart, backend="shm")
+
+
+def check_jagged_all_to_all(rank):
+    """Rank r sends bag i to rank i."""
+    jt = JaggedTensor(
+        torch.arange(6) + 10 * rank, weights=torch.arange(6.0), lengths=torch.tensor([1 + rank, 5 - rank])
+    )
+    one = torch.tensor([1, 1])
+    got = JaggedTensorAllToAll(jt, one, one, dist.group.WORLD).wait()
+    assert got.lengths().tolist() == ([1, 2] if rank == 0 else [5, 4])
+    assert got.values().tolist() == ([0, 10, 11] if rank == 0 else [1, 2, 3, 4, 5, 12, 13, 14, 15])
+    assert got.weights().numel() == got.values().numel()
+
+
+def test_bags_to_ranks():
+    run_ranks(2, check_jagged_all_to_all)
+
+
+def test_codecs_are_copied_and_pickled():
+    codec = QuantizedCommCodec("int8", loss_scale=2.0, row_dim=4)
+    values = torch.linspace(-1, 1, 8)
+    wire = codec.encode(values)
+    for other in (copy.deepcopy(codec), pickle.loads(pickle.dumps(codec))):
+        assert torch.equal(other.encode(values), wire)
+        assert other.calc_quantized_size(8) == codec.calc_quantized_size(8)
+    assert codec.padded_size(torch.ones(4, 5), [5], 0, codec.create_context()) == (5, 0)
+
+
+def test_a_local_size_without_a_launcher(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert (get_local_size(4), get_local_size(3)) == (2, 3)
+    assert (get_local_rank(4, 3), get_group_rank(4, 3), get_num_groups(4)) == (1, 1, 2)

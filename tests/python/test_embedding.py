@@ -265,7 +265,7 @@ def check_model(rank):
     other = DistributedModelParallel(meta, plan=plan_of(meta, sharders))  # default sharders
     assert not other.load_state_dict(expected).missing_keys
     torch.testing.assert_close(other(batch(rank)), whole(batch(rank)))
-    assert set(other.fused_optimizer.state_dict()) == {"ec", "ebc"}
+    assert {name.split(".")[0] for name in other.fused_optimizer.state_dict()["state"]} == {"ec", "ebc"}
     twin = other.copy(torch.device("cpu"))
     torch.testing.assert_close(twin(batch(rank)), other(batch(rank)))
     balanced = DistributedModelParallel(Model())

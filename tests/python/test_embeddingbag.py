@@ -38,7 +38,7 @@ from tessera.distributed.types import (
     ShardingPlan,
     ShardMetadata,
 )
-from tessera.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from tessera.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from tessera.modules.embedding_modules import EmbeddingBagCollection
 from tessera.nn.parallel import DistributedDataParallel
 from tessera.sparse.jagged_tensor import KeyedJaggedTensor
@@ -215,7 +215,14 @@ def check_model(rank):
     assert not other.load_state_dict(expected).missing_keys
     torch.testing.assert_close(other(batch(rank)), whole(batch(rank)))
     other.load_state_dict(state)
-    assert list(other.fused_optimizer.params) and "ebc" in other.fused_optimizer.state_dict()
+    fused = other.fused_optimizer
+    assert isinstance(fused, torch.optim.Optimizer)
+    assert next(iter(fused.params)) == "ebc.embedding_bags.a.weight"
+    assert set(fused.state_dict()["state"]) == set(fused.params)
+    schedule = torch.optim.lr_scheduler.StepLR(fused, 1, gamma=0.5)
+    fused.step()
+    schedule.step()
+    assert [group["lr"] for group in fused.param_groups] == [0.25]
     assert other.sparse_grad_parameter_names() == []
     with other.no_sync():
         other(batch(rank)).backward()
@@ -241,6 +248,26 @@ def check_model(rank):
         DistributedModelParallel(Model(), plan=wrong)
     with pytest.raises(ValueError, match="'fp8' is not one of fp16, bf16"):
         DefaultDataParallelWrapper(allreduce_comm_precision="fp8")
+
+
+def check_types(rank):
+    """Every rank says the same of a table, also one without a part of it."""
+    tables = [EmbeddingBagConfig(10, 4, "h", DataType.FP16, ["f"])]
+    ebc = EmbeddingBagCollection(tables)
+    sharded = shard({"h": table_wise(1)}, {"optimizer": "rowwise_adagrad"}, ebc)
+    whole = sharded.state_dict()["embedding_bags.h.weight"]
+    assert whole.dtype == whole.metadata().tensor_properties.dtype == torch.float16
+    state = sharded.fused_optimizer.state_dict()["state"]
+    assert len(state) == rank  # as in the peer, a rank has the state of tables of which it has a part
+    for entries in state.values():
+        assert entries["h.momentum1"].dtype == torch.float32 and list(entries["h.momentum1"].shape) == [10]
+    for parameter in sharded.parameters():
+        assert parameter.dtype == torch.float16
+        assert hasattr(parameter, "_in_backward_optimizers") == (rank == 1)
+    halves = shard({"h": column_wise([1, 0])}, {"optimizer": "rowwise_adagrad"}, ebc)
+    state = halves.fused_optimizer.state_dict()["state"]["embedding_bags.h.weight"]["h.momentum1"]
+    assert list(state.shape) == [20]  # one number per row and part of the columns
+    assert state.local_shards()[0].metadata.shard_offsets == [10 * (1 - rank)]
 
 
 def check_accumulation(rank):
@@ -334,7 +361,8 @@ def check_errors(rank):
 
 
 @pytest.mark.parametrize(
-    "body", [check_state, check_optimizers, check_model, check_accumulation, check_bag, check_errors]
+    "body",
+    [check_state, check_optimizers, check_model, check_types, check_accumulation, check_bag, check_errors],
 )
 def test_two_ranks(body):
     run_ranks(2, body)

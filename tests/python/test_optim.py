@@ -110,5 +110,37 @@ def test_says_what_is_wrong():
     with pytest.raises(ValueError, match=r"learning_rate is -1; it must be finite and not negative"):
         optim.SGD([weight], lr=-1.0)
     optimizer = optim.Adam({"t": weight})
-    with pytest.raises(ValueError, match=r"^embedding\.load_state_dict: 'step' is missing\.$"):
-        optimizer.load_state_dict({"state": {}, "lr": 0.1})
+    state = optimizer.state_dict()
+    with pytest.raises(ValueError, match=r"^optim: the state has nothing for parameter 0 of group 0\.$"):
+        optimizer.load_state_dict({**state, "state": {}})
+    with pytest.raises(
+        ValueError, match=r"^optim: 'exp_avg' of parameter 0 has 2 elements in the state and 6"
+    ):
+        optimizer.load_state_dict({**state, "state": {0: {**state["state"][0], "exp_avg": torch.zeros(2)}}})
+
+
+def test_is_an_optimizer_of_torch():
+    """Schedules, groups, closures and the state of torch's and torchrec's own."""
+    weights = [torch.nn.Parameter(torch.ones(2, 3)), torch.nn.Parameter(torch.ones(4, 3))]
+    groups = [{"params": [weights[0]]}, {"params": [weights[1]], "lr": 0.5}]
+    optimizer = optim.RowWiseAdagrad(groups, lr=0.1)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    for weight in weights:
+        weight.grad = torch.full_like(weight, 2.0)
+    assert optimizer.step(lambda: 7) == 7
+    schedule.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.25]
+    assert optimizer.state[weights[1]]["sum"].tolist() == [[4.0]] * 4
+    assert optimizer.state[weights[0]]["step"].item() == 1.0
+    torch.testing.assert_close(weights[1].detach(), torch.full((4, 3), 0.5))
+    state = optimizer.state_dict()
+    assert list(state["state"]) == [0, 1] and list(state["state"][0]) == ["step", "sum"]
+    other = optim.RowWiseAdagrad(groups, lr=0.1)
+    other.load_state_dict(state)
+    assert other.state_dict()["param_groups"] == state["param_groups"]
+    other.param_groups[0]["weight_decay"] = 0.5  # any number may change
+    other.step()
+    assert other.num_steps == 2 and other.state[weights[1]]["sum"].tolist() == [[8.0]] * 4
+    with torch.device("meta"):
+        optim.Adam([torch.nn.Parameter(torch.ones(2, 2))])

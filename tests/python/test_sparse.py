@@ -22,6 +22,7 @@ from tessera.modules.embedding_configs import (
 from tessera.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from tessera.modules.feature_processor import PositionWeightedModule
 from tessera.modules.feature_processor_ import PositionWeightedModuleCollection
+from tessera.modules.regroup import KTRegroupAsDict
 from tessera.sparse.jagged_tensor import (
     ComputeJTDictToKJT,
     ComputeKJTToJTDict,
@@ -32,6 +33,7 @@ from tessera.sparse.jagged_tensor import (
     kjt_is_equal,
 )
 from tessera.sparse.jagged_tensor_validator import validate_keyed_jagged_tensor
+from tessera.streamable import Pipelineable
 from torch.utils.data import DataLoader
 
 
@@ -278,3 +280,87 @@ def test_position_weights():
     assert PositionWeightedModuleCollection({"f": 3})(batch()).weights().tolist() == [1.0] * 6
     with pytest.raises(ValueError, match="feature 'f', sample 0 has 2 ids"):
         GroupedPositionWeightedModule({"f": 1})(batch())
+
+
+def test_regroup_with_an_empty_group():
+    pooled = KeyedTensor(["a", "b"], [1, 2], torch.arange(6.0).view(2, 3))
+    parts = KeyedTensor.regroup([pooled], [[], ["b"], ["a", "b"]])
+    assert [part.shape[1] for part in parts] == [0, 2, 3]
+    assert KTRegroupAsDict([["b"], []], ["x", "y"])([pooled])["y"].shape == (2, 0)
+
+
+def test_the_meta_device_of_a_context():
+    with torch.device("meta"):
+        ebc = EmbeddingBagCollection(tables())
+        rows = EmbeddingCollection([EmbeddingConfig(10, 4, "t", feature_names=["f"])])
+    assert ebc.device.type == rows.device.type == "meta"
+    assert all(parameter.is_meta for part in (ebc, rows) for parameter in part.parameters())
+    features = KeyedJaggedTensor(
+        ["f", "g"],
+        torch.empty(5, dtype=torch.int64, device="meta"),
+        lengths=torch.empty(6, dtype=torch.int32, device="meta"),
+    )
+    assert features.sync().length_per_key() == [3, 2]
+    whole = EmbeddingBagCollection(tables())
+    expected = whole(batch())
+    shape = ebc(features)
+    assert shape.values().is_meta and shape.keys() == expected.keys()
+    assert shape.values().shape == expected.values().shape
+
+
+def test_tables_are_torchs_modules():
+    ebc = EmbeddingBagCollection(tables())
+    assert all(type(table) is torch.nn.EmbeddingBag for table in ebc.embedding_bags.values())
+    ids, offsets = torch.tensor([1, 2]), torch.tensor([0, 2])
+    weight = ebc.embedding_bags["t"].weight
+    torch.testing.assert_close(ebc.embedding_bags["t"](ids, offsets)[0], weight[1] + weight[2])
+    rows = EmbeddingCollection([EmbeddingConfig(10, 4, "t", feature_names=["f"])])
+    assert type(rows.embeddings["t"]) is torch.nn.Embedding
+
+
+def test_lengths_of_nothing_may_be_floats():
+    """torch.tensor([]) is float."""
+    nothing = torch.tensor([])
+    assert KeyedJaggedTensor(["a"], nothing, lengths=nothing).stride() == 0
+    assert KeyedJaggedTensor.from_lengths_sync([], nothing, nothing).offset_per_key() == [0]
+    assert JaggedTensor(nothing, lengths=nothing).offsets().tolist() == [0]
+    with pytest.raises(TypeError, match="the lengths must be int32 or int64, not Float"):
+        JaggedTensor(torch.ones(1), lengths=torch.ones(1))
+
+
+def test_empty_like():
+    jt = JaggedTensor(torch.tensor([1, 2]), weights=torch.ones(2).half(), lengths=torch.tensor([2]))
+    empty = JaggedTensor.empty_like(jt)
+    assert empty.values().dtype == torch.int64 and empty.values().numel() == 0
+    assert empty.weights().dtype == torch.float16 and empty.lengths().dtype == torch.int64
+    assert (
+        JaggedTensor.empty_like(JaggedTensor(torch.ones(1), lengths=torch.tensor([1]))).weights_or_none()
+        is None
+    )
+
+
+def test_batches_are_nodes_of_trees():
+    kjt = KeyedJaggedTensor(
+        ["a", "b"],
+        torch.tensor([1, 2, 3]),
+        weights=torch.ones(3),
+        lengths=torch.tensor([1, 1, 0, 1]),
+        stride_per_key_per_rank=[[1, 1], [2, 0]],
+        inverse_indices=(["a", "b"], torch.zeros(2, 2, dtype=torch.int64)),
+    )
+    twice = torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.clone(), {"x": [kjt]})["x"][
+        0
+    ]
+    assert kjt_is_equal(twice, kjt)
+    assert twice.stride_per_key_per_rank() == kjt.stride_per_key_per_rank()
+    assert torch.equal(twice.inverse_indices()[1], kjt.inverse_indices()[1])
+    empty = KeyedJaggedTensor([], torch.tensor([]), lengths=torch.tensor([]), stride=3)
+    assert torch.utils._pytree.tree_map(lambda leaf: leaf, empty).stride() == 3
+    jt = JaggedTensor(torch.tensor([1.0, 2.0]), lengths=torch.tensor([2]))
+    double = torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor * 2, jt)
+    assert double.values().tolist() == [2.0, 4.0]
+    pooled = KeyedTensor(["a", "b"], [1, 2], torch.ones(2, 3))
+    leaves, spec = torch.utils._pytree.tree_flatten(pooled)
+    assert len(leaves) == 1 and torch.utils._pytree.tree_unflatten([leaves[0] * 3], spec)["b"].sum() == 12
+    for value in (kjt, jt, pooled):
+        assert isinstance(value, Pipelineable)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -33,11 +34,25 @@ class QuantizedCommCodec:
         if comm_precision not in self._FORMATS:
             known = ", ".join(self._FORMATS)
             raise ValueError(f"QuantizedCommCodec: {comm_precision!r} is not one of {known}.")
-        name = "NONE" if comm_precision == "fp32" else comm_precision.upper()
-        scale = 1.0 if loss_scale is None else loss_scale
-        self._codec = _C.comm_ops.Codec(getattr(_C.comm_ops.WireFormat, name), scale, row_dim)
+        self._loss_scale = loss_scale
         self._row_dim = row_dim
         self.comm_precision = comm_precision
+        self._make()
+
+    def _make(self) -> None:
+        name = "NONE" if self.comm_precision == "fp32" else self.comm_precision.upper()
+        scale = 1.0 if self._loss_scale is None else self._loss_scale
+        self._codec = _C.comm_ops.Codec(getattr(_C.comm_ops.WireFormat, name), scale, self._row_dim)
+
+    # The engine's part is made anew by copies and unpickled codecs.
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        del state["_codec"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._make()
 
     def encode(self, input_tensor: torch.Tensor, ctx: QuantizationContext | None = None) -> torch.Tensor:
         """Return the values as they travel, flat."""
@@ -70,6 +85,19 @@ class QuantizedCommCodec:
     def calc_quantized_size(self, input_len: int, ctx: QuantizationContext | None = None) -> int:
         """Return how many elements `input_len` values become."""
         return self._codec.wire_size(input_len)
+
+    def padded_size(
+        self,
+        input_tensor: torch.Tensor,
+        dim_per_rank: list[int],
+        my_rank: int,
+        qcomm_ctx: QuantizationContext | None = None,
+    ) -> tuple[int, int]:
+        """Return the columns of `input_tensor`, or its elements if it has one dimension, and no padding.
+
+        Rows of the wire need not be whole: the engine pads inside.
+        """
+        return (input_tensor.size(1) if input_tensor.dim() == 2 else input_tensor.numel()), 0
 
     def create_context(self) -> QuantizationContext | None:
         """Return a context for one `encode` and its `decode`."""

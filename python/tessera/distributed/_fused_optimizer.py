@@ -8,28 +8,57 @@ from typing import Any
 import torch
 
 from tessera import _C
+from tessera.optim.fused import FusedOptimizer
+
+# What each rule keeps of a table: a number per element, or one per row.
+_ELEMENT, _ROW = "element", "row"
+_KEPT = {
+    "SGD": {},
+    "ADAGRAD": {"momentum1": _ELEMENT},
+    "ROWWISE_ADAGRAD": {"momentum1": _ROW},
+    "ADAM": {"momentum1": _ELEMENT, "momentum2": _ELEMENT},
+    "ADAMW": {"momentum1": _ELEMENT, "momentum2": _ELEMENT},
+    "PARTIAL_ROWWISE_ADAM": {"momentum1": _ELEMENT, "momentum2": _ROW},
+    "LAMB": {"momentum1": _ELEMENT, "momentum2": _ELEMENT},
+    "PARTIAL_ROWWISE_LAMB": {"momentum1": _ELEMENT, "momentum2": _ROW},
+    "LARS_SGD": {"momentum1": _ELEMENT},
+}
+# Those that correct their averages by the number of the step.
+_COUNTS = frozenset(("ADAM", "ADAMW", "PARTIAL_ROWWISE_ADAM", "LAMB", "PARTIAL_ROWWISE_LAMB"))
 
 
-class FusedTableOptimizer:
+def kept_state(kind: _C.embedding.OptimizerKind) -> dict[str, bool]:
+    """Return the names of what a rule keeps of a table, and whether it is one number per row."""
+    return {name: form == _ROW for name, form in _KEPT[kind.name].items()}
+
+
+class FusedTableOptimizer(FusedOptimizer):
     """Stand for the steps that backward takes.
 
     `step` steps nothing if backward did; it tells the tables the learning rate of `param_groups`, and so
     does `zero_grad`, so that a schedule works as with any optimizer. Tables that accumulate sparse
-    gradients step in `step`.
+    gradients step in `step`. State has sharded tensors under the names of parameters:
+    `<table>.momentum1` and so on, the engine's own memory; and `<table>.step` for rules that count.
     """
 
     def __init__(
         self,
         engine: _C.sharding.ShardedEmbeddingBagCollection,
-        params: dict[str, torch.Tensor],
-        learning_rate: float,
+        params: Mapping[str, Any],
+        state: Mapping[Any, dict[str, Any]],
+        options: _C.embedding.OptimizerOptions,
         accumulates: bool,
     ) -> None:
         self._engine = engine
         self._accumulates = accumulates
-        self._rate = learning_rate
-        self.params = params
-        self.param_groups: list[dict[str, Any]] = [{"params": list(params.values()), "lr": learning_rate}]
+        self._rate = options.learning_rate
+        self._counters: list[torch.Tensor] = []
+        if options.kind.name in _COUNTS:
+            for name, param in params.items():
+                counter = torch.zeros((), dtype=torch.int64)
+                state[param][f"{name.split('.')[-2]}.step"] = counter
+                self._counters.append(counter)
+        super().__init__(params, state, [{"params": list(params.values()), "lr": self._rate}])
 
     def _tell_rate(self) -> None:
         rate = self.param_groups[0]["lr"]
@@ -49,25 +78,26 @@ class FusedTableOptimizer:
         if self._accumulates:
             self._engine.zero_grad_rows()
 
-    def _states(self) -> dict[str, torch.Tensor]:
-        return {
-            name: tensor
-            for optimizer in self._engine.optimizers()
-            for name, tensor in optimizer.state_dict().items()
-        }
+    def _num_steps(self) -> int:
+        return max((optimizer.num_steps for optimizer in self._engine.optimizers()), default=0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return `state`, the tensors of this rank's parts ("<table>.momentum1"), and the rate."""
-        return {"state": self._states(), "lr": self.param_groups[0]["lr"]}
+        """Return `state` by the names of parameters; it loads into the same sharding."""
+        for counter in self._counters:
+            counter.fill_(self._num_steps())
+        return super().state_dict()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Copy. Raise ValueError naming what is missing, unexpected or of another shape."""
-        given = dict(state_dict["state"])
-        unknown = sorted(given.keys() - self._states().keys())
-        if unknown:
-            raise ValueError(f"sharding.fused_optimizer: the state has {unknown[0]!r}, which is not here.")
-        for optimizer in self._engine.optimizers():
-            own = optimizer.state_dict()
-            optimizer.load_state_dict({name: given[name] for name in own if name in given})
-        self.param_groups[0]["lr"] = state_dict["lr"]
+    def post_load_state_dict(self) -> None:
+        """Tell the tables the rate and the number of the step."""
         self._tell_rate()
+        if not self._counters:
+            return
+        for optimizer in self._engine.optimizers():
+            optimizer.load_state_dict({**optimizer.state_dict(), "step": self._counters[0].clone()})
+
+    def copy_to(self, other: FusedTableOptimizer) -> None:
+        """Give everything to the optimizer of a copy of the tables."""
+        for mine, theirs in zip(self._engine.optimizers(), other._engine.optimizers(), strict=True):
+            theirs.load_state_dict(mine.state_dict())
+        other.param_groups[0]["lr"] = self.param_groups[0]["lr"]
+        other._tell_rate()

@@ -23,19 +23,53 @@ class LocalPart:
 
 
 def sharded_tensor(
-    shape: tuple[int, int], shards: Sequence[ShardMetadata], parts: Sequence[LocalPart], pg: ProcessGroup
+    shape: tuple[int, int],
+    shards: Sequence[ShardMetadata],
+    parts: Sequence[LocalPart],
+    pg: ProcessGroup,
+    dtype: torch.dtype,
 ) -> ShardedTensor:
-    """Return a table as torch's sharded tensor, which shares the rows. Nothing is communicated."""
+    """Return a table as torch's sharded tensor, which shares the rows. Nothing is communicated.
+
+    `dtype` is the table's, also on a rank without a part of it.
+    """
     by_place = {(part.place.row, part.place.column, part.place.rows): part.weight for part in parts}
     local = []
     for shard in shards:
         key = (*shard.shard_offsets, shard.shard_sizes[0])
         if shard.placement.rank() == pg.rank() and key in by_place:
             local.append(Shard(by_place[key].detach(), shard))
-    properties = TensorProperties(
-        dtype=parts[0].weight.dtype if parts else torch.float32, requires_grad=False
-    )
+    properties = TensorProperties(dtype=dtype, requires_grad=False)
     metadata = ShardedTensorMetadata(list(shards), torch.Size(shape), properties)
+    return ShardedTensor._init_from_local_shards_and_global_metadata(local, metadata, process_group=pg)
+
+
+def sharded_row_state(
+    rows: int, shards: Sequence[ShardMetadata], parts: Sequence[LocalPart], pg: ProcessGroup
+) -> ShardedTensor:
+    """Return one number per row as a sharded tensor; parts of one row's columns have one each.
+
+    It is as long as the table is high, times the number of parts that its columns are cut into; those of
+    the first columns come first.
+    """
+    columns = sorted({shard.shard_offsets[1] for shard in shards})
+    placed = [
+        ShardMetadata(
+            [rows * columns.index(shard.shard_offsets[1]) + shard.shard_offsets[0]],
+            [shard.shard_sizes[0]],
+            shard.placement,
+        )
+        for shard in shards
+    ]
+    own = {(part.place.row, part.place.column, part.place.rows): part.weight for part in parts}
+    local = [
+        Shard(own[key], row_shard)
+        for shard, row_shard in zip(shards, placed, strict=True)
+        if shard.placement.rank() == pg.rank()
+        and (key := (*shard.shard_offsets, shard.shard_sizes[0])) in own
+    ]
+    properties = TensorProperties(dtype=torch.float32, requires_grad=False)
+    metadata = ShardedTensorMetadata(placed, torch.Size([rows * len(columns)]), properties)
     return ShardedTensor._init_from_local_shards_and_global_metadata(local, metadata, process_group=pg)
 
 

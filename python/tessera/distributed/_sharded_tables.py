@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from tessera import _C
-from tessera.distributed._fused_optimizer import FusedTableOptimizer
-from tessera.distributed._sharded_state import LocalPart, load_table, sharded_tensor
+from tessera.distributed._fused_optimizer import FusedTableOptimizer, kept_state
+from tessera.distributed._sharded_state import LocalPart, load_table, sharded_row_state, sharded_tensor
 from tessera.distributed._shared_sizes import Engine, start_input_dists
 from tessera.distributed.comm import get_local_size
 from tessera.distributed.comm_ops import _native
@@ -38,7 +38,12 @@ from tessera.distributed.utils import (
     add_params_from_parameter_sharding,
     merge_fused_params,
 )
-from tessera.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingTableConfig, PoolingType
+from tessera.modules.embedding_configs import (
+    BaseEmbeddingConfig,
+    EmbeddingTableConfig,
+    PoolingType,
+    data_type_to_dtype,
+)
 from tessera.modules.embedding_configs import _to_engine as _config_to_engine
 from tessera.modules.embedding_modules import TableDict, get_embedding_names_by_table
 from tessera.optim.keyed import CombinedOptimizer
@@ -271,32 +276,66 @@ class ShardedTables(ShardedEmbeddingModule[list, list, Out, ShrdCtx]):
         for place, part in enumerate(self._parts[table.config.name]):
             weight = part.weight
             weight._is_param = True  # the engine's tensor itself: its gradient is the parameter's
-            if is_stepped:
-                weight._in_backward_optimizers = []  # marks parameters that a dense optimizer must leave
+            weight._table_group = self._env.process_group
             weight._is_table_part = is_stepped or not self._is_replica(table)  # differs between ranks
             holder.register_parameter(f"weight_{place}" if place else "weight", weight)
         if not self._parts[table.config.name]:
-            holder.weight = nn.Parameter(torch.empty(0, device=self._device), requires_grad=False)
+            dtype = data_type_to_dtype(table.config.data_type)
+            empty = torch.empty(0, dtype=dtype, device=self._device)
+            holder.weight = nn.Parameter(empty, requires_grad=False)
             holder.weight._is_table_part = True
+            holder.weight._table_group = self._env.process_group
         return holder
 
     def _make_optimizer(self) -> CombinedOptimizer:
         optims = []
-        for place, (engine, tables) in enumerate(zip(self._engines, self._engine_tables, strict=True)):
+        for engine, tables in zip(self._engines, self._engine_tables, strict=True):
             stepped = [table for table in tables if table.sharding.kernel != "dense"]
             if not stepped:
                 continue
-            params = {
-                f"{self._TABLES}.{table.config.name}.weight" + (f"_{number}" if number else ""): part.weight
-                for table in stepped
-                for number, part in enumerate(self._parts[table.config.name])
-            }
-            options = {k: v for k, v in stepped[0].fused_params.items() if k not in _OWN_PARAMS}
-            rate = _to_options(options).learning_rate
+            options = _to_options({k: v for k, v in stepped[0].fused_params.items() if k not in _OWN_PARAMS})
+            params: dict[str, torch.Tensor] = {}
+            state: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+            for table in stepped:
+                if not self._parts[table.config.name]:
+                    continue  # a rank knows the tables of which it has a part
+                base = self._keys(table, "")[0]
+                whole = self._whole(table)
+                params[base] = whole
+                state[whole] = self._state_of(engine, table, options.kind)
             accumulates = stepped[0].fused_params.get("gradients", "fused") == "sparse"
-            name = "" if len(self._engines) == 1 else str(place)
-            optims.append((name, FusedTableOptimizer(engine, params, rate, accumulates)))
+            optimizer = FusedTableOptimizer(engine, params, state, options, accumulates)
+            for table in stepped:
+                for part in self._parts[table.config.name]:
+                    part.weight._in_backward_optimizers = [optimizer]
+            optims.append(("", optimizer))
         return CombinedOptimizer(optims)
+
+    def _whole(self, table: _Placed) -> torch.Tensor:
+        """Return the table as its parameter on all ranks: sharded, or this rank's copy."""
+        parts = self._parts[table.config.name]
+        if self._is_replica(table):
+            return parts[0].weight
+        shape = (table.config.num_embeddings, table.config.embedding_dim)
+        dtype = data_type_to_dtype(table.config.data_type)
+        return sharded_tensor(shape, self._shards(table), parts, self._env.process_group, dtype)
+
+    def _state_of(self, engine: Engine, table: _Placed, kind: Any) -> dict[str, torch.Tensor]:
+        """Return what is kept beside a table, by name."""
+        config, pg = table.config, self._env.process_group
+        local = [shard for shard in engine.local_shards() if shard.table == config.name]
+        found = {}
+        for name, is_per_row in kept_state(kind).items():
+            parts = [LocalPart(shard.state[name], shard.place) for shard in local]
+            key = f"{config.name}.{name}"
+            if self._is_replica(table):
+                found[key] = parts[0].weight
+            elif is_per_row:
+                found[key] = sharded_row_state(config.num_embeddings, self._shards(table), parts, pg)
+            else:
+                shape = (config.num_embeddings, config.embedding_dim)
+                found[key] = sharded_tensor(shape, self._shards(table), parts, pg, torch.float32)
+        return found
 
     # ---- rows ----
 
@@ -354,9 +393,7 @@ class ShardedTables(ShardedEmbeddingModule[list, list, Out, ShrdCtx]):
             base, *further = self._keys(table, prefix)
             for key in further:
                 del state_dict[key]
-            shape = (table.config.num_embeddings, table.config.embedding_dim)
-            parts = self._parts[table.config.name]
-            state_dict[base] = sharded_tensor(shape, self._shards(table), parts, self._env.process_group)
+            state_dict[base] = self._whole(table)
 
     def _take_state(self, state_dict, prefix, *unused) -> None:
         for table in self._placed:
@@ -412,7 +449,9 @@ class ShardedTables(ShardedEmbeddingModule[list, list, Out, ShrdCtx]):
             for name, parts in self._parts.items():
                 for mine, theirs in zip(other._parts[name], parts, strict=True):
                     mine.weight.copy_(theirs.weight)
-        other._optimizer.load_state_dict(self._optimizer.state_dict())
+        pairs = zip(self._optimizer.optimizers, other._optimizer.optimizers, strict=True)
+        for (_, mine), (_, theirs) in pairs:
+            mine.copy_to(theirs)
         other.train(self.training)
         return other
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -30,6 +32,14 @@ def _rank_or_default(rank: int | None) -> int | None:
     return rank
 
 
+def _told_local_size(world_size: int | None) -> int | None:
+    """Return LOCAL_WORLD_SIZE where no launcher says more, if it divides the job."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if _has_launcher() or not text.isdecimal() or int(text) == 0 or world_size is None:
+        return None
+    return int(text) if world_size % int(text) == 0 else None
+
+
 def get_local_size(world_size: int | None = None) -> int:
     """Return the number of processes of this job on this host.
 
@@ -39,7 +49,8 @@ def get_local_size(world_size: int | None = None) -> int:
     >>> get_local_size(4)
     4
     """
-    return _C.get_local_size(_world_size_or_default(world_size))
+    world_size = _world_size_or_default(world_size)
+    return _told_local_size(world_size) or _C.get_local_size(world_size)
 
 
 def get_local_rank(world_size: int | None = None, rank: int | None = None) -> int:
@@ -48,7 +59,9 @@ def get_local_rank(world_size: int | None = None, rank: int | None = None) -> in
     >>> get_local_rank(4, 3)
     3
     """
-    return _C.get_local_rank(_world_size_or_default(world_size), _rank_or_default(rank))
+    world_size, rank = _world_size_or_default(world_size), _rank_or_default(rank)
+    told = _told_local_size(world_size)
+    return _C.get_local_rank(world_size, rank) if told is None or rank is None else rank % told
 
 
 def get_group_rank(world_size: int | None = None, rank: int | None = None) -> int:
@@ -57,7 +70,9 @@ def get_group_rank(world_size: int | None = None, rank: int | None = None) -> in
     >>> get_group_rank(4, 3)
     0
     """
-    return _C.get_group_rank(_world_size_or_default(world_size), _rank_or_default(rank))
+    world_size, rank = _world_size_or_default(world_size), _rank_or_default(rank)
+    told = _told_local_size(world_size)
+    return _C.get_group_rank(world_size, rank) if told is None or rank is None else rank // told
 
 
 def get_num_groups(world_size: int | None = None) -> int:
@@ -66,7 +81,9 @@ def get_num_groups(world_size: int | None = None) -> int:
     >>> get_num_groups(4)
     1
     """
-    return _C.get_num_groups(_world_size_or_default(world_size))
+    world_size = _world_size_or_default(world_size)
+    told = _told_local_size(world_size)
+    return _C.get_num_groups(world_size) if told is None else world_size // told
 
 
 def intra_and_cross_node_pg(

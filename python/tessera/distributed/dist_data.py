@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from tessera import _C
+from tessera import _C, comm
 from tessera.comm._collectives import _TensorAwaitable
 from tessera.distributed.comm_ops import (
     _native,
@@ -23,11 +23,12 @@ from tessera.distributed.comm_ops import (
     variable_batch_alltoall_pooled,
 )
 from tessera.distributed.types import Awaitable, QuantizedCommCodecs
-from tessera.sparse.jagged_tensor import KeyedJaggedTensor
+from tessera.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 __all__ = [
     "EmbeddingsAllToOne",
     "EmbeddingsAllToOneReduce",
+    "JaggedTensorAllToAll",
     "KJTAllToAll",
     "KJTAllToAllSplitsAwaitable",
     "KJTAllToAllTensorsAwaitable",
@@ -116,6 +117,39 @@ class KJTAllToAll(nn.Module):
     def forward(self, input: KeyedJaggedTensor) -> Awaitable[KJTAllToAllTensorsAwaitable]:
         """Start the exchange."""
         return KJTAllToAllSplitsAwaitable(_engine.kjt_alltoall(input, self._splits, self._stagger, self._pg))
+
+
+class JaggedTensorAllToAll(Awaitable[JaggedTensor]):
+    """Send bags of one feature: `num_items_to_send[r]` bags, in order, to rank r. Collective.
+
+    `num_items_to_receive[r]` bags come from rank r; they lie in rank order.
+    """
+
+    def __init__(
+        self,
+        jt: JaggedTensor,
+        num_items_to_send: Tensor,
+        num_items_to_receive: Tensor,
+        pg: ProcessGroup,
+    ) -> None:
+        super().__init__()
+        self._pg = pg
+        self._jt = jt
+        self._send = num_items_to_send.tolist()
+        self._receive = num_items_to_receive.tolist()
+        self._lengths = comm.all_to_all_v_async(jt.lengths(), self._send, pg, self._receive)
+
+    def _wait_impl(self) -> JaggedTensor:
+        lengths = self._lengths.wait()
+        sent = [int(part.sum()) for part in self._jt.lengths().split(self._send)]
+        received = [int(part.sum()) for part in lengths.split(self._receive)]
+        given = (self._jt.values(), self._jt.weights_or_none())
+        pending = [
+            None if part is None else comm.all_to_all_v_async(part, sent, self._pg, received)
+            for part in given
+        ]
+        values, weights = (None if part is None else part.wait() for part in pending)
+        return JaggedTensor(values, weights=weights, lengths=lengths)
 
 
 class KJTOneToAll(nn.Module):

@@ -401,6 +401,9 @@ class ShardedEmbeddingBag(ShardedEmbeddingModule[list, list, torch.Tensor, NullS
     def _empty_pass(self) -> torch.Tensor:
         return self._bags._empty_pass()
 
+    def _tables_for_others(self) -> list[str]:
+        return self._bags._tables_for_others()
+
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True):
         """Return this rank's parts: `weight`, `weight_1` and so on."""
         for name, weight in self._bags.embedding_bags["weight"].named_parameters():

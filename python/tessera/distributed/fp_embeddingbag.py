@@ -138,8 +138,7 @@ class ShardedFeatureProcessedEmbeddingBagCollection(
     @property
     def fused_optimizer(self) -> CombinedOptimizer:
         """Return the optimizers of the tables whose rows are stepped here."""
-        inner = self._embedding_bag_collection.fused_optimizer.optimizers
-        return CombinedOptimizer([(append_prefix(_BAGS, name), optimizer) for name, optimizer in inner])
+        return CombinedOptimizer([(_BAGS, self._embedding_bag_collection.fused_optimizer)])
 
     def clip_grad_norm(self, max_norm: float) -> float:
         """Scale the gradients of tables that accumulate them to this 2-norm over all ranks. Collective."""

@@ -374,9 +374,9 @@ class DistributedModelParallel(nn.Module, Joinable):
         """Return the optimizers of all sharded modules, by their paths."""
         return CombinedOptimizer(
             [
-                (append_prefix(path, name), optimizer)
+                (path, sharded.fused_optimizer)
                 for path, sharded in _sharded_modules(self.module)
-                for name, optimizer in getattr(sharded, "fused_optimizer", CombinedOptimizer([])).optimizers
+                if hasattr(sharded, "fused_optimizer")
             ]
         )
 

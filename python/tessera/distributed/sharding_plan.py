@@ -149,12 +149,14 @@ class ParameterShardingGenerator:
         wish: _C.sharding.Placement,
         compute_kernel: str | None = None,
         device: str | None = None,
+        device_types: Sequence[str] | None = None,
     ) -> None:
         if compute_kernel is not None and compute_kernel not in _KERNELS:
             raise ValueError(f"sharding.plan: {compute_kernel!r} is not one of {', '.join(_KERNELS)}.")
         self._wish = wish
         self._kernel = compute_kernel
         self._device = device
+        self._device_types = device_types
 
     @property
     def sharding_type(self) -> str:
@@ -183,7 +185,13 @@ class ParameterShardingGenerator:
         kernel = self._choose_kernel(param, device_type, sharder)
         wish = self._wish.with_kernel(_KERNELS[kernel])
         placed = wish.place(_table(name, *param.shape), world_size, local_size)
-        return _from_engine(placed, kernel, self._device or device_type, local_size)
+        sharding = _from_engine(placed, kernel, self._device or device_type, local_size)
+        shards = sharding.sharding_spec.shards if self._device_types else []
+        for shard, kind in zip(shards, self._device_types or [], strict=True):
+            shard.placement = torch.distributed._remote_device(
+                _placement(kind, shard.placement.rank(), local_size)
+            )
+        return sharding
 
 
 def data_parallel() -> ParameterShardingGenerator:
@@ -210,16 +218,22 @@ def column_wise(
     ranks: Sequence[int] | None = None,
     size_per_rank: Sequence[int] | None = None,
     compute_kernel: str | None = None,
+    device_types: Sequence[str] | None = None,
 ) -> ParameterShardingGenerator:
     """Wish for one part of the columns per entry of `ranks`, equal or as wide as `size_per_rank` says.
 
-    Without ranks, part i of `size_per_rank` lies on rank i.
+    Without ranks, part i of `size_per_rank` lies on rank i. `device_types` says for each part on which type
+    of device it is placed, if not on that of the plan.
     """
     if ranks is None and size_per_rank is None:
         raise ValueError("sharding.column_wise: give ranks or size_per_rank.")
-    places = range(len(size_per_rank)) if ranks is None else ranks
-    wish = _engine.column_wise(list(places), list(size_per_rank or []))
-    return ParameterShardingGenerator(wish, compute_kernel)
+    places = list(range(len(size_per_rank)) if ranks is None else ranks)
+    if device_types is not None and len(device_types) != len(places):
+        raise ValueError(
+            f"sharding.column_wise: there are {len(device_types)} device_types for {len(places)} parts."
+        )
+    wish = _engine.column_wise(places, list(size_per_rank or []))
+    return ParameterShardingGenerator(wish, compute_kernel, device_types=device_types)
 
 
 def table_row_wise(host_index: int, compute_kernel: str | None = None) -> ParameterShardingGenerator:

@@ -24,6 +24,7 @@ from tessera.modules.embedding_configs import (
     BoundsCheckMode,
     EmbeddingBagConfig,
     EmbeddingConfig,
+    PoolingType,
     _to_engine,
     data_type_to_dtype,
 )
@@ -45,22 +46,17 @@ def get_embedding_names_by_table(tables: Sequence[BaseEmbeddingConfig]) -> list[
     return _engine.embedding_names_by_table([_to_engine(table) for table in tables])
 
 
-class _Table(nn.Module):
-    """Own the weights of one table."""
-
-    def __init__(self, config: BaseEmbeddingConfig, device: torch.device):
-        super().__init__()
-        self.num_embeddings = config.num_embeddings
-        self.embedding_dim = config.embedding_dim
-        shape = (config.num_embeddings, config.embedding_dim)
-        dtype = data_type_to_dtype(config.data_type)
-        is_meta = device.type == "meta"
-        rows = torch.empty(shape, dtype=dtype, device=device) if is_meta else None
-        self.weight = nn.Parameter(rows if is_meta else _engine.empty_rows(*shape, dtype, device))
-
-    def extra_repr(self) -> str:
-        """Return the shape, for people."""
-        return f"{self.num_embeddings}, {self.embedding_dim}"
+def _table(config: BaseEmbeddingConfig, is_pooled: bool, device: torch.device) -> nn.Module:
+    """Return torch's module of one table, with memory for its rows."""
+    shape = (config.num_embeddings, config.embedding_dim)
+    dtype = data_type_to_dtype(config.data_type)
+    is_meta = device.type == "meta"
+    rows = torch.empty(shape, dtype=dtype, device=device) if is_meta else None
+    rows = rows if is_meta else _engine.empty_rows(*shape, dtype, device)
+    if not is_pooled:
+        return nn.Embedding(*shape, _weight=rows)
+    mode = "mean" if config.pooling == PoolingType.MEAN else "sum"
+    return nn.EmbeddingBag(*shape, mode=mode, include_last_offset=True, _weight=rows)
 
 
 class TableDict(nn.ModuleDict):
@@ -80,13 +76,13 @@ class _Tables:
         self._configs = list(tables)
         self._is_pooled = is_pooled
         self._operation = operation
-        self._device = torch.device(device or "cpu")
+        self._device = torch.device(device or torch.get_default_device())
         self._options = (bounds_check_mode, sparse_gradients, optimizer)
         self._make_lookup()
         for config in self._configs:
             if not config.feature_names:
                 config.feature_names = [config.name]
-        return TableDict({config.name: _Table(config, self._device) for config in self._configs})
+        return TableDict({config.name: _table(config, is_pooled, self._device) for config in self._configs})
 
     def _make_lookup(self):
         bounds_check_mode, sparse_gradients, optimizer = self._options
@@ -166,7 +162,16 @@ class EmbeddingBagCollection(_Tables, EmbeddingBagCollectionInterface):
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Return the pooled rows of every feature, side by side."""
         weights = [table.weight for table in self.embedding_bags.values()]
+        if weights[0].is_meta and features.values().is_meta:
+            return self._on_meta(features)
         return self._lookup.pooled(features, weights, self._is_weighted)
+
+    def _on_meta(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Return a result without memory: its names and shape."""
+        names = get_embedding_names_by_table(self._configs)
+        dims = [config.embedding_dim for config in self._configs for _ in config.feature_names]
+        values = torch.empty(features.stride(), sum(dims), device="meta")
+        return KeyedTensor([name for group in names for name in group], dims, values)
 
     def is_weighted(self) -> bool:
         """Return whether the features' weights multiply the rows."""

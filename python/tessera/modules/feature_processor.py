@@ -98,6 +98,11 @@ class PositionWeightedProcessor(BaseGroupedFeatureProcessor):
         self.max_feature_lengths = max_feature_lengths
         self.position_weights = _position_weights(max_feature_lengths, device)
 
+    @property
+    def position_weights_dict(self) -> dict[str, nn.Parameter]:
+        """Return the weights by feature."""
+        return dict(self.position_weights.items())
+
     def reset_parameters(self) -> None:
         """Make all weights one."""
         with torch.no_grad():

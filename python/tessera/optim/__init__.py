@@ -6,9 +6,9 @@
     optimizer.clip_grad_norm(1.0)
     optimizer.step()
 
-They take sparse gradients (rows that occur several times are summed first) and dense ones (every row
-steps). The rules, with their numbers, are those of tessera/embedding/optimizer.h. A collection whose
-backward steps its rows at once needs none of them.
+They are torch optimizers, take sparse gradients (rows that occur several times are summed first) and dense
+ones (every row steps). The rules, with their numbers, are those of tessera/embedding/optimizer.h. A
+collection whose backward steps its rows at once needs none of them.
 """
 
 from tessera.optim._optimizers import (
@@ -23,6 +23,10 @@ from tessera.optim._optimizers import (
     RowWiseAdagrad,
     TableOptimizer,
 )
+from tessera.optim.clipping import GradientClipping, GradientClippingOptimizer
+from tessera.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule
+from tessera.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
+from tessera.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 __all__ = [
     "LAMB",
@@ -30,9 +34,21 @@ __all__ = [
     "Adagrad",
     "Adam",
     "AdamW",
+    "CombinedOptimizer",
+    "EmptyFusedOptimizer",
+    "FusedOptimizer",
+    "FusedOptimizerModule",
+    "GradientClipping",
+    "GradientClippingOptimizer",
+    "KeyedOptimizer",
+    "KeyedOptimizerWrapper",
     "LarsSGD",
+    "OptimizerWrapper",
     "PartialRowWiseAdam",
     "PartialRowWiseLAMB",
     "RowWiseAdagrad",
     "TableOptimizer",
+    "WarmupOptimizer",
+    "WarmupPolicy",
+    "WarmupStage",
 ]

@@ -1,0 +1,43 @@
+"""Columns of several KeyedTensors, put together by group.
+
+>>> import torch
+>>> from tessera.sparse.jagged_tensor import KeyedTensor
+>>> pooled = KeyedTensor(["a", "b"], [1, 2], torch.tensor([[1.0, 2.0, 3.0]]))
+>>> KTRegroupAsDict([["b"], ["b", "a"]], ["x", "y"])([pooled])["y"].tolist()
+[[2.0, 3.0, 1.0]]
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tessera.modules.embedding_configs import DataType, data_type_to_dtype
+from tessera.sparse.jagged_tensor import KeyedTensor
+
+__all__ = ["KTRegroupAsDict"]
+
+
+class KTRegroupAsDict(nn.Module):
+    """Return a tensor for each group, by name; `emb_dtype` is the type of the results, if it is another."""
+
+    def __init__(
+        self,
+        groups: list[list[str]],
+        keys: list[str],
+        emb_dtype: DataType | None = None,
+        multi_device: bool = False,
+    ) -> None:
+        super().__init__()
+        if len(groups) != len(keys):
+            raise AssertionError(f"KTRegroupAsDict: there are {len(groups)} groups and {len(keys)} names.")
+        self._groups = groups
+        self._keys = keys
+        self._dtype = None if emb_dtype is None else data_type_to_dtype(emb_dtype)
+
+    def forward(self, keyed_tensors: list[KeyedTensor]) -> dict[str, torch.Tensor]:
+        """Return the columns of each group's keys, in the order listed."""
+        parts = KeyedTensor.regroup(keyed_tensors, self._groups)
+        if self._dtype is not None:
+            parts = [part.to(self._dtype) for part in parts]
+        return dict(zip(self._keys, parts, strict=True))
