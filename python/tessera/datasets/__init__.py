@@ -1,0 +1,1 @@
+"""The module paths of torchrec.datasets: batches of clicks."""

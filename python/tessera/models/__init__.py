@@ -1,0 +1,1 @@
+"""The module paths of torchrec.models: whole models of clicks."""
