@@ -146,6 +146,18 @@ def test_the_format_of_checkpoints_does_without_libtorch():
     assert not wrong, "\n".join(wrong)
 
 
+def test_the_planner_does_without_libtorch():
+    allowed = re.compile(r"^(?!torch/|c10/|ATen/)")
+    ours = re.compile(r"^tessera/(planner/\w+|core/export)\.h$")
+    wrong = [
+        f"{path.relative_to(ROOT)} includes {include}"
+        for path in sources("src/planner", "include/tessera/planner")
+        for include in includes(path)
+        if not allowed.match(include) or (include.startswith("tessera/") and not ours.match(include))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_gloo_is_seen_by_one_file():
     seen = [
         path.relative_to(ROOT).as_posix()

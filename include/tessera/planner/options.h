@@ -1,0 +1,95 @@
+// tessera/planner/options.h — every allowed way to cut every table, with its costs.
+
+#pragma once
+
+#include <array>
+#include <vector>
+
+#include "tessera/core/export.h"
+#include "tessera/planner/cost.h"
+#include "tessera/planner/problem.h"
+
+namespace tessera::planner {
+
+/// What a part adds to its rank.
+struct Load {
+  double links = 0;
+  double local = 0;
+  double bytes = 0;
+
+  double seconds() const noexcept { return links + local; }
+};
+
+/// Ranks that are alike.
+struct RankKind {
+  Rank rank;
+  double capacity = 0;  // bytes for tables
+  std::vector<int> ranks;
+};
+
+/// Loads of a part of u units of columns, for every kind of rank: [kind][u], u from 0 on.
+using PartLoads = std::vector<std::vector<Load>>;
+
+/// Parts on ranks cut by rows: `count` ranks have full height, at most one has what is left.
+struct RowParts {
+  int count = 0;
+  PartLoads full;
+  bool has_rest = false;
+  PartLoads rest;
+};
+
+/// On every rank the same way: row_wise or data_parallel.
+struct UniformOption {
+  Cut cut = Cut::kRowWise;
+  Kernel kernel = Kernel::kFused;
+  RowParts parts;  // of one unit: all columns
+};
+
+/// Tables that have the same numbers and rules, and their options.
+struct TableClass {
+  std::vector<int> tables;  // places in Options::tables
+  TableRules rules;
+  std::vector<char> is_rank_allowed;  // empty: all
+  int num_ranks_allowed = 0;
+  std::int64_t unit = 0;  // columns
+  int units = 0;
+
+  bool has_parts = false;    // table_wise, column_wise or table_column_wise
+  bool can_cut = false;      // into several parts
+  bool in_one_host = false;  // table_column_wise only
+  Cut whole_cut = Cut::kTableWise;
+  Cut cut = Cut::kColumnWise;
+  PartLoads parts;
+
+  bool has_hosts = false;  // table_row_wise, grid_shard
+  bool can_cut_hosts = false;
+  Cut whole_host_cut = Cut::kTableRowWise;
+  RowParts host_parts;
+  std::vector<int> hosts;  // allowed
+
+  std::vector<UniformOption> uniform;
+};
+
+struct Options {
+  std::vector<Table> tables;  // in order of names
+  std::vector<int> class_of;
+  std::vector<TableClass> classes;
+  std::vector<RankKind> kinds;
+  std::vector<int> kind_of;  // of each rank
+  int ranks_per_host = 1;
+  std::vector<std::vector<int>> host_kinds;  // kinds of the ranks of a host; each such list once
+
+  int num_ranks() const noexcept { return static_cast<int>(kind_of.size()); }
+  double capacity(int rank) const noexcept {
+    return kinds[static_cast<std::size_t>(kind_of[static_cast<std::size_t>(rank)])].capacity;
+  }
+};
+
+/// Throws PlanError: kBadProblem by check(), kRules where rules leave a table no option.
+TESSERA_API Options enumerate(const Problem& problem);
+
+/// Loads of a table cut into `count` parts as even as units allow: the least there is, since costs
+/// are convex in the width. Of kind 0.
+TESSERA_API Load even_parts(const PartLoads& parts, int units, int count);
+
+}  // namespace tessera::planner

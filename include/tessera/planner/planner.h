@@ -1,0 +1,47 @@
+// tessera/planner/planner.h — a plan, and a proof of how far it is at most from the best one.
+
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "tessera/core/export.h"
+#include "tessera/planner/bound.h"
+#include "tessera/planner/cost.h"
+#include "tessera/planner/plan_error.h"
+#include "tessera/planner/problem.h"
+
+namespace tessera::planner {
+
+/// Why a table lies as it does: the best of its other ways, at the prices of the bound.
+struct Reason {
+  Cut next_best = Cut::kTableWise;
+  Kernel next_kernel = Kernel::kFused;
+  bool has_next = false;
+  double dearer = 0;  // share by which that would cost more; negative: less, but it fitted nowhere
+};
+
+struct PlanResult {
+  Plan plan;  // in order of names
+  Certificate certificate;
+  std::vector<ShardCost> per_rank;
+  std::vector<double> capacities;  // bytes for tables, of each rank
+  std::vector<Reason> reasons;     // by table, in the plan's order
+  double seconds = 0;              // by the objective
+  int tries = 0;                   // of the search
+
+  /// Share by which the plan is at most slower than the best.
+  double gap() const noexcept {
+    return certificate.seconds > 0 ? seconds / certificate.seconds - 1 : 0;
+  }
+};
+
+/// Not collective: equal problems give equal plans, whatever the order of their tables. Throws
+/// PlanError: kBadProblem; kRules; kTooLarge with a change that was computed to help.
+TESSERA_API PlanResult plan(const Problem& problem);
+
+/// Throws PlanError(kBadEvidence) unless `plan` covers every table once, obeys the rules and fits
+/// the memory of every rank.
+TESSERA_API void check_plan(const Problem& problem, const Plan& plan);
+
+}  // namespace tessera::planner

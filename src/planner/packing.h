@@ -1,0 +1,109 @@
+// planner/packing.h — tables on ranks while a plan is searched for.
+
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "tessera/planner/bound.h"
+#include "tessera/planner/options.h"
+
+namespace tessera::planner {
+
+/// Columns of one table on one rank.
+struct Part {
+  int table = 0;
+  int rank = 0;
+  int units = 0;
+};
+
+/// Columns of one table over the ranks of one host.
+struct HostPart {
+  int table = 0;
+  int host = 0;
+  int units = 0;
+};
+
+struct Uniform {
+  int table = 0;
+  int option = 0;
+};
+
+/// Seconds that a rank should not pass: their sum, or links and memory each.
+struct Target {
+  bool is_sum = true;
+  double seconds = 0;
+  double links = 0;
+  double local = 0;
+
+  /// 1: at the target.
+  double fullness(const Load& load) const {
+    if (is_sum) return (load.links + load.local) / seconds;
+    const double by_links = load.links / links;
+    const double by_local = load.local / local;
+    return by_links > by_local ? by_links : by_local;
+  }
+};
+
+/// In which order parts are laid.
+enum class Order : std::uint8_t { kMemoryFirst, kLargestFirst };
+
+struct PackingOptions {
+  Target target;
+  double slack = 0.01;  // how far above the target ranks may be filled before tables are cut
+  Order order = Order::kMemoryFirst;
+  double part_share = 1;  // tables are cut beforehand into parts of at most this share of a rank …
+  double cut_budget =
+      0;  // … where all of a class's cuts cost at most this share of all ranks' time
+};
+
+class Packing {
+ public:
+  explicit Packing(const Options& options);
+
+  /// Lays all tables, `choices` by table. False if memory does not suffice.
+  bool fill(const std::vector<Choice>& choices, const PackingOptions& how);
+  /// Moves, exchanges and cuts parts of the fullest rank while that helps; `limit` steps at most.
+  void level(const Target& target, int limit);
+
+  const std::vector<Load>& loads() const { return loads_; }
+  /// Slowest rank; or slowest links and slowest memory together.
+  double seconds(bool is_sum) const;
+
+  std::vector<Part> parts;  // some may have no units
+  std::vector<HostPart> host_parts;
+  std::vector<Uniform> uniform;
+
+ private:
+  struct Item {
+    int table = 0;
+    int units = 0;
+  };
+  const TableClass& class_of(int table) const {
+    return options_
+        ->classes[static_cast<std::size_t>(options_->class_of[static_cast<std::size_t>(table)])];
+  }
+  const Load& part_load(int table, int units, int rank) const {
+    return class_of(table).parts[static_cast<std::size_t>(
+        options_->kind_of[static_cast<std::size_t>(rank)])][static_cast<std::size_t>(units)];
+  }
+  double capacity(int rank) const { return capacities_[static_cast<std::size_t>(rank)]; }
+  bool may_lie(int table, int rank) const;
+  int part_on(int table, int rank) const;  // -1: none
+  void lay(int table, int units, int rank);
+  void change(int part, int units);
+  bool fill_hosts(const std::vector<Choice>& choices, const PackingOptions& how);
+  bool fill_parts(std::vector<Item> items, const PackingOptions& how);
+  bool lay_or_cut(Item item, const PackingOptions& how, bool by_bytes);
+  bool improve_once(const Target& target, int fullest, double most, double second_most);
+  bool exchange_once(const Target& target, int fullest, double most);
+
+  const Options* options_;
+  std::vector<double> capacities_;
+  std::vector<Load> loads_;
+  std::vector<std::vector<int>> on_rank_;   // parts
+  std::vector<std::vector<int>> of_table_;  // parts
+};
+
+}  // namespace tessera::planner

@@ -1,0 +1,447 @@
+#include "tessera/planner/planner.h"
+
+#include <algorithm>
+#include <cmath>
+#include <optional>
+
+#include "planner/advice.h"
+#include "planner/exhaustive.h"
+#include "planner/packing.h"
+#include "planner/places.h"
+
+namespace tessera::planner {
+namespace {
+
+constexpr double kGoodGap = 0.001;
+constexpr double kSlacks[] = {0.001, 0.004, 0.008, 0.013, 0.02, 0.03, 0.05, 0.1};
+struct Cutting {
+  double share;
+  double budget;
+};
+constexpr Cutting kCuttings[] = {{1, 0}, {0.25, 0.0003}, {0.125, 0.001}};
+
+// What each table does at the bound's prices; where memory binds, as many as needed are lean.
+std::vector<Choice> choices_of(const Options& options, const Bound& bound) {
+  std::vector<Choice> choices(options.tables.size());
+  double memory = 0;
+  for (int r = 0; r < options.num_ranks(); ++r) memory += std::max(0.0, options.capacity(r));
+  double asked = 0;
+  for (std::size_t t = 0; t < choices.size(); ++t) {
+    choices[t] = bound.fast[at(options.class_of[t])];
+    asked += choices[t].bytes;
+  }
+  for (std::size_t c = 0; c < options.classes.size(); ++c) {
+    for (const int t : options.classes[c].tables) {
+      if (asked <= memory * 0.998) return choices;
+      if (bound.lean[c].bytes >= choices[at(t)].bytes) continue;
+      asked += bound.lean[c].bytes - choices[at(t)].bytes;
+      choices[at(t)] = bound.lean[c];
+    }
+  }
+  return choices;
+}
+
+Target target_of(const Options& options, const std::vector<Choice>& choices, Objective objective,
+                 double seconds) {
+  Target target;
+  target.is_sum = objective == Objective::kSum;
+  target.seconds = seconds;
+  // Links and memory share the time as all tables together do.
+  double links = 0;
+  double local = 0;
+  for (std::size_t t = 0; t < choices.size(); ++t) {
+    const TableClass& one = options.classes[at(options.class_of[t])];
+    const Choice& choice = choices[t];
+    const auto add = [&](const Load& load, double count) {
+      links += load.links * count;
+      local += load.local * count;
+    };
+    if (choice.way == Way::kParts) {
+      add(even_parts(one.parts, one.units, choice.count), 1);
+    } else {
+      const RowParts& rows =
+          choice.way == Way::kHosts ? one.host_parts : one.uniform[at(choice.uniform)].parts;
+      const int units = choice.way == Way::kHosts ? one.units : 1;
+      add(even_parts(rows.full, units, choice.count), rows.count);
+      if (rows.has_rest) add(even_parts(rows.rest, units, choice.count), 1);
+    }
+  }
+  const double all = links + local;
+  const double share = all > 0 ? std::clamp(links / all, 0.001, 0.999) : 0.5;
+  target.links = seconds * share;
+  target.local = seconds * (1 - share);
+  return target;
+}
+
+class Search {
+ public:
+  Search(const Problem& problem, const Options& options, const Bound& bound)
+      : problem_(problem), options_(options), bound_(bound) {}
+
+  std::optional<Packing> run() {
+    const bool is_sum = problem_.objective == Objective::kSum;
+    const double floor = std::max(bound_.certificate.seconds, 1e-300);
+    const std::vector<Choice> choices = choices_of(options_, bound_);
+    const Target target = target_of(options_, choices, problem_.objective, floor);
+    const int steps = 40 * options_.num_ranks() + 400;
+    std::optional<Packing> best;
+    double least = kNoLimit;
+    const auto attempt = [&](const std::vector<Choice>& with, const PackingOptions& how) {
+      ++tries;
+      Packing packing(options_);
+      if (!packing.fill(with, how)) return;
+      packing.level(how.target, steps);
+      const double seconds = packing.seconds(is_sum);
+      if (seconds >= least) return;
+      least = seconds;
+      best = std::move(packing);
+    };
+    const auto is_done = [&] { return tries >= problem_.tries || least <= floor * (1 + kGoodGap); };
+    for (const Order order : {Order::kMemoryFirst, Order::kLargestFirst}) {
+      for (const double slack : kSlacks) {
+        for (const Cutting& cutting : kCuttings) {
+          if (is_done()) return best;
+          attempt(choices, {target, slack, order, cutting.share, cutting.budget});
+        }
+      }
+    }
+    return best;
+  }
+
+  int tries = 0;
+
+ private:
+  const Problem& problem_;
+  const Options& options_;
+  const Bound& bound_;
+};
+
+Plan plan_of(const Options& options, const Packing& packing) {
+  Plan plan(options.tables.size());
+  for (std::size_t t = 0; t < plan.size(); ++t) plan[t].name = options.tables[t].name;
+  const auto class_of = [&](int t) -> const TableClass& {
+    return options.classes[at(options.class_of[at(t)])];
+  };
+  const auto add_rows = [&](TablePlan& one, std::int64_t rows, int first, int count,
+                            std::int64_t column, std::int64_t columns) {
+    const std::int64_t height = (rows + count - 1) / count;
+    for (int i = 0; i < count; ++i) {
+      const std::int64_t begin = std::min(rows, i * height);
+      one.shards.push_back(
+          {begin, column, std::min(rows, begin + height) - begin, columns, first + i});
+    }
+  };
+  for (const Uniform& uniform : packing.uniform) {
+    const Table& table = options.tables[at(uniform.table)];
+    const UniformOption& option = class_of(uniform.table).uniform[at(uniform.option)];
+    TablePlan& one = plan[at(uniform.table)];
+    one.cut = option.cut;
+    one.kernel = option.kernel;
+    if (option.cut == Cut::kRowWise) {
+      add_rows(one, table.rows, 0, options.num_ranks(), 0, table.dim);
+    } else {
+      for (int r = 0; r < options.num_ranks(); ++r) {
+        one.shards.push_back({0, 0, table.rows, table.dim, r});
+      }
+    }
+  }
+  std::vector<HostPart> hosts = packing.host_parts;
+  std::sort(hosts.begin(), hosts.end(), [](const HostPart& a, const HostPart& b) {
+    return a.table != b.table ? a.table < b.table : a.host < b.host;
+  });
+  for (const HostPart& part : hosts) {
+    const Table& table = options.tables[at(part.table)];
+    const TableClass& type = class_of(part.table);
+    TablePlan& one = plan[at(part.table)];
+    const std::int64_t column =
+        one.shards.empty() ? 0 : one.shards.back().column + one.shards.back().columns;
+    one.cut = part.units == type.units ? type.whole_host_cut : Cut::kGrid;
+    add_rows(one, table.rows, part.host * options.ranks_per_host, options.ranks_per_host, column,
+             part.units * type.unit);
+  }
+  std::vector<Part> parts = packing.parts;
+  std::sort(parts.begin(), parts.end(), [](const Part& a, const Part& b) {
+    return a.table != b.table ? a.table < b.table : a.rank < b.rank;
+  });
+  for (const Part& part : parts) {
+    if (part.units == 0) continue;
+    const Table& table = options.tables[at(part.table)];
+    const TableClass& type = class_of(part.table);
+    TablePlan& one = plan[at(part.table)];
+    const std::int64_t column =
+        one.shards.empty() ? 0 : one.shards.back().column + one.shards.back().columns;
+    one.cut = part.units == type.units ? type.whole_cut : type.cut;
+    one.shards.push_back({0, column, table.rows, part.units * type.unit, part.rank});
+  }
+  return plan;
+}
+
+// Every way of a class with its price; one part fits or not, whatever the ranks already hold.
+std::vector<Reason> reasons_of(const Options& options, const Bound& bound, const Plan& plan,
+                               double seconds) {
+  double second = 0;
+  double byte = 0;
+  for (const Price& price : bound.certificate.prices) {
+    second = std::max(second, price.second);
+    byte = std::max(byte, price.byte);
+  }
+  struct Way {
+    Cut cut;
+    Kernel kernel;
+    double price;
+  };
+  std::vector<std::vector<Way>> ways(options.classes.size());
+  const double capacity = options.kinds[0].capacity;
+  for (std::size_t c = 0; c < ways.size(); ++c) {
+    const TableClass& one = options.classes[c];
+    const auto price = [&](const Load& load, double count) {
+      return count * (second * load.seconds() + byte * load.bytes);
+    };
+    const auto cut_ways = [&](const PartLoads& loads, const RowParts* rows, int limit, Cut whole,
+                              Cut cut) {
+      bool has_cut = false;
+      for (int count = 1; count <= std::min(limit, one.units) && !has_cut; ++count) {
+        const Load& widest = loads[0][at((one.units + count - 1) / count)];
+        if (widest.seconds() > seconds || widest.bytes > capacity) continue;
+        double cost = price(even_parts(loads, one.units, count), rows == nullptr ? 1 : rows->count);
+        if (rows != nullptr && rows->has_rest) {
+          cost += price(even_parts(rows->rest, one.units, count), 1);
+        }
+        ways[c].push_back({count == 1 ? whole : cut, Kernel::kFused, cost});
+        has_cut = count > 1;
+      }
+    };
+    if (one.has_parts) {
+      cut_ways(one.parts, nullptr, one.can_cut ? one.num_ranks_allowed : 1, one.whole_cut, one.cut);
+    }
+    if (one.has_hosts) {
+      cut_ways(one.host_parts.full, &one.host_parts,
+               one.can_cut_hosts ? static_cast<int>(one.hosts.size()) : 1, one.whole_host_cut,
+               Cut::kGrid);
+    }
+    for (const UniformOption& option : one.uniform) {
+      const Load& load = option.parts.full[0][1];
+      if (load.seconds() > seconds || load.bytes > capacity) continue;
+      double cost = price(load, option.parts.count);
+      if (option.parts.has_rest) cost += price(option.parts.rest[0][1], 1);
+      ways[c].push_back({option.cut, option.kernel, cost});
+    }
+  }
+  std::vector<Reason> reasons(plan.size());
+  for (std::size_t t = 0; t < plan.size(); ++t) {
+    const auto& all = ways[at(options.class_of[t])];
+    double own = kNoLimit;
+    for (const Way& way : all) {
+      if (way.cut == plan[t].cut && way.kernel == plan[t].kernel) own = std::min(own, way.price);
+    }
+    const Way* best = nullptr;
+    for (const Way& way : all) {
+      if (way.cut == plan[t].cut && way.kernel == plan[t].kernel) continue;
+      if (best == nullptr || way.price < best->price) best = &way;
+    }
+    if (best == nullptr || own == kNoLimit || own <= 0) continue;
+    reasons[t] = {best->cut, best->kernel, true, best->price / own - 1};
+  }
+  return reasons;
+}
+
+PlanResult plan_once(const Problem& problem) {
+  const Options options = enumerate(problem);
+  const Bound bound = lower_bound(options);
+  Search search(problem, options, bound);
+  std::optional<Packing> packing = search.run();
+  const bool is_sum = problem.objective == Objective::kSum;
+  const double found = packing ? packing->seconds(is_sum) : kNoLimit;
+  if (!(found <= bound.certificate.seconds * (1 + kGoodGap))) {
+    if (std::optional<Packing> better = search_exhaustively(options, is_sum, found)) {
+      packing = std::move(better);
+    }
+  }
+  if (!packing) throw_not_packed(options);
+  PlanResult result;
+  result.plan = plan_of(options, *packing);
+  result.certificate = bound.certificate;
+  result.per_rank = cost_of(problem, result.plan);
+  for (int r = 0; r < options.num_ranks(); ++r) result.capacities.push_back(options.capacity(r));
+  result.seconds = step_seconds(problem, result.per_rank);
+  result.reasons = reasons_of(options, bound, result.plan, result.seconds);
+  result.tries = search.tries;
+  return result;
+}
+
+bool is_possible(Problem problem) {
+  problem.tries = std::min(problem.tries, 8);
+  try {
+    plan_once(problem);
+  } catch (const PlanError&) {
+    return false;
+  }
+  return true;
+}
+
+// Changes that were computed to help, smallest first.
+std::string advice_for(const Problem& problem) {
+  std::vector<std::string> words;
+  bool is_one_kind = true;
+  for (const Rank& rank : problem.ranks) is_one_kind = is_one_kind && rank == problem.ranks[0];
+  bool names_ranks = false;
+  for (const auto& [name, rules] : problem.rules) names_ranks = names_ranks || !rules.ranks.empty();
+  if (is_one_kind && !names_ranks) {
+    const int hosts = problem.num_hosts();
+    const auto with_hosts = [&](int count) {
+      Problem other = problem;
+      other.ranks.assign(static_cast<std::size_t>(count) * problem.ranks_per_host,
+                         problem.ranks[0]);
+      return is_possible(std::move(other));
+    };
+    int high = hosts;
+    bool is_found = false;
+    for (int factor = 0; factor < 7 && !is_found; ++factor) {
+      high *= 2;
+      if (high * problem.ranks_per_host > 4096) break;
+      is_found = with_hosts(high);
+    }
+    if (is_found) {
+      int low = hosts;
+      while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        (with_hosts(middle) ? high : low) = middle;
+      }
+      words.push_back(std::to_string(high * problem.ranks_per_host) + " ranks");
+    }
+    // The least memory of a rank, to three digits.
+    double enough = problem.ranks[0].memory;
+    Problem other = problem;
+    const auto with_memory = [&](double bytes) {
+      for (Rank& rank : other.ranks) rank.memory = bytes;
+      return is_possible(other);
+    };
+    bool has_memory = false;
+    for (int i = 0; i < 12 && !has_memory && enough > 0; ++i) {
+      enough *= 2;
+      has_memory = with_memory(enough);
+    }
+    if (has_memory) {
+      double low = enough / 2;
+      while (enough - low > 0.005 * enough) {
+        const double middle = (low + enough) / 2;
+        (with_memory(middle) ? enough : low) = middle;
+      }
+      // Rounded up, and tried as it is written.
+      double unit = 1;
+      while (unit * 1000 < enough) unit *= 10;
+      const double rounded = std::ceil(enough / unit) * unit;
+      if (with_memory(rounded)) words.push_back(bytes_text(rounded) + " a rank");
+    }
+  }
+  {
+    Problem other = problem;
+    bool is_other = false;
+    for (Table& table : other.tables) {
+      is_other = is_other || table.element_bytes > 2;
+      table.element_bytes = std::min(table.element_bytes, 2.0);
+    }
+    if (is_other && is_possible(std::move(other))) words.push_back("rows of 2 bytes a number");
+  }
+  if (problem.reserved_percent > 0) {
+    Problem other = problem;
+    other.reserved_percent = 0;
+    if (is_possible(other)) {
+      double low = 0;
+      double high = problem.reserved_percent;
+      while (high - low > 0.5) {
+        other.reserved_percent = (low + high) / 2;
+        (is_possible(other) ? low : high) = other.reserved_percent;
+      }
+      words.push_back("a reservation of " + std::to_string(static_cast<int>(low)) + " %");
+    }
+  }
+  if (!problem.rules.empty()) {
+    Problem other = problem;
+    other.rules.clear();
+    if (is_possible(std::move(other))) words.push_back("no rules");
+  }
+  std::string text;
+  for (const std::string& word : words) text += (text.empty() ? "" : ", or ") + word;
+  return text.empty() ? "fewer or smaller tables: no larger world, memory or narrower rows helped"
+                      : text;
+}
+
+[[noreturn]] void refuse(const std::string& what, const std::string& why = {}) {
+  throw PlanError(PlanErrorKind::kBadEvidence, "plan: " + what, why);
+}
+
+}  // namespace
+
+PlanResult plan(const Problem& problem) {
+  try {
+    return plan_once(problem);
+  } catch (const PlanError& error) {
+    if (error.kind() != PlanErrorKind::kTooLarge) throw;
+    throw PlanError(error.kind(), error.problem(), error.why(), advice_for(problem));
+  }
+}
+
+void check_plan(const Problem& problem, const Plan& plan) {
+  check(problem);
+  std::map<std::string, const Table*> tables;
+  for (const Table& table : problem.tables) tables[table.name] = &table;
+  for (const TablePlan& one : plan) {
+    const auto found = tables.find(one.name);
+    if (found == tables.end()) refuse("table '" + one.name + "' is not there, or is twice in it");
+    const Table& table = *found->second;
+    tables.erase(found);
+    const std::string who = "table '" + one.name + "'";
+    const auto rules = problem.rules.find(one.name);
+    double covered = 0;
+    std::vector<int> seen;
+    for (const Shard& shard : one.shards) {
+      const bool is_inside = shard.row >= 0 && shard.rows >= 0 && shard.column >= 0 &&
+                             shard.columns > 0 && shard.row + shard.rows <= table.rows &&
+                             shard.column + shard.columns <= table.dim && shard.rank >= 0 &&
+                             shard.rank < problem.num_ranks();
+      if (!is_inside) refuse(who + " has a shard that lies outside it, or on no rank");
+      covered += static_cast<double>(shard.rows) * static_cast<double>(shard.columns);
+      for (const Shard& other : one.shards) {
+        if (&other == &shard) break;
+        const bool meets = shard.row < other.row + other.rows &&
+                           other.row < shard.row + shard.rows &&
+                           shard.column < other.column + other.columns &&
+                           other.column < shard.column + shard.columns;
+        const bool is_replica = one.cut == Cut::kDataParallel && other.rank != shard.rank;
+        if (meets && !is_replica) refuse(who + " has shards that overlap");
+      }
+      if (rules != problem.rules.end() && !rules->second.ranks.empty() &&
+          std::find(rules->second.ranks.begin(), rules->second.ranks.end(), shard.rank) ==
+              rules->second.ranks.end()) {
+        refuse(who + " lies on rank " + std::to_string(shard.rank) + ", which its rules exclude");
+      }
+    }
+    const double whole = static_cast<double>(table.rows) * static_cast<double>(table.dim) *
+                         (one.cut == Cut::kDataParallel ? problem.num_ranks() : 1);
+    if (covered != whole) refuse(who + " is not covered by its shards");
+    if (rules != problem.rules.end()) {
+      const auto& cuts = rules->second.cuts;
+      const auto& kernels = rules->second.kernels;
+      if (!cuts.empty() && std::find(cuts.begin(), cuts.end(), one.cut) == cuts.end()) {
+        refuse(who + " is " + std::string(name_of(one.cut)) + ", which its rules exclude");
+      }
+      if (!kernels.empty() &&
+          std::find(kernels.begin(), kernels.end(), one.kernel) == kernels.end()) {
+        refuse(who + " has a kernel that its rules exclude");
+      }
+    }
+  }
+  if (!tables.empty()) refuse("table '" + tables.begin()->first + "' is missing");
+  const CostModel model(problem);
+  const std::vector<ShardCost> costs = cost_of(problem, plan);
+  for (int r = 0; r < problem.num_ranks(); ++r) {
+    const double bytes = costs[at(r)].bytes.total();
+    if (bytes > 0 && bytes > model.capacity(r) * (1 + 1e-9)) {
+      refuse("rank " + std::to_string(r) + " would hold " + bytes_text(bytes) + ", and has " +
+             bytes_text(model.capacity(r)) + " for tables");
+    }
+  }
+}
+
+}  // namespace tessera::planner

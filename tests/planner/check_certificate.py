@@ -1,0 +1,182 @@
+"""Check a plan and its proof from the problem alone: python check_certificate.py PROBLEM.json RESULT.json.
+
+It shares no code with the planner. The proof: give every second and every byte of a rank a price. In a plan
+of T seconds each table uses an option whose shards all fit into T and a rank's memory; together they cost
+at most what all ranks have to give. If the cheapest such options cost more, no plan reaches T.
+"""
+
+import itertools
+import json
+import math
+import sys
+
+INF = math.inf
+TABLE = {"element_bytes": 4, "pooled": True, "state_bytes_per_row": 4, "state_bytes_per_element": 0}
+RANK = {"memory": None, "memory_speed": 51e9, "host_speed": 25e9, "network_speed": 12.5e9}
+
+
+class Checker:
+    def __init__(self, problem):
+        self.rules, self.batch = problem.get("rules", {}), problem["batch"]
+        self.phases = problem.get("objective") == "phases"
+        self.tables = {t["name"]: {**TABLE, **t} for t in problem["tables"]}
+        for t in self.tables.values():
+            t["features"] = [{"ids": 1, "weighted": False, **f} for f in t.get("features", [{}])]
+            t["outputs"] = sum(1 if t["pooled"] else f["ids"] for f in t["features"])
+        own = sum(2 * self.batch * t["outputs"] * t["dim"] * 4 for t in self.tables.values())
+        kept, held = 1 - problem.get("reserved_percent", 15) / 100, problem.get("reserved_bytes", 0)
+        self.ranks = []
+        for r in ({**RANK, **r} for r in problem["ranks"]):
+            r["room"] = INF if r["memory"] is None else r["memory"] * kept - held - own
+            self.ranks += [{k: v for k, v in r.items() if k != "count"}] * r.get("count", 1)
+        self.world = len(self.ranks)
+        self.local = problem.get("ranks_per_host", self.world)
+        self.kinds = [r for i, r in enumerate(self.ranks) if r not in self.ranks[:i]]
+
+    @staticmethod
+    def touched(t, samples):
+        """Return the share of a table's rows that the ids of so many samples touch."""
+        even = found = 0.0
+        for f in t["features"]:
+            n = samples * f["ids"]
+            even += 0 if f.get("distinct") else n
+            points, seen = [(0, 0), *f.get("distinct", [])], 0
+            for (x, y), (x2, y2) in itertools.pairwise(points):
+                seen = y + (y2 - y) / (x2 - x) * (n - x)
+                if n <= x2:
+                    break
+            found += min(n, seen)
+        miss = math.log1p(-1 / t["rows"]) if t["rows"] > 1 else -INF
+        return min(1.0, (-math.expm1(math.floor(even) * miss) if even >= 1 else 0) + found / t["rows"])
+
+    def cost(self, t, cut, kernel, rows, columns, rank):
+        """Return seconds on links, seconds in memory, and bytes of one shard."""
+        fast, w, far = rank["memory_speed"], self.world, self.world - self.local
+        spread = ((self.local - 1) / rank["host_speed"] + far / rank["network_speed"]) / w
+        in_host = ((self.local - 1) / rank["host_speed"] + far / w / rank["network_speed"]) / self.local
+        samples = self.batch * w
+        ids = samples * sum(f["ids"] for f in t["features"])
+        id_bytes = samples * sum(f["ids"] * (12 if f["weighted"] else 8) for f in t["features"])
+        lengths = samples * 4 * len(t["features"])
+        size = columns * t["element_bytes"]
+        state = t["state_bytes_per_row"] + t["state_bytes_per_element"] * columns
+        share, dense, replica = rows / t["rows"], kernel == "dense", cut == "data_parallel"
+        held = rows * (size + state) + (rows * columns * 4 if dense else 16 * ids * share)
+        stepped = rows * (1 if dense else self.touched(t, samples))
+        local = (ids / w if replica else ids * share) * max(size, 64)
+        local = (local + ids * share * columns * 4 + 2 * stepped * (size + state)) / fast
+        if replica:
+            sent = rows * self.touched(t, self.batch) * (8 + columns * 4)
+            slow = rank["network_speed"] if far else rank["host_speed"]
+            links = rows * columns * 4 * 2 * (w - 1) / w / slow if dense else sent * w * spread
+            return links, local, held + 2 * (id_bytes + lengths) / w + (0 if dense else w * sent)
+        out = samples * t["outputs"] * (1 if t["pooled"] else share) * columns * 4
+        sums = t["pooled"] and cut in ("table_row_wise", "grid_shard")
+        links = (id_bytes * share + lengths) * spread + 2 * out * (in_host if sums else spread)
+        return links, local, held + 2 * (id_bytes * share + lengths) + 2 * out
+
+    def price(self, t, cut, kernel, rows, columns, kinds=None):
+        """Return the price of one shard where it is cheapest, among the kinds of rank it fits."""
+        best = INF if rows else 0
+        for kind, p in zip(self.kinds, self.prices, strict=True):
+            if rows and (kinds is None or kind in kinds):
+                links, local, held = self.cost(t, cut, kernel, rows, columns, kind)
+                if links + local <= self.limit and held <= kind["room"]:
+                    best = min(best, p["second"] * (links + local) + p["byte"] * held)
+        return best
+
+    def cheapest(self, t, rule):
+        """Return the price of the cheapest allowed way to lay a table."""
+        cuts, kernels, dim, w = rule.get("cuts"), rule.get("kernels"), t["dim"], self.world
+        group = rule.get("ranks") or range(w)
+        unit = next((u for u in range(rule.get("min_columns") or 4, dim) if dim % u == 0), dim)
+        units = dim // unit
+
+        def allowed(cut, kernel="fused"):
+            return (not cuts or cut in cuts) and (not kernels or kernel in kernels)
+
+        def heights(count):
+            tall = -(-t["rows"] // count)
+            return [min(tall, max(0, t["rows"] - i * tall)) for i in range(count)]
+
+        def together(cut, kernel, rows, columns, ranks):
+            return sum(self.price(t, cut, kernel, h, columns, [r]) for h, r in zip(rows, ranks, strict=True))
+
+        def cut_up(limit, price_of):
+            single = [price_of(u * unit) for u in range(units + 1)]
+            if limit == 1 or single[-(-units // min(limit, units))] == INF:  # one part is at least so wide
+                return single[units] if limit == 1 else INF
+            best = [0.0]
+            for u in range(1, units + 1):
+                best.append(min(best[u - p] + single[p] for p in range(1, u + 1)))
+            return best[units]
+
+        ways = [INF]
+        if any(allowed(cut) for cut in ("table_wise", "column_wise", "table_column_wise")):
+            limit = min(self.local, len(group)) if allowed("table_column_wise") else 1
+            limit = len(group) if allowed("column_wise") else limit
+            ways.append(cut_up(limit, lambda c: self.price(t, "column_wise", "fused", t["rows"], c)))
+        hosts = [range(h, h + self.local) for h in range(0, w, self.local)]
+        hosts = [[self.ranks[r] for r in h] for h in hosts if {*h} <= {*group}]
+        if hosts and (allowed("table_row_wise") or allowed("grid_shard")):
+            some, rows = [h for i, h in enumerate(hosts) if h not in hosts[:i]], heights(self.local)
+            limit = len(hosts) if allowed("grid_shard") else 1
+            ways.append(
+                cut_up(limit, lambda c: min(together("grid_shard", "fused", rows, c, h) for h in some))
+            )
+        for cut, kernel in (("row_wise", "fused"), ("data_parallel", "fused"), ("data_parallel", "dense")):
+            if len(group) == w and allowed(cut, kernel):
+                rows = heights(w) if cut == "row_wise" else [t["rows"]] * w
+                ways.append(together(cut, kernel, rows, dim, self.ranks))
+        return min(ways)
+
+    def proves(self, certificate):
+        """Return whether no plan is faster than the certificate says."""
+        self.prices, self.limit = certificate["prices"], certificate["seconds"] * (1 - 1e-9)
+        if [p["ranks"] for p in self.prices] != [self.ranks.count(k) for k in self.kinds]:
+            return False
+        total, memo = 0.0, {}
+        for p, kind in zip(self.prices, self.kinds, strict=True):
+            room = INF if p["capacity"] is None else p["capacity"]
+            if p["second"] < 0 or p["byte"] < 0 or not math.isclose(room, kind["room"], abs_tol=1):
+                return False
+            total -= p["byte"] * p["ranks"] * kind["room"] if p["byte"] else 0
+        for name, t in self.tables.items():
+            key = json.dumps([{**t, "name": ""}, self.rules.get(name)], sort_keys=True)
+            memo[key] = memo[key] if key in memo else self.cheapest(t, self.rules.get(name, {}))
+            total += memo[key]
+            if name == certificate["table"]:
+                return memo[key] == INF
+        given = sum(p["second"] * p["ranks"] for p in self.prices)
+        return not certificate["table"] and given > 0 and total > self.limit * given * (1 - 1e-9)
+
+    def seconds(self, plan):
+        """Return the time of the plan's step, after checking that it covers every table and fits."""
+        sums = [[0.0, 0.0, 0.0] for _ in self.ranks]
+        assert sorted(self.tables) == sorted(p["name"] for p in plan), "not the same tables"
+        for p in plan:
+            t, copies = self.tables[p["name"]], self.world if p["type"] == "data_parallel" else 1
+            assert sum(s[2] * s[3] for s in p["shards"]) == t["rows"] * t["dim"] * copies, p["name"]
+            for _, _, rows, columns, r in p["shards"]:
+                if rows:
+                    one = self.cost(t, p["type"], p["kernel"], rows, columns, self.ranks[r])
+                    sums[r] = [a + b for a, b in zip(sums[r], one, strict=True)]
+        assert all(s[2] == 0 or s[2] <= r["room"] * (1 + 1e-9) for s, r in zip(sums, self.ranks, strict=True))
+        return (
+            max(s[0] for s in sums) + max(s[1] for s in sums)
+            if self.phases
+            else max(s[0] + s[1] for s in sums)
+        )
+
+
+def check(problem, result):
+    checker = Checker(problem)
+    seconds = checker.seconds(result["tables"])
+    assert math.isclose(seconds, result["plan_seconds"], rel_tol=1e-6), (seconds, result["plan_seconds"])
+    assert checker.proves(result["certificate"]), "the certificate proves nothing"
+    assert result["bound_seconds"] == result["certificate"]["seconds"] <= seconds * (1 + 1e-9)
+
+
+if __name__ == "__main__":
+    with open(sys.argv[1]) as one, open(sys.argv[2]) as other:
+        check(json.load(one), json.load(other))

@@ -1,0 +1,297 @@
+#include <algorithm>
+#include <cmath>
+
+#include <gtest/gtest.h>
+
+#include "planner/public_models.h"
+#include "tessera/planner/explain.h"
+#include "tessera/planner/planner.h"
+
+namespace tessera::planner {
+namespace {
+
+Problem small_problem() {
+  Problem problem;
+  for (int t = 0; t < 6; ++t) {
+    Table table;
+    table.name = "table_" + std::to_string(t);
+    table.rows = 1000 * (t + 1);
+    table.dim = 16;
+    table.features[0].ids = 1 + t;
+    problem.tables.push_back(std::move(table));
+  }
+  problem.ranks.assign(4, {});
+  problem.ranks_per_host = 2;
+  return problem;
+}
+
+PlanErrorKind kind_of(const Problem& problem, std::string* text = nullptr) {
+  try {
+    plan(problem);
+  } catch (const PlanError& error) {
+    if (text != nullptr) *text = error.what();
+    return error.kind();
+  }
+  ADD_FAILURE() << "there is a plan";
+  return PlanErrorKind::kBadProblem;
+}
+
+TEST(PlannerTest, ShareOfTouchedRowsIsThatOfEvenIds) {
+  Problem problem = small_problem();
+  Table table = problem.tables[0];
+  table.rows = 1000;
+  table.features = {{1}};
+  problem.batch = 250;  // 1000 ids over 1000 rows
+  EXPECT_NEAR(CostModel(problem).load_of(table).touched, 1 - std::exp(-1.0005), 1e-5);
+  table.rows = 1'000'000'000;
+  EXPECT_NEAR(CostModel(problem).load_of(table).touched * 1e9, 1000, 1e-3);
+  table.features[0].distinct = {{100, 50}, {2000, 100}};
+  EXPECT_NEAR(CostModel(problem).load_of(table).touched * 1e9, 50 + 50 * 900.0 / 1900, 1e-6);
+}
+
+TEST(PlannerTest, CostsAreThoseOfTheDefinition) {
+  Problem problem = small_problem();
+  problem.batch = 100;
+  Table table = problem.tables[0];
+  table.rows = 1'000'000;
+  table.dim = 32;
+  table.features = {{2}};
+  const CostModel model(problem);
+  const CostModel::TableLoad load = model.load_of(table);
+  EXPECT_EQ(load.ids, 800);
+  EXPECT_EQ(load.outputs, 400);
+  const ShardCost cost =
+      model.cost(table, load, Cut::kTableWise, Kernel::kFused, table.rows, table.dim, 0);
+  // A quarter stays here, a quarter goes inside the host, two to the other one.
+  const double link = 0.25 / 25e9 + 0.5 / 12.5e9;
+  EXPECT_DOUBLE_EQ(cost.seconds.ids, (800 * 8 + 400 * 4) * link);
+  EXPECT_DOUBLE_EQ(cost.seconds.rows, 400 * 32 * 4 * link);
+  EXPECT_DOUBLE_EQ(cost.seconds.gradients, cost.seconds.rows);
+  EXPECT_DOUBLE_EQ(cost.seconds.lookup, 800 * 32 * 4 / 51e9);
+  EXPECT_NEAR(cost.seconds.step, (800 * 128 + 2 * 799.68 * (128 + 4)) / 51e9, 1e-11);
+  EXPECT_EQ(cost.bytes.weights, 128e6);
+  EXPECT_EQ(cost.bytes.optimizer, 4e6);
+}
+
+TEST(PlannerTest, OrderOfTablesChangesNothing) {
+  Problem problem = models::problem_of("small", 16, false);
+  const std::string first = to_json(problem, plan(problem));
+  std::reverse(problem.tables.begin(), problem.tables.end());
+  EXPECT_EQ(to_json(problem, plan(problem)), first);
+  std::rotate(problem.tables.begin(), problem.tables.begin() + 31, problem.tables.end());
+  EXPECT_EQ(to_json(problem, plan(problem)), first);
+}
+
+TEST(PlannerTest, AlteredCertificatesAreRefused) {
+  for (const double room : {1.15, 1.03}) {
+    const Problem problem = models::problem_of("jumbo", 16, false, room);
+    const Certificate good = plan(problem).certificate;
+    ASSERT_TRUE(holds(good, problem));
+    Certificate bad = good;
+    bad.seconds *= 1.0001;
+    EXPECT_FALSE(holds(bad, problem));
+    bad = good;
+    bad.prices[0].second *= 1.01;
+    bad.seconds *= 1.005;
+    EXPECT_FALSE(holds(bad, problem));
+    bad = good;
+    bad.prices[0].byte = good.prices[0].byte * 2 + 1e-15;
+    EXPECT_FALSE(holds(bad, problem));
+    bad = good;
+    bad.prices[0].byte = -1;
+    EXPECT_FALSE(holds(bad, problem));
+    bad = good;
+    bad.prices[0].num_ranks += 1;
+    EXPECT_FALSE(holds(bad, problem));
+    bad = good;
+    bad.prices[0].capacity *= 1.01;
+    EXPECT_FALSE(holds(bad, problem));
+    bad = good;
+    bad.prices.clear();
+    EXPECT_FALSE(holds(bad, problem));
+    bad = good;
+    bad.table = problem.tables[0].name;
+    EXPECT_FALSE(holds(bad, problem));
+    bad.table = "nobody";
+    EXPECT_FALSE(holds(bad, problem));
+  }
+}
+
+TEST(PlannerTest, RulesAreObeyed) {
+  Problem problem = small_problem();
+  problem.rules["table_5"].cuts = {Cut::kRowWise};
+  problem.rules["table_4"].ranks = {3};
+  problem.rules["table_3"].cuts = {Cut::kTableRowWise};
+  problem.rules["table_2"].cuts = {Cut::kDataParallel};
+  problem.rules["table_2"].kernels = {Kernel::kDense};
+  problem.rules["table_1"].cuts = {Cut::kColumnWise};
+  problem.rules["table_1"].min_columns = 8;
+  problem.rules["table_0"].cuts = {Cut::kGrid};
+  const PlanResult result = plan(problem);
+  check_plan(problem, result.plan);
+  EXPECT_TRUE(holds(result.certificate, problem));
+  EXPECT_EQ(result.plan[5].cut, Cut::kRowWise);
+  for (const Shard& shard : result.plan[4].shards) EXPECT_EQ(shard.rank, 3);
+  EXPECT_EQ(result.plan[3].cut, Cut::kTableRowWise);
+  EXPECT_EQ(result.plan[3].shards.size(), 2u);
+  EXPECT_EQ(result.plan[2].cut, Cut::kDataParallel);
+  EXPECT_EQ(result.plan[2].kernel, Kernel::kDense);
+  EXPECT_EQ(result.plan[1].cut, Cut::kColumnWise);
+  for (const Shard& shard : result.plan[1].shards) EXPECT_GE(shard.columns, 8);
+  EXPECT_EQ(result.plan[0].cut, Cut::kGrid);
+}
+
+TEST(PlannerTest, ContradictingRulesAreNamed) {
+  Problem problem = small_problem();
+  problem.rules["table_1"].cuts = {Cut::kRowWise};
+  problem.rules["table_1"].ranks = {0, 1};
+  problem.rules["table_1"].kernels = {Kernel::kFused};
+  std::string text;
+  EXPECT_EQ(kind_of(problem, &text), PlanErrorKind::kRules);
+  EXPECT_NE(text.find("'table_1'"), std::string::npos) << text;
+  EXPECT_NE(text.find("cuts row_wise; ranks, 2 of 4"), std::string::npos) << text;
+  EXPECT_EQ(text.find("kernels"), std::string::npos) << text;
+}
+
+TEST(PlannerTest, OneTableThatFitsNowhereGetsAdviceThatHelps) {
+  Problem problem = small_problem();
+  problem.tables[2].rows = 400'000'000;
+  problem.tables[2].dim = 128;
+  for (Rank& rank : problem.ranks) rank.memory = 16e9;
+  std::string text;
+  EXPECT_EQ(kind_of(problem, &text), PlanErrorKind::kTooLarge);
+  EXPECT_NE(text.find("table 'table_2' (206 GB with state) fits no rank"), std::string::npos)
+      << text;
+  // Every piece of advice was computed; take the first two.
+  const std::size_t advice = text.find("try: ");
+  ASSERT_NE(advice, std::string::npos) << text;
+  const int ranks = std::stoi(text.substr(advice + 5));
+  Problem larger = problem;
+  larger.ranks.assign(static_cast<std::size_t>(ranks), problem.ranks[0]);
+  EXPECT_NO_THROW(plan(larger)) << text;
+  larger.ranks.resize(static_cast<std::size_t>(ranks - 2));
+  EXPECT_THROW(plan(larger), PlanError) << text;
+  const std::size_t memory = text.find(", or ", advice) + 5;
+  Problem richer = problem;
+  for (Rank& rank : richer.ranks) rank.memory = std::stod(text.substr(memory)) * 1e9;
+  EXPECT_NO_THROW(plan(richer)) << text;
+}
+
+TEST(PlannerTest, AllTogetherTooLarge) {
+  Problem problem = models::problem_of("medium", 8, false);
+  for (Rank& rank : problem.ranks) rank.memory = 24e9;
+  std::string text;
+  EXPECT_EQ(kind_of(problem, &text), PlanErrorKind::kTooLarge);
+  EXPECT_NE(text.find("311 tables need"), std::string::npos) << text;
+  EXPECT_NE(text.find("try: 16 ranks"), std::string::npos) << text;
+  EXPECT_NE(text.find("rows of 2 bytes"), std::string::npos) << text;
+}
+
+TEST(PlannerTest, RanksThatDiffer) {
+  Problem problem = models::problem_of("medium", 16, false);
+  for (int r = 8; r < 16; ++r) problem.ranks[static_cast<std::size_t>(r)].speeds.memory /= 2;
+  problem.ranks[15].memory = 0;
+  const PlanResult result = plan(problem);
+  check_plan(problem, result.plan);
+  EXPECT_TRUE(holds(result.certificate, problem));
+  EXPECT_EQ(result.per_rank[15].bytes.total(), 0);
+  EXPECT_LT(result.gap(), 0.05);
+  EXPECT_GE(result.gap(), 0);
+}
+
+TEST(PlannerTest, ProblemsSurviveJson) {
+  Problem problem = small_problem();
+  problem.rules["table_1"].cuts = {Cut::kRowWise};
+  problem.rules["table_2"].ranks = {1, 2};
+  problem.ranks[3].memory = 5e9;
+  problem.tables[1].features = {{3, true, {{10, 5}}}, {1}};
+  const std::string text = to_json(problem);
+  EXPECT_EQ(to_json(problem_from_json(text)), text);
+}
+
+TEST(PlannerTest, BadJsonIsNamedByPlace) {
+  const auto refusal = [](const std::string& text) -> std::string {
+    try {
+      problem_from_json(text);
+    } catch (const PlanError& error) {
+      EXPECT_EQ(error.kind(), PlanErrorKind::kBadProblem);
+      return error.what();
+    }
+    return "";
+  };
+  const std::string end = R"(, "batch": 1, "ranks": [{}]})";
+  const std::string table = R"({"name": "a", "rows": 1, "dim": 4)";
+  EXPECT_EQ(refusal("{"), "plan: the problem is not JSON at byte 2");
+  EXPECT_EQ(refusal("[]"), "plan: / is not an object");
+  EXPECT_EQ(refusal(R"({"tables": [], "tables": []})"),
+            "plan: the problem has the key 'tables' twice");
+  EXPECT_EQ(refusal(R"({"tables": [{"name": "a", "rows": 0, "dim": 4}])" + end),
+            "plan: /tables/0/rows is 0, which is no whole number from 1 to 17592186044416");
+  EXPECT_EQ(refusal(R"({"tables": [)" + table + R"(, "element_bytes": -1}])" + end),
+            "plan: /tables/0/element_bytes is -1, which is no number from 0.25 to 16.0");
+  EXPECT_NE(refusal(R"({"tables": [)" + table + R"(, "elements": 1}])" + end)
+                .find("/tables/0 has an unknown key 'elements'; there are name, rows"),
+            std::string::npos);
+  EXPECT_EQ(refusal(R"({"tables": [)" + table + "}," + table + "}]" + end),
+            "plan: there are two tables 'a'");
+  EXPECT_EQ(refusal(R"({"tables": [)" + table + R"(}], "rules": {"b": {}})" + end),
+            "plan: there are rules for 'b', which is no table");
+  EXPECT_EQ(refusal(R"({"tables": [)" + table + R"(}], "rules": {"a": {"cuts": ["no"]}})" + end),
+            "plan: /rules/a/cuts/0 is \"no\", which is unknown");
+  EXPECT_EQ(refusal(R"({"tables": [)" + table + R"(, "state_bytes_per_row": 1e999}])" + end),
+            "plan: the problem has a number that is too large");
+  EXPECT_EQ(refusal(std::string(100, '[')), "plan: the problem is nested deeper than 32");
+}
+
+TEST(PlannerTest, ResultsSurviveJson) {
+  const Problem problem = models::problem_of("tiny", 8, true);
+  const PlanResult result = plan(problem);
+  const PlanResult read = result_from_json(to_json(problem, result));
+  check_plan(problem, read.plan);
+  EXPECT_TRUE(holds(read.certificate, problem));
+  ASSERT_EQ(read.plan.size(), result.plan.size());
+  for (std::size_t t = 0; t < read.plan.size(); ++t) {
+    EXPECT_EQ(read.plan[t].shards, result.plan[t].shards);
+  }
+}
+
+TEST(PlannerTest, PlansThatAreWrongAreNamed) {
+  const Problem problem = small_problem();
+  const Plan good = plan(problem).plan;
+  const auto refusal = [&](const Plan& plan) -> std::string {
+    try {
+      check_plan(problem, plan);
+    } catch (const PlanError& error) {
+      return error.what();
+    }
+    return "";
+  };
+  Plan bad = good;
+  bad.pop_back();
+  EXPECT_EQ(refusal(bad), "plan: table 'table_5' is missing");
+  bad = good;
+  bad[1] = bad[0];
+  EXPECT_EQ(refusal(bad), "plan: table 'table_0' is not there, or is twice in it");
+  bad = good;
+  bad[0] = {"table_0", Cut::kTableWise, Kernel::kFused, {{0, 0, 1000, 12, 0}}};
+  EXPECT_EQ(refusal(bad), "plan: table 'table_0' is not covered by its shards");
+  bad[0].shards = {{0, 0, 1000, 16, 4}};
+  EXPECT_EQ(refusal(bad), "plan: table 'table_0' has a shard that lies outside it, or on no rank");
+}
+
+TEST(PlannerTest, LinesAreAtMostATerminalWide) {
+  Problem problem = models::problem_of("small", 64, false);
+  problem.tables[3].name = std::string(200, 'x');
+  const PlanResult result = plan(problem);
+  std::string text = table_text(problem, result) + summary(problem, result);
+  for (const Table& table : problem.tables) text += explain(problem, result, table.name);
+  std::size_t begin = 0;
+  while (begin < text.size()) {
+    const std::size_t end = text.find('\n', begin);
+    EXPECT_LE(end - begin, 100u) << text.substr(begin, end - begin);
+    begin = end + 1;
+  }
+}
+
+}  // namespace
+}  // namespace tessera::planner
