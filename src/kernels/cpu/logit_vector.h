@@ -154,7 +154,6 @@ inline void store_fence() {
 
 struct SingleForm {
   using Stored = float;
-  static constexpr bool kIsRough = false;
   static constexpr Stored kPadding = kMinusInfinity;
   static constexpr int kBlock = 1024;
   static float widen(Stored x) { return x; }
@@ -170,7 +169,6 @@ struct SingleForm {
 
 struct BrainForm {
   using Stored = std::uint16_t;
-  static constexpr bool kIsRough = true;  // half a unit in its last place is 2^-8 of a value
   static constexpr Stored kPadding = 0xFF80;
   static constexpr int kBlock = 1024;
   static float widen(Stored x) { return bits_as<float>(static_cast<std::uint32_t>(x) << 16); }
@@ -186,11 +184,6 @@ struct BrainForm {
   static void store(Stored* to, Pair pair, bool streaming) {
     store_high(to, rounded(pair.a), rounded(pair.b), streaming);
   }
-  /// As `store`, but a tie goes away from 0: for values whose own error decides on which side of a
-  /// tie they fall.
-  static void store_near(Stored* to, Pair pair, bool streaming) {
-    store_high(to, bits_as<Words>(pair.a) + 0x8000U, bits_as<Words>(pair.b) + 0x8000U, streaming);
-  }
   static void store_high(Stored* to, Words a, Words b, bool streaming) {
     const Words low = a >> 16;
 #if defined(__AVX2__) && !defined(__AVX512F__)
@@ -204,7 +197,6 @@ struct BrainForm {
 
 struct HalfForm {
   using Stored = std::uint16_t;
-  static constexpr bool kIsRough = false;
   static constexpr Stored kPadding = 0xFC00;
   static constexpr int kBlock = 1024;
   // Exponent and fraction move to their places in a float whose exponent is 112 too small; the

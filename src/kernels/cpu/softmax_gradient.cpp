@@ -36,10 +36,6 @@ struct Exactly {
       return e * row.softmax + row.uniform;
     }
   }
-  template <typename Form>
-  static void store(typename Form::Stored* to, Pair pair, bool streaming) {
-    Form::store(to, pair, streaming);
-  }
 };
 
 #if TESSERA_FUSED_POWERS
@@ -56,50 +52,15 @@ class Closely {
     return {powers_.plus(powers_.limited(x.a), uniform_),
             powers_.plus(powers_.limited(x.b), uniform_)};
   }
-  template <typename Form>
-  static void store(typename Form::Stored* to, Pair pair, bool streaming) {
-    Form::store(to, pair, streaming);
-  }
 
  private:
   Powers<kFar> powers_;
   Floats uniform_;
 };
 
-/// softmax exp(scale (x - maximum)) for results of 8 bits: the relative error is below 1e-4 before
-/// they are rounded. What is less than 2^-126 may be wrong by as much, and is 0 where x = -inf.
-template <bool kFar>
-class Roughly {
- public:
-  Roughly(const Axis<1>& axis, double by) : steps_(axis) {
-    constexpr double kCoefficients[4] = {0.99992807, 0.69326098, 0.24261112, 0.055171672};
-    for (int i = 0; i < 4; ++i) coefficients_[i] = splat(static_cast<float>(by * kCoefficients[i]));
-  }
-
-  Pair operator()(Pair x) const { return {of(x.a), of(x.b)}; }
-  template <typename Form>
-  static void store(typename Form::Stored* to, Pair pair, bool streaming) {
-    Form::store_near(to, pair, streaming);
-  }
-
- private:
-  Floats of(Floats x) const {
-    const Floats limit = steps_.limited(x);
-    const Floats shifted = steps_.shifted(limit);
-    const Floats rest = steps_.rest(limit, shifted);
-    Floats fraction = fused(rest, coefficients_[3], coefficients_[2]);
-    fraction = fused(fraction, rest, coefficients_[1]);
-    fraction = fused(fraction, rest, coefficients_[0]);
-    return fraction * bits_as<Floats>(bits_as<Words>(shifted) << 23);
-  }
-
-  Steps<1, kFar> steps_;
-  Floats coefficients_[4];
-};
-
 /// Calls `write` with the function of a row without weighted terms; false if none of the above
 /// serves, because an exponent has no room for the logarithm of the coefficient.
-template <typename Form, typename Write>
+template <typename Write>
 bool write_powers(float maximum, float scale, float softmax, float uniform, const Write& write) {
   const float size = __builtin_fabsf(softmax);
   const bool serves =
@@ -108,17 +69,6 @@ bool write_powers(float maximum, float scale, float softmax, float uniform, cons
   const double logarithm = __builtin_log2(static_cast<double>(size));
   double above = 0.0;
   const auto factor = [&] { return __builtin_copysign(__builtin_exp2(above), softmax); };
-  if constexpr (Form::kIsRough) {
-    if (uniform == 0.0F) {
-      const auto axis = Axis<1>::about(maximum, rate_of(scale, 1), logarithm, &above);
-      if (axis.starts_at_zero()) {
-        write(Roughly<false>(axis, factor()));
-      } else {
-        write(Roughly<true>(axis, factor()));
-      }
-      return true;
-    }
-  }
   const auto axis = Axis<8>::about(maximum, rate_of(scale, 8), logarithm, &above);
   if (axis.starts_at_zero()) {
     write(Closely<false>(axis, factor(), uniform));
@@ -130,7 +80,7 @@ bool write_powers(float maximum, float scale, float softmax, float uniform, cons
 
 #else
 
-template <typename Form, typename Write>
+template <typename Write>
 bool write_powers(float, float, float, float, const Write&) {
   return false;
 }
@@ -139,7 +89,7 @@ bool write_powers(float, float, float, float, const Write&) {
 
 template <typename Form, typename Function>
 inline void write_pair(typename Form::Stored* g, Pair x, const Function& function, bool streaming) {
-  Function::template store<Form>(g, function(x), streaming);
+  Form::store(g, function(x), streaming);
 }
 
 template <typename Form, typename Function>
@@ -204,8 +154,8 @@ void gradient(const SoftmaxGradientTask& task, std::int64_t first, std::int64_t 
     };
     if (from.weighted != nullptr) {
       write(Exactly<true>{row});
-    } else if (!write_powers<Form>(from.maximum[r], task.scale, from.softmax[r], from.uniform[r],
-                                   write)) {
+    } else if (!write_powers(from.maximum[r], task.scale, from.softmax[r], from.uniform[r],
+                             write)) {
       write(Exactly<false>{row});
     }
     if (owned) {
