@@ -1,9 +1,9 @@
 // src/kernels/token_rows.h — from the statistics of all ranks to one number per token, and back.
 //
 // What the ranks exchange: each rank contributes `num_parts` parts behind a header of kHeader
-// 32-bit words (the vocabulary ids [start, end) of its columns). A part holds `num_fields` arrays
-// of one value per row: maximum, sum, then those of target, total, weighted, best that are wanted,
-// in this order. Most often num_parts is 1.
+// 32-bit words (among them the vocabulary ids [start, end) of its columns). A part holds
+// `num_fields` arrays of one value per row: maximum, sum, then those of target, total, weighted,
+// best that are wanted, in this order. Most often num_parts is 1.
 //
 // merge_tokens, for every row, over the parts of all ranks in rank order (k is `scale`):
 //
@@ -32,7 +32,7 @@
 
 namespace tessera::kernels {
 
-inline constexpr std::int64_t kHeader = 4;
+inline constexpr std::int64_t kHeader = 8;
 
 /// How the loss is made of a row's statistics.
 struct LossShape {

@@ -1,5 +1,6 @@
 #include <algorithm>
-#include <bit>
+#include <array>
+#include <cstring>
 #include <vector>
 
 #include <ATen/Functions.h>
@@ -106,20 +107,31 @@ void fill_missing_parts(const at::Tensor& packed, const Fields& fields, std::int
   }
 }
 
-void write_header(const at::Tensor& packed, const PassSettings& settings, std::int64_t held) {
-  const auto word = [](std::int64_t value) {
-    return std::bit_cast<float>(static_cast<std::int32_t>(value));
-  };
+/// What a rank tells the others beside its statistics: its first id, the end of those that are not
+/// padding, the columns of its logits, the end of its range, and two halves of the labels' digest.
+std::array<std::int32_t, kHeader> header_of(const PassSettings& settings, std::int64_t held) {
   const Columns& columns = settings.columns;
-  const at::Tensor header =
-      at::tensor({word(columns.start), word(columns.start + settings.num_valid), word(held),
-                  word(columns.end)},
-                 at::kFloat);
+  const auto half = [&](int shift) {
+    return static_cast<std::int32_t>(static_cast<std::uint32_t>(settings.label_digest >> shift));
+  };
+  return {static_cast<std::int32_t>(columns.start),
+          static_cast<std::int32_t>(columns.start + settings.num_valid),
+          static_cast<std::int32_t>(held),
+          static_cast<std::int32_t>(columns.end),
+          half(0),
+          half(32)};
+}
+
+void write_header(const at::Tensor& packed, const PassSettings& settings, std::int64_t held) {
+  // As words, not as numbers: not every pattern survives as a float.
+  const auto words = header_of(settings, held);
+  const at::Tensor header = at::empty({kHeader}, at::kFloat);
+  std::memcpy(header.data_ptr(), words.data(), sizeof(words));
   packed.narrow(0, 0, kHeader).copy_(header, /*non_blocking=*/true);
 }
 
-/// Refuses ranges that do not join. `headers` (int64 [ranks, kHeader]) is on the host, and the same
-/// on all ranks, so all of them raise the same.
+/// Refuses ranges that do not join, and labels that differ. `headers` (int64 [ranks, kHeader]) is
+/// on the host, and the same on all ranks, so all of them raise the same.
 void check_headers(const at::Tensor& headers, const PassSettings& settings) {
   const auto word = headers.accessor<std::int64_t, 2>();
   const std::int64_t last = headers.size(0) - 1;
@@ -133,6 +145,10 @@ void check_headers(const at::Tensor& headers, const PassSettings& settings) {
                         ": the columns of rank ", rank, " begin at ", word[rank][0],
                         ", those of rank ", rank - 1, " end at ", word[rank - 1][3],
                         ". The ranges must follow each other in rank order.");
+    TESSERA_CHECK_VALUE(word[rank][4] == word[0][4] && word[rank][5] == word[0][5],
+                        settings.operation, ": the labels of rank ", rank,
+                        " are not those of rank 0. All ranks that share a vocabulary need the "
+                        "same labels.");
   }
   check_ends(word[0][0], word[last][3], settings);
 }
@@ -199,8 +215,8 @@ void exchange_and_merge(const at::Tensor& packed, std::int64_t num_parts, std::i
   if (group.size() > 1) {
     write_header(packed, settings, held);
     gathered = gather_rows(packed, group);
-    if (packed.is_cpu()) {
-      check_headers(gathered.slice(1, 0, kHeader).contiguous().view(at::kInt).to(at::kLong),
+    if (packed.is_cpu() || settings.label_digest != 0) {
+      check_headers(gathered.slice(1, 0, kHeader).contiguous().view(at::kInt).cpu().to(at::kLong),
                     settings);
     }
   }
@@ -241,11 +257,9 @@ void exchange_and_merge(const at::Tensor& packed, std::int64_t num_parts, std::i
 std::int64_t vocab_of_ranks(const at::Tensor& logits, const comm::Group& group,
                             const PassSettings& settings) {
   if (group.size() == 1) return settings.vocab_size;
-  const Columns& columns = settings.columns;
+  const auto words = header_of(settings, logits.size(-1));
   const at::Tensor own =
-      at::tensor(std::vector<std::int64_t>{columns.start, columns.start + settings.num_valid,
-                                           logits.size(-1), columns.end},
-                 at::kLong);
+      at::tensor(std::vector<std::int64_t>(words.begin(), words.end()), at::kLong);
   const at::Tensor headers = gather_rows(own.to(logits.device()), group).cpu();
   check_headers(headers, settings);
   return settings.vocab_size > 0 ? settings.vocab_size

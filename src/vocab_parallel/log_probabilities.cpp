@@ -236,6 +236,7 @@ at::Tensor log_probabilities_at(const at::Tensor& local_logits, const at::Tensor
       detail::settings_of(local_logits, at::Tensor(), group, options, "vocab.log_probabilities_at");
   check_ids(local_logits, ids, settings.operation);
   settings.overwrite = Overwrite::kNever;
+  settings.label_digest = detail::digest_of(ids, group, settings);
   return LogProbabilitiesAt::apply(local_logits, ids, group, settings);
 }
 

@@ -144,6 +144,19 @@ at::Tensor flat_labels(const at::Tensor& labels) {
   return labels.to(at::kLong).reshape(-1).contiguous();
 }
 
+std::uint64_t digest_of(const at::Tensor& labels, const comm::Group& group,
+                        const PassSettings& settings) {
+  if (!labels.defined() || !settings.check_labels || group.size() == 1) return 0;
+  const at::Tensor on_host = flat_labels(labels).cpu();
+  const auto* ids = on_host.const_data_ptr<std::int64_t>();
+  std::uint64_t digest = 0;
+  for (std::int64_t i = 0; i < on_host.numel(); ++i) {
+    digest = (digest ^ static_cast<std::uint64_t>(ids[i])) * 0x9E3779B97F4A7C15U;
+    digest ^= digest >> 32;
+  }
+  return digest | 1U;
+}
+
 void check_labels_before(const at::Tensor& labels, const PassSettings& settings, const char* noun) {
   if (labels.defined() && settings.check_labels && settings.vocab_size > 0) {
     check_label_range(labels, settings.vocab_size, settings, noun);
@@ -162,7 +175,9 @@ void check_labels_without_pass(const at::Tensor& labels, const at::Tensor& logit
                                const char* noun) {
   if (!settings.check_labels) return;
   check_labels_before(labels, settings, noun);
-  const std::int64_t vocab = vocab_of_ranks(logits, group, settings);
+  PassSettings compared = settings;
+  compared.label_digest = digest_of(labels, group, settings);
+  const std::int64_t vocab = vocab_of_ranks(logits, group, compared);
   if (settings.vocab_size == 0) check_label_range(labels, vocab, settings, noun);
 }
 

@@ -30,6 +30,7 @@ struct PassSettings {
   bool has_labels = false;
   std::int64_t tile = 0;
   bool check_labels = false;
+  std::uint64_t label_digest = 0;  // of labels that all ranks must have alike; 0: not compared
 
   bool has_extras() const { return wanted.log_sum_exp || wanted.entropy || wanted.argmax; }
 };
@@ -100,11 +101,16 @@ at::Tensor scale_gradient(at::Tensor gradient, const at::Tensor& upstream);
 /// Stacks tensors of equal shape of all ranks, in rank order.
 at::Tensor gather_rows(const at::Tensor& row, const comm::Group& group);
 
+/// A number that equal labels have in common, for the exchange to compare; 0 if this rank is alone
+/// or labels are not looked at. Waits for the device.
+std::uint64_t digest_of(const at::Tensor& labels, const comm::Group& group,
+                        const PassSettings& settings);
+
 /// Throws ValueError if the ranges of the ranks, from `start` to `end`, are not the vocabulary.
 void check_ends(std::int64_t start, std::int64_t end, const PassSettings& settings);
 
 /// Returns the size of the vocabulary, for what does without a pass. Throws ValueError if the
-/// ranges of the ranks do not join. Collective; waits for the device.
+/// ranges of the ranks do not join or their labels differ. Collective; waits for the device.
 std::int64_t vocab_of_ranks(const at::Tensor& logits, const comm::Group& group,
                             const PassSettings& settings);
 
@@ -124,7 +130,8 @@ void check_labels_before(const at::Tensor& labels, const PassSettings& settings,
 void check_labels_after(const at::Tensor& labels, const at::Tensor& vocab,
                         const PassSettings& settings, const char* noun = "label");
 
-/// Both, for what does without a pass; refuses ranges that do not join as well. Collective.
+/// Both, for what does without a pass; refuses ranges that do not join and labels that differ
+/// between ranks as well. Collective.
 void check_labels_without_pass(const at::Tensor& labels, const at::Tensor& logits,
                                const comm::Group& group, const PassSettings& settings,
                                const char* noun = "label");

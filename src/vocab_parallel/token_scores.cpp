@@ -124,6 +124,7 @@ CrossEntropyScores run(const at::Tensor& logits, const at::Tensor& labels, const
                       settings.operation, ": logits of strides ", logits.strides(),
                       " share memory, so that their gradients would overwrite each other. Use "
                       "Overwrite::kNever.");
+  settings.label_digest = detail::digest_of(labels, group, settings);
   // Autograd does not take an undefined tensor.
   const at::Tensor given = settings.has_labels ? labels : at::empty({0}, at::kLong);
   const variable_list outputs = TokenFunction::apply(logits, given, group, settings);
