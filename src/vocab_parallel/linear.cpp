@@ -31,8 +31,9 @@ struct LinearState : torch::CustomClassHolder {
   comm::Group group;
   std::int64_t columns_per_part = 1;
   bool is_one_part = true;  // on all ranks
+  double softcap = 0.0;
   PassResult result;
-  at::Tensor kept_logits;  // of the only part, or already their gradient, for the first backward
+  bool kept_is_spent = false;  // the logits that were saved became their gradient
 };
 
 /// Note [Parts are columns]
@@ -86,10 +87,13 @@ void add_product(at::Tensor& total, const at::Tensor& gradient, const at::Tensor
 class LinearFunction : public torch::autograd::Function<LinearFunction> {
  public:
   static variable_list forward(AutogradContext* context, const at::Tensor& hidden,
-                               const at::Tensor& weight, const at::Tensor& labels,
-                               const comm::Group& group, const PassSettings& settings,
+                               const at::Tensor& weight, const at::Tensor& given_bias,
+                               const at::Tensor& labels, const comm::Group& group,
+                               const PassSettings& settings, double softcap,
                                std::optional<std::int64_t> workspace_bytes) {
     auto state = c10::make_intrusive<LinearState>(settings, group);
+    state->softcap = softcap;
+    const at::Tensor bias = given_bias.dim() == 1 ? given_bias : at::Tensor();
     const std::int64_t most_columns = largest_of_group(weight.size(0), hidden, group, settings);
     state->columns_per_part = columns_per_part(hidden, most_columns, workspace_bytes);
     at::Tensor workspace = workspace_for(hidden, weight, *state);
@@ -100,16 +104,15 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
     parts.num_parts = std::max<std::int64_t>((most_columns + parts.columns - 1) / parts.columns, 1);
     state->is_one_part = parts.num_parts == 1;
     parts.logits = [&](std::int64_t first, std::int64_t last) {
-      return product_of(workspace, hidden, weight, first, last);
+      return product_of(workspace, hidden, weight, bias, softcap, first, last);
     };
     PassResult& result = state->result;
     result = detail::forward_pass_in_parts(parts, hidden.options(), labels, group, settings);
-    if (settings.needs_gradient && weight.size(0) <= state->columns_per_part) {
-      state->kept_logits = workspace;
-    }
+    // The logits of the only part, or already their gradient, are for the first backward.
+    const bool is_kept = settings.needs_gradient && weight.size(0) <= state->columns_per_part;
 
     context->set_materialize_grads(false);
-    context->save_for_backward({hidden, weight, labels});
+    context->save_for_backward({hidden, weight, labels, bias, is_kept ? workspace : at::Tensor()});
     variable_list outputs;
     variable_list constants;
     for (const at::Tensor& value :
@@ -138,6 +141,8 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
     const at::Tensor& hidden = saved[0];
     const at::Tensor& weight = saved[1];
     const at::Tensor& labels = saved[2];
+    const at::Tensor& bias = saved[3];
+    const bool need_bias = bias.defined() && context->needs_input_grad(2);
     const bool need_hidden = context->needs_input_grad(0);
     const bool need_weight = context->needs_input_grad(1);
     const std::int64_t step = state->columns_per_part;
@@ -152,10 +157,12 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
       hidden_gradient = at::zeros(hidden.sizes(), hidden.options().dtype(at::kFloat));
     }
     at::Tensor weight_gradient = need_weight ? at::empty_like(weight) : at::Tensor();
-    at::Tensor workspace = state->kept_logits;
-    const bool is_kept = workspace.defined();
-    state->kept_logits = at::Tensor();  // a second backward computes them again
-    if (!is_kept) workspace = workspace_for(hidden, weight, *state);
+    at::Tensor bias_gradient = need_bias ? at::zeros_like(bias) : at::Tensor();
+    const bool is_kept = saved[4].defined() && !state->kept_is_spent;
+    state->kept_is_spent = true;  // a second backward computes them again
+    // Writing them must not look like a change of what was saved.
+    at::Tensor workspace =
+        is_kept ? saved[4].variable_data() : workspace_for(hidden, weight, *state);
     const PassGradients of{gradients[0], gradients[1], gradients[2], gradients[3]};
     std::optional<comm::Awaitable<at::Tensor>> sum;
     for (std::int64_t first = 0; first == 0 || first < num_valid; first += step) {
@@ -164,14 +171,22 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
       if (is_kept && state->result.gradient_is_written) {
         gradient = detail::scale_gradient(part_of(workspace, last - first), of.loss);
       } else {
-        const at::Tensor logits = is_kept ? part_of(workspace, last - first)
-                                          : product_of(workspace, hidden, weight, first, last);
+        const at::Tensor logits =
+            is_kept ? part_of(workspace, last - first)
+                    : product_of(workspace, hidden, weight, bias, state->softcap, first, last);
+        at::Tensor slope;
+        if (state->softcap != 0.0) {
+          slope = logits.to(at::kFloat, /*non_blocking=*/false, /*copy=*/true);
+          slope.div_(state->softcap).square_().neg_().add_(1.0);
+        }
         PassSettings own = settings;
         own.columns = {settings.columns.start + first, settings.columns.start + last};
         own.num_valid = last - first;
         gradient = detail::backward_pass(logits, labels, state->result, of, own,
                                          /*in_place=*/true);
+        if (slope.defined()) gradient.mul_(slope);
       }
+      if (need_bias) bias_gradient.slice(0, first, last).copy_(gradient.sum(0, false, at::kFloat));
       const at::Tensor rows = weight.slice(0, first, last);
       if (need_hidden && is_whole) {
         at::mm_out(hidden_gradient, gradient, rows);
@@ -190,8 +205,8 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
     if (need_weight) weight_gradient.slice(0, num_valid).zero_();  // padding
     if (sum) sum->wait();
     if (need_hidden) hidden_gradient = hidden_gradient.to(hidden.scalar_type());
-    return {hidden_gradient, weight_gradient, at::Tensor(),
-            at::Tensor(),    at::Tensor(),    at::Tensor()};
+    return {hidden_gradient, weight_gradient, bias_gradient, at::Tensor(),
+            at::Tensor(),    at::Tensor(),    at::Tensor(),  at::Tensor()};
   }
 
  private:
@@ -208,11 +223,18 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
         .view({workspace.size(0), columns});
   }
 
-  /// hidden weight^T for some ids, in the workspace.
+  /// The logits of some ids, in the workspace.
   static at::Tensor product_of(const at::Tensor& workspace, const at::Tensor& hidden,
-                               const at::Tensor& weight, std::int64_t first, std::int64_t last) {
+                               const at::Tensor& weight, const at::Tensor& bias, double softcap,
+                               std::int64_t first, std::int64_t last) {
     at::Tensor logits = part_of(workspace, last - first);
-    at::mm_out(logits, hidden, weight.slice(0, first, last).t());
+    const at::Tensor rows = weight.slice(0, first, last).t();
+    if (bias.defined()) {
+      at::addmm_out(logits, bias.slice(0, first, last), hidden, rows);
+    } else {
+      at::mm_out(logits, hidden, rows);
+    }
+    if (softcap != 0.0) logits.div_(softcap).tanh_().mul_(softcap);
     return logits;
   }
 };
@@ -229,6 +251,17 @@ void check_inputs(const at::Tensor& hidden, const at::Tensor& weight,
   TESSERA_CHECK_TYPE(hidden.scalar_type() == weight.scalar_type(), operation,
                      ": the hidden states are ", hidden.scalar_type(), ", the weight is ",
                      weight.scalar_type(), ". Use one type.");
+  TESSERA_CHECK_VALUE(options.softcap >= 0.0, operation, ": a softcap of ", options.softcap,
+                      " is not possible. Use 0 for none.");
+  if (options.local_bias) {
+    const at::Tensor& bias = *options.local_bias;
+    TESSERA_CHECK_VALUE(bias.dim() == 1 && bias.size(0) == weight.size(0), operation,
+                        ": a bias of shape ", bias.sizes(), " does not fit a weight of shape ",
+                        weight.sizes(), ". Use one value per column.");
+    TESSERA_CHECK_TYPE(bias.scalar_type() == weight.scalar_type(), operation, ": the bias is ",
+                       bias.scalar_type(), ", the weight is ", weight.scalar_type(),
+                       ". Use one type.");
+  }
   TESSERA_CHECK_VALUE(options.workspace_bytes.value_or(1) > 0, operation, ": a workspace of ",
                       options.workspace_bytes.value_or(1), " bytes is not possible.");
 }
@@ -258,16 +291,26 @@ CrossEntropyScores linear_cross_entropy_with_scores(
   // See Note [The gradient of kept logits]
   const bool only_loss =
       options.reduction != Reduction::kNone && !wanted.log_probability && !settings.has_extras();
-  settings.overwrite =
-      only_loss && hidden.scalar_type() != at::kHalf ? Overwrite::kInForward : Overwrite::kNever;
+  const bool may_write = only_loss && options.softcap == 0.0 && hidden.scalar_type() != at::kHalf;
+  settings.overwrite = may_write ? Overwrite::kInForward : Overwrite::kNever;
+  // Autograd does not take an undefined tensor.
+  const at::Tensor bias =
+      options.local_bias.value_or(at::empty({0, 0}, hidden.options().requires_grad(false)));
   settings.needs_gradient =
-      at::GradMode::is_enabled() && (hidden.requires_grad() || local_weight.requires_grad());
+      at::GradMode::is_enabled() &&
+      (hidden.requires_grad() || local_weight.requires_grad() || bias.requires_grad());
 
   detail::check_labels_before(labels, settings);
   at::Tensor flat_labels = detail::flat_labels(labels);
   at::Tensor flat_hidden = hidden.reshape({-1, hidden.size(-1)});
   const std::int64_t num_rows = flat_hidden.size(0);
   at::Tensor kept;
+  // Ranks whose labels differ may keep different numbers of tokens, so this cannot wait.
+  if (group.size() > 1 && settings.check_labels) {
+    PassSettings compared = settings;
+    compared.label_digest = detail::digest_of(labels, group, settings);
+    detail::vocab_of_ranks(logits, group, compared);
+  }
   // Other scores are wanted for every token.
   if (settings.check_labels && !settings.has_extras()) {
     kept = at::nonzero(flat_labels != options.ignore_index).squeeze(1);
@@ -280,8 +323,9 @@ CrossEntropyScores linear_cross_entropy_with_scores(
   }
   PassSettings unchecked = settings;
   unchecked.check_labels = false;
-  const variable_list rows = LinearFunction::apply(flat_hidden, local_weight, flat_labels, group,
-                                                   unchecked, options.workspace_bytes);
+  const variable_list rows =
+      LinearFunction::apply(flat_hidden, local_weight, bias, flat_labels, group, unchecked,
+                            options.softcap, options.workspace_bytes);
   detail::check_labels_after(labels, rows[5], settings);
   const auto shaped = [&](const at::Tensor& of) {
     return spread(of, kept, num_rows).view(labels.sizes());

@@ -21,9 +21,15 @@ struct LinearOptions : CrossEntropyOptions {
   /// backward and nothing is computed twice; otherwise backward computes them again, part by part.
   /// Without it: all logits if they are no larger than the weight, else 256 MiB.
   std::optional<std::int64_t> workspace_bytes = std::nullopt;
+  /// Added to the logits of this rank's ids, [columns]. Differentiable.
+  std::optional<at::Tensor> local_bias = std::nullopt;
+  /// If not 0, a logit x is softcap tanh(x / softcap). Backward then needs a float32 copy of a
+  /// part.
+  double softcap = 0.0;
 };
 
-/// Returns the cross entropy of `labels` under softmax(hidden weight^T).
+/// Returns the cross entropy of `labels` under softmax(hidden weight^T), with bias and softcap if
+/// the options say so.
 ///
 /// `hidden` is [..., features] and the same on all ranks, `local_weight` [columns, features].
 /// Tokens whose label is ignored are left out before the product (on CUDA only if
