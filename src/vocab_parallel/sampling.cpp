@@ -183,9 +183,11 @@ class Sampled : public torch::autograd::Function<Sampled> {
     const at::Tensor log_p = at::where(is_kept.logical_or(value.isnan()), value, -INFINITY)
                                  .masked_fill(is_ignored, 0.0)
                                  .to(at::kFloat);
-    context->save_for_backward({logits, column.masked_fill(is_own.logical_not(), -1), threshold,
+    // A label that was dropped still pushes down what was kept, as it does in torch.
+    const at::Tensor gets_one = is_own.logical_and(label_logit >= threshold);
+    context->save_for_backward({logits, column.masked_fill(gets_one.logical_not(), -1), threshold,
                                 center.to(at::kFloat), sum.log().to(at::kFloat),
-                                is_kept.logical_and(is_ignored.logical_not())});
+                                is_ignored.logical_not()});
     detail::save_settings(context, settings);
     return log_p.view(logits.sizes().slice(0, logits.dim() - 1));
   }

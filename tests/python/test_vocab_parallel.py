@@ -41,7 +41,7 @@ def sampling_rank(rank):
             used = target.clamp_min(0).unsqueeze(-1)
             expected = log_p.gather(-1, used).squeeze(-1)
             expected = expected.detach().masked_fill(target == -100, 0.0)
-            counts = keep.gather(-1, used).squeeze(-1) & (target != -100) & expected.isfinite()
+            counts = target != -100  # one that was dropped has torch's gradient, too
             log_p.gather(-1, used).squeeze(-1)[counts].sum().backward()
             for chunk in (None, 2):
                 logits = shard(whole, start, end)
@@ -181,3 +181,75 @@ def test_labels_that_stand_for_no_token_and_are_not_looked_at():
     assert value[0, 1].isnan() and value.isnan().sum() == 1
     with pytest.raises(ValueError, match=r"vocab\.columns_of: a vocabulary of -1 ids cannot be dealt out\."):
         vocab_parallel.columns_of(-1)
+
+
+def linear_rank(rank, dtype):
+    """Bias and softcap, with the logits kept, made again in parts, and on ranks with uneven shares."""
+    group = dist.group.WORLD
+    vocab = VOCAB + 1
+    generator = torch.Generator().manual_seed(8)
+    hidden = torch.randn(7, 16, generator=generator).to(dtype)
+    weight = torch.randn(vocab, 16, generator=generator).to(dtype)
+    bias = torch.randn(vocab, generator=generator).to(dtype)
+    labels = torch.randint(vocab, (7,), generator=generator)
+    labels[2] = -100
+    columns = vocab_parallel.columns_of(vocab, group)
+    rounding = 1e-5 if dtype == torch.float32 else 2e-2
+
+    def assert_near(value, expected):
+        # 16-bit logits are off by that share of the largest, and so is what is made of them.
+        error = (value.double() - expected.detach()).abs().max()
+        assert error <= rounding * expected.abs().max(), (error, expected.abs().max())
+
+    for softcap in (0.0, 5.0):
+        for has_bias in (True, False):
+            leaves = [t.double().requires_grad_(True) for t in (hidden, weight, bias)]
+            logits = leaves[0] @ leaves[1].t() + (leaves[2] if has_bias else 0.0)
+            if softcap:
+                logits = softcap * torch.tanh(logits / softcap)
+            for reduction in ("mean", "none"):
+                for leaf in leaves:
+                    leaf.grad = None
+                expected = F.cross_entropy(logits, labels, reduction=reduction)
+                factors = torch.arange(1.0, expected.numel() + 1).view(expected.shape)
+                (expected * factors).sum().backward(retain_graph=True)
+                for workspace in (None, 7 * 10 * hidden.element_size()):
+                    h = hidden.clone().requires_grad_(True)
+                    w, b = (t[slice(*columns)].clone().requires_grad_(True) for t in (weight, bias))
+                    loss = vocab_parallel.linear_cross_entropy(
+                        h,
+                        w,
+                        labels,
+                        group,
+                        columns=columns,
+                        reduction=reduction,
+                        workspace_bytes=workspace,
+                        local_bias=b if has_bias else None,
+                        softcap=softcap,
+                    )
+                    assert_near(loss, expected)
+                    (loss * factors).sum().backward()
+                    own = slice(*columns)
+                    assert_near(h.grad, leaves[0].grad)
+                    assert_near(w.grad, leaves[1].grad[own])
+                    if has_bias:
+                        assert_near(b.grad, leaves[2].grad[own])
+    with pytest.raises(
+        ValueError, match=r"linear_cross_entropy: a bias of shape \[2\] does not fit a weight"
+    ):
+        vocab_parallel.linear_cross_entropy(hidden, w, labels, group, columns=columns, local_bias=bias[:2])
+    with pytest.raises(ValueError, match=r"a softcap of -1 is not possible\. Use 0 for none\."):
+        vocab_parallel.linear_cross_entropy(hidden, w, labels, group, columns=columns, softcap=-1.0)
+
+
+@pytest.mark.parametrize(
+    ("size", "backend", "dtype"),
+    [
+        (1, "shm", torch.float32),
+        (2, "gloo", torch.float32),
+        (3, "shm", torch.float32),
+        (2, "shm", torch.bfloat16),
+    ],
+)
+def test_linear_form_with_bias_and_softcap(size, backend, dtype):
+    run_ranks(size, linear_rank, dtype, backend=backend)
