@@ -42,11 +42,15 @@ Reduction reduction_named(const std::string& name) {
   throw py::value_error("vocab: reduction is 'none', 'mean' or 'sum', not '" + name + "'.");
 }
 
+std::optional<Columns> columns_in(const Range& range) {
+  return range ? std::optional(Columns{range->first, range->second}) : std::nullopt;
+}
+
 /// Fills the options that all functions share; `shared_arguments` names them in the same order.
 void fill(TokenOptions& options, const Range& columns, MaybeInt vocab_size,
           std::int64_t ignore_index, double temperature, std::int64_t reproducible_tile,
           std::optional<bool> check_labels) {
-  if (columns) options.columns = Columns{columns->first, columns->second};
+  options.columns = columns_in(columns);
   options.vocab_size = vocab_size;
   options.ignore_index = ignore_index;
   options.temperature = temperature;
@@ -110,13 +114,15 @@ void bind_engine(py::module_& m) {
          const std::vector<bool>& wanted, const Range& columns, MaybeInt vocab_size,
          std::int64_t ignore_index, double temperature, std::optional<bool> check_labels,
          const std::string& reduction, double label_smoothing, double z_loss,
-         MaybeInt workspace_bytes) {
+         MaybeInt workspace_bytes, const MaybeTensor& bias, double softcap) {
         LinearOptions options;
         fill(options, columns, vocab_size, ignore_index, temperature, 0, check_labels);
         options.reduction = reduction_named(reduction);
         options.label_smoothing = label_smoothing;
         options.z_loss = z_loss;
         options.workspace_bytes = workspace_bytes;
+        options.local_bias = bias;
+        options.softcap = softcap;
         return tuple_of(linear_cross_entropy_with_scores(hidden, weight, labels, group_of(group),
                                                          wanted_of(wanted), options));
       },
@@ -207,8 +213,9 @@ void bind_sampling(py::module_& m) {
   m.def(
       "distributed_logprob_with_sampling",
       [](const Tensor& logits, const Tensor& target, const MaybeGroup& group, MaybeInt top_k,
-         double top_p) {
-        return DistributedLogprobWithSampling::apply(logits, target, group_of(group), top_k, top_p);
+         double top_p, const Range& columns) {
+        return DistributedLogprobWithSampling::apply(logits, target, group_of(group), top_k, top_p,
+                                                     /*inference_only=*/false, columns_in(columns));
       },
       Release());
   m.def("apply_top_k_top_p", &apply_top_k_top_p, Release());
@@ -297,10 +304,11 @@ void bind_distillation(py::module_& m) {
   m.def(
       "distillation_topk_logprobs",
       [](const Tensor& student, const Tensor& teacher, const Tensor& ids, bool zero_outside_topk,
-         bool calculate_entropy, const MaybeGroup& group, const MaybeGroup& cp_group) {
+         bool calculate_entropy, const MaybeGroup& group, const MaybeGroup& cp_group,
+         const Range& columns) {
         const DistillationLogprobs result = get_distillation_topk_logprobs_from_logits(
             student, teacher, ids, zero_outside_topk, calculate_entropy, group_of(group),
-            maybe_group(cp_group));
+            maybe_group(cp_group), columns_in(columns));
         return std::tuple<Tensor, Tensor, MaybeTensor>(result.student, result.teacher,
                                                        maybe(result.minus_entropy));
       },
@@ -338,14 +346,17 @@ void bind_model_utils(py::module_& m) {
       Release());
   m.def(
       "distributed_entropy",
-      [](const Tensor& logits, const MaybeGroup& group) {
-        return ChunkedDistributedEntropy::apply(logits, 1, group_of(group));
+      [](const Tensor& logits, const MaybeGroup& group, const Range& columns) {
+        return ChunkedDistributedEntropy::apply(logits, 1, group_of(group),
+                                                /*inference_only=*/false, columns_in(columns));
       },
       Release());
   m.def(
       "distributed_cross_entropy",
-      [](const Tensor& student, const Tensor& target, const MaybeGroup& group) {
-        return DistributedCrossEntropy::apply(student, target, group_of(group));
+      [](const Tensor& student, const Tensor& target, const MaybeGroup& group,
+         const Range& columns) {
+        return DistributedCrossEntropy::apply(student, target, group_of(group),
+                                              /*inference_only=*/false, columns_in(columns));
       },
       Release());
   m.def(
@@ -401,18 +412,18 @@ void bind_te_parallel_ce(py::module_& m) {
   m.def(
       "parallel_cross_entropy",
       [](const Tensor& input, const Tensor& target, double label_smoothing, bool reduce_loss,
-         const MaybeGroup& group, std::int64_t ignore_idx) {
+         const MaybeGroup& group, std::int64_t ignore_idx, const Range& columns) {
         return parallel_cross_entropy(input, target, label_smoothing, reduce_loss,
-                                      maybe_group(group), ignore_idx);
+                                      maybe_group(group), ignore_idx, columns_in(columns));
       },
       Release());
   m.def(
       "te_parallel_cross_entropy",
       [](const Tensor& logits, const Tensor& labels, const MaybeTensor& mask,
          std::int64_t ignore_index, const std::string& reduction, const MaybeGroup& group,
-         MaybeInt num_label_tokens) {
+         MaybeInt num_label_tokens, const Range& columns) {
         return TEParallelCrossEntropy(ignore_index, reduction, maybe_group(group))(
-            logits, labels, mask.value_or(Tensor()), num_label_tokens);
+            logits, labels, mask.value_or(Tensor()), num_label_tokens, columns_in(columns));
       },
       Release());
 }

@@ -270,6 +270,8 @@ def vocab_linear_cross_entropy(
     label_smoothing: float,
     z_loss: float,
     workspace_bytes: int | None,
+    bias: Tensor | None,
+    softcap: float,
 ) -> _Scores: ...
 def vocab_log_probabilities_at(
     logits: Tensor,
@@ -313,8 +315,10 @@ def distributed_logprob(
 def distributed_gather_logprob(
     logits: Tensor, ids: Tensor, start: int, end: int, group: ProcessGroup | None
 ) -> Tensor: ...
-def distributed_entropy(logits: Tensor, group: ProcessGroup | None) -> Tensor: ...
-def distributed_cross_entropy(student: Tensor, target: Tensor, group: ProcessGroup | None) -> Tensor: ...
+def distributed_entropy(logits: Tensor, group: ProcessGroup | None, columns: _Columns) -> Tensor: ...
+def distributed_cross_entropy(
+    student: Tensor, target: Tensor, group: ProcessGroup | None, columns: _Columns
+) -> Tensor: ...
 def from_parallel_logits_to_logprobs(
     logits: Tensor,
     target: Tensor,
@@ -382,7 +386,12 @@ def vocab_smallest_kept_logit(
     temperature: float,
 ) -> Tensor: ...
 def distributed_logprob_with_sampling(
-    logits: Tensor, target: Tensor, group: ProcessGroup | None, top_k: int | None, top_p: float
+    logits: Tensor,
+    target: Tensor,
+    group: ProcessGroup | None,
+    top_k: int | None,
+    top_p: float,
+    columns: _Columns,
 ) -> Tensor: ...
 def apply_top_k_top_p(logits: Tensor, top_k: int | None, top_p: float) -> tuple[Tensor, Tensor]: ...
 def part_of_context_rank(x: Tensor, rank: int, size: int, dim: int, starts: Tensor | None) -> Tensor: ...
@@ -408,6 +417,7 @@ def distillation_topk_logprobs(
     calculate_entropy: bool,
     group: ProcessGroup | None,
     cp_group: ProcessGroup | None,
+    columns: _Columns,
 ) -> tuple[Tensor, Tensor, Tensor | None]: ...
 def distributed_hidden_states_to_logprobs(
     hidden: Tensor,
@@ -425,6 +435,7 @@ def parallel_cross_entropy(
     reduce_loss: bool,
     group: ProcessGroup | None,
     ignore_idx: int,
+    columns: _Columns,
 ) -> Tensor: ...
 def te_parallel_cross_entropy(
     logits: Tensor,
@@ -434,6 +445,7 @@ def te_parallel_cross_entropy(
     reduction: str,
     group: ProcessGroup | None,
     num_label_tokens: int | None,
+    columns: _Columns,
 ) -> Tensor: ...
 
 _Value = bool | int | float | str

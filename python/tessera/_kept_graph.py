@@ -7,18 +7,31 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
+
+
+class EngineFunction(torch.autograd.Function):
+    """An autograd function whose `apply` is the engine's own.
+
+    The engine's node saves its tensors as torch's do: they are freed by backward, and packed by hooks
+    such as those of checkpointing. `forward` and `backward` are for those who call them by hand.
+    """
+
+    @classmethod
+    def apply(cls, *args: Any, **kwargs: Any) -> Any:
+        """Return what `forward` returns, differentiably."""
+        return cls.forward(None, *args, **kwargs)
 
 
 def run(ctx: Any, logits: Tensor, inference_only: bool, compute: Callable[[Tensor], Tensor]) -> Tensor:
-    """Run `compute` on a leaf that shares the logits' memory, and keep its graph for backward."""
-    ctx.result = None
+    """Run `compute`; for a context, on a leaf that shares the logits' memory, with its graph kept there."""
     if inference_only or torch.is_inference_mode_enabled():
         with torch.no_grad():
             value = compute(logits)
-        if inference_only:
-            ctx.mark_non_differentiable(value)
+        if ctx is not None:
+            ctx.result = None
         return value
+    if ctx is None:
+        return compute(logits)
     leaf = logits.detach().requires_grad_(True)
     with torch.enable_grad():
         ctx.result = compute(leaf)
@@ -27,12 +40,8 @@ def run(ctx: Any, logits: Tensor, inference_only: bool, compute: Callable[[Tenso
 
 
 def gradient(ctx: Any, grad_output: Tensor) -> Tensor:
-    """Return the gradient of the logits. `create_graph` is passed on, for the engine to refuse."""
+    """Return the gradient of the logits, once."""
     if ctx.result is None:
         raise ValueError("vocab: this was computed with inference_only=True and has no gradient.")
-    # A context that is not autograd's own: somebody calls backward by hand.
-    create_graph = torch.is_grad_enabled() and isinstance(ctx, BackwardCFunction)
-    (of_logits,) = torch.autograd.grad(
-        ctx.result, ctx.leaf, grad_output, retain_graph=True, create_graph=create_graph
-    )
+    (of_logits,) = torch.autograd.grad(ctx.result, ctx.leaf, grad_output)
     return of_logits

@@ -2,7 +2,8 @@
 
 Each rank holds some columns of the logits. One read of them gives a few numbers per token, one small
 all-gather makes them known, and every rank merges them in rank order: results are the same bits on
-all ranks. `group` may be None for logits that are whole. Everything here but columns_of is collective.
+all ranks. `group` may be None for logits that are whole. Logits that are a DTensor say by their
+placement which ids they are, and over which group. Everything here but columns_of is collective.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tessera import _C
+from tessera._tensors import Columns, group_of, local_part, vocab_part, whole_on_group
 
 __all__ = [
     "CrossEntropyScores",
@@ -33,7 +35,6 @@ __all__ = [
     "top_k",
 ]
 
-Columns = tuple[int, int]
 _SCORES = ("log_probability", "log_sum_exp", "entropy", "argmax")
 
 
@@ -68,7 +69,7 @@ def columns_of(vocab_size: int, group: ProcessGroup | None = None) -> Columns:
     >>> columns_of(8)
     (0, 8)
     """
-    return _C.vocab_columns_of(vocab_size, group)
+    return _C.vocab_columns_of(vocab_size, group_of("columns_of", group))
 
 
 def token_scores(
@@ -96,8 +97,9 @@ def token_scores(
     >>> round(float(scores.entropy), 4), round(float(scores.log_probability), 4)
     (2.0794, -2.0794)
     """
+    logits, group, columns = vocab_part("token_scores", local_logits, group, columns)
     scores = _C.vocab_token_scores(
-        local_logits, labels, group, _flags(wanted), columns, vocab_size, ignore_index, temperature,
+        logits, local_part(labels), group, _flags(wanted), columns, vocab_size, ignore_index, temperature,
         reproducible_tile, check_labels, overwrite,
     )  # fmt: skip
     return TokenScores(*scores[1:])
@@ -131,8 +133,9 @@ def cross_entropy_with_scores(
     >>> round(float(loss), 4), int(tokens.argmax)
     (2.0794, 0)
     """
+    logits, group, columns = vocab_part("cross_entropy", local_logits, group, columns)
     scores = _C.vocab_cross_entropy(
-        local_logits, labels, group, _flags(wanted), columns, vocab_size, ignore_index, temperature,
+        logits, local_part(labels), group, _flags(wanted), columns, vocab_size, ignore_index, temperature,
         reproducible_tile, check_labels, overwrite, reduction, label_smoothing, z_loss,
     )  # fmt: skip
     return CrossEntropyScores(scores[0], TokenScores(*scores[1:]))
@@ -178,10 +181,13 @@ def linear_cross_entropy_with_scores(
     temperature: float = 1.0,
     check_labels: bool | None = None,
     workspace_bytes: int | None = None,
+    local_bias: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> CrossEntropyScores:
-    """Return the cross entropy of softmax(hidden weight^T) without ever holding all logits.
+    """Return the cross entropy of softmax(hidden weight^T + bias) without ever holding all logits.
 
-    `hidden` [..., features] is the same on all ranks, `local_weight` [columns, features] is sharded.
+    `hidden` [..., features] is the same on all ranks, `local_weight` [columns, features] and
+    `local_bias` [columns] are sharded. With `softcap` a logit x counts as softcap tanh(x / softcap).
     At most `workspace_bytes` of logits exist at a time; without it all of them if they are no larger than
     the weight, else 256 MiB. The gradient of the weight is summed in float32; that of `hidden` is summed
     over the group.
@@ -193,9 +199,11 @@ def linear_cross_entropy_with_scores(
     >>> round(float(scores.loss), 4), scores.tokens.argmax.tolist()
     (2.0794, [0, 0])
     """
+    weight, group, columns = vocab_part("linear_cross_entropy", local_weight, group, columns, dim=0)
     scores = _C.vocab_linear_cross_entropy(
-        hidden, local_weight, labels, group, _flags(wanted), columns, vocab_size, ignore_index,
-        temperature, check_labels, reduction, label_smoothing, z_loss, workspace_bytes,
+        whole_on_group(hidden), weight, local_part(labels), group, _flags(wanted), columns, vocab_size,
+        ignore_index, temperature, check_labels, reduction, label_smoothing, z_loss, workspace_bytes,
+        local_part(local_bias), softcap,
     )  # fmt: skip
     return CrossEntropyScores(scores[0], TokenScores(*scores[1:]))
 
@@ -229,8 +237,9 @@ def log_probabilities_at(
     >>> log_probabilities_at(torch.zeros(1, 8), torch.tensor([[1, 5]])).shape
     torch.Size([1, 2])
     """
+    logits, group, columns = vocab_part("log_probabilities_at", local_logits, group, columns)
     return _C.vocab_log_probabilities_at(
-        local_logits, ids, group, columns, vocab_size, ignore_index, temperature, check_labels
+        logits, local_part(ids), group, columns, vocab_size, ignore_index, temperature, check_labels
     )
 
 
@@ -252,7 +261,10 @@ def logits_at(
     >>> logits_at(torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([[1, -100]])).tolist()
     [[3.0, 0.0]]
     """
-    return _C.vocab_logits_at(local_logits, ids, group, columns, vocab_size, ignore_index, 1.0, check_labels)
+    logits, group, columns = vocab_part("logits_at", local_logits, group, columns)
+    return _C.vocab_logits_at(
+        logits, local_part(ids), group, columns, vocab_size, ignore_index, 1.0, check_labels
+    )
 
 
 def log_softmax(
@@ -269,7 +281,8 @@ def log_softmax(
     >>> round(float(log_softmax(torch.zeros(1, 8))[0, 0]), 4)
     -2.0794
     """
-    return _C.vocab_log_softmax(local_logits, group, columns, vocab_size, temperature)
+    logits, group, columns = vocab_part("log_softmax", local_logits, group, columns)
+    return _C.vocab_log_softmax(logits, group, columns, vocab_size, temperature)
 
 
 def soft_cross_entropy(
@@ -289,8 +302,9 @@ def soft_cross_entropy(
     >>> round(float(soft_cross_entropy(torch.zeros(1, 8), torch.ones(1, 8))), 4)
     2.0794
     """
+    logits, group, columns = vocab_part("soft_cross_entropy", local_logits, group, columns)
     return _C.vocab_soft_cross_entropy(
-        local_logits, local_target_logits, group, columns, vocab_size, temperature
+        logits, local_part(local_target_logits), group, columns, vocab_size, temperature
     )
 
 
@@ -309,7 +323,8 @@ def top_k(
     >>> ids.tolist()
     [[1, 2]]
     """
-    return _C.vocab_top_k(local_logits, k, group, columns, vocab_size)
+    logits, group, columns = vocab_part("top_k", local_logits, group, columns)
+    return _C.vocab_top_k(logits, k, group, columns, vocab_size)
 
 
 def smallest_kept_logit(
@@ -328,7 +343,8 @@ def smallest_kept_logit(
     >>> smallest_kept_logit(torch.tensor([[1.0, 3.0, 2.0]]), top_k=2).tolist()
     [2.0]
     """
-    return _C.vocab_smallest_kept_logit(local_logits, group, top_k, top_p, columns, vocab_size, temperature)
+    logits, group, columns = vocab_part("smallest_kept_logit", local_logits, group, columns)
+    return _C.vocab_smallest_kept_logit(logits, group, top_k, top_p, columns, vocab_size, temperature)
 
 
 def sampled_log_probabilities(
@@ -346,14 +362,15 @@ def sampled_log_probabilities(
 ) -> Tensor:
     """Return log p of the labels among the ids that top-k and top-p filters keep, float32.
 
-    A label that was dropped gives -inf and no gradient, `ignore_index` gives 0. Differentiable.
+    A label that was dropped gives -inf, `ignore_index` gives 0. Differentiable.
 
     >>> import torch
     >>> logits = torch.tensor([[0.0, 0.0, -1.0]])
     >>> round(float(sampled_log_probabilities(logits, torch.tensor([0]), top_k=2)), 4)
     -0.6931
     """
+    logits, group, columns = vocab_part("sampled_log_probabilities", local_logits, group, columns)
     return _C.vocab_sampled_log_probabilities(
-        local_logits, labels, group, top_k, top_p, columns, vocab_size, ignore_index, temperature,
+        logits, local_part(labels), group, top_k, top_p, columns, vocab_size, ignore_index, temperature,
         check_labels,
     )  # fmt: skip

@@ -41,8 +41,7 @@ at::Tensor label_log_probabilities(const at::Tensor& logits, const at::Tensor& l
   SamplingOptions filtered;
   static_cast<TokenOptions&>(filtered) = options;
   if (sampling) {
-    const std::int64_t top_k = sampling->top_k.value_or(-1);
-    filtered.top_k = top_k == -1 ? 0 : top_k;
+    filtered.top_k = std::max<std::int64_t>(sampling->top_k.value_or(0), 0);
     filtered.top_p = sampling->top_p;
   }
   // Wrong values are for the filter to name.
@@ -163,10 +162,12 @@ at::Tensor DistributedLogprobWithSampling::apply(const at::Tensor& vocab_paralle
                                                  const at::Tensor& target,
                                                  const comm::Group& tp_group,
                                                  std::optional<std::int64_t> top_k, double top_p,
-                                                 bool inference_only) {
+                                                 bool inference_only,
+                                                 const std::optional<Columns>& columns) {
   const GradIf mode(!inference_only);
   TokenOptions options;
   options.operation = "vocab.DistributedLogprobWithSampling";
+  options.columns = columns;
   return label_log_probabilities(vocab_parallel_logits, target, tp_group, options,
                                  TrainingSamplingParams{top_k, top_p});
 }
@@ -193,20 +194,24 @@ at::Tensor ChunkedDistributedGatherLogprob::apply(
 
 at::Tensor ChunkedDistributedEntropy::apply(const at::Tensor& vocab_parallel_logits,
                                             std::int64_t /*chunk_size*/,
-                                            const comm::Group& tp_group, bool inference_only) {
+                                            const comm::Group& tp_group, bool inference_only,
+                                            const std::optional<Columns>& columns) {
   const GradIf mode(!inference_only);
   TokenOptions options;
   options.operation = "vocab.ChunkedDistributedEntropy";
+  options.columns = columns;
   return token_scores(vocab_parallel_logits, {}, tp_group, {.entropy = true}, options)
       .entropy.neg();
 }
 
 at::Tensor DistributedCrossEntropy::apply(const at::Tensor& student_logits,
                                           const at::Tensor& target_logits, const comm::Group& group,
-                                          bool inference_only) {
+                                          bool inference_only,
+                                          const std::optional<Columns>& columns) {
   const GradIf mode(!inference_only);
   TokenOptions options;
   options.operation = "vocab.DistributedCrossEntropy";
+  options.columns = columns;
   return soft_cross_entropy(student_logits, target_logits, group, options);
 }
 
@@ -431,7 +436,8 @@ DistillationLogprobs get_distillation_topk_logprobs_from_logits(
     const at::Tensor& student_logits, const at::Tensor& teacher_topk_logits,
     const at::Tensor& teacher_topk_indices, bool zero_outside_topk, bool calculate_entropy,
     const comm::Group& vocab_parallel_group,
-    const std::optional<comm::Group>& context_parallel_group) {
+    const std::optional<comm::Group>& context_parallel_group,
+    const std::optional<Columns>& columns) {
   constexpr const char* kOperation = "vocab.get_distillation_topk_logprobs_from_logits";
   TESSERA_CHECK_VALUE(teacher_topk_indices.dim() == 3 && teacher_topk_indices.size(2) > 0 &&
                           teacher_topk_indices.sizes() == teacher_topk_logits.sizes(),
@@ -441,8 +447,9 @@ DistillationLogprobs get_distillation_topk_logprobs_from_logits(
   const at::Tensor ids = teacher_topk_indices.to(student_logits.device());
   const int parts = size_of(context_parallel_group);
   const std::int64_t length = ids.size(1) - 1;
-  const std::int64_t start = vocab_parallel_group.rank() * student_logits.size(-1);
-  const std::int64_t end = start + student_logits.size(-1);
+  const std::int64_t held = student_logits.size(-1);
+  const std::int64_t start = columns ? columns->start : vocab_parallel_group.rank() * held;
+  const std::int64_t end = columns ? columns->end : start + held;
   const auto whole = [&](const at::Tensor& part) {
     return parts == 1 ? part : gather_context(part, *context_parallel_group, 1);
   };
@@ -454,7 +461,8 @@ DistillationLogprobs get_distillation_topk_logprobs_from_logits(
                                                 options_for(kOperation, start, end)));
     if (calculate_entropy) {
       result.minus_entropy =
-          whole(ChunkedDistributedEntropy::apply(student_logits, 1, vocab_parallel_group))
+          whole(ChunkedDistributedEntropy::apply(student_logits, 1, vocab_parallel_group,
+                                                 /*inference_only=*/false, columns))
               .narrow(1, 0, length);
     }
   } else {
@@ -474,8 +482,7 @@ std::pair<at::Tensor, at::Tensor> apply_top_k_top_p(const at::Tensor& logits,
                                                     double top_p) {
   SamplingOptions options;
   options.operation = "vocab.apply_top_k_top_p";
-  const std::int64_t k = top_k.value_or(-1);
-  options.top_k = k == -1 ? 0 : k;
+  options.top_k = std::max<std::int64_t>(top_k.value_or(0), 0);
   options.top_p = top_p;
   const at::Tensor smallest =
       smallest_kept_logit(logits, group_or_solo(std::nullopt), options).unsqueeze(-1);

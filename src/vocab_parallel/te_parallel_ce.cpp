@@ -30,8 +30,9 @@ at::Tensor shaped_like_tokens(const at::Tensor& target, const at::Tensor& input)
 at::Tensor parallel_cross_entropy(const at::Tensor& input, const at::Tensor& target,
                                   double label_smoothing, bool reduce_loss,
                                   const std::optional<comm::Group>& dist_process_group,
-                                  std::int64_t ignore_idx) {
+                                  std::int64_t ignore_idx, const std::optional<Columns>& columns) {
   CrossEntropyOptions options;
+  options.columns = columns;
   options.operation = "vocab.parallel_cross_entropy";
   options.label_smoothing = label_smoothing;
   options.reduction = reduce_loss ? Reduction::kMean : Reduction::kNone;
@@ -57,8 +58,10 @@ TEParallelCrossEntropy::TEParallelCrossEntropy(std::int64_t given_ignore_index,
 
 at::Tensor TEParallelCrossEntropy::operator()(const at::Tensor& logits, const at::Tensor& labels,
                                               const at::Tensor& mask,
-                                              std::optional<std::int64_t> num_label_tokens) const {
+                                              std::optional<std::int64_t> num_label_tokens,
+                                              const std::optional<Columns>& columns) const {
   CrossEntropyOptions options;
+  options.columns = columns;
   options.operation = "vocab.TEParallelCrossEntropy";
   options.reduction = reduction_named(reduction);
   options.ignore_index = ignore_index;

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from tessera import vocab_parallel
 from tessera.distributed import model_utils
 from tessera.loss import te_parallel_ce
 from vocab_sample import VOCAB, reference_logprob, sample
@@ -135,3 +136,71 @@ def dtensor_rank(rank):
 
 def test_labels_and_mask_of_a_mesh():
     run_ranks(2, dtensor_rank, backend="gloo")
+
+
+def other_labels_rank(rank, change):
+    """The labels of the last rank are other ones."""
+    whole, labels = sample()
+    group = dist.group.WORLD
+    columns = vocab_parallel.columns_of(VOCAB, group)
+    own = whole[..., slice(*columns)].clone().requires_grad_(True)
+    hidden, weight = torch.ones(2, 6, 4), torch.ones(columns[1] - columns[0], 4)
+    ids = labels.unsqueeze(-1)
+    last = group.size() - 1
+    given = labels.clone()
+    if rank == last:
+        given[1, 3] = -100 if change == "ignored" else (labels[1, 3] + 50) % VOCAB
+    text = rf"the labels of rank {last} are not those of rank 0\. All ranks that share a vocabulary"
+    for function in (
+        lambda y: vocab_parallel.cross_entropy(own, y, group, columns=columns),
+        lambda y: vocab_parallel.cross_entropy(own, y, group, columns=columns, vocab_size=VOCAB),
+        lambda y: vocab_parallel.log_probabilities(own, y, group, columns=columns),
+        lambda y: vocab_parallel.log_probabilities_at(own, y.unsqueeze(-1), group, columns=columns),
+        lambda y: vocab_parallel.logits_at(own, y.unsqueeze(-1), group, columns=columns),
+        lambda y: vocab_parallel.sampled_log_probabilities(own, y, group, columns=columns, top_k=5),
+        lambda y: vocab_parallel.linear_cross_entropy(hidden, weight, y, group, columns=columns),
+        lambda y: model_utils.DistributedLogprob.apply(own, y, *columns, group),
+        lambda y: model_utils.from_parallel_logits_to_logprobs(own, y, *columns, group),
+        lambda y: te_parallel_ce.CrossEntropyFunction.forward(None, own, y, 0.0, True, group),
+    ):
+        with pytest.raises(ValueError, match=text):
+            function(given)
+        function(labels)  # the group goes on
+    assert torch.equal(ids.squeeze(-1), labels)
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("change", ["other", "ignored"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_labels_that_differ_between_ranks(size, change, backend):
+    run_ranks(size, other_labels_rank, change, backend=backend)
+
+
+def test_names_of_the_reference():
+    """Keywords, and filters that are off."""
+    whole, target = sample()
+    hidden, weight = torch.zeros(6, 2, 4), torch.zeros(VOCAB, 4)
+    value = model_utils.from_parallel_hidden_states_to_logprobs(
+        tensor_parallel_hidden_states=hidden,
+        output_weight_layer=weight,
+        runtime_gather_output=False,
+        target=target,
+        vocab_start_index=0,
+        vocab_end_index=VOCAB,
+        tp_group=None,
+    )
+    assert value.shape == (2, 5)
+    assert model_utils.group_all_reduce_sum(x=whole, group=None) is whole
+    assert model_utils.group_all_reduce_sum_with_grad(x=whole, group=None) is whole
+    plain = model_utils.DistributedLogprob.apply(whole, target, 0, VOCAB, None)
+    for top_k in (None, 0, -1, -7):
+        value = model_utils.DistributedLogprobWithSampling.apply(whole, target, None, top_k, 1.0)
+        assert torch.equal(value, plain)
+        params = model_utils.TrainingSamplingParams(top_k=top_k)
+        value = model_utils.from_parallel_logits_to_logprobs(whole, target, 0, VOCAB, sampling_params=params)
+        torch.testing.assert_close(
+            value.double(), reference_logprob(whole[:, :-1], target[:, 1:]), rtol=1e-5, atol=1e-5
+        )
+        assert model_utils.apply_top_k_top_p(whole, top_k, 1.0) == (whole, None)
+        filtered, _ = model_utils.apply_top_k_top_p(whole, top_k, 0.5)
+        assert torch.equal(filtered, model_utils.apply_top_k_top_p(whole, None, 0.5)[0])

@@ -8,6 +8,9 @@
 // the result has no gradient. `chunk_size` is accepted and has no effect: one pass needs no
 // temporary of the size of the logits.
 //
+// `columns`, where there is no other way to give it, is this rank's range of ids; without it all
+// ranks hold equally many.
+//
 // `cp_group` are the ranks that share the sequences, cut as context_parallel.h says. Logits are
 // this rank's part, tokens and ids the whole; the result is the whole, and its gradient is the sum
 // of the ranks': divide a loss that all of them compute by their number.
@@ -22,10 +25,11 @@
 
 #include "tessera/comm/group.h"
 #include "tessera/core/export.h"
+#include "tessera/vocab_parallel/columns.h"
 
 namespace tessera::vocab_parallel {
 
-/// Filters of the generator that the probabilities are for. No top_k, or -1: all ids.
+/// Filters of the generator that the probabilities are for. No top_k, or one below 1: all ids.
 struct TrainingSamplingParams {
   std::optional<std::int64_t> top_k = std::nullopt;
   double top_p = 1.0;
@@ -60,7 +64,8 @@ struct TESSERA_API ChunkedDistributedLogprob {
 struct TESSERA_API DistributedLogprobWithSampling {
   static at::Tensor apply(const at::Tensor& vocab_parallel_logits, const at::Tensor& target,
                           const comm::Group& tp_group, std::optional<std::int64_t> top_k,
-                          double top_p, bool inference_only = false);
+                          double top_p, bool inference_only = false,
+                          const std::optional<Columns>& columns = std::nullopt);
 };
 
 struct TESSERA_API ChunkedDistributedLogprobWithSampling {
@@ -80,13 +85,15 @@ struct TESSERA_API ChunkedDistributedGatherLogprob {
 /// Sum over the vocabulary of p log p, which is minus the entropy, as the reference defines it.
 struct TESSERA_API ChunkedDistributedEntropy {
   static at::Tensor apply(const at::Tensor& vocab_parallel_logits, std::int64_t chunk_size,
-                          const comm::Group& tp_group, bool inference_only = false);
+                          const comm::Group& tp_group, bool inference_only = false,
+                          const std::optional<Columns>& columns = std::nullopt);
 };
 
 /// Cross entropy with soft targets; the gradient goes to the student alone.
 struct TESSERA_API DistributedCrossEntropy {
   static at::Tensor apply(const at::Tensor& student_logits, const at::Tensor& target_logits,
-                          const comm::Group& group, bool inference_only = false);
+                          const comm::Group& group, bool inference_only = false,
+                          const std::optional<Columns>& columns = std::nullopt);
 };
 
 /// Log-probabilities of `target` ([batch, length], already shifted) from hidden states sharded
@@ -174,7 +181,8 @@ TESSERA_API DistillationLogprobs get_distillation_topk_logprobs_from_logits(
     const at::Tensor& student_logits, const at::Tensor& teacher_topk_logits,
     const at::Tensor& teacher_topk_indices, bool zero_outside_topk, bool calculate_entropy,
     const comm::Group& vocab_parallel_group,
-    const std::optional<comm::Group>& context_parallel_group = std::nullopt);
+    const std::optional<comm::Group>& context_parallel_group = std::nullopt,
+    const std::optional<Columns>& columns = std::nullopt);
 
 /// Returns the logits with those that the filters drop at -inf, and where they were kept, for rows
 /// that are whole. The gradient goes to what was kept.

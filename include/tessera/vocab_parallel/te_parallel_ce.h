@@ -13,6 +13,7 @@
 
 #include "tessera/comm/group.h"
 #include "tessera/core/export.h"
+#include "tessera/vocab_parallel/columns.h"
 
 namespace tessera::vocab_parallel {
 
@@ -25,12 +26,13 @@ inline constexpr const char* MISSING_TE_PARALLEL_CE_MSG = "";
 /// Returns the loss of every token, shaped as `target`, or with `reduce_loss` their mean over the
 /// tokens that are not ignored.
 ///
-/// `input` is this rank's equal share of the vocabulary, [..., columns]; no group means that it is
-/// the whole. Collective over the group. Differentiable; neither tensor is written.
+/// `input` is this rank's share of the vocabulary, [..., columns]: the ids `columns`, or an equal
+/// share; no group means that it is the whole. Collective over the group. Differentiable; neither
+/// tensor is written.
 TESSERA_API at::Tensor parallel_cross_entropy(
     const at::Tensor& input, const at::Tensor& target, double label_smoothing = 0.0,
     bool reduce_loss = false, const std::optional<comm::Group>& dist_process_group = std::nullopt,
-    std::int64_t ignore_idx = -100);
+    std::int64_t ignore_idx = -100, const std::optional<Columns>& columns = std::nullopt);
 
 /// The reference's autograd function; `apply` is parallel_cross_entropy.
 struct TESSERA_API CrossEntropyFunction {
@@ -40,7 +42,8 @@ struct TESSERA_API CrossEntropyFunction {
                           std::int64_t ignore_idx = -100);
 };
 
-/// Cross entropy over a group of ranks that share the vocabulary evenly.
+/// Cross entropy over a group of ranks that share the vocabulary, evenly unless `columns` are
+/// given.
 class TESSERA_API TEParallelCrossEntropy {
  public:
   /// `reduction` is "none", "mean" or "sum"; anything else throws ValueError when called, before
@@ -52,7 +55,8 @@ class TESSERA_API TEParallelCrossEntropy {
   /// `num_label_tokens`, a sum is divided by it (by 1 if it is 0).
   at::Tensor operator()(const at::Tensor& logits, const at::Tensor& labels,
                         const at::Tensor& mask = {},
-                        std::optional<std::int64_t> num_label_tokens = std::nullopt) const;
+                        std::optional<std::int64_t> num_label_tokens = std::nullopt,
+                        const std::optional<Columns>& columns = std::nullopt) const;
 
   std::int64_t ignore_index;
   std::string reduction;

@@ -20,7 +20,7 @@ __all__ = [
 
 @dataclass
 class TrainingSamplingParams:
-    """Filters of the generator that the probabilities are for; None or -1 as top_k keeps all ids."""
+    """Filters of the generator that the probabilities are for; no top_k, or one below 1, keeps all ids."""
 
     top_k: int | None = None
     top_p: float = 1.0
@@ -29,7 +29,7 @@ class TrainingSamplingParams:
 
 def need_top_k_filtering(top_k: int | None) -> bool:
     """Return whether this top_k drops anything."""
-    return top_k is not None and top_k != -1
+    return top_k is not None and top_k > 0
 
 
 def need_top_p_filtering(top_p: float | None) -> bool:

@@ -5,14 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
 from tessera import _C
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor; a plain tensor is that part already."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+from tessera._tensors import group_of, local_part, vocab_part
 
 
 class AllGatherCPTensor:
@@ -21,7 +16,8 @@ class AllGatherCPTensor:
     @staticmethod
     def apply(tensor: Tensor, cp_group: ProcessGroup | None, seq_dim: int = 1) -> Tensor:
         """Return the whole in its own order. The ranks' gradients are added up."""
-        return _C.gather_context(tensor, cp_group, seq_dim, None)
+        group = group_of("AllGatherCPTensor", cp_group)
+        return _C.gather_context(local_part(tensor), group, seq_dim, None)
 
 
 def allgather_cp_sharded_tensor(tensor: Tensor, cp_group: ProcessGroup | None, seq_dim: int = 1) -> Tensor:
@@ -41,7 +37,7 @@ def _get_tokens_on_this_cp_rank(input_ids: Tensor, cp_rank: int, cp_size: int, s
     >>> _get_tokens_on_this_cp_rank(torch.arange(8).view(1, 8), 0, 2).tolist()
     [[0, 1, 6, 7]]
     """
-    return _C.part_of_context_rank(input_ids, cp_rank, cp_size, seq_dim, None)
+    return _C.part_of_context_rank(local_part(input_ids), cp_rank, cp_size, seq_dim, None)
 
 
 def cp_load_balanced_to_contiguous(
@@ -53,7 +49,7 @@ def cp_load_balanced_to_contiguous(
     >>> cp_load_balanced_to_contiguous(torch.zeros(1, 4)).shape
     torch.Size([1, 4])
     """
-    return _C.context_window(local_part(x), cp_group, seq_dim)
+    return _C.context_window(local_part(x), group_of("cp_load_balanced_to_contiguous", cp_group), seq_dim)
 
 
 def cp_shift_next(x: Tensor, cp_group: ProcessGroup | None = None, *, fill: float) -> Tensor:
@@ -63,39 +59,38 @@ def cp_shift_next(x: Tensor, cp_group: ProcessGroup | None = None, *, fill: floa
     >>> cp_shift_next(torch.tensor([[1, 2, 3]]), fill=0).tolist()
     [[2, 3, 0]]
     """
-    return _C.shift_next(x, cp_group, fill)
+    return _C.shift_next(local_part(x), group_of("cp_shift_next", cp_group), fill)
 
 
-def group_all_reduce_sum(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Return the sum over the group, without a gradient; the tensor itself without a group.
+def group_all_reduce_sum(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Return the sum over the group, without a gradient; `x` itself without a group.
 
     >>> import torch
     >>> group_all_reduce_sum(torch.ones(1)).item()
     1.0
     """
-    if group is None or group.size() <= 1:
-        return tensor
     with torch.no_grad():
-        return _C.group_sum(tensor, group)
+        return group_all_reduce_sum_with_grad(x, group)
 
 
-def group_all_reduce_sum_with_grad(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
+def group_all_reduce_sum_with_grad(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Return the sum over the group; the gradient of the sum is every addend's.
 
     >>> import torch
     >>> group_all_reduce_sum_with_grad(torch.ones(1)).item()
     1.0
     """
-    return tensor if group is None or group.size() <= 1 else _C.group_sum(tensor, group)
+    group = group_of("group_all_reduce_sum", group)
+    return x if group is None or group.size() <= 1 else _C.group_sum(local_part(x), group)
 
 
 class _AllReduceSum:
     """group_all_reduce_sum_with_grad as a class with `apply`."""
 
     @staticmethod
-    def apply(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+    def apply(x: Tensor, group: ProcessGroup | None) -> Tensor:
         """Return the sum over the group."""
-        return group_all_reduce_sum_with_grad(tensor, group)
+        return group_all_reduce_sum_with_grad(x, group)
 
 
 def all_to_all_vp2sq(vocab_parallel_logits: Tensor, tp_group: ProcessGroup | None) -> Tensor:
@@ -105,7 +100,8 @@ def all_to_all_vp2sq(vocab_parallel_logits: Tensor, tp_group: ProcessGroup | Non
     >>> all_to_all_vp2sq(torch.zeros(4, 8), None).shape
     torch.Size([4, 8])
     """
-    return _C.to_token_shards(vocab_parallel_logits, tp_group)
+    logits, group, _ = vocab_part("all_to_all_vp2sq", vocab_parallel_logits, tp_group)
+    return _C.to_token_shards(logits, group)
 
 
 def all_to_all_sq2vp(seq_parallel_logits: Tensor, tp_group: ProcessGroup | None) -> Tensor:
@@ -115,4 +111,5 @@ def all_to_all_sq2vp(seq_parallel_logits: Tensor, tp_group: ProcessGroup | None)
     >>> all_to_all_sq2vp(torch.zeros(4, 8), None).shape
     torch.Size([4, 8])
     """
-    return _C.to_vocabulary_shards(seq_parallel_logits, tp_group)
+    group = group_of("all_to_all_sq2vp", tp_group)
+    return _C.to_vocabulary_shards(local_part(seq_parallel_logits), group)

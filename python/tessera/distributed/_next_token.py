@@ -10,8 +10,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tessera import _C
+from tessera._tensors import group_of, is_part_of_mesh, local_part, vocab_part
 from tessera.algorithms.logits_sampling_utils import need_top_k_or_top_p_filtering
-from tessera.distributed._vocab_functions import DistributedLogprob, DistributedLogprobWithSampling
 
 
 def _one_group(
@@ -52,15 +52,20 @@ def from_parallel_logits_to_logprobs(
     >>> from_parallel_logits_to_logprobs(torch.zeros(2, 5, 8), tokens, 0, 8).shape
     torch.Size([2, 4])
     """
-    chosen = _one_group("from_parallel_logits_to_logprobs", group, tp_group)
-    return _C.from_parallel_logits_to_logprobs(
+    name = "from_parallel_logits_to_logprobs"
+    logits, chosen, columns = vocab_part(
+        name,
         vocab_parallel_logits,
-        target,
-        vocab_start_index,
-        vocab_end_index,
+        _one_group(name, group, tp_group),
+        (vocab_start_index, vocab_end_index),
+    )
+    return _C.from_parallel_logits_to_logprobs(
+        logits,
+        local_part(target),
+        *columns,
         chosen,
         inference_only,
-        cp_group,
+        group_of(name, cp_group),
         _filters(sampling_params),
     )
 
@@ -93,17 +98,22 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     >>> from_parallel_logits_to_logprobs_packed_sequences(torch.zeros(1, 5, 8), tokens, starts, 4, 0, 8).shape
     torch.Size([2, 3])
     """
-    chosen = _one_group("from_parallel_logits_to_logprobs_packed_sequences", group, tp_group)
-    return _C.from_parallel_logits_to_logprobs_packed_sequences(
+    name = "from_parallel_logits_to_logprobs_packed_sequences"
+    logits, chosen, columns = vocab_part(
+        name,
         vocab_parallel_logits,
-        target,
+        _one_group(name, group, tp_group),
+        (vocab_start_index, vocab_end_index),
+    )
+    return _C.from_parallel_logits_to_logprobs_packed_sequences(
+        logits,
+        local_part(target),
         cu_seqlens_padded,
         unpacked_seqlen,
-        vocab_start_index,
-        vocab_end_index,
+        *columns,
         chosen,
         inference_only,
-        cp_group,
+        group_of(name, cp_group),
         _filters(sampling_params),
         target_is_pre_rolled,
     )
@@ -111,7 +121,7 @@ def from_parallel_logits_to_logprobs_packed_sequences(
 
 def from_parallel_hidden_states_to_logprobs(
     tensor_parallel_hidden_states: Tensor,
-    output_weight: Tensor,
+    output_weight_layer: Tensor,
     runtime_gather_output: bool,
     target: Tensor,
     vocab_start_index: int,
@@ -133,15 +143,18 @@ def from_parallel_hidden_states_to_logprobs(
     >>> from_parallel_hidden_states_to_logprobs(hidden, weight, False, target, 0, 8).shape
     torch.Size([2, 3])
     """
+    name = "from_parallel_hidden_states_to_logprobs"
+    weight, group, columns = vocab_part(
+        name, output_weight_layer, tp_group, (vocab_start_index, vocab_end_index), dim=0
+    )
     return _C.from_parallel_hidden_states_to_logprobs(
-        tensor_parallel_hidden_states,
-        output_weight,
-        target,
-        vocab_start_index,
-        vocab_end_index,
-        tp_group,
+        local_part(tensor_parallel_hidden_states),
+        weight,
+        local_part(target),
+        *columns,
+        group,
         inference_only,
-        cp_group,
+        group_of(name, cp_group),
         chunk_size,
     )
 
@@ -167,19 +180,18 @@ def dtensor_from_parallel_logits_to_logprobs(
     >>> dtensor_from_parallel_logits_to_logprobs(torch.zeros(2, 5, 8), tokens, 0, 8, None).shape
     torch.Size([2, 4])
     """
-    names = target.device_mesh.mesh_dim_names or () if isinstance(target, DTensor) else ()
+    logits, group, columns = vocab_part(
+        "dtensor_from_parallel_logits_to_logprobs",
+        vocab_parallel_logits,
+        tp_group,
+        (vocab_start_index, vocab_end_index),
+    )
+    names = target.device_mesh.mesh_dim_names or () if is_part_of_mesh(target) else ()
     filters = _filters(sampling_params)
     if "cp" not in names or target.device_mesh.get_group("cp").size() == 1:
-        whole = target.full_tensor() if isinstance(target, DTensor) else target
+        whole = target.full_tensor() if is_part_of_mesh(target) else target
         return _C.from_parallel_logits_to_logprobs(
-            vocab_parallel_logits,
-            whole,
-            vocab_start_index,
-            vocab_end_index,
-            tp_group,
-            inference_only,
-            None,
-            filters,
+            logits, whole, *columns, group, inference_only, None, filters
         )
     if seq_index is None:
         raise ValueError(
@@ -190,14 +202,11 @@ def dtensor_from_parallel_logits_to_logprobs(
     shifted = target.full_tensor()[:, order].roll(-1, -1)
     shifted[:, -1] = -100  # nothing follows
     own = distribute_tensor(shifted[:, seq_index], mesh, placements).to_local()
-    if filters is None:
-        values = DistributedLogprob.apply(
-            vocab_parallel_logits, own, vocab_start_index, vocab_end_index, tp_group, inference_only
-        )
-    else:
-        values = DistributedLogprobWithSampling.apply(
-            vocab_parallel_logits, own, tp_group, *filters, inference_only
-        )
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
+        if filters is None:
+            values = _C.distributed_logprob(logits, own, *columns, group)
+        else:
+            values = _C.distributed_logprob_with_sampling(logits, own, group, *filters, columns)
     return DTensor.from_local(values, mesh, placements).full_tensor()[:, order][:, :-1]
 
 
@@ -208,17 +217,64 @@ def get_logprobs_from_vocab_parallel_logits(
     chunk_size: int | None = None,
     sampling_params: Any | None = None,
 ) -> Tensor:
-    """Return next-token log-probabilities of logits sharded over the axis "tp" of their mesh."""
-    group = vocab_parallel_logits.device_mesh.get_group("tp")
-    share = vocab_parallel_logits.shape[-1] // group.size()
+    """Return next-token log-probabilities of logits whose placement says how their vocabulary is cut."""
+    if not is_part_of_mesh(vocab_parallel_logits):
+        raise TypeError(
+            "vocab.get_logprobs_from_vocab_parallel_logits: the logits are a "
+            f"{type(vocab_parallel_logits).__name__}, not a DTensor. Use from_parallel_logits_to_logprobs."
+        )
     return dtensor_from_parallel_logits_to_logprobs(
-        vocab_parallel_logits.to_local(),
+        vocab_parallel_logits,
         input_ids,
-        group.rank() * share,
-        (group.rank() + 1) * share,
-        group,
+        0,
+        vocab_parallel_logits.shape[-1],
+        None,
         inference_only=not torch.is_grad_enabled(),
         seq_index=seq_index,
         chunk_size=chunk_size,
+        sampling_params=sampling_params,
+    )
+
+
+def get_next_token_logprobs_from_logits(
+    input_ids: Tensor,
+    next_token_logits: Tensor,
+    seq_index: Tensor | None = None,
+    vocab_parallel_rank: int | None = None,
+    vocab_parallel_group: ProcessGroup | None = None,
+    context_parallel_group: ProcessGroup | None = None,
+    sampling_params: Any | None = None,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """Return log-probabilities of the next token, [batch, length - 1], however the logits are held.
+
+    With `vocab_parallel_group` they are this rank's equal share of the columns; a DTensor says itself
+    how it is cut; anything else is whole. `vocab_parallel_rank` must be the rank in the group.
+
+    >>> import torch
+    >>> tokens = torch.zeros(2, 5, dtype=torch.long)
+    >>> get_next_token_logprobs_from_logits(tokens, torch.zeros(2, 5, 8)).shape
+    torch.Size([2, 4])
+    """
+    name = "get_next_token_logprobs_from_logits"
+    group = group_of(name, vocab_parallel_group)
+    if group is None and is_part_of_mesh(next_token_logits):
+        return get_logprobs_from_vocab_parallel_logits(
+            next_token_logits, input_ids, seq_index, chunk_size, sampling_params
+        )
+    if group is not None and vocab_parallel_rank not in (None, group.rank()):
+        raise ValueError(
+            f"vocab.{name}: vocab_parallel_rank is {vocab_parallel_rank}, but this is rank {group.rank()} "
+            "of the group."
+        )
+    share = next_token_logits.shape[-1]
+    first = share * (0 if group is None else group.rank())
+    return from_parallel_logits_to_logprobs(
+        next_token_logits,
+        local_part(input_ids).to(next_token_logits.device),
+        first,
+        first + share,
+        group,
+        cp_group=context_parallel_group,
         sampling_params=sampling_params,
     )

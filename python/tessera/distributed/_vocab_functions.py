@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tessera import _C, _kept_graph
+from tessera._tensors import local_part, vocab_part
 
 
 def _compute_distributed_log_softmax(vocab_parallel_logits: Tensor, group: ProcessGroup) -> Tensor:
@@ -18,7 +19,11 @@ def _compute_distributed_log_softmax(vocab_parallel_logits: Tensor, group: Proce
     >>> round(float(_compute_distributed_log_softmax(torch.zeros(1, 8), None)[0, 0]), 4)
     -2.0794
     """
-    return _C.compute_distributed_log_softmax(vocab_parallel_logits, group)
+    logits, group, columns = vocab_part("_compute_distributed_log_softmax", vocab_parallel_logits, group)
+    if columns is None:
+        return _C.compute_distributed_log_softmax(logits, group)
+    with torch.no_grad():
+        return _C.vocab_log_softmax(logits, group, columns, None, 1.0)
 
 
 def _compute_distributed_log_softmax_with_grad(vocab_parallel_logits: Tensor, group: ProcessGroup) -> Tensor:
@@ -28,7 +33,12 @@ def _compute_distributed_log_softmax_with_grad(vocab_parallel_logits: Tensor, gr
     >>> _compute_distributed_log_softmax_with_grad(torch.zeros(1, 8, requires_grad=True), None).requires_grad
     True
     """
-    return _C.compute_distributed_log_softmax_with_grad(vocab_parallel_logits, group)
+    logits, group, columns = vocab_part(
+        "_compute_distributed_log_softmax_with_grad", vocab_parallel_logits, group
+    )
+    if columns is None:
+        return _C.compute_distributed_log_softmax_with_grad(logits, group)
+    return _C.vocab_log_softmax(logits, group, columns, None, 1.0)
 
 
 def _compute_distributed_softmax(vocab_parallel_logits: Tensor, group: ProcessGroup) -> Tensor:
@@ -38,10 +48,14 @@ def _compute_distributed_softmax(vocab_parallel_logits: Tensor, group: ProcessGr
     >>> round(float(_compute_distributed_softmax(torch.zeros(1, 8), None)[0, 0]), 4)
     0.125
     """
-    return _C.compute_distributed_softmax(vocab_parallel_logits, group)
+    logits, group, columns = vocab_part("_compute_distributed_softmax", vocab_parallel_logits, group)
+    if columns is None:
+        return _C.compute_distributed_softmax(logits, group)
+    with torch.no_grad():
+        return _C.vocab_log_softmax(logits.float(), group, columns, None, 1.0).exp_().to(logits.dtype)
 
 
-class DistributedLogprob(torch.autograd.Function):
+class DistributedLogprob(_kept_graph.EngineFunction):
     """Log-probabilities of targets that are already shifted, float32.
 
     >>> import torch
@@ -63,11 +77,14 @@ class DistributedLogprob(torch.autograd.Function):
         inference_only: bool = False,
     ) -> Tensor:
         """Return log p of `target`. A target of -100 gives 0 and no gradient."""
+        own, group, columns = vocab_part(
+            "DistributedLogprob", vocab_parallel_logits, group, (vocab_start_index, vocab_end_index)
+        )
 
         def compute(logits: Tensor) -> Tensor:
-            return _C.distributed_logprob(logits, target, vocab_start_index, vocab_end_index, group)
+            return _C.distributed_logprob(logits, local_part(target), *columns, group)
 
-        return _kept_graph.run(ctx, vocab_parallel_logits, inference_only, compute)
+        return _kept_graph.run(ctx, own, inference_only, compute)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
@@ -75,7 +92,7 @@ class DistributedLogprob(torch.autograd.Function):
         return _kept_graph.gradient(ctx, grad_outputs[0]), None, None, None, None, None, None
 
 
-class ChunkedDistributedLogprob(torch.autograd.Function):
+class ChunkedDistributedLogprob(_kept_graph.EngineFunction):
     """DistributedLogprob under the name that takes a chunk size; one pass needs none."""
 
     @staticmethod
@@ -100,7 +117,7 @@ class ChunkedDistributedLogprob(torch.autograd.Function):
         return _kept_graph.gradient(ctx, grad_outputs[0]), None, None, None, None, None, None
 
 
-class DistributedLogprobWithSampling(torch.autograd.Function):
+class DistributedLogprobWithSampling(_kept_graph.EngineFunction):
     """Log-probabilities under top-k and top-p filters, float32.
 
     >>> import torch
@@ -120,12 +137,15 @@ class DistributedLogprobWithSampling(torch.autograd.Function):
         top_p: float,
         inference_only: bool = False,
     ) -> Tensor:
-        """Return log p of `target` among the kept ids; -inf, without a gradient, if it is none."""
+        """Return log p of `target` among the kept ids; -inf if it is none. A top_k of 0 or less is off."""
+        own, group, columns = vocab_part("DistributedLogprobWithSampling", vocab_parallel_logits, tp_group)
 
         def compute(logits: Tensor) -> Tensor:
-            return _C.distributed_logprob_with_sampling(logits, target, tp_group, top_k, top_p)
+            return _C.distributed_logprob_with_sampling(
+                logits, local_part(target), group, top_k, top_p, columns
+            )
 
-        return _kept_graph.run(ctx, vocab_parallel_logits, inference_only, compute)
+        return _kept_graph.run(ctx, own, inference_only, compute)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
@@ -133,7 +153,7 @@ class DistributedLogprobWithSampling(torch.autograd.Function):
         return _kept_graph.gradient(ctx, grad_outputs[0]), None, None, None, None, None
 
 
-class ChunkedDistributedLogprobWithSampling(torch.autograd.Function):
+class ChunkedDistributedLogprobWithSampling(_kept_graph.EngineFunction):
     """DistributedLogprobWithSampling under the name that takes a chunk size; one pass needs none."""
 
     @staticmethod
@@ -158,7 +178,7 @@ class ChunkedDistributedLogprobWithSampling(torch.autograd.Function):
         return _kept_graph.gradient(ctx, grad_outputs[0]), None, None, None, None, None, None
 
 
-class ChunkedDistributedGatherLogprob(torch.autograd.Function):
+class ChunkedDistributedGatherLogprob(_kept_graph.EngineFunction):
     """Log-probabilities at k ids per token."""
 
     @staticmethod
@@ -173,13 +193,17 @@ class ChunkedDistributedGatherLogprob(torch.autograd.Function):
         inference_only: bool = False,
     ) -> Tensor:
         """Return log p at `global_indices`, [..., k], float32."""
+        own, group, columns = vocab_part(
+            "ChunkedDistributedGatherLogprob",
+            vocab_parallel_logits,
+            tp_group,
+            (vocab_start_index, vocab_end_index),
+        )
 
         def compute(logits: Tensor) -> Tensor:
-            return _C.distributed_gather_logprob(
-                logits, global_indices, vocab_start_index, vocab_end_index, tp_group
-            )
+            return _C.distributed_gather_logprob(logits, local_part(global_indices), *columns, group)
 
-        return _kept_graph.run(ctx, vocab_parallel_logits, inference_only, compute)
+        return _kept_graph.run(ctx, own, inference_only, compute)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
@@ -187,7 +211,7 @@ class ChunkedDistributedGatherLogprob(torch.autograd.Function):
         return _kept_graph.gradient(ctx, grad_outputs[0]), None, None, None, None, None, None
 
 
-class ChunkedDistributedEntropy(torch.autograd.Function):
+class ChunkedDistributedEntropy(_kept_graph.EngineFunction):
     """The sum of p log p over the vocabulary: minus the entropy, as the reference defines it."""
 
     @staticmethod
@@ -199,11 +223,12 @@ class ChunkedDistributedEntropy(torch.autograd.Function):
         inference_only: bool = False,
     ) -> Tensor:
         """Return minus the entropy of every token; ids of probability 0 count 0."""
+        own, group, columns = vocab_part("ChunkedDistributedEntropy", vocab_parallel_logits, tp_group)
 
         def compute(logits: Tensor) -> Tensor:
-            return _C.distributed_entropy(logits, tp_group)
+            return _C.distributed_entropy(logits, group, columns)
 
-        return _kept_graph.run(ctx, vocab_parallel_logits, inference_only, compute)
+        return _kept_graph.run(ctx, own, inference_only, compute)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
@@ -211,7 +236,7 @@ class ChunkedDistributedEntropy(torch.autograd.Function):
         return _kept_graph.gradient(ctx, grad_outputs[0]), None, None, None
 
 
-class DistributedCrossEntropy(torch.autograd.Function):
+class DistributedCrossEntropy(_kept_graph.EngineFunction):
     """Cross entropy of a student with a teacher's softmax, per token, float32."""
 
     @staticmethod
@@ -223,11 +248,12 @@ class DistributedCrossEntropy(torch.autograd.Function):
         inference_only: bool = False,
     ) -> Tensor:
         """Return the cross entropy; the gradient goes to the student alone."""
+        own, group, columns = vocab_part("DistributedCrossEntropy", student_logits, group)
 
         def compute(logits: Tensor) -> Tensor:
-            return _C.distributed_cross_entropy(logits, target_logits, group)
+            return _C.distributed_cross_entropy(logits, local_part(target_logits), group, columns)
 
-        return _kept_graph.run(ctx, student_logits, inference_only, compute)
+        return _kept_graph.run(ctx, own, inference_only, compute)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
@@ -257,13 +283,19 @@ class ChunkedDistributedHiddenStatesToLogprobs:
         >>> ChunkedDistributedHiddenStatesToLogprobs.apply(hidden, target, weight, 0, 8, 2, None).shape
         torch.Size([2, 4])
         """
+        weight, group, columns = vocab_part(
+            "ChunkedDistributedHiddenStatesToLogprobs",
+            output_weight_layer,
+            tp_group,
+            (vocab_start_index, vocab_end_index),
+            dim=0,
+        )
         with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
             return _C.distributed_hidden_states_to_logprobs(
-                tensor_parallel_hidden_states,
-                target,
-                output_weight_layer,
-                vocab_start_index,
-                vocab_end_index,
+                local_part(tensor_parallel_hidden_states),
+                local_part(target),
+                weight,
+                *columns,
                 chunk_size,
-                tp_group,
+                group,
             )

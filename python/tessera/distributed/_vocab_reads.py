@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
-from tessera import _C
-from tessera.distributed._context_parallel import local_part
+from tessera import _C, regions
+from tessera._tensors import group_of, is_part_of_mesh, local_part, vocab_part
 
 
 def distributed_vocab_topk(
@@ -28,7 +28,10 @@ def distributed_vocab_topk(
     >>> ids.tolist()
     [[[1, 2]]]
     """
-    return _C.distributed_vocab_topk(vocab_parallel_logits, k, tp_group, vocab_start_index, vocab_end_index)
+    logits, group, columns = vocab_part(
+        "distributed_vocab_topk", vocab_parallel_logits, tp_group, (vocab_start_index, vocab_end_index)
+    )
+    return _C.distributed_vocab_topk(logits, k, group, *columns)
 
 
 def gather_logits_at_global_indices(
@@ -50,8 +53,12 @@ def gather_logits_at_global_indices(
     ... ).tolist()
     [[[2.0, 1.0]]]
     """
+    name = "gather_logits_at_global_indices"
+    logits, group, columns = vocab_part(
+        name, vocab_parallel_logits, tp_group, (vocab_start_index, vocab_end_index)
+    )
     return _C.gather_logits_at_global_indices(
-        vocab_parallel_logits, global_indices, tp_group, cp_group, vocab_start_index, vocab_end_index
+        logits, local_part(global_indices), group, group_of(name, cp_group), *columns
     )
 
 
@@ -64,7 +71,10 @@ def vocab_parallel_log_softmax(
     >>> round(float(vocab_parallel_log_softmax(torch.zeros(1, 1, 8), 2.0)[0, 0, 0]), 4)
     -2.0794
     """
-    return _C.vocab_parallel_log_softmax(local_part(logits), temperature, tp_group)
+    own, group, columns = vocab_part("vocab_parallel_log_softmax", logits, tp_group)
+    if columns is None:
+        return _C.vocab_parallel_log_softmax(own, temperature, group)
+    return _C.vocab_log_softmax(own.float(), group, columns, None, temperature)
 
 
 def vocab_parallel_full_log_softmax(
@@ -76,7 +86,11 @@ def vocab_parallel_full_log_softmax(
     >>> vocab_parallel_full_log_softmax(torch.zeros(1, 1, 8), 1.0).shape
     torch.Size([1, 1, 8])
     """
-    return _C.vocab_parallel_full_log_softmax(local_part(logits), temperature, tp_group)
+    own, group, columns = vocab_part("vocab_parallel_full_log_softmax", logits, tp_group)
+    if columns is None:
+        return _C.vocab_parallel_full_log_softmax(own, temperature, group)
+    part = _C.vocab_log_softmax(own.float(), group, columns, None, temperature)
+    return part if group is None else regions.gather(part, group, -1)
 
 
 def vocab_parallel_gather_columns(
@@ -88,7 +102,11 @@ def vocab_parallel_gather_columns(
     >>> vocab_parallel_gather_columns(torch.tensor([[[1.0, 3.0, 2.0]]]), torch.tensor([2, 0])).tolist()
     [[[2.0, 1.0]]]
     """
-    return _C.vocab_parallel_gather_columns(local_part(logits), column_indices, tp_group)
+    own, group, columns = vocab_part("vocab_parallel_gather_columns", logits, tp_group)
+    if columns is None:
+        return _C.vocab_parallel_gather_columns(own, column_indices, group)
+    ids = column_indices.expand(*own.shape[:-1], -1)
+    return _C.vocab_logits_at(own, ids, group, columns, None, -100, 1.0, None)
 
 
 def vocab_parallel_argmax(logits: Tensor, *, tp_group: ProcessGroup | None = None) -> Tensor:
@@ -98,7 +116,12 @@ def vocab_parallel_argmax(logits: Tensor, *, tp_group: ProcessGroup | None = Non
     >>> vocab_parallel_argmax(torch.tensor([[[1.0, 3.0, 2.0]]])).tolist()
     [[1]]
     """
-    return _C.vocab_parallel_argmax(local_part(logits), tp_group)
+    own, group, columns = vocab_part("vocab_parallel_argmax", logits, tp_group)
+    if columns is None:
+        return _C.vocab_parallel_argmax(own, group)
+    with torch.no_grad():
+        wanted = [False, False, False, True]
+        return _C.vocab_token_scores(own, None, group, wanted, columns, None, -100, 1.0, 0, None, "never")[4]
 
 
 def get_distillation_topk_logprobs_from_logits(
@@ -125,22 +148,24 @@ def get_distillation_topk_logprobs_from_logits(
     >>> student.shape, round(float(student[0, 0, 0]), 4), round(float(teacher[0, 0, 0]), 4)
     (torch.Size([1, 2, 2]), -2.0794, -0.6931)
     """
-    group, cp_group = vocab_parallel_group, context_parallel_group
-    if group is None and isinstance(student_logits, DTensor):
+    name = "get_distillation_topk_logprobs_from_logits"
+    cp_group = group_of(name, context_parallel_group)
+    if vocab_parallel_group is None and is_part_of_mesh(student_logits):
         names = student_logits.device_mesh.mesh_dim_names or ()
-        group = student_logits.device_mesh.get_group("tp")
         cp_group = student_logits.device_mesh.get_group("cp") if "cp" in names else None
-    elif group is not None and vocab_parallel_rank not in (None, group.rank()):
+    student, group, columns = vocab_part(name, student_logits, vocab_parallel_group)
+    if group is not None and vocab_parallel_rank not in (None, group.rank()):
         raise ValueError(
-            "vocab.get_distillation_topk_logprobs_from_logits: vocab_parallel_rank is "
-            f"{vocab_parallel_rank}, but this is rank {group.rank()} of the group."
+            f"vocab.{name}: vocab_parallel_rank is {vocab_parallel_rank}, but this is rank {group.rank()} "
+            "of the group."
         )
     return _C.distillation_topk_logprobs(
-        local_part(student_logits).float(),
-        teacher_topk_logits,
-        teacher_topk_indices,
+        student.float(),
+        local_part(teacher_topk_logits),
+        local_part(teacher_topk_indices),
         zero_outside_topk,
         calculate_entropy,
         group,
         cp_group,
+        columns,
     )

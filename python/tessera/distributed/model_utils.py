@@ -29,6 +29,7 @@ from tessera.distributed._next_token import (
     from_parallel_logits_to_logprobs,
     from_parallel_logits_to_logprobs_packed_sequences,
     get_logprobs_from_vocab_parallel_logits,
+    get_next_token_logprobs_from_logits,
 )
 from tessera.distributed._vocab_functions import (  # noqa: F401 (the reference's private names)
     ChunkedDistributedEntropy,
@@ -78,6 +79,7 @@ __all__ = [
     "gather_logits_at_global_indices",
     "get_distillation_topk_logprobs_from_logits",
     "get_logprobs_from_vocab_parallel_logits",
+    "get_next_token_logprobs_from_logits",
     "group_all_reduce_sum",
     "group_all_reduce_sum_with_grad",
     "patch_gpt_model_forward_for_linear_ce_fusion",

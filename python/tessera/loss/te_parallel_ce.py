@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tessera import _C, _kept_graph
+from tessera._tensors import local_part, vocab_part
 
 __all__ = [
     "HAVE_TE_PARALLEL_CE",
@@ -26,7 +26,7 @@ HAVE_TE_PARALLEL_CE = True
 MISSING_TE_PARALLEL_CE_MSG = ""
 
 
-class CrossEntropyFunction(torch.autograd.Function):
+class CrossEntropyFunction(_kept_graph.EngineFunction):
     """Cross entropy of logits whose vocabulary is shared evenly by a group.
 
     >>> import torch
@@ -48,13 +48,14 @@ class CrossEntropyFunction(torch.autograd.Function):
         ignore_idx: int = -100,
     ) -> Tensor:
         """Return the loss of every token, or their mean with `reduce_loss`. Nothing is written."""
+        own, group, columns = vocab_part("parallel_cross_entropy", _input, dist_process_group)
 
         def compute(logits: Tensor) -> Tensor:
             return _C.parallel_cross_entropy(
-                logits, target, label_smoothing, reduce_loss, dist_process_group, ignore_idx
+                logits, local_part(target), label_smoothing, reduce_loss, group, ignore_idx, columns
             )
 
-        return _kept_graph.run(ctx, _input, False, compute)
+        return _kept_graph.run(ctx, own, False, compute)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None, None, None]:
@@ -99,20 +100,14 @@ class TEParallelCrossEntropy:
         dimension; the group is then that of the mesh dimension it is sharded over. Labels and mask may
         be DTensors, too, of the same tokens.
         """
-        group = self.tp_group
-        if hasattr(logits, "to_local"):
-            if group is None:
-                group = _vocab_group(logits)
-            logits = logits.to_local()
-        labels, mask = (t.to_local() if hasattr(t, "to_local") else t for t in (labels, mask))
+        own, group, columns = vocab_part("TEParallelCrossEntropy", logits, self.tp_group)
         return _C.te_parallel_cross_entropy(
-            logits, labels, mask, self.ignore_index, self.reduction, group, num_label_tokens
+            own,
+            local_part(labels),
+            local_part(mask),
+            self.ignore_index,
+            self.reduction,
+            group,
+            num_label_tokens,
+            columns,
         )
-
-
-def _vocab_group(logits: Any) -> ProcessGroup | None:
-    last = logits.dim() - 1
-    for place, placement in enumerate(logits.placements):
-        if placement.is_shard(last) or placement.is_shard(-1):
-            return logits.device_mesh.get_group(place)
-    return None
