@@ -7,6 +7,8 @@ Importing this package makes the process-group backend ``"shm"`` known to ``torc
 'shm'
 """
 
+import importlib
+
 import torch  # noqa: F401  # loads the libraries that the extension is linked with
 
 from tessera import _torch_check  # noqa: F401  # isort: skip  # before the extension meets another torch
@@ -18,4 +20,29 @@ _register()
 
 __version__ = _C.version()
 
-__all__ = ["CommError", "__version__", "comm"]
+# Names of other projects at the top, where their programs look for them; loaded when they are asked for.
+_PLACES = {
+    "DataType": "modules.embedding_configs",
+    "EmbeddingBagCollection": "modules.embedding_modules",
+    "EmbeddingBagCollectionInterface": "modules.embedding_modules",
+    "EmbeddingBagConfig": "modules.embedding_configs",
+    "EmbeddingCollection": "modules.embedding_modules",
+    "EmbeddingConfig": "modules.embedding_configs",
+    "JaggedTensor": "sparse.jagged_tensor",
+    "KeyedJaggedTensor": "sparse.jagged_tensor",
+    "KeyedTensor": "sparse.jagged_tensor",
+    "Multistreamable": "streamable",
+    "Pipelineable": "streamable",
+    "PoolingType": "modules.embedding_configs",
+}
+_PACKAGES = ("datasets", "distributed", "fx", "metrics", "models", "modules", "optim", "sparse", "streamable")
+
+__all__ = ["CommError", "__version__", "comm", *_PLACES]
+
+
+def __getattr__(name: str):
+    if name in _PLACES:
+        return getattr(importlib.import_module(f"tessera.{_PLACES[name]}"), name)
+    if name in _PACKAGES:
+        return importlib.import_module(f"tessera.{name}")
+    raise AttributeError(f"module 'tessera' has no attribute {name!r}")

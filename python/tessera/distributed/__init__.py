@@ -1,1 +1,37 @@
-"""The module paths of torchrec.distributed, on Tessera's engine."""
+"""The module paths of torchrec.distributed, on Tessera's engine.
+
+>>> from tessera.distributed import DistributedModelParallel, TrainPipelineSparseDist
+>>> DistributedModelParallel.__module__
+'tessera.distributed.model_parallel'
+"""
+
+import importlib
+
+# Names that are also found here; loaded when they are asked for.
+_PLACES = {
+    "Awaitable": "types",
+    "DistributedModelParallel": "model_parallel",
+    "EvalPipelineSparseDist": "train_pipeline",
+    "ModuleSharder": "types",
+    "NoWait": "types",
+    "ParameterSharding": "types",
+    "PrefetchTrainPipelineSparseDist": "train_pipeline",
+    "ShardedModule": "types",
+    "ShardingEnv": "types",
+    "ShardingPlanner": "types",
+    "TrainPipeline": "train_pipeline",
+    "TrainPipelineBase": "train_pipeline",
+    "TrainPipelineSparseDist": "train_pipeline",
+    "get_local_rank": "comm",
+    "get_local_size": "comm",
+    "get_unsharded_module_names": "utils",
+    "sharded_model_copy": "utils",
+}
+
+__all__ = list(_PLACES)
+
+
+def __getattr__(name: str):
+    if name in _PLACES:
+        return getattr(importlib.import_module(f"tessera.distributed.{_PLACES[name]}"), name)
+    raise AttributeError(f"module 'tessera.distributed' has no attribute {name!r}")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +54,31 @@ class _Extracted(ArgInfo):
         return self._extractor(batch)
 
 
+class _Postproc(ArgInfo):
+    """An argument that a module makes of others."""
+
+    def __init__(self, module: nn.Module, args: list[ArgInfo], kwargs: dict[str, ArgInfo], name: str | None):
+        super().__init__([], [], name)
+        self._module = module
+        self._args = args
+        self._kwargs = kwargs
+
+    def of(self, batch: Any) -> Any:
+        named = {name: arg.of(batch) for name, arg in self._kwargs.items()}
+        return self._module(*(arg.of(batch) for arg in self._args), **named)
+
+
+class _Part(ArgInfo):
+    """An attribute or element of an argument."""
+
+    def __init__(self, whole: ArgInfo, attrs: list[str], is_getitems: list[bool], name: str | None) -> None:
+        super().__init__(attrs, is_getitems, name)
+        self._whole = whole
+
+    def of(self, batch: Any) -> Any:
+        return super().of(self._whole.of(batch))
+
+
 class _Constant(ArgInfo):
     """An argument that is the same for all batches."""
 
@@ -61,6 +88,20 @@ class _Constant(ArgInfo):
 
     def of(self, batch: Any) -> Any:
         return self._value
+
+
+@contextlib.contextmanager
+def _replaced(
+    modules: Mapping[str, nn.Module], make: Callable[[str, nn.Module], Callable[..., Any]]
+) -> Iterator[None]:
+    """Within it, the modules have other forwards."""
+    for name, module in modules.items():
+        module.__dict__["forward"] = make(name, module)
+    try:
+        yield
+    finally:
+        for module in modules.values():
+            del module.__dict__["forward"]
 
 
 @dataclass
@@ -76,6 +117,37 @@ class TrainPipelineContext:
     module_contexts: dict[str, Multistreamable] = field(default_factory=dict)
     module_contexts_next_batch: dict[str, Multistreamable] = field(default_factory=dict)
     fused_splits_awaitables: list[tuple[list[str], FusedKJTListSplitsAwaitable]] = field(default_factory=list)
+    postproc_results: dict[str, Any] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def recording(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Within it, each of the modules runs once, and its result is kept for the model's forward."""
+
+        def once(name: str, module: nn.Module) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                if name not in self.postproc_results:
+                    self.postproc_results[name] = type(module).forward(module, *args, **kwargs)
+                return self.postproc_results[name]
+
+            return run
+
+        with _replaced(modules, once):
+            yield
+
+    @contextlib.contextmanager
+    def replaying(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Within it, the modules return what they returned when they ran ahead; others run."""
+
+        def kept(name: str, module: nn.Module) -> Callable[..., Any]:
+            def get(*args: Any, **kwargs: Any) -> Any:
+                if name in self.postproc_results:
+                    return self.postproc_results[name]
+                return type(module).forward(module, *args, **kwargs)
+
+            return get
+
+        with _replaced(modules, kept):
+            yield
 
     def wait_sizes(self) -> None:
         """Wait for the sizes; the ids are sent. Collective."""
@@ -259,7 +331,35 @@ class Tracer(fx.Tracer):
         )
 
 
-def _arg_of(value: Any, name: str | None, batch: fx.Node) -> ArgInfo | None:
+class _Postprocs:
+    """The modules that make features of a batch, as far as they may run ahead."""
+
+    def __init__(self, model: nn.Module, runs_ahead: bool) -> None:
+        self._model = model
+        self._runs_ahead = runs_ahead
+        self.found: dict[str, nn.Module] = {}
+        self._made: dict[fx.Node, ArgInfo] = {}
+
+    def arg_of(self, node: fx.Node, batch: fx.Node) -> ArgInfo | None:
+        """Return what a module makes; None if it is sharded, trains, or is not to run ahead."""
+        if not self._runs_ahead or node.op != "call_module":
+            return None
+        if node in self._made:
+            return self._made[node]
+        module = self._model.get_submodule(node.target)
+        trains = any(parameter.requires_grad for parameter in module.parameters())
+        if trains or any(True for _ in _sharded_paths(module)) or node.target in self.found:
+            return None
+        args = [_arg_of(value, None, batch, self) for value in node.args]
+        named = {name: _arg_of(value, None, batch, self) for name, value in node.kwargs.items()}
+        if None in args or None in named.values():
+            return None
+        self.found[node.target] = module
+        self._made[node] = _Postproc(module, args, named, None)
+        return self._made[node]
+
+
+def _arg_of(value: Any, name: str | None, batch: fx.Node, postprocs: _Postprocs) -> ArgInfo | None:
     """Return where a traced argument is found in the batch; None if it is computed."""
     if not isinstance(value, fx.Node):
         holds_nodes = isinstance(value, (list, tuple, dict, slice))
@@ -268,7 +368,8 @@ def _arg_of(value: Any, name: str | None, batch: fx.Node) -> ArgInfo | None:
     is_getitems: list[bool] = []
     while value is not batch:
         if value.op != "call_function" or value.target not in (getattr, operator.getitem):
-            return None
+            made = postprocs.arg_of(value, batch)
+            return None if made is None else _Part(made, attrs, is_getitems, name)
         is_getitems.insert(0, value.target is operator.getitem)
         value, attr = value.args[:2]
         if isinstance(attr, fx.Node) or not isinstance(value, fx.Node):
@@ -282,9 +383,20 @@ def find_args(model: nn.Module) -> dict[str, list[ArgInfo]]:
 
     Raise ValueError if it cannot be traced, or a module is used twice or on more than the batch holds.
     """
+    return find_args_and_makers(model, runs_ahead=False)[0]
+
+
+def find_args_and_makers(
+    model: nn.Module, runs_ahead: bool
+) -> tuple[dict[str, list[ArgInfo]], dict[str, nn.Module]]:
+    """Return what `find_args` does, and the modules that make arguments, which run ahead, by their paths.
+
+    Only those without parameters to train may run ahead.
+    """
     paths = list(_sharded_paths(model))
     if not paths:
-        return {}
+        return {}, {}
+    postprocs = _Postprocs(model, runs_ahead)
     try:
         if "forward" in model.__dict__:  # torch.fx would follow the one of the class
             raise TypeError("it is not the forward of its class")
@@ -304,15 +416,18 @@ def find_args(model: nn.Module) -> dict[str, list[ArgInfo]]:
                 f"pipeline: '{node.target}' is called twice in a forward, which cannot be pipelined. Name "
                 "the modules that can be, with `modules`."
             )
-        args = [_arg_of(value, None, batch) for value in node.args]
-        args += [_arg_of(value, name, batch) for name, value in node.kwargs.items()]
+        args = [_arg_of(value, None, batch, postprocs) for value in node.args]
+        args += [_arg_of(value, name, batch, postprocs) for name, value in node.kwargs.items()]
         if None in args:
-            raise ValueError(
-                f"pipeline: the input of '{node.target}' is computed, not taken from the batch as it is. "
-                "Name its features with `modules`, or name only the other modules there."
+            warnings.warn(
+                f"pipeline: the input of '{node.target}' is computed, not taken from the batch as it is: the "
+                "module runs without the pipeline. Name its features with `modules`, or let what has no "
+                "parameters run ahead with `pipeline_postproc`.",
+                stacklevel=2,
             )
+            continue
         found[node.target] = args
-    return found
+    return found, postprocs.found
 
 
 def find_module(model: nn.Module, name: str) -> ShardedModule:

@@ -34,6 +34,7 @@ from tessera.distributed.types import (
 )
 from tessera.distributed.utils import append_prefix, init_parameters, sharded_model_copy
 from tessera.nn.parallel import DistributedDataParallel
+from tessera.optim.fused import FusedOptimizerModule
 from tessera.optim.keyed import CombinedOptimizer
 
 __all__ = [
@@ -207,7 +208,38 @@ def _greedy_plan(
     )
 
 
-class DistributedModelParallel(nn.Module, Joinable):
+def _shard_parts(
+    module: nn.Module,
+    path: str,
+    plan: ShardingPlan,
+    sharders: dict[type[nn.Module], ModuleSharder],
+    env: ShardingEnv,
+    device: torch.device,
+) -> nn.Module:
+    """Put sharded modules in the places that a plan names; return the module, or what replaces it."""
+    tables = plan.get_plan_for_module(path)
+    if tables is not None:
+        return sharders[type(module)].shard(module, tables, env, device)
+    for name, child in module.named_children():
+        replaced = _shard_parts(child, append_prefix(path, name), plan, sharders, env, device)
+        if replaced is not child:
+            module._modules[name] = replaced
+    return module
+
+
+def _check_plan(
+    operation: str, module: nn.Module, plan: ShardingPlan, sharders: dict[type[nn.Module], ModuleSharder]
+) -> None:
+    paths = dict(module.named_modules())
+    for path in plan.plan:
+        if path not in paths:
+            raise ValueError(f"{operation}: the plan has a module {path!r} that is not there.")
+        if type(paths[path]) not in sharders:
+            kind = type(paths[path]).__name__
+            raise ValueError(f"{operation}: there is no sharder for {path!r}, a {kind}.")
+
+
+class DistributedModelParallel(nn.Module, Joinable, FusedOptimizerModule):
     """Shard the collections of a model by a plan, and average the gradients of everything else.
 
     Collective: construction, forward, backward, copies, loading from another sharding. `env` is the world
@@ -240,34 +272,13 @@ class DistributedModelParallel(nn.Module, Joinable):
             plan = _greedy_plan(module, self._sharder_map, self._env, self.device)
         self._plan = plan
         self._ddp_wrapped = False
-        self._check_plan(module)
-        self._dmp_wrapped_module = self._shard(module, "")
+        _check_plan("DistributedModelParallel", module, plan, self._sharder_map)
+        self._dmp_wrapped_module = _shard_parts(module, "", plan, self._sharder_map, self._env, self.device)
         self._watch_calls()
         if init_parameters:
             self._init_parameters()
         if init_data_parallel:
             self.init_data_parallel()
-
-    def _check_plan(self, module: nn.Module) -> None:
-        paths = dict(module.named_modules())
-        for path in self._plan.plan:
-            if path not in paths:
-                raise ValueError(
-                    f"DistributedModelParallel: the plan has a module {path!r} that is not there."
-                )
-            if type(paths[path]) not in self._sharder_map:
-                kind = type(paths[path]).__name__
-                raise ValueError(f"DistributedModelParallel: there is no sharder for {path!r}, a {kind}.")
-
-    def _shard(self, module: nn.Module, path: str) -> nn.Module:
-        tables = self._plan.get_plan_for_module(path)
-        if tables is not None:
-            return self._sharder_map[type(module)].shard(module, tables, self._env, self.device)
-        for name, child in module.named_children():
-            replaced = self._shard(child, append_prefix(path, name))
-            if replaced is not child:
-                module._modules[name] = replaced
-        return module
 
     def _init_parameters(self) -> None:
         init_parameters(self.module, self.device)

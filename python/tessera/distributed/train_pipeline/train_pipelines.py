@@ -23,7 +23,7 @@ import abc
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -41,7 +41,7 @@ from tessera.distributed._pipelined_modules import (
     Tracer,
     TrainPipelineContext,
     _Extracted,
-    find_args,
+    find_args_and_makers,
     find_module,
 )
 from tessera.distributed._shared_sizes import shared_sizes
@@ -68,6 +68,7 @@ __all__ = [
     "TrainPipelineBase",
     "TrainPipelineContext",
     "TrainPipelineSparseDist",
+    "TrainPipelineSparseDistLite",
 ]
 
 In = TypeVar("In")
@@ -143,18 +144,33 @@ class _Pipeline(TrainPipeline[In, Out]):
         device: torch.device,
         execute_all_batches: bool = True,
         apply_jit: bool = False,
+        context_type: type[TrainPipelineContext] | None = None,
+        pipeline_postproc: bool = False,
+        custom_model_fwd: Callable[[In], tuple[torch.Tensor, Out]] | None = None,
+        dmp_collection_sync_interval_batches: int | None = 1,
+        enqueue_batch_after_forward: bool = False,
+        enable_inplace_copy_batch: bool = False,
+        free_features_storage_early: bool = False,
+        clear_data_dist_inputs: bool = False,
         *,
         modules: Mapping[str, Extractor] | None = None,
     ) -> None:
         """Raise ValueError for a module that cannot be pipelined.
 
         `apply_jit` scripts the modules that hold nothing sharded. With `execute_all_batches` the batches in
-        flight are trained on when the iterator has ended.
+        flight are trained on when the iterator has ended; without, a batch is trained on only if those that
+        follow it in flight are there. With `pipeline_postproc` modules without parameters that make the
+        features of a sharded module out of the batch run ahead, too. `custom_model_fwd` is called with the
+        batch instead of the model. The arguments after it say how torchrec uses its streams and memory; here
+        they change nothing.
         """
         self._model = model
         self._optimizer = optimizer
         self._device = torch.device(device)
         self._execute_all_batches = execute_all_batches
+        self._custom_forward = custom_model_fwd
+        self._context = context_type or self._context
+        self._postprocs: dict[str, nn.Module] = {}
         self._slots: deque[_Slot] = deque()
         self._ended = False
         self._has_failed = False  # or is in a step
@@ -162,14 +178,18 @@ class _Pipeline(TrainPipeline[In, Out]):
         self._losses: torch.Tensor | None = None
         self._forwards = [
             self._forward(name, args, find_module(model, name), self._context(), None)
-            for name, args in self._find(modules).items()
+            for name, args in self._find(modules, pipeline_postproc).items()
         ]
         if apply_jit:
             self._script()
 
-    def _find(self, modules: Mapping[str, Extractor] | None) -> dict[str, list[ArgInfo]]:
+    def _find(self, modules: Mapping[str, Extractor] | None, runs_ahead: bool) -> dict[str, list[ArgInfo]]:
         if modules is None:
-            return find_args(get_unwrapped_module(self._model)) if self._lead else {}
+            if not self._lead:
+                return {}
+            model = get_unwrapped_module(self._model)
+            found, self._postprocs = find_args_and_makers(model, runs_ahead)
+            return found
         found: list[nn.Module] = []
         for name, extractor in modules.items():
             module = find_module(self._model, name)
@@ -205,10 +225,23 @@ class _Pipeline(TrainPipeline[In, Out]):
 
     def detach(self) -> nn.Module:
         """Drop the batches in flight and return the model."""
+        self.reset()
+        return self._model
+
+    def attach(self, model: nn.Module | None = None, sparse_dist: bool = True) -> None:
+        """Go on after `detach`, with the same model. Its modules are as always outside of `progress`."""
+        if model is not None and model is not self._model:
+            raise ValueError("pipeline.attach: this is another model. Make a new pipeline for it.")
+
+    def reset(self) -> None:
+        """Drop the batches in flight."""
         self._slots.clear()
         self._ended = False
         self._has_failed = False
-        return self._model
+
+    def fill_pipeline(self, dataloader_iter: Iterator[In]) -> None:
+        """Read and send what the first `progress` would. Collective."""
+        self._fill(dataloader_iter, StepReport())
 
     def progress(self, dataloader_iter: Iterator[In]) -> Out:
         """Train on one batch and return the model's output. Raise StopIteration at the end. Collective."""
@@ -228,7 +261,10 @@ class _Pipeline(TrainPipeline[In, Out]):
         report = StepReport()
         with report.timing("total"):
             self._fill(dataloader_iter, report)
-            if not self._slots or (self._ended and not self._execute_all_batches):
+            while not self._execute_all_batches and len(self._slots) < self._lead + 2 and not self._ended:
+                self._load(dataloader_iter, report)
+            is_last = not self._execute_all_batches and len(self._slots) < self._lead + 2
+            if not self._slots or is_last:
                 self._slots.clear()
                 self._ended = False  # the next call begins anew
                 return _END
@@ -252,7 +288,7 @@ class _Pipeline(TrainPipeline[In, Out]):
         self._slots.append(_Slot(batch, self._context()))
 
     def _start(self, slot: _Slot, report: StepReport) -> None:
-        with report.timing("start_dist"), shared_sizes():
+        with report.timing("start_dist"), shared_sizes(), slot.context.recording(self._postprocs):
             slot.feature_bytes = sum(forward.start(slot.batch, slot.context) for forward in self._forwards)
         slot.is_started = True
 
@@ -285,7 +321,8 @@ class _Pipeline(TrainPipeline[In, Out]):
         later = slots[self._lead] if 0 < self._lead < len(slots) else None
         if later is not None:
             self._start(later, report)
-        self._load(batches, report)
+        if len(slots) < self._lead + 2:
+            self._load(batches, report)
         with report.timing("forward"):
             losses, output = self._call(current)
         if self._lead > 1 and len(slots) > 1:
@@ -309,7 +346,8 @@ class _Pipeline(TrainPipeline[In, Out]):
             forward.set_context(slot.context)
             forward.module.__dict__["forward"] = forward
         try:
-            result = self._model(slot.batch)
+            with slot.context.replaying(self._postprocs):
+                result = (self._custom_forward or self._model)(slot.batch)
         finally:
             for forward in self._forwards:
                 del forward.module.__dict__["forward"]
@@ -341,12 +379,55 @@ class TrainPipelineBase(_Pipeline[In, Out]):
 
     _lead = 0
 
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        device: torch.device,
+        custom_model_fwd: Callable[[In], tuple[torch.Tensor, Out]] | None = None,
+        enable_inplace_copy_batch: bool = False,
+        *,
+        modules: Mapping[str, Extractor] | None = None,
+    ) -> None:
+        super().__init__(model, optimizer, device, custom_model_fwd=custom_model_fwd, modules=modules)
+
 
 class TrainPipelineSparseDist(_Pipeline[In, Out]):
     """Keep three batches in flight: i computes, the ids of i+1 travel, i+2 is read.
 
     The sizes of all modules of one group travel in one message.
     """
+
+
+class TrainPipelineSparseDistLite(TrainPipelineSparseDist[In, Out]):
+    """As TrainPipelineSparseDist, which keeps no more in memory than its batches in flight."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        device: torch.device,
+        apply_jit: bool = False,
+        context_type: type[TrainPipelineContext] | None = None,
+        pipeline_postproc: bool = False,
+        custom_model_fwd: Callable[[In], tuple[torch.Tensor, Out]] | None = None,
+        enable_inplace_copy_batch: bool = False,
+        free_features_storage_early: bool = False,
+        clear_data_dist_inputs: bool = False,
+        *,
+        modules: Mapping[str, Extractor] | None = None,
+    ) -> None:
+        super().__init__(
+            model,
+            optimizer,
+            device,
+            True,
+            apply_jit,
+            context_type,
+            pipeline_postproc,
+            custom_model_fwd,
+            modules=modules,
+        )
 
 
 class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
@@ -359,6 +440,33 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
     _forward = PrefetchPipelinedForward
     _context = PrefetchTrainPipelineContext
 
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        device: torch.device,
+        execute_all_batches: bool = True,
+        apply_jit: bool = False,
+        pipeline_postproc: bool = True,
+        custom_model_fwd: Callable[[In], tuple[torch.Tensor, Out]] | None = None,
+        enable_inplace_copy_batch: bool = False,
+        free_features_storage_early: bool = False,
+        clear_data_dist_inputs: bool = False,
+        *,
+        modules: Mapping[str, Extractor] | None = None,
+    ) -> None:
+        super().__init__(
+            model,
+            optimizer,
+            device,
+            execute_all_batches,
+            apply_jit,
+            None,
+            pipeline_postproc,
+            custom_model_fwd,
+            modules=modules,
+        )
+
     def _arrive(self, slot: _Slot, report: StepReport) -> None:
         self._wait_ids(slot, report)
         with report.timing("prefetch"):
@@ -370,3 +478,25 @@ class EvalPipelineSparseDist(_Pipeline[In, Out]):
     """As TrainPipelineSparseDist, without gradients: the model alone is called."""
 
     _trains = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        device: torch.device,
+        apply_jit: bool = False,
+        pipeline_postproc: bool = False,
+        enable_inplace_copy_batch: bool = False,
+        free_features_storage_early: bool = False,
+        clear_data_dist_inputs: bool = False,
+        *,
+        modules: Mapping[str, Extractor] | None = None,
+    ) -> None:
+        super().__init__(
+            model,
+            optimizer,
+            device,
+            apply_jit=apply_jit,
+            pipeline_postproc=pipeline_postproc,
+            modules=modules,
+        )

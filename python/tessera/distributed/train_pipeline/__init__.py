@@ -1,0 +1,43 @@
+"""Training loops that send ids ahead, and what they are made of; see `train_pipelines`."""
+
+from tessera.distributed.train_pipeline.train_pipelines import (
+    ArgInfo,
+    BaseForward,
+    EvalPipelineSparseDist,
+    FusedKJTListSplitsAwaitable,
+    KJTAllToAllForward,
+    KJTSplitsAllToAllMeta,
+    PipelinedForward,
+    PrefetchPipelinedForward,
+    PrefetchTrainPipelineContext,
+    PrefetchTrainPipelineSparseDist,
+    SplitsAllToAllAwaitable,
+    StepReport,
+    Tracer,
+    TrainPipeline,
+    TrainPipelineBase,
+    TrainPipelineContext,
+    TrainPipelineSparseDist,
+    TrainPipelineSparseDistLite,
+)
+
+__all__ = [
+    "ArgInfo",
+    "BaseForward",
+    "EvalPipelineSparseDist",
+    "FusedKJTListSplitsAwaitable",
+    "KJTAllToAllForward",
+    "KJTSplitsAllToAllMeta",
+    "PipelinedForward",
+    "PrefetchPipelinedForward",
+    "PrefetchTrainPipelineContext",
+    "PrefetchTrainPipelineSparseDist",
+    "SplitsAllToAllAwaitable",
+    "StepReport",
+    "Tracer",
+    "TrainPipeline",
+    "TrainPipelineBase",
+    "TrainPipelineContext",
+    "TrainPipelineSparseDist",
+    "TrainPipelineSparseDistLite",
+]

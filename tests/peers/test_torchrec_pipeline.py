@@ -1,0 +1,206 @@
+"""Training loops and `shard` beside torchrec 1.8.0: batches trained on, own forwards, features made ahead."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from two_sides import OURS, SIDES
+
+from ranks import run_ranks  # isort: skip
+
+KEYS = ["f", "g"]
+
+
+def tables(side):
+    config = side("modules.embedding_configs").EmbeddingBagConfig
+    return side("modules.embedding_modules").EmbeddingBagCollection(
+        tables=[
+            config(num_embeddings=10, embedding_dim=4, name=f"t_{key}", feature_names=[key]) for key in KEYS
+        ],
+        device=torch.device("cpu"),
+    )
+
+
+class Shift(torch.nn.Module):
+    """Make other ids of a batch's; counts its calls."""
+
+    def __init__(self, kjt):
+        super().__init__()
+        self.kjt = kjt
+        self.calls = 0
+
+    def forward(self, features):
+        self.calls += 1
+        return self.kjt.from_lengths_sync(features.keys(), (features.values() + 1) % 10, features.lengths())
+
+
+class Model(torch.nn.Module):
+    def __init__(self, side, shifts):
+        super().__init__()
+        self.ebc = tables(side)
+        self.over = torch.nn.Linear(8, 1)
+        self.shift = Shift(side("sparse.jagged_tensor").KeyedJaggedTensor) if shifts else torch.nn.Identity()
+
+    def forward(self, batch):
+        features = self.shift(batch.sparse_features)
+        pooled = self.ebc(features)
+        logits = self.over(torch.cat([pooled[key] for key in KEYS], 1)).squeeze(1)
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.labels.float())
+        return loss, logits.detach()
+
+
+def make(side, shifts=False):
+    torch.manual_seed(2)
+    model = Model(side, shifts)
+    plans, types = side("distributed.sharding_plan"), side("distributed.types")
+    sharder = side("distributed.embeddingbag").EmbeddingBagCollectionSharder()
+    plan = plans.construct_module_sharding_plan(
+        model.ebc, {"t_f": plans.row_wise(), "t_g": plans.table_wise(1)}, sharder, 2, 2, "cpu"
+    )
+    dmp = side("distributed").DistributedModelParallel(
+        model, device=torch.device("cpu"), plan=types.ShardingPlan({"ebc": plan}), sharders=[sharder]
+    )
+    with torch.no_grad():
+        for seed, (_, value) in enumerate(sorted(dmp.state_dict().items())):
+            drawn = torch.randn(tuple(value.size()), generator=torch.Generator().manual_seed(seed))
+            if not hasattr(value, "local_shards"):
+                value.copy_(drawn)
+                continue
+            for shard in value.local_shards():
+                (row, column), (height, width) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+                shard.tensor.copy_(drawn[row : row + height, column : column + width])
+    return dmp
+
+
+def batches(side, rank, count):
+    return iter(
+        side("datasets.random").RandomRecDataset(
+            KEYS, 3, hash_size=10, ids_per_feature=2, num_dense=1, manual_seed=rank, num_batches=count
+        )
+    )
+
+
+def train(pipeline, source):
+    outputs = []
+    while True:
+        try:
+            outputs.append(pipeline.progress(source))
+        except StopIteration:
+            return outputs
+
+
+def run(rank, side, count, name="TrainPipelineSparseDist", shifts=False, forward=None, **options):
+    dmp = make(side, shifts)
+    if forward:
+        options["custom_model_fwd"] = lambda batch: forward(dmp, batch)
+    optimizer = torch.optim.SGD(dmp.parameters(), lr=0.5)
+    module = side("distributed.train_pipeline.train_pipelines")
+    outputs = train(
+        getattr(module, name)(dmp, optimizer, torch.device("cpu"), **options), batches(side, rank, count)
+    )
+    return dmp, outputs
+
+
+def same(ours, theirs):
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def twice(dmp, batch):
+    loss, output = dmp(batch)
+    return 2 * loss, output + 1
+
+
+def compare(rank):
+    for count in (0, 1, 2, 3, 7):
+        for execute_all in (True, False):
+            found = [run(rank, side, count, execute_all_batches=execute_all)[1] for side in SIDES]
+            assert len(found[0]) == (count if execute_all else max(0, count - 2))
+            same(*found)
+    for name in ("TrainPipelineBase", "EvalPipelineSparseDist", "TrainPipelineSparseDistLite"):
+        same(*[run(rank, side, 4, name)[1] for side in SIDES])
+    ahead, theirs = [run(rank, side, 4, forward=twice)[1] for side in SIDES]
+    same(ahead, theirs)
+    same(ahead, run(rank, OURS, 4, "TrainPipelineBase", forward=twice)[1])  # torchrec's does not call it
+    (dmp, ours), (_, theirs) = [run(rank, side, 5, shifts=True, pipeline_postproc=True) for side in SIDES]
+    same(ours, theirs)
+    assert dmp.module.shift.calls == 5  # ahead, and not once more in the model's forward
+
+
+def test_pipelines():
+    run_ranks(2, compare, backend="gloo", env={"LOCAL_WORLD_SIZE": "2"}, limit=120)
+
+
+def pooled_by_shard(rank):
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    found = []
+    for side in SIDES:
+        plans, sharding = side("distributed.sharding_plan"), side("distributed.shard")
+        bags = tables(side)
+        cpu = torch.device("cpu")
+        whole = sharding.shard(bags, plans.apply_to_all(bags, plans.row_wise()), device=cpu)
+        one = sharding.shard(tables(side), plans.table_wise(1), device=cpu)
+        found.append([sorted(part.state_dict()) for part in (whole, one)])
+    assert found[0] == found[1]
+    model = Model(OURS, False)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    sharded = OURS("distributed.shard").shard_modules(model, device=torch.device("cpu"))
+    assert sharded is model and type(model.ebc).__name__ == "ShardedEmbeddingBagCollection"
+    for name, rows in model.ebc.gather_tables().items():
+        mine = weights[f"ebc.embedding_bags.{name}.weight"]
+        dist.broadcast(mine, 0 if name == "t_f" else 1)
+        torch.testing.assert_close(rows, mine)
+    with pytest.raises(ValueError, match="there is no sharder for Linear"):
+        OURS("distributed.shard").shard(torch.nn.Linear(1, 1), {})
+
+
+def test_shard():
+    run_ranks(2, pooled_by_shard, backend="gloo", env={"LOCAL_WORLD_SIZE": "2"})
+
+
+def test_exchanges_out_of_one_record():
+    for side in SIDES:
+        module = side("distributed.fbgemm_qcomm_codec")
+        config = module.QCommsConfig(
+            forward_precision=module.CommType.FP16,
+            backward_precision=module.CommType.BF16,
+            forward_loss_scale=2.0,
+        )
+        codecs = module.get_qcomm_codecs(config)
+        values = torch.tensor([0.5, -3.0])
+        assert codecs.forward.quantized_dtype == torch.float16
+        assert codecs.backward.quantized_dtype == torch.bfloat16
+        wire = codecs.forward.encode(values)
+        assert wire.dtype == torch.float16 and torch.equal(codecs.forward.decode(wire).float(), values)
+        registry = module.get_qcomm_codecs_registry(config)
+        assert set(registry) >= {"POOLED_EMBEDDINGS_ALL_TO_ALL", "SEQUENCE_EMBEDDINGS_ALL_TO_ALL"}
+
+
+def test_names_at_the_top():
+    for names in (
+        (
+            "",
+            [
+                "EmbeddingBagCollection",
+                "EmbeddingBagConfig",
+                "KeyedJaggedTensor",
+                "KeyedTensor",
+                "Pipelineable",
+            ],
+        ),
+        (
+            "distributed",
+            ["DistributedModelParallel", "TrainPipelineSparseDist", "ShardingEnv", "get_local_size"],
+        ),
+        ("optim", ["RowWiseAdagrad", "CombinedOptimizer", "WarmupOptimizer", "GradientClippingOptimizer"]),
+        ("fx", ["Tracer", "symbolic_trace"]),
+    ):
+        path, wanted = names
+        for root in ("tessera", "torchrec"):
+            module = __import__(f"{root}.{path}".rstrip("."), fromlist=["x"])
+            for name in wanted:
+                assert getattr(module, name).__name__ == name
