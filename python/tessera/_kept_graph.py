@@ -24,14 +24,13 @@ class EngineFunction(torch.autograd.Function):
 
 def run(ctx: Any, logits: Tensor, inference_only: bool, compute: Callable[[Tensor], Tensor]) -> Tensor:
     """Run `compute`; for a context, on a leaf that shares the logits' memory, with its graph kept there."""
-    if inference_only or torch.is_inference_mode_enabled():
-        with torch.no_grad():
-            value = compute(logits)
-        if ctx is not None:
-            ctx.result = None
-        return value
     if ctx is None:
-        return compute(logits)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
+            return compute(logits)
+    if inference_only or torch.is_inference_mode_enabled():
+        ctx.result = None
+        with torch.no_grad():
+            return compute(logits)
     leaf = logits.detach().requires_grad_(True)
     with torch.enable_grad():
         ctx.result = compute(leaf)

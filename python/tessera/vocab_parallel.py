@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tessera import _C
+from tessera import _C, _vocab_ops
 from tessera._tensors import Columns, group_of, local_part, vocab_part, whole_on_group
 
 __all__ = [
@@ -61,6 +61,13 @@ def _flags(wanted: tuple[str, ...]) -> list[bool]:
     return [name in wanted for name in _SCORES]
 
 
+def _wanted_of(scores: tuple[Tensor | None, ...], wanted: tuple[str, ...]) -> TokenScores:
+    # An operator of a compiled graph has something for each.
+    return TokenScores(
+        *(score if name in wanted else None for name, score in zip(_SCORES, scores[1:], strict=True))
+    )
+
+
 def columns_of(vocab_size: int, group: ProcessGroup | None = None) -> Columns:
     """Return this rank's range of ids when they are dealt out evenly. Not collective.
 
@@ -98,11 +105,11 @@ def token_scores(
     (2.0794, -2.0794)
     """
     logits, group, columns = vocab_part("token_scores", local_logits, group, columns)
-    scores = _C.vocab_token_scores(
+    scores = _vocab_ops.token_scores(
         logits, local_part(labels), group, _flags(wanted), columns, vocab_size, ignore_index, temperature,
         reproducible_tile, check_labels, overwrite,
     )  # fmt: skip
-    return TokenScores(*scores[1:])
+    return _wanted_of(scores, wanted)
 
 
 def cross_entropy_with_scores(
@@ -134,11 +141,11 @@ def cross_entropy_with_scores(
     (2.0794, 0)
     """
     logits, group, columns = vocab_part("cross_entropy", local_logits, group, columns)
-    scores = _C.vocab_cross_entropy(
+    scores = _vocab_ops.cross_entropy(
         logits, local_part(labels), group, _flags(wanted), columns, vocab_size, ignore_index, temperature,
         reproducible_tile, check_labels, overwrite, reduction, label_smoothing, z_loss,
     )  # fmt: skip
-    return CrossEntropyScores(scores[0], TokenScores(*scores[1:]))
+    return CrossEntropyScores(scores[0], _wanted_of(scores, wanted))
 
 
 def cross_entropy(
@@ -200,12 +207,12 @@ def linear_cross_entropy_with_scores(
     (2.0794, [0, 0])
     """
     weight, group, columns = vocab_part("linear_cross_entropy", local_weight, group, columns, dim=0)
-    scores = _C.vocab_linear_cross_entropy(
+    scores = _vocab_ops.linear_cross_entropy(
         whole_on_group(hidden), weight, local_part(labels), group, _flags(wanted), columns, vocab_size,
         ignore_index, temperature, check_labels, reduction, label_smoothing, z_loss, workspace_bytes,
         local_part(local_bias), softcap,
     )  # fmt: skip
-    return CrossEntropyScores(scores[0], TokenScores(*scores[1:]))
+    return CrossEntropyScores(scores[0], _wanted_of(scores, wanted))
 
 
 def linear_cross_entropy(
@@ -238,7 +245,7 @@ def log_probabilities_at(
     torch.Size([1, 2])
     """
     logits, group, columns = vocab_part("log_probabilities_at", local_logits, group, columns)
-    return _C.vocab_log_probabilities_at(
+    return _vocab_ops.log_probabilities_at(
         logits, local_part(ids), group, columns, vocab_size, ignore_index, temperature, check_labels
     )
 
@@ -262,7 +269,7 @@ def logits_at(
     [[3.0, 0.0]]
     """
     logits, group, columns = vocab_part("logits_at", local_logits, group, columns)
-    return _C.vocab_logits_at(
+    return _vocab_ops.logits_at(
         logits, local_part(ids), group, columns, vocab_size, ignore_index, 1.0, check_labels
     )
 
@@ -282,7 +289,7 @@ def log_softmax(
     -2.0794
     """
     logits, group, columns = vocab_part("log_softmax", local_logits, group, columns)
-    return _C.vocab_log_softmax(logits, group, columns, vocab_size, temperature)
+    return _vocab_ops.log_softmax(logits, group, columns, vocab_size, temperature)
 
 
 def soft_cross_entropy(
@@ -303,7 +310,7 @@ def soft_cross_entropy(
     2.0794
     """
     logits, group, columns = vocab_part("soft_cross_entropy", local_logits, group, columns)
-    return _C.vocab_soft_cross_entropy(
+    return _vocab_ops.soft_cross_entropy(
         logits, local_part(local_target_logits), group, columns, vocab_size, temperature
     )
 
@@ -370,7 +377,7 @@ def sampled_log_probabilities(
     -0.6931
     """
     logits, group, columns = vocab_part("sampled_log_probabilities", local_logits, group, columns)
-    return _C.vocab_sampled_log_probabilities(
+    return _vocab_ops.sampled_log_probabilities(
         logits, local_part(labels), group, top_k, top_p, columns, vocab_size, ignore_index, temperature,
         check_labels,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from tessera import _C
+from tessera import _C, _vocab_ops
 from tessera._tensors import group_of, is_part_of_mesh, local_part, vocab_part
 from tessera.algorithms.logits_sampling_utils import need_top_k_or_top_p_filtering
 
@@ -59,6 +59,13 @@ def from_parallel_logits_to_logprobs(
         _one_group(name, group, tp_group),
         (vocab_start_index, vocab_end_index),
     )
+    if torch.compiler.is_compiling() and cp_group is None:
+        tokens = local_part(target)
+        top_k, top_p = _filters(sampling_params) or (None, 1.0)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
+            return _vocab_ops.filtered_log_probabilities(
+                logits[:, : tokens.shape[1] - 1], tokens[:, 1:], columns, chosen, top_k, top_p
+            )
     return _C.from_parallel_logits_to_logprobs(
         logits,
         local_part(target),

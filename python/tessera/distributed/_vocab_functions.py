@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tessera import _C, _kept_graph
+from tessera import _C, _kept_graph, _vocab_ops
 from tessera._tensors import local_part, vocab_part
 
 
@@ -82,6 +82,8 @@ class DistributedLogprob(_kept_graph.EngineFunction):
         )
 
         def compute(logits: Tensor) -> Tensor:
+            if torch.compiler.is_compiling():
+                return _vocab_ops.label_log_probabilities(logits, local_part(target), columns, group)
             return _C.distributed_logprob(logits, local_part(target), *columns, group)
 
         return _kept_graph.run(ctx, own, inference_only, compute)
@@ -141,6 +143,10 @@ class DistributedLogprobWithSampling(_kept_graph.EngineFunction):
         own, group, columns = vocab_part("DistributedLogprobWithSampling", vocab_parallel_logits, tp_group)
 
         def compute(logits: Tensor) -> Tensor:
+            if torch.compiler.is_compiling():
+                return _vocab_ops.filtered_log_probabilities(
+                    logits, local_part(target), columns, group, top_k, top_p
+                )
             return _C.distributed_logprob_with_sampling(
                 logits, local_part(target), group, top_k, top_p, columns
             )

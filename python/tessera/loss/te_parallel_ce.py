@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tessera import _C, _kept_graph
+from tessera import _C, _kept_graph, _vocab_ops
 from tessera._tensors import local_part, vocab_part
 
 __all__ = [
@@ -51,6 +52,9 @@ class CrossEntropyFunction(_kept_graph.EngineFunction):
         own, group, columns = vocab_part("parallel_cross_entropy", _input, dist_process_group)
 
         def compute(logits: Tensor) -> Tensor:
+            if torch.compiler.is_compiling():
+                reduction = "mean" if reduce_loss else "none"
+                return _compiled_loss(logits, target, label_smoothing, reduction, group, ignore_idx, columns)
             return _C.parallel_cross_entropy(
                 logits, local_part(target), label_smoothing, reduce_loss, group, ignore_idx, columns
             )
@@ -63,7 +67,40 @@ class CrossEntropyFunction(_kept_graph.EngineFunction):
         return _kept_graph.gradient(ctx, grad_output), None, None, None, None, None
 
 
-parallel_cross_entropy = CrossEntropyFunction.apply
+def _compiled_loss(
+    logits: Tensor,
+    labels: Tensor,
+    label_smoothing: float,
+    reduction: str,
+    group: ProcessGroup | None,
+    ignore_index: int,
+    columns: tuple[int, int] | None,
+) -> Tensor:
+    shaped = local_part(labels).reshape(logits.shape[:-1])
+    wanted = [False] * 4
+    return _vocab_ops.cross_entropy(
+        logits, shaped, group, wanted, columns, None, ignore_index, 1.0, 0, None, "never", reduction,
+        label_smoothing, 0.0,
+    )[0]  # fmt: skip
+
+
+def parallel_cross_entropy(
+    _input: Tensor,
+    target: Tensor,
+    label_smoothing: float = 0.0,
+    reduce_loss: bool = False,
+    dist_process_group: ProcessGroup | None = None,
+    ignore_idx: int = -100,
+) -> Tensor:
+    """Return what CrossEntropyFunction.apply returns.
+
+    >>> import torch
+    >>> round(float(parallel_cross_entropy(torch.zeros(1, 1, 8), torch.tensor([[3]]))), 4)
+    2.0794
+    """
+    return CrossEntropyFunction.forward(
+        None, _input, target, label_smoothing, reduce_loss, dist_process_group, ignore_idx
+    )
 
 
 class TEParallelCrossEntropy:
@@ -101,6 +138,16 @@ class TEParallelCrossEntropy:
         be DTensors, too, of the same tokens.
         """
         own, group, columns = vocab_part("TEParallelCrossEntropy", logits, self.tp_group)
+        if torch.compiler.is_compiling():
+            used = local_part(labels)
+            if mask is not None:
+                used = used.masked_fill(local_part(mask).reshape(used.shape) == 0, self.ignore_index)
+            if self.reduction not in ("none", "mean", "sum"):
+                raise ValueError(f"Invalid reduction: {self.reduction}. Use 'none', 'mean' or 'sum'.")
+            loss = _compiled_loss(own, used, 0.0, self.reduction, group, self.ignore_index, columns)
+            if self.reduction == "sum" and num_label_tokens is not None:
+                loss = loss / max(num_label_tokens, 1)
+            return loss
         return _C.te_parallel_cross_entropy(
             own,
             local_part(labels),

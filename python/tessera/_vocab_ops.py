@@ -1,0 +1,286 @@
+"""The vocabulary's functions as operators of torch, so that torch.compile takes them into its graph.
+
+Outside a compiled graph the engine is called as it is. Inside, every function is an operator with a
+shape function and a gradient of its own; a group goes by its name. Backward reads the logits twice there:
+the operator of the gradient runs the engine's forward again, for nothing but tensors may be kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from tessera import _C
+
+_LIBRARY = torch.library.Library("tessera", "FRAGMENT")
+_OPTIONS = "int[]? columns, int? vocab_size"
+_AUTOGRAD = [
+    key
+    for name in ("ADInplaceOrView", "AutogradCPU", "AutogradCUDA", "AutogradOther")
+    if (key := getattr(torch._C.DispatchKey, name, None)) is not None
+]
+
+
+@contextlib.contextmanager
+def _recording() -> Iterator[None]:
+    """Record gradients, which the inside of an operator does not."""
+    excluded = [torch._C._dispatch_tls_is_dispatch_key_excluded(key) for key in _AUTOGRAD]
+    for key in _AUTOGRAD:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        for key, was in zip(_AUTOGRAD, excluded, strict=True):
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, was)
+
+
+class _Operator:
+    """One function of the engine and its operator.
+
+    `arguments` are the schema's; "group" and "columns" are converted. `differentiable` are the places of
+    the tensors that get a gradient, `shapes` gives the outputs for tensors without values.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        engine: Callable,
+        arguments: str,
+        num_outputs: int,
+        shapes: Callable,
+        differentiable: Sequence[int] = (0,),
+        constants: Sequence[int] = (),
+    ):
+        self.engine = engine
+        names = [word.split()[-1] for word in arguments.split(", ")]
+        self.group_place = names.index("group")
+        self.columns_place = names.index("columns")
+        self.overwrite_place = names.index("overwrite") if "overwrite" in names else None
+        self.differentiable = tuple(differentiable)
+        self.num_outputs = num_outputs
+        outputs = ", ".join(["Tensor"] * num_outputs)
+        _LIBRARY.define(f"{name}({arguments}) -> ({outputs})")
+        _LIBRARY.define(f"{name}_backward(Tensor?[] gradients, {arguments}) -> Tensor[]")
+        torch.library.impl(f"tessera::{name}", "CompositeExplicitAutograd", lib=_LIBRARY)(self._forward)
+        torch.library.impl(f"tessera::{name}_backward", "CompositeExplicitAutograd", lib=_LIBRARY)(
+            self._backward
+        )
+        torch.library.register_fake(f"tessera::{name}", shapes, lib=_LIBRARY)
+        torch.library.register_fake(f"tessera::{name}_backward", self._gradient_shapes, lib=_LIBRARY)
+        self.operator = getattr(torch.ops.tessera, name)
+        self.gradient = getattr(torch.ops.tessera, f"{name}_backward")
+
+        def save(ctx: Any, inputs: tuple, output: Any) -> None:
+            tensors = [word if isinstance(word, Tensor) else None for word in inputs]
+            ctx.save_for_backward(*tensors)
+            ctx.words = [None if isinstance(word, Tensor) else word for word in inputs]
+            outputs = output if isinstance(output, tuple) else (output,)
+            ctx.mark_non_differentiable(*(outputs[place] for place in constants))
+
+        def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+            words = [
+                word if tensor is None else tensor
+                for tensor, word in zip(ctx.saved_tensors, ctx.words, strict=True)
+            ]
+            found = iter(self.gradient(list(gradients), *words))
+            result: list[Tensor | None] = [None] * len(words)
+            for place in self.differentiable:
+                if words[place] is not None:
+                    gradient = next(found)
+                    result[place] = gradient if ctx.needs_input_grad[place] else None
+            return tuple(result)
+
+        torch.library.register_autograd(f"tessera::{name}", backward, setup_context=save, lib=_LIBRARY)
+
+    def _converted(self, words: Sequence[Any]) -> list[Any]:
+        words = list(words)
+        name = words[self.group_place]
+        words[self.group_place] = None if name is None else _resolve_process_group(name)
+        columns = words[self.columns_place]
+        words[self.columns_place] = None if columns is None else tuple(columns)
+        if self.overwrite_place is not None:
+            words[self.overwrite_place] = "never"  # what an operator is given stays as it is
+        return words
+
+    def _run(self, words: Sequence[Any], like: Tensor) -> tuple[Tensor, ...]:
+        outputs = self.engine(*words)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        return tuple(
+            like.new_empty(0, dtype=torch.float32) if output is None else output for output in outputs
+        )
+
+    def _forward(self, *words: Any) -> Any:
+        with torch.no_grad():
+            # Results may share memory with each other, which an operator's must not.
+            outputs = tuple(output.clone() for output in self._run(self._converted(words), words[0]))
+        return outputs if self.num_outputs > 1 else outputs[0]
+
+    def _backward(self, gradients: Sequence[Tensor | None], *words: Any) -> list[Tensor]:
+        words = self._converted(words)
+        with _recording():
+            leaves = []
+            for place in self.differentiable:
+                if words[place] is not None:
+                    words[place] = words[place].detach().requires_grad_(True)
+                    leaves.append(words[place])
+            outputs = self._run(words, words[0])
+            pairs = [
+                (output, gradient)
+                for output, gradient in zip(outputs, gradients, strict=True)
+                if gradient is not None and output.requires_grad
+            ]
+            if not pairs:
+                return [torch.zeros_like(leaf, requires_grad=False) for leaf in leaves]
+            found = torch.autograd.grad(
+                [output for output, _ in pairs], leaves, [gradient for _, gradient in pairs]
+            )
+        return [gradient.detach().contiguous() for gradient in found]
+
+    def _gradient_shapes(self, gradients: Sequence[Tensor | None], *words: Any) -> list[Tensor]:
+        return [
+            words[place].new_empty(words[place].shape)
+            for place in self.differentiable
+            if words[place] is not None
+        ]
+
+    def __call__(self, *words: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            return self.engine(*words)
+        words = list(words)
+        group: ProcessGroup | None = words[self.group_place]
+        words[self.group_place] = None if group is None else group.group_name
+        columns = words[self.columns_place]
+        words[self.columns_place] = None if columns is None else list(columns)
+        return self.operator(*words)
+
+
+def _of_tokens(logits: Tensor, *words: Any) -> Tensor:
+    return logits.new_empty(logits.shape[:-1], dtype=torch.float32)
+
+
+def _of_ids(logits: Tensor, ids: Tensor, *words: Any) -> Tensor:
+    return logits.new_empty(ids.shape, dtype=torch.float32)
+
+
+def _scores(
+    like: Tensor, shape: Sequence[int], wanted: Sequence[bool], loss: str | None
+) -> tuple[Tensor, ...]:
+    def output(is_there: bool, extents: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+        return like.new_empty(extents if is_there else (0,), dtype=dtype)
+
+    of_loss = output(loss is not None, shape if loss == "none" else ())
+    argmax = output(wanted[3], shape, torch.int64 if wanted[3] else torch.float32)
+    return (of_loss, *(output(flag, shape) for flag in wanted[:3]), argmax)
+
+
+def _token_shapes(logits: Tensor, labels: Any, group: Any, wanted: Sequence[bool], *words: Any) -> Any:
+    return _scores(logits, logits.shape[:-1], wanted, None)
+
+
+def _loss_shapes(logits: Tensor, labels: Any, group: Any, wanted: Sequence[bool], *words: Any) -> Any:
+    return _scores(logits, logits.shape[:-1], wanted, words[-3])
+
+
+def _linear_shapes(
+    hidden: Tensor, weight: Tensor, labels: Tensor, group: Any, wanted: Sequence[bool], *words: Any
+) -> Any:
+    return _scores(hidden, labels.shape, wanted, words[5])
+
+
+_TOKENS = (
+    f"Tensor logits, Tensor? labels, str? group, bool[] wanted, {_OPTIONS}, int ignore_index, "
+    "float temperature, int reproducible_tile, bool? check_labels, str overwrite"
+)
+token_scores = _Operator(
+    "vocab_token_scores", _C.vocab_token_scores, _TOKENS, 5, _token_shapes, constants=(0, 4)
+)
+cross_entropy = _Operator(
+    "vocab_cross_entropy",
+    _C.vocab_cross_entropy,
+    _TOKENS.replace("Tensor? labels", "Tensor labels")
+    + ", str reduction, float label_smoothing, float z_loss",
+    5,
+    _loss_shapes,
+    constants=(4,),
+)
+linear_cross_entropy = _Operator(
+    "vocab_linear_cross_entropy",
+    _C.vocab_linear_cross_entropy,
+    f"Tensor hidden, Tensor weight, Tensor labels, str? group, bool[] wanted, {_OPTIONS}, int ignore_index, "
+    "float temperature, bool? check_labels, str reduction, float label_smoothing, float z_loss, "
+    "int? workspace_bytes, Tensor? bias, float softcap",
+    5,
+    _linear_shapes,
+    differentiable=(0, 1, 14),
+    constants=(4,),
+)
+_AT_IDS = (
+    f"Tensor logits, Tensor ids, str? group, {_OPTIONS}, int ignore_index, float temperature, "
+    "bool? check_labels"
+)
+log_probabilities_at = _Operator(
+    "vocab_log_probabilities_at",
+    _C.vocab_log_probabilities_at,
+    _AT_IDS,
+    1,
+    _of_ids,
+)
+logits_at = _Operator(
+    "vocab_logits_at",
+    _C.vocab_logits_at,
+    _AT_IDS,
+    1,
+    _of_ids,
+)
+log_softmax = _Operator(
+    "vocab_log_softmax",
+    _C.vocab_log_softmax,
+    f"Tensor logits, str? group, {_OPTIONS}, float temperature",
+    1,
+    lambda logits, *words: logits.new_empty(logits.shape),
+)
+soft_cross_entropy = _Operator(
+    "vocab_soft_cross_entropy",
+    _C.vocab_soft_cross_entropy,
+    f"Tensor logits, Tensor target_logits, str? group, {_OPTIONS}, float temperature",
+    1,
+    _of_tokens,
+)
+sampled_log_probabilities = _Operator(
+    "vocab_sampled_log_probabilities",
+    _C.vocab_sampled_log_probabilities,
+    f"Tensor logits, Tensor labels, str? group, int top_k, float top_p, {_OPTIONS}, int ignore_index, "
+    "float temperature, bool? check_labels",
+    1,
+    _of_tokens,
+)
+
+
+def label_log_probabilities(
+    logits: Tensor, labels: Tensor, columns: tuple[int, int] | None, group: ProcessGroup | None
+) -> Tensor:
+    """Return log p of the labels, for the names of the reference in a compiled graph."""
+    wanted = [True, False, False, False]
+    return token_scores(logits, labels, group, wanted, columns, None, -100, 1.0, 0, None, "never")[1]
+
+
+def filtered_log_probabilities(
+    logits: Tensor,
+    labels: Tensor,
+    columns: tuple[int, int] | None,
+    group: ProcessGroup | None,
+    top_k: int | None,
+    top_p: float,
+) -> Tensor:
+    """The same under filters."""
+    if (top_k is None or top_k < 1) and top_p == 1.0:
+        return label_log_probabilities(logits, labels, columns, group)
+    top_k = 0 if top_k is None else max(top_k, 0)
+    return sampled_log_probabilities(logits, labels, group, top_k, top_p, columns, None, -100, 1.0, None)
