@@ -1,0 +1,1 @@
+"""The module paths of torchrec.metrics: how well a model predicts clicks, over all ranks."""

@@ -1,0 +1,178 @@
+"""All metrics of a training, made out of one record and fed with the output of the model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tessera.metrics.auc import AUCMetric
+from tessera.metrics.calibration import CalibrationMetric
+from tessera.metrics.ctr import CTRMetric
+from tessera.metrics.metrics_config import MetricsConfig, RecMetricEnum, RecTaskInfo
+from tessera.metrics.mse import MSEMetric
+from tessera.metrics.ne import NEMetric
+from tessera.metrics.rec_metric import RecMetricException, RecMetricList
+from tessera.metrics.throughput import ThroughputMetric
+
+__all__ = ["REC_METRICS_MAPPING", "DeferrableMetrics", "RecMetricModule", "generate_metric_module"]
+
+REC_METRICS_MAPPING = {
+    RecMetricEnum.NE: NEMetric,
+    RecMetricEnum.AUC: AUCMetric,
+    RecMetricEnum.CALIBRATION: CalibrationMetric,
+    RecMetricEnum.CTR: CTRMetric,
+    RecMetricEnum.MSE: MSEMetric,
+}
+
+
+class DeferrableMetrics(dict):
+    """Hold numbers by key. They are here: `resolve` returns them, `subscribe` calls at once."""
+
+    def is_resolved(self) -> bool:
+        """Return True."""
+        return True
+
+    def resolve(self) -> dict[str, Any]:
+        """Return the numbers."""
+        return dict(self)
+
+    def subscribe(self, callback: Callable[[dict[str, Any]], Any]) -> None:
+        """Call with the numbers."""
+        callback(dict(self))
+
+
+class RecMetricModule(nn.Module):
+    """Take the output of a model, find the tensors of its tasks by name, and compute all metrics of them."""
+
+    def __init__(
+        self,
+        batch_size: int,
+        world_size: int,
+        rec_tasks: list[RecTaskInfo] | None = None,
+        rec_metrics: RecMetricList | None = None,
+        throughput_metric: ThroughputMetric | None = None,
+        state_metrics: dict[str, Any] | None = None,
+        compute_interval_steps: int = 100,
+        min_compute_interval: float = 0.0,
+        max_compute_interval: float = float("inf"),
+    ) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+        self.world_size = world_size
+        self.rec_tasks = rec_tasks or []
+        self.rec_metrics = rec_metrics or RecMetricList([])
+        self.throughput_metric = throughput_metric
+        self.state_metrics = state_metrics or {}
+        self.compute_interval_steps = compute_interval_steps
+        self.min_compute_interval = min_compute_interval
+        self.max_compute_interval = max_compute_interval
+        self.trained_batches = 0
+        self._last_compute = time.monotonic()
+
+    def update(self, model_out: dict[str, torch.Tensor], **kwargs: Any) -> None:
+        """Add a batch. Raise RecMetricException naming a tensor that is missing."""
+        labels, predictions, weights = {}, {}, {}
+        for task in self.rec_tasks:
+            for name in (task.label_name, task.prediction_name):
+                if name not in model_out:
+                    raise RecMetricException(
+                        f"metrics: task {task.name!r} needs {name!r}, which is not in the output."
+                    )
+            labels[task.name] = model_out[task.label_name]
+            predictions[task.name] = model_out[task.prediction_name]
+            if task.weighted and task.weight_name in model_out:
+                weights[task.name] = model_out[task.weight_name]
+        self.rec_metrics.update(predictions=predictions, labels=labels, weights=weights, **kwargs)
+        if self.throughput_metric is not None:
+            self.throughput_metric.update()
+        self.trained_batches += 1
+
+    def should_compute(self) -> bool:
+        """Tell whether `compute_interval_steps` batches have gone by."""
+        return self.trained_batches % self.compute_interval_steps == 0
+
+    def _all(self, numbers: dict[str, torch.Tensor]) -> DeferrableMetrics:
+        found = DeferrableMetrics(numbers)
+        if self.throughput_metric is not None:
+            found.update(self.throughput_metric.compute())
+        for name, metric in self.state_metrics.items():
+            found.update({f"{name}|{key}": value for key, value in metric.get_metrics().items()})
+        return found
+
+    def compute(self) -> DeferrableMetrics:
+        """Return all numbers by key; those of samples on rank 0, or on all ranks if asked for. Collective."""
+        return self._all(self.rec_metrics.compute())
+
+    def local_compute(self) -> DeferrableMetrics:
+        """Return all numbers of this rank's samples by key."""
+        return self._all(self.rec_metrics.local_compute())
+
+    def reset(self) -> None:
+        """Forget all samples."""
+        self.rec_metrics.reset()
+
+    def get_required_inputs(self) -> list[str]:
+        """Return the names of further tensors that are needed: none."""
+        return self.rec_metrics.get_required_inputs()
+
+
+def generate_metric_module(
+    metric_class: type[RecMetricModule],
+    metrics_config: MetricsConfig,
+    batch_size: int,
+    world_size: int,
+    my_rank: int,
+    state_metrics_mapping: dict[Any, Any],
+    device: torch.device,
+    process_group: dist.ProcessGroup | None = None,
+    batch_size_stages: Any = None,
+    module_kwargs: dict[str, Any] | None = None,
+) -> RecMetricModule:
+    """Return the metrics that a config speaks of. Raise ValueError for one that does not exist."""
+    metrics = []
+    for kind, wish in metrics_config.rec_metrics.items():
+        found = [
+            own for name, own in REC_METRICS_MAPPING.items() if name.value == getattr(kind, "value", kind)
+        ]
+        if not found:
+            known = ", ".join(name.value for name in REC_METRICS_MAPPING)
+            raise ValueError(f"metrics: {kind} is not one of {known}.")
+        tasks = wish.rec_tasks or [metrics_config.rec_tasks[place] for place in wish.rec_task_indices]
+        metrics.append(
+            found[0](
+                world_size=world_size,
+                my_rank=my_rank,
+                batch_size=batch_size,
+                tasks=tasks,
+                window_size=wish.window_size,
+                compute_on_all_ranks=metrics_config.compute_on_all_ranks,
+                process_group=process_group,
+                **(wish.arguments or {}),
+            )
+        )
+    throughput = metrics_config.throughput_metric
+    made = metric_class(
+        batch_size=batch_size,
+        world_size=world_size,
+        rec_tasks=metrics_config.rec_tasks,
+        rec_metrics=RecMetricList(metrics),
+        throughput_metric=None
+        if throughput is None
+        else ThroughputMetric(
+            batch_size=batch_size,
+            world_size=world_size,
+            window_seconds=throughput.window_size,
+            warmup_steps=throughput.warmup_steps,
+        ),
+        state_metrics={str(name): state_metrics_mapping[name] for name in metrics_config.state_metrics},
+        compute_interval_steps=metrics_config.compute_interval_steps,
+        min_compute_interval=metrics_config.min_compute_interval,
+        max_compute_interval=metrics_config.max_compute_interval,
+        **(module_kwargs or {}),
+    )
+    return made.to(device)

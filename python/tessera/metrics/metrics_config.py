@@ -1,0 +1,103 @@
+"""Which metrics of which tasks are computed, and how often."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+__all__ = [
+    "DefaultMetricsConfig",
+    "DefaultTaskInfo",
+    "EmptyMetricsConfig",
+    "MetricsConfig",
+    "RecComputeMode",
+    "RecMetricDef",
+    "RecMetricEnum",
+    "RecTaskInfo",
+    "ThroughputDef",
+]
+
+
+class RecMetricEnum(Enum):
+    """Name the metrics that there are."""
+
+    NE = "ne"
+    AUC = "auc"
+    CALIBRATION = "calibration"
+    CTR = "ctr"
+    MSE = "mse"
+
+
+class RecComputeMode(Enum):
+    """Say whether tasks are computed together; the numbers are the same."""
+
+    FUSED_TASKS_COMPUTATION = 1
+    UNFUSED_TASKS_COMPUTATION = 2
+    FUSED_TASKS_AND_STATES_COMPUTATION = 3
+
+
+@dataclass(unsafe_hash=True)
+class RecTaskInfo:
+    """Name a task and its tensors in the output of a model. Without `weighted` all samples weigh 1."""
+
+    name: str = "DefaultTask"
+    label_name: str = "label"
+    prediction_name: str = "prediction"
+    weight_name: str = "weight"
+    session_metric_def: Any = None
+    is_negative_task: bool = False
+    tensor_name: str | None = None
+    weighted: bool = True
+
+
+DefaultTaskInfo = RecTaskInfo()
+
+
+@dataclass
+class RecMetricDef:
+    """Say for which tasks a metric is computed: listed, or by their places among those of the config.
+
+    `window_size` is in samples of all ranks.
+    """
+
+    rec_tasks: list[RecTaskInfo] = field(default_factory=list)
+    rec_task_indices: list[int] = field(default_factory=list)
+    window_size: int = 10_000_000
+    arguments: dict[str, Any] | None = None
+
+
+@dataclass
+class ThroughputDef:
+    """Say over how many seconds throughput is measured, and after how many steps it begins."""
+
+    window_size: int = 100
+    warmup_steps: int = 100
+
+
+@dataclass
+class MetricsConfig:
+    """Say what is computed. Fields about how it is computed change nothing but that."""
+
+    rec_tasks: list[RecTaskInfo] = field(default_factory=list)
+    rec_metrics: dict[RecMetricEnum, RecMetricDef] = field(default_factory=dict)
+    throughput_metric: ThroughputDef | None = None
+    rec_compute_mode: RecComputeMode = RecComputeMode.UNFUSED_TASKS_COMPUTATION
+    fused_update_limit: int = 0
+    state_metrics: list[Any] = field(default_factory=list)
+    compute_interval_steps: int = 100
+    min_compute_interval: float = 0.0
+    max_compute_interval: float = float("inf")
+    compute_on_all_ranks: bool = False
+    should_validate_update: bool = False
+    enable_pt2_compile: bool = False
+    should_clone_update_inputs: bool = False
+    use_cpu_offloaded_rec_metric_module: bool | None = None
+
+
+DefaultMetricsConfig = MetricsConfig(
+    rec_tasks=[DefaultTaskInfo],
+    rec_metrics={RecMetricEnum.NE: RecMetricDef(rec_tasks=[DefaultTaskInfo], window_size=10_000_000)},
+    throughput_metric=ThroughputDef(),
+)
+EmptyMetricsConfig = MetricsConfig()
