@@ -72,6 +72,7 @@ class SharedBootstrap : public Bootstrap {
 
 class NoMonitor : public WaitMonitor {
   void check(const Call&, std::span<const int>, Clock::duration) override {}
+  void check_creation(std::span<const int>) override {}
 };
 
 struct Settings {

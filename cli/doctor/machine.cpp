@@ -158,7 +158,14 @@ std::vector<NetworkInterface> read_interfaces() {
 
 void read_shm(Machine& machine) {
   const char* named = std::getenv("TESSERA_SHM_DIR");
-  machine.shm_directory = named != nullptr && *named != '\0' ? named : "/dev/shm";
+  if (named == nullptr || *named == '\0') {
+    // Segments are anonymous memory, of which groups take half at most.
+    machine.has_shm_directory = true;
+    machine.shm_total = std::min(machine.memory_total, machine.cgroup_memory.value_or(UINT64_MAX));
+    machine.shm_free = std::min(machine.memory_available, machine.shm_total) / 2;
+    return;
+  }
+  machine.shm_directory = named;
   struct statvfs info{};
   if (statvfs(machine.shm_directory.c_str(), &info) != 0) return;
   machine.has_shm_directory = access(machine.shm_directory.c_str(), W_OK) == 0;

@@ -27,7 +27,7 @@ struct Machine {
   std::optional<std::uint64_t> cgroup_memory;
   std::string transparent_huge_pages;  // always, madvise, never, or empty
   std::uint64_t reserved_huge_pages = 0;
-  std::string shm_directory;
+  std::string shm_directory;  // empty: anonymous memory
   bool has_shm_directory = false;
   std::uint64_t shm_total = 0;
   std::uint64_t shm_free = 0;

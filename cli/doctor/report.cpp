@@ -167,7 +167,8 @@ void add_engines(const Findings& findings, Lines& lines) {
   const Json& answer = findings.self_test.answer;
   lines.title("engines");
   lines.add("shm", machine.has_shm_directory
-                       ? machine.shm_directory + ", " + size_text(machine.shm_free) + " free of " +
+                       ? (machine.shm_directory.empty() ? "memory" : machine.shm_directory) + ", " +
+                             size_text(machine.shm_free) + " free of " +
                              size_text(machine.shm_total)
                        : machine.shm_directory + " cannot be written");
   if (answer.is_null()) return;
@@ -268,7 +269,7 @@ Json engines_json(const Findings& findings) {
   return {
       {"shm",
        {{"available", machine.has_shm_directory},
-        {"directory", machine.shm_directory},
+        {"directory", machine.shm_directory.empty() ? Json(nullptr) : Json(machine.shm_directory)},
         {"free_bytes", machine.shm_free},
         {"total_bytes", machine.shm_total}}},
       {"gloo", {{"available", is_known ? Json(true) : Json(nullptr)}}},
@@ -334,7 +335,9 @@ std::vector<Warning> warnings_of(const Findings& findings) {
   if (!machine.has_shm_directory) {
     warn("shm", "groups fall back to Gloo", "TESSERA_SHM_DIR=/path of a tmpfs");
   } else if (machine.shm_free < 256 * kMebi) {
-    warn("shm", "little room; containers give 64 MiB unless told", "docker run --shm-size=2g");
+    warn("shm", "little room for what the ranks share",
+         machine.shm_directory.empty() ? "more memory for the container"
+                                       : "another TESSERA_SHM_DIR, or none");
   }
   if (!machine.gpus.empty() && !findings.self_test.answer.is_null() &&
       findings.self_test.answer["has_cuda"] != true) {

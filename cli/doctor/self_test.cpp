@@ -64,7 +64,7 @@ void judge_checks(SelfTest& test) {
   if (!reason.empty()) {
     test.error = reason;
     test.try_next =
-        "make room in the folder of shared memory, or name another: TESSERA_SHM_DIR=/path";
+        "make room in memory, or name a folder for shared memory: TESSERA_SHM_DIR=/path";
   } else {
     test.error = "wrong values: " + failed;
     test.try_next = "repeat with TESSERA_ISA=default; if that passes, report the processor model";

@@ -24,6 +24,7 @@ struct Offer {
   std::int64_t data = 0;      // place of the first element
   std::int64_t given = 0;     // elements
   std::int64_t expected = 0;  // elements that come the other way
+  std::int64_t dtype = 0;     // at::ScalarType
 };
 constexpr std::size_t kWords = sizeof(Offer) / sizeof(std::int64_t);
 
@@ -33,22 +34,36 @@ EngineBackend* engine_of(const Group& group) {
       group.process_group()->getBackend(c10::DeviceType::CPU).get());
 }
 
+[[noreturn]] void fail_all(Transport& transport, FailureKind kind, const std::vector<int>& ranks,
+                           const std::string& text) {
+  transport.abort(kind, ranks, text);
+  throw Failure(kind, ranks, text);
+}
+
 /// offers[from * size + to], the same on all ranks.
-void check_counts(Transport& transport, const Call& call, const std::vector<Offer>& offers) {
+void check_offers(Transport& transport, const Call& call, const std::vector<Offer>& offers) {
   const int size = transport.size();
+  for (int rank = 1; rank < size; ++rank) {
+    const auto type_of = [&](int from) {
+      return static_cast<at::ScalarType>(offers[static_cast<std::size_t>(from * size)].dtype);
+    };
+    if (type_of(rank) == type_of(0)) continue;
+    fail_all(transport, FailureKind::kMismatch, {0, rank},
+             "comm.all_to_all #" + std::to_string(call.sequence) + ": rank 0 gives elements of " +
+                 c10::toString(type_of(0)) + ", rank " + std::to_string(rank) + " of " +
+                 c10::toString(type_of(rank)) + ". Give all ranks tensors of one type.");
+  }
   for (int from = 0; from < size; ++from) {
     for (int to = 0; to < size; ++to) {
       const std::int64_t given = offers[static_cast<std::size_t>(from * size + to)].given;
       const std::int64_t expected = offers[static_cast<std::size_t>(to * size + from)].expected;
       if (from == to || given == expected) continue;
       const std::vector<int> ranks{std::min(from, to), std::max(from, to)};
-      const std::string text = "comm.all_to_all #" + std::to_string(call.sequence) + ": rank " +
-                               std::to_string(from) + " gives " + std::to_string(given) +
-                               " elements for rank " + std::to_string(to) + ", which expects " +
-                               std::to_string(expected) +
-                               ". Give every rank the same table of sizes.";
-      transport.abort(FailureKind::kMismatch, ranks, text);
-      throw Failure(FailureKind::kMismatch, ranks, text);
+      fail_all(transport, FailureKind::kMismatch, ranks,
+               "comm.all_to_all #" + std::to_string(call.sequence) + ": rank " +
+                   std::to_string(from) + " gives " + std::to_string(given) +
+                   " elements for rank " + std::to_string(to) + ", which expects " +
+                   std::to_string(expected) + ". Give every rank the same table of sizes.");
     }
   }
 }
@@ -63,8 +78,9 @@ bool can_lend(const Group& group) {
 at::Tensor lendable(std::int64_t size, at::ScalarType dtype, const Group& group) {
   EngineBackend* engine = engine_of(group);
   const std::size_t bytes = static_cast<std::size_t>(size) * c10::elementSize(dtype);
-  std::shared_ptr<void> memory =
-      engine == nullptr ? nullptr : engine->lent_memory().take(engine->transport(), bytes);
+  std::shared_ptr<void> memory = engine == nullptr || engine->is_inherited()
+                                     ? nullptr
+                                     : engine->lent_memory().take(engine->transport(), bytes);
   if (!memory) return core::empty_kept({size}, at::TensorOptions(dtype));
   void* data = memory.get();
   return at::from_blob(
@@ -77,7 +93,7 @@ Awaitable<std::vector<at::Tensor>> lend_async(std::vector<at::Tensor> inputs,
                                               const Group& group) {
   EngineBackend* engine = engine_of(group);
   TESSERA_INTERNAL_ASSERT(engine != nullptr, "a group that cannot lend");
-  for (const at::Tensor& input : inputs) check_tensor("all_to_all", input, group.engine());
+  check_tensors("all_to_all", inputs, group.engine());
   auto found = std::make_shared<std::vector<at::Tensor>>();
   const auto work = engine->lend(std::move(inputs), std::move(counts), found);
   return Awaitable<std::vector<at::Tensor>>(
@@ -98,6 +114,7 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::lend(std::vector<at::Tensor> input
     const auto options = inputs[0].options().requires_grad(false);
     std::vector<Offer> mine(size);
     for (std::size_t r = 0; r < size; ++r) {
+      mine[r].dtype = static_cast<std::int64_t>(inputs[0].scalar_type());
       if (r == own) continue;
       mine[r].given = inputs[r].numel();
       mine[r].expected = counts[r];
@@ -117,7 +134,7 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::lend(std::vector<at::Tensor> input
     told.dtype = DataType::kInt64;
     told.count = static_cast<std::int64_t>(size * kWords);
     transport.all_gather(told, {mine.data(), told.count}, rows);
-    check_counts(transport, call, offers);
+    check_offers(transport, call, offers);
     bool is_lent = true;
     for (const Offer& offer : offers) is_lent &= offer.given == 0 || offer.readers != 0;
     found->resize(size);
@@ -129,8 +146,15 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::lend(std::vector<at::Tensor> input
         tensor = core::empty_kept({offer.given}, options);
         continue;
       }
-      auto memory = LentMemory::borrow(transport, static_cast<std::uint64_t>(offer.data),
+      const std::size_t bytes = static_cast<std::size_t>(offer.given) * options.dtype().itemsize();
+      auto memory = LentMemory::borrow(transport, static_cast<std::uint64_t>(offer.data), bytes,
                                        static_cast<std::uint64_t>(offer.readers));
+      if (!memory) {
+        fail_all(transport, FailureKind::kAborted, {static_cast<int>(r)},
+                 "comm.all_to_all #" + std::to_string(call.sequence) + ": rank " +
+                     std::to_string(r) + " lends " + std::to_string(bytes) + " bytes at offset " +
+                     std::to_string(offer.data) + " of the segment, which is not believable.");
+      }
       void* data = memory.get();
       tensor = at::from_blob(
           data, {offer.given}, [memory = std::move(memory)](void*) mutable { memory.reset(); },

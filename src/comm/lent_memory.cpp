@@ -83,9 +83,11 @@ void LentMemory::take_back(const void* data, std::size_t bytes, int num_readers)
 }
 
 std::shared_ptr<void> LentMemory::borrow(Transport& transport, std::uint64_t data,
-                                         std::uint64_t readers) {
-  auto head = std::static_pointer_cast<Head>(transport.at_place(readers));
-  void* place = transport.at_place(data).get();
+                                         std::size_t bytes, std::uint64_t readers) {
+  auto head =
+      std::static_pointer_cast<Head>(transport.at_place(readers, sizeof(Head), alignof(Head)));
+  void* place = transport.at_place(data, bytes, 1).get();
+  if (head == nullptr || place == nullptr) return nullptr;
   return {place, [head = std::move(head)](void*) {
             head->readers.fetch_sub(1, std::memory_order_release);
           }};

@@ -32,8 +32,9 @@ class LentMemory : public std::enable_shared_from_this<LentMemory> {
   /// Takes readers off that were never told.
   void take_back(const void* data, std::size_t bytes, int num_readers) noexcept;
 
-  /// A peer's memory at `data`, given back when the pointer ends; `readers` is what `lend` said.
-  static std::shared_ptr<void> borrow(Transport& transport, std::uint64_t data,
+  /// `bytes` of a peer's memory at `data`, given back when the pointer ends; `readers` is what
+  /// `lend` said. Null if no rank can have lent memory there.
+  static std::shared_ptr<void> borrow(Transport& transport, std::uint64_t data, std::size_t bytes,
                                       std::uint64_t readers);
 
   /// Blocks that are kept, in use or not. For tests.

@@ -1,9 +1,13 @@
 #include "comm/member.h"
 
+#include <dirent.h>
+#include <fcntl.h>
+#include <signal.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <array>
+#include <cerrno>
 #include <fstream>
 #include <sstream>
 #include <stdexcept>
@@ -28,6 +32,67 @@ std::string stat_after_name(pid_t pid) {
   const std::string line = first_line(("/proc/" + std::to_string(pid) + "/stat").c_str());
   const auto end_of_name = line.rfind(')');
   return end_of_name == std::string::npos ? "" : line.substr(end_of_name + 1);
+}
+
+// A process as /proc tells it.
+struct ProcessStatus {
+  bool is_known = false;  // whether /proc could be read at all
+  bool exists = false;
+  char state = '\0';
+  std::uint64_t flags = 0;
+  std::uint64_t start_time = 0;
+};
+
+ProcessStatus status_in(const std::string& path) {
+  ProcessStatus status;
+  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (file < 0) {
+    // Without /proc, or out of descriptors, nothing is known.
+    status.is_known = errno == ENOENT && ::access("/proc/self/stat", F_OK) == 0;
+    return status;
+  }
+  std::array<char, 1024> text{};
+  const ssize_t length = ::read(file, text.data(), text.size() - 1);
+  const int error = errno;
+  ::close(file);
+  status.is_known = length > 0 || error == ESRCH;
+  if (length <= 0) return status;
+  const std::string line(text.data(), static_cast<std::size_t>(length));
+  std::istringstream fields(line.substr(line.rfind(')') + 1));
+  std::string skipped;
+  fields >> status.state;
+  for (int index = 4; index < 9; ++index) fields >> skipped;
+  fields >> status.flags;
+  for (int index = 10; index < 22; ++index) fields >> skipped;
+  fields >> status.start_time;
+  status.exists = !fields.fail();
+  return status;
+}
+
+// From the kernel's sched.h; part of what /proc promises.
+constexpr std::uint64_t kExiting = 0x4;
+constexpr std::uint64_t kKilledBySignal = 0x400;
+
+bool is_exiting(const ProcessStatus& status) {
+  return status.state == 'Z' || status.state == 'X' || (status.flags & kExiting) != 0;
+}
+
+// The first thread may end alone; a process has ended when all its threads have.
+bool are_all_exiting(pid_t pid) {
+  const std::string folder = "/proc/" + std::to_string(pid) + "/task";
+  DIR* entries = ::opendir(folder.c_str());
+  if (entries == nullptr) return errno == ENOENT;
+  bool all = true;
+  while (const dirent* entry = ::readdir(entries)) {
+    if (entry->d_name[0] == '.') continue;
+    const ProcessStatus status = status_in(folder + "/" + entry->d_name + "/stat");
+    if (!status.is_known || (status.exists && !is_exiting(status))) {
+      all = false;
+      break;
+    }
+  }
+  ::closedir(entries);
+  return all;
 }
 
 // Ranks of one host share memory and see each other's pids. Network and pid namespaces are told
@@ -87,6 +152,14 @@ std::uint64_t process_start_time(pid_t pid) {
 char process_state(pid_t pid) {
   const std::string fields = stat_after_name(pid);
   return fields.size() > 1 ? fields[1] : '\0';
+}
+
+bool has_ended(const Member& member) {
+  const ProcessStatus status = status_in("/proc/" + std::to_string(member.pid) + "/stat");
+  if (!status.is_known) return ::kill(member.pid, 0) != 0 && errno == ESRCH;
+  if (!status.exists || status.start_time != member.start_time) return true;
+  if ((status.flags & kKilledBySignal) != 0) return true;
+  return is_exiting(status) && are_all_exiting(member.pid);
 }
 
 std::string list_ranks(const std::vector<int>& ranks) {

@@ -35,6 +35,10 @@ std::uint64_t process_start_time(pid_t pid);
 /// The state letter of a process from /proc ('R', 'S', 'T', ...), 0 if there is none.
 char process_state(pid_t pid);
 
+/// Whether the process of `member`, on this host, has ended or is bound to: a large one takes its
+/// time between the signal and the moment its descriptors tell. False if that cannot be known.
+bool has_ended(const Member& member);
+
 /// "rank 2", "ranks 0, 1 and 3".
 std::string list_ranks(const std::vector<int>& ranks);
 

@@ -15,10 +15,12 @@ constexpr auto kWarnAfter = std::chrono::seconds(5);
 constexpr auto kRollCallAfter = std::chrono::seconds(1);
 constexpr int kNotWatched = -1;
 constexpr int kDeadAlready = -2;
+constexpr int kLookedAt = -3;
 
 int open_pidfd(const Member& member) {
   const int descriptor = static_cast<int>(::syscall(SYS_pidfd_open, member.pid, 0));
-  if (descriptor < 0) return errno == ESRCH ? kDeadAlready : kNotWatched;
+  // Some sandboxes refuse the call, and there may be no descriptor left: /proc tells as well.
+  if (descriptor < 0) return errno == ESRCH ? kDeadAlready : kLookedAt;
   // The pid may have been reused since the member wrote it down; the start time tells.
   if (process_start_time(member.pid) != member.start_time) {
     ::close(descriptor);
@@ -62,6 +64,13 @@ const char* describe_state(char state) {
 
 }  // namespace
 
+Failure death_in_creation(const Member& member, int group_rank) {
+  return {FailureKind::kPeerLost,
+          {group_rank},
+          "comm.init: " + member.describe() +
+              " died while the ranks made a group. Look at that rank's own output for the reason."};
+}
+
 GroupMonitor::GroupMonitor(std::vector<Member> members, int rank, std::string group_name)
     : members_(std::move(members)), rank_(rank), group_name_(std::move(group_name)) {
   const Member& self = members_.at(rank);
@@ -93,8 +102,12 @@ bool GroupMonitor::is_dead(int group_rank) const {
   const int descriptor = pidfds_[group_rank];
   if (descriptor == kDeadAlready) return true;
   if (descriptor == kNotWatched) return false;
-  pollfd request{.fd = descriptor, .events = POLLIN, .revents = 0};
-  return ::poll(&request, 1, 0) > 0;
+  if (descriptor != kLookedAt) {
+    pollfd request{.fd = descriptor, .events = POLLIN, .revents = 0};
+    if (::poll(&request, 1, 0) > 0) return true;
+  }
+  // A large process that was killed first gives back its memory, for up to a second.
+  return has_ended(members_[group_rank]);
 }
 
 std::optional<Failure> GroupMonitor::find_death(const Call& call) const {
@@ -169,6 +182,15 @@ void GroupMonitor::check(const Call& call, std::span<const int> missing, Clock::
     if (is_dead(group_rank)) throw death_of(call, group_rank);
   }
   check_limits(call, missing, waited);
+}
+
+void GroupMonitor::check_creation(std::span<const int> missing) {
+  if (whole_) return whole_->check_creation(ranks_in_whole(missing));
+  for (const int group_rank : missing) {
+    if (is_dead(group_rank)) {
+      throw death_in_creation(members_[group_rank], group_rank);
+    }
+  }
 }
 
 void GroupMonitor::check_limits(const Call& call, std::span<const int> missing,

@@ -36,6 +36,9 @@ class GroupMonitor final : public WaitMonitor {
   /// the wait was cancelled, or when the deadline has passed. Warns once per call after 5 s.
   void check(const Call& call, std::span<const int> missing, Clock::duration waited) override;
 
+  /// Throws Failure, the same on all ranks, when a missing rank's process has ended.
+  void check_creation(std::span<const int> missing) override;
+
   /// As check, without looking for dead processes.
   void check_limits(const Call& call, std::span<const int> missing, Clock::duration waited);
 
@@ -69,8 +72,8 @@ class GroupMonitor final : public WaitMonitor {
   std::vector<Member> members_;
   int rank_;
   std::string group_name_;
-  std::vector<int>
-      pidfds_;  // -1: not a process of this host, or this process itself; -2: dead already
+  // -1: not a process of this host, or this process itself; -2: dead already; -3: no descriptor
+  std::vector<int> pidfds_;
   std::shared_ptr<GroupMonitor> whole_;  // null if this is one
   std::vector<int> ranks_;               // of the members in whole_
   FailurePoll poll_;
@@ -78,6 +81,10 @@ class GroupMonitor final : public WaitMonitor {
   std::atomic<bool> cancelled_{false};
   std::atomic<std::uint64_t> warned_sequence_{UINT64_MAX};
 };
+
+/// What is reported when a member dies before its group is there. Without the group's name: some
+/// ranks may be at the next group already.
+Failure death_in_creation(const Member& member, int group_rank);
 
 /// The step named by comm::set_step, -1 if none.
 std::int64_t current_step() noexcept;

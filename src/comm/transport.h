@@ -112,6 +112,9 @@ class WaitMonitor {
  public:
   virtual ~WaitMonitor() = default;
   virtual void check(const Call& call, std::span<const int> missing, Clock::duration waited) = 0;
+
+  /// As check, while the group is still being made: looks for dead processes only.
+  virtual void check_creation(std::span<const int> missing) = 0;
 };
 
 /// The two verbs a group needs to find itself: a key-value store shared by its ranks.
@@ -178,9 +181,13 @@ class Transport {
   virtual std::uint64_t place_of(const void* /*data*/, std::size_t /*bytes*/) const noexcept {
     return 0;
   }
-  /// The memory at a place of this or another rank. Stays mapped after the transport is gone; what
-  /// it holds is between the ranks. Not collective, any thread.
-  virtual std::shared_ptr<void> at_place(std::uint64_t /*place*/) { return nullptr; }
+  /// `bytes` of memory at a place that this or another rank told, a multiple of `alignment`; null
+  /// if no rank can have memory there. Stays mapped after the transport is gone; what it holds is
+  /// between the ranks. Not collective, any thread.
+  virtual std::shared_ptr<void> at_place(std::uint64_t /*place*/, std::size_t /*bytes*/,
+                                         std::size_t /*alignment*/) {
+    return nullptr;
+  }
 
   /// Ends every wait of every rank of the group with Failure(kAborted or the given kind); later
   /// calls fail at once with the same text. Not collective, safe from any thread, never blocks.

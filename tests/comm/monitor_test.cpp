@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -100,6 +101,44 @@ TEST(Member, StartTimeAndStateComeFromTheSystem) {
   EXPECT_EQ(process_state(pid), '\0');
 }
 
+TEST(Member, HasEndedWhenAllItsThreadsHave) {
+  Child child;
+  const Member member = member_of(1, child.pid());
+  EXPECT_FALSE(has_ended(member));
+  child.stop();
+  EXPECT_FALSE(has_ended(member));
+  ::kill(child.pid(), SIGKILL);
+  // Nobody waits for it yet: it stays as a zombie.
+  const auto limit = Clock::now() + 5s;
+  while (!has_ended(member) && Clock::now() < limit) std::this_thread::sleep_for(1ms);
+  EXPECT_TRUE(has_ended(member));
+  child.kill();
+  EXPECT_TRUE(has_ended(member));
+  Member earlier = this_process(0);
+  EXPECT_FALSE(has_ended(earlier));
+  earlier.start_time -= 1;
+  EXPECT_TRUE(has_ended(earlier));
+}
+
+TEST(Member, LivesOnWithoutItsFirstThread) {
+  const pid_t pid = ::fork();
+  if (pid == 0) {
+    std::thread([] {
+      while (true) ::pause();
+    }).detach();
+    // Ends this thread alone.
+    ::syscall(SYS_exit, 0);
+  }
+  const Member member = member_of(1, pid);
+  const auto limit = Clock::now() + 5s;
+  while (process_state(pid) != 'Z' && Clock::now() < limit) std::this_thread::sleep_for(1ms);
+  EXPECT_EQ(process_state(pid), 'Z');
+  EXPECT_FALSE(has_ended(member));
+  ::kill(pid, SIGKILL);
+  ::waitpid(pid, nullptr, 0);
+  EXPECT_TRUE(has_ended(member));
+}
+
 TEST(Member, RanksAreListedForPeople) {
   EXPECT_EQ(list_ranks({2}), "rank 2");
   EXPECT_EQ(list_ranks({0, 1}), "ranks 0 and 1");
@@ -121,6 +160,25 @@ TEST(GroupMonitor, DeathOfAMissingRankEndsTheWait) {
   EXPECT_EQ(monitor.find_death(call)->ranks(), std::vector<int>{1});
   // A dead rank that nobody waits for is no reason to stop.
   EXPECT_EQ(failure_of(monitor, call, {}), "");
+}
+
+TEST(GroupMonitor, DeathWhileTheGroupIsMadeHasItsOwnWords) {
+  Child child;
+  const pid_t pid = child.pid();
+  GroupMonitor monitor({member_of(0, ::getpid()), member_of(1, pid)}, 0, "graph");
+  const std::vector<int> missing{1};
+  EXPECT_NO_THROW(monitor.check_creation(missing));
+  child.kill();
+  try {
+    monitor.check_creation(missing);
+    FAIL();
+  } catch (const Failure& failure) {
+    EXPECT_EQ(failure.kind(), FailureKind::kPeerLost);
+    EXPECT_EQ(failure.ranks(), missing);
+    EXPECT_EQ(failure.what(), "comm.init: rank 1 (pid " + std::to_string(pid) +
+                                  ", host here) died while the ranks made a group. Look at that "
+                                  "rank's own output for the reason.");
+  }
 }
 
 TEST(GroupMonitor, PidOfAnotherProcessCountsAsDead) {

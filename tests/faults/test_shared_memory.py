@@ -1,13 +1,15 @@
-"""Shared memory that is too small, full, missing, or holds what others left behind."""
+"""Shared memory that is too small, full, missing, or offered by somebody else."""
 
 import os
 import pathlib
-import random
 import re
+import shutil
 import subprocess
+import tempfile
 
 import pytest
-from fleet import Fleet
+from fleet import PYTHON, Fleet, listens
+from waiting import wait_until
 
 CAN_MOUNT = (
     subprocess.run(
@@ -23,7 +25,7 @@ needs_mount = pytest.mark.skipif(
 
 
 def in_namespace(mount):
-    """A prefix that runs a command with a /dev/shm of its own."""
+    """A prefix that runs a command with a /dev/shm of its own. Segments are put there if asked."""
     return ["unshare", "-m", "sh", "-c", mount + ' && exec "$0" "$@"']
 
 
@@ -32,6 +34,7 @@ FULL = in_namespace(
     "mount -t tmpfs -o size=8m tmpfs /dev/shm && dd if=/dev/zero of=/dev/shm/other bs=1M count=8 2>/dev/null"
 )
 READ_ONLY = in_namespace("mount -t tmpfs -o ro tmpfs /dev/shm")
+IN_FOLDER = {"TESSERA_SHM_DIR": "/dev/shm"}
 
 
 @needs_mount
@@ -45,7 +48,7 @@ READ_ONLY = in_namespace("mount -t tmpfs -o ro tmpfs /dev/shm")
     ids=["tiny", "full", "read-only"],
 )
 def test_falls_back_to_gloo_with_a_warning_and_right_results(prefix, why):
-    with Fleet("collectives", "largest=2000").run(3, prefix=prefix) as fleet:
+    with Fleet("collectives", "largest=2000", env=IN_FOLDER).run(3, prefix=prefix) as fleet:
         assert fleet.wait() == [0], fleet.err()
         assert {event["engine"] for event in fleet.events("ready")} == {"gloo"}
         results = fleet.by_rank("collectives")
@@ -62,7 +65,7 @@ def test_falls_back_to_gloo_with_a_warning_and_right_results(prefix, why):
 @needs_mount
 @pytest.mark.parametrize("prefix", [TINY, READ_ONLY], ids=["tiny", "read-only"])
 def test_engine_shm_is_an_error_on_all_ranks(prefix):
-    with Fleet("join", env={"TESSERA_ENGINE": "shm"}).run(3, prefix=prefix) as fleet:
+    with Fleet("join", env={"TESSERA_ENGINE": "shm", **IN_FOLDER}).run(3, prefix=prefix) as fleet:
         errors = fleet.errors_of([0, 1, 2])
         assert {error["kind"] for error in errors.values()} == {"unavailable"}
         assert re.match(
@@ -75,14 +78,15 @@ def test_engine_shm_is_an_error_on_all_ranks(prefix):
 
 
 @needs_mount
-def test_one_rank_without_the_others_memory():
-    # One rank has a /dev/shm of its own: it cannot open what rank 0 made, so nobody uses it.
-    with Fleet("collectives", "largest=2000") as fleet:
+@pytest.mark.parametrize("env", [{}, IN_FOLDER], ids=["memory", "folder"])
+def test_ranks_need_no_folder_in_common(env):
+    # One rank has a /dev/shm of its own, with no room; the segment is handed to it all the same.
+    with Fleet("collectives", "largest=2000", env=env) as fleet:
         fleet.bare(3, ranks=[0, 1])
         fleet.bare(3, ranks=[2], prefix=TINY, port=next(iter(fleet.ports)))
         assert fleet.wait() == [0, 0, 0], fleet.err()
-        assert {event["engine"] for event in fleet.events("ready")} == {"gloo"}
-        assert re.search(r"slower: comm\.shm: rank 2 cannot open the segment", fleet.err())
+        assert {event["engine"] for event in fleet.events("ready")} == {"shm"}
+        assert all(r["wrong"] == [] for r in fleet.by_rank("collectives").values())
         fleet.assert_nothing_left()
 
 
@@ -95,38 +99,79 @@ def test_results_are_right_when_there_is_room():
             fleet.assert_nothing_left()
 
 
-def stale_name(pid, start):
-    namespace = os.stat("/proc/self/ns/pid").st_ino
-    secret = f"{random.getrandbits(128):032x}"
-    return f"tessera-gone-{namespace:x}.{pid}.{start}-{secret}"
+def mapped_files(pid):
+    """Files that a process maps and other users could find: what lies in a file system, with a name."""
+    rows = pathlib.Path(f"/proc/{pid}/maps").read_text().splitlines()
+    paths = {row.split(maxsplit=5)[5] for row in rows if len(row.split(maxsplit=5)) == 6}
+    return {path for path in paths if path.startswith("/dev/shm") and not path.endswith("(deleted)")}
 
 
-def start_time(pid):
-    return int(pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-
-
-def test_segments_of_the_dead_are_removed_and_others_kept(tmp_path):
-    dead = subprocess.Popen(["true"])
-    dead.wait()
-    me = os.getpid()
-    gone = [
-        tmp_path / stale_name(dead.pid, 1),
-        # The number is taken again, by a process that started later: the maker is gone.
-        tmp_path / stale_name(me, start_time(me) - 1),
-    ]
-    kept = [
-        tmp_path / stale_name(me, start_time(me)),
-        tmp_path / "tessera-notes.txt",
-        tmp_path / "of-somebody-else",
-    ]
-    for path in gone + kept:
-        path.write_bytes(b"\0" * 4096)
-    with Fleet("join", env={"TESSERA_ENGINE": "shm", "TESSERA_SHM_DIR": str(tmp_path)}).run(2) as fleet:
-        assert fleet.wait() == [0], fleet.err()
-    assert sorted(tmp_path.iterdir()) == sorted(kept)
-
-
-def test_segment_has_no_name_while_it_is_used():
-    with Fleet("loop", "count=1000", env={"TESSERA_ENGINE": "shm"}).run(2) as fleet:
-        fleet.warm(2)
+@pytest.mark.parametrize("env", [{}, IN_FOLDER], ids=["memory", "folder"])
+def test_a_segment_has_no_name(env):
+    with Fleet("loop", "count=1000", env={"TESSERA_ENGINE": "shm", **env}).run(2) as fleet:
+        pids = fleet.warm(2)
+        assert [mapped_files(pid) for pid in pids.values()] == [set(), set()]
         assert fleet.segments() == []
+
+
+# Plays another user who knows the store: lists nothing, but watches for the group's record, and
+# replaces it by one that names a file of theirs, or a listener of theirs.
+INTRUDER = """
+import datetime, os, socket, sys, time
+import torch.distributed as dist
+os.setgid(65534); os.setuid(65534)
+port, way, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+limit = datetime.timedelta(seconds=20)
+store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=limit)
+key = sys.argv[4]
+if way == "file":
+    path = folder + "/bait"
+    with open(path, "wb") as file:
+        file.truncate(64 << 20)
+    os.chmod(path, 0o666)
+    record = f"ok 65536 4194304 524288 0 {path}"
+else:
+    name = "0123456789abcdef" * 2
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind("\\0tessera-" + name)
+    listener.listen()
+    record = f"ok {name}"
+print("ready", flush=True)
+end = time.monotonic() + 20
+while time.monotonic() < end:
+    store.set(key, record)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
+@pytest.mark.parametrize(
+    "way, why",
+    [
+        ("file", "the store's record of the group's segment is not believable: 'ok 65536 4194304 524288 0 /"),
+        (
+            "listener",
+            r"the group's segment is offered by user 65534 \(pid \d+\), not by user 0: not believable",
+        ),
+    ],
+)
+def test_a_record_of_another_user_is_refused(way, why):
+    folder = tempfile.mkdtemp()
+    os.chmod(folder, 0o777)
+    with Fleet("join", env={"TESSERA_ENGINE": "shm", "TESSERA_TIMEOUT": "20"}) as fleet:
+        # Rank 0 hosts the store, which asks for no secret; rank 1 comes when the record is forged.
+        fleet.bare(2, ranks=[0])
+        port = next(iter(fleet.ports))
+        key = "tessera//0/generation/0/shm/shm/segment"
+        wait_until(lambda: listens(port), what="the store")
+        intruder = subprocess.Popen(
+            [PYTHON, "-c", INTRUDER, str(port), way, folder, key], stdout=subprocess.PIPE, text=True
+        )
+        try:
+            assert intruder.stdout.readline() == "ready\n"
+            fleet.bare(2, ranks=[1], port=port)
+            errors = fleet.errors_of([0, 1])
+            assert re.match(rf"comm\.shm: rank 1: {why}", errors[0]["text"]), errors[0]["text"]
+        finally:
+            intruder.kill()
+            intruder.wait()
+            shutil.rmtree(folder)

@@ -53,7 +53,7 @@ void ShmTransport::broadcast(const Call& call, Piece data) {
   meet(call, turn);
   if (is_small) {
     if (!is_root)
-      copy_to(bytes_of(data), message_of(call.root, turn, bytes), bytes, Store::kCached);
+      copy_to(bytes_of(data), message_of(call, call.root, turn, bytes), bytes, Store::kCached);
     return;
   }
   const RankSet root = rank_bit(call.root);
@@ -80,7 +80,7 @@ void ShmTransport::all_gather(const Call& call, Piece input, std::span<const Pie
   if (!is_one_shot(turn)) return spread(call, turn, input, outputs, everyone(), everyone());
   for (int peer = 0; peer < size_; ++peer) {
     const std::size_t theirs = static_cast<std::size_t>(outputs[peer].count) * element_bytes;
-    copy_to(bytes_of(outputs[peer]), message_of(peer, turn, theirs), theirs, Store::kCached);
+    copy_to(bytes_of(outputs[peer]), message_of(call, peer, turn, theirs), theirs, Store::kCached);
   }
 }
 
@@ -106,7 +106,7 @@ void ShmTransport::gather(const Call& call, Piece input, std::span<const Piece> 
   if (!is_root) return;
   for (int peer = 0; peer < size_; ++peer) {
     const std::size_t theirs = static_cast<std::size_t>(outputs[peer].count) * element_bytes;
-    copy_to(bytes_of(outputs[peer]), message_of(peer, turn, theirs), theirs, Store::kCached);
+    copy_to(bytes_of(outputs[peer]), message_of(call, peer, turn, theirs), theirs, Store::kCached);
   }
 }
 
@@ -121,11 +121,16 @@ void ShmTransport::spread(const Call& call, const Turn& turn, Piece input,
   const bool reads = (readers & rank_bit(rank_)) != 0;
   RankSet writers = 0;
   std::size_t largest = 0;
+  std::array<const std::byte*, kMaxRanks> in_heap{};  // by source; null: staged
   for (RankSet left = sources; left != 0; left &= left - 1) {
     const int source = __builtin_ctzll(left);
     const CallHeader& header = board_.header(source, turn.parity);
     const bool is_read = (readers & ~rank_bit(source)) != 0;
     if (header.offset == 0 && is_read) writers |= rank_bit(source);
+    if (header.offset != 0) {
+      in_heap[static_cast<std::size_t>(source)] =
+          memory_of(call, source, header.offset, header.count);
+    }
     largest = std::max(largest, static_cast<std::size_t>(header.count) * element_bytes);
   }
   const bool writes = (writers & rank_bit(rank_)) != 0;
@@ -146,10 +151,11 @@ void ShmTransport::spread(const Call& call, const Turn& turn, Piece input,
         if (!writes) keep_own(k);
         for (RankSet left = sources & others(); left != 0; left &= left - 1) {
           const int source = __builtin_ctzll(left);
-          const CallHeader& header = board_.header(source, turn.parity);
-          const Part theirs(static_cast<std::size_t>(header.count) * element_bytes, part, k);
-          const std::byte* from = header.offset == 0 ? ring_slot(source, k)
-                                                     : board_.base() + header.offset + theirs.first;
+          // The counts of the outputs are the sources' own: they were compared.
+          const Part theirs(static_cast<std::size_t>(outputs[source].count) * element_bytes, part,
+                            k);
+          const std::byte* memory = in_heap[static_cast<std::size_t>(source)];
+          const std::byte* from = memory == nullptr ? ring_slot(source, k) : memory + theirs.first;
           copy_to(bytes_of(outputs[source]) + theirs.first, from, theirs.bytes, output);
         }
       });
@@ -174,15 +180,8 @@ void ShmTransport::scatter(const Call& call, std::span<const Piece> inputs, Piec
     return deliver(call, turn, inputs, {outputs.data(), static_cast<std::size_t>(size_)}, root,
                    everyone());
   }
-  const std::int64_t* counts = board_.counts(call.root, turn.parity).sends;
-  std::size_t skip = 0;
-  std::size_t total = 0;
-  for (int peer = 0; peer < size_; ++peer) {
-    const auto bytes = static_cast<std::size_t>(counts[peer]) * element_bytes;
-    if (peer < rank_) skip += bytes;
-    total += bytes;
-  }
-  copy_to(bytes_of(output), message_of(call.root, turn, total) + skip,
+  const PackedPiece piece = packed_piece(call, call.root, turn);
+  copy_to(bytes_of(output), message_of(call, call.root, turn, piece.total) + piece.skip,
           static_cast<std::size_t>(output.count) * element_bytes, Store::kCached);
 }
 
@@ -210,15 +209,8 @@ void ShmTransport::all_to_all(const Call& call, std::span<const Piece> inputs,
   meet(call, turn);
   if (!is_one_shot(turn)) return deliver(call, turn, inputs, outputs, everyone(), everyone());
   for (int peer = 0; peer < size_; ++peer) {
-    const std::int64_t* counts = board_.counts(peer, turn.parity).sends;
-    std::size_t skip = 0;
-    std::size_t total = 0;
-    for (int other = 0; other < size_; ++other) {
-      const auto bytes = static_cast<std::size_t>(counts[other]) * element_bytes;
-      if (other < rank_) skip += bytes;
-      total += bytes;
-    }
-    copy_to(bytes_of(outputs[peer]), message_of(peer, turn, total) + skip,
+    const PackedPiece piece = packed_piece(call, peer, turn);
+    copy_to(bytes_of(outputs[peer]), message_of(call, peer, turn, piece.total) + piece.skip,
             static_cast<std::size_t>(outputs[peer].count) * element_bytes, Store::kCached);
   }
 }
@@ -270,6 +262,25 @@ std::byte* ShmTransport::peer_block(int from, int to, std::int64_t chunk,
          index * static_cast<std::size_t>(peer_chunk(element_bytes)) * element_bytes;
 }
 
+/// Where the sources' pieces for this rank lie in their heaps; null where they are staged, by
+/// `writers`, or empty.
+std::array<const std::byte*, kMaxRanks> ShmTransport::pieces_in_heap(
+    const Call& call, const Turn& turn, RankSet sources, RankSet readers, RankSet& writers) {
+  std::array<const std::byte*, kMaxRanks> places{};
+  for (RankSet left = sources; left != 0; left &= left - 1) {
+    const int source = __builtin_ctzll(left);
+    if ((board_.header(source, turn.parity).flags & kInHeap) == 0) {
+      writers |= rank_bit(source);
+    } else if (source != rank_ && (readers & rank_bit(rank_)) != 0) {
+      const PeerCounts counts = board_.counts(source, turn.parity);
+      if (counts.sends[rank_] == 0) continue;
+      places[static_cast<std::size_t>(source)] = memory_of(
+          call, source, static_cast<std::uint64_t>(counts.offsets[rank_]), counts.sends[rank_]);
+    }
+  }
+  return places;
+}
+
 /// Every source has its own piece for every reader.
 void ShmTransport::deliver(const Call& call, const Turn& turn, std::span<const Piece> inputs,
                            std::span<const Piece> outputs, RankSet sources, RankSet readers) {
@@ -278,10 +289,8 @@ void ShmTransport::deliver(const Call& call, const Turn& turn, std::span<const P
   const std::size_t part = static_cast<std::size_t>(peer_chunk(element_bytes)) * element_bytes;
   const Store output = output_store(outputs, element_bytes);
   RankSet writers = 0;
-  for (RankSet left = sources; left != 0; left &= left - 1) {
-    const int source = __builtin_ctzll(left);
-    if ((board_.header(source, turn.parity).flags & kInHeap) == 0) writers |= rank_bit(source);
-  }
+  const std::array<const std::byte*, kMaxRanks> in_heap =
+      pieces_in_heap(call, turn, sources, readers, writers);
   const bool is_source = (sources & rank_bit(rank_)) != 0;
   const std::size_t largest = static_cast<std::size_t>(largest_count(turn)) * element_bytes;
   const auto count = static_cast<std::int64_t>((largest + part - 1) / part);
@@ -306,7 +315,7 @@ void ShmTransport::deliver(const Call& call, const Turn& turn, std::span<const P
           } else if ((writers & rank_bit(source)) != 0) {
             from = peer_block(source, rank_, k, element_bytes);
           } else {
-            from = board_.base() + board_.counts(source, turn.parity).offsets[rank_] + theirs.first;
+            from = in_heap[static_cast<std::size_t>(source)] + theirs.first;
           }
           copy_to(bytes_of(outputs[source]) + theirs.first, from, theirs.bytes, output);
         }

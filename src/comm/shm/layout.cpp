@@ -44,6 +44,25 @@ Sizes Layout::complete(int size, Sizes sizes) {
   return sizes;
 }
 
+std::string Layout::why_not_believable(int size, const Sizes& sizes) {
+  constexpr std::size_t kMost = std::size_t{1} << 40;
+  struct Rule {
+    const char* name;
+    std::size_t bytes;
+    std::size_t unit;
+    std::size_t least;
+  };
+  const std::size_t least_ring = round_up(4 * 128 * static_cast<std::size_t>(size), 4 * kKiB);
+  for (const Rule& rule : {Rule{"slots", sizes.slot_bytes, 128, 128},
+                           Rule{"rings", sizes.ring_bytes, 4 * kKiB, least_ring},
+                           Rule{"mailboxes", sizes.mailbox_bytes, 128, 256},
+                           Rule{"heaps", sizes.heap_bytes, kHugePageBytes, 0}}) {
+    if (rule.bytes >= rule.least && rule.bytes <= kMost && rule.bytes % rule.unit == 0) continue;
+    return std::string(rule.name) + " of " + std::to_string(rule.bytes) + " bytes";
+  }
+  return "";
+}
+
 Layout::Layout(int size, const Sizes& sizes) : size_(size), sizes_(sizes) {
   const auto ranks = static_cast<std::size_t>(size);
   std::size_t end = round_up(sizeof(GroupBlock), 4 * kKiB);

@@ -114,6 +114,10 @@ class Layout {
   /// 57 MB for 64, without the heap.
   static Sizes complete(int size, Sizes sizes);
 
+  /// Why `complete` cannot have made these sizes; "" if it can have. For sizes that come from
+  /// elsewhere: no offset of a layout of believable sizes overflows.
+  static std::string why_not_believable(int size, const Sizes& sizes);
+
   int size() const noexcept { return size_; }
   const Sizes& sizes() const noexcept { return sizes_; }
   /// Bytes that must be there before the first call: everything but the heaps.
@@ -133,6 +137,17 @@ class Layout {
   }
   std::size_t heap(int rank) const noexcept {
     return heaps_ + rank * (sizes_.heap_bytes + kHeapStagger);
+  }
+  /// Whether the bytes lie in one heap and start at a multiple of `alignment`. For offsets that
+  /// another rank wrote.
+  bool is_in_a_heap(std::uint64_t offset, std::uint64_t bytes,
+                    std::size_t alignment) const noexcept {
+    if (offset < heaps_ || offset % alignment != 0) return false;
+    const std::size_t stride = sizes_.heap_bytes + kHeapStagger;
+    const std::size_t index = (offset - heaps_) / stride;
+    const std::size_t inside = (offset - heaps_) % stride;
+    return index < static_cast<std::size_t>(size_) && inside <= sizes_.heap_bytes &&
+           bytes <= sizes_.heap_bytes - inside;
   }
 
  private:

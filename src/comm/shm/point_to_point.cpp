@@ -145,7 +145,28 @@ bool PointToPoint::take_kept(Request& request) {
   return false;
 }
 
+/// What a peer wrote is looked at before it is used; what cannot be ends the group.
+void PointToPoint::check_believable(int source, const Head& head) {
+  const bool is_type = head.dtype <= static_cast<std::uint32_t>(DataType::kFloat64);
+  const std::uint64_t width = is_type ? size_of(static_cast<DataType>(head.dtype)) : 1;
+  constexpr std::int64_t kMost = std::int64_t{1} << 56;
+  if (is_type && head.count >= 0 && head.count < kMost &&
+      head.bytes == static_cast<std::uint64_t>(head.count) * width) {
+    return;
+  }
+  refuse(source, "a message of " + std::to_string(head.bytes) + " bytes for " +
+                     std::to_string(head.count) + " elements");
+}
+
+void PointToPoint::refuse(int source, const std::string& what) {
+  waiter_.fail(FailureKind::kAborted, rank_bit(source),
+               "comm.recv: rank " + std::to_string(source) + " says it has " + what +
+                   ", which is not believable. Its part of the shared memory is damaged.");
+  waiter_.raise();
+}
+
 void PointToPoint::begin_message(int source, Inlet& inlet, const Head& head) {
+  check_believable(source, head);
   inlet.message = head;
   inlet.remaining = head.bytes;
   inlet.request = find_request(source, head.tag);
@@ -187,6 +208,10 @@ void PointToPoint::take_out(int source, const Request& wanted) {
   const std::byte* mail = board_.mail(source, rank_);
   const std::uint64_t capacity = board_.layout().sizes().mailbox_bytes;
   const std::uint64_t written = box.written.load(std::memory_order_seq_cst);
+  if (written - inlet.position > capacity || written % kUnit != 0) {
+    refuse(source, std::to_string(written - inlet.position) + " bytes in a mailbox of " +
+                       std::to_string(capacity));
+  }
   while (inlet.position != written && !wanted.is_complete) {
     const std::uint64_t start = inlet.position % capacity;
     if (inlet.remaining == 0) {

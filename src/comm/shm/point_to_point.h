@@ -13,6 +13,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <vector>
 
 #include "comm/shm/waiter.h"
@@ -94,6 +95,8 @@ class PointToPoint {
   void end_message(int source, Inlet& inlet);
   Request* find_request(int source, int tag);
   void hand_over(const Parcel& parcel, Request& request, int source);
+  void check_believable(int source, const Head& head);
+  [[noreturn]] void refuse(int source, const std::string& what);
   void check_match(const Head& head, const Request& request, int source);
   void forget(Request& request) noexcept;
 

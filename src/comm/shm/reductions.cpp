@@ -91,7 +91,7 @@ void ShmTransport::reduce_for(const Call& call, Piece data, RankSet readers) {
 void ShmTransport::reduce_one_shot(const Call& call, const Turn& turn, Piece data) {
   const std::size_t bytes = static_cast<std::size_t>(data.count) * size_of(call.dtype);
   Combination combination(call);
-  for (int peer = 0; peer < size_; ++peer) combination.from(message_of(peer, turn, bytes));
+  for (int peer = 0; peer < size_; ++peer) combination.from(message_of(call, peer, turn, bytes));
   combination.to(data.data);
   combination.run(data.count, kernels::Store::kCached);
 }
@@ -103,7 +103,8 @@ void ShmTransport::reduce_in_heap(const Call& call, const Turn& turn, Piece data
   const std::size_t skip = static_cast<std::size_t>(slice.first) * size_of(call.dtype);
   Combination combination(call);
   for (int peer = 0; peer < size_; ++peer) {
-    std::byte* buffer = board_.base() + board_.header(peer, turn.parity).offset + skip;
+    const std::uint64_t offset = board_.header(peer, turn.parity).offset;
+    std::byte* buffer = const_cast<std::byte*>(memory_of(call, peer, offset, data.count)) + skip;
     combination.from(buffer);
     if ((readers & rank_bit(peer)) != 0) combination.to(buffer);
   }
@@ -225,7 +226,8 @@ void ShmTransport::reduce_scatter(const Call& call, std::span<const Piece> input
     total += bytes;
   }
   Combination combination(call);
-  for (int peer = 0; peer < size_; ++peer) combination.from(message_of(peer, turn, total) + skip);
+  for (int peer = 0; peer < size_; ++peer)
+    combination.from(message_of(call, peer, turn, total) + skip);
   combination.to(output.data);
   combination.run(output.count, kernels::Store::kCached);
 }
@@ -237,9 +239,8 @@ void ShmTransport::scatter_reduced(const Call& call, const Turn& turn,
   const std::int64_t chunk = peer_chunk(element_bytes);
   const bool in_heap = (turn.header.flags & kInHeap) != 0;
   RankSet writers = 0;
-  for (int peer = 0; peer < size_; ++peer) {
-    if ((board_.header(peer, turn.parity).flags & kInHeap) == 0) writers |= rank_bit(peer);
-  }
+  const std::array<const std::byte*, kMaxRanks> places =
+      pieces_in_heap(call, turn, everyone(), everyone(), writers);
   const std::int64_t count = (largest_count(turn) + chunk - 1) / chunk;
   const auto length_of = [&](std::int64_t total, std::int64_t k) {
     return std::clamp<std::int64_t>(total - k * chunk, 0, chunk);
@@ -264,8 +265,7 @@ void ShmTransport::scatter_reduced(const Call& call, const Turn& turn,
           } else if ((writers & rank_bit(peer)) != 0) {
             combination.from(peer_block(peer, rank_, k, element_bytes));
           } else {
-            combination.from(board_.base() + board_.counts(peer, turn.parity).offsets[rank_] +
-                             skip);
+            combination.from(places[static_cast<std::size_t>(peer)] + skip);
           }
         }
         combination.to(bytes_of(output) + skip);

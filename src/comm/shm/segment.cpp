@@ -1,11 +1,12 @@
 #include "comm/shm/segment.h"
 
-#include <dirent.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -16,84 +17,60 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
-#include <iterator>
-#include <utility>
+#include <mutex>
+#include <vector>
 
 #include "comm/transport.h"
 
 namespace tessera::comm::shm {
 
-namespace {
+/// All segments of this process, so that a fork can turn the child's into copies.
+class SegmentsOfProcess {
+ public:
+  static void add(Segment* segment) {
+    static std::once_flag once;
+    std::call_once(once, [] { ::pthread_atfork(&before_fork, &after_fork, &in_child); });
+    const std::lock_guard lock(self().mutex_);
+    self().segments_.push_back(segment);
+  }
 
-constexpr const char* kPrefix = "tessera-";
+  static void remove(const Segment* segment) noexcept {
+    const std::lock_guard lock(self().mutex_);
+    std::erase(self().segments_, segment);
+  }
 
-/// Tells one process from all others of this machine since it started, across reuse of numbers.
-struct Maker {
-  std::uint64_t pid_namespace = 0;
-  std::uint64_t pid = 0;
-  std::uint64_t start_time = 0;  // clock ticks since the machine started
+ private:
+  static SegmentsOfProcess& self() {
+    static auto* instance = new SegmentsOfProcess;  // tensors may outlive static destructors
+    return *instance;
+  }
+
+  static void before_fork() { self().mutex_.lock(); }
+  static void after_fork() { self().mutex_.unlock(); }
+
+  // See Note [What a forked child sees]. Only what is safe in a child of many threads.
+  static void in_child() {
+    for (Segment* segment : self().segments_) {
+      segment->is_inherited_ = true;
+      void* base = ::mmap(segment->base_, segment->bytes_, PROT_READ | PROT_WRITE,
+                          MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, segment->file_, 0);
+      if (base == MAP_FAILED) {
+        // Without the copy, better a fault in the child than a word in its parent's name.
+        ::mprotect(segment->base_, segment->bytes_, PROT_READ);
+      } else {
+        ::madvise(base, segment->bytes_, MADV_DONTDUMP);
+      }
+    }
+    self().mutex_.unlock();
+  }
+
+  std::mutex mutex_;
+  std::vector<Segment*> segments_;
 };
 
-/// Start time of a process, or 0 if there is none.
-std::uint64_t start_time_of(std::uint64_t pid) {
-  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
-  const std::string text{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
-  // The second field is the program's name in parentheses and may hold anything; the start time is
-  // the 22nd field, the 20th after it.
-  std::size_t position = text.rfind(')');
-  if (position == std::string::npos) return 0;
-  for (int field = 2; field < 22; ++field) {
-    position = text.find(' ', position + 1);
-    if (position == std::string::npos) return 0;
-  }
-  // A process that has ended but has not been waited for is dead for our purpose.
-  const char state = text[text.rfind(')') + 2];
-  if (state == 'Z' || state == 'X') return 0;
-  return std::strtoull(text.c_str() + position + 1, nullptr, 10);
-}
+namespace {
 
-std::uint64_t pid_namespace() {
-  struct stat status{};
-  return ::stat("/proc/self/ns/pid", &status) == 0 ? status.st_ino : 0;
-}
-
-std::string run_id_prefix() {
-  const char* run_id = std::getenv("TESSERA_RUN_ID");
-  if (run_id == nullptr || *run_id == '\0') return "";
-  std::string text(run_id);
-  for (char& c : text) {
-    const bool is_plain = (c >= '0' && c <= '9') || (c >= 'A' && c <= 'Z') ||
-                          (c >= 'a' && c <= 'z') || c == '.' || c == '_' || c == '-';
-    if (!is_plain) c = '_';
-  }
-  return text.substr(0, 96) + "-";
-}
-
-std::string new_name() {
-  std::uint64_t secret[2] = {};
-  if (getrandom(secret, sizeof(secret), 0) != static_cast<ssize_t>(sizeof(secret))) {
-    throw Failure(FailureKind::kUnavailable, {}, "comm.shm: the system gives no random numbers.");
-  }
-  const auto pid = static_cast<std::uint64_t>(getpid());
-  char tail[128];
-  std::snprintf(tail, sizeof(tail), "%" PRIx64 ".%" PRIu64 ".%" PRIu64 "-%016" PRIx64 "%016" PRIx64,
-                pid_namespace(), pid, start_time_of(pid), secret[0], secret[1]);
-  return kPrefix + run_id_prefix() + tail;
-}
-
-/// Reads the maker out of a name made by new_name.
-bool parse_maker(const std::string& name, Maker& maker) {
-  if (name.rfind(kPrefix, 0) != 0) return false;
-  const std::size_t last = name.rfind('-');
-  if (last == std::string::npos || last == 0 || name.size() - last != 33) return false;
-  const std::size_t before = name.rfind('-', last - 1);
-  if (before == std::string::npos) return false;
-  const std::string middle = name.substr(before + 1, last - before - 1);
-  int consumed = 0;
-  const int fields = std::sscanf(middle.c_str(), "%" SCNx64 ".%" SCNu64 ".%" SCNu64 "%n",
-                                 &maker.pid_namespace, &maker.pid, &maker.start_time, &consumed);
-  return fields == 3 && consumed == static_cast<int>(middle.size());
-}
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
 std::string in_mib(std::size_t bytes) {
   char text[32];
@@ -106,6 +83,12 @@ std::string in_mib(std::size_t bytes) {
                 "comm.shm: " + what + ": " + std::strerror(error) + ". " + remedy);
 }
 
+[[noreturn]] void not_believable(const std::string& why) {
+  throw Failure(FailureKind::kAborted, {},
+                "comm.shm: what was handed over as the group's segment is not believable: " + why +
+                    ". Nothing of it was used.");
+}
+
 /// posix_fallocate, repeated if a signal interrupts it; 0 or an error number.
 int reserve(int file, std::size_t offset, std::size_t bytes) {
   int error = 0;
@@ -115,57 +98,148 @@ int reserve(int file, std::size_t offset, std::size_t bytes) {
   return error;
 }
 
+int make_anonymous_file() {
+  constexpr unsigned kNoExec = 8;  // MFD_NOEXEC_SEAL, from Linux 6.3
+  const auto make = [](unsigned flags) {
+    return static_cast<int>(
+        ::syscall(SYS_memfd_create, "tessera", MFD_CLOEXEC | MFD_ALLOW_SEALING | flags));
+  };
+  int file = make(kNoExec);
+  if (file < 0 && errno == EINVAL) file = make(0);
+  if (file >= 0) ::fchmod(file, 0600);
+  return file;
+}
+
+int make_nameless_file(const std::string& directory) {
+  const int file = ::open(directory.c_str(), O_TMPFILE | O_RDWR | O_EXCL | O_CLOEXEC, 0600);
+  if (file >= 0 || (errno != EOPNOTSUPP && errno != EISDIR)) return file;
+  // A file system without nameless files: one with a name that is gone at once.
+  std::uint64_t secret[2] = {};
+  if (::getrandom(secret, sizeof(secret), 0) != static_cast<ssize_t>(sizeof(secret))) return -1;
+  char name[64];
+  std::snprintf(name, sizeof(name), "/tessera-%016" PRIx64 "%016" PRIx64, secret[0], secret[1]);
+  const std::string path = directory + name;
+  const int named = ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
+  if (named >= 0) ::unlink(path.c_str());
+  return named;
+}
+
+std::size_t number_in(const std::string& path) {
+  std::ifstream file(path);
+  std::size_t number = 0;
+  return file >> number ? number : 0;  // "max" is no number
+}
+
+/// What the control group `folder` leaves; SIZE_MAX if it sets no limit.
+std::size_t room_in_control_group(const std::string& folder) {
+  std::size_t limit = number_in(folder + "/memory.max");
+  std::size_t used = number_in(folder + "/memory.current");
+  if (limit == 0) {
+    limit = number_in(folder + "/memory.limit_in_bytes");
+    used = number_in(folder + "/memory.usage_in_bytes");
+  }
+  if (limit == 0) return SIZE_MAX;
+  return limit > used ? limit - used : 0;
+}
+
+/// Half of the memory that is left to this process, which is what /dev/shm gives.
+std::size_t free_memory() {
+  std::size_t available = 0;
+  std::ifstream meminfo("/proc/meminfo");
+  for (std::string line; std::getline(meminfo, line);) {
+    if (line.rfind("MemAvailable:", 0) == 0) {
+      available = std::strtoull(line.c_str() + std::strlen("MemAvailable:"), nullptr, 10) * 1024;
+      break;
+    }
+  }
+  std::ifstream groups("/proc/self/cgroup");
+  for (std::string line; std::getline(groups, line);) {
+    const std::size_t names = line.find(':');
+    const std::size_t path = names == std::string::npos ? names : line.find(':', names + 1);
+    if (path == std::string::npos) continue;
+    const std::string controllers = line.substr(names + 1, path - names - 1);
+    if (!controllers.empty() && controllers.find("memory") == std::string::npos) continue;
+    const std::string root = controllers.empty() ? "/sys/fs/cgroup" : "/sys/fs/cgroup/memory";
+    // Inside a container the group's own folder is the root of what can be seen.
+    for (const std::string& folder : {root + line.substr(path + 1), root}) {
+      available = std::min(available, room_in_control_group(folder));
+    }
+  }
+  return available / 2;
+}
+
 }  // namespace
 
 std::string default_directory() {
   const char* directory = std::getenv("TESSERA_SHM_DIR");
-  return directory != nullptr && *directory != '\0' ? directory : "/dev/shm";
+  return directory != nullptr ? directory : "";
 }
 
 std::size_t free_bytes(const std::string& directory) noexcept {
+  try {
+    if (directory.empty()) return free_memory();
+  } catch (const std::exception&) {
+    return 0;
+  }
   struct statvfs status{};
   if (::statvfs(directory.c_str(), &status) != 0) return 0;
   return static_cast<std::size_t>(status.f_bavail) * status.f_frsize;
 }
 
-Segment::Segment(std::string path, int file, std::size_t bytes, bool is_maker)
-    : path_(std::move(path)), file_(file), bytes_(bytes), is_linked_(is_maker) {}
-
 std::shared_ptr<Segment> Segment::create(const std::string& directory, std::size_t reserved_bytes,
                                          std::size_t total_bytes) {
-  const std::string path = directory + "/" + new_name();
-  const int file = ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
+  const bool is_anonymous = directory.empty();
+  const std::string where = is_anonymous ? "memory" : directory;
+  const int file = is_anonymous ? make_anonymous_file() : make_nameless_file(directory);
+  // Some sandboxes refuse anonymous files.
+  if (file < 0 && is_anonymous) return create("/dev/shm", reserved_bytes, total_bytes);
   if (file < 0) {
-    unavailable("cannot make a segment in " + directory, errno,
+    unavailable("cannot make a segment in " + where, errno,
                 "Set TESSERA_SHM_DIR to a directory in memory that can be written.");
   }
-  std::shared_ptr<Segment> segment(new Segment(path, file, total_bytes, true));
+  std::shared_ptr<Segment> segment(new Segment(file, total_bytes));
   const std::size_t available = free_bytes(directory);
-  const int error = reserve(file, 0, reserved_bytes);
-  if (error != 0) {
-    unavailable("cannot reserve " + in_mib(reserved_bytes) + " in " + directory + " (" +
-                    in_mib(available) + " free)",
-                error, "Enlarge it, in a container with --shm-size, or set TESSERA_SHM_DIR.");
-  }
   if (::ftruncate(file, static_cast<off_t>(total_bytes)) != 0) {
-    unavailable("cannot extend a segment in " + directory + " to " + in_mib(total_bytes), errno,
+    unavailable("cannot extend a segment in " + where + " to " + in_mib(total_bytes), errno,
                 "Choose a smaller heap.");
+  }
+  // A file system says that it is full; memory would have to end a process to say so.
+  const int error =
+      is_anonymous && available < reserved_bytes ? ENOMEM : reserve(file, 0, reserved_bytes);
+  if (error != 0) {
+    unavailable("cannot reserve " + in_mib(reserved_bytes) + " in " + where + " (" +
+                    in_mib(available) + " free)",
+                error,
+                is_anonymous ? "End other programs, or give the container more memory."
+                             : "Enlarge it, in a container with --shm-size, or set "
+                               "TESSERA_SHM_DIR.");
+  }
+  if (is_anonymous && ::fcntl(file, F_ADD_SEALS, kSeals) != 0) {
+    unavailable("cannot seal a segment", errno, "Set TESSERA_SHM_DIR=/dev/shm.");
   }
   segment->map();
   return segment;
 }
 
-std::shared_ptr<Segment> Segment::open(const std::string& path, std::size_t total_bytes) {
-  const int file = ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW);
-  if (file < 0) {
-    unavailable("cannot open the segment " + path + " made by rank 0", errno,
-                "The ranks of a group must run on one host and share this directory.");
-  }
-  std::shared_ptr<Segment> segment(new Segment(path, file, total_bytes, false));
+std::shared_ptr<Segment> Segment::adopt(int file, std::size_t total_bytes) {
+  std::shared_ptr<Segment> segment(new Segment(file, total_bytes));
   struct stat status{};
-  if (::fstat(file, &status) != 0 || static_cast<std::size_t>(status.st_size) != total_bytes) {
-    unavailable("the segment " + path + " is not " + in_mib(total_bytes) + " long", EINVAL,
-                "Run the same version on every rank.");
+  if (::fstat(file, &status) != 0) not_believable(std::strerror(errno));
+  if (!S_ISREG(status.st_mode)) not_believable("it is no file");
+  if (status.st_uid != ::geteuid()) {
+    not_believable("it belongs to user " + std::to_string(status.st_uid) + ", not to user " +
+                   std::to_string(::geteuid()));
+  }
+  if ((status.st_mode & 0077) != 0) not_believable("other users may open it");
+  const int seals = ::fcntl(file, F_GET_SEALS);
+  const bool is_sealed = seals >= 0 && (seals & kSeals) == kSeals;
+  const bool is_sealable = seals >= 0 && (seals & F_SEAL_SEAL) == 0;
+  if (!is_sealed && (is_sealable || status.st_nlink != 0)) {
+    not_believable(is_sealable ? "its length is not sealed" : "it has a name");
+  }
+  if (status.st_size < 0 || static_cast<std::size_t>(status.st_size) != total_bytes) {
+    not_believable("it is " + std::to_string(status.st_size) + " bytes long, not " +
+                   std::to_string(total_bytes));
   }
   segment->map();
   return segment;
@@ -183,22 +257,19 @@ void Segment::map() {
   // tensors out of core dumps.
   ::madvise(base, bytes_, MADV_HUGEPAGE);
   ::madvise(base, bytes_, MADV_DONTDUMP);
+  SegmentsOfProcess::add(this);
 }
 
 Segment::~Segment() {
-  unlink();
-  if (base_ != nullptr) ::munmap(base_, bytes_);
+  if (base_ != nullptr) {
+    SegmentsOfProcess::remove(this);
+    ::munmap(base_, bytes_);
+  }
   if (file_ >= 0) ::close(file_);
 }
 
-void Segment::unlink() noexcept {
-  if (!is_linked_) return;
-  ::unlink(path_.c_str());
-  is_linked_ = false;
-}
-
 bool Segment::commit(std::size_t offset, std::size_t bytes) noexcept {
-  return reserve(file_, offset, bytes) == 0;
+  return !is_inherited_ && reserve(file_, offset, bytes) == 0;
 }
 
 void Segment::populate(std::size_t offset, std::size_t bytes) noexcept {
@@ -208,27 +279,6 @@ void Segment::populate(std::size_t offset, std::size_t bytes) noexcept {
   constexpr int kPopulateWrite = 23;  // Linux 5.14; older systems refuse it, which is harmless
   ::madvise(base_ + offset, bytes, kPopulateWrite);
 #endif
-}
-
-int remove_stale_segments(const std::string& directory) noexcept {
-  DIR* entries = ::opendir(directory.c_str());
-  if (entries == nullptr) return 0;
-  const std::uint64_t own_namespace = pid_namespace();
-  int removed = 0;
-  while (const dirent* entry = ::readdir(entries)) {
-    Maker maker;
-    if (!parse_maker(entry->d_name, maker)) continue;
-    // Another namespace counts its processes differently: we cannot tell whether the maker lives.
-    if (maker.pid_namespace != own_namespace) continue;
-    if (start_time_of(maker.pid) == maker.start_time) continue;
-    struct stat status{};
-    const int folder = ::dirfd(entries);
-    if (::fstatat(folder, entry->d_name, &status, AT_SYMLINK_NOFOLLOW) != 0) continue;
-    if (!S_ISREG(status.st_mode) || status.st_uid != ::geteuid()) continue;
-    if (::unlinkat(folder, entry->d_name, 0) == 0) ++removed;
-  }
-  ::closedir(entries);
-  return removed;
 }
 
 }  // namespace tessera::comm::shm

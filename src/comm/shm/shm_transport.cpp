@@ -1,94 +1,14 @@
 #include "comm/shm/shm_transport.h"
 
 #include <algorithm>
-#include <sstream>
 #include <stdexcept>
 #include <utility>
 
 #include "comm/shm/agreement.h"
+#include "comm/shm/creation.h"
 #include "comm/shm/element_types.h"
 
 namespace tessera::comm::shm {
-
-namespace {
-
-/// What rank 0 tells the others, and what the others answer: "ok ..." or "<kind> <text>".
-std::string encode(const Failure& failure) {
-  return std::to_string(static_cast<int>(failure.kind())) + " " + failure.what();
-}
-
-void raise_unless_ok(const std::string& answer) {
-  if (answer.rfind("ok", 0) == 0) return;
-  const std::size_t space = answer.find(' ');
-  const int kind = std::atoi(answer.c_str());
-  throw Failure(static_cast<FailureKind>(kind), {},
-                space == std::string::npos ? answer : answer.substr(space + 1));
-}
-
-std::string encode_segment(const std::string& path, const Sizes& sizes) {
-  std::ostringstream text;
-  text << "ok " << sizes.slot_bytes << ' ' << sizes.ring_bytes << ' ' << sizes.mailbox_bytes << ' '
-       << sizes.heap_bytes << ' ' << path;
-  return text.str();
-}
-
-std::shared_ptr<Segment> make_segment(int size, const ShmOptions& options, Sizes& sizes) {
-  const std::string directory = options.directory.empty() ? default_directory() : options.directory;
-  remove_stale_segments(directory);
-  sizes = Layout::complete(
-      size, {options.slot_bytes, options.ring_bytes, options.mailbox_bytes, options.heap_bytes});
-  const std::size_t reserved = Layout(size, sizes).reserved_bytes();
-  const std::size_t available = free_bytes(directory);
-  const std::size_t spare = available > reserved ? available - reserved : 0;
-  sizes.heap_bytes = std::min(sizes.heap_bytes, spare / static_cast<std::size_t>(size)) /
-                     kHugePageBytes * kHugePageBytes;
-  const Layout layout(size, sizes);
-  auto segment = Segment::create(directory, reserved, layout.total_bytes());
-  GroupBlock& group = Board(segment->base(), layout).group();
-  group.magic = GroupBlock::kMagic;
-  group.size = static_cast<std::uint64_t>(size);
-  return segment;
-}
-
-std::shared_ptr<Segment> join_segment(int size, const std::string& answer, Sizes& sizes) {
-  std::istringstream text(answer.substr(2));
-  std::string path;
-  text >> sizes.slot_bytes >> sizes.ring_bytes >> sizes.mailbox_bytes >> sizes.heap_bytes >>
-      std::ws;
-  std::getline(text, path);
-  const Layout layout(size, sizes);
-  auto segment = Segment::open(path, layout.total_bytes());
-  const GroupBlock& group = Board(segment->base(), layout).group();
-  if (group.magic != GroupBlock::kMagic || group.size != static_cast<std::uint64_t>(size)) {
-    throw Failure(FailureKind::kUnavailable, {},
-                  "comm.shm: the segment " + path + " is for a group of " +
-                      std::to_string(group.size) + " ranks, not " + std::to_string(size) +
-                      ". Give every rank the same group size.");
-  }
-  return segment;
-}
-
-std::string mapped_key(int rank) { return "shm/mapped/" + std::to_string(rank); }
-
-/// Rank 0: collects what all ranks say and tells the verdict to all. The name of the segment is
-/// gone before anyone may use it.
-std::string settle(int size, Segment* segment, const std::string& first_answer,
-                   Bootstrap& bootstrap, Clock::time_point deadline) {
-  std::string verdict = first_answer.rfind("ok", 0) == 0 ? "ok" : first_answer;
-  try {
-    for (int peer = 1; peer < size && verdict == "ok"; ++peer) {
-      const std::string answer = bootstrap.get(mapped_key(peer), deadline);
-      if (answer != "ok") verdict = answer;
-    }
-  } catch (const Failure& failure) {
-    verdict = encode(failure);
-  }
-  if (segment != nullptr) segment->unlink();
-  bootstrap.set("shm/verdict", verdict);
-  return verdict;
-}
-
-}  // namespace
 
 std::unique_ptr<ShmTransport> ShmTransport::create(int rank, int size, Bootstrap& bootstrap,
                                                    WaitMonitor& monitor,
@@ -98,38 +18,9 @@ std::unique_ptr<ShmTransport> ShmTransport::create(int rank, int size, Bootstrap
                   "comm.shm: rank " + std::to_string(rank) + " of " + std::to_string(size) +
                       " cannot be had; groups have 1 to " + std::to_string(kMaxRanks) + " ranks.");
   }
-  Sizes sizes;
-  std::shared_ptr<Segment> segment;
-  std::string verdict;
-  if (rank == 0) {
-    std::string answer;
-    try {
-      segment = make_segment(size, options, sizes);
-      answer = encode_segment(segment->path(), sizes);
-    } catch (const Failure& failure) {
-      answer = encode(failure);
-    }
-    bootstrap.set("shm/segment", answer);
-    verdict = settle(size, segment.get(), answer, bootstrap, options.deadline);
-  } else {
-    const std::string answer = bootstrap.get("shm/segment", options.deadline);
-    raise_unless_ok(answer);
-    try {
-      segment = join_segment(size, answer, sizes);
-      bootstrap.set(mapped_key(rank), "ok");
-    } catch (const Failure& failure) {
-      std::string text = failure.what();
-      const std::string title = "comm.shm: ";
-      if (text.rfind(title, 0) == 0)
-        text.insert(title.size(), "rank " + std::to_string(rank) + " ");
-      bootstrap.set(mapped_key(rank), encode(Failure(failure.kind(), {rank}, text)));
-    }
-    // Rank 0 gives up first, so that its reason reaches everybody.
-    verdict = bootstrap.get("shm/verdict", options.deadline + std::chrono::seconds(2));
-  }
-  raise_unless_ok(verdict);
-  return std::unique_ptr<ShmTransport>(
-      new ShmTransport(rank, std::move(segment), Layout(size, sizes), monitor, options.staging));
+  GroupSegment made = make_group_segment(rank, size, bootstrap, monitor, options);
+  return std::unique_ptr<ShmTransport>(new ShmTransport(
+      rank, std::move(made.segment), Layout(size, made.sizes), monitor, options.staging));
 }
 
 ShmTransport::ShmTransport(int rank, std::shared_ptr<Segment> segment, const Layout& layout,
@@ -231,10 +122,55 @@ std::byte* ShmTransport::own_message(const Turn& turn, std::size_t bytes) noexce
                                               : board_.slot(rank_, turn.parity);
 }
 
-const std::byte* ShmTransport::message_of(int peer, const Turn& turn,
-                                          std::size_t bytes) const noexcept {
+const std::byte* ShmTransport::message_of(const Call& call, int peer, const Turn& turn,
+                                          std::size_t bytes) {
   const CallHeader& header = board_.header(peer, turn.parity);
-  return bytes <= sizeof(header.payload) ? header.payload : board_.slot(peer, turn.parity);
+  if (bytes <= sizeof(header.payload)) return header.payload;
+  if (bytes > board_.layout().sizes().slot_bytes) {
+    refuse(call, peer,
+           "a message of " + std::to_string(bytes) + " bytes in a slot of " +
+               std::to_string(board_.layout().sizes().slot_bytes));
+  }
+  return board_.slot(peer, turn.parity);
+}
+
+ShmTransport::PackedPiece ShmTransport::packed_piece(const Call& call, int peer, const Turn& turn) {
+  const std::int64_t* counts = board_.counts(peer, turn.parity).sends;
+  const std::size_t most = board_.layout().sizes().slot_bytes / size_of(call.dtype);
+  PackedPiece piece;
+  for (int other = 0; other < size_; ++other) {
+    const auto count = static_cast<std::size_t>(counts[other]);  // negative ones become huge
+    if (count > most) {
+      refuse(call, peer,
+             std::to_string(counts[other]) + " elements in a slot of " + std::to_string(most));
+    }
+    if (other < rank_) piece.skip += count * size_of(call.dtype);
+    piece.total += count * size_of(call.dtype);
+  }
+  return piece;
+}
+
+const std::byte* ShmTransport::memory_of(const Call& call, int peer, std::uint64_t offset,
+                                         std::int64_t count) {
+  const std::size_t width = size_of(call.dtype);
+  const auto most = static_cast<std::int64_t>(board_.layout().sizes().heap_bytes / width);
+  // Tensors may start anywhere in a block, as views of bytes do.
+  if (count < 0 || count > most ||
+      !board_.layout().is_in_a_heap(offset, static_cast<std::uint64_t>(count) * width, 1)) {
+    refuse(call, peer,
+           std::to_string(count) + " elements of " + std::string(name_of(call.dtype)) +
+               " at offset " + std::to_string(offset) + " of a segment of " +
+               std::to_string(board_.layout().total_bytes()) + " bytes");
+  }
+  return board_.base() + offset;
+}
+
+void ShmTransport::refuse(const Call& call, int peer, const std::string& what) {
+  waiter_.fail(FailureKind::kAborted, rank_bit(peer),
+               "comm." + std::string(name_of(call.op)) + " #" + std::to_string(call.sequence) +
+                   ": rank " + std::to_string(peer) + " says it has " + what +
+                   ", which is not believable. Its part of the shared memory is damaged.");
+  waiter_.raise();
 }
 
 bool ShmTransport::is_one_shot(const Turn& turn) const noexcept {
@@ -294,7 +230,9 @@ std::uint64_t ShmTransport::place_of(const void* data, std::size_t bytes) const 
   return board_.offset_of(data, bytes);
 }
 
-std::shared_ptr<void> ShmTransport::at_place(std::uint64_t place) {
+std::shared_ptr<void> ShmTransport::at_place(std::uint64_t place, std::size_t bytes,
+                                             std::size_t alignment) {
+  if (!board_.layout().is_in_a_heap(place, bytes, alignment)) return nullptr;
   return {segment_, segment_->base() + place};
 }
 

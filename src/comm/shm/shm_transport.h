@@ -4,6 +4,7 @@
 
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -32,12 +33,12 @@ struct ShmOptions {
   std::size_t ring_bytes = 0;
   /// Room for messages from one rank to another; 0 means by group size, 512 KiB down to 4 KiB.
   std::size_t mailbox_bytes = 0;
-  /// Most memory that allocate() can give to one rank; capped by what the directory has free.
+  /// Most memory that allocate() can give to one rank; capped by what is free.
   std::size_t heap_bytes = std::size_t{1} << 30;
   /// When to give up finding the other ranks.
   Clock::time_point deadline = Clock::now() + std::chrono::seconds(60);
   Staging staging = Staging::kMeasured;
-  /// Where the segment is made; empty means TESSERA_SHM_DIR, or /dev/shm.
+  /// Where the segment is made; empty means TESSERA_SHM_DIR, or anonymous memory.
   std::string directory;
 };
 
@@ -74,7 +75,8 @@ class ShmTransport final : public Transport {
   std::shared_ptr<void> allocate(std::size_t bytes) override;
   bool reaches_peers() const noexcept override { return true; }
   std::uint64_t place_of(const void* data, std::size_t bytes) const noexcept override;
-  std::shared_ptr<void> at_place(std::uint64_t place) override;
+  std::shared_ptr<void> at_place(std::uint64_t place, std::size_t bytes,
+                                 std::size_t alignment) override;
   void abort(FailureKind kind, std::vector<int> ranks, const std::string& reason) override;
 
   /// What the last probe found: whether a line changes cores slowly. For benchmarks and reports.
@@ -96,6 +98,12 @@ class ShmTransport final : public Transport {
     int lag;
   };
 
+  /// Where this rank's piece lies in a slot that holds one for every rank.
+  struct PackedPiece {
+    std::size_t skip = 0;
+    std::size_t total = 0;
+  };
+
   ShmTransport(int rank, std::shared_ptr<Segment> segment, const Layout& layout,
                WaitMonitor& monitor, Staging staging);
 
@@ -105,7 +113,11 @@ class ShmTransport final : public Transport {
   void check_pieces(const Call& call, std::span<const Piece> pieces) const;
   void check_reduction(const Call& call) const;
   std::byte* own_message(const Turn& turn, std::size_t bytes) noexcept;
-  const std::byte* message_of(int peer, const Turn& turn, std::size_t bytes) const noexcept;
+  // What a peer wrote is looked at before it is used; what cannot be ends the group.
+  const std::byte* message_of(const Call& call, int peer, const Turn& turn, std::size_t bytes);
+  PackedPiece packed_piece(const Call& call, int peer, const Turn& turn);
+  const std::byte* memory_of(const Call& call, int peer, std::uint64_t offset, std::int64_t count);
+  [[noreturn]] void refuse(const Call& call, int peer, const std::string& what);
   bool is_one_shot(const Turn& turn) const noexcept;
   RankSet everyone() const noexcept { return ~RankSet{0} >> (kMaxRanks - size_); }
   RankSet others() const noexcept { return everyone() & ~rank_bit(rank_); }
@@ -143,6 +155,9 @@ class ShmTransport final : public Transport {
                std::span<const Piece> outputs, RankSet sources, RankSet readers);
   void pack(const Turn& turn, std::span<const Piece> pieces, std::size_t element_bytes);
   bool publish_sends(const Turn& turn, std::span<const Piece> pieces, std::size_t element_bytes);
+  std::array<const std::byte*, kMaxRanks> pieces_in_heap(const Call& call, const Turn& turn,
+                                                         RankSet sources, RankSet readers,
+                                                         RankSet& writers);
   std::int64_t peer_chunk(std::size_t element_bytes) const noexcept;
   std::byte* peer_block(int from, int to, std::int64_t chunk,
                         std::size_t element_bytes) const noexcept;

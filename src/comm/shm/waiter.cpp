@@ -113,8 +113,12 @@ void Waiter::raise() const {
     }
     sched_yield();
   }
-  throw Failure(static_cast<FailureKind>(failure_.kind), ranks_in(failure_.ranks),
-                std::string(failure_.text, failure_.length));
+  const auto last = static_cast<std::uint32_t>(FailureKind::kUnavailable);
+  const std::uint32_t kind = failure_.kind;
+  const std::size_t length = std::min<std::size_t>(failure_.length, FailureRecord::kMaxText);
+  const RankSet members = ~RankSet{0} >> (kMaxRanks - board_.size());
+  throw Failure(kind <= last ? static_cast<FailureKind>(kind) : FailureKind::kAborted,
+                ranks_in(failure_.ranks & members), std::string(failure_.text, length));
 }
 
 }  // namespace tessera::comm::shm

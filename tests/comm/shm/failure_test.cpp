@@ -4,8 +4,6 @@
 
 #include <signal.h>
 #include <sys/mount.h>
-#include <sys/stat.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -15,6 +13,7 @@
 #include <thread>
 #include <vector>
 
+#include "comm/shm/handover.h"
 #include "comm/shm/segment.h"
 #include "group_fixture.h"
 
@@ -193,6 +192,31 @@ TEST(Creation, FailsAlikeOnAllRanksInATinyDirectory) {
   umount(directory.path().c_str());
 }
 
+/// Rank `victim` of three ends while the others make the group.
+void check_death_in_creation(int victim) {
+  for (int repeat = 0; repeat < 20; ++repeat) {
+    const auto outcomes = run_processes(
+        3, {}, [](auto&) {},
+        [&](int rank, Bootstrap& bootstrap) {
+          if (rank != victim) return;
+          if (victim == 0 && repeat % 2 == 1)
+            bootstrap.set("shm/segment", "ok " + Listener().name());
+          usleep(static_cast<useconds_t>(repeat * 500));
+          kill(getpid(), SIGKILL);
+        });
+    for (int rank = 0; rank < 3; ++rank) {
+      const Outcome& outcome = outcomes[static_cast<std::size_t>(rank)];
+      EXPECT_EQ(outcome.was_killed, rank == victim);
+      if (rank == victim) continue;
+      EXPECT_EQ(outcome.text, "comm.init: rank " + std::to_string(victim) + " ended.");
+      EXPECT_LT(outcome.seconds, 1.0);
+    }
+  }
+}
+
+TEST(PeerDeath, WhileTheGroupIsMadeIsNamedByAll) { check_death_in_creation(1); }
+TEST(PeerDeath, OfRankZeroWhileTheGroupIsMadeIsNamedByAll) { check_death_in_creation(0); }
+
 TEST(Creation, ARankThatDoesNotComeIsATimeoutForAll) {
   const TemporaryDirectory keys;
   std::vector<std::string> texts(2);
@@ -212,40 +236,8 @@ TEST(Creation, ARankThatDoesNotComeIsATimeoutForAll) {
     });
   }
   for (std::thread& thread : threads) thread.join();
-  EXPECT_EQ(texts[0], "comm.bootstrap: no key 'shm/mapped/2' in time.");
+  EXPECT_EQ(texts[0], "comm.shm: rank 2 did not come for the group's segment in time.");
   EXPECT_EQ(texts[1], texts[0]);
-}
-
-TEST(Creation, UsesARunIdAndKeepsTheFilePrivate) {
-  const TemporaryDirectory directory;
-  setenv("TESSERA_RUN_ID", "job 7/b", 1);
-  const auto segment = Segment::create(directory.path(), 4096, 8192);
-  unsetenv("TESSERA_RUN_ID");
-  const auto entries = directory.entries();
-  ASSERT_EQ(entries.size(), 1U);
-  EXPECT_EQ(entries[0].rfind("tessera-job_7_b-", 0), 0U) << entries[0];
-  struct stat status{};
-  ASSERT_EQ(stat(segment->path().c_str(), &status), 0);
-  EXPECT_EQ(status.st_mode & 0777, 0600U);
-}
-
-TEST(Janitor, RemovesSegmentsOfDeadMakersOnly) {
-  const TemporaryDirectory directory;
-  const auto alive = Segment::create(directory.path(), 4096, 4096);
-  const pid_t child = fork();
-  if (child == 0) {
-    Segment::create(directory.path(), 4096, 4096).get();
-    const auto orphan = Segment::create(directory.path(), 4096, 4096);
-    kill(getpid(), SIGKILL);
-  }
-  int status = 0;
-  waitpid(child, &status, 0);
-  std::ofstream(directory.path() + "/tessera-notes.txt") << "somebody else's";
-  std::ofstream(directory.path() + "/other") << "somebody else's";
-  EXPECT_EQ(directory.entries().size(), 4U);
-  EXPECT_EQ(remove_stale_segments(directory.path()), 1);
-  EXPECT_EQ(directory.entries().size(), 3U);
-  EXPECT_TRUE(std::filesystem::exists(alive->path()));
 }
 
 /// Number of entries of a directory of /proc/self.
@@ -282,7 +274,7 @@ TEST(Lifecycle, TwoHundredGroupsLeaveNothingBehind) {
   }
 }
 
-TEST(Lifecycle, TheNameIsGoneAsSoonAsTheGroupExists) {
+TEST(Lifecycle, ASegmentNeverHasAName) {
   const TemporaryDirectory directory;
   run_threads(2, in_directory(directory.path()), [&](ShmTransport& transport) {
     EXPECT_TRUE(directory.entries().empty());

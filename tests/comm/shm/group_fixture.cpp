@@ -64,15 +64,26 @@ std::string FileBootstrap::get(const std::string& key, Clock::time_point deadlin
   }
 }
 
+bool TestMonitor::has_ended(int rank) const {
+  if (static_cast<std::size_t>(rank) >= pids_.size()) return false;
+  // A child that was not waited for yet still answers to kill; its state tells that it ended.
+  std::ifstream file("/proc/" + std::to_string(pids_[rank]) + "/stat");
+  const std::string text{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+  const std::size_t end = text.rfind(')');
+  return end == std::string::npos || text[end + 2] == 'Z' || text[end + 2] == 'X';
+}
+
+void TestMonitor::check_creation(std::span<const int> missing) {
+  for (const int rank : missing) {
+    if (!has_ended(rank)) continue;
+    throw Failure(FailureKind::kPeerLost, {rank},
+                  "comm.init: rank " + std::to_string(rank) + " ended.");
+  }
+}
+
 void TestMonitor::check(const Call& call, std::span<const int> missing, Clock::duration waited) {
   for (const int rank : missing) {
-    if (static_cast<std::size_t>(rank) >= pids_.size()) continue;
-    // A child that was not waited for yet still answers to kill; its state tells that it ended.
-    std::ifstream file("/proc/" + std::to_string(pids_[rank]) + "/stat");
-    const std::string text{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
-    const std::size_t end = text.rfind(')');
-    const bool lives = end != std::string::npos && text[end + 2] != 'Z' && text[end + 2] != 'X';
-    if (lives) continue;
+    if (!has_ended(rank)) continue;
     throw Failure(FailureKind::kPeerLost, {rank},
                   "comm." + std::string(name_of(call.op)) + " #" + std::to_string(call.sequence) +
                       ": rank " + std::to_string(rank) + " ended.");
@@ -121,7 +132,8 @@ struct Report {
 
 /// In the child: runs the body and leaves its report. Never returns.
 [[noreturn]] void run_child(int rank, int size, const std::string& keys, const ShmOptions& options,
-                            const RankBody& body, Report& report) {
+                            const RankBody& body,
+                            const std::function<void(int, Bootstrap&)>& prepare, Report& report) {
   const auto begin = Clock::now();
   try {
     FileBootstrap bootstrap(keys);
@@ -133,6 +145,7 @@ struct Report {
           bootstrap.get("pid/" + std::to_string(peer), begin + std::chrono::seconds(10))));
     }
     monitor.watch(pids);
+    if (prepare) prepare(rank, bootstrap);
     const auto transport = ShmTransport::create(rank, size, bootstrap, monitor, options);
     body(*transport);
   } catch (const std::exception& error) {
@@ -164,7 +177,8 @@ std::vector<std::string> texts_of_threads(int size, const ShmOptions& options,
   return texts;
 }
 
-std::vector<Outcome> run_processes(int size, const ShmOptions& options, const RankBody& body) {
+std::vector<Outcome> run_processes(int size, const ShmOptions& options, const RankBody& body,
+                                   const std::function<void(int, Bootstrap&)>& prepare) {
   const TemporaryDirectory keys;
   const std::size_t bytes = sizeof(Report) * static_cast<std::size_t>(size);
   void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
@@ -172,7 +186,7 @@ std::vector<Outcome> run_processes(int size, const ShmOptions& options, const Ra
   std::vector<pid_t> pids;
   for (int rank = 0; rank < size; ++rank) {
     const pid_t pid = fork();
-    if (pid == 0) run_child(rank, size, keys.path(), options, body, reports[rank]);
+    if (pid == 0) run_child(rank, size, keys.path(), options, body, prepare, reports[rank]);
     pids.push_back(pid);
   }
   std::vector<Outcome> outcomes;

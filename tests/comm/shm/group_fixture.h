@@ -50,8 +50,10 @@ class TestMonitor : public WaitMonitor {
       : limit_(limit) {}
   void watch(std::vector<pid_t> pids) { pids_ = std::move(pids); }
   void check(const Call& call, std::span<const int> missing, Clock::duration waited) override;
+  void check_creation(std::span<const int> missing) override;
 
  private:
+  bool has_ended(int rank) const;
   std::chrono::milliseconds limit_;
   std::vector<pid_t> pids_;
 };
@@ -72,8 +74,11 @@ struct Outcome {
   double seconds = 0.0;     // from the start of the body to its end
 };
 
-/// Runs `body` on every rank, each a process that watches the others.
-std::vector<Outcome> run_processes(int size, const ShmOptions& options, const RankBody& body);
+/// Runs `body` on every rank, each a process that watches the others; before that `prepare`, when
+/// all know each other but there is no group yet.
+std::vector<Outcome> run_processes(
+    int size, const ShmOptions& options, const RankBody& body,
+    const std::function<void(int rank, Bootstrap& bootstrap)>& prepare = nullptr);
 
 /// A call with its deadline ten seconds from now.
 Call call_of(Operator op, DataType dtype = DataType::kFloat32, ReduceOp reduce = ReduceOp::kNone,

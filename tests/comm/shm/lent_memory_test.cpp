@@ -46,8 +46,8 @@ TEST(LentMemory, ABlockThatIsReadIsNotTaken) {
     auto* inside = static_cast<std::byte*>(block.get()) + 100;
     const std::uint64_t readers = memory->lend(transport, inside, 50, 2);
     ASSERT_NE(readers, 0U);
-    auto one = LentMemory::borrow(transport, transport.place_of(inside, 50), readers);
-    auto other = LentMemory::borrow(transport, transport.place_of(inside, 50), readers);
+    auto one = LentMemory::borrow(transport, transport.place_of(inside, 50), 50, readers);
+    auto other = LentMemory::borrow(transport, transport.place_of(inside, 50), 50, readers);
     EXPECT_EQ(one.get(), inside);
     block.reset();
     EXPECT_NE(memory->take(transport, kBytes).get(), place);
@@ -110,7 +110,8 @@ TEST(LentMemory, OutlivesItsTransport) {
     kept = memory->take(transport, kBytes);
     std::memset(kept.get(), 9, kBytes);
     const std::uint64_t readers = memory->lend(transport, kept.get(), kBytes, 1);
-    borrowed = LentMemory::borrow(transport, transport.place_of(kept.get(), kBytes), readers);
+    borrowed =
+        LentMemory::borrow(transport, transport.place_of(kept.get(), kBytes), kBytes, readers);
   });
   EXPECT_EQ(static_cast<unsigned char*>(borrowed.get())[kBytes - 1], 9);
   kept.reset();
@@ -134,7 +135,7 @@ TEST(LentMemory, ProcessesReadWhatWasLent) {
                               static_cast<std::uint64_t>(turn) + 1),
                       {words, 2}, pieces);
       const int peer = 1 - rank.rank();
-      held.push_back(LentMemory::borrow(rank, static_cast<std::uint64_t>(all[2 * peer]),
+      held.push_back(LentMemory::borrow(rank, static_cast<std::uint64_t>(all[2 * peer]), kBytes,
                                         static_cast<std::uint64_t>(all[2 * peer + 1])));
       // Some are read several turns later.
       if (turn % 5 != 4 && rank.rank() == 0) continue;
