@@ -1,43 +1,9 @@
-// cli/flags.h — what all verbs share in reading their flags.
+// cli/flags.h — how verbs read their flags: as settings do.
 
 #pragma once
 
-#include <string>
-#include <string_view>
-#include <vector>
-
-#include <CLI/CLI.hpp>
+#include "settings/flags.h"
 
 namespace tessera::cli {
-
-/// Turns `--snake_case=x` into `--snake-case=x`; other words stay as they are.
-std::string with_dashes(const std::string& word);
-
-/// Splits the words at the first one that is neither a flag nor a flag's value (or at `--`): flags
-/// of the verb, and the words of the program it runs. Throws UsageError for an unknown flag.
-struct SplitWords {
-  std::vector<std::string> flags;
-  std::vector<std::string> rest;
-};
-SplitWords split_words(const CLI::App& app, const std::vector<std::string>& words);
-
-/// Sorts words that may come in any order into flags (with their values) and names. Throws
-/// UsageError for an unknown flag.
-struct NamesAndFlags {
-  std::vector<std::string> names;
-  std::vector<std::string> flags;
-};
-NamesAndFlags names_and_flags(const CLI::App& app, std::vector<std::string> words);
-
-/// Lets `app` read the flags. Throws UsageError with one line, or launch::LaunchError for a
-/// configuration file that cannot be used.
-void read_flags(CLI::App& app, std::vector<std::string> flags);
-
-/// Print what the user asked for; return the exit code of a verb that has done its work.
-int print_help(std::string_view help);
-int print_config(const CLI::App& app);
-
-/// Returns the long names of all flags of `app` that are in a group, with their dashes.
-std::vector<std::string> long_flags(const CLI::App& app);
-
+using namespace settings;
 }  // namespace tessera::cli

@@ -10,7 +10,6 @@ namespace tessera::cli {
 
 struct PlanSubject {
   std::string_view name;  // after `tessera plan`
-  std::string_view help;
   /// Does it with the words after the name; returns the exit code, if it returns.
   int (*run)(const std::vector<std::string>& words);
   std::vector<std::string> (*flags)();

@@ -90,6 +90,6 @@ std::vector<std::string> flags() {
 
 }  // namespace
 
-const PlanSubject kPlanTables{"tables", kHelp, run, flags};
+const PlanSubject kPlanTables{"tables", run, flags};
 
 }  // namespace tessera::cli

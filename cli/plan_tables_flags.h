@@ -11,11 +11,12 @@
 
 #include <CLI/CLI.hpp>
 
-#include "dlrm_flags.h"
+#include "dlrm/settings.h"
+#include "flags.h"
 
 namespace tessera::cli {
 
-struct PlanTablesWords : TrainDlrmWords {
+struct PlanTablesWords : workloads::dlrm::Settings {
   int num_hosts = 1;
   std::string table_list;
   std::string memory;  // bytes, "16GB"; empty: no limit
@@ -46,7 +47,7 @@ inline double bytes_of(const std::string& text) {
 }
 
 inline void define_flags(CLI::App& app, PlanTablesWords& words) {
-  define_flags(app, static_cast<TrainDlrmWords&>(words));
+  define(app, words.table());
   static const std::set<std::string> kUsed = {
       "ranks", "sharding",        "plan", "data",   "tables", "rows",        "bag", "dim",
       "batch", "table-optimizer", "json", "config", "help",   "print-config"};

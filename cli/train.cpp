@@ -5,23 +5,39 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
+#include <memory>
 #include <set>
 
+#include "dlrm/settings.h"
 #include "flags.h"
+#include "gnn/settings.h"
+#include "lm/settings.h"
 #include "tessera/launch/exit_code.h"
 #include "tessera/launch/job.h"
+#include "trainer/progress_line.h"
 #include "usage.h"
 #include "verb.h"
-#include "worker/progress_line.h"
 #include "worker_program.h"
-#include "workload.h"
 
 namespace tessera::cli {
 namespace {
 
 // From SIGTERM on: a step has to end and a checkpoint to be written.
 constexpr std::chrono::seconds kTimeToSave{30};
-constexpr const Workload* kWorkloads[] = {&kDlrmWorkload, &kLmWorkload, &kGnnWorkload};
+
+template <class Settings>
+std::unique_ptr<trainer::Settings> make() {
+  return std::make_unique<Settings>();
+}
+
+struct Workload {
+  std::string_view name;
+  std::unique_ptr<trainer::Settings> (*settings)();
+};
+
+constexpr Workload kWorkloads[] = {{"dlrm", make<workloads::dlrm::Settings>},
+                                   {"lm", make<workloads::lm::Settings>},
+                                   {"gnn", make<workloads::gnn::Settings>}};
 
 constexpr std::string_view kHelp =
     R"(tessera train <workload> [flags]
@@ -42,38 +58,43 @@ More: docs/train_your_own.md, docs/vocab_parallel.md, docs/graph_parallel.md
 int run(const std::vector<std::string>& words) {
   if (words.empty()) throw UsageError("train: name a workload, as in tessera train lm");
   if (words[0] == "--help" || words[0] == "-h") return print_help(kHelp);
-  const auto found =
+  const auto* const found =
       std::find_if(std::begin(kWorkloads), std::end(kWorkloads),
-                   [&](const Workload* workload) { return workload->name == words[0]; });
+                   [&](const Workload& workload) { return workload.name == words[0]; });
   if (found == std::end(kWorkloads)) {
     throw UsageError("train: there is no workload '" + words[0] + "'" +
                      suggestion(words[0], {"dlrm", "lm", "gnn"}));
   }
-  const Workload& workload = **found;
   std::vector<std::string> flags(words.begin() + 1, words.end());
   for (std::string& word : flags) word = with_dashes(word);  // the ranks know no other form
-  const int num_ranks = workload.read(flags);
-  if (num_ranks == 0) return launch::kExitOk;
+  // To find mistakes before anything is started; the ranks read them again.
+  const auto given = found->settings();
+  trainer::read(*given, *found->settings(), flags);
+  if (given->wants_help) return print_help(found->settings()->table().help());
+  if (given->print_config) return print_help(given->table().config());
   // The ranks see a pipe whatever this program writes to.
   if (isatty(STDOUT_FILENO) == 1) {
-    setenv(kTerminalVariable, "1", /*overwrite=*/1);
+    setenv(trainer::kTerminalVariable, "1", /*overwrite=*/1);
   } else {
-    unsetenv(kTerminalVariable);
+    unsetenv(trainer::kTerminalVariable);
   }
   launch::RunOptions options;
-  options.num_local_ranks = num_ranks;
+  options.num_local_ranks = given->num_ranks;
   options.prefix_lines = false;
   options.use_python = false;
   options.shutdown_timeout = kTimeToSave;
-  options.command = {worker_program("train"), std::string(workload.worker_verb)};
+  options.command = {worker_program("train"), "train-" + words[0]};
   options.command.insert(options.command.end(), flags.begin(), flags.end());
   return launch::run_job(options);
 }
 
 std::vector<std::string> flags() {
   std::set<std::string> all;
-  for (const Workload* workload : kWorkloads) {
-    for (std::string& flag : workload->flags()) all.insert(std::move(flag));
+  for (const Workload& workload : kWorkloads) {
+    CLI::App app("", "train");
+    const auto settings = workload.settings();
+    define(app, settings->table());
+    for (std::string& flag : long_flags(app)) all.insert(std::move(flag));
   }
   return {all.begin(), all.end()};
 }

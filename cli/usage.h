@@ -2,23 +2,8 @@
 
 #pragma once
 
-#include <stdexcept>
-#include <string>
-#include <string_view>
-#include <vector>
+#include "settings/usage.h"
 
 namespace tessera::cli {
-
-/// A mistake of the caller; its text is the whole line after `error: `.
-class UsageError : public std::runtime_error {
- public:
-  using std::runtime_error::runtime_error;
-};
-
-/// Returns the candidate that is closest to `word`, empty if none is close.
-std::string closest(std::string_view word, const std::vector<std::string>& candidates);
-
-/// Returns `: did you mean x?`, or an empty string if no candidate is close.
-std::string suggestion(std::string_view word, const std::vector<std::string>& candidates);
-
+using namespace settings;
 }  // namespace tessera::cli

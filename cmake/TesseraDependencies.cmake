@@ -26,9 +26,10 @@ if(NOT TESSERA_JSON_INCLUDE)
 endif()
 if(TESSERA_BUILD_CLI)
   find_path(TESSERA_CLI11_INCLUDE CLI/CLI.hpp)
-  if(NOT TESSERA_CLI11_INCLUDE OR NOT TESSERA_JSON_INCLUDE)
-    message(WARNING "CLI11 or nlohmann-json is missing (libcli11-dev, nlohmann-json3-dev): "
-                    "the tessera program is not built.")
+  find_path(TESSERA_TOML_INCLUDE toml++/toml.h)
+  if(NOT TESSERA_CLI11_INCLUDE OR NOT TESSERA_JSON_INCLUDE OR NOT TESSERA_TOML_INCLUDE)
+    message(WARNING "CLI11, nlohmann-json or toml++ is missing (libcli11-dev, nlohmann-json3-dev, "
+                    "libtomlplusplus-dev): the tessera program is not built.")
     set(TESSERA_BUILD_CLI OFF)
   endif()
 endif()

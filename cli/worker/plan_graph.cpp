@@ -6,7 +6,8 @@
 #include <ATen/Functions.h>
 #include <nlohmann/json.hpp>
 
-#include "../gnn_flags.h"
+#include "../flags.h"
+#include "../plan_graph_flags.h"
 #include "gnn/graph_file.h"
 #include "gnn/partitioner.h"
 #include "tessera/graph_parallel/partition_report.h"
@@ -126,7 +127,7 @@ void print_json(const GraphFile& file, const at::Tensor& edges, const std::vecto
 int plan_graph(const std::vector<std::string>& words) {
   CLI::App app("", "plan-graph");
   PlanGraphWords given;
-  define_flags(app, given);
+  define(app, given.table());
   std::vector<std::string> reversed(words.rbegin(), words.rend() - 1);
   app.parse(reversed);
   try {

@@ -144,7 +144,7 @@ int plan_tables(const std::vector<std::string>& words) {
   CLI::App app("", "plan-tables");
   PlanTablesWords given;
   define_flags(app, given);
-  app.parse(std::vector<std::string>(words.rbegin(), words.rend()));
+  read_flags(app, words);
   const auto fail = [](const LaunchError& error) {
     std::fputs(error.text().c_str(), stderr);
     return error.exit_code();

@@ -338,7 +338,7 @@ def test_a_resumed_run_says_what_it_begins_with(tmp_path):
     text = config.read_text()
     config.write_text(text.replace("dim=8", "dim=16").replace('bottom="16,8"', 'bottom="16,16"'))
     wider = resume(folder, code=65).stderr
-    assert "tensor 'tables.cat_0.weight' is F32 [200, 8], the state wants [200, 16]" in wider
+    assert "tensor 'tables.embedding_bags.cat_0.weight' is F32 [200, 8], the state wants [200, 16]" in wider
     config.write_text(text)
     newest = folder / "checkpoints" / "step-000000000006"
     for file in newest.glob("*.safetensors"):

@@ -8,18 +8,30 @@ import os
 import pathlib
 import pty
 import re
+import shutil
 import subprocess
+import tempfile
 
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TESSERA = os.environ.get("TESSERA_BIN", str(ROOT / "build/release/bin/tessera"))
 LIMIT = 120.0  # seconds; for a loaded machine, not a figure
+RUNS = pathlib.Path(tempfile.mkdtemp(prefix="tessera-runs-"))
 SMALL = ["--atoms", "27", "--structures", "4", "--features", "8", "--cutoff", "1.7", "--precision", "float64"]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_runs_are_left():
+    yield
+    shutil.rmtree(RUNS, ignore_errors=True)
+
+
 def train(*flags):
-    return subprocess.run([TESSERA, "train", *flags], capture_output=True, text=True, timeout=LIMIT)
+    command = [TESSERA, "train", *flags]
+    if flags[:1] in (("gnn",), ("lm",)):
+        command += ["--runs", str(RUNS)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
 
 
 def test_prints_progress_and_errors():
@@ -27,18 +39,22 @@ def test_prints_progress_and_errors():
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()
     assert lines[0] == "structures 4 of 27 atoms | data 1 x graph 2 | bisection"
-    step = r"step +\d+/150 \| loss [\d.e+-]+ \| [\d.]+[kM]? atoms/s \| [\d.]+ ms \| eta \d+s"
-    assert re.fullmatch(step, lines[1]) and re.fullmatch(step, lines[-2])
+    step = r"step +\d+/150 \| loss [\d.e+-]+ \| [\d.]+[kM]? atoms/s \| [\d.]+ ms"
+    step += r" \(exposed comm [\d.]+\) \| mem \d+ MB \| eta \d+s"
+    assert re.fullmatch(step, lines[1]) and re.fullmatch(step, lines[-3])
     end = re.fullmatch(
-        r"energy error ([\d.]+) per atom, was ([\d.]+) \| force error ([\d.]+), was ([\d.]+)", lines[-1]
+        r"energy error ([\d.]+) per atom, was ([\d.]+) \| force error ([\d.]+), was ([\d.]+)", lines[-2]
     )
     assert float(end[3]) < float(end[4])
+    assert re.fullmatch(r"report   (\S+/report\.html)", lines[-1])
 
 
 def on_a_terminal(*words):
     """What a terminal receives, byte by byte."""
     ours, theirs = pty.openpty()
-    process = subprocess.Popen([TESSERA, "train", *words], stdout=theirs, stderr=theirs, stdin=theirs)
+    process = subprocess.Popen(
+        [TESSERA, "train", *words, "--runs", str(RUNS)], stdout=theirs, stderr=theirs, stdin=theirs
+    )
     os.close(theirs)
     seen = b""
     with contextlib.suppress(OSError):  # the other end is closed

@@ -6,17 +6,14 @@
 #pragma once
 
 #include <cstdint>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "trainer/data_error.h"
+
 namespace tessera::workloads::dlrm {
 
-/// Data that cannot be used. The text names the file, the place and the reason.
-class DataError : public std::runtime_error {
- public:
-  using std::runtime_error::runtime_error;
-};
+using trainer::DataError;
 
 /// A sparse feature: a bag of ids per sample, each in [0, num_rows).
 struct Feature {

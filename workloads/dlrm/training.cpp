@@ -2,30 +2,32 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <limits>
 #include <span>
 
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
+#include <nlohmann/json.hpp>
 
 #include "dlrm/batch.h"
-#include "dlrm/checkpoints.h"
+#include "dlrm/from_settings.h"
 #include "dlrm/metrics.h"
-#include "dlrm/schedule.h"
+#include "dlrm/model.h"
+#include "report/html.h"
+#include "tessera/checkpoint/modules.h"
 #include "tessera/comm/collectives.h"
-#include "tessera/comm/failure.h"
 #include "tessera/core/check.h"
 #include "tessera/data_parallel/distributed_data_parallel.h"
-#include "tessera/data_parallel/fingerprint.h"
-#include "tessera/pipeline/read_ahead.h"
-#include "tessera/pipeline/train_pipeline.h"
 #include "tessera/sharding/sharded_embedding_bag_collection.h"
+#include "trainer/train.h"
 
 namespace tessera::workloads::dlrm {
 namespace {
 
 using core::Phase;
 using core::Span;
+using Json = nlohmann::ordered_json;
 using pipeline::SparseInputs;
 using sharding::ShardedEmbeddingBagCollection;
 
@@ -93,22 +95,15 @@ void fill_tables(const ShardedEmbeddingBagCollection& tables, std::uint64_t seed
   }
 }
 
-void check(const TrainingOptions& options, const comm::Group& group) {
-  TESSERA_CHECK_VALUE(options.num_steps >= 0 && options.batch > 0 && options.eval_samples > 0,
-                      "dlrm.train: ", options.num_steps, " steps of ", options.batch,
-                      " samples on ", group.size(), " ranks, judged on ", options.eval_samples,
-                      ", make no sense.");
-}
-
 struct Ranges {
   BatchSourceOptions training;
   BatchSourceOptions judged;
 };
 
-Ranges ranges_of(const TrainingOptions& options, const ClickLog& log, const comm::Group& group) {
+Ranges ranges_of(const Settings& settings, const ClickLog& log, const comm::Group& group) {
   Ranges ranges;
   for (BatchSourceOptions* range : {&ranges.training, &ranges.judged}) {
-    range->batch_size = options.batch;
+    range->batch_size = settings.batch;
     range->rank = group.rank();
     range->world = group.size();
   }
@@ -116,10 +111,10 @@ Ranges ranges_of(const TrainingOptions& options, const ClickLog& log, const comm
   const std::int64_t count = log.num_samples();
   if (count < 0) {
     ranges.judged.begin = kJudgedBegin;
-    ranges.judged.end = kJudgedBegin + options.eval_samples;
+    ranges.judged.end = kJudgedBegin + settings.eval_samples;
   } else {
     const std::int64_t judged =
-        std::min(options.eval_samples, std::max<std::int64_t>(1, count / 10));
+        std::min(settings.eval_samples, std::max<std::int64_t>(1, count / 10));
     ranges.judged.begin = count - judged;
     ranges.judged.end = count;
     ranges.training.end = count - judged;
@@ -127,85 +122,130 @@ Ranges ranges_of(const TrainingOptions& options, const ClickLog& log, const comm
   return ranges;
 }
 
-DlrmOptions model_options(const TrainingOptions& options, const ClickSchema& schema) {
-  DlrmOptions model = options.model;
+DlrmOptions model_options(const Settings& settings, const ClickSchema& schema) {
+  DlrmOptions model;
   model.num_dense = schema.num_dense;
-  model.features.clear();
   for (const Feature& feature : schema.features) model.features.push_back(feature.name);
-  model.seed = options.seed;
+  model.embedding_dim = settings.embedding_dim;
+  model.bottom = widths_of(settings.bottom);
+  model.top = widths_of(settings.top);
+  model.interaction = settings.interaction == "cross" ? Interaction::kCross : Interaction::kDot;
+  model.seed = static_cast<std::uint64_t>(settings.seed);
   return model;
 }
 
-sharding::ShardedOptions table_options(const TrainingOptions& options) {
+sharding::ShardedOptions table_options(const Settings& settings) {
   sharding::ShardedOptions tables;
-  tables.optimizer.kind = options.table_optimizer;
-  tables.optimizer.learning_rate = options.table_learning_rate;
+  tables.optimizer.kind = table_optimizer_of(settings.table_optimizer);
+  tables.optimizer.learning_rate = settings.table_learning_rate;
   tables.exact_row_norms = true;  // the same steps whether a table is cut by columns or not
   return tables;
 }
 
-class Training {
+Json table_line(const embedding::EmbeddingTableConfig& table,
+                const sharding::ParameterSharding& sharding) {
+  Json shards = Json::array();
+  for (const sharding::Shard& shard : sharding.shards) {
+    shards.push_back({{"rank", shard.rank},
+                      {"row", shard.row},
+                      {"rows", shard.rows},
+                      {"column", shard.column},
+                      {"columns", shard.columns},
+                      {"bytes", 4 * shard.rows * shard.columns}});
+  }
+  return {{"kind", "table"},
+          {"name", table.name},
+          {"rows", table.num_embeddings},
+          {"columns", table.embedding_dim},
+          {"bytes", 4 * table.num_embeddings * table.embedding_dim},
+          {"sharding", sharding::name_of(sharding.type)},
+          {"shards", shards}};
+}
+
+class Training final : public trainer::Workload<ClickBatch> {
  public:
-  Training(const TrainingOptions& options, std::shared_ptr<const ClickLog> log,
-           const sharding::ModulePlan& plan, const comm::Group& group, core::StepRecorder& recorder)
-      : options_(options),
+  Training(const Settings& settings, OpenedLog log,
+           std::vector<embedding::EmbeddingTableConfig> configs, sharding::ModulePlan plan,
+           const comm::Group& group)
+      : settings_(settings),
         group_(group),
-        recorder_(recorder),
-        source_(log, ranges_of(options, *log, group).training),
-        judged_(log, ranges_of(options, *log, group).judged),
-        model_(std::make_shared<Dlrm>(model_options(options, log->schema())), group,
+        log_(std::move(log)),
+        configs_(std::move(configs)),
+        plan_(std::move(plan)),
+        source_(log_.log, ranges_of(settings, *log_.log, group).training),
+        judged_(log_.log, ranges_of(settings, *log_.log, group).judged),
+        model_(std::make_shared<Dlrm>(model_options(settings, log_.log->schema())), group,
                // Beside the step of the tables, the longest part of backward.
                {.gradient_as_bucket_view = true, .overlap = true}),
         tables_(std::make_shared<ShardedEmbeddingBagCollection>(
-            tables_of(log->schema(), options.model.embedding_dim), plan, group,
-            /*is_weighted=*/false, table_options(options))),
-        optimizer_(
-            make_dense_optimizer(options.optimizer, model_.parameters(), options.learning_rate)),
-        pipeline_(training_steps(), pipelined(), {.reads_late = true}) {
-    fill_tables(*tables_, options.seed);
-    if (!options.checkpoints.empty()) {
-      checkpoints_ = std::make_unique<Checkpoints>(
-          CheckpointOptions{options.checkpoints, options.keep_checkpoints,
-                            options.batch * group.size(), options.seed},
-          *model_.module(), *optimizer_, *tables_, group);
+            configs_, plan_, group, /*is_weighted=*/false, table_options(settings))),
+        optimizer_(trainer::make_optimizer("dlrm.train", settings.optimizer, model_.parameters(),
+                                           settings.learning_rate)),
+        is_bfloat16_(settings.precision == "bfloat16") {
+    fill_tables(*tables_, static_cast<std::uint64_t>(settings.seed));
+  }
+
+  std::string name() const override { return "dlrm"; }
+  const trainer::Settings& settings() const override { return settings_; }
+
+  torch::optim::Optimizer& optimizer() override { return *optimizer_; }
+  void scale_rates(double factor) override {
+    AnyWorkload::scale_rates(factor);
+    tables_->set_learning_rate(factor * settings_.table_learning_rate);
+  }
+  void add_state(checkpoint::State& state) override {
+    checkpoint::add_module(state, tables_, "tables.", "optimizer.tables.");
+    checkpoint::add_module(state, model_.module());
+    checkpoint::add_optimizer(state, *optimizer_, *model_.module());
+  }
+  std::vector<at::Tensor> parameters() const override {
+    std::vector<at::Tensor> all = model_.parameters();
+    for (const sharding::LocalShard& shard : tables_->local_shards()) {
+      all.push_back(shard.weight);
+      for (const auto& [name, state] : shard.state) all.push_back(state);
     }
+    return all;
+  }
+  std::vector<trainer::Mark> marks() const override {
+    return {{"samples_per_step", settings_.batch * group_.size(), "",
+             " samples per step over all ranks"},
+            {"seed", settings_.seed, "seed "}};
   }
 
-  std::int64_t resume() {
-    const std::int64_t first = checkpoints_ && options_.resume ? checkpoints_->load() : 0;
-    next_read_ = first;
-    reader_.emplace([this] { return read_batch(); });
-    return first;
+  ClickBatch read(std::int64_t step) override {
+    const std::int64_t length = source_.num_steps();
+    source_.seek(length < 0 ? step : step % length);
+    return *source_.next();
+  }
+  std::vector<pipeline::PipelinedModule<ClickBatch>> pipelined() const override {
+    return {{"tables", tables_, [](const ClickBatch& batch) { return batch.sparse; }}};
+  }
+  Result forward(const ClickBatch& batch, const SparseInputs& inputs) override {
+    const Rows rows = look_up(inputs);
+    labels_ = batch.labels;
+    const Span span(Phase::kDense);
+    at::Tensor logits;
+    {
+      const Autocast autocast(is_bfloat16_);
+      logits = model_(batch.dense, rows);
+    }
+    return {at::binary_cross_entropy_with_logits(logits.to(at::kFloat), batch.labels), logits};
+  }
+  void follow() override {
+    const Span span(Phase::kOther, "running AUC");
+    if (++num_followed_ % kAucWindow == 0) running_.clear();
+    const at::Tensor plain = output().detach().to(at::kFloat).contiguous();
+    running_.add(floats(plain), floats(labels_));
   }
 
-  Progress step(std::int64_t step) {
-    recorder_.begin_step(step);
-    Progress progress;
-    progress.step = step + 1;
-    progress.samples = options_.batch * group_.size();
-    const double factor =
-        schedule_factor(step, options_.num_steps, options_.warmup_steps, options_.decay);
-    progress.learning_rate = factor * options_.learning_rate;
-    set_learning_rate(*optimizer_, progress.learning_rate);
-    tables_->set_learning_rate(factor * options_.table_learning_rate);
-    const auto logits = pipeline_.progress([this] { return reader_->next(); });
-    TESSERA_INTERNAL_ASSERT(logits, "every step has a batch");
-    finish(progress);
-    if (std::isfinite(progress.loss)) follow(*logits);
-    progress.time = recorder_.end_step();
-    last_exposed_ = progress.time.exposed_comm_seconds();
-    progress.auc = running_.value();
-    return progress;
-  }
-
-  Evaluation evaluate(std::int64_t step) {
+  trainer::Figures evaluate() override {
     ClickSums sums;
     std::vector<at::Tensor> scores;
     std::vector<at::Tensor> labels;
     pipeline::Steps<ClickBatch> steps;
     steps.forward = [&](const ClickBatch& batch, const SparseInputs& inputs) {
       const Rows rows = look_up(inputs);
-      const Autocast autocast(options_.bfloat16);
+      const Autocast autocast(is_bfloat16_);
       // Not through the wrapper: nothing is to be averaged.
       const at::Tensor logits =
           model_.module()->forward(batch.dense, rows).to(at::kFloat).contiguous();
@@ -225,78 +265,69 @@ class Training {
     words.copy_(summed);
     const at::Tensor all_scores = comm::all_gather_v(at::cat(scores), group_);
     const at::Tensor all_labels = comm::all_gather_v(at::cat(labels), group_);
-    if (has_nan(all_scores)) return {step, kNaN, kNaN, kNaN, kNaN, sums.num_samples()};
-    return {step,
-            sums.log_loss(),
-            exact_auc(floats(all_scores), floats(all_labels)),
-            sums.normalised_entropy(),
-            sums.calibration(),
-            sums.num_samples()};
+    const bool is_broken = has_nan(all_scores);
+    auc_ = is_broken ? kNaN : exact_auc(floats(all_scores), floats(all_labels));
+    return {{"log_loss", is_broken ? kNaN : sums.log_loss()},
+            {"auc", auc_},
+            {"normalized_entropy", is_broken ? kNaN : sums.normalised_entropy()},
+            {"calibration", is_broken ? kNaN : sums.calibration()},
+            {"samples", static_cast<double>(sums.num_samples())}};
   }
 
-  void save(std::int64_t step, bool waits) {
-    if (checkpoints_) checkpoints_->save(step, waits);
+  double units_per_step() const override {
+    return static_cast<double>(settings_.batch * group_.size());
   }
-
-  void listen_for_stop(const std::function<bool()>& is_told_to_stop) {
-    is_told_to_stop_ = is_told_to_stop;
-  }
-  bool is_stopping() const noexcept { return is_stopping_; }
-
-  std::uint64_t fingerprint() const {
-    std::uint64_t sum = 0;
-    for (const sharding::LocalShard& shard : tables_->local_shards()) {
-      sum = sum * 31 + data_parallel::fingerprint(shard.weight.detach());
-      for (const auto& [name, state] : shard.state) {
-        sum = sum * 31 + data_parallel::fingerprint(state);
-      }
+  std::string introduction() override {
+    if (log_.synthetic)
+      ceiling_ = log_.synthetic->ceiling(settings_.eval_samples, kJudgedBegin).auc;
+    const auto bytes = bytes_per_rank(plan_, group_.size());
+    double total = 0;
+    double largest = 0;
+    for (const double one : bytes) total += one;
+    for (const auto& table : configs_) {
+      largest = std::max(largest, 4.0 * static_cast<double>(table.num_embeddings) *
+                                      static_cast<double>(table.embedding_dim));
     }
-    if (group_.rank() == 0) {
-      for (const at::Tensor& parameter : model_.parameters()) {
-        sum = sum * 31 + data_parallel::fingerprint(parameter.detach());
-      }
+    const double imbalance =
+        *std::max_element(bytes.begin(), bytes.end()) * group_.size() / std::max(total, 1.0);
+    char head[160];
+    std::snprintf(head, sizeof(head), "tables   %zu on %d ranks, largest %s, imbalance %.2f\n",
+                  configs_.size(), group_.size(), report::bytes_text(largest).c_str(), imbalance);
+    return log_.notes + head + sharding::ShardingPlan{{{kModule, plan_}}}.str(100);
+  }
+  trainer::Figures facts() override { return results(); }
+  trainer::Figures results() const override {
+    if (!ceiling_) return {};
+    return {{"auc_ceiling", *ceiling_}};
+  }
+  std::vector<std::string> records() override {
+    std::vector<std::string> lines;
+    for (const auto& table : configs_) {
+      lines.push_back(table_line(table, plan_.at(table.name))
+                          .dump(-1, ' ', false, Json::error_handler_t::replace));
     }
-    at::Tensor all = at::full({1}, static_cast<std::int64_t>(sum), at::kLong);
-    comm::all_reduce_(all, group_);
-    return static_cast<std::uint64_t>(all.item<std::int64_t>());
+    return lines;
+  }
+  trainer::Figures running() const override {
+    return {{"auc", std::isfinite(auc_) ? auc_ : running_.value()}};
+  }
+  std::string verdict(const trainer::Figures& evaluation) const override {
+    char text[160];
+    std::snprintf(text, sizeof(text), "judged   log loss %.4f | auc %.4f", evaluation[0].second,
+                  evaluation[1].second);
+    char best[64] = "";
+    if (ceiling_ && std::isfinite(*ceiling_)) {
+      std::snprintf(best, sizeof(best), ", best possible %.4f", *ceiling_);
+    }
+    return std::string(text) + best + "\n";
+  }
+  std::string rates() const override {
+    char text[64];
+    std::snprintf(text, sizeof(text), " and --table-lr %g", settings_.table_learning_rate);
+    return AnyWorkload::rates() + text;
   }
 
  private:
-  pipeline::Steps<ClickBatch> training_steps() {
-    pipeline::Steps<ClickBatch> steps;
-    steps.zero_grad = [this] { optimizer_->zero_grad(/*set_to_none=*/false); };
-    steps.forward = [this](const ClickBatch& batch, const SparseInputs& inputs) {
-      const Rows rows = look_up(inputs);
-      labels_ = batch.labels;
-      const Span span(Phase::kDense);
-      at::Tensor logits;
-      {
-        const Autocast autocast(options_.bfloat16);
-        logits = model_(batch.dense, rows);
-      }
-      const at::Tensor loss =
-          at::binary_cross_entropy_with_logits(logits.to(at::kFloat), batch.labels);
-      agree_on(loss.item<double>());
-      return pipeline::Result{loss, logits};
-    };
-    steps.step = [this] { optimizer_->step(); };
-    return steps;
-  }
-
-  std::vector<pipeline::PipelinedModule<ClickBatch>> pipelined() const {
-    return {{"tables", tables_, [](const ClickBatch& batch) { return batch.sparse; }}};
-  }
-
-  // In the reader's thread, ahead of the steps and no further than the last one. A checkpoint holds
-  // the number of steps that were done, so it knows nothing of what was read ahead.
-  std::optional<ClickBatch> read_batch() {
-    if (next_read_ >= options_.num_steps) return std::nullopt;
-    const std::int64_t length = source_.num_steps();
-    source_.seek(length < 0 ? next_read_ : next_read_ % length);
-    ++next_read_;
-    return source_.next();
-  }
-
   using Rows = comm::LazyAwaitable<jagged::KeyedTensor>;
 
   Rows look_up(const SparseInputs& inputs) {
@@ -308,97 +339,33 @@ class Training {
     });
   }
 
-  // One small message beside backward: the loss over all ranks, whether one of them was told to
-  // stop, and how long they waited in the step before.
-  void agree_on(double loss) {
-    at::Tensor words = at::empty({3}, at::kDouble);
-    auto* word = words.data_ptr<double>();
-    word[0] = loss;
-    word[1] = is_told_to_stop_ && is_told_to_stop_() ? 1.0 : 0.0;
-    word[2] = last_exposed_;
-    agreed_ = comm::all_reduce_async(words, group_);
-  }
-
-  void finish(Progress& progress) {
-    const Span span(Phase::kOther, "loss of all ranks");
-    const at::Tensor words = agreed_->wait();
-    const auto* word = words.const_data_ptr<double>();
-    progress.loss = word[0] / group_.size();
-    is_stopping_ = word[1] > 0;
-    progress.mean_exposed = word[2] / group_.size();
-  }
-
-  void follow(const at::Tensor& logits) {
-    const Span span(Phase::kOther, "running AUC");
-    if (++num_followed_ % kAucWindow == 0) running_.clear();
-    const at::Tensor plain = logits.detach().to(at::kFloat).contiguous();
-    running_.add(floats(plain), floats(labels_));
-  }
-
-  TrainingOptions options_;
+  const Settings& settings_;
   comm::Group group_;
-  core::StepRecorder& recorder_;
+  OpenedLog log_;
+  std::vector<embedding::EmbeddingTableConfig> configs_;
+  sharding::ModulePlan plan_;
   BatchSource source_;
   BatchSource judged_;
   data_parallel::DistributedDataParallel<Dlrm> model_;
   std::shared_ptr<ShardedEmbeddingBagCollection> tables_;
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
-  std::unique_ptr<Checkpoints> checkpoints_;
-  pipeline::TrainPipelineSparseDist<ClickBatch> pipeline_;
-  std::int64_t next_read_ = 0;  // the step whose batch is read next; the reader's
-  std::optional<pipeline::ReadAhead<ClickBatch>> reader_;
+  bool is_bfloat16_;
   at::Tensor labels_;  // of the batch that was computed last
   StreamingAuc running_;
   std::int64_t num_followed_ = 0;
-  std::function<bool()> is_told_to_stop_;
-  std::optional<comm::Awaitable<at::Tensor>> agreed_;  // loss, wish to stop, waiting
-  double last_exposed_ = 0;
-  bool is_stopping_ = false;
+  double auc_ = kNaN;  // of the last evaluation
+  std::optional<double> ceiling_;
 };
-
-bool is_due(std::int64_t step, std::int64_t every) { return every > 0 && step % every == 0; }
 
 }  // namespace
 
-Summary train(const TrainingOptions& options, std::shared_ptr<const ClickLog> log,
-              const sharding::ModulePlan& plan, const comm::Group& group,
-              core::StepRecorder& recorder, const Listener& listener,
-              const std::function<bool()>& is_told_to_stop) {
-  check(options, group);
-  const core::UseRecorder use(recorder);
-  Training training(options, std::move(log), plan, group, recorder);
-  training.listen_for_stop(is_told_to_stop);
-  Summary summary;
-  summary.first_step = training.resume();
-  summary.last_step = summary.first_step;
-  if (listener.started) listener.started(summary.first_step);
-  for (std::int64_t step = summary.first_step; step < options.num_steps; ++step) {
-    comm::set_step(step + 1);
-    const Progress progress = training.step(step);
-    summary.last_step = progress.step;
-    summary.loss = progress.loss;
-    if (listener.stepped) listener.stepped(progress);
-    summary.has_diverged = !std::isfinite(progress.loss);
-    if (summary.has_diverged) break;
-    const bool is_last = progress.step == options.num_steps;
-    if (training.is_stopping() && !is_last) {
-      summary.was_stopped = true;
-      training.save(progress.step, /*waits=*/true);
-      break;
-    }
-    if (is_due(progress.step, options.eval_every) || is_last) {
-      summary.evaluation = training.evaluate(progress.step);
-      if (listener.evaluated) listener.evaluated(*summary.evaluation);
-      summary.has_diverged = std::isnan(summary.evaluation->log_loss);
-      if (summary.has_diverged) break;
-    }
-    if (is_due(progress.step, options.checkpoint_every) ||
-        (is_last && options.checkpoint_every > 0)) {
-      training.save(progress.step, is_last);
-    }
-  }
-  summary.fingerprint = training.fingerprint();
-  return summary;
+std::unique_ptr<trainer::AnyWorkload> make_workload(const Settings& settings,
+                                                    const comm::Group& world) {
+  OpenedLog log = open_log(settings.data, log_options(settings));
+  auto tables = tables_of(log.log->schema(), settings.embedding_dim);
+  auto plan = plan_of("train", settings, tables, {world.size(), world.size()});
+  return std::make_unique<Training>(settings, std::move(log), std::move(tables), std::move(plan),
+                                    world);
 }
 
 }  // namespace tessera::workloads::dlrm

@@ -1,22 +1,21 @@
 #include "gnn/training.h"
 
-#include <chrono>
-#include <memory>
+#include <cstdio>
 
 #include <ATen/ATen.h>
-#include <torch/csrc/autograd/autograd.h>
-#include <torch/optim/adam.h>
-#include <torch/optim/sgd.h>
 
+#include "gnn/model.h"
 #include "gnn/partitioner.h"
+#include "tessera/checkpoint/modules.h"
 #include "tessera/comm/collectives.h"
-#include "tessera/comm/failure.h"
+#include "tessera/comm/mesh.h"
 #include "tessera/core/check.h"
+#include "tessera/core/step_recorder.h"
+#include "tessera/data_parallel/distributed_data_parallel.h"
+#include "trainer/train.h"
 
 namespace tessera::workloads::gnn {
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 // Judging structures come from seeds that training never uses.
 constexpr std::uint64_t kJudgeSeed = 1'000'000;
@@ -26,84 +25,118 @@ struct Sample {
   LocalGraph graph;
 };
 
-void check(const TrainingOptions& options) {
-  TESSERA_CHECK_VALUE(options.num_steps >= 0 && options.batch > 0 && options.num_structures > 0,
-                      "gnn.train: ", options.num_steps, " steps of ", options.batch,
-                      " structures out of ", options.num_structures, " make no sense.");
-  TESSERA_CHECK_VALUE(options.optimizer == "adam" || options.optimizer == "sgd",
-                      "gnn.train: there is no optimizer '", options.optimizer,
+// The samples of one step, which lie on this rank already.
+using Batch = std::vector<const Sample*>;
+
+void check(const Settings& settings) {
+  TESSERA_CHECK_VALUE(settings.num_steps >= 0 && settings.batch > 0 && settings.num_structures > 0,
+                      "gnn.train: ", settings.num_steps, " steps of ", settings.batch,
+                      " structures out of ", settings.num_structures, " make no sense.");
+  TESSERA_CHECK_VALUE(settings.optimizer == "adam" || settings.optimizer == "sgd",
+                      "gnn.train: there is no optimizer '", settings.optimizer,
                       "'. There are adam and sgd.");
 }
 
-std::unique_ptr<torch::optim::Optimizer> make_optimizer(const TrainingOptions& options,
-                                                        at::Tensor& parameters) {
-  const std::vector<at::Tensor> list{parameters};
-  if (options.optimizer == "sgd") {
-    return std::make_unique<torch::optim::SGD>(list,
-                                               torch::optim::SGDOptions(options.learning_rate));
-  }
-  return std::make_unique<torch::optim::Adam>(list,
-                                              torch::optim::AdamOptions(options.learning_rate));
+comm::Mesh make_mesh(const Settings& settings, const comm::Group& world) {
+  check(settings);
+  const int size = settings.graph_parallel == 0 ? world.size() : settings.graph_parallel;
+  return {world, {{"data", world.size() / size}, {"graph", size}}};
 }
 
-class Training {
+ModelOptions model_options(const Settings& settings) {
+  ModelOptions model;
+  model.num_features = settings.num_features;
+  model.num_layers = settings.num_layers;
+  model.cutoff = settings.cutoff;
+  model.overlap = !settings.no_overlap;
+  model.dtype = settings.precision == "float64" ? at::kDouble : at::kFloat;
+  return model;
+}
+
+// The network and its loss as a module, whose gradients are averaged over the data ranks.
+class Net : public torch::nn::Module {
  public:
-  Training(const TrainingOptions& options, const comm::Mesh& mesh)
-      : options_(options),
-        data_(mesh.group("data")),
-        graph_(mesh.group("graph")),
-        model_(options.model, options.seed),
-        optimizer_(make_optimizer(options, model_.parameters())) {
-    options_.structure.cutoff = options.model.cutoff;
-    for (std::int64_t i = 0; i < options.num_structures; ++i) {
-      // Round robin over the data-parallel ranks: a structure lives where it is trained on.
-      if (i % data_.size() == data_.rank()) training_.push_back(make_sample(options.seed + i));
+  explicit Net(const Settings& settings)
+      : model_(model_options(settings), static_cast<std::uint64_t>(settings.seed)),
+        force_weight_(settings.force_weight) {
+    register_parameter("parameters", model_.parameters());
+  }
+
+  at::Tensor forward(const Batch& batch) {
+    at::Tensor loss = loss_of(*batch[0]);
+    for (std::size_t i = 1; i < batch.size(); ++i) loss = loss + loss_of(*batch[i]);
+    return loss / static_cast<double>(batch.size());
+  }
+
+  const Model& model() const noexcept { return model_; }
+
+ private:
+  at::Tensor loss_of(const Sample& sample) const {
+    const Prediction prediction = model_.predict(sample.graph, sample.structure.positions,
+                                                 sample.structure.box.cell, false, true);
+    const auto num_atoms = static_cast<double>(sample.structure.num_atoms());
+    const at::Tensor energy = ((prediction.energy - sample.structure.energy) / num_atoms).pow(2);
+    const at::Tensor forces = (prediction.forces - sample.structure.forces).pow(2).mean();
+    return energy + force_weight_ * forces;
+  }
+
+  Model model_;
+  double force_weight_;
+};
+
+class Training final : public trainer::Workload<Batch> {
+ public:
+  Training(const Settings& settings, const comm::Group& world)
+      : settings_(settings),
+        mesh_(make_mesh(settings, world)),
+        data_(mesh_.group("data")),
+        graph_(mesh_.group("graph")),
+        model_(std::make_shared<Net>(settings), data_, {.gradient_as_bucket_view = true}),
+        optimizer_(trainer::make_optimizer("gnn.train", settings.optimizer, model_.parameters(),
+                                           settings.learning_rate)) {
+    // Round robin over the data-parallel ranks: a structure lives where it is trained on.
+    for (std::int64_t i = data_.rank(); i < settings.num_structures; i += data_.size()) {
+      training_.push_back(make_sample(static_cast<std::uint64_t>(settings.seed + i)));
     }
-    TESSERA_CHECK_VALUE(options.num_structures >= data_.size(),
-                        "gnn.train: ", options.num_structures, " structures are not enough for ",
+    TESSERA_CHECK_VALUE(settings.num_structures >= data_.size(),
+                        "gnn.train: ", settings.num_structures, " structures are not enough for ",
                         data_.size(), " data-parallel ranks.");
-    const std::int64_t num_judged = std::max<std::int64_t>(1, options.num_structures / 4);
-    for (std::int64_t i = 0; i < num_judged; ++i) {
-      if (i % data_.size() == data_.rank()) judged_.push_back(make_sample(kJudgeSeed + i));
+    const std::int64_t num_judged = std::max<std::int64_t>(1, settings.num_structures / 4);
+    for (std::int64_t i = data_.rank(); i < num_judged; i += data_.size()) {
+      judged_.push_back(make_sample(kJudgeSeed + static_cast<std::uint64_t>(i)));
     }
   }
 
-  // Loss and gradient over the batch of this step, averaged over the data-parallel ranks.
-  double step(std::int64_t number) {
-    at::Tensor& parameters = model_.parameters();
-    at::Tensor gradient = at::zeros_like(parameters);
-    double loss_sum = 0;
-    for (std::int64_t i = 0; i < options_.batch; ++i) {
-      const auto index = static_cast<std::size_t>(number * options_.batch + i) % training_.size();
-      const at::Tensor loss = loss_of(training_[index]);
-      gradient += torch::autograd::grad({loss}, {parameters})[0];
-      loss_sum += loss.item<double>();
-    }
-    gradient /= static_cast<double>(options_.batch);
-    comm::all_reduce_(gradient, data_, comm::Reduction::kAvg);
-    parameters.mutable_grad() = gradient;
-    optimizer_->step();
-    at::Tensor loss = at::full({1}, loss_sum / static_cast<double>(options_.batch), at::kDouble);
-    comm::all_reduce_(loss, data_, comm::Reduction::kAvg);
-    return loss.item<double>();
+  std::string name() const override { return "gnn"; }
+  const trainer::Settings& settings() const override { return settings_; }
+
+  torch::optim::Optimizer& optimizer() override { return *optimizer_; }
+  void add_state(checkpoint::State& state) override {
+    checkpoint::add_module(state, model_.module());
+    checkpoint::add_optimizer(state, *optimizer_, *model_.module());
+  }
+  std::vector<at::Tensor> parameters() const override { return model_.parameters(); }
+  std::vector<trainer::Mark> marks() const override {
+    return {{"structures_per_step", settings_.batch * data_.size(), "",
+             " structures per step over all ranks"},
+            {"seed", settings_.seed, "seed "}};
   }
 
-  Errors judge() const {
-    at::Tensor sums = at::zeros({3}, at::kDouble);
-    for (const Sample& sample : judged_) {
-      const Prediction prediction = model_.predict(sample.graph, sample.structure.positions,
-                                                   sample.structure.box.cell, false, false);
-      const auto num_atoms = static_cast<double>(sample.structure.num_atoms());
-      sums[0] += (prediction.energy - sample.structure.energy).abs() / num_atoms;
-      sums[1] += (prediction.forces - sample.structure.forces).abs().mean();
-      sums[2] += 1;
+  Batch read(std::int64_t step) override {
+    Batch batch;
+    for (std::int64_t i = 0; i < settings_.batch; ++i) {
+      const auto index = static_cast<std::size_t>(step * settings_.batch + i);
+      batch.push_back(&training_[index % training_.size()]);
     }
-    comm::all_reduce_(sums, data_);
-    const double count = sums[2].item<double>();
-    return {sums[0].item<double>() / count, sums[1].item<double>() / count};
+    return batch;
+  }
+  Result forward(const Batch& batch, const Inputs& /*inputs*/) override {
+    const core::Span span(core::Phase::kDense);
+    return {model_(batch), {}};
   }
 
-  double mean_halo() const {
+  void begin() override {
+    before_ = evaluate();
     at::Tensor sums = at::zeros({2}, at::kDouble);
     for (const Sample& sample : training_) {
       sums[0] += static_cast<double>(sample.graph.plan.num_halo());
@@ -111,63 +144,79 @@ class Training {
     }
     comm::all_reduce_(sums, graph_);
     comm::all_reduce_(sums, data_);
-    return sums[0].item<double>() / sums[1].item<double>();
+    halo_rows_ = sums[0].item<double>() / sums[1].item<double>();
+  }
+  trainer::Figures evaluate() override {
+    at::Tensor sums = at::zeros({3}, at::kDouble);
+    for (const Sample& sample : judged_) {
+      const Prediction prediction = model_.module()->model().predict(
+          sample.graph, sample.structure.positions, sample.structure.box.cell, false, false);
+      const auto num_atoms = static_cast<double>(sample.structure.num_atoms());
+      sums[0] += ((prediction.energy - sample.structure.energy).abs() / num_atoms).detach();
+      sums[1] += (prediction.forces - sample.structure.forces).abs().mean().detach();
+      sums[2] += 1;
+    }
+    comm::all_reduce_(sums, data_);
+    const double count = sums[2].item<double>();
+    return {{"energy_error", sums[0].item<double>() / count},
+            {"force_error", sums[1].item<double>() / count}};
   }
 
-  std::int64_t atoms_per_step() const {
-    return options_.structure.num_atoms * options_.batch * data_.size();
+  std::string unit() const override { return "atoms"; }
+  double units_per_step() const override {
+    return static_cast<double>(settings_.num_atoms * settings_.batch * data_.size());
   }
-  at::Tensor parameters() { return model_.parameters().detach(); }
+  std::string introduction() override {
+    char text[160];
+    std::snprintf(text, sizeof(text), "structures %ld of %ld atoms | data %d x graph %d | %s\n",
+                  static_cast<long>(settings_.num_structures),
+                  static_cast<long>(settings_.num_atoms), data_.size(), graph_.size(),
+                  settings_.partition.c_str());
+    return text;
+  }
+  std::string verdict(const trainer::Figures& after) const override {
+    char text[160];
+    std::snprintf(text, sizeof(text),
+                  "energy error %.4f per atom, was %.4f | force error %.4f, was %.4f\n",
+                  after[0].second, before_[0].second, after[1].second, before_[1].second);
+    return text;
+  }
+  trainer::Figures results() const override {
+    return {{"parameters", static_cast<double>(model_.parameters()[0].numel())},
+            {"halo_rows", halo_rows_},
+            {"energy_error_before", before_[0].second},
+            {"force_error_before", before_[1].second}};
+  }
 
  private:
   Sample make_sample(std::uint64_t seed) const {
-    Structure structure = make_structure(options_.structure, seed);
-    const auto partition = make_partition(options_.partition, structure.positions, structure.box,
+    StructureOptions options;
+    options.num_atoms = settings_.num_atoms;
+    options.cutoff = settings_.cutoff;
+    Structure structure = make_structure(options, seed);
+    const auto partition = make_partition(settings_.partition, structure.positions, structure.box,
                                           structure.neighbours.edge_index, graph_.size());
     LocalGraph graph = make_local_graph(structure, partition, graph_);
     return {std::move(structure), std::move(graph)};
   }
 
-  at::Tensor loss_of(const Sample& sample) const {
-    const Prediction prediction = model_.predict(sample.graph, sample.structure.positions,
-                                                 sample.structure.box.cell, false, true);
-    const auto num_atoms = static_cast<double>(sample.structure.num_atoms());
-    const at::Tensor energy = ((prediction.energy - sample.structure.energy) / num_atoms).pow(2);
-    const at::Tensor forces = (prediction.forces - sample.structure.forces).pow(2).mean();
-    return energy + options_.force_weight * forces;
-  }
-
-  TrainingOptions options_;
+  const Settings& settings_;
+  comm::Mesh mesh_;
   comm::Group data_;
   comm::Group graph_;
-  Model model_;
+  data_parallel::DistributedDataParallel<Net> model_;
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
   std::vector<Sample> training_;
   std::vector<Sample> judged_;
+  trainer::Figures before_;
+  double halo_rows_ = 0;
 };
 
 }  // namespace
 
-Summary train(const TrainingOptions& options, const comm::Mesh& mesh,
-              const std::function<void(const Progress&)>& report) {
-  check(options);
-  Training training(options, mesh);
-  Summary summary;
-  summary.before = training.judge();
-  summary.halo_rows = training.mean_halo();
-  for (std::int64_t step = 0; step < options.num_steps; ++step) {
-    comm::set_step(step + 1);
-    const auto begin = Clock::now();
-    const double loss = training.step(step);
-    const double seconds = std::chrono::duration<double>(Clock::now() - begin).count();
-    if (report) {
-      report({step + 1, loss, seconds, static_cast<double>(training.atoms_per_step()) / seconds});
-    }
-  }
-  summary.after = training.judge();
-  summary.parameters = training.parameters();
-  summary.num_parameters = summary.parameters.numel();
-  return summary;
+std::unique_ptr<trainer::AnyWorkload> make_workload(const Settings& settings,
+                                                    const comm::Group& world) {
+  return std::make_unique<Training>(settings, world);
 }
 
 }  // namespace tessera::workloads::gnn

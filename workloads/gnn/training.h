@@ -1,55 +1,21 @@
-// gnn/training.h — trains the network on energies and forces, over a data x graph mesh.
+// gnn/training.h — the network on energies and forces, over a data x graph mesh, as the trainer
+// wants it.
 
 #pragma once
 
-#include <cstdint>
-#include <functional>
-#include <string>
-#include <vector>
+#include <memory>
 
-#include "gnn/model.h"
-#include "tessera/comm/mesh.h"
+#include "gnn/settings.h"
+#include "tessera/comm/group.h"
+#include "trainer/workload.h"
 
 namespace tessera::workloads::gnn {
 
-struct TrainingOptions {
-  ModelOptions model;
-  StructureOptions structure;
-  std::int64_t num_structures = 16;  // for training; a quarter as many, at least one, to judge
-  std::int64_t num_steps = 200;
-  std::int64_t batch = 1;  // structures per step and data-parallel rank
-  double learning_rate = 0.003;
-  double force_weight = 1.0;  // beside the energy per atom
-  std::string partition = "bisection";
-  std::string optimizer = "adam";  // or "sgd"
-  std::uint64_t seed = 1;
-};
-
-struct Errors {
-  double energy_per_atom = 0;  // mean absolute
-  double force = 0;            // mean absolute, per component
-};
-
-/// One step, as the progress line shows it.
-struct Progress {
-  std::int64_t step = 0;
-  double loss = 0;
-  double seconds = 0;  // of this step
-  double atoms_per_second = 0;
-};
-
-struct Summary {
-  std::int64_t num_parameters = 0;
-  double halo_rows = 0;  // mean over this job's ranks and structures
-  Errors before;
-  Errors after;
-  at::Tensor parameters;
-};
-
-/// Sums a structure's losses over data-parallel ranks and steps the parameters; all ranks end with
-/// the same. Collective over the mesh, which has the axes "data" and "graph". `report` is called on
-/// every rank after each step. Throws ValueError for options that make no sense.
-Summary train(const TrainingOptions& options, const comm::Mesh& mesh,
-              const std::function<void(const Progress&)>& report = {});
+/// Judges by "energy_error", mean absolute per atom, and "force_error", per component; `results`
+/// holds the same before the first step as "…_before", "halo_rows" (mean over the job's ranks and
+/// structures) and the number of "parameters". All ranks end with the same parameters. Collective.
+/// Throws ValueError for settings that make no sense. `settings` must outlive it.
+std::unique_ptr<trainer::AnyWorkload> make_workload(const Settings& settings,
+                                                    const comm::Group& world);
 
 }  // namespace tessera::workloads::gnn

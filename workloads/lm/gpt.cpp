@@ -81,7 +81,7 @@ torch::Tensor Gpt::embed(const torch::Tensor& ids) {
     return embedding_.index_select(0, ids.reshape(-1)).view({ids.size(0), ids.size(1), -1});
   const torch::Tensor local = ids - columns_.start;
   const torch::Tensor is_own = (local >= 0).logical_and(local < columns_.size());
-  torch::Tensor rows = torch::zeros({ids.size(0), ids.size(1), embedding_.size(1)});
+  torch::Tensor rows = embedding_.new_zeros({ids.size(0), ids.size(1), embedding_.size(1)});
   if (columns_.size() > 0) {
     rows = embedding_.index_select(0, local.masked_fill(is_own.logical_not(), 0).reshape(-1))
                .view({ids.size(0), ids.size(1), -1}) *
@@ -90,7 +90,7 @@ torch::Tensor Gpt::embed(const torch::Tensor& ids) {
   return SumOverGroup::apply(rows, group_);
 }
 
-torch::Tensor Gpt::loss(const torch::Tensor& tokens) {
+torch::Tensor Gpt::forward(const torch::Tensor& tokens) {
   const std::int64_t length = tokens.size(1) - 1;
   torch::Tensor x = embed(tokens.narrow(1, 0, length)) + positions_.narrow(0, 0, length);
   for (const auto& block : blocks_) x = block->forward(x);

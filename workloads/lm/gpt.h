@@ -48,7 +48,7 @@ class Gpt : public torch::nn::Module {
 
   /// Mean cross entropy of the next token for tokens [batch, length + 1]. Collective over the vocab
   /// group, in backward too.
-  torch::Tensor loss(const torch::Tensor& tokens);
+  torch::Tensor forward(const torch::Tensor& tokens);
 
   std::int64_t num_parameters() const;
 

@@ -57,6 +57,44 @@ std::string step_table(const RunRecord& run, const char* id, double StepRow::* v
   return html + "</tbody></table>";
 }
 
+// A name of metrics.jsonl as a heading: "energy_error" is "Energy error".
+std::string heading(std::string name) {
+  std::replace(name.begin(), name.end(), '_', ' ');
+  if (!name.empty() && name[0] >= 'a' && name[0] <= 'z') name[0] = static_cast<char>(name[0] - 32);
+  return name;
+}
+
+// Figures that only the workload knows, each of which has a chart of its own.
+std::size_t num_others(const RunRecord& run) {
+  return run.evals.empty() ? 0 : run.evals.back().others.size();
+}
+
+std::string other_charts(const RunRecord& run) {
+  std::string html;
+  for (std::size_t i = 0; i < num_others(run); ++i) {
+    const std::string name = run.evals.back().others[i].first;
+    Chart chart{.id = "other" + std::to_string(i),
+                .title = heading(name),
+                .note = {},
+                .x_name = "step",
+                .curves = {},
+                .ceiling = {}};
+    Points points;
+    std::string rows;
+    for (const EvalRow& row : run.evals) {
+      if (i >= row.others.size()) continue;
+      points.emplace_back(static_cast<double>(row.step), row.others[i].second);
+      rows += "<tr><th scope=\"row\">" + std::to_string(row.step) + "</th>" +
+              cell(number(row.others[i].second)) + "</tr>";
+    }
+    chart.curves = {{"evaluation", "c-eval", std::move(points), true}};
+    html += chart_figure(chart, "<table id=\"" + chart.id + "s\"><thead><tr>" + head_cell("step") +
+                                    head_cell(escape(name).c_str()) + "</tr></thead><tbody>" +
+                                    rows + "</tbody></table>");
+  }
+  return html;
+}
+
 std::string eval_table(const RunRecord& run) {
   std::string html = "<table id=\"evals\"><thead><tr>" + head_cell("step") + head_cell("log loss") +
                      head_cell("AUC") + head_cell("normalised entropy") + head_cell("calibration") +
@@ -118,14 +156,18 @@ std::string exposed_figure(const RunRecord& run) {
 
 std::string figures(const RunRecord& run) {
   std::string html = "<dl class=\"figures\">";
-  if (!run.evals.empty()) {
+  if (num_others(run) > 0) {
+    for (const auto& [name, value] : run.evals.back().others) {
+      html += figure(heading(name), number(value), "evaluation");
+    }
+  } else if (!run.evals.empty()) {
     html += figure("Log loss", fixed(run.evals.back().log_loss, 4), "evaluation");
   } else if (!run.steps.empty()) {
     html += figure("Loss", fixed(run.steps.back().loss, 4), "last step");
   }
   html += auc_figure(run);
   if (!run.steps.empty()) {
-    html += figure("Samples per second",
+    html += figure(heading(run.unit) + " per second",
                    short_number(median_of(run.steps, &StepRow::samples_per_second)), "median");
     html += figure("Step", seconds_text(median_of(run.steps, &StepRow::seconds)), "median");
   }
@@ -167,7 +209,7 @@ std::string auc_chart(const RunRecord& run) {
 std::string speed_chart(const RunRecord& run) {
   const Points speed = points_of(run.steps, &StepRow::samples_per_second);
   Chart chart{.id = "speed",
-              .title = "Samples per second",
+              .title = heading(run.unit) + " per second",
               .note = {},
               .x_name = "step",
               .curves = {},
@@ -175,7 +217,8 @@ std::string speed_chart(const RunRecord& run) {
               .begins_at_zero = true};
   chart.curves = {{"each step", "c-train", speed, false},
                   {"smooth", "c-mean", smooth(speed, reach(run)), false}};
-  return chart_figure(chart, step_table(run, "speeds", &StepRow::samples_per_second, "samples/s"));
+  return chart_figure(chart, step_table(run, "speeds", &StepRow::samples_per_second,
+                                        (escape(run.unit) + "/s").c_str()));
 }
 
 std::string time_chart(const RunRecord& run) {
@@ -214,7 +257,7 @@ std::string head(const RunRecord& run) {
   std::string line = run.workload.empty() ? "" : run.workload + " · ";
   line += std::to_string(run.num_ranks) + (run.num_ranks == 1 ? " rank" : " ranks");
   line += " · " + count_text(run.total_steps) + " steps";
-  if (run.total_samples > 0) line += " · " + short_number(run.total_samples) + " samples";
+  if (run.total_samples > 0) line += " · " + short_number(run.total_samples) + " " + run.unit;
   if (run.total_seconds > 0) line += " · " + seconds_text(run.total_seconds);
   if (!run.started.empty()) line += " · started " + run.started;
   if (!run.has_ended) line += " · not finished";
@@ -233,7 +276,8 @@ std::string make_page(const RunRecord& run) {
       "<link rel=\"icon\" href=\"data:,\"><title>" +
       escape(run.name + " · tessera") + "</title><style>" + kStyle + "</style></head><body>" +
       head(run) + "<main>";
-  const std::string charts = loss_chart(run) + auc_chart(run) + speed_chart(run) + time_chart(run);
+  const std::string charts =
+      loss_chart(run) + auc_chart(run) + other_charts(run) + speed_chart(run) + time_chart(run);
   html +=
       charts.empty() ? "<p>No step was logged.</p>" : "<div class=\"charts\">" + charts + "</div>";
   html += breakdown_section(run) + timeline_section(run) + placement_section(run);

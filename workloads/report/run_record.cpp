@@ -33,6 +33,7 @@ void read_head(const Json& line, RunRecord& run) {
   run.workload = line.value("workload", "");
   run.started = line.value("started", "");
   run.num_ranks = line.value("ranks", 1);
+  run.unit = line.value("unit", "samples");
   const double ceiling = number_of(line, "auc_ceiling");
   if (ceiling == ceiling) run.auc_ceiling = ceiling;
   run.facts.clear();
@@ -67,6 +68,24 @@ Breakdown read_breakdown(const Json& line) {
   return breakdown;
 }
 
+EvalRow read_eval(const Json& line) {
+  EvalRow row;
+  row.step = line.at("step").get<std::int64_t>();
+  const std::pair<const char*, double*> known[] = {{"log_loss", &row.log_loss},
+                                                   {"auc", &row.auc},
+                                                   {"normalized_entropy", &row.normalized_entropy},
+                                                   {"calibration", &row.calibration}};
+  for (const auto& [name, value] : known) *value = number_of(line, name);
+  row.samples = line.value("samples", std::int64_t{0});
+  for (const auto& [name, value] : line.items()) {
+    const bool is_known = name == "kind" || name == "step" || name == "samples" ||
+                          std::any_of(std::begin(known), std::end(known),
+                                      [&](const auto& one) { return name == one.first; });
+    if (!is_known) row.others.emplace_back(name, number_of(line, name.c_str()));
+  }
+  return row;
+}
+
 void read_line(const Json& line, RunRecord& run) {
   const std::string kind = line.at("kind").get<std::string>();
   if (kind == "run") {
@@ -79,9 +98,7 @@ void read_line(const Json& line, RunRecord& run) {
                          number_of(line, "learning_rate"),
                          number_of(line, "exposed_comm_seconds")});
   } else if (kind == "eval") {
-    run.evals.push_back({line.at("step").get<std::int64_t>(), number_of(line, "log_loss"),
-                         number_of(line, "auc"), number_of(line, "normalized_entropy"),
-                         number_of(line, "calibration"), line.value("samples", std::int64_t{0})});
+    run.evals.push_back(read_eval(line));
   } else if (kind == "breakdown") {
     run.breakdowns.push_back(read_breakdown(line));
   } else if (kind == "end") {

@@ -2,11 +2,12 @@
 //
 // metrics.jsonl holds one JSON object per line, told apart by "kind":
 //
-//   run        name, workload, ranks, started, auc_ceiling, versions {}, machine {}
+//   run        name, workload, ranks, unit, started, auc_ceiling, versions {}, machine {}
 //   table      name, rows, columns, bytes, sharding, shards [{rank, row, rows, column, columns,
 //              bytes}]
 //   step       step, loss, seconds, samples_per_second, learning_rate, exposed_comm_seconds
-//   eval       step, log_loss, auc, normalized_entropy, calibration, samples
+//   eval       step, log_loss, auc, normalized_entropy, calibration, samples; or other figures of
+//              the workload by their names
 //   breakdown  rank, steps, seconds, phases {name: {seconds, waited}}; seconds of all steps; of
 //              each of the last steps: exposed_comm_us [], data_us []
 //   end        steps, seconds, samples, peak_memory_bytes [per rank]
@@ -41,6 +42,7 @@ struct EvalRow {
   double normalized_entropy = kMissing;
   double calibration = kMissing;
   std::int64_t samples = 0;
+  std::vector<std::pair<std::string, double>> others;  // figures of other names, in their order
 };
 
 struct Shard {
@@ -88,6 +90,7 @@ struct TraceSpan {
 struct RunRecord {
   std::string name;
   std::string workload;
+  std::string unit = "samples";  // what is counted per second
   std::string started;
   int num_ranks = 1;
   std::optional<double> auc_ceiling;

@@ -184,8 +184,29 @@ TEST(Page, OfAnEmptyRunIsStillAPage) {
   EXPECT_THAT(page, HasSubstr("</html>"));
 }
 
+TEST(Page, ShowsTheFiguresOfAnyWorkload) {
+  const Folder folder;
+  MetricsFile metrics(folder.file(kMetricsFile));
+  metrics.add({{"kind", "run"}, {"workload", "gnn"}, {"ranks", 2}, {"unit", "atoms"}});
+  for (int step = 1; step <= 2; ++step) {
+    metrics.add({{"kind", "step"}, {"step", step}, {"loss", 1.0}, {"samples_per_second", 5.0}});
+    metrics.add({{"kind", "eval"}, {"step", step}, {"energy_error", 0.25}, {"force_error", 0.5}});
+  }
+  const RunRecord run = read_run(folder.path);
+  ASSERT_EQ(run.evals.size(), 2U);
+  EXPECT_THAT(run.evals[1].others, testing::ElementsAre(testing::Pair("energy_error", 0.25),
+                                                        testing::Pair("force_error", 0.5)));
+  const std::string page = make_page(run);
+  for (const char* text : {"Atoms per second", "Energy error", "Force error", "<td>0.25</td>"}) {
+    EXPECT_THAT(page, HasSubstr(text));
+  }
+  for (const char* text : {"Log loss", "Samples", "AUC"}) EXPECT_THAT(page, Not(HasSubstr(text)));
+}
+
 TEST(Page, BelievesNoName) {
   RunRecord run;
+  run.unit = "<script>9</script>";
+  run.evals = {{1, kMissing, kMissing, kMissing, kMissing, 0, {{"<script>9</script>", 1.0}}}};
   run.name = "<script>1</script>";
   run.workload = "<b>";
   run.config = "</pre><script>2</script>";
@@ -195,7 +216,7 @@ TEST(Page, BelievesNoName) {
   run.breakdowns = {{0, 1, 0.1, {{"<script>6</script>", {0.1, 0}}}}};
   run.spans = {{0, 0, "<script>7</script>", "<script>8</script>", 1, false, 0, 5}};
   const std::string page = make_page(run);
-  for (int i = 1; i <= 8; ++i) {
+  for (int i = 1; i <= 9; ++i) {
     EXPECT_THAT(page, Not(HasSubstr("<script>" + std::to_string(i))));
   }
 }

@@ -1,0 +1,122 @@
+#include "dlrm/settings.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <stdexcept>
+
+#include "tessera/launch/exit_code.h"
+#include "tessera/launch/launch_error.h"
+
+namespace tessera::workloads::dlrm {
+namespace {
+
+constexpr const char* kHead =
+    R"(tessera train dlrm [flags]
+
+  tessera train dlrm --ranks 2                       a made-up click log with a known best AUC
+  tessera train dlrm --ranks 4 --data day_0.tsv      Criteo's format, or a file of tessera data
+  tessera train dlrm --resume runs/2026-11-15-1      go on after the newest checkpoint of a run
+
+Trains DLRM: tables over all ranks, dense layers on each. Writes a run folder with report.html.
+
+)";
+
+constexpr std::int64_t kLarge = std::int64_t{1} << 40;
+
+std::string wrong_with_widths(const std::string& text) {
+  try {
+    widths_of(text);
+  } catch (const std::invalid_argument& error) {
+    return error.what();
+  }
+  return "";
+}
+
+}  // namespace
+
+std::vector<std::int64_t> widths_of(const std::string& text) {
+  std::vector<std::int64_t> widths;
+  std::size_t begin = 0;
+  while (begin <= text.size()) {
+    const std::size_t end = std::min(text.find(',', begin), text.size());
+    const std::string word = text.substr(begin, end - begin);
+    const bool is_number = !word.empty() && word.size() <= 6 &&
+                           word.find_first_not_of("0123456789") == std::string::npos;
+    if (!is_number || std::stoll(word) == 0) {
+      throw std::invalid_argument("'" + text + "' is not a list of widths such as 128,64,1");
+    }
+    widths.push_back(std::stoll(word));
+    begin = end + 1;
+  }
+  return widths;
+}
+
+Settings::Settings() {
+  num_steps = 300;
+  batch = 2048;
+  learning_rate = 0.05;
+  eval_every = 100;
+}
+
+settings::Table Settings::table() {
+  settings::Table table(kHead, "More: docs/train_your_own.md, docs/report.md\n");
+  add_ranks(table);
+  table.add("sharding", sharding, "S", "")
+      .one_of({"auto", "table_wise", "row_wise", "column_wise", "data_parallel"});
+  table.add("plan", plan, "FILE", "the plan itself, as JSON");
+  table.group("data");
+  table.add("data", data, "D", "synthetic, or a file").told();
+  table.add("tables", num_tables, "N", "of synthetic data").range(1, 10000).fixed();
+  table.add("rows", num_rows, "N", "of each of its tables, or a Criteo file's")
+      .range(1, kLarge)
+      .fixed()
+      .beside();
+  table.add("bag", bag_size, "N", "ids per feature, synthetic").range(1, 1000).told();
+  table.group("model");
+  table.add("dim", embedding_dim, "N", "width of embeddings").range(1, 4096).fixed();
+  table.add("interaction", interaction, "I", "").one_of({"dot", "cross"}).fixed().beside();
+  table.add("bottom", bottom, "W", "widths of layers").check(wrong_with_widths).fixed();
+  table.add("top", top, "W", "").check(wrong_with_widths).fixed().beside();
+  table.group("training");
+  table.add("steps", num_steps, "N", "steps").range(0, kLarge);
+  table.add("batch", batch, "N", "samples per rank and step").range(1, 1 << 24).beside();
+  table.add("optimizer", optimizer, "O", "dense").one_of({"sgd", "adagrad", "adam"}).fixed();
+  table.add("lr", learning_rate, "X", "rate").not_negative().told().beside();
+  table.add("table-optimizer", table_optimizer, "O", "")
+      .one_of({"sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam"})
+      .fixed();
+  table.add("table-lr", table_learning_rate, "X", "rate of tables").not_negative().told().beside();
+  add_schedule(table);
+  table.add("precision", precision, "P", "dense layers").one_of({"float32", "bfloat16"}).told();
+  table.add("eval-every", eval_every, "N", "steps").range(0, kLarge);
+  table.add("eval-samples", eval_samples, "N", "to judge").range(1, kLarge).told().beside();
+  add_checkpoints(table);
+  add_seed(table, "of data and parameters");
+  add_output(table);
+  return table;
+}
+
+void Settings::check() const {
+  using launch::LaunchError;
+  trainer::Settings::check();
+  if (data != "synthetic" && !std::filesystem::exists(data)) {
+    throw LaunchError(launch::kExitData, "train: there is no file " + data, "--data names it",
+                      "name a file, or leave --data out");
+  }
+  if (!plan.empty() && !std::filesystem::exists(plan)) {
+    throw LaunchError(launch::kExitConfiguration, "train: there is no file " + plan,
+                      "--plan names it", "name a file, or use --sharding");
+  }
+  const auto last_bottom = widths_of(bottom).back();
+  const auto last_top = widths_of(top).back();
+  if (last_bottom != embedding_dim || last_top != 1) {
+    throw LaunchError(
+        launch::kExitConfiguration,
+        "train: --bottom ends with " + std::to_string(last_bottom) + " and --top with " +
+            std::to_string(last_top) + ", --dim is " + std::to_string(embedding_dim),
+        "the bottom layers end as wide as the embeddings, the top layers with one number",
+        "let --bottom end with --dim, and --top with 1");
+  }
+}
+
+}  // namespace tessera::workloads::dlrm

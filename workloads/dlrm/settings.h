@@ -1,0 +1,38 @@
+// dlrm/settings.h — what `tessera train dlrm` can be told. No LibTorch.
+
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "trainer/settings.h"
+
+namespace tessera::workloads::dlrm {
+
+struct Settings : trainer::Settings {
+  std::string sharding = "auto";
+  std::string plan;
+  std::string data = "synthetic";
+  std::int64_t num_tables = 26;
+  std::int64_t num_rows = 100000;
+  std::int64_t bag_size = 1;
+  std::int64_t embedding_dim = 32;
+  std::string bottom = "128,32";
+  std::string top = "128,64,1";
+  std::string interaction = "dot";
+  double table_learning_rate = 0.05;  // the schedule scales it as the dense layers'
+  std::string optimizer = "adagrad";  // of dense layers
+  std::string table_optimizer = "rowwise_adagrad";
+  std::string precision = "float32";  // bfloat16: dense layers compute in it
+  std::int64_t eval_samples = 65536;
+
+  Settings();
+  settings::Table table() override;
+  void check() const override;
+};
+
+/// A list of widths, "128,32". Throws std::invalid_argument.
+std::vector<std::int64_t> widths_of(const std::string& text);
+
+}  // namespace tessera::workloads::dlrm

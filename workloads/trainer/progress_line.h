@@ -1,0 +1,33 @@
+// trainer/progress_line.h — how far a training is: one line that rewrites itself on a terminal,
+// a line now and then elsewhere.
+
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+
+namespace tessera::trainer {
+
+/// Set by `tessera train` for its ranks, whose output goes through a pipe, if its own goes to a
+/// terminal.
+inline constexpr const char* kTerminalVariable = "TESSERA_TERMINAL";
+
+class ProgressLine {
+ public:
+  explicit ProgressLine(std::int64_t num_steps);
+
+  /// Whether step `step` (from 1) is to be shown: the first, the last, and in between one every
+  /// tenth of a second on a terminal, every two seconds elsewhere.
+  bool is_due(std::int64_t step) const;
+  void show(std::int64_t step, const std::string& text);
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  std::int64_t num_steps_;
+  bool is_terminal_;
+  Clock::time_point last_;
+};
+
+}  // namespace tessera::trainer

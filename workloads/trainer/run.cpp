@@ -1,0 +1,330 @@
+#include "trainer/run.h"
+
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <ctime>
+#include <filesystem>
+#include <thread>
+
+#include <ATen/Parallel.h>
+#include <nlohmann/json.hpp>
+
+#include "report/html.h"
+#include "report/page.h"
+#include "report/rank_log.h"
+#include "settings/flags.h"
+#include "settings/usage.h"
+#include "tessera/checkpoint/error.h"
+#include "tessera/comm/failure.h"
+#include "tessera/core/version.h"
+#include "tessera/launch/exit_code.h"
+#include "tessera/launch/launch_error.h"
+#include "trainer/data_error.h"
+#include "trainer/progress_line.h"
+#include "trainer/train.h"
+
+namespace tessera::trainer {
+namespace {
+
+namespace report = workloads::report;
+using Json = nlohmann::ordered_json;
+
+constexpr int kDiverged = 1;
+constexpr int kUsage = 2;
+
+std::atomic<bool> is_told_to_stop{false};
+
+std::string now_text() {
+  const std::time_t now = std::time(nullptr);
+  std::tm parts{};
+  localtime_r(&now, &parts);
+  char text[32];
+  std::strftime(text, sizeof(text), "%Y-%m-%d %H:%M:%S", &parts);
+  return text;
+}
+
+// Whole numbers as such.
+Json json_of(double value) {
+  const bool is_whole = std::abs(value) < 1e15 && value == std::floor(value);
+  return is_whole ? Json(static_cast<std::int64_t>(value)) : Json(value);
+}
+
+void add_to(Json& json, const Figures& figures) {
+  for (const auto& [name, value] : figures) json[name] = json_of(value);
+}
+
+std::string eta_text(double seconds) {
+  const long eta = std::lround(seconds);
+  char text[32];
+  if (eta < 60) {
+    std::snprintf(text, sizeof(text), "%lds", eta);
+  } else {
+    std::snprintf(text, sizeof(text), "%ldm%02lds", eta / 60, eta % 60);
+  }
+  return text;
+}
+
+/// What rank 0 tells: lines on the terminal, and metrics.jsonl.
+class Speaker {
+ public:
+  Speaker(AnyWorkload& workload, const comm::Group& world, std::string folder)
+      : workload_(workload),
+        settings_(workload.settings()),
+        world_(world),
+        folder_(std::move(folder)),
+        line_(settings_.num_steps) {
+    say(workload.introduction());
+  }
+
+  void start(std::int64_t first_step) {
+    first_step_ = first_step;
+    begin_ = Clock::now();
+    metrics_ =
+        std::make_unique<report::MetricsFile>(folder_ + "/" + report::kMetricsFile, first_step);
+    if (first_step > 0) {
+      say("resumed  at step " + std::to_string(first_step) + "\n");
+      return;
+    }
+    write_head();
+    if (!settings_.resume.empty()) {
+      say("resumed  at the beginning: " + settings_.resume + " has no checkpoint\n");
+    }
+  }
+
+  void step(const Progress& progress) {
+    const double seconds = progress.time.seconds;
+    const double exposed = progress.time.exposed_comm_seconds();
+    metrics_->add({{"kind", "step"},
+                   {"step", progress.step},
+                   {"loss", progress.loss},
+                   {"seconds", seconds},
+                   {"samples_per_second", workload_.units_per_step() / seconds},
+                   {"learning_rate", progress.learning_rate},
+                   {"exposed_comm_seconds", exposed}});
+    const bool is_first = mean_seconds_ == 0;
+    mean_seconds_ = is_first ? seconds : 0.9 * mean_seconds_ + 0.1 * seconds;
+    // Of all ranks; at first, when that is not known, of this one.
+    const bool knows_others = progress.step > first_step_ + 1;
+    const double waited = knows_others ? progress.mean_exposed : exposed;
+    mean_exposed_ = is_first ? waited : 0.9 * mean_exposed_ + 0.1 * waited;
+    if (settings_.as_json || !line_.is_due(progress.step)) return;
+    line_.show(progress.step, text_of(progress));
+  }
+
+  void evaluation(std::int64_t step, const Figures& figures) {
+    Json line{{"kind", "eval"}, {"step", step}};
+    add_to(line, figures);
+    metrics_->add(line);
+  }
+
+  void finish(const Summary& summary, const std::vector<std::string>& memory) {
+    std::vector<std::int64_t> peaks;
+    for (const std::string& text : memory) peaks.push_back(std::stoll(text));
+    const double seconds = std::chrono::duration<double>(Clock::now() - begin_).count();
+    const auto num_steps = static_cast<double>(summary.last_step - summary.first_step);
+    metrics_->add({{"kind", "end"},
+                   {"steps", summary.last_step},
+                   {"seconds", seconds},
+                   {"samples", num_steps * workload_.units_per_step()},
+                   {"peak_memory_bytes", peaks}});
+    const std::string page = report::write_report(folder_);
+    if (summary.has_diverged) complain(summary);
+    if (settings_.as_json) {
+      say_json(summary, page, seconds);
+      return;
+    }
+    if (summary.was_stopped) {
+      say("stopped  at step " + std::to_string(summary.last_step) + "; go on with " +
+          workload_.command() + " --resume " + folder_ + "\n");
+    } else if (!summary.evaluation.empty() && !summary.has_diverged) {
+      say(workload_.verdict(summary.evaluation));
+    }
+    say("report   " + page + "\n");
+  }
+
+  report::MetricsFile* metrics() { return metrics_.get(); }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  void say(const std::string& text) const {
+    if (settings_.as_json) return;
+    std::fputs(text.c_str(), stdout);
+    std::fflush(stdout);
+  }
+
+  void say_json(const Summary& summary, const std::string& page, double seconds) const {
+    char fingerprint[32];
+    std::snprintf(fingerprint, sizeof(fingerprint), "%016lx",
+                  static_cast<unsigned long>(summary.fingerprint));
+    Json json{{"workload", workload_.name()},
+              {"ranks", world_.size()},
+              {"first_step", summary.first_step},
+              {"steps", summary.last_step},
+              {"loss", summary.loss},
+              {"seconds", seconds},
+              {"fingerprint", fingerprint},
+              {"report", page}};
+    if (mean_seconds_ > 0) {
+      json[workload_.unit() + "_per_second"] = workload_.units_per_step() / mean_seconds_;
+    }
+    add_to(json, summary.evaluation);
+    add_to(json, workload_.results());
+    std::printf("%s\n", json.dump().c_str());
+  }
+
+  void complain(const Summary& summary) const {
+    // In one line, which the launcher shows as the reason.
+    std::fprintf(stderr,
+                 "error: train: the loss is not a number at step %ld of %ld: with %s the "
+                 "parameters have grown out of all bounds. Use smaller rates, or --warmup; "
+                 "checkpoints of earlier steps are untouched.\n",
+                 static_cast<long>(summary.last_step), static_cast<long>(settings_.num_steps),
+                 workload_.rates().c_str());
+  }
+
+  std::string text_of(const Progress& progress) const {
+    const auto left = static_cast<double>(settings_.num_steps - progress.step);
+    const auto width = static_cast<int>(std::to_string(settings_.num_steps).size());
+    std::string figures;
+    for (const auto& [name, value] : workload_.running()) {
+      char one[64];
+      std::snprintf(one, sizeof(one), " | %s %.3f", name.c_str(), value);
+      figures += one;
+    }
+    char text[256];
+    std::snprintf(text, sizeof(text),
+                  progress.loss < 0.1
+                      ? "step %*ld/%ld | loss %.4g%s | %s %s/s | %.1f ms (exposed comm %.1f) "
+                        "| mem %s | eta %s"
+                      : "step %*ld/%ld | loss %.4f%s | %s %s/s | %.1f ms (exposed comm %.1f) "
+                        "| mem %s | eta %s",
+                  width, static_cast<long>(progress.step), static_cast<long>(settings_.num_steps),
+                  progress.loss, figures.c_str(),
+                  report::short_number(workload_.units_per_step() / mean_seconds_).c_str(),
+                  workload_.unit().c_str(), 1e3 * mean_seconds_, 1e3 * mean_exposed_,
+                  report::bytes_text(static_cast<double>(report::peak_memory_bytes())).c_str(),
+                  eta_text(left * mean_seconds_).c_str());
+    return text;
+  }
+
+  void write_head() {
+    char host[256] = "";
+    gethostname(host, sizeof(host) - 1);
+    Json head{{"kind", "run"},
+              {"workload", workload_.name()},
+              {"ranks", world_.size()},
+              {"unit", workload_.unit()},
+              {"started", now_text()}};
+    add_to(head, workload_.facts());
+    head["versions"] = {{"tessera", version()}, {"LibTorch", torch_version()}};
+    head["machine"] = {{"host", host},
+                       {"cores", std::thread::hardware_concurrency()},
+                       {"threads per rank", at::get_num_threads()},
+                       {"engine", world_.engine()}};
+    metrics_->add(head);
+    for (const std::string& line : workload_.records()) metrics_->add(Json::parse(line));
+  }
+
+  AnyWorkload& workload_;
+  const Settings& settings_;
+  comm::Group world_;
+  std::string folder_;
+  ProgressLine line_;
+  std::unique_ptr<report::MetricsFile> metrics_;
+  std::int64_t first_step_ = 0;
+  Clock::time_point begin_;
+  double mean_seconds_ = 0;
+  double mean_exposed_ = 0;
+};
+
+// Rank 0 makes the folder; all know its name.
+std::string run_folder(Settings& settings, const comm::Group& world) {
+  std::string mine;
+  if (world.rank() == 0) {
+    mine = !settings.resume.empty() ? settings.resume
+           : !settings.save.empty() ? settings.save
+                                    : report::make_run_folder(settings.runs);
+    std::error_code error;
+    std::filesystem::create_directories(mine, error);
+    report::write_text(mine + "/" + report::kConfigFile, settings.table().config());
+  }
+  return report::gather_texts(mine, world)[0];
+}
+
+int train_rank(Settings& settings, const Maker& make, const comm::Group& world) {
+  // Ranks of one host share its cores.
+  const auto num_cores = static_cast<int>(std::thread::hardware_concurrency());
+  at::set_num_threads(std::max(1, num_cores / world.size()));
+  const std::unique_ptr<AnyWorkload> workload = make(world);
+  const std::string folder = run_folder(settings, world);
+  std::unique_ptr<Speaker> speaker;
+  Listener listener;
+  if (world.rank() == 0) {
+    speaker = std::make_unique<Speaker>(*workload, world, folder);
+    listener.started = [&](std::int64_t step) { speaker->start(step); };
+    listener.stepped = [&](const Progress& progress) { speaker->step(progress); };
+    listener.evaluated = [&](std::int64_t step, const Figures& figures) {
+      speaker->evaluation(step, figures);
+    };
+  }
+  // Steps of the middle: the first ones fill caches and pools.
+  core::StepRecorder recorder({.first_kept = settings.num_steps / 2, .num_kept = 3});
+  const Summary summary = train(*workload, world, folder + "/checkpoints", recorder, listener,
+                                [] { return is_told_to_stop.load(); });
+  report::write_times(folder, recorder, world, speaker ? speaker->metrics() : nullptr);
+  const auto memory = report::gather_texts(std::to_string(report::peak_memory_bytes()), world);
+  if (speaker) speaker->finish(summary, memory);
+  // One rank says so; the others have nothing to add.
+  return summary.has_diverged && speaker ? kDiverged : 0;
+}
+
+}  // namespace
+
+int run(Settings& settings, const Maker& make) {
+  std::signal(SIGTERM, [](int) { is_told_to_stop = true; });
+  std::signal(SIGINT, [](int) { is_told_to_stop = true; });
+  const comm::Group world = comm::init();
+  // The same mistake on all ranks: one says so.
+  const auto fail = [&](const char* text, int code) {
+    if (world.rank() == 0) std::fprintf(stderr, "error: %s\n", text);
+    return code;
+  };
+  try {
+    return comm::guarded([&] { return train_rank(settings, make, world); });
+  } catch (const DataError& error) {
+    return fail(error.what(), launch::kExitData);
+  } catch (const report::Error& error) {
+    return fail(error.what(), launch::kExitData);
+  } catch (const checkpoint::Error& error) {
+    return fail(error.what(), launch::kExitData);
+  } catch (const c10::ValueError& error) {
+    return fail(error.what_without_backtrace(), launch::kExitConfiguration);
+  }
+}
+
+int run_program(Settings& settings, Settings& saved, const std::vector<std::string>& words,
+                const Maker& make) {
+  try {
+    const std::string help = settings.table().help();
+    const char* rank = std::getenv("RANK");
+    read(settings, saved, words, /*tells=*/rank == nullptr || std::string(rank) == "0");
+    if (settings.wants_help) return settings::print_help(help);
+    if (settings.print_config) return settings::print_help(settings.table().config());
+  } catch (const settings::UsageError& error) {
+    std::fprintf(stderr, "error: %s\n", error.what());
+    return kUsage;
+  } catch (const launch::LaunchError& error) {
+    std::fputs(error.text().c_str(), stderr);
+    return error.exit_code();
+  }
+  return run(settings, make);
+}
+
+}  // namespace tessera::trainer

@@ -1,0 +1,167 @@
+// trainer/workload.h — what a training is made of: a model, batches, metrics, and what it wants to
+// say. The trainer does the rest.
+//
+// A workload derives from Workload<Batch>. It owns its model (under DistributedDataParallel), its
+// optimizer and where its samples come from; `run` in run.h trains it as a program.
+
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
+
+#include "tessera/checkpoint/state.h"
+#include "tessera/comm/group.h"
+#include "tessera/core/check.h"
+#include "tessera/core/export.h"
+#include "tessera/pipeline/read_ahead.h"
+#include "tessera/pipeline/train_pipeline.h"
+#include "trainer/settings.h"
+
+namespace tessera::trainer {
+
+/// Numbers with names, in order.
+using Figures = std::vector<std::pair<std::string, double>>;
+
+/// A number that every checkpoint of a job carries; it loads into a job with the same alone.
+struct Mark {
+  std::string name;  // in the checkpoint
+  std::int64_t value = 0;
+  std::string before = {};  // words around the number: "seed ", " samples per step"
+  std::string after = {};
+};
+
+/// Where the steps of a job begin and end, and what the trainer wants to know of each.
+struct Run {
+  std::int64_t first_step = 0;
+  std::int64_t num_steps = 0;
+  std::function<void(const at::Tensor& loss)> computed;  // before backward
+};
+
+/// What the trainer knows of a workload. Not for deriving: see Workload.
+class TESSERA_API AnyWorkload {
+ public:
+  AnyWorkload() = default;
+  AnyWorkload(const AnyWorkload&) = delete;
+  AnyWorkload& operator=(const AnyWorkload&) = delete;
+  virtual ~AnyWorkload();
+
+  virtual std::string name() const = 0;
+  virtual const Settings& settings() const = 0;
+
+  // ---- The model
+  /// Steps what DistributedDataParallel has averaged.
+  virtual torch::optim::Optimizer& optimizer() = 0;
+  /// Adds all that a checkpoint holds; the number of steps and the loss are added already.
+  virtual void add_state(checkpoint::State& state) = 0;
+  /// What is trained and lies on this rank, for the fingerprint at the end.
+  virtual std::vector<at::Tensor> parameters() const = 0;
+  /// Scales all rates for one step. The optimizer's own unless told otherwise.
+  virtual void scale_rates(double factor);
+  virtual std::vector<Mark> marks() const { return {}; }
+  /// The ranks that hold the whole state together; those of `world`. Others may hold it too: one
+  /// such group `saves`.
+  virtual comm::Group saving_group(const comm::Group& world) const { return world; }
+  virtual bool saves() const { return true; }
+
+  /// Where the model is; batches are moved there. None: they stay where they are read.
+  virtual std::optional<at::Device> device() const { return std::nullopt; }
+
+  // ---- Metrics. Collective over all ranks.
+  /// After a checkpoint was loaded, before the first step.
+  virtual void begin() {}
+  /// After a step with a finite loss, inside its time.
+  virtual void follow() {}
+  /// Judges the model; the first number decides whether it has broken. None: nothing is judged.
+  virtual Figures evaluate() { return {}; }
+
+  // ---- What is told, on rank 0
+  virtual std::string unit() const { return "samples"; }
+  virtual double units_per_step() const = 0;  // of all ranks
+  virtual std::string introduction() { return ""; }
+  /// More of the `run` line of metrics.jsonl, and lines after it, as JSON.
+  virtual Figures facts() { return {}; }
+  virtual std::vector<std::string> records() { return {}; }
+  virtual Figures running() const { return {}; }  // in the progress line
+  virtual std::string verdict(const Figures& /*evaluation*/) const { return ""; }
+  virtual Figures results() const { return {}; }  // more of --json
+  virtual std::string rates() const;              // "--lr 0.1", for a loss that is not a number
+  /// What starts it; with --resume it goes on.
+  virtual std::string command() const { return "tessera train " + name(); }
+
+  // ---- Steps, which Workload does
+  virtual void start(const Run& run) = 0;
+  virtual void step() = 0;
+  /// No batch is read any more when it returns.
+  virtual void stop() noexcept = 0;
+};
+
+/// Samples of one rank and step come as a `Batch`: a tensor, or anything that can be moved and, for
+/// other devices, has `to(device, non_blocking)`.
+template <class Batch>
+class Workload : public AnyWorkload {
+ public:
+  using Inputs = pipeline::SparseInputs;
+  using Result = pipeline::Result;
+
+  /// The batch of this rank for step `step`, from 0, on the host. Called for one step after the
+  /// other, by a thread of its own, ahead of the steps: it must not use what `forward` changes.
+  virtual Batch read(std::int64_t step) = 0;
+  /// Loss and output; the trainer does backward and the optimizer's step.
+  virtual Result forward(const Batch& batch, const Inputs& inputs) = 0;
+  /// Sharded tables whose ids travel ahead of their step; `inputs` of forward holds them.
+  virtual std::vector<pipeline::PipelinedModule<Batch>> pipelined() const { return {}; }
+  void start(const Run& run) final {
+    run_ = run;
+    next_read_ = run.first_step;
+    pipeline::Steps<Batch> steps;
+    // Gradients may lie in buckets: they are set to zero in place.
+    steps.zero_grad = [this] { this->optimizer().zero_grad(/*set_to_none=*/false); };
+    steps.forward = [this](const Batch& batch, const Inputs& inputs) {
+      Result result = forward(batch, inputs);
+      run_.computed(result.losses);
+      return result;
+    };
+    steps.step = [this] { this->optimizer().step(); };
+    pipeline_.emplace(std::move(steps), pipelined(),
+                      pipeline::PipelineOptions{.device = this->device(), .reads_late = true});
+    reader_.emplace([this] { return read_next(); });
+  }
+
+  void step() final {
+    const auto output = pipeline_->progress([this] { return reader_->next(); });
+    TESSERA_INTERNAL_ASSERT(output, "every step has a batch");
+    output_ = *output;
+  }
+
+  void stop() noexcept final {
+    reader_.reset();
+    pipeline_.reset();
+  }
+
+ protected:
+  /// Of the last forward.
+  const at::Tensor& output() const noexcept { return output_; }
+
+ private:
+  // No further than the last step. A checkpoint holds the number of steps that were done, so it
+  // knows nothing of what was read ahead.
+  std::optional<Batch> read_next() {
+    if (next_read_ >= run_.num_steps) return std::nullopt;
+    return read(next_read_++);
+  }
+
+  Run run_;
+  std::int64_t next_read_ = 0;  // the reader's
+  std::optional<pipeline::TrainPipelineSparseDist<Batch>> pipeline_;
+  at::Tensor output_;
+  std::optional<pipeline::ReadAhead<Batch>> reader_;
+};
+
+}  // namespace tessera::trainer
