@@ -46,6 +46,7 @@ whole is taken (verify: all of them).
   --ranks N                 reshard: number of ranks
   --cut rows|columns|whole  reshard: how tensors are cut (rows)
   --to PATH, --from PATH    where reshard and export write, what import reads
+  --replace                 reshard, import: also over a step that is there already
   --json                    one JSON object
 
 Exit codes: 0 good, 2 wrong usage, 65 a checkpoint is damaged, missing or cannot be written.
@@ -58,6 +59,7 @@ struct CkptWords {
   std::string cut = "rows";
   std::string to;
   std::string from;
+  bool replaces = false;
   bool wants_json = false;
   bool wants_help = false;
 };
@@ -69,6 +71,7 @@ void define_flags(CLI::App& app, CkptWords& words) {
   app.add_option("--cut", words.cut);
   app.add_option("--to", words.to);
   app.add_option("--from", words.from);
+  app.add_flag("--replace", words.replaces);
   app.add_flag("--json", words.wants_json);
   app.add_flag("--help,-h", words.wants_help);
 }
@@ -89,11 +92,19 @@ std::uint64_t bytes_of(const Manifest& manifest) {
   return sum;
 }
 
-std::string time_of(const std::string& path) {
-  struct stat facts{};
-  if (::stat(path.c_str(), &facts) != 0) return "";
+// The time in the manifest, which survives copying; of the folder, if there is none.
+std::string time_of(const std::string& path, const std::string& saved) {
   std::tm parts{};
-  ::localtime_r(&facts.st_mtime, &parts);
+  std::time_t time = 0;
+  struct stat facts{};
+  if (::strptime(saved.c_str(), "%Y-%m-%dT%H:%M:%SZ", &parts) != nullptr) {
+    time = ::timegm(&parts);
+  } else if (::stat(path.c_str(), &facts) == 0) {
+    time = facts.st_mtime;
+  } else {
+    return "";
+  }
+  ::localtime_r(&time, &parts);
   char text[32];
   std::strftime(text, sizeof(text), "%Y-%m-%d %H:%M", &parts);
   return text;
@@ -114,6 +125,11 @@ std::unique_ptr<Reader> newest(const std::string& root, std::int64_t step) {
   return std::move(found.reader);
 }
 
+// A disk that does not answer says nothing about the checkpoint.
+const char* state_of(const checkpoint::Error& error) {
+  return error.kind() == checkpoint::ErrorKind::kRead ? "unknown" : "damaged";
+}
+
 int list(const std::string& root, const CkptWords& words) {
   Json answer = {{"root", root}, {"latest", checkpoint::latest_folder(root)}};
   answer["checkpoints"] = Json::array();
@@ -123,11 +139,14 @@ int list(const std::string& root, const CkptWords& words) {
                 "state");
   }
   for (const std::int64_t step : checkpoint::list_steps(root)) {
-    const std::string saved = time_of(root + "/" + checkpoint::folder_name(step));
+    std::string saved = time_of(root + "/" + checkpoint::folder_name(step), "");
     Json row = {{"step", step}, {"saved", saved}};
     try {
       const Reader reader(root, step);
       const Manifest& manifest = reader.manifest();
+      saved = time_of(reader.folder(), manifest.saved);
+      row["saved"] = saved;
+      row["commit"] = manifest.commit;
       const std::string state =
           manifest.base ? "delta on " + manifest.base->folder : std::string("whole");
       row["ranks"] = manifest.world;
@@ -141,11 +160,11 @@ int list(const std::string& root, const CkptWords& words) {
       }
     } catch (const checkpoint::Error& error) {
       code = launch::kExitData;
-      row["state"] = "damaged";
+      row["state"] = state_of(error);
       row["problem"] = error.what();
       if (!words.wants_json) {
-        std::printf("%14lld  %-16s  %5s  %7s  %9s  damaged: %s\n", static_cast<long long>(step),
-                    saved.c_str(), "", "", "", error.what());
+        std::printf("%14lld  %-16s  %5s  %7s  %9s  %s: %s\n", static_cast<long long>(step),
+                    saved.c_str(), "", "", "", state_of(error), error.what());
       }
     }
     answer["checkpoints"].push_back(std::move(row));
@@ -186,7 +205,8 @@ int verify(const std::string& root, const CkptWords& words) {
       row["good"] = false;
       row["problem"] = error.what();
       if (!words.wants_json) {
-        std::printf("%14lld  damaged  %s\n", static_cast<long long>(step), error.what());
+        std::printf("%14lld  %s  %s\n", static_cast<long long>(step), state_of(error),
+                    error.what());
       }
     }
     answer["checkpoints"].push_back(std::move(row));
@@ -207,10 +227,17 @@ int show(const std::string& root, const CkptWords& words) {
   const auto opened = newest(root, words.step);
   const Reader& reader = *opened;
   const Manifest& manifest = reader.manifest();
-  Json answer = {{"folder", reader.folder()},    {"step", manifest.step},
-                 {"ranks", manifest.world},      {"plan", manifest.plan},
-                 {"sha256", manifest.sha256},    {"values", json_of(manifest.values)},
-                 {"rank_values", Json::array()}, {"files", Json::array()},
+  Json answer = {{"folder", reader.folder()},
+                 {"step", manifest.step},
+                 {"commit", manifest.commit},
+                 {"saved", manifest.saved},
+                 {"job", manifest.job},
+                 {"ranks", manifest.world},
+                 {"plan", manifest.plan},
+                 {"sha256", manifest.sha256},
+                 {"values", json_of(manifest.values)},
+                 {"rank_values", Json::array()},
+                 {"files", Json::array()},
                  {"tensors", Json::array()}};
   for (const auto& values : manifest.rank_values) {
     answer["rank_values"].push_back(json_of(values));
@@ -233,6 +260,10 @@ int show(const std::string& root, const CkptWords& words) {
   std::printf("folder   %s\nstep     %lld, %d ranks, %s in %zu files\n", reader.folder().c_str(),
               static_cast<long long>(manifest.step), manifest.world,
               bytes_text(bytes_of(manifest)).c_str(), manifest.files.size());
+  if (manifest.commit > 0) {
+    std::printf("commit   %lld, %s, job %s\n", static_cast<long long>(manifest.commit),
+                manifest.saved.c_str(), manifest.job.c_str());
+  }
   if (manifest.base) std::printf("base     %s\n", manifest.base->folder.c_str());
   if (!manifest.plan.empty()) std::printf("plan     %s\n", manifest.plan.c_str());
   for (const auto& [name, value] : answer["values"].items()) {
@@ -280,7 +311,9 @@ int cut_anew(const std::string& root, const CkptWords& words) {
   }
   const auto opened = newest(root, words.step);
   const Reader& reader = *opened;
-  say_saved(checkpoint::reshard(reader, to, words.ranks, cut->second), to, words);
+  say_saved(checkpoint::reshard(reader, to, words.ranks, cut->second, checkpoint::Disk::real(),
+                                words.replaces),
+            to, words);
   return launch::kExitOk;
 }
 
@@ -296,7 +329,8 @@ int export_file(const std::string& root, const CkptWords& words) {
 int import_file(const std::string& root, const CkptWords& words) {
   const std::string& from = needed(words.from, "--from", "import");
   const std::int64_t step = std::max<std::int64_t>(words.step, 0);
-  say_saved(checkpoint::import_plain(from, root, step), root, words);
+  say_saved(checkpoint::import_plain(from, root, step, checkpoint::Disk::real(), words.replaces),
+            root, words);
   return launch::kExitOk;
 }
 

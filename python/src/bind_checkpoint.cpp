@@ -73,9 +73,10 @@ State state_of(const Leaves& leaves, const Values& values, const Values& rank_va
   return state;
 }
 
-SaveOptions options_of(int keep, const std::string& plan) {
+SaveOptions options_of(int keep, const std::string& plan, bool replaces) {
   SaveOptions options;
   options.keep = keep;
+  options.replaces = replaces;
   options.plan = plan;
   return options;
 }
@@ -91,7 +92,21 @@ void translate_checkpoint_error(std::exception_ptr exception) {
 
 void bind_reader(py::module_& m) {
   py::class_<Reader>(m, "CheckpointReader", "An open checkpoint; every read is checked.")
-      .def(py::init<const std::string&, std::int64_t>(), Release())
+      .def(py::init([](const std::string& root, std::int64_t step) {
+             auto reader = std::make_unique<Reader>(root, step);
+             note_read(root);
+             return reader;
+           }),
+           Release())
+      .def_static(
+          "newest",
+          [](const std::string& root) {
+            Found found = find_newest(root);
+            if (found.reader) note_read(root);
+            return std::pair(std::move(found.reader), std::move(found.warnings));
+          },
+          py::arg("root"), Release(),
+          "The one committed last that opens, and why newer ones do not.")
       .def_property_readonly("step", [](const Reader& self) { return self.manifest().step; })
       .def_property_readonly("world", [](const Reader& self) { return self.manifest().world; })
       .def_property_readonly("plan", [](const Reader& self) { return self.manifest().plan; })
@@ -174,8 +189,8 @@ void bind_checkpoint(py::module_& m) {
       "checkpoint_save",
       [](const std::string& root, std::int64_t step, const Leaves& leaves, const Values& values,
          const Values& rank_values, const MaybeGroup& group, int keep, const std::string& plan,
-         MaybeStep base) {
-        SaveOptions options = options_of(keep, plan);
+         MaybeStep base, bool replaces) {
+        SaveOptions options = options_of(keep, plan, replaces);
         options.base = base;
         return save(root, step, state_of(leaves, values, rank_values), maybe_group(group), options);
       },
@@ -189,17 +204,20 @@ void bind_checkpoint(py::module_& m) {
         return load(root, state, maybe_group(group), options);
       },
       Release());
-  m.def("checkpoint_steps", &list_steps, py::arg("root"));
+  m.def(
+      "checkpoint_steps", [](const std::string& root) { return list_steps(root); }, py::arg("root"),
+      Release());
   m.def(
       "checkpoint_import",
-      [](const std::string& path, const std::string& root, std::int64_t step) {
-        import_plain(path, root, step);
+      [](const std::string& path, const std::string& root, std::int64_t step, bool replaces) {
+        import_plain(path, root, step, Disk::real(), replaces);
       },
       Release());
   py::class_<AsyncSaver>(m, "AsyncSaver")
       .def(py::init([](const std::string& root, const MaybeGroup& group, int keep,
-                       const std::string& plan) {
-             return std::make_unique<AsyncSaver>(root, maybe_group(group), options_of(keep, plan));
+                       const std::string& plan, bool replaces) {
+             return std::make_unique<AsyncSaver>(root, maybe_group(group),
+                                                 options_of(keep, plan, replaces));
            }),
            Release())
       .def(

@@ -64,7 +64,8 @@ _SLOTS = ("momentum1", "momentum2")
 class CheckpointError(RuntimeError):
     """Tell what is wrong with a checkpoint, naming file and cause.
 
-    ``kind`` is ``"missing"``, ``"corrupt"``, ``"write"`` or ``"invalid"``.
+    ``kind`` is ``"missing"``, ``"corrupt"``, ``"write"``, ``"invalid"`` or ``"read"`` (the disk or the
+    system refused, also when tried again; nothing is known to be wrong with the checkpoint).
     """
 
     def __init__(self, message: str = "", kind: str = "invalid"):
@@ -218,6 +219,10 @@ def _key_text(key: Any) -> str:
 
 def _flatten(state: Any, prefix: str, tensors: dict[str, Any], plain: dict[str, Any]) -> None:
     """Collect tensors by dotted name, and describe everything else in `plain`."""
+    if prefix in plain:
+        both = isinstance(state, torch.Tensor | Shard) and plain[prefix] == ["tensor"]
+        what = "tensors" if both else "parts"
+        raise ValueError(f"checkpoint: two {what} of the state dict are called '{prefix}'.")
     children = _children(state)
     if children is not None:
         keys = [key for _, key, _ in children]
@@ -233,8 +238,6 @@ def _flatten(state: Any, prefix: str, tensors: dict[str, Any], plain: dict[str, 
         plain[prefix] = ["part"]
         return
     if isinstance(state, torch.Tensor | Shard):
-        if prefix in tensors:
-            raise ValueError(f"checkpoint: two tensors of the state dict are called '{prefix}'.")
         tensors[prefix] = state
         plain[prefix] = ["tensor"]
         return
@@ -279,7 +282,10 @@ def _described(state: Any) -> tuple[_C.CheckpointLeaves, str, dict[str, Tables]]
     return leaves, json.dumps(list(plain.items())), tables
 
 
-def _build(plain: dict[str, Any], prefix: str, tensor_of) -> Any:
+def _build(plain: dict[str, Any], prefix: str, tensor_of, used: set[str]) -> Any:
+    if prefix not in plain or prefix in used:
+        raise ValueError(f"'{prefix}' is {'there twice' if prefix in used else 'missing'}")
+    used.add(prefix)
     entry = plain[prefix]
     if entry[0] == "value":
         return entry[1]
@@ -287,9 +293,13 @@ def _build(plain: dict[str, Any], prefix: str, tensor_of) -> Any:
         return tensor_of(prefix)
     if entry[0] == "part":
         return None
+
+    def child(key):
+        return _build(plain, f"{prefix}.{key}" if prefix else str(key), tensor_of, used)
+
     if entry[0] == "dict":
-        return {key: _build(plain, f"{prefix}.{key}" if prefix else str(key), tensor_of) for key in entry[1]}
-    items = [_build(plain, f"{prefix}.{i}" if prefix else str(i), tensor_of) for i in range(entry[1])]
+        return {key: child(key) for key in entry[1]}
+    items = [child(place) for place in range(entry[1])]
     return items if entry[0] == "list" else tuple(items)
 
 
@@ -303,10 +313,36 @@ def _fill_plain(state: Any, prefix: str, plain: dict[str, Any]) -> None:
             state[key] = plain[name][1]
 
 
+def _is_entry(entry: Any) -> bool:
+    match entry:
+        case ["tensor"] | ["part"]:
+            return True
+        case ["value", value]:
+            return value is None or isinstance(value, bool | int | float | str)
+        case ["dict", list() as keys]:
+            return all(isinstance(key, str | int) and not isinstance(key, bool) for key in keys)
+        case ["list" | "tuple", int() as size]:
+            return not isinstance(size, bool)
+    return False
+
+
 def _plain_of(values: dict[str, Any], folder: str) -> dict[str, Any]:
     if _PLAIN not in values:
         raise CheckpointError(f"{folder}: was not saved from a state dict.", "missing")
-    return dict(json.loads(values[_PLAIN]))
+    plain: dict[str, Any] = {}
+    try:
+        for path, entry in json.loads(values[_PLAIN]):
+            if not isinstance(path, str) or path in plain or not _is_entry(entry):
+                raise ValueError(f"'{path}' is there twice or is no part of a state dict")
+            plain[path] = entry
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _not_a_state_dict(folder, error) from None
+    return plain
+
+
+def _not_a_state_dict(folder: str, error: Exception) -> CheckpointError:
+    text = "it is nested too deep" if isinstance(error, RecursionError) else str(error)
+    return CheckpointError(f"{folder}: its state dict makes no sense: {text}.", "corrupt")
 
 
 def save(
@@ -319,6 +355,7 @@ def save(
     keep: int = 0,
     plan: str = "",
     base: int | None = None,
+    replace: bool = False,
 ) -> SaveReport:
     """Save a state dict as step `step` under `root`, and return when it is safely on the disk.
 
@@ -326,11 +363,12 @@ def save(
     nothing changes; a full disk or a failed write raises CheckpointError on every rank, and training
     may go on. `rank_values` are this rank's own, such as its place in the data. The `keep`
     checkpoints committed last stay (0: all), this one always. With `base`, shards that know
-    their touched rows write only these.
+    their touched rows write only these. A step that another job saved, and that this one has not loaded
+    from `root` since, is an error; `replace` replaces it.
     """
     leaves, plain, _ = _described(state_dict)
     return _C.checkpoint_save(
-        os.fspath(root), step, leaves, {_PLAIN: plain}, rank_values or {}, group, keep, plan, base
+        os.fspath(root), step, leaves, {_PLAIN: plain}, rank_values or {}, group, keep, plan, base, replace
     )
 
 
@@ -363,19 +401,20 @@ def read(root: str | os.PathLike, step: int | None = None) -> Any:
     them into objects.
     """
     reader = open_checkpoint(root, step)
-    return _build(_plain_of(reader.values, reader.folder), "", reader.read)
+    plain = _plain_of(reader.values, reader.folder)
+    try:
+        return _build(plain, "", reader.read, set())
+    except (ValueError, RecursionError) as error:
+        raise _not_a_state_dict(reader.folder, error) from None
 
 
 def open_checkpoint(root: str | os.PathLike, step: int | None = None) -> CheckpointReader:
     """Open the newest checkpoint that opens, or that of `step`, to read single tensors."""
     if step is not None:
         return CheckpointReader(os.fspath(root), step)
-    problems = []
-    for candidate in steps(root):
-        try:
-            return CheckpointReader(os.fspath(root), candidate)
-        except CheckpointError as error:
-            problems.append(str(error))
+    reader, problems = CheckpointReader.newest(os.fspath(root))
+    if reader is not None:
+        return reader
     text = " ".join([f"checkpoint: there is no whole checkpoint in {os.fspath(root)}.", *problems])
     raise CheckpointError(text, "missing")
 
@@ -385,9 +424,11 @@ def steps(root: str | os.PathLike) -> list[int]:
     return _C.checkpoint_steps(os.fspath(root))
 
 
-def import_plain(path: str | os.PathLike, root: str | os.PathLike, step: int = 0) -> None:
-    """Save plain safetensors files (one, or a folder of them) as a checkpoint."""
-    _C.checkpoint_import(os.fspath(path), os.fspath(root), step)
+def import_plain(
+    path: str | os.PathLike, root: str | os.PathLike, step: int = 0, *, replace: bool = False
+) -> None:
+    """Save plain safetensors files (one, or a folder of them) as a checkpoint; `replace` as for `save`."""
+    _C.checkpoint_import(os.fspath(path), os.fspath(root), step, replace)
 
 
 class AsyncSaver:
@@ -398,9 +439,15 @@ class AsyncSaver:
     """
 
     def __init__(
-        self, root: str | os.PathLike, group: ProcessGroup | None = None, *, keep: int = 0, plan: str = ""
+        self,
+        root: str | os.PathLike,
+        group: ProcessGroup | None = None,
+        *,
+        keep: int = 0,
+        plan: str = "",
+        replace: bool = False,
     ):
-        self._saver = _C.AsyncSaver(os.fspath(root), group, keep, plan)
+        self._saver = _C.AsyncSaver(os.fspath(root), group, keep, plan, replace)
 
     def save(
         self,

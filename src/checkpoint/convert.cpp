@@ -130,17 +130,17 @@ void export_plain(const Reader& source, const std::string& path, Disk& disk) {
 }
 
 Manifest import_plain(const std::string& path, const std::string& root, std::int64_t step,
-                      Disk& disk) {
+                      Disk& disk, bool replaces) {
   const PlainReader source(path);
-  return save_parts(root, step, parts_of(source, 1, Cut::kWhole), {}, 0, disk);
+  return save_parts(root, step, parts_of(source, 1, Cut::kWhole), {}, 0, disk, replaces);
 }
 
 namespace {
 
 // With `is_same`, what is written takes the place of the source, also in the order of commits.
 Manifest save_again(const Reader& source, const std::string& root, int ranks, Cut cut, bool is_same,
-                    Disk& disk) {
-  PendingFolder folder(root, source.manifest().step, disk);
+                    bool replaces, Disk& disk) {
+  PendingFolder folder(root, source.manifest().step, disk, is_same || replaces);
   Manifest manifest;
   manifest.step = source.manifest().step;
   manifest.world = ranks;
@@ -148,6 +148,7 @@ Manifest save_again(const Reader& source, const std::string& root, int ranks, Cu
   if (is_same) {
     manifest.commit = source.manifest().commit;
     manifest.saved = source.manifest().saved;
+    manifest.job = source.manifest().job;
   }
   manifest.values = source.manifest().values;
   if (ranks == source.manifest().world) manifest.rank_values = source.manifest().rank_values;
@@ -162,8 +163,9 @@ Manifest save_again(const Reader& source, const std::string& root, int ranks, Cu
 
 }  // namespace
 
-Manifest reshard(const Reader& source, const std::string& root, int ranks, Cut cut, Disk& disk) {
-  return save_again(source, root, ranks, cut, false, disk);
+Manifest reshard(const Reader& source, const std::string& root, int ranks, Cut cut, Disk& disk,
+                 bool replaces) {
+  return save_again(source, root, ranks, cut, false, replaces, disk);
 }
 
 Manifest compact(const std::string& root, std::int64_t step, Disk& disk) {
@@ -182,10 +184,10 @@ Manifest compact(const std::string& root, std::int64_t step, Disk& disk) {
                                              " stands on it. Compact that one instead.");
       }
     } catch (const Error& error) {
-      if (error.kind() == ErrorKind::kInvalid) throw;
+      if (error.kind() == ErrorKind::kInvalid || error.kind() == ErrorKind::kRead) throw;
     }
   }
-  return save_again(source, root, source.manifest().world, Cut::kWhole, true, disk);
+  return save_again(source, root, source.manifest().world, Cut::kWhole, true, true, disk);
 }
 
 }  // namespace tessera::checkpoint

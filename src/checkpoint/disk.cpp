@@ -7,7 +7,9 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
+#include <thread>
 
 #include "tessera/checkpoint/error.h"
 
@@ -30,6 +32,8 @@ const char* name_of(ErrorKind kind) noexcept {
       return "corrupt";
     case ErrorKind::kWrite:
       return "write";
+    case ErrorKind::kRead:
+      return "read";
     case ErrorKind::kInvalid:
       break;
   }
@@ -54,6 +58,18 @@ void throw_write_error(const std::string& doing, const std::string& path) {
 }
 
 Disk::~Disk() = default;
+
+int Disk::open(int parent, const std::string& name, int flags) {
+  return ::openat(parent, name.c_str(), flags);
+}
+
+ssize_t Disk::read(int fd, void* data, std::size_t num_bytes, std::uint64_t begin) {
+  return ::pread(fd, data, num_bytes, static_cast<off_t>(begin));
+}
+
+void Disk::pause(int milliseconds) {
+  std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds));
+}
 
 int Disk::make_folder(const std::string& path) { return ::mkdir(path.c_str(), 0777); }
 

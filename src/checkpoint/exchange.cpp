@@ -1,5 +1,7 @@
 #include "checkpoint/exchange.h"
 
+#include <new>
+
 #include <ATen/ops/from_blob.h>
 
 #include "tessera/checkpoint/error.h"
@@ -30,6 +32,7 @@ std::vector<std::string> gather(const comm::Group& group, const std::string& min
 // A message is kGood and the result, or the digit of the error's kind and its text.
 constexpr char kGood = '+';
 constexpr char kInvalid = '0' + static_cast<int>(ErrorKind::kInvalid);
+constexpr char kRead = '0' + static_cast<int>(ErrorKind::kRead);
 
 std::string marked(char mark, const std::string& text) {
   std::string message(1, mark);
@@ -49,6 +52,8 @@ std::vector<std::string> together(const std::optional<comm::Group>& group, const
     throw;  // the group itself is over
   } catch (const Error& error) {
     mine = marked(static_cast<char>('0' + static_cast<int>(error.kind())), error.what());
+  } catch (const std::bad_alloc&) {
+    mine = marked(kRead, "there is no memory left.");
   } catch (const c10::Error& error) {
     mine = marked(kInvalid, error.what_without_backtrace());
   } catch (const std::exception& error) {

@@ -1,8 +1,6 @@
 #include "tessera/checkpoint/folder.h"
 
-#include <dirent.h>
 #include <fcntl.h>
-#include <sys/random.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -15,6 +13,7 @@
 #include <set>
 #include <utility>
 
+#include "checkpoint/job.h"
 #include "checkpoint/open_file.h"
 #include "checkpoint/root_lock.h"
 #include "tessera/checkpoint/checksum.h"
@@ -27,16 +26,6 @@ constexpr std::string_view kPrefix = "step-";
 constexpr std::size_t kDigits = 12;
 constexpr const char* kLatest = "LATEST";
 
-std::string random_suffix() {
-  std::uint64_t number = 0;
-  if (::getrandom(&number, sizeof(number), 0) != sizeof(number)) {
-    number = static_cast<std::uint64_t>(::getpid());
-  }
-  std::string text;
-  for (int i = 0; i < 16; ++i, number >>= 4) text += "0123456789abcdef"[number & 0xF];
-  return text;
-}
-
 // ".tmp-" followed by the random part.
 bool is_temporary(std::string_view name) {
   const std::size_t place = name.find(".tmp-");
@@ -44,27 +33,25 @@ bool is_temporary(std::string_view name) {
          (step_of(name.substr(0, place)) >= 0 || name.substr(0, place) == kLatest);
 }
 
-std::vector<std::string> names_in(const std::string& path) {
-  std::vector<std::string> names;
-  DIR* folder = ::opendir(path.c_str());
-  if (folder == nullptr) return names;
-  while (const dirent* entry = ::readdir(folder)) {
-    const std::string name = static_cast<const char*>(entry->d_name);
-    if (name != "." && name != "..") names.push_back(name);
+bool is_gone(const std::string& path) {
+  struct stat facts{};
+  return ::lstat(path.c_str(), &facts) != 0 && errno == ENOENT;
+}
+
+// None if there is no such folder.
+std::vector<std::string> names_in(const std::string& path, Disk& disk) {
+  if (is_gone(path)) return {};
+  try {
+    return OpenFolder(path, /*follows=*/true, disk).names();
+  } catch (const Error& error) {
+    if (error.kind() == ErrorKind::kRead) throw;
+    return {};
   }
-  ::closedir(folder);
-  std::sort(names.begin(), names.end());
-  return names;
 }
 
 bool is_there(const std::string& path) {
   struct stat facts{};
   return ::lstat(path.c_str(), &facts) == 0;
-}
-
-bool is_gone(const std::string& path) {
-  struct stat facts{};
-  return ::lstat(path.c_str(), &facts) != 0 && errno == ENOENT;
 }
 
 bool is_folder(const std::string& path) {
@@ -84,9 +71,9 @@ void make_folders(const std::string& path, Disk& disk) {
 // Folders that the `keep` good ones committed last need: themselves, and the bases of deltas.
 // `committed` is one of them, whatever else is there.
 std::set<std::string> needed_folders(const std::string& root, const std::string& committed,
-                                     int keep) {
+                                     int keep, Disk& disk) {
   std::vector<std::string> names{committed};
-  for (const std::int64_t step : list_commits(root)) {
+  for (const std::int64_t step : list_commits(root, disk)) {
     if (folder_name(step) != committed) names.push_back(folder_name(step));
   }
   std::set<std::string> needed;
@@ -96,7 +83,7 @@ std::set<std::string> needed_folders(const std::string& root, const std::string&
     bool is_good = false;
     for (int depth = 0; depth < 1000 && !name.empty(); ++depth) {
       try {
-        const Manifest manifest = read_manifest(root + "/" + name);
+        const Manifest manifest = read_manifest(root + "/" + name, disk);
         is_good = true;
         needed.insert(name);
         name = manifest.base ? manifest.base->folder : "";
@@ -111,12 +98,13 @@ std::set<std::string> needed_folders(const std::string& root, const std::string&
 }
 
 // The number after that of the last commit that is whole.
-std::int64_t next_commit(const std::string& root) {
-  for (const std::int64_t step : list_commits(root)) {
+std::int64_t next_commit(const std::string& root, Disk& disk) {
+  for (const std::int64_t step : list_commits(root, disk)) {
     try {
-      const std::int64_t last = read_manifest(root + "/" + folder_name(step)).commit;
+      const std::int64_t last = read_manifest(root + "/" + folder_name(step), disk).commit;
       return last < INT64_MAX ? last + 1 : last;
-    } catch (const Error&) {
+    } catch (const Error& error) {
+      if (error.kind() == ErrorKind::kRead) throw;
       continue;  // a number that was changed counts for nothing
     }
   }
@@ -155,19 +143,19 @@ namespace {
 // folder that goes while it is looked at was removed by a save, whose own one may have come too
 // late to be seen: everything is looked at again.
 std::vector<std::pair<std::int64_t, std::int64_t>> look_around(const std::string& root,
-                                                               bool wants_commits) {
+                                                               bool wants_commits, Disk& disk) {
   for (;;) {
     std::vector<std::pair<std::int64_t, std::int64_t>> found;
     std::optional<OpenFolder> opened;
     std::int64_t before = 0;
     bool is_stale = false;
-    for (const std::string& name : names_in(root)) {
+    for (const std::string& name : names_in(root, disk)) {
       const std::int64_t step = step_of(name);
       if (step < 0 || is_stale) continue;
       const std::string path = root + "/" + name;
       if (is_folder(path)) {
         if (wants_commits) {
-          if (!opened) opened.emplace(root, /*follows=*/true);
+          if (!opened) opened.emplace(root, /*follows=*/true, disk);
           const std::int64_t commit = read_commit(*opened, name);
           if (commit >= 0) before = commit;  // one that cannot be read follows the step before it
         }
@@ -188,12 +176,18 @@ std::vector<std::int64_t> steps_of(std::vector<std::pair<std::int64_t, std::int6
 
 }  // namespace
 
-std::vector<std::int64_t> list_steps(const std::string& root) {
-  return steps_of(look_around(root, false));
+std::vector<std::int64_t> list_steps(const std::string& root, Disk& disk) {
+  return steps_of(look_around(root, false, disk));
 }
 
-std::vector<std::int64_t> list_commits(const std::string& root) {
-  return steps_of(look_around(root, true));
+std::vector<std::int64_t> list_commits(const std::string& root, Disk& disk) {
+  return steps_of(look_around(root, true, disk));
+}
+
+std::int64_t last_commit(const std::string& root, Disk& disk) {
+  std::int64_t last = 0;
+  for (const auto& [commit, step] : look_around(root, true, disk)) last = std::max(last, commit);
+  return last;
 }
 
 std::string latest_folder(const std::string& root) {
@@ -208,7 +202,13 @@ std::string latest_folder(const std::string& root) {
 }
 
 void remove_folder(const std::string& path, Disk& disk) {
-  for (const std::string& name : names_in(path)) {
+  std::vector<std::string> names;
+  try {
+    names = names_in(path, disk);
+  } catch (const Error&) {
+    return;  // what stays has no final name, and goes with a later save
+  }
+  for (const std::string& name : names) {
     const std::string inner = path + "/" + name;
     if (is_folder(inner)) {
       remove_folder(inner, disk);
@@ -219,7 +219,7 @@ void remove_folder(const std::string& path, Disk& disk) {
   disk.remove_folder(path);
 }
 
-PendingFolder::PendingFolder(std::string root, std::int64_t step, Disk& disk)
+PendingFolder::PendingFolder(std::string root, std::int64_t step, Disk& disk, bool replaces)
     : root_(std::move(root)), name_(folder_name(step)), disk_(disk) {
   while (root_.size() > 1 && root_.back() == '/') root_.pop_back();
   if (step < 0) {
@@ -231,7 +231,8 @@ PendingFolder::PendingFolder(std::string root, std::int64_t step, Disk& disk)
   }
   make_folders(root_, disk_);
   lock_ = std::make_unique<RootLock>(root_);
-  for (const std::string& left : names_in(root_)) {
+  if (!replaces) check_owner();
+  for (const std::string& left : names_in(root_, disk_)) {
     if (!is_temporary(left)) continue;
     const std::string path = root_ + "/" + left;
     if (is_folder(path)) {
@@ -240,12 +241,32 @@ PendingFolder::PendingFolder(std::string root, std::int64_t step, Disk& disk)
       disk_.remove(path);
     }
   }
-  path_ = root_ + "/" + name_ + ".tmp-" + random_suffix();
+  path_ = root_ + "/" + name_ + ".tmp-" + random_digits();
   if (disk_.make_folder(path_) != 0) throw_write_error("make the folder", path_);
 }
 
+void PendingFolder::check_owner() const {
+  Manifest old;
+  try {
+    old = read_manifest(root_ + "/" + name_, disk_);
+  } catch (const Error& error) {
+    if (error.kind() == ErrorKind::kRead) throw;
+    return;  // there is none, or nothing that could be lost
+  }
+  if (old.job.empty() || old.job == this_job() || old.commit <= read_until(root_)) return;
+  throw Error(ErrorKind::kInvalid,
+              "checkpoint.save: " + root_ + "/" + name_ + " was saved by job " + old.job + " at " +
+                  old.saved + "; this is job " + this_job() +
+                  ", which has not loaded from there since. Load first, save into another folder, "
+                  "or ask for it to be replaced.");
+}
+
 PendingFolder::~PendingFolder() {
-  if (!is_committed_ && lock_->is_ours()) remove_folder(path_, disk_);
+  if (is_committed_ || !lock_->is_ours()) return;
+  try {
+    remove_folder(path_, disk_);
+  } catch (...) {  // the next save removes it
+  }
 }
 
 void PendingFolder::write_manifest(Manifest& manifest) {
@@ -272,9 +293,10 @@ void PendingFolder::write_manifest(Manifest& manifest) {
     throw Error(ErrorKind::kInvalid, error.what());
   }
   if (manifest.commit == 0) {
-    manifest.commit = next_commit(root_);
+    manifest.commit = next_commit(root_, disk_);
     manifest.saved = time_now();
   }
+  if (manifest.job.empty()) manifest.job = this_job();
   const std::string text = encode_manifest(manifest);
   FileWriter writer(disk_, path_ + "/" + kManifestName);
   writer.write(text);
@@ -296,7 +318,7 @@ void PendingFolder::commit(int keep) {
   if (has_old) remove_folder(path_, disk_);
 
   const std::string latest = root_ + "/" + kLatest;
-  const std::string next = latest + ".tmp-" + random_suffix();
+  const std::string next = latest + ".tmp-" + random_digits();
   FileWriter writer(disk_, next);
   writer.write(name_ + "\n");
   writer.finish();
@@ -304,15 +326,20 @@ void PendingFolder::commit(int keep) {
   if (disk_.sync_folder(root_) != 0) throw_write_error("sync", root_);
 
   if (keep <= 0) return;
-  const std::set<std::string> needed = needed_folders(root_, name_, keep);
-  for (const std::int64_t step : list_steps(root_)) {
-    const std::string name = folder_name(step);
-    if (needed.contains(name)) continue;
-    // Out of sight first: a folder with a final name is always whole.
-    const std::string path = root_ + "/" + name;
-    const std::string gone = path + ".tmp-" + random_suffix();
-    if (disk_.rename(path, gone) != 0) throw_write_error("remove", path);
-    remove_folder(gone, disk_);
+  try {
+    const std::set<std::string> needed = needed_folders(root_, name_, keep, disk_);
+    for (const std::int64_t step : list_steps(root_, disk_)) {
+      const std::string name = folder_name(step);
+      if (needed.contains(name)) continue;
+      // Out of sight first: a folder with a final name is always whole.
+      const std::string path = root_ + "/" + name;
+      const std::string gone = path + ".tmp-" + random_digits();
+      if (disk_.rename(path, gone) != 0) throw_write_error("remove", path);
+      remove_folder(gone, disk_);
+    }
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::kRead) throw;
+    // The new one is there; those beyond `keep` go with a later save.
   }
 }
 

@@ -13,6 +13,7 @@
 #include <thread>
 
 #include "checkpoint/exchange.h"
+#include "checkpoint/run_beside.h"
 #include "tessera/checkpoint/error.h"
 #include "tessera/checkpoint/folder.h"
 
@@ -66,17 +67,17 @@ constexpr int kMaxPauseMs = 20;
 
 std::unique_ptr<Reader> open_same(const std::string& root, const std::optional<std::int64_t>& step,
                                   const std::optional<comm::Group>& group,
-                                  std::set<std::string>& left_out,
-                                  std::set<std::string>& warnings) {
+                                  std::set<std::string>& left_out, std::set<std::string>& warnings,
+                                  Disk& disk) {
   std::vector<std::string> before;
   int num_same = 0;
   for (int round = 1;; ++round) {
     Found found;
     const auto all = together(group, kLoad, [&] {
       if (step) {
-        found.reader = std::make_unique<Reader>(root, *step);
+        found.reader = std::make_unique<Reader>(root, *step, disk);
       } else {
-        found = find_newest(root, INT64_MAX, left_out);
+        found = find_newest(root, INT64_MAX, left_out, disk);
       }
       return encode(found);
     });
@@ -91,6 +92,8 @@ std::unique_ptr<Reader> open_same(const std::string& root, const std::optional<s
     before = all;
     if (num_same >= kSameRounds && !step) {
       left_out.insert(highest->sha256);
+      warnings.insert(root + ": not every rank can open step " + std::to_string(highest->step) +
+                      " there.");
       num_same = 0;
       continue;
     }
@@ -138,14 +141,14 @@ void check_placed(const Reader& reader, const PlacedTensor& placed) {
   }
 }
 
-void read_piece(const Reader& reader, const std::string& name, const Piece& piece) {
-  const at::Tensor target = piece.tensor.detach();
-  if (target.numel() == 0) return;
-  const Region region{piece.offsets, target.sizes().vec()};
-  if (target.is_cpu() && target.is_contiguous()) {
-    reader.read(name, region, static_cast<std::byte*>(target.mutable_data_ptr()));
-    return;
-  }
+at::Tensor in_host_memory(const at::Tensor& like) {
+  return at::empty(like.sizes(), like.options().device(at::kCPU).requires_grad(false));
+}
+
+// Reads the rows of a region block by block, and hands each to `take`, with its rows of `target`.
+template <typename Take>
+void read_blocks(const Reader& reader, const std::string& name, const Region& region,
+                 const at::Tensor& target, const Take& take) {
   const std::int64_t num_rows = target.dim() > 0 ? target.size(0) : 1;
   const std::int64_t row_bytes =
       target.numel() * static_cast<std::int64_t>(target.element_size()) / num_rows;
@@ -153,43 +156,86 @@ void read_piece(const Reader& reader, const std::string& name, const Piece& piec
   for (std::int64_t row = 0; row < num_rows; row += step) {
     const std::int64_t count = std::min(step, num_rows - row);
     const at::Tensor rows = target.dim() > 0 ? target.narrow(0, row, count) : target;
-    const at::Tensor block = at::empty(rows.sizes(), rows.options().device(at::kCPU));
+    const at::Tensor block = in_host_memory(rows);
     Region part = region;
     if (target.dim() > 0) {
       part.offsets[0] += row;
       part.lengths[0] = count;
     }
     reader.read(name, part, static_cast<std::byte*>(block.mutable_data_ptr()));
-    rows.copy_(block);
+    take(rows, block);
   }
+}
+
+// What a rank takes from a checkpoint, a piece at a time; a staged one has its bytes already.
+struct Taken {
+  const std::string* name;
+  at::Tensor target;
+  Region region;
+  at::Tensor staged;
+};
+
+void stage_taken(const Reader& reader, Taken& taken) {
+  taken.staged = in_host_memory(taken.target);
+  reader.read(*taken.name, taken.region, static_cast<std::byte*>(taken.staged.mutable_data_ptr()));
+}
+
+void check_taken(const Reader& reader, Taken& taken) {
+  read_blocks(reader, *taken.name, taken.region, taken.target,
+              [](const at::Tensor&, const at::Tensor&) {});
+}
+
+void put_taken(const Reader& reader, Taken& taken) {
+  if (taken.staged.defined()) {
+    taken.target.copy_(taken.staged);
+    taken.staged.reset();
+  } else if (taken.target.is_cpu() && taken.target.is_contiguous()) {
+    reader.read(*taken.name, taken.region,
+                static_cast<std::byte*>(taken.target.mutable_data_ptr()));
+  } else {
+    read_blocks(reader, *taken.name, taken.region, taken.target,
+                [](const at::Tensor& rows, const at::Tensor& block) { rows.copy_(block); });
+  }
+}
+
+std::vector<Taken> taken_of(const std::vector<PlacedTensor>& tensors) {
+  std::vector<Taken> all;
+  for (const PlacedTensor& placed : tensors) {
+    for (const Piece& piece : placed.pieces) {
+      const at::Tensor target = piece.tensor.detach();
+      if (target.numel() == 0) continue;
+      all.push_back({&placed.name, target, {piece.offsets, target.sizes().vec()}, {}});
+    }
+  }
+  return all;
+}
+
+std::int64_t total_bytes(const std::vector<Taken>& all) {
+  std::int64_t sum = 0;
+  for (const Taken& taken : all) sum += static_cast<std::int64_t>(taken.target.nbytes());
+  return sum;
 }
 
 // Two threads: while one sums and copies, the other waits for the disk.
 constexpr std::size_t kNumThreads = 2;
 
-void read_all(const Reader& reader, const std::vector<PlacedTensor>& tensors) {
-  std::vector<std::pair<const std::string*, const Piece*>> pieces;
-  for (const PlacedTensor& placed : tensors) {
-    for (const Piece& piece : placed.pieces) pieces.emplace_back(&placed.name, &piece);
-  }
+void take_each(std::vector<Taken>& all, const Reader& reader,
+               void (*take)(const Reader& reader, Taken& taken)) {
   std::atomic<std::size_t> next = 0;
   std::exception_ptr error;
   std::mutex mutex;
   const auto work = [&] {
-    for (std::size_t i = next++; i < pieces.size(); i = next++) {
+    for (std::size_t i = next++; i < all.size(); i = next++) {
       try {
-        read_piece(reader, *pieces[i].first, *pieces[i].second);
+        take(reader, all[i]);
       } catch (...) {
         const std::lock_guard lock(mutex);
         if (!error) error = std::current_exception();
-        next = pieces.size();
+        next = all.size();
       }
     }
   };
-  std::vector<std::thread> threads;
-  for (std::size_t i = 1; i < std::min(kNumThreads, pieces.size()); ++i) threads.emplace_back(work);
-  work();
-  for (std::thread& thread : threads) thread.join();
+  run_beside(std::min(kNumThreads, all.size()), work);
   if (error) std::rethrow_exception(error);
 }
 
@@ -207,9 +253,11 @@ LoadReport load(const std::string& root, State& state, const std::optional<comm:
                 const LoadOptions& options) {
   const int rank = group ? group->rank() : 0;
   std::set<std::string> warnings;
+  Disk& disk = options.disk != nullptr ? *options.disk : Disk::real();
   std::set<std::string> left_out;  // manifests whose data some rank cannot read
   for (;;) {
-    const std::unique_ptr<Reader> reader = open_same(root, options.step, group, left_out, warnings);
+    const std::unique_ptr<Reader> reader =
+        open_same(root, options.step, group, left_out, warnings, disk);
     if (reader == nullptr) {
       std::string text = "checkpoint.load: there is no whole checkpoint in " + root + ".";
       for (const std::string& warning : warnings) text.append(" ").append(warning);
@@ -221,11 +269,15 @@ LoadReport load(const std::string& root, State& state, const std::optional<comm:
       for (const PlacedTensor& placed : tensors) check_placed(*reader, placed);
       return "";
     });
+    std::vector<Taken> all;
     const auto outcomes = together(group, kLoad, [&]() -> std::string {
       try {
-        read_all(*reader, tensors);
+        all = taken_of(tensors);
+        take_each(all, *reader,
+                  total_bytes(all) <= options.staging_bytes ? stage_taken : check_taken);
+        note_read(root, disk);
       } catch (const Error& error) {
-        if (options.step) throw;
+        if (options.step || error.kind() == ErrorKind::kRead) throw;
         return error.what();
       }
       return "";
@@ -238,7 +290,17 @@ LoadReport load(const std::string& root, State& state, const std::optional<comm:
       continue;
     }
     const Manifest& manifest = reader->manifest();
-    for (const auto& stateful : state.statefuls()) stateful->finish(manifest.values);
+    together(group, kLoad, [&]() -> std::string {
+      try {
+        take_each(all, *reader, put_taken);
+      } catch (const Error& error) {
+        throw Error(error.kind(),
+                    std::string(error.what()) +
+                        " It was whole a moment ago; the state is now loaded in part.");
+      }
+      for (const auto& stateful : state.statefuls()) stateful->finish(manifest.values);
+      return "";
+    });
     LoadReport report{.step = manifest.step,
                       .folder = reader->folder(),
                       .saved_world = manifest.world,

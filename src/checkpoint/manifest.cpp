@@ -267,7 +267,7 @@ void read_deltas(const Json& object, Manifest& manifest, const std::string& wher
 Manifest manifest_of(const Json& object, const std::string& where) {
   using namespace tessera::checkpoint::json;
   check_keys(object,
-             {"commit", "saved", "format", "version", "step", "world", "plan", "chunk_bytes",
+             {"commit", "saved", "job", "format", "version", "step", "world", "plan", "chunk_bytes",
               "base", "files", "tensors", "deltas", "values", "rank_values", "sha256"},
              where);
   if (string_of(object, "format", where) != kFormat) corrupt(where, "is not a checkpoint's");
@@ -283,6 +283,7 @@ Manifest manifest_of(const Json& object, const std::string& where) {
   manifest.step = count_of(object, "step", where);
   if (object.contains("commit")) manifest.commit = count_of(object, "commit", where);
   if (object.contains("saved")) manifest.saved = string_of(object, "saved", where);
+  if (object.contains("job")) manifest.job = string_of(object, "job", where);
   const std::int64_t world = count_of(object, "world", where);
   if (world < 1 || world > 1'000'000) corrupt(where, "has an impossible world");
   manifest.world = static_cast<int>(world);
@@ -327,7 +328,8 @@ std::string encode_manifest(Manifest& manifest) {
   std::string text;
   try {
     text.append(kCommit).append(std::to_string(manifest.commit));
-    text.append(",\"saved\":").append(Json(manifest.saved).dump()).append(",\n");
+    text.append(",\"saved\":").append(Json(manifest.saved).dump());
+    text.append(",\"job\":").append(Json(manifest.job).dump()).append(",\n");
     text.append(body_of(manifest).dump(), 1);  // without its brace
   } catch (const Json::type_error&) {
     throw Error(ErrorKind::kInvalid, "checkpoint: a name or a value is not UTF-8.");

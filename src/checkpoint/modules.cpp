@@ -289,16 +289,17 @@ class OptimizerState final : public Stateful {
 
   void prepare(const Reader& source, std::vector<PlacedTensor>& tensors) override {
     const Values& values = source.manifest().values;
+    prepared_.clear();
     for (const PlacedTensor& parameter : parameters_) {
       for (const Piece& piece : parameter.pieces) {
-        auto& kept = optimizer_.state()[piece.tensor.unsafeGetTensorImpl()];
+        auto* const kept = find(piece.tensor);
         bool is_used = values.contains(step_name(parameter));
         auto made = kind_.make();
         for (const Slot& slot : kind_.slots) {
           const std::string name = prefix_ + parameter.name + "." + slot.name;
           if (source.find(name) == nullptr) continue;
           is_used = true;
-          const at::Tensor known = kept ? slot.tensor(*kept) : at::Tensor();
+          const at::Tensor known = kept != nullptr ? slot.tensor(*kept) : at::Tensor();
           at::Tensor& target = slot.tensor(*made);
           target = known.defined() ? known : at::zeros_like(piece.tensor);
           PlacedTensor placed = placed_like(parameter, slot);
@@ -306,16 +307,21 @@ class OptimizerState final : public Stateful {
           placed.is_replicated = false;  // each piece by itself
           tensors.push_back(std::move(placed));
         }
-        if (is_used) {
-          kept = std::move(made);
-        } else {
-          optimizer_.state().erase(piece.tensor.unsafeGetTensorImpl());
-        }
+        if (!is_used) made.reset();
+        prepared_.emplace_back(piece.tensor.unsafeGetTensorImpl(), std::move(made));
       }
     }
   }
 
   void finish(const Values& values) override {
+    for (auto& [parameter, made] : prepared_) {
+      if (made) {
+        optimizer_.state()[parameter] = std::move(made);
+      } else {
+        optimizer_.state().erase(parameter);
+      }
+    }
+    prepared_.clear();
     for (const PlacedTensor& parameter : parameters_) {
       const auto step = values.find(step_name(parameter));
       if (step == values.end() || !kind_.step) continue;
@@ -355,6 +361,8 @@ class OptimizerState final : public Stateful {
   Kind kind_;
   std::vector<PlacedTensor> parameters_;
   std::string prefix_;
+  // What the optimizer gets when a load is done; none: nothing, as the one that was saved.
+  std::vector<std::pair<void*, std::unique_ptr<optim::OptimizerParamState>>> prepared_;
 };
 
 }  // namespace

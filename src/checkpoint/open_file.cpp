@@ -1,12 +1,15 @@
 #include "checkpoint/open_file.h"
 
+#include <dirent.h>
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstring>
+#include <memory>
 
 #include "tessera/checkpoint/error.h"
 
@@ -17,27 +20,98 @@ namespace {
   throw Error(kind, path + ": " + what + ".");
 }
 
+// Often gone at the next try: a busy disk, a limit that another thread has hit as well.
+bool may_pass(int number) {
+  switch (number) {
+    case EAGAIN:
+    case EBUSY:
+    case EINTR:
+    case EIO:
+    case EMFILE:
+    case ENFILE:
+    case ENOBUFS:
+    case ENOMEM:
+    case ESTALE:
+    case ETIMEDOUT:
+      return true;
+    default:
+      return false;
+  }
+}
+
+struct CloseListing {
+  void operator()(DIR* listing) const { ::closedir(listing); }
+};
+
+constexpr std::array kPausesMs = {1, 10, 100};
+
+// Makes a call until it succeeds, fails for good, or has failed too often.
+template <typename Call>
+auto patiently(Disk& disk, const Call& call) {
+  auto result = call();
+  for (const int pause : kPausesMs) {
+    if (result >= 0 || !may_pass(errno)) break;
+    disk.pause(pause);
+    result = call();
+  }
+  return result;
+}
+
+[[noreturn]] void fail_to_read(const std::string& path, int number) {
+  std::string what = std::string("cannot be read: ") + std::strerror(number);
+  if (number == EMFILE) what += ". Raise the limit of open files (ulimit -n)";
+  if (may_pass(number)) what += ". Nothing is known to be wrong with it: try again";
+  fail(ErrorKind::kRead, path, what);
+}
+
 }  // namespace
 
 Descriptor::~Descriptor() {
   if (fd_ >= 0) ::close(fd_);
 }
 
-OpenFolder::OpenFolder(const std::string& path, bool follows)
-    : OpenFolder(AT_FDCWD, path, path, follows ? 0 : O_NOFOLLOW) {}
+OpenFolder::OpenFolder(const std::string& path, bool follows, Disk& disk)
+    : OpenFolder(AT_FDCWD, path, path, follows ? 0 : O_NOFOLLOW, disk) {}
 
 OpenFolder::OpenFolder(const OpenFolder& parent, const std::string& name)
-    : OpenFolder(parent.fd(), name, parent.path() + "/" + name, O_NOFOLLOW) {}
+    : OpenFolder(parent.fd(), name, parent.path() + "/" + name, O_NOFOLLOW, parent.disk()) {}
 
-OpenFolder::OpenFolder(int parent, const std::string& name, std::string path, int flags)
-    : path_(std::move(path)),
-      fd_(::openat(parent, name.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC | flags)) {
+OpenFolder::OpenFolder(int parent, const std::string& name, std::string path, int flags, Disk& disk)
+    : disk_(&disk), path_(std::move(path)), fd_(patiently(disk, [&] {
+        return disk.open(parent, name, O_RDONLY | O_DIRECTORY | O_CLOEXEC | flags);
+      })) {
   if (fd() >= 0) return;
   const int number = errno;
   if (number == ELOOP || number == ENOTDIR) {
     fail(ErrorKind::kCorrupt, path_, "is a link or not a folder");
   }
-  fail(ErrorKind::kMissing, path_, std::strerror(number));
+  if (number == ENOENT) fail(ErrorKind::kMissing, path_, std::strerror(number));
+  fail_to_read(path_, number);
+}
+
+std::vector<std::string> OpenFolder::names() const {
+  // A descriptor of its own: closedir closes it, and the place in the list belongs to it.
+  const int own =
+      patiently(*disk_, [&] { return disk_->open(fd(), ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC); });
+  if (own < 0) fail_to_read(path_, errno);
+  DIR* const listing = ::fdopendir(own);
+  if (listing == nullptr) {
+    const int number = errno;
+    ::close(own);
+    fail_to_read(path_, number);
+  }
+  const std::unique_ptr<DIR, CloseListing> closes(listing);
+  std::vector<std::string> names;
+  for (;;) {
+    errno = 0;
+    const dirent* entry = ::readdir(listing);
+    if (entry == nullptr && errno != 0) fail_to_read(path_, errno);
+    if (entry == nullptr) break;
+    const std::string name = static_cast<const char*>(entry->d_name);
+    if (name != "." && name != "..") names.push_back(name);
+  }
+  std::sort(names.begin(), names.end());
+  return names;
 }
 
 bool OpenFolder::is_replaced(const OpenFolder& parent, const std::string& name) const {
@@ -50,20 +124,22 @@ bool OpenFolder::is_replaced(const OpenFolder& parent, const std::string& name) 
 }
 
 OpenFile::OpenFile(const OpenFolder& folder, const std::string& name)
-    : path_(folder.path() + "/" + name) {
+    : disk_(&folder.disk()), path_(folder.path() + "/" + name) {
   check_file_name(name, folder.path());
   // The name has no slash and is not followed, so nothing outside the folder can be reached.
   // Without O_NONBLOCK, opening a pipe would wait for a writer.
-  fd_ = Descriptor(
-      ::openat(folder.fd(), name.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
+  fd_ = Descriptor(patiently(*disk_, [&] {
+    return disk_->open(folder.fd(), name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
+  }));
   if (fd_.get() < 0) {
     const int number = errno;
     if (number == ENOENT) fail(ErrorKind::kMissing, path_, "is missing");
     if (number == ELOOP) fail(ErrorKind::kCorrupt, path_, "is a link");
-    fail(ErrorKind::kCorrupt, path_, std::strerror(number));
+    if (number == ENXIO) fail(ErrorKind::kCorrupt, path_, "is not a regular file");
+    fail_to_read(path_, number);
   }
   struct stat facts{};
-  if (::fstat(fd_.get(), &facts) != 0) fail(ErrorKind::kCorrupt, path_, std::strerror(errno));
+  if (::fstat(fd_.get(), &facts) != 0) fail_to_read(path_, errno);
   if (!S_ISREG(facts.st_mode)) fail(ErrorKind::kCorrupt, path_, "is not a regular file");
   if (facts.st_nlink > 1 && facts.st_uid != ::geteuid()) {
     fail(ErrorKind::kCorrupt, path_, "belongs to another user and has a second name");
@@ -74,10 +150,9 @@ OpenFile::OpenFile(const OpenFolder& folder, const std::string& name)
 void OpenFile::read(std::uint64_t begin, void* data, std::size_t num_bytes) const {
   char* next = static_cast<char*>(data);
   while (num_bytes > 0) {
-    const ssize_t got = ::pread(fd_.get(), next, num_bytes, static_cast<off_t>(begin));
-    if (got < 0 && errno == EINTR) continue;
-    if (got < 0)
-      fail(ErrorKind::kCorrupt, path_, std::string("cannot be read: ") + strerror(errno));
+    const ssize_t got =
+        patiently(*disk_, [&] { return disk_->read(fd_.get(), next, num_bytes, begin); });
+    if (got < 0) fail_to_read(path_, errno);
     if (got == 0) fail(ErrorKind::kCorrupt, path_, "ends too early");
     next += got;
     begin += static_cast<std::uint64_t>(got);
@@ -108,7 +183,9 @@ Manifest read_manifest(const OpenFolder& folder) {
                          folder.path() + "/" + kManifestName);
 }
 
-Manifest read_manifest(const std::string& folder) { return read_manifest(OpenFolder(folder)); }
+Manifest read_manifest(const std::string& folder, Disk& disk) {
+  return read_manifest(OpenFolder(folder, /*follows=*/false, disk));
+}
 
 std::int64_t read_commit(const OpenFolder& parent, const std::string& folder) {
   try {
@@ -116,7 +193,8 @@ std::int64_t read_commit(const OpenFolder& parent, const std::string& folder) {
     std::string beginning(std::min<std::uint64_t>(file.num_bytes(), 64), '\0');
     file.read(0, beginning.data(), beginning.size());
     return commit_in(beginning);
-  } catch (const Error&) {
+  } catch (const Error& error) {
+    if (error.kind() == ErrorKind::kRead) throw;  // or a good one would seem to be of no age
     return -1;
   }
 }

@@ -6,7 +6,9 @@
 #include <cstdint>
 #include <string>
 #include <utility>
+#include <vector>
 
+#include "tessera/checkpoint/disk.h"
 #include "tessera/checkpoint/manifest.h"
 
 namespace tessera::checkpoint {
@@ -31,19 +33,23 @@ class Descriptor {
 /// its name meanwhile.
 class OpenFolder {
  public:
-  /// Opens `path`, which may be a link only if `follows`. Throws Error(kMissing or kCorrupt).
-  explicit OpenFolder(const std::string& path, bool follows = false);
+  /// Opens `path`, which may be a link only if `follows`. Throws Error(kMissing, kCorrupt, kRead).
+  explicit OpenFolder(const std::string& path, bool follows = false, Disk& disk = Disk::real());
   /// Opens the folder `name` in `parent`, never following a link.
   OpenFolder(const OpenFolder& parent, const std::string& name);
 
   const std::string& path() const noexcept { return path_; }
   int fd() const noexcept { return fd_.get(); }
+  Disk& disk() const noexcept { return *disk_; }
+  /// What is in it, in the order of names.
+  std::vector<std::string> names() const;
   /// Whether `name` in `parent` is no longer this folder.
   bool is_replaced(const OpenFolder& parent, const std::string& name) const;
 
  private:
-  OpenFolder(int parent, const std::string& name, std::string path, int flags);
+  OpenFolder(int parent, const std::string& name, std::string path, int flags, Disk& disk);
 
+  Disk* disk_;
   std::string path_;
   Descriptor fd_;
 };
@@ -52,18 +58,21 @@ class OpenFolder {
 class OpenFile {
  public:
   /// Opens `name` in `folder`. Refuses names with a slash, links, anything but a regular file, and
-  /// files of other users that have a second name elsewhere. Throws Error(kMissing or kCorrupt).
+  /// files of other users that have a second name elsewhere. Throws Error(kMissing, kCorrupt,
+  /// kRead).
   OpenFile(const OpenFolder& folder, const std::string& name);
 
   const std::string& path() const noexcept { return path_; }
   std::uint64_t num_bytes() const noexcept { return num_bytes_; }
 
-  /// Reads exactly these bytes. Throws Error(kCorrupt) if the file ends before, or cannot be read.
+  /// Reads exactly these bytes. Throws Error(kCorrupt) if the file ends before, Error(kRead) if it
+  /// cannot be read.
   void read(std::uint64_t begin, void* data, std::size_t num_bytes) const;
   /// Tells the kernel that these bytes are wanted soon.
   void expect(std::uint64_t begin, std::uint64_t num_bytes) const;
 
  private:
+  Disk* disk_;
   std::string path_;
   Descriptor fd_;
   std::uint64_t num_bytes_ = 0;
@@ -75,10 +84,10 @@ std::string read_small_file(const OpenFolder& folder, const std::string& name,
 
 /// Reads and checks the manifest of a folder; not the files it lists.
 Manifest read_manifest(const OpenFolder& folder);
-Manifest read_manifest(const std::string& folder);
+Manifest read_manifest(const std::string& folder, Disk& disk = Disk::real());
 
 /// The commit that the manifest of a folder claims, without reading more than its beginning; 0 if
-/// it has none, -1 if it cannot be read.
+/// it has none, -1 if there is no manifest. Throws Error(kRead).
 std::int64_t read_commit(const OpenFolder& parent, const std::string& folder);
 
 /// Reads and checks the header of a safetensors file.

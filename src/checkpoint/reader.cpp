@@ -11,11 +11,12 @@
 #include <map>
 #include <mutex>
 #include <set>
-#include <thread>
+#include <string_view>
 #include <utility>
 
 #include "checkpoint/json.h"
 #include "checkpoint/open_file.h"
+#include "checkpoint/run_beside.h"
 #include "checkpoint/stored_region.h"
 #include "tessera/checkpoint/checksum.h"
 #include "tessera/checkpoint/error.h"
@@ -34,6 +35,50 @@ constexpr int kMaxAttempts = 1000;
 
 TensorSource::~TensorSource() = default;
 
+namespace {
+
+// What the manifest says of the tensors in a file, by name.
+using Stored = std::map<std::string, std::pair<const TensorRecord*, const RegionRecord*>>;
+
+std::vector<Stored> stored_in_files(const Manifest& manifest, const std::string& where) {
+  std::vector<Stored> stored(manifest.files.size());
+  for (const TensorRecord& tensor : manifest.tensors) {
+    for (const RegionRecord& record : tensor.regions) {
+      const auto place = static_cast<std::size_t>(record.file);
+      if (!stored[place].emplace(tensor.name, std::pair(&tensor, &record)).second) {
+        corrupt(where, "has tensor '" + tensor.name + "' twice in " + manifest.files[place].name);
+      }
+    }
+  }
+  return stored;
+}
+
+// Other programs read a file by its header alone: it must say what the manifest says.
+void check_header(std::string_view bytes, std::uint64_t file_bytes, const Stored& stored,
+                  const std::string& path) {
+  std::uint64_t length = 0;
+  for (int i = 7; i >= 0; --i) length = length << 8 | static_cast<unsigned char>(bytes[i]);
+  if (length != bytes.size() - 8) corrupt(path, "its header is not as long as the manifest says");
+  const FileHeader header = decode_header(bytes.substr(8), file_bytes, path);
+  for (const FileEntry& entry : header.entries) {
+    const auto found = stored.find(entry.name);
+    if (found == stored.end()) {
+      corrupt(path, "its header has a tensor '" + entry.name + "' that the manifest has not");
+    }
+    const auto& [tensor, record] = found->second;
+    if (entry.dtype != tensor->dtype || entry.shape != record->region.lengths ||
+        entry.offsets != record->region.offsets || bytes.size() + entry.begin != record->begin ||
+        bytes.size() + entry.end != record->end) {
+      corrupt(path, "its header has tensor '" + entry.name + "' otherwise than the manifest");
+    }
+  }
+  if (header.entries.size() != stored.size()) {
+    corrupt(path, "its header lacks a tensor that the manifest has");
+  }
+}
+
+}  // namespace
+
 struct Reader::State {
   std::shared_ptr<const OpenFolder> root;  // one for a whole chain
   std::string folder;
@@ -46,12 +91,12 @@ struct Reader::State {
   void open(std::int64_t step, int depth, const std::string& expected_sha256);
   void read_all(const OpenFolder& opened, std::int64_t step, int depth,
                 const std::string& expected_sha256);
-  void check_file(const OpenFolder& opened, std::size_t place);
+  void check_file(const OpenFolder& opened, std::size_t place, const Stored& stored);
   void read_region(const TensorRecord& tensor, const Region& region, std::byte* data) const;
   void apply_delta(const DeltaRecord& delta, const Region& region, std::byte* data) const;
 };
 
-void Reader::State::check_file(const OpenFolder& opened, std::size_t place) {
+void Reader::State::check_file(const OpenFolder& opened, std::size_t place, const Stored& stored) {
   const FileRecord& record = manifest.files[place];
   OpenFile file(opened, record.name);
   if (file.num_bytes() != record.num_bytes) {
@@ -66,6 +111,7 @@ void Reader::State::check_file(const OpenFolder& opened, std::size_t place) {
   if (crc32c(bytes.data(), bytes.size()) != expected) {
     corrupt(file.path(), record.header_bytes > 0 ? "its header was changed" : "was changed");
   }
+  if (record.header_bytes > 0) check_header(bytes, file.num_bytes(), stored, file.path());
   files.push_back(std::move(file));
 }
 
@@ -97,7 +143,8 @@ void Reader::State::read_all(const OpenFolder& opened, std::int64_t step, int de
   if (!expected_sha256.empty() && manifest.sha256 != expected_sha256) {
     corrupt(folder, "is not the base it was when the delta was saved");
   }
-  for (std::size_t i = 0; i < manifest.files.size(); ++i) check_file(opened, i);
+  const std::vector<Stored> stored = stored_in_files(manifest, folder);
+  for (std::size_t i = 0; i < manifest.files.size(); ++i) check_file(opened, i, stored[i]);
   if (manifest.base) {
     if (depth >= kMaxChain) corrupt(folder, "stands on more than 1000 bases");
     const std::int64_t base_step = step_of(manifest.base->folder);
@@ -185,8 +232,9 @@ void Reader::State::apply_delta(const DeltaRecord& delta, const Region& region,
 
 Reader::Reader() : state_(std::make_unique<State>()) {}
 
-Reader::Reader(const std::string& root, std::int64_t step) : state_(std::make_unique<State>()) {
-  state_->root = std::make_shared<const OpenFolder>(root, /*follows=*/true);
+Reader::Reader(const std::string& root, std::int64_t step, Disk& disk)
+    : state_(std::make_unique<State>()) {
+  state_->root = std::make_shared<const OpenFolder>(root, /*follows=*/true, disk);
   state_->open(step, 0, "");
 }
 
@@ -251,10 +299,11 @@ void check_stretches(const std::vector<Stretch>& stretches,
   std::exception_ptr error;
   std::uint64_t done = 0;
   const auto work = [&] {
-    std::vector<std::byte> buffer(kVerifyBytes);
+    std::vector<std::byte> buffer;
     for (std::size_t i = next++; i < stretches.size(); i = next++) {
       const Stretch& stretch = stretches[i];
       try {
+        buffer.resize(kVerifyBytes);
         Chunks chunks(*stretch.file, *stretch.record, *stretch.tensor);
         for (std::uint64_t c = 0; c < stretch.num_chunks; ++c) {
           const std::uint64_t count = chunks.check(stretch.first_chunk + c, buffer);
@@ -269,12 +318,7 @@ void check_stretches(const std::vector<Stretch>& stretches,
       }
     }
   };
-  std::vector<std::thread> threads;
-  for (std::size_t i = 1; i < std::min(kVerifyThreads, stretches.size()); ++i) {
-    threads.emplace_back(work);
-  }
-  work();
-  for (std::thread& thread : threads) thread.join();
+  run_beside(stretches.size() > 1 ? kVerifyThreads : 1, work);
   if (error) std::rethrow_exception(error);
 }
 
@@ -331,20 +375,21 @@ bool is_gone(const std::string& root, std::int64_t step) {
 }  // namespace
 
 Found find_newest(const std::string& root, std::int64_t max_step,
-                  const std::set<std::string>& left_out) {
+                  const std::set<std::string>& left_out, Disk& disk) {
   Found found;
   for (int attempt = 1;; ++attempt) {
     bool is_stale = false;
-    for (const std::int64_t step : list_commits(root)) {
+    for (const std::int64_t step : list_commits(root, disk)) {
       if (step > max_step) continue;
       try {
-        auto reader = std::make_unique<Reader>(root, step);
+        auto reader = std::make_unique<Reader>(root, step, disk);
         if (left_out.contains(reader->manifest().sha256)) continue;
         found.reader = std::move(reader);
         return found;
       } catch (const Error& error) {
         is_stale = is_gone(root, step);
         if (is_stale) break;
+        if (error.kind() == ErrorKind::kRead) throw;
         found.warnings.emplace_back(error.what());
       }
     }

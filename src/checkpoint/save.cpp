@@ -69,7 +69,7 @@ SaveReport write_snapshot(const std::string& root, std::int64_t step, const Snap
   std::optional<PendingFolder> folder;  // of rank 0
   const auto started = together(group, kSave, [&]() -> std::string {
     if (rank != 0) return "";
-    folder.emplace(root, step, disk);
+    folder.emplace(root, step, disk, options.replaces);
     return folder->path();
   });
   const std::string& path = started[0];

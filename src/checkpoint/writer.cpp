@@ -123,8 +123,8 @@ Manifest write_shard(const std::string& folder, int rank, int world, const std::
 
 Manifest save_parts(const std::string& root, std::int64_t step,
                     const std::vector<std::vector<Part>>& parts, const Values& values, int keep,
-                    Disk& disk) {
-  PendingFolder folder(root, step, disk);
+                    Disk& disk, bool replaces) {
+  PendingFolder folder(root, step, disk, replaces);
   Manifest manifest;
   manifest.step = step;
   manifest.world = static_cast<int>(parts.size());

@@ -413,6 +413,48 @@ TEST(Hostile, HugeLengthsAllocateNothing) {
             manifest + ": has 1073741825 bytes, more than the 1073741824 that are read.");
 }
 
+// Other programs read a shard by its header; a manifest with the right sums does not excuse it.
+TEST(Hostile, HeadersSayWhatTheManifestSays) {
+  const TemporaryFolder root;
+  Sample sample;
+  sample.add(0, "a", {4}, {{0}, {4}}, 1);
+  sample.add(0, "b", {4}, {{0}, {4}}, 100);
+  const Manifest good = save_parts(root.path(), 1, sample.parts, {});
+  const std::string folder = root / "step-000000000001/";
+  const std::string shard = folder + good.files[0].name;
+  const std::string original = slurp(shard);
+  const auto problem = [&](const std::function<void(std::string&)>& change) {
+    Manifest bad = good;
+    FileRecord& file = bad.files[0];
+    std::string header = original.substr(8, file.header_bytes - 8);
+    change(header);
+    EXPECT_EQ(header.size(), file.header_bytes - 8);
+    const std::string bytes = original.substr(0, 8) + header +
+                              original.substr(static_cast<std::size_t>(file.header_bytes));
+    file.header_crc = crc32c(bytes.data(), file.header_bytes);
+    file.crc = crc32c(bytes.data(), bytes.size());
+    spill(shard, bytes);
+    spill(folder + "MANIFEST.json", encode_manifest(bad));
+    return error_of([&] { Reader(root.path(), 1).verify(); });
+  };
+  const auto swap = [](std::string& text, const std::string& a, const std::string& b) {
+    const auto first = text.find(a);
+    const auto second = text.find(b);
+    ASSERT_NE(first, std::string::npos);
+    ASSERT_NE(second, std::string::npos);
+    text.replace(first, a.size(), b).replace(second, b.size(), a);
+  };
+  EXPECT_EQ(problem([](std::string&) {}), "");
+  EXPECT_EQ(problem([&](std::string& text) { swap(text, "\"a\":{\"d", "\"b\":{\"d"); }),
+            shard + ": its header has tensor 'b' otherwise than the manifest.");
+  EXPECT_EQ(problem([](std::string& text) { text.assign(text.size(), 'x'); }),
+            shard + ": is not JSON at byte 1.");
+  EXPECT_NE(problem([](std::string& text) {
+              text.replace(text.find("F32"), 3, "I32");
+            }).find("otherwise than the manifest"),
+            std::string::npos);
+}
+
 TEST(Hostile, RenamedFolderIsNoticed) {
   const TemporaryFolder root;
   save_sample(root.path(), 1);

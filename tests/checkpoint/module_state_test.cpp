@@ -109,6 +109,50 @@ TEST(ModuleState, TrainingContinuesBitForBitWithEveryOptimizer) {
   }
 }
 
+// A load that fails leaves the optimizer as it was: without state, or with its own.
+TEST(ModuleState, AFailedLoadChangesNoOptimizer) {
+  const TemporaryFolder root;
+  auto net = std::make_shared<Net>();
+  auto optimizer = make_optimizer(1, *net);
+  State state;
+  add_module(state, net);
+  add_optimizer(state, *optimizer, *net);
+  train(*net, *optimizer, 0, 3);
+  save(root.path(), 3, state, std::nullopt, quiet());
+  const std::string shard = root / "step-000000000003/shard-00001-model-00001-of-00001.safetensors";
+  std::string bytes = slurp(shard);
+  bytes.back() ^= 1;
+  spill(shard, bytes);
+  for (const int steps_before : {0, 2}) {
+    auto other = std::make_shared<Net>();
+    auto again = make_optimizer(1, *other);
+    train(*other, *again, 50, steps_before);
+    auto untouched = std::make_shared<Net>();
+    auto beside = make_optimizer(1, *untouched);
+    {
+      const at::NoGradGuard no_grad;
+      const auto from = other->parameters();
+      const auto to = untouched->parameters();
+      if (steps_before == 0) {
+        for (std::size_t i = 0; i < to.size(); ++i) to[i].copy_(from[i]);
+      }
+    }
+    State loaded;
+    add_module(loaded, other);
+    add_optimizer(loaded, *again, *other);
+    const auto num_kept = again->state().size();
+    const at::Tensor first = other->first->weight.detach().clone();
+    EXPECT_NE(error_of([&] { load(root.path(), loaded, std::nullopt, quiet_load()); }), "");
+    EXPECT_EQ(again->state().size(), num_kept);
+    EXPECT_TRUE(at::equal(other->first->weight, first));
+    if (steps_before > 0) continue;
+    untouched->calls.copy_(other->calls);
+    train(*other, *again, 0, 2);
+    train(*untouched, *beside, 0, 2);
+    expect_same(*other, *untouched);
+  }
+}
+
 TEST(ModuleState, UnknownOptimizerIsRefused) {
   Net net;
   torch::optim::LBFGS optimizer(net.parameters(), torch::optim::LBFGSOptions(1));

@@ -181,6 +181,46 @@ TEST(Protocol, OneJobPerFolderAndLeftoversGo) {
   EXPECT_TRUE(list_steps(root.path()).empty());
 }
 
+// Makes a checkpoint look as if another job had saved it, as the last commit.
+void give_away(const std::string& root, std::int64_t step) {
+  const std::string path = root + "/" + folder_name(step) + "/MANIFEST.json";
+  Manifest manifest = decode_manifest(slurp(path), path);
+  manifest.job = "0123456789abcdef";
+  manifest.saved = "2026-01-02T03:04:05Z";
+  manifest.commit = last_commit(root) + 1;
+  spill(path, encode_manifest(manifest));
+}
+
+TEST(Protocol, StepsOfOtherJobsStay) {
+  const TemporaryFolder root;
+  const std::string job = save_sample(root.path(), 5).job;
+  EXPECT_EQ(job.size(), 16U);
+  EXPECT_EQ(save_sample(root.path(), 5).job, job);  // its own it replaces
+  const auto again = [&](bool replaces) {
+    return error_of(
+        [&] { save_parts(root.path(), 5, two_ranks(5000).parts, {}, 0, Disk::real(), replaces); });
+  };
+  give_away(root.path(), 5);
+  const std::string refused =
+      "checkpoint.save: " + root.path() +
+      "/step-000000000005 was saved by job 0123456789abcdef at 2026-01-02T03:04:05Z; this is job " +
+      job +
+      ", which has not loaded from there since. Load first, save into another folder, or ask for "
+      "it to be replaced.";
+  EXPECT_EQ(again(false), refused);
+  EXPECT_EQ(Reader(root.path(), 5).manifest().job, "0123456789abcdef");
+  EXPECT_EQ(again(true), "");
+  // Who has read it goes on with it, but not with what came later.
+  give_away(root.path(), 5);
+  note_read(root.path());
+  EXPECT_EQ(again(false), "");
+  give_away(root.path(), 5);
+  EXPECT_EQ(again(false), refused);
+  // What is damaged may go.
+  spill(root / "step-000000000005/MANIFEST.json", "x");
+  EXPECT_EQ(again(false), "");
+}
+
 // A worker that reads data, say: forked in the middle of a save, alive long after.
 struct Sleeper {
   pid_t child = ::fork();

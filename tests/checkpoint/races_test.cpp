@@ -20,6 +20,9 @@ int num_races() {
   return wish == nullptr ? 300 : std::atoi(wish);
 }
 
+// So many saves at least are seen meanwhile: there must be a race at all.
+constexpr int kMinChanges = 10;
+
 // Runs `body` in a process of its own again and again, until the end.
 class Beside {
  public:
@@ -71,7 +74,7 @@ TEST(Races, AStepThatIsReplacedIsReadWholeAndNotPassedOver) {
   const Beside saver([&](int round) { save_generation(root.path(), 2, round, 0); });
   std::int64_t last = 0;
   int num_changes = 0;
-  for (int i = 0; i < num_races(); ++i) {
+  for (int i = 0; i < num_races() || num_changes <= kMinChanges; ++i) {
     const Found found = find_newest(root.path());
     ASSERT_NE(found.reader, nullptr);
     ASSERT_TRUE(found.warnings.empty()) << found.warnings[0];
@@ -85,7 +88,6 @@ TEST(Races, AStepThatIsReplacedIsReadWholeAndNotPassedOver) {
     by_step.verify();
     expect_generation(by_step);
   }
-  EXPECT_GT(num_changes, 10);  // there was a race at all
 }
 
 TEST(Races, StepsThatKeepRemovesAreNotMissed) {
@@ -94,7 +96,7 @@ TEST(Races, StepsThatKeepRemovesAreNotMissed) {
   const Beside saver([&](int round) { save_generation(root.path(), 1 + round, 1 + round, 1); });
   std::int64_t last = 0;
   int num_changes = 0;
-  for (int i = 0; i < num_races(); ++i) {
+  for (int i = 0; i < num_races() || num_changes <= kMinChanges; ++i) {
     const Found found = find_newest(root.path());
     ASSERT_NE(found.reader, nullptr) << "after step " << last;
     ASSERT_TRUE(found.warnings.empty()) << found.warnings[0];
@@ -104,7 +106,6 @@ TEST(Races, StepsThatKeepRemovesAreNotMissed) {
     num_changes += step != last ? 1 : 0;
     last = step;
   }
-  EXPECT_GT(num_changes, 10);
 }
 
 }  // namespace

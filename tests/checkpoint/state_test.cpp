@@ -322,6 +322,96 @@ TEST(Load, WhatDoesNotFitIsNamed) {
   EXPECT_EQ(problem({}), "");
 }
 
+// Damage that shows only when the data is read: tensor 'b' of the newest.
+void damage_last_byte(const std::string& path) {
+  std::string bytes = slurp(path);
+  bytes.back() ^= 1;
+  spill(path, bytes);
+}
+
+TEST(Load, AllOrNothing) {
+  const TemporaryFolder root;
+  run_ranks(2, [&](const comm::Group& group) {
+    State state;
+    state.add_shard("a", {4, 3}, {2 * group.rank(), 0}, at::ones({2, 3}));
+    state.add_shard("b", {4, 3}, {2 * group.rank(), 0}, at::ones({2, 3}));
+    save(root.path(), 1, state, group, quiet());
+  });
+  // Only rank 1 reads what is damaged.
+  damage_last_byte(root / "step-000000000001/shard-00002-model-00001-of-00001.safetensors");
+  for (const std::int64_t staging_bytes : {std::int64_t{0}, std::int64_t{1} << 20}) {
+    run_ranks(2, [&](const comm::Group& group) {
+      const at::Tensor a = at::full({2, 3}, 7.F);
+      const at::Tensor b = at::full({3, 2}, 7.F).t();
+      State state;
+      state.add_shard("a", {4, 3}, {2 * group.rank(), 0}, a);
+      state.add_shard("b", {4, 3}, {2 * group.rank(), 0}, b);
+      LoadOptions options = quiet_load();
+      options.staging_bytes = staging_bytes;
+      for (const bool by_step : {false, true}) {
+        if (by_step) options.step = 1;
+        const std::string text = error_of([&] { load(root.path(), state, group, options); });
+        EXPECT_NE(text.find("tensor 'b' was changed"), std::string::npos) << text;
+        EXPECT_TRUE(at::equal(a, at::full({2, 3}, 7.F)));
+        EXPECT_TRUE(at::equal(b, at::full({2, 3}, 7.F)));
+      }
+    });
+  }
+}
+
+TEST(Load, WithoutStagingTheSameIsLoaded) {
+  const TemporaryFolder root;
+  const at::Tensor whole = at::arange(24, at::kFloat).reshape({4, 6});
+  State saved;
+  saved.add_replicated("t", whole);
+  saved.add_replicated("n", at::full({}, 3, at::kLong));
+  save(root.path(), 1, saved, std::nullopt, quiet());
+  for (const std::int64_t staging_bytes : {0, 1 << 20}) {
+    const at::Tensor across = at::zeros({6, 4}).t();
+    const at::Tensor number = at::zeros({}, at::kLong);
+    State state;
+    state.add_replicated("t", across);
+    state.add_replicated("n", number);
+    LoadOptions options = quiet_load();
+    options.staging_bytes = staging_bytes;
+    load(root.path(), state, std::nullopt, options);
+    EXPECT_TRUE(at::equal(across, whole));
+    EXPECT_EQ(number.item<std::int64_t>(), 3);
+  }
+}
+
+// A disk that does not answer is no reason to go back to an older step.
+TEST(Ranks, WhatOneCannotReadForNowIsLoadedByNone) {
+  struct BadDisk final : Disk {
+    ssize_t read(int, void*, std::size_t, std::uint64_t) override {
+      errno = EIO;
+      return -1;
+    }
+    void pause(int) override {}
+  } bad;
+  const TemporaryFolder root;
+  run_ranks(2, [&](const comm::Group& group) {
+    State state;
+    const at::Tensor mine = at::full({2}, group.rank(), at::kFloat);
+    state.add_shard("t", {4}, {2 * group.rank()}, mine);
+    for (const int step : {1, 2}) save(root.path(), step, state, group, quiet());
+    mine.fill_(9);
+    LoadOptions options = quiet_load();
+    if (group.rank() == 1) options.disk = &bad;
+    try {
+      load(root.path(), state, group, options);
+      ADD_FAILURE();
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::kRead);
+      EXPECT_TRUE(std::string(error.what()).starts_with("checkpoint.load: rank 1: " + root.path()))
+          << error.what();
+    }
+    EXPECT_TRUE(at::equal(mine, at::full({2}, 9.F)));
+    options.disk = nullptr;
+    EXPECT_EQ(load(root.path(), state, group, options).step, 2);
+  });
+}
+
 TEST(Save, WrongStatesAreNamed) {
   const TemporaryFolder root;
   const auto problem = [&](const State& state) {

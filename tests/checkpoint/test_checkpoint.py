@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks, run_ranks_collecting
-from tessera import checkpoint
+from tessera import _C, checkpoint
 from tessera.checkpoint import CheckpointError, Shard
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -204,6 +204,79 @@ def test_asynchronous_saves_of_real_ranks(tmp_path):
     assert checkpoint.steps(tmp_path) == [3, 2]
     table = checkpoint.open_checkpoint(tmp_path).read("t")
     assert table.tolist() == [3.0] * 3 + [13.0] * 3
+
+
+def save_plain(root, step, text):
+    """Saves what nobody's state dict says."""
+    leaves = _C.CheckpointLeaves([("t", [2], [([0], torch.ones(2), None)], True, -1)], [], [])
+    _C.checkpoint_save(str(root), step, leaves, {"python.state_dict": text}, {}, None, 0, "", None, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('[["", ["dict", ["a", "a"]]], ["a", ["value", 1]]]', "'a' is there twice"),
+        ('[["", ["dict", [""]]]]', "'' is there twice"),
+        ('[["", ["dict", ["a"]]], ["", ["dict", []]]]', "'' is there twice or is no part"),
+        ('[["", ["dict", ["a", "b"]]], ["a", ["value", 1]]]', "'b' is missing"),
+        ('[["", ["list", 1000000000000]]]', "'0' is missing"),
+        ('[["", ["dict", [1.5]]]]', "is no part of a state dict"),
+        ('[["", ["value", {}]]]', "is no part of a state dict"),
+        ('[["", 7]]', "is no part of a state dict"),
+        ("[7]", "cannot unpack"),
+        ("not JSON", "Expecting value"),
+        ("[" * 100_000, "nested too deep"),
+        (
+            json.dumps([(".".join("a" * depth), ["dict", ["a"]]) for depth in range(5000)]),
+            "nested too deep",
+        ),
+        # Forty levels of two equal keys: 2^40 values, if each were made.
+        (
+            json.dumps([(".".join("a" * depth), ["dict", ["a", "a"]]) for depth in range(40)]),
+            "is missing",
+        ),
+    ],
+)
+def test_state_dicts_that_make_no_sense(tmp_path, text, problem):
+    save_plain(tmp_path, 1, text)
+    with pytest.raises(CheckpointError, match="its state dict makes no sense") as caught:
+        checkpoint.read(tmp_path)
+    assert caught.value.kind == "corrupt" and problem in str(caught.value)
+
+
+def test_parts_of_one_name_are_refused(tmp_path):
+    for state in ({"a": {"b": 1}, "a.b": 2}, {1: 2, "1": 3}, {"": 1}):
+        with pytest.raises(ValueError, match="two parts of the state dict are called"):
+            checkpoint.save(tmp_path, 0, state)
+    assert checkpoint.steps(tmp_path) == []
+
+
+def save_or_say(rank, root, loads, replace):
+    shard, _ = shard_of(rank, dist.get_world_size())
+    if loads:
+        checkpoint.load(root, {"table": shard}, dist.group.WORLD)
+    try:
+        checkpoint.save(root, 7, {"table": shard}, dist.group.WORLD, replace=replace)
+    except CheckpointError as error:
+        return error.kind + " " + str(error)
+    return "saved"
+
+
+def test_another_jobs_step_is_not_replaced_unasked(tmp_path):
+    root = str(tmp_path)
+    assert run_ranks(2, save_or_say, root, False, False) == ["saved"] * 2
+    sums = {path.name: path.read_bytes() for path in (tmp_path / "step-000000000007").iterdir()}
+    for text in run_ranks(2, save_or_say, root, False, False):
+        assert text.startswith("invalid checkpoint.save: rank 0: ") and "was saved by job" in text
+    assert sums == {path.name: path.read_bytes() for path in (tmp_path / "step-000000000007").iterdir()}
+    assert run_ranks(2, save_or_say, root, True, False) == ["saved"] * 2  # it goes on with it
+    assert run_ranks(2, save_or_say, root, False, True) == ["saved"] * 2
+
+    plain = tmp_path / "x.safetensors"
+    checkpoint.open_checkpoint(root).export(str(plain))
+    refused = ckpt("import", root, "--from", plain, "--step", "7")
+    assert refused.returncode == 65 and "was saved by job" in refused.stderr
+    assert ckpt("import", root, "--from", plain, "--step", "7", "--replace").returncode == 0
 
 
 def test_workers_forked_during_a_save_hold_nothing_up(tmp_path):

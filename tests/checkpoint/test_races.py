@@ -28,7 +28,7 @@ def state_of(rank, size, generation):
 def save_again_and_again(root):
     generation = 1
     while True:
-        checkpoint.save(root, 2, state_of(0, 1, generation))
+        checkpoint.save(root, 2, state_of(0, 1, generation), replace=True)
         generation += 1
 
 
@@ -68,4 +68,4 @@ def test_loads_beside_saves_of_the_same_step(tmp_path):
         saver.join()
     for wrong, num_generations in outcomes:
         assert wrong == []
-        assert num_generations > RACES // 20  # there was a race at all
+        assert num_generations > 2  # there was a race at all

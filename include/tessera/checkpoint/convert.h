@@ -29,14 +29,16 @@ TESSERA_API std::vector<std::vector<Part>> parts_of(const TensorSource& source, 
 TESSERA_API void export_plain(const Reader& source, const std::string& path,
                               Disk& disk = Disk::real());
 
-/// Saves plain safetensors files (one, or a folder of them) as a checkpoint.
+/// Saves plain safetensors files (one, or a folder of them) as a checkpoint. One of the same step
+/// that another job saved stays, with Error(kInvalid), unless it is to be replaced.
 TESSERA_API Manifest import_plain(const std::string& path, const std::string& root,
-                                  std::int64_t step, Disk& disk = Disk::real());
+                                  std::int64_t step, Disk& disk = Disk::real(),
+                                  bool replaces = false);
 
 /// Saves `source` under another root, cut for another number of ranks. Values come along; those of
-/// single ranks only if the number of ranks stays.
+/// single ranks only if the number of ranks stays. Replaces as import_plain does.
 TESSERA_API Manifest reshard(const Reader& source, const std::string& root, int ranks, Cut cut,
-                             Disk& disk = Disk::real());
+                             Disk& disk = Disk::real(), bool replaces = false);
 
 /// Replaces the delta of `step` by the whole it stands for. Throws Error(kInvalid) if it is none,
 /// or if a newer delta stands on it (compact that one instead).

@@ -1,7 +1,8 @@
-// tessera/checkpoint/disk.h — the system calls that change a checkpoint, in one place. No LibTorch.
+// tessera/checkpoint/disk.h — the system calls that change or read a checkpoint, in one place. No
+// LibTorch.
 //
-// Everything a save does to the file system goes through a Disk, so that tests can let the n-th
-// call fail, write half, or be the process's last.
+// Everything a save or a load does to the file system goes through a Disk, so that tests can let
+// the n-th call fail, write half, or be the process's last.
 
 #pragma once
 
@@ -23,6 +24,12 @@ class TESSERA_API Disk {
   Disk(const Disk&) = delete;
   Disk& operator=(const Disk&) = delete;
   virtual ~Disk();
+
+  /// Opens a file or folder that is there, in the folder `parent` (AT_FDCWD: anywhere).
+  virtual int open(int parent, const std::string& name, int flags);
+  virtual ssize_t read(int fd, void* data, std::size_t num_bytes, std::uint64_t begin);
+  /// Before a call that failed is made again.
+  virtual void pause(int milliseconds);
 
   virtual int make_folder(const std::string& path);
   /// Creates a file that does not exist yet, for writing.

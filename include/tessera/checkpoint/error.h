@@ -15,9 +15,11 @@ enum class ErrorKind : std::uint8_t {
   kCorrupt,  // what is there is not what was written, or was never a checkpoint
   kWrite,    // the disk refused; earlier checkpoints are untouched
   kInvalid,  // the caller asked for something that cannot be stored or placed
+  kRead,     // disk or system refused to read, also when tried again; nothing is known to be wrong
+             // with the checkpoint
 };
 
-/// "missing", "corrupt", "write", "invalid".
+/// "missing", "corrupt", "write", "invalid", "read".
 TESSERA_API const char* name_of(ErrorKind kind) noexcept;
 
 /// A failure that names the file, and the tensor if there is one, and the cause.

@@ -27,9 +27,14 @@ TESSERA_API std::string folder_name(std::int64_t step);
 /// The step of a folder's name, -1 if it is not the name of a finished checkpoint.
 TESSERA_API std::int64_t step_of(std::string_view name) noexcept;
 /// Steps of the finished folders in `root`, highest first; none if there is no such root.
-TESSERA_API std::vector<std::int64_t> list_steps(const std::string& root);
+/// Throws Error(kRead) if that cannot be known.
+TESSERA_API std::vector<std::int64_t> list_steps(const std::string& root,
+                                                 Disk& disk = Disk::real());
 /// The same, last committed first: after a load of step 300, a save of 310 is newer than 500.
-TESSERA_API std::vector<std::int64_t> list_commits(const std::string& root);
+TESSERA_API std::vector<std::int64_t> list_commits(const std::string& root,
+                                                   Disk& disk = Disk::real());
+/// The highest number of a commit in `root`, 0 if there is none. Not checked.
+TESSERA_API std::int64_t last_commit(const std::string& root, Disk& disk = Disk::real());
 /// The folder that LATEST names, empty if there is none or it makes no sense.
 TESSERA_API std::string latest_folder(const std::string& root);
 
@@ -42,8 +47,11 @@ class RootLock;
 /// is forked meanwhile has neither the lock nor a say.
 class TESSERA_API PendingFolder {
  public:
-  /// Makes root and temporary folder. Throws Error(kWrite) naming what cannot be made.
-  PendingFolder(std::string root, std::int64_t step, Disk& disk = Disk::real());
+  /// Makes root and temporary folder. Throws Error(kWrite) naming what cannot be made. Throws
+  /// Error(kInvalid) naming both jobs if another one saved that step and this process has not read
+  /// from the root since, unless it `replaces` it.
+  PendingFolder(std::string root, std::int64_t step, Disk& disk = Disk::real(),
+                bool replaces = false);
   PendingFolder(const PendingFolder&) = delete;
   PendingFolder& operator=(const PendingFolder&) = delete;
   ~PendingFolder();
@@ -62,6 +70,8 @@ class TESSERA_API PendingFolder {
   void commit(int keep = 0);
 
  private:
+  void check_owner() const;
+
   std::string root_;
   std::string name_;
   std::string path_;

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "tessera/checkpoint/disk.h"
 #include "tessera/checkpoint/state.h"
 #include "tessera/comm/group.h"
 #include "tessera/core/export.h"
@@ -17,6 +18,11 @@ namespace tessera::checkpoint {
 struct LoadOptions {
   /// This step and no other; without it, the newest that is whole.
   std::optional<std::int64_t> step;
+  /// Up to so many bytes a rank reads into memory of its own first, and copies when every rank has
+  /// all of its own. Beyond, it checks everything first and then reads it again, in place.
+  std::int64_t staging_bytes = std::int64_t{1} << 30;
+  /// Where to read; the machine's own if null.
+  Disk* disk = nullptr;
   /// Gets warnings, on rank 0. Default: standard error.
   std::function<void(const std::string&)> log;
 };
@@ -36,7 +42,9 @@ struct LoadReport {
 /// left out on all, with a warning. Every sum is checked. Each rank reads only what it holds.
 /// Tensors of the checkpoint that `state` does not name are left alone. Throws Error(kMissing) if
 /// there is no whole checkpoint or it lacks a tensor, Error(kInvalid) if one has another shape or
-/// type. After an exception the tensors are undefined.
+/// type, Error(kRead) if a rank cannot read for now. After an exception the state is what it was
+/// before: nothing is overwritten until every rank has checked all that it takes. Only if reading
+/// fails after that, of more than `staging_bytes`, tensors are undefined, and the text says so.
 TESSERA_API LoadReport load(const std::string& root, State& state,
                             const std::optional<comm::Group>& group = std::nullopt,
                             const LoadOptions& options = {});

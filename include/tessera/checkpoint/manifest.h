@@ -86,6 +86,7 @@ struct TESSERA_API Manifest {
   /// load of an older one; this only grows. 0: of version 1, which did not count.
   std::int64_t commit = 0;
   std::string saved;  // UTC, "2026-11-15T10:20:30Z", for people
+  std::string job;    // who saved it; empty: of version 1
   int world = 1;
   std::string plan;  // free text, such as a hash of the sharding plan
   std::optional<Base> base;

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "tessera/checkpoint/disk.h"
 #include "tessera/checkpoint/manifest.h"
 #include "tessera/core/export.h"
 
@@ -38,7 +39,7 @@ class TESSERA_API Reader : public TensorSource {
   /// Opens the folder of `step`: checks the manifest, the sizes of all files, their headers and all
   /// that is not tensors, and the bases of a delta. Reads no tensor. Throws Error. All files stay
   /// open, so that later reads are of this checkpoint, whatever takes its place.
-  Reader(const std::string& root, std::int64_t step);
+  Reader(const std::string& root, std::int64_t step, Disk& disk = Disk::real());
   ~Reader() override;
 
   const Manifest& manifest() const noexcept;
@@ -81,8 +82,14 @@ struct Found {
 };
 
 /// Opens the checkpoint of `root` committed last that can be opened, of at most `max_step`,
-/// and whose manifest's SHA-256 is not in `left_out`. Saves may go on meanwhile.
+/// and whose manifest's SHA-256 is not in `left_out`. Saves may go on meanwhile. Throws
+/// Error(kRead) if one cannot be read for now: an older one instead would be a loss.
 TESSERA_API Found find_newest(const std::string& root, std::int64_t max_step = INT64_MAX,
-                              const std::set<std::string>& left_out = {});
+                              const std::set<std::string>& left_out = {},
+                              Disk& disk = Disk::real());
+
+/// Notes that this process goes on with what is in `root` by now, so that its saves may replace it.
+/// A load does so by itself; who reads tensors one by one to continue from them calls it.
+TESSERA_API void note_read(const std::string& root, Disk& disk = Disk::real());
 
 }  // namespace tessera::checkpoint

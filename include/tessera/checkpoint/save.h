@@ -20,6 +20,9 @@ namespace tessera::checkpoint {
 struct SaveOptions {
   /// Checkpoints that stay: those committed last, this one included, whatever their steps. 0: all.
   int keep = 0;
+  /// Replaces the checkpoint of the same step also if another job saved it. Otherwise that is an
+  /// error; a job that has loaded from the root goes on with what was there then, and replaces it.
+  bool replaces = false;
   /// Kept in the manifest, such as the hash of a sharding plan.
   std::string plan;
   /// Saves a delta: pieces that say which rows were touched write only these, on top of the

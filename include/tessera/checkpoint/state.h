@@ -46,7 +46,8 @@ class TESSERA_API Stateful {
   virtual ~Stateful();
   /// Adds what is to be saved now.
   virtual void collect(std::vector<PlacedTensor>& tensors, Values& values) = 0;
-  /// Adds what is to be loaded from `source`, allocating it where needed.
+  /// Adds what is to be loaded from `source`, allocating it where needed. Changes nothing that is
+  /// in use: the load may fail yet, or turn to another checkpoint and ask again.
   virtual void prepare(const Reader& source, std::vector<PlacedTensor>& tensors) = 0;
   /// Takes the values, after all tensors are loaded.
   virtual void finish(const Values& values);

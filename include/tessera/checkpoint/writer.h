@@ -39,6 +39,6 @@ TESSERA_API Manifest write_shard(const std::string& folder, int rank, int world,
 /// of rank r. Returns the manifest.
 TESSERA_API Manifest save_parts(const std::string& root, std::int64_t step,
                                 const std::vector<std::vector<Part>>& parts, const Values& values,
-                                int keep = 0, Disk& disk = Disk::real());
+                                int keep = 0, Disk& disk = Disk::real(), bool replaces = false);
 
 }  // namespace tessera::checkpoint
