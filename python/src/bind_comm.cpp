@@ -30,6 +30,7 @@ void bind_environment(py::module_& module) {
       .def_readonly("master_addr", &Environment::master_addr)
       .def_readonly("master_port", &Environment::master_port)
       .def_readonly("agent_store", &Environment::agent_store)
+      .def_readonly("store", &Environment::store)
       .def_readonly("run_id", &Environment::run_id)
       .def_readonly("restart_count", &Environment::restart_count)
       .def_readonly("launcher", &Environment::launcher)

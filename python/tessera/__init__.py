@@ -12,11 +12,12 @@ import importlib
 import torch  # noqa: F401  # loads the libraries that the extension is linked with
 
 from tessera import _torch_check  # noqa: F401  # isort: skip  # before the extension meets another torch
-from tessera import _C, comm
+from tessera import _C, _store, comm
 from tessera._backend import register as _register
 from tessera._error import CommError
 
 _register()
+_store.register()
 
 __version__ = _C.version()
 

@@ -59,6 +59,15 @@ void read_master(Environment& environment) {
   }
 }
 
+// The launcher's own store, which it offers in place of that at MASTER_ADDR and MASTER_PORT. Those
+// of a program that was started from a rank, but meets elsewhere, are others.
+std::string store_for(const Environment& environment) {
+  const std::string text = variable("TESSERA_STORE").value_or("");
+  const std::string master =
+      environment.master_addr + ":" + std::to_string(environment.master_port) + "=";
+  return text.starts_with(master) ? text.substr(master.size()) : "";
+}
+
 // The first host of a Slurm list such as "node[03-07,12],gpu1": node03. Names may hold several
 // ranges.
 std::string first_slurm_host(const std::string& list) {
@@ -91,6 +100,7 @@ Environment from_torchrun() {
   environment.local_world_size = integer("LOCAL_WORLD_SIZE").value_or(environment.world_size);
   environment.node_rank = integer("GROUP_RANK").value_or(0);
   read_master(environment);
+  environment.store = store_for(environment);
   environment.agent_store = variable("TORCHELASTIC_USE_AGENT_STORE").value_or("") == "True";
   environment.run_id = variable("TORCHELASTIC_RUN_ID").value_or("");
   environment.restart_count = integer("TORCHELASTIC_RESTART_COUNT").value_or(0);

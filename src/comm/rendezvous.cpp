@@ -15,6 +15,7 @@
 #include "comm/network.h"
 #include "comm/shm/shm_transport.h"
 #include "comm/side_thread.h"
+#include "comm/store/auth_store.h"
 #include "tessera/core/check.h"
 
 namespace tessera::comm {
@@ -151,6 +152,9 @@ std::string place_of(const c10::intrusive_ptr<c10d::Store>& store) {
   c10::intrusive_ptr<c10d::Store> inner = store;
   while (auto prefixed = c10::dynamic_intrusive_pointer_cast<c10d::PrefixStore>(inner)) {
     inner = prefixed->getUnderlyingStore();
+  }
+  if (const auto own = c10::dynamic_intrusive_pointer_cast<store::AuthStore>(inner)) {
+    return " at " + own->place().text();
   }
   const auto tcp = c10::dynamic_intrusive_pointer_cast<c10d::TCPStore>(inner);
   if (!tcp) return "";

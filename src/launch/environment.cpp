@@ -32,6 +32,9 @@ std::vector<std::string> rank_environment(const RunOptions& options, const Attem
       {"TORCHELASTIC_USE_AGENT_STORE", "True"},
       {"TORCHELASTIC_ERROR_FILE", error_file},
       {"TESSERA_RUN_ID", attempt.run_id},
+      // A program that makes a group of its own at another address must not end up here.
+      {"TESSERA_STORE",
+       attempt.master_address + ":" + std::to_string(attempt.master_port) + "=" + attempt.store},
       {core::kSecretFileVariable, attempt.secret_file},
   };
   const auto set_if_unset = [&](const char* name, const char* value) {

@@ -18,6 +18,7 @@ struct Attempt {
   std::string job_name;     // --rdzv-id, or a name made from the time
   std::string folder;       // of this run inside the log folder
   std::string secret_file;  // of this run, for its ranks
+  std::string store;        // where the job's own store listens: unix:PATH or tcp:HOST:PORT
 };
 
 /// Returns the launcher's own environment with the variables of torchrun's contract and

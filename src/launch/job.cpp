@@ -66,6 +66,8 @@ class Job {
   void on_leader_lost(const std::string& why);
 
   void start_attempt(int number);
+  void listen_for_stores(const SocketAddress& address);
+  core::Secret rank_secret() const;
   void start_ranks();
   void on_local_failure();
   void on_local_gone();
@@ -93,7 +95,8 @@ class Job {
   const int64_t memory_kills_before_ = num_memory_kills();
 
   Attempt attempt_;
-  std::unique_ptr<StoreHost> store_;
+  std::unique_ptr<StoreHost> store_;        // node 0's: of ranks with our runtime
+  std::unique_ptr<StoreHost> torch_store_;  // and of programs that know LibTorch's only
   std::unique_ptr<RankGroup> ranks_;
   std::unique_ptr<Coordinator> coordinator_;
   std::unique_ptr<Member> member_;
@@ -127,6 +130,7 @@ Job::Job(const RunOptions& options, Program program)
 Job::~Job() {
   ranks_.reset();
   store_.reset();
+  torch_store_.reset();
 }
 
 int Job::run() {
@@ -193,9 +197,14 @@ void Job::on_signal(int number) {
 void Job::on_children() {
   int status = 0;
   for (pid_t pid = 0; (pid = waitpid(-1, &status, WNOHANG)) > 0;) {
-    if (store_ && store_->on_child_exit(pid, status)) continue;
     std::set<pid_t> helpers = {guard_.pid()};
-    if (store_ && store_->helper() > 0) helpers.insert(store_->helper());
+    bool was_store = false;
+    for (const auto& store : {store_.get(), torch_store_.get()}) {
+      if (store == nullptr) continue;
+      was_store = was_store || store->on_child_exit(pid, status);
+      if (store->helper() > 0) helpers.insert(store->helper());
+    }
+    if (was_store) continue;
     if (ranks_) ranks_->on_child_exit(pid, status, helpers);
   }
 }
@@ -283,6 +292,7 @@ void Job::on_leader_message(const Message& message) {
     attempt_.number = message.number("attempt");
     attempt_.master_address = message.text("address");
     attempt_.master_port = static_cast<uint16_t>(message.number("port"));
+    attempt_.store = message.text("store");
     start_ranks();
   } else if (message.kind == "stop") {
     if (ranks_) ranks_->stop(grace());
@@ -314,11 +324,7 @@ void Job::start_attempt(int number) {
                           : options_.endpoint    ? resolve(*options_.endpoint)
                                                  : resolve({"127.0.0.1", 0});
   if (options_.num_nodes > 1) address.set_port(0);
-  store_ =
-      std::make_unique<StoreHost>(loop_, guard_, signals_, address,
-                                  [this](const std::string& line) { note("warning: " + line); });
-  attempt_.master_address = store_->address().host();
-  attempt_.master_port = store_->address().port();
+  listen_for_stores(address);
   is_stopping_ = false;
   gone_nodes_.clear();
   failures_.clear();
@@ -326,10 +332,41 @@ void Job::start_attempt(int number) {
     coordinator_->broadcast({"start",
                              {{"attempt", std::to_string(number)},
                               {"address", attempt_.master_address},
-                              {"port", std::to_string(attempt_.master_port)}}});
+                              {"port", std::to_string(attempt_.master_port)},
+                              {"store", attempt_.store}}});
   }
   start_ranks();
 }
+
+void Job::listen_for_stores(const SocketAddress& address) {
+  const auto warn = [this](const std::string& line) { note("warning: " + line); };
+  torch_store_.reset();  // an attempt before this one may still have the port
+  store_.reset();
+  Listener torch_listener = listen_on(address);
+  attempt_.master_address = torch_listener.address.host();
+  attempt_.master_port = torch_listener.address.port();
+  torch_store_ = std::make_unique<StoreHost>(
+      loop_, guard_, std::move(torch_listener.fd),
+      torch_store(attempt_.master_address, signals_, guard_, warn), warn);
+  // On one host a socket that other users cannot even see, as far as its path is short enough.
+  const std::string path = scratch_.path() + "/store." + std::to_string(attempt_.number);
+  FileDescriptor listening;
+  if (options_.num_nodes == 1 && fits_socket(path)) {
+    listening = listen_on_path(path);
+    attempt_.store = "unix:" + path;
+  } else {
+    SocketAddress own = address;
+    own.set_port(0);
+    Listener listener = listen_on(own);
+    attempt_.store =
+        "tcp:" + listener.address.host() + ":" + std::to_string(listener.address.port());
+    listening = std::move(listener.fd);
+  }
+  store_ = std::make_unique<StoreHost>(loop_, guard_, std::move(listening),
+                                       job_store(rank_secret(), guard_), warn);
+}
+
+core::Secret Job::rank_secret() const { return secret_.derive("run " + attempt_.run_id); }
 
 std::string Job::attempt_folder() const {
   const std::string attempt = "/attempt_" + std::to_string(attempt_.number);
@@ -340,8 +377,7 @@ std::string Job::attempt_folder() const {
 void Job::start_ranks() {
   // The ranks of this run share a key from which that of the launchers cannot be found.
   if (attempt_.secret_file.empty()) {
-    attempt_.secret_file =
-        write_rank_secret(scratch_.path(), secret_.derive("run " + attempt_.run_id));
+    attempt_.secret_file = write_rank_secret(scratch_.path(), rank_secret());
   }
   ranks_ = std::make_unique<RankGroup>(
       loop_, guard_, signals_, options_, out_, err_,
@@ -359,7 +395,8 @@ void Job::start_ranks() {
 
 std::chrono::milliseconds Job::grace() const {
   if (options_.failure_grace) return *options_.failure_grace;
-  const bool may_report = options_.num_nodes > 1 || (store_ && store_->was_used());
+  const bool may_report = options_.num_nodes > 1 || (store_ && store_->was_used()) ||
+                          (torch_store_ && torch_store_->was_used());
   return may_report ? kReportGrace : std::chrono::milliseconds(0);
 }
 

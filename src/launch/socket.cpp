@@ -4,6 +4,8 @@
 #include <fcntl.h>
 #include <netdb.h>
 #include <netinet/in.h>
+#include <sys/stat.h>
+#include <sys/un.h>
 
 #include <cerrno>
 #include <cstring>
@@ -117,6 +119,25 @@ Listener listen_on(const SocketAddress& address) {
   }
   listener.address.length = sizeof(listener.address.storage);
   getsockname(fd, reinterpret_cast<sockaddr*>(&listener.address.storage), &listener.address.length);
+  return listener;
+}
+
+bool fits_socket(const std::string& path) { return path.size() < sizeof(sockaddr_un::sun_path); }
+
+FileDescriptor listen_on_path(const std::string& path) {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  path.copy(address.sun_path, sizeof(address.sun_path) - 1);
+  FileDescriptor listener(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  const mode_t before = umask(0177);
+  const bool is_bound =
+      listener.is_open() &&
+      bind(listener.get(), reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0;
+  umask(before);
+  if (!is_bound || listen(listener.get(), SOMAXCONN) != 0) {
+    throw LaunchError(kExitInternal, "run: cannot listen at " + path, std::strerror(errno),
+                      "set TMPDIR to a folder on a local disk");
+  }
   return listener;
 }
 

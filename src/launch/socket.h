@@ -38,4 +38,9 @@ struct Listener {
 /// the address is not one of this host, or it is a wildcard.
 Listener listen_on(const SocketAddress& address);
 
+/// Listens on a Unix socket at `path`, for this user alone. Throws LaunchError (internal).
+FileDescriptor listen_on_path(const std::string& path);
+/// Whether a Unix socket can have this path.
+bool fits_socket(const std::string& path);
+
 }  // namespace tessera::launch

@@ -1,13 +1,17 @@
 #include "store_host.h"
 
+#include <fcntl.h>
 #include <poll.h>
 #include <sys/auxv.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 
 #include <cerrno>
 #include <cstdlib>
 #include <filesystem>
 #include <system_error>
+
+#include "comm/store/server.h"
 
 extern char** environ;
 
@@ -55,18 +59,18 @@ std::string find_worker_program() {
   return "";
 }
 
-StoreHost::StoreHost(EventLoop& loop, Guard& guard, const SignalState& signals,
-                     const SocketAddress& address, std::function<void(const std::string&)> warn)
+StoreHost::StoreHost(EventLoop& loop, Guard& guard, FileDescriptor listening, Start start,
+                     std::function<void(const std::string&)> warn)
     : loop_(loop),
       guard_(guard),
-      signals_(signals),
-      warn_(std::move(warn)),
-      listener_(listen_on(address)) {
-  loop_.watch(listener_.fd.get(), POLLIN, [this](short) { start_helper(); });
+      listening_(std::move(listening)),
+      start_(std::move(start)),
+      warn_(std::move(warn)) {
+  loop_.watch(listening_.get(), POLLIN, [this](short) { start_helper(); });
 }
 
 StoreHost::~StoreHost() {
-  if (listener_.fd.is_open()) loop_.unwatch(listener_.fd.get());
+  if (listening_.is_open()) loop_.unwatch(listening_.get());
   if (helper_ < 0) return;
   kill(-helper_, SIGKILL);
   while (waitpid(helper_, nullptr, 0) < 0 && errno == EINTR) {
@@ -76,33 +80,69 @@ StoreHost::~StoreHost() {
 
 void StoreHost::start_helper() {
   was_used_ = true;
-  loop_.unwatch(listener_.fd.get());
-  const std::string program = find_worker_program();
+  loop_.unwatch(listening_.get());
   // Whatever happens below, the launcher's own copy is closed at the end: a listening socket that
   // nobody accepts from would make the ranks wait instead of failing at once.
-  const FileDescriptor listening = std::move(listener_.fd);
-  if (program.empty()) {
-    warn_(
-        "a rank asks for the store, but there is no tessera-worker program beside tessera; "
-        "set TESSERA_WORKER to its path");
-    return;
-  }
-  Pipe life_line = make_pipe();
-  ProcessSpec spec;
-  spec.path = program;
-  spec.arguments = {program,  "store",
-                    "--fd",   std::to_string(listening.get()),
-                    "--host", listener_.address.host()};
-  for (char** entry = environ; *entry != nullptr; ++entry) spec.environment.emplace_back(*entry);
-  spec.stdin_fd = life_line.read_end.get();
-  spec.inherited_fd = listening.get();
+  const FileDescriptor listening = std::move(listening_);
   try {
-    helper_ = spawn(spec, signals_, guard_);
+    Pipe life_line = make_pipe();
+    helper_ = start_(listening.get(), life_line.read_end.get());
+    life_line_ = std::move(life_line.write_end);
   } catch (const std::system_error& error) {
     warn_("the store cannot be started: " + std::string(error.what()));
-    return;
   }
-  life_line_ = std::move(life_line.write_end);
+}
+
+StoreHost::Start job_store(const core::Secret& secret, Guard& guard) {
+  return [secret, &guard](int listening, int life_line) {
+    const pid_t launcher = getpid();
+    const pid_t pid = fork();
+    if (pid < 0) throw std::system_error(errno, std::generic_category(), "fork");
+    if (pid > 0) {
+      setpgid(pid, pid);  // also done by the child; whoever comes first
+      return pid;
+    }
+    setpgid(0, 0);
+    guard.add(getpid());
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    if (getppid() != launcher) _exit(128 + SIGKILL);
+    prctl(PR_SET_NAME, "tessera-store");
+    // Nothing of the launcher's stays open: not the guard's pipe, nor what the ranks write into.
+    const int null_file = open("/dev/null", O_RDWR);
+    const int listener_copy = fcntl(listening, F_DUPFD, 10);
+    const int life_line_copy = fcntl(life_line, F_DUPFD, 10);
+    for (int fd = 0; fd < 3; ++fd) dup2(null_file, fd);
+    dup2(listener_copy, 3);
+    dup2(life_line_copy, 4);
+    close_range(5, ~0U, 0);
+    comm::store::Server(3, secret).run(4);
+    _exit(0);
+  };
+}
+
+StoreHost::Start torch_store(const std::string& host, const SignalState& signals, Guard& guard,
+                             std::function<void(const std::string&)> warn) {
+  return [host, &signals, &guard, warn = std::move(warn)](int listening, int life_line) -> pid_t {
+    const std::string program = find_worker_program();
+    if (program.empty()) {
+      warn(
+          "a rank asks for the store, but there is no tessera-worker program beside tessera; "
+          "set TESSERA_WORKER to its path");
+      return -1;
+    }
+    warn(
+        "a program uses torch's own store at MASTER_PORT, which asks for no secret: whoever "
+        "reaches "
+        "the port can change it; `import tessera` before init_process_group avoids it "
+        "(docs/security.md)");
+    ProcessSpec spec;
+    spec.path = program;
+    spec.arguments = {program, "store", "--fd", std::to_string(listening), "--host", host};
+    for (char** entry = environ; *entry != nullptr; ++entry) spec.environment.emplace_back(*entry);
+    spec.stdin_fd = life_line;
+    spec.inherited_fd = listening;
+    return spawn(spec, signals, guard);
+  };
 }
 
 bool StoreHost::on_child_exit(pid_t pid, int status) {

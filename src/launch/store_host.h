@@ -1,8 +1,10 @@
-// launch/store_host.h — the job's key-value store, outside the ranks and only if one asks.
+// launch/store_host.h — the job's key-value stores, outside the ranks and only if one asks.
 //
-// The launcher binds and listens; the first connection makes it start a helper process that takes
-// the listening socket over and serves LibTorch's store on it. A program that never connects
-// costs nothing, and the death of a rank never takes the store with it.
+// There are two. The job's own (comm/store) asks for the job's secret; every rank with our runtime
+// uses it. LibTorch's asks for nothing, and is there for programs that know no other. For each the
+// launcher binds and listens; the first connection makes it start a helper process that takes the
+// listening socket over. A program that never connects costs nothing, and the death of a rank never
+// takes the store with it.
 
 #pragma once
 
@@ -11,6 +13,7 @@
 
 #include <sys/types.h>
 
+#include "core/secret.h"
 #include "event_loop.h"
 #include "guard.h"
 #include "process.h"
@@ -20,9 +23,13 @@ namespace tessera::launch {
 
 class StoreHost {
  public:
-  /// Listens on `address` (port 0: a free one). `warn` receives one line when the helper cannot be
-  /// started or ends early; the job goes on.
-  StoreHost(EventLoop& loop, Guard& guard, const SignalState& signals, const SocketAddress& address,
+  /// Starts the process that serves on `listening` until its life line, a pipe, is closed. Returns
+  /// -1 if it cannot, and has then said why.
+  using Start = std::function<pid_t(int listening, int life_line)>;
+
+  /// Waits for the first connection. `warn` receives one line when the helper ends early; the job
+  /// goes on.
+  StoreHost(EventLoop& loop, Guard& guard, FileDescriptor listening, Start start,
             std::function<void(const std::string&)> warn);
   StoreHost(const StoreHost&) = delete;
   StoreHost& operator=(const StoreHost&) = delete;
@@ -30,7 +37,6 @@ class StoreHost {
   /// Kills the helper and waits for it.
   ~StoreHost();
 
-  const SocketAddress& address() const noexcept { return listener_.address; }
   bool was_used() const noexcept { return was_used_; }
   pid_t helper() const noexcept { return helper_; }
 
@@ -42,13 +48,21 @@ class StoreHost {
 
   EventLoop& loop_;
   Guard& guard_;
-  const SignalState& signals_;
+  FileDescriptor listening_;
+  Start start_;
   std::function<void(const std::string&)> warn_;
-  Listener listener_;
-  FileDescriptor life_line_;  // the helper's stdin; its end tells the helper to end
+  FileDescriptor life_line_;
   pid_t helper_ = -1;
   bool was_used_ = false;
 };
+
+/// The job's own store: a fork of the launcher, ready in a millisecond.
+StoreHost::Start job_store(const core::Secret& secret, Guard& guard);
+
+/// LibTorch's store, in `tessera-worker`. `warn` is told that no secret is asked for, or why there
+/// is no such store.
+StoreHost::Start torch_store(const std::string& host, const SignalState& signals, Guard& guard,
+                             std::function<void(const std::string&)> warn);
 
 /// Returns the path of the `tessera-worker` program: $TESSERA_WORKER, beside the launcher, or in
 /// the installed `libexec/tessera`. Empty if there is none.

@@ -23,6 +23,7 @@ const char* const kVariables[] = {"RANK",
                                   "MASTER_PORT",
                                   "TORCHELASTIC_USE_AGENT_STORE",
                                   "TORCHELASTIC_RUN_ID",
+                                  "TESSERA_STORE",
                                   "TORCHELASTIC_RESTART_COUNT",
                                   "SLURM_PROCID",
                                   "SLURM_NTASKS",
@@ -94,6 +95,19 @@ TEST_F(EnvironmentTest, ReadsTorchrun) {
   EXPECT_TRUE(environment.agent_store);
   EXPECT_EQ(environment.run_id, "job-9");
   EXPECT_EQ(environment.restart_count, 2);
+}
+
+TEST_F(EnvironmentTest, TheLaunchersStoreStandsForOneAddressOnly) {
+  std::map<std::string, std::string> variables{{"RANK", "1"},
+                                               {"WORLD_SIZE", "2"},
+                                               {"MASTER_ADDR", "127.0.0.1"},
+                                               {"MASTER_PORT", "29501"},
+                                               {"TESSERA_STORE", "127.0.0.1:29501=unix:/a/b"}};
+  EXPECT_EQ(read(variables).store, "unix:/a/b");
+  variables["MASTER_PORT"] = "2950";  // a group that a rank's own child makes elsewhere
+  EXPECT_EQ(read(variables).store, "");
+  variables.erase("TESSERA_STORE");
+  EXPECT_EQ(read(variables).store, "");
 }
 
 TEST_F(EnvironmentTest, FourVariablesByHandAreEnough) {

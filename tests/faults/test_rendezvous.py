@@ -10,6 +10,8 @@ from fleet import Fleet
 from waiting import free_port
 
 RENDEZVOUS = 69
+# The store is LibTorch's own then, as it is under torchrun, which several jobs may share.
+NO_SECRET = {"TESSERA_JOB_SECRET": ""}
 
 
 def errors_with_code(fleet, codes, ranks, kind="rendezvous"):
@@ -159,18 +161,18 @@ def test_two_jobs_on_one_port():
 
 
 def test_jobs_with_names_share_a_store_without_meeting():
-    with Fleet("join", "linger=1") as host:
+    with Fleet("join", "linger=1", env=NO_SECRET) as host:
         host.bare(2, TORCHELASTIC_RUN_ID="first")
         host.await_events("done", 2)
         port = next(iter(host.ports))
         # Same store, same ranks, another name: a job of its own.
-        with Fleet("join").bare(
+        with Fleet("join", env=NO_SECRET).bare(
             2, port=port, TORCHELASTIC_RUN_ID="second", TORCHELASTIC_USE_AGENT_STORE="True"
         ) as guest:
             assert guest.wait() == [0, 0], guest.err()
             guest.ports.clear()
             # Same name, another attempt.
-            with Fleet("join").bare(
+            with Fleet("join", env=NO_SECRET).bare(
                 2,
                 port=port,
                 TORCHELASTIC_RUN_ID="first",
@@ -184,11 +186,11 @@ def test_jobs_with_names_share_a_store_without_meeting():
 
 def test_stale_store_of_an_older_run():
     # The same name and attempt as a run that has ended: its ranks still stand in the store.
-    with Fleet("join", "linger=1") as host:
+    with Fleet("join", "linger=1", env=NO_SECRET) as host:
         host.bare(2, TORCHELASTIC_RUN_ID="first")
         pids = {e["rank"]: e["pid"] for e in host.await_events("done", 2).values()}
         port = next(iter(host.ports))
-        with Fleet("join", env={"TESSERA_TIMEOUT": "10"}).bare(
+        with Fleet("join", env={"TESSERA_TIMEOUT": "10", **NO_SECRET}).bare(
             2, port=port, TORCHELASTIC_RUN_ID="first", TORCHELASTIC_USE_AGENT_STORE="True"
         ) as guest:
             assert guest.wait() == [RENDEZVOUS, RENDEZVOUS], guest.err()
@@ -233,6 +235,28 @@ def test_missing_host_of_two():
         )
         assert fleet.wait(20) == [RENDEZVOUS]
         assert "node 1" in fleet.err()
+
+
+def test_another_secret_is_refused_and_said():
+    with Fleet("join", env={"TESSERA_TIMEOUT": "10"}) as fleet:
+        fleet.bare(2, ranks=[0])
+        fleet.bare(2, ranks=[1], port=next(iter(fleet.ports)), TESSERA_JOB_SECRET="o" * 32)
+        fleet.processes[1].wait(timeout=60)
+        text = fleet.by_rank("error")[1]["text"]
+        assert re.fullmatch(
+            r"comm\.init: the store at 127\.0\.0\.1:\d+ does not accept the secret of rank 1\. Give "
+            r"every process of the job the same TESSERA_JOB_SECRET_FILE\.",
+            text,
+        ), text
+
+
+def test_a_job_without_a_secret_is_warned_once():
+    with Fleet("join", env=NO_SECRET).bare(3) as fleet:
+        assert fleet.wait() == [0, 0, 0], fleet.err()
+        assert fleet.err().count("asks for no secret") == 1
+    with Fleet("join").bare(3) as fleet:
+        assert fleet.wait() == [0, 0, 0], fleet.err()
+        assert "secret" not in fleet.err()
 
 
 def test_interrupted_while_the_ranks_meet():

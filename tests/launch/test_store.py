@@ -68,8 +68,9 @@ def test_first_connection_starts_one_helper_and_its_end_is_only_a_warning():
         wait_until(lambda: len(os.listdir(f"/proc/{store}/task")) > 1, limit=60, what="its threads")
         os.kill(store, signal.SIGKILL)
         assert b"store gone" in job.process.stdout.readline()
-        warning = job.process.stderr.readline()
-        assert b"warning: the store ended by SIGKILL; the ranks go on" in warning
+        warnings = [job.process.stderr.readline() for _ in range(2)]
+        assert b"warning: a program uses torch's own store" in warnings[0]
+        assert b"warning: the store ended by SIGKILL; the ranks go on" in warnings[1]
         assert store_of(job) is None
         job.send(signal.SIGTERM)
         assert job.wait().code == 143
@@ -142,6 +143,75 @@ dist.barrier(); dist.destroy_process_group()
         job.end()
 
 
+def own_store_of(job):
+    found = [pid for pid in job.processes() if name_of(pid) == "tessera-store"]
+    assert len(found) <= 1
+    return found[0] if found else None
+
+
+def name_of(pid):
+    try:
+        return pathlib.Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+USE_OWN_STORE = "import tessera\n" + USE_GROUP
+
+
+@needs_torch
+def test_a_program_with_our_runtime_meets_on_a_store_that_asks_for_the_secret(tmp_path):
+    program = script(
+        tmp_path,
+        USE_OWN_STORE
+        + """
+print(os.environ["TESSERA_STORE"].split("=unix:")[1], flush=True)
+while not os.path.exists(sys.argv[1]): time.sleep(0.01)
+dist.barrier(); dist.destroy_process_group()
+""",
+    )
+    job = Job("run", "-n", 2, program, tmp_path / "go", env=WITH_TORCH)
+    try:
+        lines = [job.process.stdout.readline().decode() for _ in range(4)]
+        path = pathlib.Path(next(line.split()[-1] for line in lines if "/store." in line))
+        assert store_of(job) is None and own_store_of(job) is not None
+        assert path.parent.stat().st_mode & 0o777 == 0o700
+        assert path.stat().st_mode & 0o777 == 0o600
+        if os.geteuid() == 0:
+            attempt = f"import os, socket; os.setuid(65534); socket.socket(1).connect({str(path)!r})"
+            stranger = subprocess.run(python(attempt), capture_output=True, text=True, timeout=60)
+            assert "PermissionError" in stranger.stderr
+        (tmp_path / "go").touch()
+        result = job.wait(TORCH_LIMIT)
+        assert result.code == 0, result.err
+        assert "secret" not in result.err
+        assert job.processes() == []
+    finally:
+        job.end()
+
+
+@needs_worker
+@needs_torch
+def test_a_program_on_torchs_own_store_is_warned_of_once(tmp_path):
+    program = script(tmp_path, USE_GROUP + "dist.barrier(); dist.destroy_process_group()")
+    result = run("run", "-n", 2, program, env=WITH_TORCH, limit=TORCH_LIMIT)
+    assert result.code == 0, result.err
+    assert result.err.count("torch's own store at MASTER_PORT, which asks for no secret") == 1
+
+
+@needs_torch
+def test_a_long_path_gives_a_store_on_loopback(tmp_path):
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    program = script(
+        tmp_path, USE_OWN_STORE + "print(os.environ['TESSERA_STORE']); dist.destroy_process_group()"
+    )
+    env = {**WITH_TORCH, "TMPDIR": str(folder)}
+    result = run("run", "-n", 2, program, env=env, limit=TORCH_LIMIT)
+    assert result.code == 0, result.err
+    assert re.search(r"=tcp:127\.0\.0\.1:\d+\n", result.out)
+
+
 @needs_worker
 @needs_torch
 def test_restarted_job_finds_a_fresh_store(tmp_path):
@@ -199,11 +269,13 @@ main()
 
 @needs_worker
 @needs_torch
-def test_store_is_shared_by_nodes(tmp_path):
+@pytest.mark.parametrize("own", [True, False], ids=["own", "torch"])
+def test_store_is_shared_by_nodes(tmp_path, own):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
-    program = script(tmp_path, USE_GROUP + "dist.barrier(); dist.destroy_process_group()")
+    code = USE_OWN_STORE if own else USE_GROUP
+    program = script(tmp_path, code + "dist.barrier(); dist.destroy_process_group()")
     words = ["--nnodes", 2, "--rdzv-endpoint", endpoint, program]
     jobs = [Job("run", "--node-rank", node, *words, env=WITH_TORCH) for node in (0, 1)]
     try:

@@ -20,15 +20,17 @@ struct Environment {
   std::string master_addr = "127.0.0.1";
   std::uint16_t master_port = 0;
   bool agent_store = false;  // the launcher hosts the store; no rank may
-  std::string run_id;        // separates jobs and attempts that meet on one store
+  std::string store;   // the launcher's own store, which asks for the job's secret: unix:PATH or
+                       // tcp:HOST:PORT; empty if it has none
+  std::string run_id;  // separates jobs and attempts that meet on one store
   int restart_count = 0;
   std::string launcher;  // "torchrun", "slurm", "openmpi", or "none" for a single process
 };
 
 /// Reads the variables of `tessera run` and torchrun (RANK, WORLD_SIZE, LOCAL_RANK,
-/// LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_*), else Slurm's
-/// (SLURM_PROCID, ...), else Open MPI's (OMPI_COMM_WORLD_RANK, ...). A process without any of them
-/// is a world of one.
+/// LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_*, TESSERA_STORE), else
+/// Slurm's (SLURM_PROCID, ...), else Open MPI's (OMPI_COMM_WORLD_RANK, ...). A process without any
+/// of them is a world of one.
 ///
 /// Under Slurm and Open MPI, MASTER_ADDR and MASTER_PORT are taken from the environment if set;
 /// else the first host of the job and a port derived from the job's id. Throws ValueError naming

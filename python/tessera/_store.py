@@ -1,0 +1,45 @@
+"""torch.distributed's "env://" meets on the job's own store, which asks for the job's secret."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from urllib.parse import parse_qsl, urlparse
+
+from tessera import _C
+
+# By its name: torch.distributed has a function of the same one.
+rendezvous = importlib.import_module("torch.distributed.rendezvous")
+
+
+def _own_environment(url: str):
+    """The environment of this process, if `tessera run` gave its job a store and `url` means it."""
+    try:
+        environment = _C.read_environment()
+    except ValueError:
+        return None  # torch says what is wrong with it
+    query = dict(parse_qsl(urlparse(url).query))
+    asked = (int(query.get("rank", environment.rank)), int(query.get("world_size", environment.world_size)))
+    is_own = bool(environment.store) and asked == (environment.rank, environment.world_size)
+    return environment if is_own else None
+
+
+def _prefer_own_store(torch_handler):
+    @functools.wraps(torch_handler)
+    def handler(url, timeout=rendezvous.default_pg_timeout, **kwargs):
+        environment = _own_environment(url)
+        if environment is None:
+            yield from torch_handler(url, timeout, **kwargs)
+            return
+        yield _C.connect_store(environment, timeout), environment.rank, environment.world_size
+        raise RuntimeError("Unable to perform re-rendezvous using env:// method")
+
+    handler.is_tesseras = True
+    return handler
+
+
+def register() -> None:
+    """Have init_process_group use the job's own store. Calling it again changes nothing."""
+    handlers = rendezvous._rendezvous_handlers
+    if "env" in handlers and not hasattr(handlers["env"], "is_tesseras"):
+        handlers["env"] = _prefer_own_store(handlers["env"])

@@ -1,0 +1,199 @@
+#include "comm/store/server.h"
+
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <utility>
+#include <vector>
+
+namespace tessera::comm::store {
+namespace {
+
+constexpr std::size_t kMostStrangers = 256;
+constexpr int kMostAccepted = 64;  // before other work is looked at
+// A client that does not read what it asked for is not worth more memory than this.
+constexpr std::size_t kMostUnsent = 4 * kLongest;
+
+bool is_unix_socket(int socket) {
+  sockaddr_storage address{};
+  socklen_t length = sizeof(address);
+  return ::getsockname(socket, reinterpret_cast<sockaddr*>(&address), &length) == 0 &&
+         address.ss_family == AF_UNIX;
+}
+
+bool is_own_user(int socket) {
+  ucred peer{};
+  socklen_t length = sizeof(peer);
+  return ::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &length) == 0 &&
+         (peer.uid == ::geteuid() || peer.uid == 0);
+}
+
+}  // namespace
+
+Server::Server(int listener, core::Secret secret)
+    : listener_(listener),
+      secret_(std::move(secret)),
+      is_local_(is_unix_socket(listener)),
+      table_([this](Client id, const Packet& packet) { answer(id, packet); }) {}
+
+Server::~Server() {
+  for (auto& [id, connection] : connections_) ::close(connection.socket);
+  ::close(listener_);
+}
+
+void Server::run(int stop) {
+  std::vector<pollfd> files;
+  std::vector<Client> ids;
+  while (true) {
+    files = {{stop, POLLIN, 0}, {listener_, POLLIN, 0}};
+    ids.clear();
+    for (const auto& [id, connection] : connections_) {
+      const short events = connection.unsent.empty() ? POLLIN : POLLIN | POLLOUT;
+      files.push_back({connection.socket, events, 0});
+      ids.push_back(id);
+    }
+    if (::poll(files.data(), files.size(), milliseconds_to_deadline()) < 0 && errno != EINTR)
+      return;
+    if (files[0].revents != 0) return;
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+      const short ready = files[i + 2].revents;
+      Connection& connection = connections_.at(ids[i]);
+      if ((ready & POLLOUT) != 0) write_to(connection);
+      if ((ready & (POLLIN | POLLHUP | POLLERR)) != 0) read_from(ids[i], connection);
+    }
+    if (files[1].revents != 0) accept_some();
+    for (const Client id : strangers_) {
+      Connection& stranger = connections_.at(id);
+      if (stranger.deadline > Clock::now()) break;
+      stranger.is_over = true;
+    }
+    remove_ended();
+  }
+}
+
+int Server::milliseconds_to_deadline() const {
+  if (strangers_.empty()) return -1;
+  const auto left = connections_.at(*strangers_.begin()).deadline - Clock::now();
+  const auto milliseconds = std::chrono::ceil<std::chrono::milliseconds>(left).count();
+  return static_cast<int>(std::max<std::int64_t>(milliseconds, 0));
+}
+
+void Server::accept_some() {
+  for (int i = 0; i < kMostAccepted && accept_one(); ++i) {
+  }
+}
+
+// Returns whether there may be more.
+bool Server::accept_one() {
+  const int socket = ::accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
+  const bool is_full = socket < 0 && (errno == EMFILE || errno == ENFILE);
+  if ((is_full || strangers_.size() >= kMostStrangers) && !strangers_.empty()) {
+    connections_.at(*strangers_.begin()).is_over = true;
+    remove_ended();
+  }
+  if (socket < 0) return false;
+  if (is_local_ && !is_own_user(socket)) {
+    ::close(socket);
+    return true;
+  }
+  if (!is_local_) {
+    const int on = 1;
+    ::setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
+  }
+  const Client id = next_id_++;
+  Connection connection{
+      .socket = socket,
+      .handshake = core::Handshake(core::Handshake::Side::kListens, secret_, kPurpose),
+      .deadline = Clock::now() + std::chrono::seconds(core::kHandshakeSeconds)};
+  connection.unsent = connection.handshake.opening();
+  write_to(connection);
+  connections_.emplace(id, std::move(connection));
+  strangers_.insert(id);
+  return true;
+}
+
+void Server::read_from(Client id, Connection& connection) {
+  if (connection.is_over) return;
+  char buffer[64 << 10];
+  const ssize_t size = ::recv(connection.socket, buffer, sizeof(buffer), 0);
+  if (size < 0 && (errno == EAGAIN || errno == EINTR)) return;
+  if (size <= 0) {
+    connection.is_over = true;
+    return;
+  }
+  connection.received.append(buffer, static_cast<std::size_t>(size));
+  if (!connection.reader) shake_hands(id, connection);
+  if (connection.reader) serve_frames(id, connection);
+}
+
+void Server::shake_hands(Client id, Connection& connection) {
+  const auto state = connection.handshake.advance(connection.received, connection.unsent);
+  write_to(connection);
+  if (state == core::Handshake::State::kOpen) return;
+  if (state != core::Handshake::State::kProven) {
+    connection.is_over = true;
+    return;
+  }
+  strangers_.erase(id);
+  connection.writer = connection.handshake.writer();
+  connection.reader = connection.handshake.reader();
+}
+
+void Server::serve_frames(Client id, Connection& connection) {
+  try {
+    while (!connection.is_over) {
+      const auto text = connection.reader->next(connection.received, kLongest);
+      if (!text) return;
+      try {
+        table_.serve(id, decode(*text));
+      } catch (const WireError& error) {
+        answer(id, {static_cast<std::uint8_t>(Status::kWrong), {error.what()}});
+      }
+    }
+  } catch (const core::FrameError&) {
+    connection.is_over = true;
+  }
+}
+
+void Server::answer(Client id, const Packet& packet) {
+  Connection& connection = connections_.at(id);
+  if (connection.is_over) return;
+  connection.unsent += connection.writer->frame(encode(packet));
+  write_to(connection);
+  if (connection.unsent.size() > kMostUnsent) connection.is_over = true;
+}
+
+void Server::write_to(Connection& connection) {
+  while (!connection.unsent.empty()) {
+    const ssize_t sent =
+        ::send(connection.socket, connection.unsent.data(), connection.unsent.size(), MSG_NOSIGNAL);
+    if (sent >= 0) {
+      connection.unsent.erase(0, static_cast<std::size_t>(sent));
+    } else if (errno == EAGAIN) {
+      return;
+    } else if (errno != EINTR) {
+      connection.is_over = true;
+      return;
+    }
+  }
+}
+
+void Server::remove_ended() {
+  for (auto it = connections_.begin(); it != connections_.end();) {
+    if (!it->second.is_over) {
+      ++it;
+      continue;
+    }
+    table_.forget(it->first);
+    strangers_.erase(it->first);
+    ::close(it->second.socket);
+    it = connections_.erase(it);
+  }
+}
+
+}  // namespace tessera::comm::store
