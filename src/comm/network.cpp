@@ -7,6 +7,7 @@
 #include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/random.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -15,8 +16,10 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <memory>
 #include <sstream>
+#include <system_error>
 
 #include "tessera/comm/error.h"
 #include "tessera/core/check.h"
@@ -202,6 +205,24 @@ Socket connect_to(const std::string& address, std::uint16_t port,
 void send_without_delay(const Socket& socket) noexcept {
   const int on = 1;
   ::setsockopt(socket.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
+}
+
+void make_room_for_files(std::size_t needed, const std::string& what) {
+  std::size_t open_files = 0;
+  std::error_code ignored;
+  for (auto entry = std::filesystem::directory_iterator("/proc/self/fd", ignored);
+       entry != std::filesystem::directory_iterator(); entry.increment(ignored)) {
+    ++open_files;
+  }
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_NOFILE, &limit) != 0 || open_files + needed <= limit.rlim_cur) return;
+  limit.rlim_cur = limit.rlim_max;
+  if (open_files + needed <= limit.rlim_max && ::setrlimit(RLIMIT_NOFILE, &limit) == 0) return;
+  throw Error(ErrorKind::kUnavailable, {},
+              "comm.init: " + what + " needs about " + std::to_string(needed) +
+                  " more open files, " + std::to_string(open_files) + " are open already, and " +
+                  std::to_string(limit.rlim_max) +
+                  " is the limit of this process. Raise it: ulimit -Hn, or LimitNOFILE.");
 }
 
 std::optional<core::Secret> job_secret() {

@@ -55,6 +55,11 @@ Socket connect_to(const std::string& address, std::uint16_t port,
 /// Has `socket` send at once what it is given.
 void send_without_delay(const Socket& socket) noexcept;
 
+/// Sees to it that `needed` more files can be opened, and raises this process's soft limit for that
+/// if the hard one allows it. Throws Error(kUnavailable) with the numbers if it does not; `what`
+/// says who needs them.
+void make_room_for_files(std::size_t needed, const std::string& what);
+
 /// The secret of the job, if it has one: see core/secret.h. Throws ValueError if it cannot be used.
 std::optional<core::Secret> job_secret();
 

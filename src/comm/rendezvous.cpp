@@ -115,6 +115,11 @@ std::shared_ptr<Transport> make_transport(const c10::intrusive_ptr<c10d::Store>&
   const std::string address = is_one_host ? "127.0.0.1" : address_towards_peers();
   const auto deadline = Clock::now() + options.timeout;
   const auto make_gloo = [&]() -> std::shared_ptr<Transport> {
+    // Beside the connections to all ranks: listeners, the comparison of calls, the store. Without
+    // this, Gloo would say that it cannot resolve the address.
+    constexpr std::size_t kOtherFiles = 48;
+    make_room_for_files(static_cast<std::size_t>(size) + kOtherFiles,
+                        "Gloo between " + std::to_string(size) + " ranks");
     const auto channel = make_channel(store, *monitor, address);
     auto transport = std::make_shared<GlooTransport>(store, monitor, channel, options.timeout,
                                                      address, options.check_gloo_calls);

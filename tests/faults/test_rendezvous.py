@@ -237,6 +237,17 @@ def test_missing_host_of_two():
         assert "node 1" in fleet.err()
 
 
+def test_too_few_open_files_are_said_to_be_that():
+    with Fleet("join", env={"TESSERA_ENGINE": "gloo", "TESSERA_TIMEOUT": "10"}) as fleet:
+        fleet.bare(2, prefix=["prlimit", "--nofile=50:50"])
+        errors = errors_with_code(fleet, [78, 78], [0, 1], kind="unavailable")
+        assert re.match(
+            r"comm\.init: Gloo between 2 ranks needs about 50 more open files, \d+ are open already, "
+            r"and 50 is the limit of this process\.",
+            errors[0]["text"],
+        ), errors[0]["text"]
+
+
 def test_another_secret_is_refused_and_said():
     with Fleet("join", env={"TESSERA_TIMEOUT": "10"}) as fleet:
         fleet.bare(2, ranks=[0])

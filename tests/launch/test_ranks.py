@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import signal
 
 import pytest
@@ -190,3 +191,22 @@ def test_many_ranks():
     result = run("run", "-n", 24, "--", "sh", "-c", "echo $RANK")
     assert result.code == 0
     assert sorted(int(line.split()[-1]) for line in result.lines) == list(range(24))
+
+
+def test_the_soft_limit_of_open_files_is_raised_to_the_hard_one():
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    hard = min(limits[1], 5000)
+    result = run(
+        *("run", "-n", 2, "--", "sh", "-c", "ulimit -n"),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard)),
+    )
+    assert result.code == 0, result.err
+    assert sorted(result.lines) == [f"[rank 0] {hard}", f"[rank 1] {hard}"]
+
+
+def test_more_ranks_than_the_soft_limit_of_open_files_allows():
+    result = run(
+        *("run", "-n", 60, "--", "true"),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (100, 4000)),
+    )
+    assert result.code == 0, result.err
