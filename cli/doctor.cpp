@@ -7,6 +7,7 @@
 #include <cstdlib>
 
 #include "doctor/report.h"
+#include "doctor/security.h"
 #include "flags.h"
 #include "kernels/dispatch.h"
 #include "tessera/launch/exit_code.h"
@@ -17,18 +18,20 @@ namespace tessera::cli {
 namespace {
 
 constexpr std::string_view kHelp =
-    R"(tessera doctor [--quick] [--json]
+    R"(tessera doctor [--quick | --security] [--json]
 
   tessera doctor                    a page for people
   tessera doctor --json             the same for programs, and for bug reports
+  tessera doctor --security         who could reach a job on this machine
 
 Shows versions, engines, instruction set, cores, memory, limits and GPUs; lets two ranks check the
 values of the collectives on every engine; measures memory and all-reduce. Takes 2 to 5 seconds.
 
   --quick      fewer repetitions: at most 2 seconds
+  --security   runs a job of two ranks, lists what it listens on, and checks folders and secret
   --json       one JSON object; docs/doctor.md describes its keys
 
-Exit codes: 0 good, 1 the self-test failed. More: docs/doctor.md
+Exit codes: 0 good, 1 the self-test failed or a door is open. More: docs/doctor.md
 )";
 
 constexpr int kExitFailed = 1;
@@ -36,6 +39,7 @@ constexpr int kExitFailed = 1;
 struct Words {
   bool is_quick = false;
   bool as_json = false;
+  bool is_about_security = false;
   bool wants_help = false;
 };
 
@@ -43,6 +47,7 @@ void define_flags(CLI::App& app, Words& words) {
   app.set_help_flag();
   app.add_flag("--quick", words.is_quick);
   app.add_flag("--json", words.as_json);
+  app.add_flag("--security", words.is_about_security);
   app.add_flag("-h,--help", words.wants_help);
 }
 
@@ -73,6 +78,12 @@ int run(const std::vector<std::string>& words) {
   if (given.wants_help) return print_help(kHelp);
   if (!split.rest.empty())
     throw UsageError("doctor: takes flags only, not '" + split.rest[0] + "'");
+  if (given.is_about_security) {
+    const Security security = examine_security();
+    const std::string text = given.as_json ? as_json(security).dump(2) + "\n" : as_text(security);
+    std::fputs(text.c_str(), stdout);
+    return security.problems.empty() ? launch::kExitOk : kExitFailed;
+  }
   const Findings findings = examine(given.is_quick);
   if (given.as_json) {
     std::printf("%s\n", as_json(findings).dump(2).c_str());

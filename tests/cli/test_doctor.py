@@ -7,6 +7,7 @@ import os
 import pathlib
 import re
 import subprocess
+import tempfile
 
 import pytest
 
@@ -156,3 +157,41 @@ def test_help_ends_with_where_to_read_more():
     assert result.returncode == 0
     assert result.stdout.startswith("tessera doctor")
     assert result.stdout.rstrip().endswith("docs/doctor.md")
+
+
+@pytest.fixture
+def short_folder():
+    """The path of a Unix socket has 107 bytes at most, of which pytest's folders take many."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield folder
+
+
+def test_security_shows_that_nothing_is_open_to_other_hosts(short_folder):
+    result = doctor("--security", "--json", env={"TMPDIR": short_folder})
+    assert result.returncode == 0, result.stdout + result.stderr
+    found = json.loads(result.stdout)
+    assert found["ok"] and found["job_ran"] and found["problems"] == []
+    kinds = {(s["holder"], s["protocol"]): s for s in found["sockets"]}
+    assert not any(s["other_hosts"] for s in found["sockets"])
+    # The store other users cannot even see, the port for torch's own, and Gloo's in the ranks.
+    assert kinds["store", "unix"]["other_users"] is False
+    assert kinds["store", "unix"]["address"].startswith(short_folder)
+    assert kinds["launcher", "tcp"]["address"] == "127.0.0.1"
+    assert kinds["rank", "tcp"]["address"] == "127.0.0.1"
+    assert found["folder"] == {"path": f"{short_folder}/tessera-{os.geteuid()}", "mode": "0700"}
+    assert found["secret"] == {"from": "", "error": ""}
+
+
+def test_security_names_what_is_wrong(tmp_path):
+    secret = tmp_path / "job.secret"
+    secret.write_text("x" * 40)
+    secret.chmod(0o644)
+    folder = tmp_path / f"tessera-{os.geteuid()}"
+    folder.mkdir()
+    folder.chmod(0o777)
+    env = {"TMPDIR": str(tmp_path), "TESSERA_JOB_SECRET_FILE": str(secret)}
+    result = doctor("--security", env=env)
+    assert result.returncode == 1
+    assert "can be read or written by other users" in result.stdout
+    assert f"{folder} is not private to this user" in result.stdout
+    assert "x" * 40 not in result.stdout
