@@ -80,9 +80,16 @@ EngineBackend::EngineBackend(std::shared_ptr<Transport> transport,
       transport_(std::move(transport)),
       monitor_(std::move(monitor)),
       options_(c10::make_intrusive<Options>(std::string(transport_->name()), timeout)),
-      collectives_(std::make_shared<Executor>(is_relay())) {
+      collectives_(make_executor(true)) {
   std::lock_guard lock(registry().mutex);
   registry().backends.insert(this);
+}
+
+std::shared_ptr<Executor> EngineBackend::make_executor(bool is_ordered) {
+  return std::make_shared<Executor>(Executor::Options{
+      .is_relay = is_relay(),
+      .is_ordered = is_ordered,
+      .on_stuck = [this](const std::string& text) { fail(FailureKind::kTimeout, {rank_}, text); }});
 }
 
 EngineBackend::~EngineBackend() {
@@ -134,10 +141,15 @@ void EngineBackend::raise(const Failure& failure) {
   throw error;
 }
 
+std::chrono::milliseconds EngineBackend::limit_of(
+    std::chrono::milliseconds timeout) const noexcept {
+  return timeout.count() > 0 ? timeout : options_->timeout;
+}
+
 Call EngineBackend::stamped(Call call, std::uint64_t sequence,
                             std::chrono::milliseconds timeout) const {
   call.sequence = sequence;
-  call.limit = timeout.count() > 0 ? timeout : options_->timeout;
+  call.limit = limit_of(timeout);
   call.deadline = Clock::now() + call.limit;
   return call;
 }
@@ -146,10 +158,10 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::submit(Submission submission,
                                                      std::vector<Step> steps) {
   const std::uint64_t first =
       sequence_.fetch_add(static_cast<std::uint64_t>(submission.num_sequence));
-  auto run = [this, first, timeout = submission.timeout,
-              steps = std::move(steps)](EngineWork&) mutable {
+  auto run = [this, timeout = submission.timeout,
+              steps = std::move(steps)](EngineWork& work) mutable {
     try {
-      std::uint64_t sequence = first;
+      std::uint64_t sequence = work.position();
       for (Step& step : steps) {
         Call call = stamped({}, sequence++, timeout);
         step(*transport_, call);
@@ -161,10 +173,13 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::submit(Submission submission,
   auto work = c10::make_intrusive<EngineWork>(
       collectives_, rank_, submission.type, submission.title, first, std::move(submission.outputs),
       std::move(run), [this] { return transport_->is_met(); });
+  work->set_num_steps(static_cast<std::uint64_t>(submission.num_sequence));
+  work->set_limit(limit_of(submission.timeout));
   if (submission.plan) {
-    work->set_announcement([this, call = stamped(*submission.plan, first, submission.timeout)] {
-      transport_->announce(call);
-    });
+    work->set_announcement(
+        [this, plan = *submission.plan, timeout = submission.timeout, &self = *work] {
+          transport_->announce(stamped(plan, self.position(), timeout));
+        });
   }
   if (submission.is_async) {
     collectives_->run_later(work);

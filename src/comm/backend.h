@@ -129,6 +129,9 @@ class EngineBackend final : public c10d::Backend {
                                                        bool is_send);
   /// Whether operations pass memory on to somebody else, rather than work on it here.
   bool is_relay() const noexcept { return transport_->name() == "gloo"; }
+  /// `is_ordered`: see Executor::Options.
+  std::shared_ptr<Executor> make_executor(bool is_ordered);
+  std::chrono::milliseconds limit_of(std::chrono::milliseconds timeout) const noexcept;
   Call stamped(Call call, std::uint64_t sequence, std::chrono::milliseconds timeout) const;
   [[noreturn]] void raise(const Failure& failure);
 

@@ -22,7 +22,7 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::submit_point_to_point(c10d::OpType
   {
     std::lock_guard lock(lanes_mutex_);
     auto& slot = lanes_[{is_send, peer}];
-    if (!slot) slot = std::make_shared<Executor>(is_relay());
+    if (!slot) slot = make_executor(false);
     lane = slot;
   }
   const std::uint64_t sequence = point_to_point_sequence_.fetch_add(1);
@@ -46,6 +46,7 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::submit_point_to_point(c10d::OpType
   auto work =
       c10::make_intrusive<EngineWork>(lane, rank_, type, title, sequence,
                                       std::vector<at::Tensor>{std::move(tensor)}, std::move(run));
+  work->set_limit(limit_of(std::chrono::milliseconds(0)));
   lane->run_later(work);
   return work;
 }

@@ -43,8 +43,9 @@ const char* wait_name(c10d::OpType type) {
 
 EngineWork::EngineWork(std::shared_ptr<Executor> executor, int rank, c10d::OpType type,
                        const char* title, std::uint64_t sequence, std::vector<at::Tensor> outputs,
-                       Run run, std::function<bool()> is_met)
-    : c10d::Work(rank, type, title),
+                       Run run, std::function<bool()> is_met,
+                       const std::optional<std::vector<at::Tensor>>& inputs)
+    : c10d::Work(rank, type, title, inputs),
       executor_(std::move(executor)),
       sequence_(sequence),
       outputs_(std::move(outputs)),
@@ -72,7 +73,7 @@ bool EngineWork::wait(std::chrono::milliseconds timeout) {
     std::unique_lock lock(mutex_);
     if (!cv_.wait_for(lock, timeout, [this] { return completed_; })) {
       throw Error(ErrorKind::kTimeout, {},
-                  "comm.wait #" + std::to_string(sequence_) + ": not done after " +
+                  "comm.wait #" + std::to_string(sequence_) + ": Timed out: not done after " +
                       std::to_string(timeout.count()) + " ms.");
     }
   } else {
@@ -85,6 +86,26 @@ bool EngineWork::wait(std::chrono::milliseconds timeout) {
 
 c10::intrusive_ptr<c10::ivalue::Future> EngineWork::getFuture() {
   std::lock_guard lock(mutex_);
+  is_quiet_ = false;
+  return future_locked();
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> EngineWork::quiet_future() {
+  std::lock_guard lock(mutex_);
+  return future_locked();
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> quiet_future(c10d::Work& work) {
+  auto* engine_work = dynamic_cast<EngineWork*>(&work);
+  return engine_work != nullptr ? engine_work->quiet_future() : work.getFuture();
+}
+
+bool EngineWork::may_call_back() const {
+  std::lock_guard lock(mutex_);
+  return !is_quiet_;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> EngineWork::future_locked() {
   if (!future_) {
     // A future has to know the GPUs its value lives on.
     std::vector<c10::Device> devices;
@@ -114,15 +135,17 @@ void EngineWork::execute() noexcept {
   } catch (...) {
     error = std::current_exception();
   }
-  complete(error);
+  complete(error, true);
 }
 
-void EngineWork::complete(std::exception_ptr error) {
+void EngineWork::complete(std::exception_ptr error, bool has_run) {
   run_ = nullptr;  // lets go of the tensors it captured
   c10::intrusive_ptr<c10::ivalue::Future> future;
+  bool is_quiet = true;
   {
     std::lock_guard lock(mutex_);
     future = future_;
+    is_quiet = is_quiet_;
     completed_ = true;
     exception_ = error;
     if (recordFunctionEndCallback_) {
@@ -131,29 +154,38 @@ void EngineWork::complete(std::exception_ptr error) {
     }
   }
   cv_.notify_all();
+  if (!future) return;
   // Outside the lock: callbacks may ask this work about itself.
-  if (future) {
-    if (error) {
-      future->setErrorIfNeeded(error);
-    } else {
-      future->markCompleted(c10::IValue(outputs_));
-    }
+  if (has_run) executor_->begin_callbacks(is_quiet);
+  if (error) {
+    future->setErrorIfNeeded(error);
+  } else {
+    future->markCompleted(c10::IValue(outputs_));
   }
+  if (has_run) executor_->end_callbacks();
 }
 
 Executor::~Executor() { stop("the group was destroyed"); }
 
+void Executor::begin_running(EngineWork& work) {
+  is_running_ = true;
+  running_ = &work;
+  if (work.is_announced_) return;  // numbered then
+  work.position_ = next_position_;
+  next_position_ += work.num_steps_;
+}
+
 void Executor::end_running(const EngineWork& work) {
   is_running_ = false;
+  running_ = nullptr;
   if (!work.is_announced_) --num_silent_;
   if (!queue_.empty()) thread_wake_.notify_one();
   if (num_helpers_ > 0) helpers_wake_.notify_all();
 }
 
 c10::intrusive_ptr<EngineWork> Executor::run_front(std::unique_lock<std::mutex>& lock) {
-  auto work = std::move(queue_.front());
-  queue_.pop_front();
-  is_running_ = true;
+  auto work = take_front();
+  begin_running(*work);
   lock.unlock();
   work->execute();
   lock.lock();
@@ -161,12 +193,64 @@ c10::intrusive_ptr<EngineWork> Executor::run_front(std::unique_lock<std::mutex>&
   return work;
 }
 
+c10::intrusive_ptr<EngineWork> Executor::take_front() {
+  auto work = std::move(queue_.front());
+  queue_.pop_front();
+  return work;
+}
+
+void Executor::begin_callbacks(bool are_quiet) {
+  std::lock_guard lock(mutex_);
+  callback_thread_ = std::this_thread::get_id();
+  callbacks_since_ = Clock::now();
+  if (num_helpers_ > 0) helpers_wake_.notify_all();  // what they wait for may be this operation
+  if (!are_quiet && !queue_.empty()) start_watch();
+}
+
+void Executor::end_callbacks() {
+  std::lock_guard lock(mutex_);
+  callback_thread_ = {};
+}
+
+void Executor::run_nested(std::unique_lock<std::mutex>& lock, EngineWork& work) {
+  EngineWork* const outer = running_;
+  callback_thread_ = {};
+  begin_running(work);
+  lock.unlock();
+  work.execute();
+  lock.lock();
+  if (!work.is_announced_) --num_silent_;
+  running_ = outer;
+  callback_thread_ = std::this_thread::get_id();
+  callbacks_since_ = Clock::now();
+  if (num_helpers_ > 0) helpers_wake_.notify_all();
+  if (!queue_.empty()) start_watch();
+}
+
+void Executor::run_front_nested(std::unique_lock<std::mutex>& lock) {
+  auto front = take_front();
+  run_nested(lock, *front);
+  lock.unlock();  // what ends with it may come back here
+  front.reset();
+  lock.lock();
+}
+
+bool Executor::run_in_callback(EngineWork& work) {
+  std::unique_lock lock(mutex_);
+  if (is_stopped_ || !options_.is_ordered || !is_in_callback()) return false;
+  // What the peers were promised comes first.
+  while (!queue_.empty() && queue_.front()->is_announced_) run_front_nested(lock);
+  ++num_silent_;
+  run_nested(lock, work);
+  return true;
+}
+
 void Executor::run_now(const c10::intrusive_ptr<EngineWork>& work) {
   const core::Span span(core::Span::Wait{wait_name(work->retrieveOpType())});
   std::unique_lock lock(mutex_);
   if (!is_stopped_ && !is_running_ && queue_.empty()) {
-    is_running_ = true;
     ++num_silent_;
+    begin_running(*work);
     lock.unlock();
     work->execute();
     lock.lock();
@@ -178,20 +262,32 @@ void Executor::run_now(const c10::intrusive_ptr<EngineWork>& work) {
   help_until_completed(*work);
 }
 
+bool Executor::may_announce() const {
+  // Callbacks of those before it may start something that comes first.
+  return num_silent_ == 0 && (running_ == nullptr || !running_->may_call_back()) &&
+         std::none_of(queue_.begin(), queue_.end(),
+                      [](const auto& queued) { return queued->may_call_back(); });
+}
+
 void Executor::run_later(const c10::intrusive_ptr<EngineWork>& work) {
+  if (run_in_callback(*work)) return;
   {
     std::lock_guard lock(mutex_);
     if (!is_stopped_) {
       // Under the lock: announcements go out in the order of the operations.
-      if (work->announce_ && num_silent_ == 0) {
+      if (work->announce_ && may_announce()) {
+        work->position_ = next_position_;
+        next_position_ += work->num_steps_;
         work->announce_();
         work->is_announced_ = true;
       } else {
         ++num_silent_;
       }
+      work->queued_at_ = Clock::now();
       queue_.push_back(work);
       if (!thread_.joinable()) thread_ = std::thread([this] { thread_loop(); });
       thread_wake_.notify_one();
+      if (callback_thread_ != std::thread::id{} && running_->may_call_back()) start_watch();
       return;
     }
   }
@@ -203,7 +299,9 @@ void Executor::help_until_completed(EngineWork& work) {
   std::unique_lock lock(mutex_);
   ++num_helpers_;
   while (!work.isCompleted()) {
-    if (!is_running_ && !queue_.empty()) {
+    if (is_in_callback() && !queue_.empty()) {
+      run_front_nested(lock);
+    } else if (!is_running_ && !queue_.empty()) {
       auto done = run_front(lock);
       lock.unlock();  // what ends with it may come back here
       done.reset();
@@ -223,7 +321,7 @@ bool Executor::is_next(const EngineWork& work, const std::function<bool()>& hold
 void Executor::thread_loop() {
   const std::weak_ptr<Executor> self = weak_from_this();
   std::optional<ShortSliceGuard> short_slices;
-  if (is_relay_) short_slices.emplace();
+  if (options_.is_relay) short_slices.emplace();
   for (;;) {
     c10::intrusive_ptr<EngineWork> done;
     {
@@ -237,15 +335,73 @@ void Executor::thread_loop() {
   }
 }
 
+void Executor::start_watch() {
+  if (!watch_.joinable() && !is_stopped_) watch_ = std::thread([this] { watch_loop(); });
+}
+
+std::vector<c10::intrusive_ptr<EngineWork>> Executor::take_overdue() {
+  std::vector<c10::intrusive_ptr<EngineWork>> overdue;
+  if (callback_thread_ == std::thread::id{}) return overdue;
+  const auto now = Clock::now();
+  const auto is_overdue = [&](const c10::intrusive_ptr<EngineWork>& work) {
+    return work->limit_.count() > 0 &&
+           now - std::max(work->queued_at_, callbacks_since_) >= work->limit_;
+  };
+  const auto first = std::find_if(queue_.begin(), queue_.end(), is_overdue);
+  // With one of them those behind it are lost: the peers wait for them in this order.
+  overdue.assign(first, queue_.end());
+  queue_.erase(first, queue_.end());
+  for (const auto& work : overdue) {
+    if (!work->is_announced_) --num_silent_;
+  }
+  return overdue;
+}
+
+void Executor::watch_loop() {
+  constexpr auto kLookEvery = std::chrono::milliseconds(100);
+  const std::weak_ptr<Executor> self = weak_from_this();
+  for (;;) {
+    std::vector<c10::intrusive_ptr<EngineWork>> overdue;
+    std::string holder;
+    {
+      std::unique_lock lock(mutex_);
+      watch_wake_.wait_for(lock, kLookEvery, [this] { return is_stopped_; });
+      if (is_stopped_) return;
+      overdue = take_overdue();
+      if (overdue.empty()) continue;
+      if (running_ != nullptr) holder = std::string(wait_name(running_->retrieveOpType()));
+    }
+    const std::string text =
+        "comm." + std::string(wait_name(overdue[0]->retrieveOpType())) + " #" +
+        std::to_string(overdue[0]->sequence_) + ": Timed out after " +
+        std::to_string(overdue[0]->limit_.count()) + " ms behind a callback of " + holder +
+        " that does not return. Wait in a callback only for operations that it started itself, or "
+        "raise the time limit.";
+    if (options_.on_stuck) options_.on_stuck(text);
+    for (const auto& work : overdue) {
+      work->complete(std::make_exception_ptr(Error(ErrorKind::kTimeout, {}, text)));
+    }
+    {
+      std::lock_guard lock(mutex_);
+      helpers_wake_.notify_all();
+    }
+    overdue.clear();
+    if (self.expired()) return;  // nothing of the executor may be touched any more
+  }
+}
+
 void Executor::stop(const std::string& reason) {
   std::deque<c10::intrusive_ptr<EngineWork>> abandoned;
   std::thread thread;
+  std::thread watch;
   {
     std::lock_guard lock(mutex_);
     is_stopped_ = true;
     abandoned.swap(queue_);
     thread.swap(thread_);
+    watch.swap(watch_);
     thread_wake_.notify_all();
+    watch_wake_.notify_all();
   }
   for (const auto& work : abandoned) {
     work->complete(std::make_exception_ptr(
@@ -255,12 +411,13 @@ void Executor::stop(const std::string& reason) {
     std::lock_guard lock(mutex_);
     helpers_wake_.notify_all();
   }
-  if (thread.joinable()) {
+  for (std::thread* one : {&thread, &watch}) {
+    if (!one->joinable()) continue;
     // The last reference to a group may go away inside one of its own callbacks.
-    if (thread.get_id() == std::this_thread::get_id()) {
-      thread.detach();
+    if (one->get_id() == std::this_thread::get_id()) {
+      one->detach();
     } else {
-      thread.join();
+      one->join();
     }
   }
 }

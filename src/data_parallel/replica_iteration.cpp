@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/engine.h>
 
+#include "comm/executor.h"
 #include "data_parallel/replica_state.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/core/check.h"
@@ -262,7 +263,7 @@ FuturePtr Replica::State::average(at::Tensor& buffer) {
   call.asyncOp = has_overlap_ || !has_shared_memory_;
   auto work = group.process_group()->allreduce(tensors, call);
   if (has_overlap_ && has_shared_memory_) works_.push_back(work);  // whoever waits for it helps
-  return work->getFuture();
+  return comm::quiet_future(*work);
 }
 
 void Replica::State::end_hook_step() {

@@ -383,6 +383,42 @@ TEST_P(Collectives, PendingOperationsOfAllKindsKeepTheirOrder) {
   });
 }
 
+TEST_P(Collectives, CallbacksOfFuturesMayCallCollectives) {
+  on_all_ranks([&](const Group& group) {
+    const double sum = size() * (size() - 1) / 2.0;
+    std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures;
+    std::vector<Awaitable<at::Tensor>> behind;
+    for (int turn = 0; turn < 10; ++turn) {
+      if (turn % size() == group.rank()) std::this_thread::sleep_for(std::chrono::milliseconds(2));
+      std::vector<at::Tensor> first{at::full({1 + turn}, static_cast<double>(group.rank()))};
+      c10d::AllreduceOptions options;
+      options.asyncOp = true;
+      const auto future = group.process_group()->allreduce(first, options)->getFuture();
+      futures.push_back(future->then(
+          [group, options](c10::ivalue::Future& done) -> c10::IValue {
+            std::vector<at::Tensor> second{done.value().toTensorVector()[0].repeat({2})};
+            const auto inner = group.process_group()->allreduce(second, options)->getFuture();
+            const auto innermost = inner->then(
+                [group](c10::ivalue::Future& ended) -> c10::IValue {
+                  return all_reduce(ended.value().toTensorVector()[0].repeat({2}), group);
+                },
+                c10::TensorType::get());
+            innermost->waitAndThrow();
+            return innermost->value();
+          },
+          c10::TensorType::get()));
+      // Another size: out of order it would be refused.
+      behind.push_back(all_reduce_async(at::ones({1000 + turn}), group));
+    }
+    for (int turn = 0; turn < 10; ++turn) {
+      futures[turn]->waitAndThrow();
+      const at::Tensor result = futures[turn]->value().toTensor();
+      EXPECT_TRUE(at::equal(result, at::full({4 * (1 + turn)}, sum * size() * size())));
+      EXPECT_EQ(behind[turn].wait()[0].item<double>(), size());
+    }
+  });
+}
+
 TEST_P(Collectives, SendAndRecvAroundARing) {
   if (size() == 1) return;
   on_all_ranks([&](const Group& group) {

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <future>
 #include <stdexcept>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -179,7 +180,7 @@ TEST_F(ExecutorTest, ARelayRunsItsThreadInShortSlices) {
   EXPECT_LT(within, before);
   EXPECT_EQ(started, within);
   for (const bool is_relay : {false, true}) {
-    executor_ = std::make_shared<Executor>(is_relay);
+    executor_ = std::make_shared<Executor>(Executor::Options{.is_relay = is_relay});
     std::uint64_t found = 0;
     const auto one = work([&](EngineWork&) { found = slice_here(); });
     const auto future = one->getFuture();  // waited for by somebody who does not help
@@ -198,7 +199,7 @@ TEST_F(ExecutorTest, WaitWithALimitThrowsAndTheOperationGoesOn) {
     ADD_FAILURE() << "nothing was thrown";
   } catch (const Error& error) {
     EXPECT_EQ(error.kind(), ErrorKind::kTimeout);
-    EXPECT_STREQ(error.what(), "comm.wait #0: not done after 10 ms.");
+    EXPECT_STREQ(error.what(), "comm.wait #0: Timed out: not done after 10 ms.");
   }
   gate.set_value();
   EXPECT_TRUE(one->wait());
@@ -238,6 +239,141 @@ TEST_F(ExecutorTest, ACallbackMayUseTheExecutor) {
   EXPECT_TRUE(one->wait());
   for (int i = 0; i < 1000 && !two->isCompleted(); ++i) std::this_thread::sleep_for(1ms);
   EXPECT_TRUE(two->isCompleted());
+}
+
+TEST_F(ExecutorTest, WhatACallbackStartsComesBeforeWhatIsQueued) {
+  // Nested twice, blocking and not, waited for by work and by future.
+  std::vector<std::string> order;
+  const auto named = [&](const std::string& name) {
+    return work([&order, name](EngineWork&) { order.push_back(name); });
+  };
+  std::promise<void> gate;
+  const auto first = blocked(gate.get_future().share());
+  const auto done = first->getFuture()->then(
+      [&](c10::ivalue::Future&) -> c10::IValue {
+        const auto second = named("second");
+        second->getFuture()->addCallback([&](c10::ivalue::Future&) {
+          executor_->run_now(named("third"));
+          order.push_back("callback of second");
+        });
+        executor_->run_later(second);
+        second->getFuture()->wait();
+        const auto fourth = named("fourth");
+        executor_->run_later(fourth);
+        fourth->wait();
+        return true;
+      },
+      c10::BoolType::get());
+  executor_->run_later(first);
+  const auto last = named("last");
+  executor_->run_later(last);
+  gate.set_value();
+  done->waitAndThrow();
+  last->wait();
+  EXPECT_EQ(order,
+            (std::vector<std::string>{"second", "third", "callback of second", "fourth", "last"}));
+}
+
+TEST_F(ExecutorTest, NumbersFollowTheOrderInWhichOperationsRun) {
+  std::vector<std::uint64_t> numbers;
+  const auto numbered = [&] {
+    return work([&](EngineWork& self) { numbers.push_back(self.position()); });
+  };
+  std::promise<void> gate;
+  const auto first = blocked(gate.get_future().share());
+  first->set_num_steps(3);
+  first->getFuture()->addCallback([&](c10::ivalue::Future&) { executor_->run_now(numbered()); });
+  executor_->run_later(first);
+  const auto last = numbered();
+  executor_->run_later(last);  // before the nested one is made
+  gate.set_value();
+  last->wait();
+  EXPECT_EQ(numbers, (std::vector<std::uint64_t>{3, 4}));
+}
+
+TEST_F(ExecutorTest, NothingIsAnnouncedBehindAnOperationWithCallbacks) {
+  std::promise<void> gate;
+  const auto gate_opens = gate.get_future().share();
+  for (const bool is_quiet : {true, false}) {
+    executor_ = std::make_shared<Executor>();
+    const auto first = blocked(gate_opens);
+    first->set_announcement([] {});
+    executor_->run_later(first);
+    const auto future = is_quiet ? quiet_future(*first) : first->getFuture();
+    bool is_announced = false;
+    const auto second = work([](EngineWork&) {});
+    second->set_announcement([&] { is_announced = true; });
+    executor_->run_later(second);
+    EXPECT_EQ(is_announced, is_quiet);
+    if (is_quiet) gate.set_value();
+    second->wait();
+  }
+}
+
+TEST_F(ExecutorTest, ACallbackMayWaitForWhatWasQueuedBefore) {
+  std::promise<void> gate;
+  const auto first = blocked(gate.get_future().share());
+  const auto second = work([](EngineWork&) {});
+  const auto done = first->getFuture()->then(
+      [&](c10::ivalue::Future&) -> c10::IValue { return second->wait(); }, c10::BoolType::get());
+  executor_->run_later(first);
+  executor_->run_later(second);
+  gate.set_value();
+  done->waitAndThrow();
+  EXPECT_TRUE(second->isSuccess());
+}
+
+TEST_F(ExecutorTest, TwoExecutorsCallEachOther) {
+  const auto other = std::make_shared<Executor>();
+  const auto first = work([](EngineWork&) {});
+  std::vector<int> order;
+  const auto done = first->getFuture()->then(
+      [&](c10::ivalue::Future&) -> c10::IValue {
+        const auto there = c10::make_intrusive<EngineWork>(
+            other, 0, c10d::OpType::ALLREDUCE, "test", 0, std::vector<at::Tensor>{},
+            [&](EngineWork&) { order.push_back(1); });
+        there->getFuture()->addCallback([&](c10::ivalue::Future&) {
+          // On the thread of `first` if that came to run it.
+          order.push_back(2);
+        });
+        other->run_now(there);
+        executor_->run_now(work([&](EngineWork&) { order.push_back(3); }));
+        return true;
+      },
+      c10::BoolType::get());
+  executor_->run_later(first);
+  done->waitAndThrow();
+  EXPECT_EQ(order, (std::vector<int>{1, 2, 3}));
+}
+
+TEST_F(ExecutorTest, WhatACallbackKeepsWaitingForEverFailsAtItsLimit) {
+  std::string told;
+  executor_ = std::make_shared<Executor>(
+      Executor::Options{.on_stuck = [&](const std::string& text) { told = text; }});
+  std::promise<void> gate;
+  const auto first = blocked(gate.get_future().share());
+  const auto second = work([](EngineWork&) { ADD_FAILURE() << "its turn never came"; });
+  second->set_limit(200ms);
+  std::string seen;
+  const auto done = first->getFuture()->then(
+      [&](c10::ivalue::Future&) -> c10::IValue {
+        // Unlike the work, the future cannot know that it is waited for in a callback.
+        const auto future = second->getFuture();
+        future->wait();
+        seen = text_of(future->exception_ptr());
+        return true;
+      },
+      c10::BoolType::get());
+  executor_->run_later(first);
+  executor_->run_later(second);
+  gate.set_value();
+  done->waitAndThrow();
+  EXPECT_EQ(seen,
+            "comm.all_reduce #1: Timed out after 200 ms behind a callback of all_reduce that does "
+            "not return. Wait in a callback only for operations that it started itself, or raise "
+            "the time limit.");
+  EXPECT_EQ(told, seen);
+  EXPECT_EQ(error_of(*second), seen);
 }
 
 TEST_F(ExecutorTest, StopFailsWhatIsQueued) {
