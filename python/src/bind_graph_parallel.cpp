@@ -124,6 +124,12 @@ void bind_tensor_parts(py::module_& module) {
                return std::pair(trimmed, sizes ? MaybeTensor(left) : MaybeTensor());
              });
   module.def("split_tensor", &graph_parallel::_split_tensor);
+  module.def(
+      "agree_on_setup",
+      [](int gp_gpus, bool is_set_up, std::int64_t backend, const ProcessGroup& world) {
+        return graph_parallel::detail::agree_on_setup(gp_gpus, is_set_up, backend, Group(world));
+      },
+      py::arg("gp_gpus"), py::arg("is_set_up"), py::arg("backend"), py::arg("world"), Release());
 }
 
 }  // namespace

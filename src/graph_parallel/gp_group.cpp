@@ -2,7 +2,11 @@
 
 #include <algorithm>
 #include <memory>
+#include <string>
 
+#include "comm/member.h"
+#include "regions/together.h"
+#include "tessera/comm/error.h"
 #include "tessera/comm/mesh.h"
 #include "tessera/core/check.h"
 
@@ -46,15 +50,43 @@ std::int64_t divide_and_check_no_remainder(std::int64_t a, std::int64_t b) {
   return a / b;
 }
 
-void setup_gp(const GpConfig& config, const comm::Group& world) {
-  TESSERA_CHECK_VALUE(!initialized(),
+namespace detail {
+
+int agree_on_setup(int gp_gpus, bool is_set_up, std::int64_t backend, const comm::Group& world) {
+  const auto words = regions::detail::exchange_words({gp_gpus, is_set_up ? 1 : 0, backend}, world);
+  std::vector<int> different;
+  for (int rank = 1; rank < world.size(); ++rank) {
+    if (words[rank] != words[0]) different.push_back(rank);
+  }
+  if (!different.empty()) {
+    const auto& first = words[0];
+    const auto& other = words[different[0]];
+    const auto describe = [&](const std::vector<std::int64_t>& wish) {
+      std::string text = "groups of " + std::to_string(wish[0]);
+      if (first[1] != other[1]) text += wish[1] != 0 ? " and has some already" : " and has none";
+      if (first[2] != other[2]) text += " on another backend";
+      return text;
+    };
+    throw comm::Error(comm::ErrorKind::kMismatch, different,
+                      "graph.setup_gp: rank 0 asks for " + describe(first) + ", " +
+                          comm::list_ranks(different) + " for " + describe(other) +
+                          ". Give every rank the same configuration.");
+  }
+  TESSERA_CHECK_VALUE(!is_set_up,
                       "graph.setup_gp: the groups are there already. Call cleanup_gp first.");
-  TESSERA_CHECK_VALUE(config.gp_gpus >= 1, "graph.setup_gp: a group of ", config.gp_gpus,
+  TESSERA_CHECK_VALUE(gp_gpus >= 1, "graph.setup_gp: a group of ", gp_gpus,
                       " ranks is not possible.");
-  const int size = std::min(config.gp_gpus, world.size());
+  const int size = std::min(gp_gpus, world.size());
   TESSERA_CHECK_VALUE(world.size() % size == 0, "graph.setup_gp: ", world.size(),
                       " ranks cannot be divided into groups of ", size, ". Choose ",
                       divisors_of(world.size()), ".");
+  return size;
+}
+
+}  // namespace detail
+
+void setup_gp(const GpConfig& config, const comm::Group& world) {
+  const int size = detail::agree_on_setup(config.gp_gpus, initialized(), 0, world);
   own_mesh = std::make_unique<comm::CurrentMesh>(
       comm::Mesh(world, {{kDataAxis, world.size() / size}, {kGraphAxis, size}}));
 }

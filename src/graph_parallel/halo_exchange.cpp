@@ -1,9 +1,18 @@
+#include <algorithm>
+#include <sstream>
+#include <string>
+#include <vector>
+
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include "comm/backend.h"
+#include "comm/engines.h"
 #include "graph_parallel/halo_rows.h"
+#include "regions/together.h"
 #include "tessera/comm/collectives.h"
+#include "tessera/comm/error.h"
 #include "tessera/core/check.h"
 #include "tessera/graph_parallel/halo.h"
 
@@ -11,6 +20,63 @@ namespace tessera::graph_parallel {
 namespace detail {
 
 namespace {
+
+// What a rank says of its rows: whether they fit the plan, their type, and the shape of one.
+constexpr std::size_t kMaxDims = 8;
+constexpr std::size_t kShape = 3;
+using Words = std::vector<std::int64_t>;
+
+Words words_of(const at::Tensor& rows, bool fits) {
+  Words words{fits ? 0 : 1, -1, 0};
+  words.resize(kShape + kMaxDims, -1);
+  if (!fits) return words;
+  words[1] = static_cast<std::int64_t>(rows.scalar_type());
+  words[2] = rows.dim() - 1;
+  for (std::size_t i = 0; i < std::min<std::size_t>(words[2], kMaxDims); ++i) {
+    words[kShape + i] = rows.size(static_cast<std::int64_t>(i) + 1);
+  }
+  return words;
+}
+
+std::string describe(const Words& words) {
+  std::ostringstream text;
+  text << "rows of " << static_cast<at::ScalarType>(words[1]) << " [";
+  for (std::size_t i = 0; i < std::min<std::size_t>(words[2], kMaxDims); ++i) {
+    text << (i > 0 ? ", " : "") << words[kShape + i];
+  }
+  text << ']';
+  return text.str();
+}
+
+// Our engines compare what the ranks bring to a collective; others trust them. Not on a GPU, where
+// the host would have to wait for it.
+bool must_compare(const HaloPlan& plan, const at::Tensor& rows) {
+  const c10d::ProcessGroup& group = *plan.group().process_group();
+  if (!plan.options().check || plan.group().size() == 1) return false;
+  if (rows.defined() && !rows.is_cpu()) return false;
+  return comm::has_engine_for(group, c10::DeviceType::CPU) &&
+         dynamic_cast<comm::EngineBackend*>(
+             plan.group().process_group()->getBackend(c10::DeviceType::CPU).get()) == nullptr;
+}
+
+void compare_rows(const char* operation, const at::Tensor& rows, const std::string& fault,
+                  const HaloPlan& plan) {
+  const comm::Group& group = plan.group();
+  const auto all = regions::detail::exchange_words(words_of(rows, fault.empty()), group);
+  std::vector<int> wrong;
+  std::vector<int> different;
+  for (int rank = 0; rank < group.size(); ++rank) {
+    if (all[rank][0] != 0) wrong.push_back(rank);
+    if (all[rank] != all[0]) different.push_back(rank);
+  }
+  if (!wrong.empty()) regions::detail::raise_faults(fault, wrong, group);
+  if (different.empty()) return;
+  throw comm::Error(comm::ErrorKind::kMismatch, different,
+                    "graph." + std::string(operation) + ": rank 0 brings " + describe(all[0]) +
+                        ", rank " + std::to_string(different[0]) + ' ' +
+                        describe(all[different[0]]) +
+                        ". Give every rank rows of one type and shape.");
+}
 
 at::Tensor in_payload(const at::Tensor& rows, const HaloPlan& plan) {
   return plan.options().payload ? rows.to(*plan.options().payload) : rows;
@@ -49,10 +115,14 @@ at::Tensor unpack_back(const at::Tensor& arrived, const HaloPlan& plan, at::Scal
 
 at::Tensor joining(const char* operation, const at::Tensor& rows, std::int64_t expected,
                    const HaloPlan& plan) {
-  TESSERA_CHECK_VALUE(rows.defined() && rows.dim() >= 1 && rows.size(0) == expected, "graph.",
-                      operation, ": rank ", plan.group().rank(), " brings ",
-                      rows.defined() && rows.dim() >= 1 ? rows.size(0) : 0, " rows, the plan has ",
-                      expected, ".");
+  const std::int64_t num_rows = rows.defined() && rows.dim() >= 1 ? rows.size(0) : 0;
+  std::string fault;
+  if (!rows.defined() || rows.dim() < 1 || num_rows != expected) {
+    fault = c10::str("graph.", operation, ": rank ", plan.group().rank(), " brings ", num_rows,
+                     " rows, the plan has ", expected, ".");
+  }
+  if (must_compare(plan, rows)) compare_rows(operation, rows, fault, plan);
+  TESSERA_CHECK_VALUE(fault.empty(), fault);
   const bool is_needed = at::GradMode::is_enabled() && !rows.requires_grad() &&
                          (rows.is_floating_point() || rows.is_complex());
   return is_needed ? rows.detach().requires_grad_(true) : rows;

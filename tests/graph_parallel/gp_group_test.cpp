@@ -79,12 +79,15 @@ TEST(GpGroup, ASizeThatDoesNotDivideIsRefusedEverywhere) {
 }
 
 TEST(GpGroup, RanksThatAskForDifferentSizesAreTold) {
-  for (const auto& error : run_ranks_collecting(4, [](const Group& world) {
-         setup_gp({.gp_gpus = world.rank() == 3 ? 4 : 2}, world);
-       })) {
-    EXPECT_EQ(text_of(error),
-              "comm.mesh: rank 0 asks for data 2 x graph 2, rank 3 for data 1 x graph 4. Give "
-              "every rank the same axes.");
+  // Also where one of the sizes is wrong by itself.
+  for (const int other : {4, 3, 0}) {
+    for (const auto& error : run_ranks_collecting(4, [other](const Group& world) {
+           setup_gp({.gp_gpus = world.rank() == 3 ? other : 2}, world);
+         })) {
+      EXPECT_EQ(text_of(error),
+                "graph.setup_gp: rank 0 asks for groups of 2, rank 3 for groups of " +
+                    std::to_string(other) + ". Give every rank the same configuration.");
+    }
   }
 }
 

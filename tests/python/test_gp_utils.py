@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks, run_ranks_collecting
+from tessera import graph_parallel
 from tessera.common import gp_utils
 
 SIGNATURES = {
@@ -92,6 +93,61 @@ def test_a_size_that_does_not_divide_is_refused():
         assert outcome.error == (
             "ValueError: graph.setup_gp: 4 ranks cannot be divided into groups of 3. Choose 1, 2 or 4."
         )
+
+
+def different_sizes(rank, others):
+    set_up(2 if rank == 0 else others, None)
+
+
+@pytest.mark.parametrize("others", [4, 3, 0])
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_ranks_that_ask_for_different_sizes_are_told(backend, others):
+    for outcome in run_ranks_collecting(4, different_sizes, others, backend=backend):
+        assert (
+            "graph.setup_gp: rank 0 asks for groups of 2, ranks 1, 2 and 3 for groups of "
+            f"{others}. Give every rank the same configuration." in outcome.error
+        )
+
+
+def different_backends(rank):
+    set_up(2, "gloo" if rank == 0 else "shm")
+
+
+def test_ranks_that_ask_for_different_backends_are_told():
+    for outcome in run_ranks_collecting(2, different_backends, backend="gloo"):
+        assert "rank 1 for groups of 2 on another backend" in outcome.error
+
+
+def different_rows(rank, shape, dtype, operator):
+    parts = graph_parallel.Partition.contiguous(4, 2)
+    edges = torch.tensor([[0, 1, 2, 3], [2, 3, 0, 1]])
+    plan = graph_parallel.HaloPlan(parts, edges[:, graph_parallel.edges_of_part(edges, parts, rank)])
+    rows = torch.ones(shape, dtype=dtype) if rank == 1 else torch.ones(2, 4)
+    result = getattr(graph_parallel, operator)(rows, plan)
+    return result.finish() if operator.endswith("async") else result
+
+
+@pytest.mark.parametrize(
+    ("operator", "shape", "dtype", "text"),
+    [
+        ("halo_exchange", (2, 3), torch.float32, "rank 1 rows of Float [3]"),
+        ("halo_exchange", (2, 4), torch.float64, "rank 1 rows of Double [4]"),
+        ("halo_exchange", (2, 2, 2), torch.float32, "rank 1 rows of Float [2, 2]"),
+        ("halo_exchange_async", (2, 8), torch.float32, "rank 1 rows of Float [8]"),
+        ("halo_accumulate", (2, 3), torch.float32, "rank 1 rows of Float [3]"),
+        ("halo_extend", (2, 3), torch.float32, "rank 1 rows of Float [3]"),
+        ("halo_exchange", (3, 4), torch.float32, "rank 1 brings 3 rows, the plan has 2"),
+    ],
+)
+def test_rows_that_differ_are_refused_before_torchs_gloo_sees_them(operator, shape, dtype, text):
+    for outcome in run_ranks_collecting(2, different_rows, shape, dtype, operator, backend="gloo"):
+        assert text in outcome.error
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((2, 3), torch.float32), ((2, 4), torch.float64)])
+def test_rows_that_differ_are_refused_by_shared_memory(shape, dtype):
+    for outcome in run_ranks_collecting(2, different_rows, shape, dtype, "halo_exchange"):
+        assert "comm.all_to_all" in outcome.error
 
 
 def operators(rank):

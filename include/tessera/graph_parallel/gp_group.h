@@ -32,7 +32,8 @@ struct GpConfig {
 /// Makes this thread's graph-parallel and data-parallel groups out of `world`.
 ///
 /// Collective over `world`. Throws ValueError naming both numbers if the group size does not divide
-/// the world's, and if the groups are there already.
+/// the world's, and if the groups are there already; comm::Error, the same on all ranks, if the
+/// ranks ask for different sizes.
 TESSERA_API void setup_gp(const GpConfig& config, const comm::Group& world);
 
 /// Forgets the groups; setup_gp may then be called again. Not collective. Does nothing without
@@ -51,5 +52,13 @@ TESSERA_API int get_dp_rank() noexcept;
 TESSERA_API int get_gp_rank() noexcept;
 TESSERA_API int get_dp_world_size() noexcept;
 TESSERA_API int get_gp_world_size() noexcept;
+
+namespace detail {
+/// What setup_gp checks before it makes groups, for bindings that make their own: returns the size
+/// of the graph-parallel groups. `backend`: any number that stands for it. Collective; throws as
+/// setup_gp.
+TESSERA_API int agree_on_setup(int gp_gpus, bool is_set_up, std::int64_t backend,
+                               const comm::Group& world);
+}  // namespace detail
 
 }  // namespace tessera::graph_parallel

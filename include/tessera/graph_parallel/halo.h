@@ -22,7 +22,10 @@ namespace tessera::graph_parallel {
 /// Returns the halo rows, [num_halo, ...], of `owned`, [num_owned, ...], which is not repeated.
 ///
 /// Shard -> Shared. Collective. Differentiable any number of times.
-/// Throws ValueError if `owned` does not have num_owned rows.
+/// Throws ValueError if `owned` does not have num_owned rows; comm::Error, the same on all ranks,
+/// if the ranks' rows differ in type or shape. Other engines than ours do not compare calls
+/// themselves: on the CPU they cost a few numbers for that, unless the plan was made without
+/// `check`; on a GPU nothing is compared.
 TESSERA_API at::Tensor halo_exchange(const at::Tensor& owned, const HaloPlan& plan);
 
 /// Adds up `halo` rows, [num_halo, ...], at their owners: [num_owned, ...].

@@ -7,6 +7,7 @@ group as an argument and a gather whose gradients are summed. docs/deviations.md
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import torch
@@ -42,28 +43,20 @@ def setup_gp(config) -> None:
     """Make the groups of this rank from ``config["gp_gpus"]`` and ``config["distributed_backend"]``.
 
     Collective over the world. A group larger than the world is the world. ValueError if the size does not
-    divide the world's, or if the groups are there already. A backend of None is the world's.
+    divide the world's, or if the groups are there already; an error on all ranks if they ask for different
+    ones. A backend of None is the world's.
     """
     global _GRAPH_PARALLEL_GROUP, _DATA_PARALLEL_GROUP
-    if initialized():
-        raise ValueError("graph.setup_gp: the groups are there already. Call cleanup_gp first.")
     if not dist.is_initialized():
         raise ValueError(
             "graph.setup_gp: there is no world group yet. Call tessera.comm.init() or "
             "torch.distributed.init_process_group() first."
         )
     world, rank = dist.get_world_size(), dist.get_rank()
-    wanted = int(config["gp_gpus"])
-    if wanted < 1:
-        raise ValueError(f"graph.setup_gp: a group of {wanted} ranks is not possible.")
-    size = min(wanted, world)
-    if world % size != 0:
-        *most, last = [str(n) for n in range(1, world + 1) if world % n == 0]
-        raise ValueError(
-            f"graph.setup_gp: {world} ranks cannot be divided into groups of {size}. "
-            f"Choose {', '.join(most)} or {last}."
-        )
     backend = config.get("distributed_backend")
+    size = _engine.agree_on_setup(
+        int(config["gp_gpus"]), initialized(), zlib.crc32(str(backend).encode()), dist.group.WORLD
+    )
     # Every rank makes all groups in the same order: making one is collective over the world.
     for first in range(size):
         members = list(range(first, world, size))
