@@ -489,6 +489,12 @@ double cheapest_cuts(int units, bool can_cut, PriceOf price_of) {
 
 }  // namespace
 
+std::vector<Choice> choices_within(const Options& options, const TableClass& one, double seconds) {
+  std::vector<Choice> found;
+  options_within(options, one, seconds, found);
+  return found;
+}
+
 double cheapest(const Options& options, const TableClass& one, double seconds,
                 const std::vector<Price>& prices) {
   double best = kInfinity;

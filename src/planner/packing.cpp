@@ -17,6 +17,7 @@ Load minus(const Load& a, const Load& b) {
 }
 
 constexpr double kNone = std::numeric_limits<double>::infinity();
+constexpr double kCloseEnough = 0.0004;  // above the target
 
 }  // namespace
 
@@ -129,6 +130,19 @@ bool Packing::fill(const std::vector<Choice>& choices, const PackingOptions& how
     if (choices[at(t)].way != Way::kParts) continue;
     const TableClass& one = class_of(t);
     const int count = std::max(choices[at(t)].count, pieces[at(options_->class_of[at(t)])]);
+    int left = one.units;
+    if (how.fills_ranks && choices[at(t)].count > 1 && count == choices[at(t)].count) {
+      // As wide as a rank holds; what is left is narrow, and finds company.
+      int widest = 1;
+      while (widest < one.units &&
+             how.target.fullness(one.parts[0][at(widest + 1)]) <= 1 + how.slack &&
+             one.parts[0][at(widest + 1)].bytes <= capacities_[0]) {
+        ++widest;
+      }
+      for (; left > widest; left -= widest) items.push_back({t, widest});
+      items.push_back({t, left});
+      continue;
+    }
     for (int i = 0; i < count; ++i) {
       items.push_back({t, one.units / count + (i < one.units % count ? 1 : 0)});
     }
@@ -341,30 +355,62 @@ bool Packing::lay_or_cut(Item item, const PackingOptions& how, bool by_bytes) {
   return true;
 }
 
+// Ranks that moves may go to: the emptiest of what the fullest is full of.
+void Packing::find_emptiest(const Target& target, const Load& fullest) {
+  constexpr std::size_t kMostRanks = 12;
+  const bool by_links = target.is_by_links(fullest);
+  emptiest_.clear();
+  for (int r = 0; r < options_->num_ranks(); ++r) {
+    const Load& load = loads_[at(r)];
+    emptiest_.emplace_back(target.is_sum ? load.seconds() : by_links ? load.links : load.local, r);
+  }
+  if (emptiest_.size() > kMostRanks) {
+    std::nth_element(emptiest_.begin(), emptiest_.begin() + kMostRanks, emptiest_.end());
+    emptiest_.resize(kMostRanks);
+  }
+  std::sort(emptiest_.begin(), emptiest_.end());
+}
+
+// Parts of a rank, of equal whole tables one.
+const std::vector<int>& Packing::kinds_on(int rank, std::vector<int>& found) {
+  constexpr std::size_t kMostParts = 64;
+  seen_.resize(options_->classes.size(), 0);
+  ++seeing_;
+  found.clear();
+  for (const int p : on_rank_[at(rank)]) {
+    const Part& part = parts[at(p)];
+    if (part.units == class_of(part.table).units) {
+      int& seen = seen_[at(options_->class_of[at(part.table)])];
+      if (seen == seeing_) continue;
+      seen = seeing_;
+    }
+    found.push_back(p);
+    if (found.size() == kMostParts) break;
+  }
+  return found;
+}
+
 void Packing::level(const Target& target, int limit) {
   for (int step = 0; step < limit; ++step) {
     int fullest = 0;
     double most = -1;
-    double second = -1;
     for (int r = 0; r < options_->num_ranks(); ++r) {
       const double full = target.fullness(loads_[at(r)]);
       if (full > most) {
-        second = most;
         most = full;
         fullest = r;
-      } else if (full > second) {
-        second = full;
       }
     }
-    if (most <= 1.0) return;
-    if (improve_once(target, fullest, most, second)) continue;
+    if (most <= 1.0 + kCloseEnough) return;
+    find_emptiest(target, loads_[at(fullest)]);
+    if (improve_once(target, fullest, most)) continue;
     if (!exchange_once(target, fullest, most)) return;
   }
 }
 
 // Moves units of one part of the fullest rank to another rank: all of them, or as many as make both
 // equally full.
-bool Packing::improve_once(const Target& target, int fullest, double most, double) {
+bool Packing::improve_once(const Target& target, int fullest, double most) {
   struct Move {
     double score = kNone;
     int part = -1;
@@ -372,15 +418,14 @@ bool Packing::improve_once(const Target& target, int fullest, double most, doubl
     int units = 0;
   } best;
   const Load& from = loads_[at(fullest)];
-  for (const int p : on_rank_[at(fullest)]) {
+  std::vector<int> ours;
+  for (const int p : kinds_on(fullest, ours)) {
     const Part& part = parts[at(p)];
     const TableClass& one = class_of(part.table);
     const Load& own = part_load(part.table, part.units, fullest);
-    for (int r = 0; r < options_->num_ranks(); ++r) {
-      if (r == fullest) continue;
+    const auto consider_rank = [&](int r, double to_full) {
+      if (r == fullest || to_full >= most || !may_lie(part.table, r)) return;
       const Load& to = loads_[at(r)];
-      const double to_full = target.fullness(to);
-      if (to_full >= most || !may_lie(part.table, r)) continue;
       const int there = one.can_cut ? part_on(part.table, r) : -1;
       const int before = there >= 0 ? parts[at(there)].units : 0;
       const Load& base = part_load(part.table, before, r);
@@ -399,7 +444,7 @@ bool Packing::improve_once(const Target& target, int fullest, double most, doubl
         if (score < best.score) best = {score, p, r, units};
       };
       consider(part.units);
-      if (!one.can_cut || part.units == 1) continue;
+      if (!one.can_cut || part.units == 1) return;
       // The first number of units after which the other rank is the fuller one.
       int low = 0;
       int high = part.units;
@@ -414,6 +459,12 @@ bool Packing::improve_once(const Target& target, int fullest, double most, doubl
       }
       if (low > 0) consider(low);
       if (high < part.units) consider(high);
+    };
+    for (const auto& [load, r] : emptiest_) consider_rank(r, target.fullness(loads_[at(r)]));
+    for (const int other : of_table_[at(part.table)]) {
+      if (parts[at(other)].units == 0) continue;
+      const int r = parts[at(other)].rank;
+      consider_rank(r, target.fullness(loads_[at(r)]));
     }
   }
   if (best.part < 0) return false;
@@ -429,13 +480,17 @@ bool Packing::exchange_once(const Target& target, int fullest, double most) {
   int best_ours = -1;
   int best_theirs = -1;
   const Load& from = loads_[at(fullest)];
-  for (const int p : on_rank_[at(fullest)]) {
+  std::vector<int> own;
+  std::vector<std::vector<int>> others(emptiest_.size());
+  for (std::size_t i = 0; i < emptiest_.size(); ++i) kinds_on(emptiest_[i].second, others[i]);
+  for (const int p : kinds_on(fullest, own)) {
     const Part& ours = parts[at(p)];
     const Load without = minus(from, part_load(ours.table, ours.units, fullest));
-    for (int r = 0; r < options_->num_ranks(); ++r) {
+    for (std::size_t i = 0; i < emptiest_.size(); ++i) {
+      const int r = emptiest_[i].second;
       if (r == fullest || !may_lie(ours.table, r) || part_on(ours.table, r) >= 0) continue;
       const Load with = plus(loads_[at(r)], part_load(ours.table, ours.units, r));
-      for (const int q : on_rank_[at(r)]) {
+      for (const int q : others[i]) {
         const Part& theirs = parts[at(q)];
         if (!may_lie(theirs.table, fullest) || part_on(theirs.table, fullest) >= 0) continue;
         const Load next_from = plus(without, part_load(theirs.table, theirs.units, fullest));

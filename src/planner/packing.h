@@ -37,6 +37,10 @@ struct Target {
   double links = 0;
   double local = 0;
 
+  /// Whether links are what is full.
+  bool is_by_links(const Load& load) const {
+    return !is_sum && load.links / links > load.local / local;
+  }
   /// 1: at the target.
   double fullness(const Load& load) const {
     if (is_sum) return (load.links + load.local) / seconds;
@@ -54,8 +58,8 @@ struct PackingOptions {
   double slack = 0.01;  // how far above the target ranks may be filled before tables are cut
   Order order = Order::kMemoryFirst;
   double part_share = 1;  // tables are cut beforehand into parts of at most this share of a rank …
-  double cut_budget =
-      0;  // … where all of a class's cuts cost at most this share of all ranks' time
+  bool fills_ranks = false;  // … or, if wider than a rank, into parts that fill ranks, and a rest;
+  double cut_budget = 0;     // cuts of a class cost at most this share of all ranks' time
 };
 
 class Packing {
@@ -96,14 +100,19 @@ class Packing {
   bool fill_hosts(const std::vector<Choice>& choices, const PackingOptions& how);
   bool fill_parts(std::vector<Item> items, const PackingOptions& how);
   bool lay_or_cut(Item item, const PackingOptions& how, bool by_bytes);
-  bool improve_once(const Target& target, int fullest, double most, double second_most);
+  bool improve_once(const Target& target, int fullest, double most);
   bool exchange_once(const Target& target, int fullest, double most);
 
   const Options* options_;
   std::vector<double> capacities_;
+  void find_emptiest(const Target& target, const Load& fullest);
+  const std::vector<int>& kinds_on(int rank, std::vector<int>& found);
   std::vector<Load> loads_;
-  std::vector<std::vector<int>> on_rank_;   // parts
-  std::vector<std::vector<int>> of_table_;  // parts
+  std::vector<int> seen_;  // by class: where it was seen last
+  int seeing_ = 0;
+  std::vector<std::pair<double, int>> emptiest_;  // ranks worth moving to, with their fullness
+  std::vector<std::vector<int>> on_rank_;         // parts
+  std::vector<std::vector<int>> of_table_;        // parts
 };
 
 }  // namespace tessera::planner

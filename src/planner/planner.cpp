@@ -12,13 +12,14 @@
 namespace tessera::planner {
 namespace {
 
-constexpr double kGoodGap = 0.001;
-constexpr double kSlacks[] = {0.001, 0.004, 0.008, 0.013, 0.02, 0.03, 0.05, 0.1};
+constexpr double kGoodGap = 0.002;
+constexpr double kSlacks[] = {0.001, 0.004, 0.01, 0.02, 0.04};
 struct Cutting {
   double share;
   double budget;
 };
 constexpr Cutting kCuttings[] = {{1, 0}, {0.25, 0.0003}, {0.125, 0.001}};
+constexpr double kDearest = 0.02;  // other choices are tried that cost this share of all time more
 
 // What each table does at the bound's prices; where memory binds, as many as needed are lean.
 std::vector<Choice> choices_of(const Options& options, const Bound& bound) {
@@ -79,41 +80,120 @@ class Search {
       : problem_(problem), options_(options), bound_(bound) {}
 
   std::optional<Packing> run() {
-    const bool is_sum = problem_.objective == Objective::kSum;
-    const double floor = std::max(bound_.certificate.seconds, 1e-300);
-    const std::vector<Choice> choices = choices_of(options_, bound_);
-    const Target target = target_of(options_, choices, problem_.objective, floor);
-    const int steps = 40 * options_.num_ranks() + 400;
-    std::optional<Packing> best;
-    double least = kNoLimit;
-    const auto attempt = [&](const std::vector<Choice>& with, const PackingOptions& how) {
-      ++tries;
-      Packing packing(options_);
-      if (!packing.fill(with, how)) return;
-      packing.level(how.target, steps);
-      const double seconds = packing.seconds(is_sum);
-      if (seconds >= least) return;
-      least = seconds;
-      best = std::move(packing);
-    };
-    const auto is_done = [&] { return tries >= problem_.tries || least <= floor * (1 + kGoodGap); };
-    for (const Order order : {Order::kMemoryFirst, Order::kLargestFirst}) {
-      for (const double slack : kSlacks) {
+    std::vector<Choice> choices = choices_of(options_, bound_);
+    aim(choices);
+    for (const double slack : kSlacks) {
+      for (const bool fills : {false, true}) {
         for (const Cutting& cutting : kCuttings) {
-          if (is_done()) return best;
-          attempt(choices, {target, slack, order, cutting.share, cutting.budget});
+          attempt(choices,
+                  {target_, slack, Order::kMemoryFirst, cutting.share, fills, cutting.budget});
         }
       }
     }
-    return best;
+    attempt(choices, {target_, 0.004, Order::kLargestFirst, 1, false, 0});
+    attempt(choices, {target_, 0.01, Order::kLargestFirst, 0.125, true, 0.001});
+    change_choices(std::move(choices));
+    return std::move(best_);
   }
 
   int tries = 0;
 
  private:
+  struct Change {
+    double extra;
+    std::size_t table_class;
+    Choice choice;
+    bool is_half;  // of the class's tables
+  };
+
+  void aim(const std::vector<Choice>& choices) {
+    floor_ = std::max(bound_.certificate.seconds, 1e-300);
+    target_ = target_of(options_, choices, problem_.objective, floor_);
+    // Small problems are quick, and need more.
+    most_tries_ =
+        problem_.tries * std::clamp(4000 / static_cast<int>(options_.tables.size()), 1, 16);
+  }
+
+  bool is_done() const { return tries >= most_tries_ || least_ <= floor_ * (1 + kGoodGap); }
+
+  bool attempt(const std::vector<Choice>& choices, const PackingOptions& how) {
+    if (is_done()) return false;
+    ++tries;
+    Packing packing(options_);
+    if (!packing.fill(choices, how)) return false;
+    packing.level(how.target, 40 * options_.num_ranks() + 400);
+    const double seconds = packing.seconds(problem_.objective == Objective::kSum);
+    if (seconds >= least_) return false;
+    least_ = seconds;
+    best_ = std::move(packing);
+    best_how_ = how;
+    return true;
+  }
+
+  // What is cheapest by itself may leave too little that evens out the ranks: other choices of one
+  // class, cheapest first, as long as one helps.
+  void change_choices(std::vector<Choice> choices) {
+    if (options_.kinds.size() > 1) return;
+    const double all = floor_ * options_.num_ranks();
+    for (bool is_better = true; is_better && !is_done();) {
+      is_better = false;
+      std::vector<Change> changes;
+      for (std::size_t c = 0; c < options_.classes.size(); ++c) {
+        const TableClass& one = options_.classes[c];
+        const Choice& now = choices[at(one.tables[0])];
+        std::vector<Choice> others = choices_within(options_, one, floor_ * 1.02);
+        if (now.way == Way::kParts && one.can_cut && now.count < one.units) {
+          Choice finer = now;
+          ++finer.count;
+          finer.seconds = even_parts(one.parts, one.units, finer.count).seconds();
+          others.push_back(finer);
+        }
+        for (const Choice& other : others) {
+          if (other.way == now.way && other.count == now.count && other.uniform == now.uniform) {
+            continue;
+          }
+          const double extra =
+              (other.seconds - now.seconds) * static_cast<double>(one.tables.size());
+          if (extra <= kDearest * all) changes.push_back({extra, c, other, false});
+          if (one.tables.size() > 1 && extra / 2 <= kDearest * all) {
+            changes.push_back({extra / 2, c, other, true});
+          }
+        }
+      }
+      std::stable_sort(changes.begin(), changes.end(),
+                       [](const Change& a, const Change& b) { return a.extra < b.extra; });
+      for (const Change& change : changes) {
+        if (is_done()) return;
+        std::vector<Choice> changed = choices;
+        const std::vector<int>& tables = options_.classes[change.table_class].tables;
+        const std::size_t count = change.is_half ? tables.size() / 2 : tables.size();
+        for (std::size_t i = 0; i < count; ++i) changed[at(tables[i])] = change.choice;
+        bool helps = attempt(changed, best_how_);
+        for (const double slack : {0.004, 0.01, 0.02}) {
+          PackingOptions how = best_how_;
+          how.slack = slack;
+          helps = attempt(changed, how) || helps;
+          how.fills_ranks = !how.fills_ranks;
+          helps = attempt(changed, how) || helps;
+        }
+        if (helps) {
+          choices = std::move(changed);
+          is_better = true;
+          break;
+        }
+      }
+    }
+  }
+
   const Problem& problem_;
   const Options& options_;
   const Bound& bound_;
+  Target target_;
+  double floor_ = 0;
+  int most_tries_ = 0;
+  double least_ = kNoLimit;
+  std::optional<Packing> best_;
+  PackingOptions best_how_;
 };
 
 Plan plan_of(const Options& options, const Packing& packing) {

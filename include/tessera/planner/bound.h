@@ -50,6 +50,11 @@ struct Bound {
 /// Throws PlanError(kTooLarge) if a table fits no rank, or all together do not fit.
 TESSERA_API Bound lower_bound(const Options& options);
 
+/// All ways of a class whose shards fit into `seconds` and a rank, each with as few parts as that
+/// allows. For ranks that are alike; otherwise of the first kind.
+TESSERA_API std::vector<Choice> choices_within(const Options& options, const TableClass& one,
+                                               double seconds);
+
 /// The price of the cheapest option of class `one` in a plan of `seconds`; infinite if none fits.
 TESSERA_API double cheapest(const Options& options, const TableClass& one, double seconds,
                             const std::vector<Price>& prices);
