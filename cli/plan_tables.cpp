@@ -3,6 +3,7 @@
 #include <filesystem>
 
 #include "flags.h"
+#include "plan_search.h"
 #include "plan_subject.h"
 #include "plan_tables_flags.h"
 #include "tessera/launch/exit_code.h"
@@ -20,6 +21,7 @@ constexpr std::string_view kHelp =
   tessera plan tables --ranks 16 --hosts 2 --table-list tables.json    tables of one's own
   tessera plan tables --config runs/2026-11-15-1/config.toml           the plan of a run
   tessera plan tables --ranks 4 --sharding row_wise --write plan.json  for tessera train dlrm --plan
+  tessera plan tables --ranks 16 --search --table-list tables.json     the best plan, with a proof
 
 Shows how each table is cut, what each rank holds, the time of a step in parts, and what the other
 ways of cutting would cost. Times are bytes over bandwidth: they compare plans.
@@ -36,6 +38,11 @@ tables
 plan
   --sharding S              auto, table_wise, row_wise, column_wise or data_parallel (auto)
   --plan FILE               explain this plan instead
+  --search                  find a plan, and prove how far it is at most from the best one
+  --explain TABLE           why it lies there, and what the next best way would cost
+  --objective O --effort E  sum or phases (sum); low, normal or high (normal)
+  --pin TABLE=RANK[,RANK]   the only ranks a table may lie on; may be repeated
+  --check FILE              check plan and proof of --search --json
   --batch N                 samples per rank and step (2048)
   --table-optimizer O       sgd, adagrad, rowwise_adagrad, adam, partial_rowwise_adam
 output
@@ -61,6 +68,7 @@ void check(const PlanTablesWords& given) {
   }
   check_exists(launch::kExitData, "--table-list", given.table_list);
   check_exists(launch::kExitConfiguration, "--plan", given.plan);
+  check_exists(launch::kExitData, "--check", given.check);
   if (given.data != "synthetic") check_exists(launch::kExitData, "--data", given.data);
 }
 
@@ -76,6 +84,7 @@ int run(const std::vector<std::string>& words) {
   }
   if (given.print_config) return print_config(app);
   check(given);
+  if (wants_search(given)) return plan_search(given);
   std::vector<std::string> command{"plan-tables"};
   command.insert(command.end(), split.flags.begin(), split.flags.end());
   become_worker("plan", std::move(command));

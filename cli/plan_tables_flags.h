@@ -8,6 +8,7 @@
 
 #include <set>
 #include <string>
+#include <vector>
 
 #include <CLI/CLI.hpp>
 
@@ -25,6 +26,12 @@ struct PlanTablesWords : workloads::dlrm::Settings {
   double host_speed = 25;
   double network_speed = 12.5;
   std::string write;
+  bool search = false;
+  std::string explain;  // a table
+  std::string check;    // a file
+  std::string objective = "sum";
+  std::string effort = "normal";
+  std::vector<std::string> pins;
 };
 
 /// A number of bytes: 16GB, 512MiB, 1e9. Returns -1 for other texts.
@@ -76,6 +83,12 @@ inline void define_flags(CLI::App& app, PlanTablesWords& words) {
     value(name, *target)->check(not_negative())->check(CLI::PositiveNumber);
   }
   value("--write", words.write)->configurable(false);
+  app.add_flag("--search", words.search)->configurable(false);
+  value("--explain", words.explain)->configurable(false);
+  value("--check", words.check)->configurable(false);
+  value("--objective", words.objective)->check(CLI::IsMember({"sum", "phases"}));
+  value("--effort", words.effort)->check(CLI::IsMember({"low", "normal", "high"}));
+  app.add_option("--pin", words.pins)->allow_extra_args(false)->configurable(false);
 }
 
 }  // namespace tessera::cli

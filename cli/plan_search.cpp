@@ -1,0 +1,225 @@
+// tessera plan tables --search — a plan with a proof. No LibTorch, so it answers in milliseconds.
+
+#include "plan_search.h"
+
+#include <cstdio>
+
+#include "dlrm/open_log.h"
+#include "planner/json.h"
+#include "report/run_folder.h"
+#include "tessera/launch/exit_code.h"
+#include "tessera/launch/launch_error.h"
+#include "tessera/planner/explain.h"
+#include "tessera/planner/planner.h"
+#include "usage.h"
+
+namespace tessera::cli {
+namespace {
+
+namespace dlrm = workloads::dlrm;
+using launch::LaunchError;
+using planner::PlanError;
+using planner::PlanErrorKind;
+using planner::json::Place;
+
+constexpr const char* kModule = "tables";  // of a plan file, as `tessera train dlrm` reads it
+
+struct State {
+  const char* optimizer;
+  double per_row;
+  double per_element;
+};
+constexpr State kStates[] = {{"sgd", 0, 0},
+                             {"rowwise_adagrad", 4, 0},
+                             {"adagrad", 0, 4},
+                             {"adam", 0, 8},
+                             {"partial_rowwise_adam", 4, 4}};
+
+planner::Table listed_table(const Place& place) {
+  place.check_keys({"name", "rows", "dim", "dtype", "pooling", "ids"});
+  constexpr std::int64_t kMost = std::int64_t{1} << 40;
+  planner::Table table;
+  table.name = place["name"].text();
+  table.rows = place["rows"].whole(1, kMost);
+  table.dim = place["dim"].whole(1, 1 << 16);
+  if (place.has("dtype")) {
+    const std::string& name = place["dtype"].text();
+    if (name != "FP32" && name != "FP16" && name != "BF16") {
+      place["dtype"].refuse("is '" + name + "'; there are FP32, FP16 and BF16");
+    }
+    table.element_bytes = name == "FP32" ? 4 : 2;
+  }
+  if (place.has("pooling")) {
+    const std::string& name = place["pooling"].text();
+    if (name != "SUM" && name != "MEAN" && name != "NONE") {
+      place["pooling"].refuse("is '" + name + "'; there are SUM, MEAN and NONE");
+    }
+    table.is_pooled = name != "NONE";
+  }
+  if (place.has("ids")) table.features[0].ids = place["ids"].number(1e-9, 1e6);
+  return table;
+}
+
+std::vector<planner::Table> tables_of(const PlanTablesWords& words) {
+  std::vector<planner::Table> tables;
+  if (!words.table_list.empty()) {
+    const planner::json::Json file =
+        planner::json::parse(workloads::report::read_text(words.table_list), words.table_list);
+    const Place list = Place(file, "")["tables"];
+    for (std::size_t i = 0; i < list.size(); ++i) tables.push_back(listed_table(list[i]));
+    return tables;
+  }
+  dlrm::LogOptions options;
+  options.num_tables = words.num_tables;
+  options.num_rows = words.num_rows;
+  options.bag_size = words.bag_size;
+  options.seed = static_cast<std::uint64_t>(words.seed);
+  const dlrm::OpenedLog log = dlrm::open_log(words.data, options);
+  std::fputs(log.notes.c_str(), stderr);
+  for (const dlrm::Feature& feature : log.log->schema().features) {
+    planner::Table table;
+    table.name = feature.name;
+    table.rows = feature.num_rows;
+    table.dim = words.embedding_dim;
+    // Where bags vary, --bag says how long they are in the mean.
+    table.features[0].ids =
+        static_cast<double>(feature.bag_size > 0 ? feature.bag_size : words.bag_size);
+    tables.push_back(std::move(table));
+  }
+  return tables;
+}
+
+// "users=3" or "users=0,1": the only ranks of a table.
+void add_pin(const std::string& text, planner::Problem& problem) {
+  const std::size_t equals = text.rfind('=');
+  const auto wrong = [&] {
+    return UsageError("plan: --pin takes TABLE=RANK or TABLE=RANK,RANK, not '" + text + "'");
+  };
+  if (equals == std::string::npos || equals == 0) throw wrong();
+  std::vector<int>& ranks = problem.rules[text.substr(0, equals)].ranks;
+  std::size_t begin = equals + 1;
+  while (begin <= text.size()) {
+    const std::size_t end = std::min(text.find(',', begin), text.size());
+    const std::string word = text.substr(begin, end - begin);
+    if (word.empty() || word.size() > 6 ||
+        word.find_first_not_of("0123456789") != std::string::npos) {
+      throw wrong();
+    }
+    ranks.push_back(std::stoi(word));
+    begin = end + 1;
+  }
+}
+
+planner::Problem problem_of(const PlanTablesWords& words) {
+  planner::Problem problem;
+  problem.tables = tables_of(words);
+  for (const State& state : kStates) {
+    if (words.table_optimizer != state.optimizer) continue;
+    for (planner::Table& table : problem.tables) {
+      table.state_bytes_per_row = state.per_row;
+      table.state_bytes_per_element = state.per_element;
+    }
+  }
+  planner::Rank rank;
+  if (!words.memory.empty()) rank.memory = bytes_of(words.memory);
+  rank.speeds = {words.memory_speed * 1e9, words.host_speed * 1e9, words.network_speed * 1e9};
+  problem.ranks.assign(static_cast<std::size_t>(words.num_ranks), rank);
+  problem.ranks_per_host = words.num_ranks / words.num_hosts;
+  problem.batch = words.batch;
+  problem.reserved_percent = words.reserve;
+  problem.objective =
+      words.objective == "sum" ? planner::Objective::kSum : planner::Objective::kPhases;
+  problem.tries = words.effort == "low" ? 8 : words.effort == "high" ? 4096 : 64;
+  for (const std::string& pin : words.pins) add_pin(pin, problem);
+  return problem;
+}
+
+std::string head_text(const PlanTablesWords& words, const planner::Problem& problem) {
+  double bytes = 0;
+  for (const planner::Table& table : problem.tables) {
+    bytes += static_cast<double>(table.rows) * static_cast<double>(table.dim) * table.element_bytes;
+  }
+  char line[256];
+  std::snprintf(line, sizeof line,
+                "tables   %zu of %s on %d ranks of %d %s, %lld samples per rank\n"
+                "speeds   %g GB/s in memory, %g in a host, %g between hosts\n",
+                problem.tables.size(), planner::bytes_text(bytes).c_str(), words.num_ranks,
+                words.num_hosts, words.num_hosts == 1 ? "host" : "hosts",
+                static_cast<long long>(words.batch), words.memory_speed, words.host_speed,
+                words.network_speed);
+  return line;
+}
+
+int check_file(const PlanTablesWords& words, const planner::Problem& problem) {
+  const planner::PlanResult given =
+      planner::result_from_json(workloads::report::read_text(words.check));
+  planner::check_plan(problem, given.plan);
+  const double seconds = planner::step_seconds(problem, planner::cost_of(problem, given.plan));
+  if (!planner::holds(given.certificate, problem)) {
+    throw PlanError(
+        PlanErrorKind::kBadEvidence,
+        "plan: the certificate of " + words.check + " proves nothing about these tables",
+        "its prices do not refute what it says they refute");
+  }
+  std::printf("%s holds: a step of %.4g ms, and no plan can be under %.4g ms (%.2f %%)\n",
+              words.check.c_str(), seconds * 1e3, given.certificate.seconds * 1e3,
+              100 * (seconds / given.certificate.seconds - 1));
+  return launch::kExitOk;
+}
+
+LaunchError launch_error(const PlanError& error) {
+  const bool is_impossible =
+      error.kind() == PlanErrorKind::kTooLarge || error.kind() == PlanErrorKind::kRules;
+  const auto or_else = [](const std::string& text, const char* other) {
+    return text.empty() ? std::string(other) : text;
+  };
+  return {is_impossible ? launch::kExitConfiguration : launch::kExitData, error.problem(),
+          or_else(error.why(), "the planner cannot use it"),
+          or_else(error.advice(), "tessera plan tables --help shows what it takes")};
+}
+
+}  // namespace
+
+bool wants_search(const PlanTablesWords& words) {
+  const bool is_asked =
+      words.search || !words.explain.empty() || !words.check.empty() || !words.pins.empty();
+  if (is_asked && !words.plan.empty()) {
+    throw UsageError("plan: --plan explains a plan and --search finds one; give one of them");
+  }
+  if (is_asked && words.sharding != "auto") {
+    throw UsageError("plan: --search chooses how tables are cut; leave --sharding out");
+  }
+  return is_asked;
+}
+
+int plan_search(const PlanTablesWords& words) {
+  try {
+    const planner::Problem problem = problem_of(words);
+    if (!words.check.empty()) return check_file(words, problem);
+    const planner::PlanResult result = planner::plan(problem);
+    if (!words.write.empty()) {
+      workloads::report::write_text(words.write, planner::plan_json(result.plan, kModule) + "\n");
+    }
+    std::string text;
+    if (words.as_json) {
+      text = planner::to_json(problem, result) + "\n";
+    } else if (!words.explain.empty()) {
+      text = planner::explain(problem, result, words.explain);
+    } else {
+      text = head_text(words, problem) + planner::summary(problem, result) + "\n" +
+             planner::table_text(problem, result);
+    }
+    std::fputs(text.c_str(), stdout);
+    return launch::kExitOk;
+  } catch (const PlanError& error) {
+    throw launch_error(error);
+  } catch (const dlrm::DataError& error) {
+    throw LaunchError(launch::kExitData, std::string("plan: ") + error.what(), "--data names it",
+                      "tessera data describe FILE");
+  } catch (const workloads::report::Error& error) {
+    throw LaunchError(launch::kExitData, std::string("plan: ") + error.what(),
+                      "the file cannot be read or written", "another file");
+  }
+}
+
+}  // namespace tessera::cli
