@@ -8,12 +8,14 @@ placement which ids they are, and over which group. Everything here but columns_
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tessera import _C, _vocab_ops
+from tessera import _C, _vocab_ops, regions
 from tessera._tensors import Columns, group_of, local_part, vocab_part, whole_on_group
 
 __all__ = [
@@ -22,8 +24,11 @@ __all__ = [
     "columns_of",
     "cross_entropy",
     "cross_entropy_with_scores",
+    "jensen_shannon_divergence",
+    "kept_log_probabilities",
     "linear_cross_entropy",
     "linear_cross_entropy_with_scores",
+    "linear_log_probabilities_at",
     "log_probabilities",
     "log_probabilities_at",
     "log_softmax",
@@ -31,6 +36,7 @@ __all__ = [
     "sampled_log_probabilities",
     "smallest_kept_logit",
     "soft_cross_entropy",
+    "sum_of_squared_probabilities",
     "token_scores",
     "top_k",
 ]
@@ -128,24 +134,56 @@ def cross_entropy_with_scores(
     reproducible_tile: int = 0,
     check_labels: bool | None = None,
     overwrite: str = "never",
+    class_weights: Tensor | None = None,
 ) -> CrossEntropyScores:
     """Return the cross entropy and the wanted scores from one pass over the logits.
 
     Equal to torch.nn.functional.cross_entropy on the gathered logits, except that a mean over no
     tokens is 0. `overwrite` says when the gradient may take the place of the logits: "never",
-    "backward" or "forward" (fastest; for reduced losses).
+    "backward" or "forward" (fastest; for reduced losses). `class_weights`, one per id of the whole
+    vocabulary and the same on all ranks, multiply the losses; a mean is divided by their sum.
 
     >>> import torch
     >>> loss, tokens = cross_entropy_with_scores(torch.zeros(1, 8), torch.tensor([3]), None, ("argmax",))
     >>> round(float(loss), 4), int(tokens.argmax)
     (2.0794, 0)
     """
+    if class_weights is not None:
+        _check_class_weights(class_weights, label_smoothing)
     logits, group, columns = vocab_part("cross_entropy", local_logits, group, columns)
+    asked = reduction if class_weights is None else "none"
     scores = _vocab_ops.cross_entropy(
         logits, local_part(labels), group, _flags(wanted), columns, vocab_size, ignore_index, temperature,
-        reproducible_tile, check_labels, overwrite, reduction, label_smoothing, z_loss,
+        reproducible_tile, check_labels, overwrite, asked, label_smoothing, z_loss,
     )  # fmt: skip
-    return CrossEntropyScores(scores[0], _wanted_of(scores, wanted))
+    loss = scores[0]
+    if class_weights is not None:
+        loss = _weighted(loss, local_part(labels), class_weights, ignore_index, reduction)
+    return CrossEntropyScores(loss, _wanted_of(scores, wanted))
+
+
+def _check_class_weights(class_weights: Tensor, label_smoothing: float) -> None:
+    if class_weights.dim() != 1:
+        raise ValueError(
+            f"vocab.cross_entropy: class weights of shape {list(class_weights.shape)} are not one per id."
+        )
+    if label_smoothing != 0.0:
+        raise ValueError("vocab.cross_entropy: class weights and label smoothing do not go together.")
+
+
+def _weighted(
+    loss: Tensor, labels: Tensor, class_weights: Tensor, ignore_index: int, reduction: str
+) -> Tensor:
+    is_ignored = labels == ignore_index
+    used = class_weights.to(loss.device, loss.dtype)[labels.masked_fill(is_ignored, 0).long()]
+    used = used.masked_fill(is_ignored, 0.0)
+    if reduction == "none":
+        return loss * used
+    total = (loss * used).sum()
+    if reduction == "sum":
+        return total
+    divisor = used.sum()
+    return total / torch.where(divisor == 0, 1.0, divisor)
 
 
 def cross_entropy(
@@ -237,14 +275,24 @@ def log_probabilities_at(
     ignore_index: int = -100,
     temperature: float = 1.0,
     check_labels: bool | None = None,
+    log_sum_exp: Tensor | None = None,
 ) -> Tensor:
     """Return log p at several ids per token ([..., k]), float32; 0 at `ignore_index`. Differentiable.
+
+    With `log_sum_exp` ([...], of the logits over the temperature, as token_scores gives it) the logits
+    are read at these ids alone, and its gradient is returned to it.
 
     >>> import torch
     >>> log_probabilities_at(torch.zeros(1, 8), torch.tensor([[1, 5]])).shape
     torch.Size([1, 2])
     """
     logits, group, columns = vocab_part("log_probabilities_at", local_logits, group, columns)
+    if log_sum_exp is not None:
+        there = local_part(ids) != ignore_index
+        at_ids = _vocab_ops.logits_at(
+            logits, local_part(ids), group, columns, vocab_size, ignore_index, 1.0, check_labels
+        )
+        return torch.where(there, at_ids / temperature - log_sum_exp.unsqueeze(-1), 0.0)
     return _vocab_ops.log_probabilities_at(
         logits, local_part(ids), group, columns, vocab_size, ignore_index, temperature, check_labels
     )
@@ -381,3 +429,182 @@ def sampled_log_probabilities(
         logits, local_part(labels), group, top_k, top_p, columns, vocab_size, ignore_index, temperature,
         check_labels,
     )  # fmt: skip
+
+
+def sum_of_squared_probabilities(
+    local_logits: Tensor,
+    group: ProcessGroup | None = None,
+    *,
+    columns: Columns | None = None,
+    vocab_size: int | None = None,
+    temperature: float = 1.0,
+) -> Tensor:
+    """Return the sum over the vocabulary of p^2 for every token, float32. Differentiable.
+
+    It is the probability that two samples are the same id. The logits are read twice: it is made of two
+    log-sum-exps, one at half the temperature.
+
+    >>> import torch
+    >>> round(float(sum_of_squared_probabilities(torch.zeros(1, 8))), 4)
+    0.125
+    """
+    plain, doubled = (
+        token_scores(
+            local_logits,
+            None,
+            group,
+            ("log_sum_exp",),
+            columns=columns,
+            vocab_size=vocab_size,
+            temperature=of,
+        ).log_sum_exp
+        for of in (temperature, temperature / 2)
+    )
+    return (doubled - 2 * plain).exp()
+
+
+def kept_log_probabilities(
+    local_logits: Tensor,
+    labels: Tensor,
+    kept_ids: Tensor,
+    group: ProcessGroup | None = None,
+    *,
+    columns: Columns | None = None,
+    vocab_size: int | None = None,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    check_labels: bool | None = None,
+) -> Tensor:
+    """Return log p of the labels among given ids ([..., k] per token, distinct), float32. Differentiable.
+
+    Places of `kept_ids` with `ignore_index` hold no id. A label that is not among them gives -inf and the
+    gradient of the others; one that is `ignore_index` gives 0.
+
+    >>> import torch
+    >>> kept = torch.tensor([[0, 1, -100]])
+    >>> round(float(kept_log_probabilities(torch.zeros(1, 8), torch.tensor([1]), kept)), 4)
+    -0.6931
+    """
+    kept_ids, labels = local_part(kept_ids), local_part(labels)
+    at_ids = logits_at(
+        local_logits,
+        kept_ids,
+        group,
+        columns=columns,
+        vocab_size=vocab_size,
+        ignore_index=ignore_index,
+        check_labels=check_labels,
+    )
+    at_ids = (at_ids / temperature).masked_fill(kept_ids == ignore_index, -torch.inf)
+    is_label = (kept_ids == labels.unsqueeze(-1)) & (kept_ids != ignore_index)
+    of_label = torch.where(is_label, at_ids, 0.0).sum(-1)
+    value = torch.where(is_label.any(-1), of_label, -torch.inf) - torch.logsumexp(at_ids, -1)
+    return value.masked_fill(labels == ignore_index, 0.0)
+
+
+def linear_log_probabilities_at(
+    hidden: Tensor,
+    local_weight: Tensor,
+    ids: Tensor,
+    group: ProcessGroup | None = None,
+    *,
+    columns: Columns | None = None,
+    vocab_size: int | None = None,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    workspace_bytes: int | None = None,
+    local_bias: Tensor | None = None,
+) -> Tensor:
+    """Return log p at several ids per token ([..., k]) from hidden states, without holding all logits.
+
+    Tensors as in linear_cross_entropy. Beside its workspace it holds the k rows of the weight of every
+    token. 0 at `ignore_index`. Differentiable.
+
+    >>> import torch
+    >>> ids = torch.tensor([[1, 5]])
+    >>> round(float(linear_log_probabilities_at(torch.zeros(1, 4), torch.zeros(8, 4), ids)[0, 0]), 4)
+    -2.0794
+    """
+    name = "linear_log_probabilities_at"
+    weight, group, columns = vocab_part(name, local_weight, group, columns, dim=0)
+    hidden, ids, bias = whole_on_group(hidden), local_part(ids), local_part(local_bias)
+    if columns is None:
+        first = weight.shape[0] * (0 if group is None else group.rank())
+        columns = (first, first + weight.shape[0])
+    end = columns[1] if vocab_size is None else min(columns[1], vocab_size)
+    labels = torch.zeros(hidden.shape[:-1], dtype=torch.long, device=hidden.device)
+    log_sum_exp = linear_cross_entropy_with_scores(
+        hidden,
+        weight,
+        labels,
+        group,
+        ("log_sum_exp",),
+        reduction="none",
+        columns=columns,
+        vocab_size=vocab_size,
+        temperature=temperature,
+        workspace_bytes=workspace_bytes,
+        local_bias=bias,
+    ).tokens.log_sum_exp
+    is_own = (ids >= columns[0]) & (ids < end)
+    places = torch.where(is_own, ids - columns[0], 0)
+    if weight.shape[0] == 0:
+        own = hidden.new_zeros(ids.shape, dtype=torch.float32) + 0.0 * hidden.sum()
+    else:
+        states = hidden if group is None else regions.copy(hidden, group)
+        own = (weight[places].float() @ states.unsqueeze(-1).float()).squeeze(-1)
+        if bias is not None:
+            own = own + bias[places].float()
+        own = torch.where(is_own, own, 0.0)
+    at_ids = own if group is None else regions.reduce(own, group)
+    return torch.where(ids == ignore_index, 0.0, at_ids / temperature - log_sum_exp.unsqueeze(-1))
+
+
+def jensen_shannon_divergence(
+    local_logits: Tensor,
+    local_target_logits: Tensor,
+    group: ProcessGroup | None = None,
+    *,
+    beta: float = 0.5,
+    columns: Columns | None = None,
+    vocab_size: int | None = None,
+    temperature: float = 1.0,
+) -> Tensor:
+    """Return the generalised Jensen-Shannon divergence from other logits' softmax per token, float32.
+
+    beta KL(target || m) + (1 - beta) KL(own || m) with m = beta target + (1 - beta) own; a beta of 0 is
+    KL(target || own), one of 1 KL(own || target). The gradient goes to `local_logits` alone. Holds a few
+    float32 copies of the logits.
+
+    >>> import torch
+    >>> round(float(jensen_shannon_divergence(torch.zeros(1, 8), torch.ones(1, 8))), 4)
+    0.0
+    """
+    if not 0.0 <= beta <= 1.0:
+        raise ValueError(f"vocab.jensen_shannon_divergence: a beta of {beta} is not between 0 and 1.")
+    logits, group, columns = vocab_part("jensen_shannon_divergence", local_logits, group, columns)
+    options = {"columns": columns, "vocab_size": vocab_size, "temperature": temperature}
+    own = log_softmax(logits.float(), group, **options)
+    with torch.no_grad():
+        target = log_softmax(local_part(local_target_logits).float(), group, **options)
+    if vocab_size is not None and columns is not None:
+        valid = max(min(columns[1], vocab_size) - columns[0], 0)
+        own, target = own[..., :valid], target[..., :valid]
+    elif vocab_size is not None:
+        first = logits.shape[-1] * (0 if group is None else group.rank())
+        valid = min(max(vocab_size - first, 0), logits.shape[-1])
+        own, target = own[..., :valid], target[..., :valid]
+
+    def divergence(of: Tensor, other: Tensor) -> Tensor:
+        # A probability of 0 counts 0, whatever the logarithms are.
+        p = of.exp()
+        return torch.where(p > 0, p * (of - other).nan_to_num(0.0, 0.0, 0.0), 0.0).sum(-1)
+
+    if beta == 0.0:
+        part = divergence(target, own)
+    elif beta == 1.0:
+        part = divergence(own, target)
+    else:
+        mixed = torch.logaddexp(target + math.log(beta), own + math.log1p(-beta))
+        part = beta * divergence(target, mixed) + (1.0 - beta) * divergence(own, mixed)
+    return part if group is None else regions.reduce(part, group)

@@ -1,0 +1,161 @@
+"""Class weights, a given log-sum-exp, given sets of ids, squares, divergences: against one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ranks import run_ranks
+from tessera import vocab_parallel
+
+VOCAB = 97
+WORLDS = [(1, "shm"), (2, "gloo"), (3, "shm")]
+
+
+def parts(group):
+    generator = torch.Generator().manual_seed(5)
+    whole = torch.randn(2, 6, VOCAB, generator=generator) * 3
+    labels = torch.randint(VOCAB, (2, 6), generator=generator)
+    labels[0, 2] = -100
+    columns = vocab_parallel.columns_of(VOCAB, group)
+    return whole, labels, columns, whole[..., slice(*columns)].clone().requires_grad_(True)
+
+
+def assert_same(value, expected, leaf, x, columns, weights=None):
+    torch.testing.assert_close(value.double(), expected.detach(), rtol=2e-5, atol=2e-5)
+    if weights is None:
+        weights = torch.arange(1.0, value.numel() + 1).view(value.shape)
+    leaf.grad, x.grad = None, None
+    (value * weights).sum().backward()
+    (expected * weights).sum().backward()
+    torch.testing.assert_close(leaf.grad.double(), x.grad[..., slice(*columns)], rtol=1e-4, atol=1e-4)
+
+
+def logits_rank(rank):
+    group = dist.group.WORLD
+    whole, labels, columns, own = parts(group)
+    x = whole.double().requires_grad_(True)
+    generator = torch.Generator().manual_seed(6)
+    factors = torch.rand(VOCAB, generator=generator)
+    for reduction in ("none", "sum", "mean"):
+        value = vocab_parallel.cross_entropy(
+            own, labels, group, columns=columns, reduction=reduction, class_weights=factors
+        )
+        expected = F.cross_entropy(
+            x.view(-1, VOCAB), labels.view(-1), weight=factors.double(), reduction=reduction
+        )
+        assert_same(value, expected.view(value.shape), own, x, columns)
+    nothing = vocab_parallel.cross_entropy(
+        own, torch.full_like(labels, -100), group, columns=columns, class_weights=factors
+    )
+    assert nothing.item() == 0.0
+    with pytest.raises(ValueError, match="class weights and label smoothing do not go together"):
+        vocab_parallel.cross_entropy(own, labels, group, class_weights=factors, label_smoothing=0.1)
+
+    value = vocab_parallel.sum_of_squared_probabilities(own, group, columns=columns, temperature=0.8)
+    assert_same(value, torch.softmax(x / 0.8, -1).square().sum(-1), own, x, columns)
+
+    ids = torch.randint(VOCAB, (2, 6, 4), generator=generator)
+    ids[1, 1, 2] = -100
+    lse = vocab_parallel.token_scores(
+        own, None, group, ("log_sum_exp",), columns=columns, temperature=0.8
+    ).log_sum_exp
+    value = vocab_parallel.log_probabilities_at(
+        own, ids, group, columns=columns, temperature=0.8, log_sum_exp=lse
+    )
+    expected = torch.log_softmax(x / 0.8, -1).gather(-1, ids.clamp_min(0)).masked_fill(ids < 0, 0.0)
+    assert_same(value, expected, own, x, columns)
+    # One that is given is taken as it is.
+    value = vocab_parallel.log_probabilities_at(
+        own, ids, group, columns=columns, log_sum_exp=torch.zeros(2, 6)
+    )
+    assert_same(value, x.gather(-1, ids.clamp_min(0)).masked_fill(ids < 0, 0.0), own, x, columns)
+
+    kept = torch.stack([torch.randperm(VOCAB, generator=generator)[:9] for _ in range(12)]).view(2, 6, 9)
+    kept[..., 0] = torch.where(labels < 0, kept[..., 0], labels)
+    kept[..., 1] = torch.where(kept[..., 1] == kept[..., 0], (kept[..., 1] + 1) % VOCAB, kept[..., 1])
+    kept[..., 2:] = torch.where(kept[..., 2:] == kept[..., :1], -100, kept[..., 2:])
+    kept[0, 0, 5] = -100
+    value = vocab_parallel.kept_log_probabilities(own, labels, kept, group, columns=columns, temperature=0.8)
+    mask = torch.zeros(2, 6, VOCAB + 1, dtype=torch.bool)
+    mask.scatter_(-1, torch.where(kept < 0, VOCAB, kept), True)
+    log_p = torch.log_softmax((x / 0.8).masked_fill(~mask[..., :VOCAB], -torch.inf), -1)
+    expected = log_p.gather(-1, labels.clamp_min(0).unsqueeze(-1)).squeeze(-1).masked_fill(labels < 0, 0.0)
+    assert_same(value, expected, own, x, columns)
+    outside = vocab_parallel.kept_log_probabilities(
+        own, labels, kept[..., 1:] * 0 - 100, group, columns=columns
+    )
+    assert outside[0, 0] == -torch.inf or outside[0, 0].isnan()
+    other = labels.masked_fill(labels >= 0, int(kept[0, 0, 1]))
+    outside = vocab_parallel.kept_log_probabilities(own, other, kept[..., :1], group, columns=columns)
+    assert outside[0, 0] == -torch.inf and outside[0, 2] == 0.0
+
+
+@pytest.mark.parametrize(("size", "backend"), WORLDS)
+def test_logits(size, backend):
+    run_ranks(size, logits_rank, backend=backend)
+
+
+def divergence(p, q, beta):
+    log_p, log_q = torch.log_softmax(p, -1), torch.log_softmax(q, -1)
+    if beta == 0.0:
+        return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
+    if beta == 1.0:
+        return F.kl_div(log_p, log_q, reduction="none", log_target=True).sum(-1)
+    mixed = torch.log(beta * log_p.exp() + (1 - beta) * log_q.exp())
+    return beta * F.kl_div(mixed, log_p, reduction="none", log_target=True).sum(-1) + (1 - beta) * F.kl_div(
+        mixed, log_q, reduction="none", log_target=True
+    ).sum(-1)
+
+
+def divergence_rank(rank):
+    group = dist.group.WORLD
+    whole, _, columns, own = parts(group)
+    teacher = torch.randn(2, 6, VOCAB, generator=torch.Generator().manual_seed(8)) * 2
+    x = whole.double().requires_grad_(True)
+    for beta in (0.0, 0.1, 0.5, 1.0):
+        value = vocab_parallel.jensen_shannon_divergence(
+            own, teacher[..., slice(*columns)], group, beta=beta, columns=columns, temperature=1.5
+        )
+        expected = divergence(teacher.double() / 1.5, x / 1.5, beta)
+        assert_same(value, expected, own, x, columns)
+    with pytest.raises(ValueError, match=r"a beta of 2\.0 is not between 0 and 1"):
+        vocab_parallel.jensen_shannon_divergence(own, own, group, beta=2.0)
+
+
+@pytest.mark.parametrize(("size", "backend"), WORLDS)
+def test_divergences(size, backend):
+    run_ranks(size, divergence_rank, backend=backend)
+
+
+def hidden_rank(rank):
+    group = dist.group.WORLD
+    generator = torch.Generator().manual_seed(9)
+    hidden = torch.randn(2, 5, 8, generator=generator)
+    weight, bias = torch.randn(VOCAB, 8, generator=generator), torch.randn(VOCAB, generator=generator)
+    ids = torch.randint(VOCAB, (2, 5, 3), generator=generator)
+    ids[0, 1, 2] = -100
+    columns = vocab_parallel.columns_of(VOCAB, group)
+    for workspace in (None, 2000):
+        h = hidden.clone().requires_grad_(True)
+        w, b = (t[slice(*columns)].clone().requires_grad_(True) for t in (weight, bias))
+        value = vocab_parallel.linear_log_probabilities_at(
+            h, w, ids, group, columns=columns, temperature=0.7, workspace_bytes=workspace, local_bias=b
+        )
+        leaves = [t.double().requires_grad_(True) for t in (hidden, weight, bias)]
+        logits = (leaves[0] @ leaves[1].t() + leaves[2]) / 0.7
+        expected = torch.log_softmax(logits, -1).gather(-1, ids.clamp_min(0)).masked_fill(ids < 0, 0.0)
+        torch.testing.assert_close(value.double(), expected.detach(), rtol=1e-5, atol=1e-4)
+        factors = torch.arange(1.0, 31.0).view(2, 5, 3)
+        (value * factors).sum().backward()
+        (expected * factors).sum().backward()
+        close = {"rtol": 1e-4, "atol": 1e-3}
+        torch.testing.assert_close(h.grad.double(), leaves[0].grad, **close)
+        torch.testing.assert_close(w.grad.double(), leaves[1].grad[slice(*columns)], **close)
+        torch.testing.assert_close(b.grad.double(), leaves[2].grad[slice(*columns)], **close)
+
+
+@pytest.mark.parametrize(("size", "backend"), WORLDS)
+def test_hidden_states_at_ids(size, backend):
+    run_ranks(size, hidden_rank, backend=backend)
