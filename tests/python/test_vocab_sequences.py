@@ -231,3 +231,56 @@ def packed_rank(rank):
 @pytest.mark.parametrize("size", [1, 2])
 def test_packed_sequences(size):
     run_ranks(size, packed_rank)
+
+
+class Sharder:
+    """Parts of a sequence as a context group has them, padded to fit."""
+
+    def __init__(self, length, group):
+        self.group, self.length = group, length
+        step = 2 * group.size()
+        self.padded = -(-length // step) * step
+
+    def shard_token_tensor(self, tensor, *, seq_dim, fill):
+        padding = tensor.new_full((tensor.shape[0], self.padded - self.length), fill)
+        whole = torch.cat([tensor, padding], seq_dim)
+        return parts_of(whole, self.group.rank(), self.group.size(), seq_dim)
+
+    def gather_token_tensor(self, tensor, *, seq_dim, trim):
+        whole = model_utils.allgather_cp_sharded_tensor(tensor, self.group, seq_dim)
+        return whole[:, : self.length] if trim else whole
+
+
+def sharder_rank(rank):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    size = dist.get_world_size()
+    tp_size = 2 if size == 4 else 1
+    mesh = init_device_mesh("cpu", (size // tp_size, tp_size), mesh_dim_names=("cp", "tp"))
+    cp, cp_rank = mesh.get_group("cp"), mesh.get_local_rank("cp")
+    tp_rank = mesh.get_local_rank("tp")
+    whole, target = sample((2, 11))
+    sharder = Sharder(11, cp)
+    padded = torch.cat([whole, torch.zeros(2, sharder.padded - 11, VOCAB)], 1)
+    share = VOCAB // tp_size
+    own = parts_of(padded, cp_rank, cp.size())[..., tp_rank * share : (tp_rank + 1) * share]
+    own = own.clone().requires_grad_(True)
+    x = padded.double().requires_grad_(True)
+    expected = reference_logprob(x[:, :10], target[:, 1:])
+    expected.sum().backward()
+    logits = DTensor.from_local(own, mesh["tp"], [Shard(2)], run_check=False) if tp_size > 1 else own
+    for params in (None, model_utils.TrainingSamplingParams(top_k=VOCAB)):
+        own.grad = None
+        value = model_utils.get_cp_sharded_next_token_logprobs(
+            logits, target, sharder, sampling_params=params
+        )
+        torch.testing.assert_close(value.double(), expected.detach(), rtol=1e-5, atol=1e-5)
+        (value.sum() / cp.size()).backward()
+        part = parts_of(x.grad, cp_rank, cp.size())[..., tp_rank * share : (tp_rank + 1) * share]
+        torch.testing.assert_close(own.grad.double(), part, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_layout_of_its_own(size):
+    run_ranks(size, sharder_rank, backend="gloo")

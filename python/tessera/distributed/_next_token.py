@@ -285,3 +285,32 @@ def get_next_token_logprobs_from_logits(
         cp_group=context_parallel_group,
         sampling_params=sampling_params,
     )
+
+
+def get_cp_sharded_next_token_logprobs(
+    logits: Tensor,
+    input_ids: Tensor,
+    cp_sharder: Any,
+    *,
+    chunk_size: int | None = None,
+    sampling_params: Any | None = None,
+) -> Tensor:
+    """Return next-token log-probabilities, [batch, length - 1], of logits in a layout of the sequence.
+
+    `logits` are this rank's part of the sequence, whole or a DTensor sharded by the vocabulary;
+    `input_ids` [batch, length] the whole. `cp_sharder` owns the layout: `shard_token_tensor(tensor,
+    seq_dim=, fill=)` gives this rank's part of a whole tensor, `gather_token_tensor(tensor, seq_dim=,
+    trim=)` the whole from the parts, differentiably.
+    """
+    own, group, columns = vocab_part(
+        "get_cp_sharded_next_token_logprobs", logits, None, (0, logits.shape[-1])
+    )
+    shifted = local_part(input_ids).roll(-1, 1)
+    shifted[:, -1] = -100  # nothing follows
+    labels = cp_sharder.shard_token_tensor(shifted, seq_dim=1, fill=-100)
+    filters = _filters(sampling_params)
+    if filters is None:
+        values = _C.distributed_logprob(own, labels, *columns, group)
+    else:
+        values = _C.distributed_logprob_with_sampling(own, labels, group, *filters, columns)
+    return cp_sharder.gather_token_tensor(values, seq_dim=1, trim=True)[:, :-1]

@@ -28,6 +28,7 @@ from tessera.distributed._next_token import (
     from_parallel_hidden_states_to_logprobs,
     from_parallel_logits_to_logprobs,
     from_parallel_logits_to_logprobs_packed_sequences,
+    get_cp_sharded_next_token_logprobs,
     get_logprobs_from_vocab_parallel_logits,
     get_next_token_logprobs_from_logits,
 )
@@ -77,6 +78,7 @@ __all__ = [
     "from_parallel_logits_to_logprobs",
     "from_parallel_logits_to_logprobs_packed_sequences",
     "gather_logits_at_global_indices",
+    "get_cp_sharded_next_token_logprobs",
     "get_distillation_topk_logprobs_from_logits",
     "get_logprobs_from_vocab_parallel_logits",
     "get_next_token_logprobs_from_logits",
