@@ -1,7 +1,10 @@
 #include "comm/backend.h"
 
+#include <pthread.h>
+
 #include <optional>
 #include <set>
+#include <tuple>
 #include <utility>
 
 #include <ATen/ops/empty.h>
@@ -19,9 +22,13 @@ struct Registry {
   std::set<EngineBackend*> backends;
   std::optional<Error> last_error;
 };
+// Never destroyed: groups may outlive static destructors. A forked child begins with an empty one,
+// for its parent's groups are not its own, and its parent's lock may be held for good.
 Registry& registry() {
-  static auto* instance = new Registry;  // never destroyed: groups may outlive static destructors
-  return *instance;
+  static std::atomic<Registry*> instance{new Registry};
+  [[maybe_unused]] static const int installed =
+      ::pthread_atfork(nullptr, nullptr, [] { instance = new Registry; });
+  return *instance.load();
 }
 
 }  // namespace
@@ -93,6 +100,12 @@ std::shared_ptr<Executor> EngineBackend::make_executor(bool is_ordered) {
 }
 
 EngineBackend::~EngineBackend() {
+  if (is_inherited()) {
+    // Threads, locks and peers are the parent's: nothing of it is closed, woken or told from here.
+    new auto(std::make_tuple(std::move(collectives_), std::move(lanes_), std::move(transport_),
+                             std::move(monitor_), std::move(lent_memory_)));
+    return;
+  }
   {
     std::lock_guard lock(registry().mutex);
     registry().backends.erase(this);
@@ -100,7 +113,18 @@ EngineBackend::~EngineBackend() {
   shutdown();
 }
 
+void EngineBackend::check_own(const char* title) const {
+  if (!is_inherited()) return;
+  const std::string name(title);
+  TESSERA_CHECK_VALUE(false, "comm.", name.substr(name.find(':') + 1), ": group '",
+                      monitor_->group_name(), "' belongs to process ", maker_, ", rank ",
+                      monitor_->members()[rank_].world_rank, " of it; this is process ", own_pid(),
+                      ", forked from it, which is no rank. Use the group in process ", maker_,
+                      ", and give a child what it needs before the fork, or through a queue.");
+}
+
 void EngineBackend::shutdown() {
+  if (is_inherited()) return;
   monitor_->cancel();
   collectives_->stop("the group was closed");
   std::lock_guard lock(lanes_mutex_);
@@ -115,6 +139,7 @@ void EngineBackend::abort() {
 
 void EngineBackend::fail(FailureKind kind, const std::vector<int>& ranks,
                          const std::string& reason) noexcept {
+  if (is_inherited()) return;
   has_failed_.store(true);
   transport_->abort(kind, ranks, reason);
 }
@@ -156,6 +181,7 @@ Call EngineBackend::stamped(Call call, std::uint64_t sequence,
 
 c10::intrusive_ptr<c10d::Work> EngineBackend::submit(Submission submission,
                                                      std::vector<Step> steps) {
+  check_own(submission.title);
   const std::uint64_t first =
       sequence_.fetch_add(static_cast<std::uint64_t>(submission.num_sequence));
   auto run = [this, timeout = submission.timeout,
@@ -199,7 +225,7 @@ at::Tensor EngineBackend::allocateTensor(long size, at::TensorOptions options) {
     size *= 2;
   }
   const std::size_t bytes = static_cast<std::size_t>(size) * options.dtype().itemsize();
-  auto memory = bytes > 0 ? transport_->allocate(bytes) : nullptr;
+  auto memory = bytes > 0 && !is_inherited() ? transport_->allocate(bytes) : nullptr;
   // Without room in the segment the tensor still works; it is staged like any other.
   if (!memory) return at::empty({size}, options.device(at::kCPU));
   void* data = memory.get();

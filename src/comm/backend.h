@@ -17,6 +17,7 @@
 #include "comm/executor.h"
 #include "comm/lent_memory.h"
 #include "comm/monitor.h"
+#include "comm/own_process.h"
 #include "comm/transport.h"
 #include "tessera/comm/error.h"
 
@@ -108,6 +109,9 @@ class EngineBackend final : public c10d::Backend {
   /// Ends the waits of all ranks; see Transport::abort. Never throws.
   void fail(FailureKind kind, const std::vector<int>& ranks, const std::string& reason) noexcept;
 
+  /// Whether a fork made this process a child of the one that the group belongs to.
+  bool is_inherited() const noexcept { return maker_ != own_pid(); }
+
   const GroupMonitor& monitor() const noexcept { return *monitor_; }
   Transport& transport() noexcept { return *transport_; }
 
@@ -134,7 +138,10 @@ class EngineBackend final : public c10d::Backend {
   std::chrono::milliseconds limit_of(std::chrono::milliseconds timeout) const noexcept;
   Call stamped(Call call, std::uint64_t sequence, std::chrono::milliseconds timeout) const;
   [[noreturn]] void raise(const Failure& failure);
+  /// Throws ValueError, naming both processes, in a forked child.
+  void check_own(const char* title) const;
 
+  const pid_t maker_ = own_pid();
   std::shared_ptr<Transport> transport_;
   std::shared_ptr<GroupMonitor> monitor_;
   c10::intrusive_ptr<Options> options_;

@@ -12,6 +12,7 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::submit_point_to_point(c10d::OpType
                                                                     const char* title,
                                                                     at::Tensor tensor, int peer,
                                                                     int tag, bool is_send) {
+  check_own(title);
   const char* op = is_send ? "send" : "recv";
   check_tensor(op, tensor, getBackendName());
   TESSERA_CHECK_VALUE(peer < size_ && peer >= (is_send ? 0 : -1), "comm.", op, ": ", peer,

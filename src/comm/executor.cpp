@@ -9,6 +9,7 @@
 
 #include "comm/short_slice.h"
 #include "tessera/comm/error.h"
+#include "tessera/core/check.h"
 #include "tessera/core/step_recorder.h"
 
 namespace tessera::comm {
@@ -296,6 +297,10 @@ void Executor::run_later(const c10::intrusive_ptr<EngineWork>& work) {
 }
 
 void Executor::help_until_completed(EngineWork& work) {
+  // In a forked child nobody runs the queue, and a child must not.
+  TESSERA_CHECK_VALUE(maker_ == own_pid(), "comm.wait: the operation belongs to process ", maker_,
+                      "; this is process ", own_pid(), ", forked from it. Wait for it in process ",
+                      maker_, ", before the fork.");
   std::unique_lock lock(mutex_);
   ++num_helpers_;
   while (!work.isCompleted()) {

@@ -29,6 +29,8 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include "comm/own_process.h"
+
 namespace tessera::comm {
 
 class Executor;
@@ -161,6 +163,7 @@ class Executor : public std::enable_shared_from_this<Executor> {
   void end_running(const EngineWork& work);
 
   const Options options_;
+  const pid_t maker_ = own_pid();
   std::mutex mutex_;
   // Two conditions, so that blocking calls do not wake the thread when there is nothing for it to
   // do.

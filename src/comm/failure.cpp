@@ -10,6 +10,7 @@
 
 #include "comm/backend.h"
 #include "comm/monitor.h"
+#include "comm/own_process.h"
 #include "tessera/comm/error.h"
 #include "tessera/core/error_file.h"
 
@@ -30,6 +31,7 @@ int exit_code_of(ErrorKind kind) {
 }
 
 std::atomic<std::int64_t> step_of_process{-1};
+std::atomic<pid_t> rank_process{0};  // whose last words count
 std::terminate_handler previous_handler = nullptr;
 
 struct Described {
@@ -64,12 +66,16 @@ bool is_secondary(const Described& error) {
 [[noreturn]] void terminate_with_report() {
   const auto exception = std::current_exception();
   const Described error = describe(exception);
-  write_error_file(exception);
-  report_failure(exception);
+  // A forked child is no rank: what ends it is between it and its parent.
+  const bool is_rank = rank_process == own_pid();
+  if (is_rank) {
+    write_error_file(exception);
+    report_failure(exception);
+  }
   std::fprintf(stderr, "[tessera] uncaught %s: %s\n", error.type.c_str(), error.text.c_str());
   std::fflush(nullptr);
   // A core dump of a process that merely lost its peer helps nobody.
-  if (error.is_comm_error) ::_exit(exit_code_of(error.kind));
+  if (is_rank && error.is_comm_error) ::_exit(exit_code_of(error.kind));
   if (previous_handler != nullptr) previous_handler();
   std::abort();
 }
@@ -112,6 +118,7 @@ void write_error_file(std::exception_ptr exception) noexcept {
 }
 
 void install_failure_handler() {
+  rank_process = own_pid();
   static std::once_flag once;
   std::call_once(once, [] { previous_handler = std::set_terminate(terminate_with_report); });
 }

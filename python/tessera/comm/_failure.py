@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import traceback
 
@@ -18,6 +19,8 @@ _EXIT_CODES = {"rendezvous": 69, "unavailable": 78}
 _SECONDARY_KINDS = ("peer lost", "peer failed", "aborted")
 
 _is_installed = False
+# The process that is a rank: the last words of children forked from it are not this rank's.
+_rank_process = 0
 
 
 def _title(error: BaseException) -> str:
@@ -85,18 +88,20 @@ def install() -> None:
     """Have uncaught exceptions reported to the peers and the launcher. Later calls change nothing.
 
     The error file (TORCHELASTIC_ERROR_FILE) is written. A process that only failed because its group
-    did ends with code 75; with 69 if the ranks did not meet, 78 if the engine cannot be had.
+    did ends with code 75; with 69 if the ranks did not meet, 78 if the engine cannot be had. Children
+    forked from this process report nothing, unless they make a group themselves.
     """
-    global _is_installed
+    global _is_installed, _rank_process
+    _rank_process = os.getpid()
+    _C.install_failure_handler()
     if _is_installed:
         return
     _is_installed = True
-    _C.install_failure_handler()
     print_as_before = sys.excepthook
 
     def excepthook(kind, error, trace):
         try:
-            if not issubclass(kind, SystemExit):
+            if not issubclass(kind, SystemExit) and os.getpid() == _rank_process:
                 _report_uncaught(error)
         finally:
             print_as_before(kind, error, trace)

@@ -98,9 +98,11 @@ int run_loop(const Options& options) {
   const long steps = options.number("steps", 0);
   const long victim = options.number("victim", -1);
   const std::string action = options.text("action", "none");
+  if (options.text("pidfds") == "refused") refuse_pidfds();
   try {
     const Group world = comm::init();
     report_ready(world);
+    if (world.rank() == options.number("large", -1)) take_memory(1024);
     if (options.text("deaf") != "") {
       std::signal(SIGTERM, SIG_IGN);
       std::signal(SIGINT, SIG_IGN);

@@ -21,6 +21,8 @@ int main(int argc, char** argv) {
       {"exit", run_exit},
       {"join", run_join},
       {"claim", run_claim},
+      {"groups", run_groups},
+      {"forks", run_forks},
   };
   const std::string wanted = argc > 1 ? argv[1] : "";
   for (const auto& mode : modes) {

@@ -25,4 +25,14 @@ int run_join(const Options& options);
 /// Makes one group on a store that the caller names, under a rank that the caller names.
 int run_claim(const Options& options);
 
+/// Makes groups of all ranks, one after the other, until something happens.
+int run_groups(const Options& options);
+/// Two ranks; the first forks a child that tries everything with its parent's group.
+int run_forks(const Options& options);
+
+/// From now on the system refuses this process descriptors of other processes.
+void refuse_pidfds();
+/// Makes this process large, in small pages.
+void take_memory(long mebibytes);
+
 }  // namespace tessera::faults
