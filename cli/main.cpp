@@ -15,9 +15,9 @@
 namespace tessera::cli {
 
 std::span<const Verb* const> verbs() {
-  static constexpr const Verb* kVerbs[] = {&kRunVerb,    &kTrainVerb,     &kReportVerb, &kTraceVerb,
-                                           &kPlanVerb,   &kDataVerb,      &kCkptVerb,   &kBenchVerb,
-                                           &kDoctorVerb, &kCompletionVerb};
+  static constexpr const Verb* kVerbs[] = {&kRunVerb,   &kPsVerb,     &kTrainVerb,     &kReportVerb,
+                                           &kTraceVerb, &kPlanVerb,   &kDataVerb,      &kCkptVerb,
+                                           &kBenchVerb, &kDoctorVerb, &kCompletionVerb};
   return kVerbs;
 }
 
@@ -28,7 +28,6 @@ std::string program_help() {
       "tessera: one training job over many processes\n"
       "\n"
       "  tessera run -n 4 -- ./train --epochs 3       start four ranks of a program\n"
-      "  tessera run -n 2 train.py                    the same for Python\n"
       "  tessera train dlrm --ranks 2                 train a built-in workload: dlrm, lm, gnn\n"
       "\n"
       "verbs\n";

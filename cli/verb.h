@@ -24,6 +24,7 @@ struct Verb {
 
 extern const Verb kBenchVerb;
 extern const Verb kPlanVerb;
+extern const Verb kPsVerb;
 extern const Verb kReportVerb;
 extern const Verb kRunVerb;
 extern const Verb kTraceVerb;

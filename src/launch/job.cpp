@@ -16,6 +16,7 @@
 #include "environment.h"
 #include "event_loop.h"
 #include "guard.h"
+#include "live_jobs.h"
 #include "memory_kill.h"
 #include "output.h"
 #include "process.h"
@@ -93,6 +94,7 @@ class Job {
   Console err_{loop_, STDERR_FILENO,
                Console::line_shared_by(STDOUT_FILENO, STDERR_FILENO, out_line_)};
   FileDescriptor signal_file_;
+  const int64_t begin_ns_ = wall_clock_ns();
   const int64_t memory_kills_before_ = num_memory_kills();
 
   Attempt attempt_;
@@ -380,6 +382,9 @@ void Job::start_ranks() {
   if (attempt_.secret_file.empty()) {
     attempt_.secret_file = write_rank_secret(scratch_.path(), rank_secret());
   }
+  record_job(scratch_.path(),
+             {attempt_.job_name, getpid(), begin_ns_, options_.num_local_ranks, options_.num_nodes,
+              options_.node_rank, attempt_.number, options_.command});
   ranks_ = std::make_unique<RankGroup>(
       loop_, guard_, signals_, options_, out_, err_,
       RankGroup::Events{[this] { on_local_failure(); }, [this] { on_local_gone(); }});

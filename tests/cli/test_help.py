@@ -32,6 +32,7 @@ VERBS = verbs()
 def test_the_program_names_its_verbs():
     assert {
         "run",
+        "ps",
         "train",
         "plan",
         "report",
