@@ -5,7 +5,9 @@ from __future__ import annotations
 import datetime
 import functools
 import os
+import sys
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
@@ -29,8 +31,14 @@ def _create(options, _backend_options):
     world_ranks = list(options.global_ranks_in_group)
     name = labels.get(options.group_id) or (f"group {options.group_id}" if world_ranks else "world")
     _failure.install()
+    _give_dtensor_our_all_to_all()
+    store = options.store
+    if world_ranks:
+        # Ranks may make groups that others do not know of, such as one of themselves alone; torch gives
+        # all of them the same name.
+        store = dist.PrefixStore("ranks " + " ".join(map(str, world_ranks)), store)
     return _C.make_backend(
-        options.store,
+        store,
         options.group_rank,
         options.group_size,
         _timeout_of(options),
@@ -60,9 +68,51 @@ def _accept_shm(torch_function):
     return monitored_barrier
 
 
+def _limit_shm(torch_function):
+    """Return torch's _set_pg_timeout, for groups of this backend too."""
+
+    @functools.wraps(torch_function)
+    def set_timeout(timeout, group=None):
+        if c10d._rank_not_in_group(group) or dist.get_backend(group) != NAME:
+            return torch_function(timeout, group)
+        group = dist.group.WORLD if group is None else group
+        if not isinstance(timeout, datetime.timedelta):
+            raise TypeError(f"timeout argument must be of type datetime.timedelta, but got {type(timeout)}.")
+        group.set_timeout(timeout)
+        return None
+
+    return set_timeout
+
+
+def _give_dtensor_our_all_to_all() -> None:
+    """Let DTensor move shards between dimensions by all-to-all.
+
+    For the CPU it takes a gather of everything instead, and says that there is no all-to-all.
+    """
+    module = sys.modules.get("torch.distributed.tensor._collective_utils")
+    torch_function = getattr(module, "shard_dim_alltoall", None)
+    if torch_function is None or hasattr(torch_function, "__wrapped__"):
+        return
+
+    @functools.wraps(torch_function)
+    def shard_dim_alltoall(input, gather_dim, shard_dim, mesh, mesh_dim):
+        if mesh.device_type != "cpu" or type(input) is not torch.Tensor:
+            return torch_function(input, gather_dim, shard_dim, mesh, mesh_dim)
+        group = mesh.get_group(mesh_dim)
+        if dist.get_backend(group) != NAME:
+            return torch_function(input, gather_dim, shard_dim, mesh, mesh_dim)
+        return torch.ops._dtensor.shard_dim_alltoall(input, gather_dim, shard_dim, group.group_name)
+
+    for name in ("_collective_utils", "placement_types"):
+        user = sys.modules.get(f"torch.distributed.tensor.{name}")
+        if getattr(user, "shard_dim_alltoall", None) is torch_function:
+            user.shard_dim_alltoall = shard_dim_alltoall
+
+
 def register() -> None:
     """Make torch.distributed know the backend. Calling it again changes nothing."""
     if NAME.upper() in dist.Backend._plugins:
         return
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+    c10d._set_pg_timeout = _limit_shm(c10d._set_pg_timeout)
     dist.monitored_barrier = c10d.monitored_barrier = _accept_shm(c10d.monitored_barrier)

@@ -9,6 +9,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/record_function.h>
 
 #include "tessera/comm/failure.h"
 #include "tessera/core/check.h"
@@ -90,6 +91,34 @@ EngineBackend::EngineBackend(std::shared_ptr<Transport> transport,
       collectives_(make_executor(true)) {
   std::lock_guard lock(registry().mutex);
   registry().backends.insert(this);
+}
+
+const char* EngineBackend::event_name(std::string_view op) const noexcept {
+  struct Names {
+    std::string_view op;
+    const char* shm;
+    const char* gloo;
+  };
+  // Spelled out: profilers keep the pointers.
+  static constexpr Names kNames[] = {
+      {"all_reduce", "shm:all_reduce", "gloo:all_reduce"},
+      {"sparse_all_reduce", "shm:sparse_all_reduce", "gloo:sparse_all_reduce"},
+      {"all_gather", "shm:all_gather", "gloo:all_gather"},
+      {"all_to_all", "shm:all_to_all", "gloo:all_to_all"},
+      {"reduce_scatter", "shm:reduce_scatter", "gloo:reduce_scatter"},
+      {"broadcast", "shm:broadcast", "gloo:broadcast"},
+      {"reduce", "shm:reduce", "gloo:reduce"},
+      {"gather", "shm:gather", "gloo:gather"},
+      {"scatter", "shm:scatter", "gloo:scatter"},
+      {"barrier", "shm:barrier", "gloo:barrier"},
+      {"send", "shm:send", "gloo:send"},
+      {"recv", "shm:recv", "gloo:recv"},
+      {"recvAnySource", "shm:recvAnySource", "gloo:recvAnySource"},
+  };
+  for (const Names& names : kNames) {
+    if (names.op == op) return is_relay() ? names.gloo : names.shm;
+  }
+  return "tessera";
 }
 
 std::shared_ptr<Executor> EngineBackend::make_executor(bool is_ordered) {
@@ -182,8 +211,11 @@ Call EngineBackend::stamped(Call call, std::uint64_t sequence,
 c10::intrusive_ptr<c10d::Work> EngineBackend::submit(Submission submission,
                                                      std::vector<Step> steps) {
   check_own(submission.title);
-  const std::uint64_t first =
-      sequence_.fetch_add(static_cast<std::uint64_t>(submission.num_sequence));
+  const std::uint64_t first = sequence_.fetch_add(1);
+  std::optional<std::vector<at::Tensor>> inputs;
+  if (at::hasCallbacks()) {
+    inputs = submission.inputs.empty() ? submission.outputs : std::move(submission.inputs);
+  }
   auto run = [this, timeout = submission.timeout,
               steps = std::move(steps)](EngineWork& work) mutable {
     try {
@@ -197,8 +229,9 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::submit(Submission submission,
     }
   };
   auto work = c10::make_intrusive<EngineWork>(
-      collectives_, rank_, submission.type, submission.title, first, std::move(submission.outputs),
-      std::move(run), [this] { return transport_->is_met(); });
+      collectives_, rank_, submission.type, event_name(submission.title), first,
+      std::move(submission.outputs), std::move(run), [this] { return transport_->is_met(); },
+      inputs);
   work->set_num_steps(static_cast<std::uint64_t>(submission.num_sequence));
   work->set_limit(limit_of(submission.timeout));
   if (submission.plan) {

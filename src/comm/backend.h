@@ -4,12 +4,16 @@
 
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -126,11 +130,23 @@ class EngineBackend final : public c10d::Backend {
     bool is_async;
     int num_sequence = 1;                     // how many collectives it makes
     std::optional<Call> plan = std::nullopt;  // to be announced: its one collective
+    std::vector<at::Tensor> inputs = {};      // what profilers are told; the outputs if empty
   };
   c10::intrusive_ptr<c10d::Work> submit(Submission submission, std::vector<Step> steps);
+  /// Gathers inputs[i] of rank r into lists[i][r]; then copies the second of each pair to the
+  /// first.
+  c10::intrusive_ptr<c10d::Work> gather_lists(const std::vector<std::vector<at::Tensor>>& lists,
+                                              const std::vector<at::Tensor>& inputs,
+                                              std::vector<std::pair<at::Tensor, at::Tensor>> copies,
+                                              const c10d::AllgatherOptions& opts);
+  /// What profilers call the operation, as torch does: "shm:all_reduce". Stays.
+  const char* event_name(std::string_view op) const noexcept;
   c10::intrusive_ptr<c10d::Work> submit_point_to_point(c10d::OpType type, const char* title,
                                                        at::Tensor tensor, int peer, int tag,
                                                        bool is_send);
+  /// A message of a rank to itself is kept until it is received.
+  void send_to_self(const at::Tensor& tensor, int tag);
+  void recv_from_self(const Call& call, const at::Tensor& tensor, int tag);
   /// Whether operations pass memory on to somebody else, rather than work on it here.
   bool is_relay() const noexcept { return transport_->name() == "gloo"; }
   /// `is_ordered`: see Executor::Options.
@@ -151,6 +167,9 @@ class EngineBackend final : public c10d::Backend {
   std::map<std::pair<bool, int>, std::shared_ptr<Executor>> lanes_;  // (is send, peer)
   std::atomic<std::uint64_t> sequence_{0};
   std::atomic<std::uint64_t> point_to_point_sequence_{0};
+  std::mutex own_messages_mutex_;
+  std::condition_variable own_messages_changed_;
+  std::map<int, std::deque<at::Tensor>> own_messages_;  // from this rank to itself, by tag
   std::atomic<bool> has_failed_{false};
 };
 

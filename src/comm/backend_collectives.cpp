@@ -5,6 +5,9 @@
 #include <utility>
 #include <vector>
 
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/minimum.h>
+
 #include "comm/backend.h"
 #include "comm/tensor_memory.h"
 #include "tessera/core/check.h"
@@ -65,6 +68,63 @@ void check_same_type(std::string_view op, const at::Tensor& output, const at::Te
                      output.scalar_type(), ", the input ", input.scalar_type(), ".");
 }
 
+// Several tensors per call, as torch's older interface has them: one shape, one type, one device.
+void check_alike(std::string_view op, const std::vector<at::Tensor>& tensors,
+                 std::string_view engine) {
+  TESSERA_CHECK_VALUE(!tensors.empty(), "comm.", op, ": no tensor was given.");
+  check_tensors(op, tensors, engine);
+  for (const at::Tensor& tensor : tensors) {
+    TESSERA_CHECK_VALUE(tensor.sizes() == tensors[0].sizes(), "comm.", op, ": tensors of shape ",
+                        tensors[0].sizes(), " and ", tensor.sizes(), " in one call.");
+  }
+}
+
+// Reduces `other` into `tensor`, of one rank.
+void reduce_into(at::Tensor tensor, const at::Tensor& other, ReduceOp reduction) {
+  switch (reduction) {
+    case ReduceOp::kSum:
+    case ReduceOp::kAvg:
+      tensor.add_(other);
+      break;
+    case ReduceOp::kProduct:
+      tensor.mul_(other);
+      break;
+    case ReduceOp::kMin:
+      tensor.copy_(at::minimum(tensor, other));
+      break;
+    case ReduceOp::kMax:
+      tensor.copy_(at::maximum(tensor, other));
+      break;
+    case ReduceOp::kBand:
+      tensor.bitwise_and_(other);
+      break;
+    case ReduceOp::kBor:
+      tensor.bitwise_or_(other);
+      break;
+    case ReduceOp::kBxor:
+      tensor.bitwise_xor_(other);
+      break;
+    case ReduceOp::kNone:
+      break;
+  }
+}
+
+bool is_scaled(const c10d::ReduceOp& reduction) {
+  return static_cast<c10d::ReduceOp::RedOpType>(reduction) == c10d::ReduceOp::PREMUL_SUM;
+}
+
+// What a scaled sum adds up: `tensor` times this rank's factor; for other reductions `tensor`.
+at::Tensor scaled(const at::Tensor& tensor, const c10d::ReduceOp& reduction) {
+  if (!is_scaled(reduction)) return tensor;
+  const auto* supplement =
+      dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(reduction.supplement_.get());
+  TESSERA_CHECK_VALUE(supplement != nullptr, "comm: a scaled sum without a factor.");
+  const at::Tensor values = tensor.detach();
+  return supplement->tensor_factor.defined()
+             ? values.mul(supplement->tensor_factor.to(values.options()))
+             : values.mul(supplement->double_factor);
+}
+
 void check_cut(std::string_view op, const char* what, const std::vector<std::int64_t>& counts,
                const at::Tensor& tensor, int size) {
   const std::int64_t rows = num_rows_of(tensor);
@@ -91,9 +151,31 @@ void check_cut(std::string_view op, const char* what, const std::vector<std::int
 
 c10::intrusive_ptr<c10d::Work> EngineBackend::allreduce(std::vector<at::Tensor>& tensors,
                                                         const c10d::AllreduceOptions& opts) {
-  check_single("all_reduce", tensors.size());
-  if (tensors[0].defined() && tensors[0].is_sparse()) return allreduce_sparse(tensors, opts);
-  return allreduce_coalesced(tensors, static_cast<const c10d::AllreduceCoalescedOptions&>(opts));
+  if (tensors.size() == 1) {
+    if (tensors[0].defined() && tensors[0].is_sparse()) return allreduce_sparse(tensors, opts);
+    return allreduce_coalesced(tensors, static_cast<const c10d::AllreduceCoalescedOptions&>(opts));
+  }
+  // One result over all tensors of all ranks, in each of them.
+  check_alike("all_reduce", tensors, getBackendName());
+  const ReduceOp reduction = check_reduction("all_reduce", opts.reduceOp, tensors[0].scalar_type());
+  TESSERA_CHECK_VALUE(reduction != ReduceOp::kAvg, "comm.all_reduce: the average of ",
+                      tensors.size(), " tensors per rank is not defined.");
+  at::Tensor whole = scaled(tensors[0], opts.reduceOp).detach().clone();
+  for (std::size_t i = 1; i < tensors.size(); ++i) {
+    reduce_into(whole, scaled(tensors[i], opts.reduceOp).detach(), reduction);
+  }
+  Step step = [memory = TensorMemory(whole, Use::kReadWrite), whole, tensors, reduction](
+                  Transport& transport, Call& call) {
+    call.op = Operator::kAllReduce;
+    call.dtype = memory.dtype();
+    call.reduce = reduction;
+    call.count = memory.count();
+    transport.all_reduce(call, memory.piece());
+    memory.write_back();
+    for (const at::Tensor& tensor : tensors) tensor.detach().copy_(whole);
+  };
+  return submit({c10d::OpType::ALLREDUCE, "all_reduce", tensors, opts.timeout, opts.asyncOp},
+                {std::move(step)});
 }
 
 c10::intrusive_ptr<c10d::Work> EngineBackend::allreduce_coalesced(
@@ -103,6 +185,9 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::allreduce_coalesced(
   for (const at::Tensor& tensor : tensors) {
     check_tensor("all_reduce", tensor, getBackendName());
     const ReduceOp reduction = check_reduction("all_reduce", opts.reduceOp, tensor.scalar_type());
+    if (is_scaled(opts.reduceOp)) {
+      tensor.detach().copy_(scaled(tensor, opts.reduceOp));
+    }
     TensorMemory memory(tensor, Use::kReadWrite);
     const auto describe = [reduction](Call& call, const TensorMemory& memory) {
       call.op = Operator::kAllReduce;
@@ -118,7 +203,7 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::allreduce_coalesced(
     });
   }
   const int num_sequence = static_cast<int>(tensors.size());
-  return submit({c10d::OpType::ALLREDUCE, "tessera:all_reduce", tensors, opts.timeout, opts.asyncOp,
+  return submit({c10d::OpType::ALLREDUCE, "all_reduce", tensors, opts.timeout, opts.asyncOp,
                  num_sequence, plan},
                 std::move(steps));
 }
@@ -131,8 +216,9 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::reduce(std::vector<at::Tensor>& te
   const ReduceOp reduction = check_reduction("reduce", opts.reduceOp, tensors[0].scalar_type());
   const int root = static_cast<int>(opts.rootRank);
   const Use use = rank_ == root ? Use::kReadWrite : Use::kRead;
-  Step step = [memory = TensorMemory(tensors[0], use), reduction, root](Transport& transport,
-                                                                        Call& call) {
+  const at::Tensor brought = scaled(tensors[0], opts.reduceOp);
+  Step step = [memory = TensorMemory(brought, use), brought, target = tensors[0], reduction, root,
+               is_root = rank_ == root](Transport& transport, Call& call) {
     call.op = Operator::kReduce;
     call.dtype = memory.dtype();
     call.reduce = reduction;
@@ -140,65 +226,104 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::reduce(std::vector<at::Tensor>& te
     call.count = memory.count();
     transport.reduce(call, memory.piece());
     memory.write_back();
+    if (is_root && !brought.is_same(target)) target.detach().copy_(brought);
   };
-  return submit({c10d::OpType::REDUCE, "tessera:reduce", tensors, opts.timeout, opts.asyncOp},
+  return submit({c10d::OpType::REDUCE, "reduce", tensors, opts.timeout, opts.asyncOp},
                 {std::move(step)});
 }
 
 c10::intrusive_ptr<c10d::Work> EngineBackend::broadcast(std::vector<at::Tensor>& tensors,
                                                         const c10d::BroadcastOptions& opts) {
-  check_single("broadcast", tensors.size());
-  check_tensor("broadcast", tensors[0], getBackendName());
+  check_alike("broadcast", tensors, getBackendName());
   check_root("broadcast", opts.rootRank, size_);
   const int root = static_cast<int>(opts.rootRank);
+  TESSERA_CHECK_VALUE(
+      opts.rootTensor >= 0 && opts.rootTensor < static_cast<std::int64_t>(tensors.size()),
+      "comm.broadcast: root tensor ", opts.rootTensor, " of ", tensors.size(), ".");
+  const at::Tensor source = tensors[static_cast<std::size_t>(opts.rootTensor)];
   const Use use = rank_ == root ? Use::kRead : Use::kWrite;
-  Step step = [memory = TensorMemory(tensors[0], use), root](Transport& transport, Call& call) {
+  Step step = [memory = TensorMemory(source, use), source, tensors, root](Transport& transport,
+                                                                          Call& call) {
     call.op = Operator::kBroadcast;
     call.dtype = memory.dtype();
     call.root = root;
     call.count = memory.count();
     transport.broadcast(call, memory.piece());
     memory.write_back();
+    for (const at::Tensor& tensor : tensors) {
+      if (!tensor.is_same(source)) tensor.detach().copy_(source);
+    }
   };
-  return submit({c10d::OpType::BROADCAST, "tessera:broadcast", tensors, opts.timeout, opts.asyncOp},
+  return submit({c10d::OpType::BROADCAST, "broadcast", tensors, opts.timeout, opts.asyncOp},
                 {std::move(step)});
 }
 
 c10::intrusive_ptr<c10d::Work> EngineBackend::allgather(
     std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
     const c10d::AllgatherOptions& opts) {
-  check_single("all_gather", inputs.size());
-  check_single("all_gather", outputs.size());
-  return allgather_coalesced(outputs, inputs, opts);
+  TESSERA_CHECK_VALUE(outputs.size() == inputs.size(), "comm.all_gather: ", outputs.size(),
+                      " lists of outputs for ", inputs.size(), " inputs.");
+  if (inputs.size() == 1) return gather_lists(outputs, inputs, {}, opts);
+  // Every list gets all tensors of all ranks, rank by rank.
+  check_alike("all_gather", inputs, getBackendName());
+  const std::size_t num_tensors = inputs.size();
+  std::vector<std::vector<at::Tensor>> lists(num_tensors);
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies;
+  for (std::size_t k = 0; k < num_tensors; ++k) {
+    check_list("all_gather", outputs[k].size(), size_ * static_cast<int>(num_tensors));
+    check_tensors("all_gather", outputs[k], getBackendName());
+    for (std::size_t j = 0; j < outputs[k].size(); ++j) {
+      if (k == 0) {
+        lists[j % num_tensors].push_back(outputs[0][j]);
+      } else {
+        copies.emplace_back(outputs[k][j], outputs[0][j]);
+      }
+    }
+  }
+  return gather_lists(lists, inputs, std::move(copies), opts);
 }
 
 c10::intrusive_ptr<c10d::Work> EngineBackend::allgather_coalesced(
     std::vector<std::vector<at::Tensor>>& output_lists, std::vector<at::Tensor>& inputs,
     const c10d::AllgatherOptions& opts) {
-  TESSERA_CHECK_VALUE(output_lists.size() == inputs.size(),
-                      "comm.all_gather: ", output_lists.size(), " lists of outputs for ",
-                      inputs.size(), " inputs.");
+  // One list per rank, with all of that rank's tensors.
+  check_list("all_gather_coalesced", output_lists.size(), size_);
+  std::vector<std::vector<at::Tensor>> lists(inputs.size());
+  for (const auto& outputs : output_lists) {
+    TESSERA_CHECK_VALUE(outputs.size() == inputs.size(), "comm.all_gather_coalesced: a list of ",
+                        outputs.size(), " outputs for ", inputs.size(), " inputs.");
+    for (std::size_t i = 0; i < inputs.size(); ++i) lists[i].push_back(outputs[i]);
+  }
+  return gather_lists(lists, inputs, {}, opts);
+}
+
+c10::intrusive_ptr<c10d::Work> EngineBackend::gather_lists(
+    const std::vector<std::vector<at::Tensor>>& lists, const std::vector<at::Tensor>& inputs,
+    std::vector<std::pair<at::Tensor, at::Tensor>> copies, const c10d::AllgatherOptions& opts) {
   std::vector<Step> steps;
   std::vector<at::Tensor> results;
   for (std::size_t i = 0; i < inputs.size(); ++i) {
-    const auto& outputs = output_lists[i];
+    const auto& outputs = lists[i];
     check_tensor("all_gather", inputs[i], getBackendName());
     check_list("all_gather", outputs.size(), size_);
     check_tensors("all_gather", outputs, getBackendName());
     check_same_type("all_gather", outputs[0], inputs[i]);
     results.insert(results.end(), outputs.begin(), outputs.end());
+    auto last = i + 1 == inputs.size() ? std::move(copies) : decltype(copies){};
     steps.push_back([input = TensorMemory(inputs[i], Use::kRead),
-                     targets = memories(outputs, Use::kWrite)](Transport& transport, Call& call) {
+                     targets = memories(outputs, Use::kWrite),
+                     last = std::move(last)](Transport& transport, Call& call) {
       call.op = Operator::kAllGather;
       call.dtype = input.dtype();
       call.count = input.count();
       transport.all_gather(call, input.piece(), pieces(targets));
       write_back(targets);
+      for (const auto& [target, source] : last) target.detach().copy_(source);
     });
   }
   const int num_sequence = static_cast<int>(inputs.size());
-  return submit({c10d::OpType::ALLGATHER, "tessera:all_gather", std::move(results), opts.timeout,
-                 opts.asyncOp, num_sequence},
+  return submit({c10d::OpType::ALLGATHER, "all_gather", std::move(results), opts.timeout,
+                 opts.asyncOp, num_sequence, std::nullopt, inputs},
                 std::move(steps));
 }
 
@@ -233,8 +358,8 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::allgather_into_tensor_coalesced(
         });
   }
   const int num_sequence = static_cast<int>(inputs.size());
-  return submit({c10d::OpType::_ALLGATHER_BASE, "tessera:all_gather", outputs, opts.timeout,
-                 opts.asyncOp, num_sequence},
+  return submit({c10d::OpType::_ALLGATHER_BASE, "all_gather", outputs, opts.timeout, opts.asyncOp,
+                 num_sequence, std::nullopt, inputs},
                 std::move(steps));
 }
 
@@ -265,7 +390,8 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::gather(std::vector<std::vector<at:
     transport.gather(call, input.piece(), pieces(targets));
     write_back(targets);
   };
-  return submit({c10d::OpType::GATHER, "tessera:gather", results, opts.timeout, opts.asyncOp},
+  return submit({c10d::OpType::GATHER, "gather", results, opts.timeout, opts.asyncOp, 1,
+                 std::nullopt, inputs},
                 {std::move(step)});
 }
 
@@ -296,7 +422,7 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::scatter(std::vector<at::Tensor>& o
     transport.scatter(call, pieces(parts), output.piece());
     output.write_back();
   };
-  return submit({c10d::OpType::SCATTER, "tessera:scatter", outputs, opts.timeout, opts.asyncOp},
+  return submit({c10d::OpType::SCATTER, "scatter", outputs, opts.timeout, opts.asyncOp},
                 {std::move(step)});
 }
 
@@ -314,9 +440,10 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::reduce_scatter(
                       " elements, this rank's input ", inputs[0][rank_].numel(), ".");
   const ReduceOp reduction =
       check_reduction("reduce_scatter", opts.reduceOp, outputs[0].scalar_type());
+  std::vector<at::Tensor> brought;
+  for (const at::Tensor& input : inputs[0]) brought.push_back(scaled(input, opts.reduceOp));
   Step step = [output = TensorMemory(outputs[0], Use::kWrite),
-               parts = memories(inputs[0], Use::kRead),
-               reduction](Transport& transport, Call& call) {
+               parts = memories(brought, Use::kRead), reduction](Transport& transport, Call& call) {
     call.op = Operator::kReduceScatter;
     call.dtype = output.dtype();
     call.reduce = reduction;
@@ -324,9 +451,9 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::reduce_scatter(
     transport.reduce_scatter(call, pieces(parts), output.piece());
     output.write_back();
   };
-  return submit(
-      {c10d::OpType::REDUCE_SCATTER, "tessera:reduce_scatter", outputs, opts.timeout, opts.asyncOp},
-      {std::move(step)});
+  return submit({c10d::OpType::REDUCE_SCATTER, "reduce_scatter", outputs, opts.timeout,
+                 opts.asyncOp, 1, std::nullopt, inputs[0]},
+                {std::move(step)});
 }
 
 c10::intrusive_ptr<c10d::Work> EngineBackend::_reduce_scatter_base(
@@ -352,7 +479,7 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::reduce_scatter_tensor_coalesced(
     const ReduceOp reduction =
         check_reduction("reduce_scatter", opts.reduceOp, inputs[i].scalar_type());
     steps.push_back([this, output = TensorMemory(outputs[i], Use::kWrite),
-                     input = TensorMemory(inputs[i], Use::kRead),
+                     input = TensorMemory(scaled(inputs[i], opts.reduceOp), Use::kRead),
                      reduction](Transport& transport, Call& call) {
       call.op = Operator::kReduceScatter;
       call.dtype = output.dtype();
@@ -363,8 +490,8 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::reduce_scatter_tensor_coalesced(
     });
   }
   const int num_sequence = static_cast<int>(inputs.size());
-  return submit({c10d::OpType::_REDUCE_SCATTER_BASE, "tessera:reduce_scatter", outputs,
-                 opts.timeout, opts.asyncOp, num_sequence},
+  return submit({c10d::OpType::_REDUCE_SCATTER_BASE, "reduce_scatter", outputs, opts.timeout,
+                 opts.asyncOp, num_sequence, std::nullopt, inputs},
                 std::move(steps));
 }
 
@@ -387,9 +514,15 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::alltoall_base(at::Tensor& output, 
                          cut_rows(target, output_rows, size_));
     target.write_back();
   };
-  return submit(
-      {c10d::OpType::ALLTOALL_BASE, "tessera:all_to_all", {output}, opts.timeout, opts.asyncOp},
-      {std::move(step)});
+  return submit({c10d::OpType::ALLTOALL_BASE,
+                 "all_to_all",
+                 {output},
+                 opts.timeout,
+                 opts.asyncOp,
+                 1,
+                 std::nullopt,
+                 {input}},
+                {std::move(step)});
 }
 
 c10::intrusive_ptr<c10d::Work> EngineBackend::alltoall(std::vector<at::Tensor>& outputs,
@@ -408,7 +541,8 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::alltoall(std::vector<at::Tensor>& 
     transport.all_to_all(call, pieces(sources), pieces(targets));
     write_back(targets);
   };
-  return submit({c10d::OpType::ALLTOALL, "tessera:all_to_all", outputs, opts.timeout, opts.asyncOp},
+  return submit({c10d::OpType::ALLTOALL, "all_to_all", outputs, opts.timeout, opts.asyncOp, 1,
+                 std::nullopt, inputs},
                 {std::move(step)});
 }
 
@@ -417,7 +551,7 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::barrier(const c10d::BarrierOptions
     call.op = Operator::kBarrier;
     transport.barrier(call);
   };
-  return submit({c10d::OpType::BARRIER, "tessera:barrier", {}, opts.timeout, opts.asyncOp},
+  return submit({c10d::OpType::BARRIER, "barrier", {}, opts.timeout, opts.asyncOp},
                 {std::move(step)});
 }
 

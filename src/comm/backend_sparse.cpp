@@ -74,8 +74,8 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::allreduce_sparse(std::vector<at::T
         at::sparse_coo_tensor(state->indices.t(), all, state->target.sizes()).coalesce();
     state->target.copy_(sum);
   };
-  return submit({c10d::OpType::_ALLREDUCE_SPARSE, "tessera:all_reduce_sparse", tensors,
-                 opts.timeout, opts.asyncOp, 3},
+  return submit({c10d::OpType::_ALLREDUCE_SPARSE, "sparse_all_reduce", tensors, opts.timeout,
+                 opts.asyncOp, 3},
                 {std::move(counts), std::move(indices), std::move(values)});
 }
 

@@ -177,7 +177,7 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::lend(std::vector<at::Tensor> input
     copied.dtype = TensorMemory(inputs[0], TensorMemory::Use::kRead).dtype();
     transport.all_to_all(copied, sent, received);
   };
-  return submit({c10d::OpType::ALLTOALL, "tessera:all_to_all", {}, options_->timeout, true, 2},
+  return submit({c10d::OpType::ALLTOALL, "all_to_all", {}, options_->timeout, true, 2},
                 {std::move(step)});
 }
 

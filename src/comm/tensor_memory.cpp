@@ -154,9 +154,11 @@ ReduceOp check_reduction(std::string_view op, const c10d::ReduceOp& reduction,
     case c10d::ReduceOp::BXOR:
       if (is_floating || is_complex) refuse("bitwise exclusive or");
       return ReduceOp::kBxor;
+    case c10d::ReduceOp::PREMUL_SUM:
+      if (!is_floating && !is_complex) refuse("scaled sum");
+      return ReduceOp::kSum;
     default:
-      TESSERA_CHECK_VALUE(false, "comm.", op,
-                          ": scaled sums are not supported. Multiply before the call.");
+      TESSERA_CHECK_VALUE(false, "comm.", op, ": this reduction is not known.");
   }
   return ReduceOp::kNone;
 }
