@@ -36,6 +36,16 @@ SIGNATURES = {
     "reduce_from_model_parallel_region": "(input: 'Tensor') -> 'Tensor'",
     "scatter_to_model_parallel_region": "(input: 'Tensor', dim: 'int' = -1) -> 'Tensor'",
     "gather_from_model_parallel_region": "(input: 'Tensor', dim: 'int' = -1) -> 'Tensor'",
+    # Of today's fairchem.
+    "setup_graph_parallel_groups": (
+        "(graph_parallel_group_size: 'int', distributed_backend: 'str | None') -> 'None'"
+    ),
+    "size_list_fn": "(size: 'int', parts: 'int') -> 'list[int]'",
+    "pad_input": "(input: 'Tensor', padded_size: 'int') -> 'Tensor'",
+    "gather_from_model_parallel_region_sum_grad": "(input: 'Tensor', natoms: 'int') -> 'Tensor'",
+    "all_reduce_sum_with_grad": "(input: 'Tensor') -> 'Tensor'",
+    "scale_backward_grad": "(input: 'Tensor') -> 'Tensor'",
+    "get_gp_config": "() -> 'GraphParallelConfig | None'",
 }
 CLASSES = [
     "CopyToModelParallelRegion",
@@ -229,3 +239,65 @@ def test_before_setup_everything_is_the_identity():
     x = torch.ones(3)
     assert gp_utils.copy_to_model_parallel_region(x) is x
     assert gp_utils._gather_with_padding(x) is x
+
+
+def fairchem_names(rank):
+    size = dist.get_world_size()
+    gp_utils.setup_graph_parallel_groups(size, "gloo")
+    assert gp_utils.get_gp_config() == gp_utils.GraphParallelConfig(group_size=size)
+    natoms = 2 * size + 1
+    sizes = gp_utils.size_list_fn(natoms, size)
+    assert sum(sizes) == natoms and max(sizes) - min(sizes) == 1
+    first = sum(sizes[:rank])
+    whole = torch.arange(3.0 * natoms, dtype=torch.float64).reshape(natoms, 3)
+    mine = whole[first : first + sizes[rank]].clone().requires_grad_()
+    weights = [torch.full_like(whole, r + 1.0) + whole for r in range(size)]
+
+    def energy(rows, r):
+        return (weights[r] * rows**3).sum()
+
+    joined = gp_utils.gather_from_model_parallel_region_sum_grad(mine, natoms)
+    assert torch.equal(joined, whole)
+    # Every rank uses all rows in its own way: a rank's gradient is the sum over all of them.
+    (grad,) = torch.autograd.grad(energy(joined, rank), mine, create_graph=True)
+    alone = whole.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(sum(energy(alone, r) for r in range(size)), alone, create_graph=True)
+    torch.testing.assert_close(grad, expected[first : first + sizes[rank]])
+    # The squares of the rows' gradients over all ranks, differentiated again.
+    (second,) = torch.autograd.grad((grad**2).sum(), mine)
+    (expected,) = torch.autograd.grad((expected**2).sum(), alone)
+    torch.testing.assert_close(second, expected[first : first + sizes[rank]])
+
+    x = torch.full((2,), rank + 1.0, requires_grad=True)
+    total = gp_utils.all_reduce_sum_with_grad(x)
+    assert total.tolist() == [size * (size + 1) / 2] * 2
+    (grad,) = torch.autograd.grad(((rank + 1) * total).sum(), x)
+    assert grad.tolist() == [size * (size + 1) / 2] * 2
+    y = gp_utils.scale_backward_grad(x)
+    assert torch.equal(y, x)
+    (grad,) = torch.autograd.grad((y**2).sum(), x, create_graph=True)
+    assert torch.equal(grad, 2 * size * x)
+    (second,) = torch.autograd.grad(grad.sum(), x)
+    assert second.tolist() == [2.0 * size * size] * 2
+    gp_utils.cleanup_gp()
+    assert gp_utils.get_gp_config() is None
+    with pytest.raises(ValueError, match="larger than the world"):
+        gp_utils.setup_graph_parallel_groups(2 * size, "gloo")
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_names_of_todays_fairchem(backend):
+    for size in (2, 3):
+        run_ranks(size, fairchem_names, backend=backend)
+
+
+def test_the_configuration_of_workers():
+    resolve, config = gp_utils.resolve_gp_config_for_workers, gp_utils.GraphParallelConfig
+    assert resolve(None, 1) is None
+    given = config(mode=gp_utils.GPMode.ALL_TO_ALL)
+    assert resolve(given, 4) == config(4, gp_utils.GPMode.ALL_TO_ALL)
+    assert given.group_size == 1
+    assert resolve(config(4), 4) == config(4)
+    with pytest.raises(ValueError, match="groups of 2 ranks do not fit 4 workers"):
+        resolve(config(2), 4)
+    assert torch.equal(gp_utils.pad_input(torch.ones(2, 3), 4).sum(1), torch.tensor([3.0, 3.0, 0.0, 0.0]))

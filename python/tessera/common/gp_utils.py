@@ -1,4 +1,4 @@
-"""Graph parallelism under the names of ``ocpmodels.common.gp_utils``.
+"""Graph parallelism under the names of ``ocpmodels.common.gp_utils``, and of today's fairchem.
 
 The ranks form a grid: a row of consecutive ranks splits one graph, a column sees different graphs. The
 groups are ordinary torch.distributed groups; the operators are those of `tessera.regions`, which has the
@@ -7,7 +7,10 @@ group as an argument and a gather whose gradients are summed. docs/deviations.md
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,6 +23,30 @@ _engine = _C.graph_parallel
 
 _GRAPH_PARALLEL_GROUP = None
 _DATA_PARALLEL_GROUP = None
+_GP_CONFIG: GraphParallelConfig | None = None
+
+
+class GPMode(str, enum.Enum):  # noqa: UP042  (Python 3.10)
+    """How a model brings rows of other ranks: all of them, or those that it needs (a HaloPlan)."""
+
+    ALLGATHER = "allgather"
+    ALL_TO_ALL = "all_to_all"
+
+
+class GPPartition(str, enum.Enum):  # noqa: UP042
+    """How a model gives nodes to ranks: by their numbers, or by their places."""
+
+    INDEX_SPLIT = "index_split"
+    SPATIAL = "spatial"
+
+
+@dataclasses.dataclass
+class GraphParallelConfig:
+    """What a model asks for; kept for it by set_gp_config. Only `group_size` means something here."""
+
+    group_size: int = 1
+    mode: GPMode = GPMode.ALLGATHER
+    partition: GPPartition = GPPartition.INDEX_SPLIT
 
 
 def ensure_div(a: int, b: int) -> None:
@@ -46,17 +73,29 @@ def setup_gp(config) -> None:
     divide the world's, or if the groups are there already; an error on all ranks if they ask for different
     ones. A backend of None is the world's.
     """
+    _make_groups(int(config["gp_gpus"]), config.get("distributed_backend"), "setup_gp", is_clamped=True)
+
+
+def setup_graph_parallel_groups(graph_parallel_group_size: int, distributed_backend: str | None) -> None:
+    """Make the groups of this rank. As setup_gp, but a group larger than the world is a ValueError."""
+    _make_groups(
+        graph_parallel_group_size, distributed_backend, "setup_graph_parallel_groups", is_clamped=False
+    )
+
+
+def _make_groups(wanted: int, backend: str | None, name: str, is_clamped: bool) -> None:
     global _GRAPH_PARALLEL_GROUP, _DATA_PARALLEL_GROUP
     if not dist.is_initialized():
         raise ValueError(
-            "graph.setup_gp: there is no world group yet. Call tessera.comm.init() or "
+            f"graph.{name}: there is no world group yet. Call tessera.comm.init() or "
             "torch.distributed.init_process_group() first."
         )
     world, rank = dist.get_world_size(), dist.get_rank()
-    backend = config.get("distributed_backend")
     size = _engine.agree_on_setup(
-        int(config["gp_gpus"]), initialized(), zlib.crc32(str(backend).encode()), dist.group.WORLD
+        wanted, initialized(), zlib.crc32(f"{name} {backend}".encode()), dist.group.WORLD
     )
+    if wanted > world and not is_clamped:
+        raise ValueError(f"graph.{name}: a group of {wanted} ranks is larger than the world, {world}.")
     # Every rank makes all groups in the same order: making one is collective over the world.
     for first in range(size):
         members = list(range(first, world, size))
@@ -68,17 +107,61 @@ def setup_gp(config) -> None:
         group = dist.new_group(members, backend=backend)
         if rank in members:
             _GRAPH_PARALLEL_GROUP = group
+    if _GP_CONFIG is None:
+        set_gp_config(GraphParallelConfig(group_size=size))
+
+
+def set_gp_config(config: GraphParallelConfig | Mapping[str, Any] | None) -> None:
+    """Keep what a model asks for until cleanup_gp. A mapping with these keys becomes a GraphParallelConfig.
+
+    >>> set_gp_config({"group_size": 2, "mode": "all_to_all"})
+    >>> get_gp_config().mode is GPMode.ALL_TO_ALL
+    True
+    >>> set_gp_config(None)
+    """
+    global _GP_CONFIG
+    if config is not None and not isinstance(config, GraphParallelConfig):
+        config = GraphParallelConfig(**dict(config))
+        config.mode, config.partition = GPMode(config.mode), GPPartition(config.partition)
+    _GP_CONFIG = config
+
+
+def get_gp_config() -> GraphParallelConfig | None:
+    """Return what set_gp_config keeps, or what the groups were made with; None before."""
+    return _GP_CONFIG
+
+
+def resolve_gp_config_for_workers(
+    gp_config: GraphParallelConfig | None, num_workers: int
+) -> GraphParallelConfig | None:
+    """Return the configuration for so many workers: all of them, unless it says otherwise already.
+
+    ValueError if it asks for another number than there are. The argument is left as it is.
+
+    >>> resolve_gp_config_for_workers(None, 4).group_size
+    4
+    """
+    if num_workers <= 1:
+        return gp_config
+    config = GraphParallelConfig() if gp_config is None else gp_config
+    if config.group_size not in (1, num_workers):
+        raise ValueError(
+            f"graph.resolve_gp_config_for_workers: groups of {config.group_size} ranks do not fit "
+            f"{num_workers} workers."
+        )
+    return config if config.group_size == num_workers else dataclasses.replace(config, group_size=num_workers)
 
 
 def cleanup_gp() -> None:
     """Destroy the groups and forget them; setup_gp may then be called again."""
-    global _GRAPH_PARALLEL_GROUP, _DATA_PARALLEL_GROUP
+    global _GRAPH_PARALLEL_GROUP, _DATA_PARALLEL_GROUP, _GP_CONFIG
     for group in (_DATA_PARALLEL_GROUP, _GRAPH_PARALLEL_GROUP):
         # Destroying the world has destroyed them with it.
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
     _GRAPH_PARALLEL_GROUP = None
     _DATA_PARALLEL_GROUP = None
+    _GP_CONFIG = None
 
 
 def initialized() -> bool:
@@ -131,6 +214,20 @@ def pad_tensor(tensor: Tensor, dim: int = -1, target_size: int | None = None) ->
     tensor([1., 1., 0., 0.])
     """
     return _engine.pad_tensor(tensor, dim, target_size, get_gp_world_size())
+
+
+def pad_input(input: Tensor, padded_size: int) -> Tensor:
+    """Grow the first dimension with zeros to `padded_size`."""
+    return pad_tensor(input, 0, padded_size)
+
+
+def size_list_fn(size: int, parts: int) -> list[int]:
+    """Return the sizes of `parts` pieces that differ by at most one, the larger ones first.
+
+    >>> size_list_fn(7, 3)
+    [3, 2, 2]
+    """
+    return [size // parts + (i < size % parts) for i in range(parts)]
 
 
 def trim_tensor(tensor: Tensor, sizes: Tensor | None = None, dim: int = 0):
@@ -196,6 +293,39 @@ def scatter_to_model_parallel_region(input: Tensor, dim: int = -1) -> Tensor:
 def gather_from_model_parallel_region(input: Tensor, dim: int = -1) -> Tensor:
     """Join the ranks' slices; see regions.gather, and regions.gather_shared for message passing."""
     return input if get_gp_world_size() == 1 else regions.gather(input, get_gp_group(), dim)
+
+
+def gather_from_model_parallel_region_sum_grad(input: Tensor, natoms: int) -> Tensor:
+    """Join the ranks' rows, cut as size_list_fn does; gradients are summed. See regions.gather_shared."""
+    size = get_gp_world_size()
+    return input if size == 1 else regions.gather_shared(input, get_gp_group(), 0, size_list_fn(natoms, size))
+
+
+def all_reduce_sum_with_grad(input: Tensor) -> Tensor:
+    """Return the sum over the group, for ranks that go on differently: its gradient is summed, too."""
+    return input if get_gp_world_size() == 1 else regions.all_reduce(input, get_gp_group())
+
+
+def scale_backward_grad(input: Tensor) -> Tensor:
+    """Return `input`; its gradient is multiplied by the group's size.
+
+    For a loss that every rank of a graph holds, under data parallelism over all ranks: the average then
+    divides by the number of graphs, not of ranks.
+    """
+    return ScaleBackwardGrad.apply(input)
+
+
+class ScaleBackwardGrad(torch.autograd.Function):
+    """The reference's spelling of scale_backward_grad: call `apply`."""
+
+    @staticmethod
+    def forward(ctx, input: Tensor) -> Tensor:
+        ctx.scale = get_gp_world_size()
+        return input.view_as(input)
+
+    @staticmethod
+    def backward(ctx, grad_output: Tensor) -> Tensor:
+        return ctx.scale * grad_output
 
 
 class CopyToModelParallelRegion(torch.autograd.Function):
