@@ -169,6 +169,7 @@ void Replica::State::build() {
   if (user_hook_) announce_user_hook();
   // A hook per gradient that has nothing to do would be most of what one rank alone pays.
   if (is_alone_) reducer->remove_autograd_hooks();
+  hide_views();
 }
 
 void Replica::State::rebuild() {

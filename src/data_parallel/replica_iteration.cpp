@@ -79,7 +79,7 @@ void Replica::State::before_forward(const JoinOptions* join) {
   if (has_gradients) {
     if (options.automatic_graph && num_watched_ == kWatchedIterations) choose_graph();
     reducer->complete_arrival_order();
-    reducer->rebuild_buckets();
+    if (reducer->rebuild_buckets()) hide_views();
   }
   if (has_buffers) {
     if (buffer_hook_) {
@@ -299,17 +299,20 @@ void Replica::State::end_backward(const std::shared_ptr<Iteration>& iteration) {
   if (!has_hook_) note_buckets();
   works_.clear();
   if (places) places->close();
-  if (options.gradient_as_bucket_view && has_had_sync_) {
-    // The same memory without being a view of it for autograd: torch::optim's zero_grad detaches
-    // gradients in place, which views refuse.
-    for (const NamedParameter& parameter : reduced) {
-      at::Tensor& gradient = parameter.tensor.mutable_grad();
-      if (gradient.defined() && gradient.is_view()) gradient = gradient.tensor_data();
-    }
-  }
+  if (has_had_sync_) hide_views();
   if (iteration != iteration_ || !options.check_finalized) return;
   if (reducer->is_unfinished() && iteration->num_with_gradient == iteration->num_outputs) {
     throw_unfinished();
+  }
+}
+
+void Replica::State::hide_views() const {
+  if (!options.gradient_as_bucket_view) return;
+  // The same memory without being a view of it for autograd: torch::optim's zero_grad detaches
+  // gradients in place, which views refuse.
+  for (const NamedParameter& parameter : reduced) {
+    at::Tensor& gradient = parameter.tensor.mutable_grad();
+    if (gradient.defined() && gradient.is_view()) gradient = gradient.tensor_data();
   }
 }
 

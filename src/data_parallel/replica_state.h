@@ -141,6 +141,8 @@ class Replica::State final : public std::enable_shared_from_this<Replica::State>
   /// When buckets were ready, where the reducer does not tell us.
   void note_buckets();
   [[noreturn]] void throw_unfinished();
+  /// Makes gradients that are views of their buckets ordinary tensors of the same memory.
+  void hide_views() const;
   void check_frozen() const;
   void point_delayed_gradients();
   void reduce_delayed();

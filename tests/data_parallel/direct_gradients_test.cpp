@@ -13,6 +13,7 @@
 
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/optim/sgd.h>
 #include <torch/version.h>
 
 #include "data_parallel/models.h"
@@ -456,6 +457,42 @@ TEST(DistributedDataParallel, KeepsGradientsOnceInTheSegment) {
       }
     });
   }
+}
+
+TEST(DirectGradients, MayBeClearedInPlaceAtAnyPlaceOfAStep) {
+  // zero_grad(false) detaches gradients in place, which views of a bucket would refuse: before and
+  // after the forward, also the one that cuts the buckets anew, and where the wrapper finds
+  // gradients.
+  run_ranks(2, [](const comm::Group& world) {
+    for (const bool is_direct : {true, false}) {
+      auto net = std::make_shared<Layers>(3, kWidth);
+      auto alone = std::make_shared<Layers>(3, kWidth);
+      for (const auto& parameter : net->parameters()) {
+        parameter.mutable_grad() = at::ones_like(parameter);
+      }
+      DistributedDataParallel model(
+          net, world, {.gradient_as_bucket_view = true, .direct_gradients = is_direct});
+      torch::optim::SGD optimizer(net->parameters(), 0.1);
+      torch::optim::SGD reference(alone->parameters(), 0.1);
+      optimizer.zero_grad(/*set_to_none=*/false);
+      for (int step = 0; step < 4; ++step) {
+        const at::Tensor x =
+            sample(step, {2, kWidth});  // the same on all ranks: the average is its own
+        const at::Tensor loss = loss_of(model(x));
+        optimizer.zero_grad(/*set_to_none=*/false);
+        loss.backward();
+        optimizer.step();
+        reference.zero_grad(/*set_to_none=*/false);
+        loss_of(alone->forward(x)).backward();
+        reference.step();
+        const auto mine = net->parameters();
+        const auto other = alone->parameters();
+        for (std::size_t i = 0; i < mine.size(); ++i) {
+          expect_near(mine[i], other[i], "step " + std::to_string(step), 1e-6);
+        }
+      }
+    }
+  });
 }
 
 }  // namespace
