@@ -216,7 +216,7 @@ void Replica::State::register_buffer_hook(BufferHook hook, BufferHookPlace place
 void Replica::State::set_static_graph() {
   if (options.static_graph) return;
   TORCH_CHECK(!has_had_forward_,
-              "set_static_graph() should be called before the training loop starts: after "
+              "set_static_graph() should be called before training loop starts: after "
               "construction, before the first forward.");
   options.static_graph = true;
   options.automatic_graph = false;

@@ -99,6 +99,14 @@ LoggingData Replica::logging_data() {
 }
 OverlapReport Replica::overlap_report() { return state_->overlap_report(); }
 
+at::Tensor Replica::used_map() const {
+  return state_->reducer ? state_->reducer->get_local_used_map_on_device() : at::Tensor();
+}
+
+void Replica::log_error(const std::string& text) {
+  if (state_->logger) state_->logger->set_error_and_log(text);
+}
+
 std::vector<std::vector<std::string>> Replica::buckets() const {
   std::vector<std::vector<std::string>> result;
   if (!state_->reducer) return result;
@@ -118,7 +126,7 @@ void Replica::before_forward_joined(const JoinOptions& options) {
   state_->before_forward(&options);
 }
 void Replica::shadow_iteration(const JoinOptions& options) { state_->shadow_iteration(options); }
-void Replica::finish_join(bool is_last_joiner) { state_->finish_join(is_last_joiner); }
+int Replica::finish_join(bool is_last_joiner) { return state_->finish_join(is_last_joiner); }
 
 NoSync::NoSync(Replica& replica) : replica_(replica), outer_(replica.require_backward_grad_sync()) {
   replica_.set_require_backward_grad_sync(false);

@@ -330,27 +330,45 @@ void Replica::State::check_finalized() {
 
 void Replica::State::throw_unfinished() {
   const std::vector<std::size_t> missing = reducer->missing();
+  const std::string rank = std::to_string(group.rank());
   std::string names;
+  std::string indices;
   for (std::size_t i = 0; i < missing.size() && i < kMaxNames; ++i) {
     names.append(i > 0 ? ", " : "").append(reduced[missing[i]].name);
+    indices.append(" ").append(std::to_string(missing[i]));
   }
   if (missing.size() > kMaxNames) {
     names.append(" and ").append(std::to_string(missing.size() - kMaxNames)).append(" more");
   }
+  // Programs look for some of torch's phrases, and those are here as torch has them.
   std::string text = "Expected to have finished reduction in this iteration, but on rank ";
-  text.append(std::to_string(group.rank()))
+  text.append(rank)
       .append(" ")
       .append(std::to_string(missing.size()))
       .append(" of ")
       .append(std::to_string(reduced.size()))
       .append(" parameters of ")
       .append(parts.name)
-      .append(" got no gradient in backward: ")
+      .append(" got no gradient in backward. Parameters which did not receive grad for rank ")
+      .append(rank)
+      .append(": ")
       .append(names)
-      .append(
-          ". If the loss is not meant to depend on them, set find_unused_parameters, or "
-          "static_graph if they are the same in every iteration; otherwise look for outputs that "
-          "the loss does not use.");
+      .append(" (numbers")
+      .append(indices)
+      .append("). ");
+  if (options.static_graph) {
+    text +=
+        "With static_graph every iteration must use the same parameters, and the first one decides "
+        "which: ";
+  } else if (options.find_unused_parameters) {
+    text += "Since `find_unused_parameters=True` is enabled, they were used in the forward: ";
+  } else {
+    text +=
+        "If the loss is not meant to depend on them, say so by passing the keyword argument "
+        "`find_unused_parameters=True` to DistributedDataParallel, or `static_graph=True` if they "
+        "are the same in every iteration; otherwise ";
+  }
+  text += "make sure that all `forward` function outputs participate in calculating loss.";
   logger->set_error_and_log(text);
   has_failed_ = true;
   TORCH_CHECK(false, text);

@@ -94,12 +94,14 @@ void Replica::State::shadow_iteration(const JoinOptions& join) {
   is_shadowing_ = false;
 }
 
-void Replica::State::finish_join(bool is_last_joiner) {
+int Replica::State::finish_join(bool is_last_joiner) {
   const std::vector<std::int64_t> words{is_last_joiner ? group.rank() : -1};
   at::Tensor source = at::tensor(words, at::kLong).to(kept.front().tensor.device());
   comm::all_reduce_(source, group, comm::Reduction::kMax);
-  broadcast_state(static_cast<int>(source.item<std::int64_t>()), syncs_forward_buffers());
+  const int last = static_cast<int>(source.item<std::int64_t>());
+  broadcast_state(last, syncs_forward_buffers());
   join_divisor_.reset();
+  return last;
 }
 
 }  // namespace tessera::data_parallel

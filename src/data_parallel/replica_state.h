@@ -68,7 +68,7 @@ class Replica::State final : public std::enable_shared_from_this<Replica::State>
   std::vector<at::Tensor> after_forward(std::vector<at::Tensor> outputs);
   void prepare_for_backward(std::vector<at::Tensor> outputs);
   void shadow_iteration(const JoinOptions& join);
-  void finish_join(bool is_last_joiner);
+  int finish_join(bool is_last_joiner);
 
   void register_comm_hook(std::shared_ptr<CommHook> hook);
   const std::shared_ptr<CommHook>& comm_hook() const noexcept { return user_hook_; }

@@ -159,7 +159,7 @@ TEST(DistributedDataParallel, RefusesAStaticGraphAfterTheFact) {
               model(sample(1, {2, 5}));
               model.replica().set_static_graph();
             }),
-            "set_static_graph() should be called before the training loop starts: after "
+            "set_static_graph() should be called before training loop starts: after "
             "construction, before the first forward.");
 }
 

@@ -199,8 +199,10 @@ TEST(DistributedDataParallel, NamesWhatGotNoGradientWhenBackwardEnds) {
               std::string::npos)
         << text_of(errors[rank]);
     EXPECT_NE(text_of(errors[rank])
-                  .find("got no gradient in backward: right.weight, right.bias. "
-                        "If the loss is not meant"),
+                  .find("got no gradient in backward. Parameters which did not receive grad for "
+                        "rank " +
+                        std::to_string(rank) +
+                        ": right.weight, right.bias (numbers 4 5). If the loss is not meant"),
               std::string::npos)
         << text_of(errors[rank]);
   }

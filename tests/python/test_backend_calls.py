@@ -87,7 +87,7 @@ def test_ranks_may_make_groups_of_their_own():
 def new_limit(rank):
     c10d._set_pg_timeout(datetime.timedelta(seconds=1))
     if rank == 0:
-        with pytest.raises(RuntimeError, match="in 1 s .* Timed out"):
+        with pytest.raises(RuntimeError, match=r"in 1 s .* Timed out"):
             dist.barrier()
     else:
         time.sleep(3)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks, run_ranks_collecting
+from tessera.distributed.algorithms.ddp_comm_hooks import default_hooks
 from tessera.nn.parallel import DistributedDataParallel
 from test_data_parallel import make_model
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -311,3 +312,80 @@ def test_a_backward_that_one_rank_cut_short_is_an_error_on_all(backend):
     text = "an exception ended the backward on rank 0 after 1 of 3 buckets"
     assert text in first.error and "go on in another group" in first.error
     assert second.error
+
+
+def torchs_attributes(rank):
+    class Part(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.spare, self.own = (torch.nn.Linear(3, 3) for _ in range(3))
+
+        def forward(self, x, is_all):
+            y = self.used(x)
+            return self.spare(y) if is_all else y
+
+    module = Part()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        module=module, params_and_buffers_to_ignore=["own.weight", "own.bias"]
+    )
+    ddp = DistributedDataParallel(module, bucket_cap_mb_list=[1, 2], find_unused_parameters=True)
+    assert ddp.parameters_to_ignore == {"own.weight", "own.bias"}
+    assert ddp.bucket_bytes_cap_list == [1 << 20, 2 << 20] and ddp.bucket_bytes_cap == 2 << 20
+    assert not ddp.bucket_bytes_cap_default and DistributedDataParallel(make_model()).bucket_bytes_cap_default
+    assert ddp.broadcast_bucket_size == 250 << 20
+    ddp(torch.ones(2, 3), is_all=rank == 1).sum().backward()
+    # used.weight, used.bias, spare.weight, spare.bias: by how many ranks.
+    assert ddp.reducer._get_local_used_map().tolist() == [2, 2, 1, 1]
+
+    plain = DistributedDataParallel(make_model())
+    assert not plain._has_rebuilt_buckets
+    for _ in range(3):
+        plain(torch.ones(2, 3, 8, 8)).sum().backward()
+    assert plain._has_rebuilt_buckets
+
+    data = plain._get_ddp_logging_data()
+    assert not {"has_error", "join_uneven_inputs", "comm_hook"} & set(data)
+    with pytest.raises(TypeError, match="must be callable"):
+        plain.register_comm_hook(None, 5)
+    data = plain._get_ddp_logging_data()
+    assert data["has_error"] == 1 and "Communication hook must be callable" in data["error"]
+    with plain.join():
+        for _ in range(rank + 1):
+            plain(torch.ones(2, 3, 8, 8)).sum().backward()
+    assert plain._get_ddp_logging_data()["join_uneven_inputs"] == 1
+    assert plain._authoritative_rank == 1
+
+    hooked = DistributedDataParallel(make_model())
+    hooked.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    assert hooked._get_ddp_logging_data()["comm_hook"] == "fp16_compress_hook"
+    hooked = DistributedDataParallel(make_model())
+    hooked._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    assert hooked._get_ddp_logging_data()["comm_hook"] == "BuiltinCommHookType.ALLREDUCE"
+
+    tensor = torch.full((3,), float(rank))
+    plain._default_broadcast_coalesced(bufs=[tensor], authoritative_rank=1)
+    assert tensor.tolist() == [1.0] * 3
+
+
+def test_attributes_and_logging_data_of_torchs_wrapper():
+    run_ranks(2, torchs_attributes)
+
+
+def leaves_some_out(rank, options):
+    model = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+    model.forward = lambda x, num: sum(layer(x) for layer in list(model)[:num])
+    ddp = DistributedDataParallel(model, **options)
+    for num in (2, 2, 1):
+        ddp(torch.ones(1, 2), num).sum().backward()
+    ddp(torch.ones(1, 2), 2)
+
+
+@pytest.mark.parametrize("is_static", [False, True])
+def test_unused_parameters_are_told_in_torchs_words(is_static):
+    for rank, outcome in enumerate(run_ranks_collecting(2, leaves_some_out, {"static_graph": is_static})):
+        assert "Expected to have finished reduction" in outcome.error, outcome.error
+        assert f"did not receive grad for rank {rank}: 1.weight, 1.bias (numbers 2 3)" in outcome.error
+        assert "`forward` function outputs participate in calculating loss" in outcome.error
+        advice = "passing the keyword argument `find_unused_parameters=True`"
+        assert (advice in outcome.error) != is_static
+        assert ("or `static_graph=True`" in outcome.error) != is_static

@@ -126,6 +126,10 @@ class TESSERA_API Replica final : public Joinable {
   double divisor() const noexcept;
 
   LoggingData logging_data();
+  /// Puts an error of the caller's into the logging data.
+  void log_error(const std::string& text);
+  /// With find_unused_parameters: on how many ranks the last backward used each parameter.
+  at::Tensor used_map() const;
   OverlapReport overlap_report();
   /// How the gradients are cut: for every bucket the names of its parameters, in the order of
   /// reduction.
@@ -138,7 +142,8 @@ class TESSERA_API Replica final : public Joinable {
   void before_forward_joined(const JoinOptions& options);
   /// For the same: one iteration of a rank that has run out, and the end.
   void shadow_iteration(const JoinOptions& options);
-  void finish_join(bool is_last_joiner);
+  /// Returns the rank whose model all ranks got.
+  int finish_join(bool is_last_joiner);
 
   class State;
 

@@ -29,11 +29,13 @@ class HookMethods:
         self._check_comm_hook(hook)
         self._replica.register_comm_hook(native_hook(state, hook))
         self._comm_hooks.append((hook, state))
+        self._logged["comm_hook"] = getattr(hook, "__qualname__", type(hook).__qualname__)
 
     def _register_builtin_comm_hook(self, comm_hook_type) -> None:
         name = str(comm_hook_type).rsplit(".", 1)[-1]
         hooks = {"ALLREDUCE": _C.all_reduce_hook, "FP16_COMPRESS": lambda: _C.compress_hook(torch.float16)}
         self._replica.register_comm_hook(hooks[name]())
+        self._logged["comm_hook"] = str(comm_hook_type)
 
     def _register_fused_optim(self, optim: type, *args, optim_params=None, **kwargs) -> None:
         """Step parameters as their buckets arrive. `optim` is SGD, Adam or AdamW of torch.optim."""
@@ -55,7 +57,7 @@ class HookMethods:
         self, state: object, hook: Callable, comm_hook_location=_BufferCommHookLocation.POST_FORWARD
     ) -> None:
         if not callable(hook):
-            raise TypeError("Communication hook must be callable.")
+            self._log_and_throw(TypeError, "Communication hook must be callable.")
 
         def run(buffers):
             future = hook(state, buffers)
@@ -67,7 +69,7 @@ class HookMethods:
 
     def _check_comm_hook(self, hook: Callable) -> None:
         if not callable(hook):
-            raise TypeError("Communication hook must be callable.")
+            self._log_and_throw(TypeError, "Communication hook must be callable.")
         try:
             signature = inspect.signature(hook)
         except ValueError:
@@ -75,7 +77,9 @@ class HookMethods:
         bucket = signature.parameters.get("bucket")
         allowed = (inspect.Parameter.empty, dist.GradBucket, _C.GradBucket, Any)
         if bucket is not None and bucket.annotation not in allowed and not isinstance(bucket.annotation, str):
-            raise ValueError("Communication hook: bucket annotation should be dist.GradBucket.")
+            self._log_and_throw(
+                ValueError, "Communication hook: bucket annotation should be dist.GradBucket."
+            )
         returned = signature.return_annotation
         allowed = (
             inspect.Signature.empty,
@@ -83,8 +87,9 @@ class HookMethods:
             torch.futures.Future[torch.Tensor],
         )
         if returned not in allowed and not isinstance(returned, str):
-            raise ValueError(
-                "Communication hook: return annotation should be torch.futures.Future or torch._C.Future."
+            self._log_and_throw(
+                ValueError,
+                "Communication hook: return annotation should be torch.futures.Future or torch._C.Future.",
             )
 
     def _set_optimizers_in_backward(self):
@@ -101,7 +106,7 @@ class HookMethods:
         stepped = {
             name: parameter
             for name, parameter, _ in parameters_of(self.module)
-            if name not in self.parameters_to_ignore and hasattr(parameter, "_in_backward_optimizers")
+            if name not in self._ignored and hasattr(parameter, "_in_backward_optimizers")
         }
         if self._stepped_in_backward is None:
             self._register_optimizers_in_backward(stepped)

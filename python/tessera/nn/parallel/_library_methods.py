@@ -22,7 +22,6 @@ _STEPS_OF_TORCH = (
     "_check_sync_bufs_pre_fwd",
     "_clear_grad_buffer",
     "_ddp_init_helper",
-    "_default_broadcast_coalesced",
     "_delayed_all_reduce_hook",
     "_fire_reducer_autograd_hook",
     "_lazy_init",
@@ -49,6 +48,10 @@ class _Reducer:
         """Reduce the gradients of the next backward, although its forward was made in `no_sync`."""
         self._replica.prepare_for_backward(list(outputs))
 
+    def _get_local_used_map(self) -> Tensor:
+        """Return on how many ranks the last backward used each parameter, if it looked for unused ones."""
+        return self._replica.used_map()
+
 
 class LibraryMethods:
     """Flags, figures, and the names of torch's wrapper that others call."""
@@ -69,6 +72,11 @@ class LibraryMethods:
     @require_forward_param_sync.setter
     def require_forward_param_sync(self, value: bool) -> None:
         self._replica.require_forward_param_sync = value
+
+    @property
+    def parameters_to_ignore(self) -> set[str]:
+        """Names of parameters and buffers that buckets leave out: ignored, or reduced by a delayed call."""
+        return self._ignored | set(self._settings.get("delay_all_reduce_named_params", ()))
 
     @property
     def reducer(self) -> _Reducer:
@@ -92,7 +100,7 @@ class LibraryMethods:
     def will_sync_module_buffers(self) -> bool:
         """Say whether a training forward sends rank 0's buffers first."""
         return self.forward_sync_buffers and any(
-            name not in self.parameters_to_ignore for name, _ in self.module.named_buffers()
+            name not in self._ignored for name, _ in self.module.named_buffers()
         )
 
     def _sync_buffers(self) -> None:
@@ -125,11 +133,26 @@ class LibraryMethods:
         self._settings["static_graph"] = True
 
     def _get_ddp_logging_data(self) -> dict[str, str | int]:
-        return self._replica.logging_data()
+        return {**self._replica.logging_data(), **self._logged}
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:
+        """Whether the buckets are in the order in which gradients arrive."""
+        return bool(self._replica.logging_data().get("has_rebuilt_buckets", 0))
+
+    def _default_broadcast_coalesced(self, bufs=None, bucket_size=None, authoritative_rank: int = 0) -> None:
+        """Send a rank's tensors, by default all buffers, to all ranks now. Collective."""
+        if bufs is None:
+            bufs = [b for name, b in self.module.named_buffers() if name not in self._ignored]
+        if bucket_size is None:
+            bucket_size = self.broadcast_bucket_size
+        dist._broadcast_coalesced(self.process_group, bufs, bucket_size, authoritative_rank)
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         if sample_rate < 1:
-            raise ValueError("DDP runtime logging sample rate should be equal or greater than 1")
+            self._log_and_throw(
+                ValueError, "DDP runtime logging sample rate should be equal or greater than 1"
+            )
         self._replica.set_sample_rate(sample_rate)
 
     def overlap_report(self) -> dict[str, Any]:
@@ -154,13 +177,15 @@ class LibraryMethods:
         self._replica.update_process_group(new_process_group)
 
     @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(module: Module, names: Sequence[str]) -> None:
-        module._ddp_params_and_buffers_to_ignore = names
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: Module, params_and_buffers_to_ignore: Sequence[str]
+    ) -> None:
+        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore
         for name, parameter in module.named_parameters():
-            if name in names:
+            if name in params_and_buffers_to_ignore:
                 parameter._ddp_ignored = True
         for name, buffer in module.named_buffers():
-            if name in names:
+            if name in params_and_buffers_to_ignore:
                 buffer._ddp_ignored = True
 
     @staticmethod
@@ -171,6 +196,7 @@ class LibraryMethods:
                 yield (name, parameter) if named_params else parameter
 
     def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> NoReturn:
+        self._replica.log_error(f"{err_type}: {err_msg}")
         raise err_type(err_msg)
 
 

@@ -47,12 +47,13 @@ class _DDPJoinHook(JoinHook):
     def __init__(self, ddp: DistributedDataParallel, divide_by_initial_world_size: bool):
         self.ddp = ddp
         ddp._divide_by_initial_world_size = divide_by_initial_world_size
+        ddp._logged["join_uneven_inputs"] = 1
 
     def main_hook(self):
         self.ddp._replica.shadow_iteration(self.ddp._divide_by_initial_world_size)
 
     def post_hook(self, is_last_joiner: bool):
-        self.ddp._replica.finish_join(is_last_joiner)
+        self.ddp._authoritative_rank = self.ddp._replica.finish_join(is_last_joiner)
 
 
 class DistributedDataParallel(HookMethods, LibraryMethods, TorchDistributedDataParallel):
@@ -127,7 +128,10 @@ class DistributedDataParallel(HookMethods, LibraryMethods, TorchDistributedDataP
         self.mixed_precision = mixed_precision
         caps = bucket_cap_mb_list or [25 if bucket_cap_mb is None else bucket_cap_mb]
         self.bucket_bytes_cap = int(max(caps) * 1024 * 1024)  # where torch.compile cuts its graphs
-        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self.bucket_bytes_cap_list = [int(cap * 1024 * 1024) for cap in bucket_cap_mb_list or ()]
+        self.bucket_bytes_cap_default = bucket_cap_mb is None and not bucket_cap_mb_list
+        self.broadcast_bucket_size = 250 * 1024 * 1024
+        self._ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._settings = {
             "broadcast_buffers": broadcast_buffers,
             "forward_sync_buffers": forward_sync_buffers,
@@ -143,7 +147,7 @@ class DistributedDataParallel(HookMethods, LibraryMethods, TorchDistributedDataP
             "divisor": divisor,
             "overlap": overlap,
             "direct_gradients": direct_gradients,
-            "ignored": sorted(self.parameters_to_ignore),
+            "ignored": sorted(self._ignored),
             "device_ids": device_names(device_ids),
             "output_device": None if output_device is None else device_names([output_device]),
         }
@@ -167,7 +171,7 @@ class DistributedDataParallel(HookMethods, LibraryMethods, TorchDistributedDataP
     def _start(self):
         module = self.module
         parameters = parameters_of(module)
-        kept = [p for name, p, _ in parameters if name not in self.parameters_to_ignore]
+        kept = [p for name, p, _ in parameters if name not in self._ignored]
         alive = weakref.ref(module)
 
         def buffers():
@@ -189,6 +193,7 @@ class DistributedDataParallel(HookMethods, LibraryMethods, TorchDistributedDataP
         self.is_multi_device_module = len({p.device for p in kept}) > 1
         self._divide_by_initial_world_size = True
         self._comm_hooks: list[tuple[Callable, object]] = []
+        self._logged: dict[str, str | int] = {}  # of the logging data, what the engine does not know
         self._stepped_in_backward: dict[str, Tensor] | None = None
         self._num_taken_optimizers = 0
 
@@ -198,7 +203,7 @@ class DistributedDataParallel(HookMethods, LibraryMethods, TorchDistributedDataP
             return
         if precision.buffer_dtype is not None:
             for name, buffer in self.module.named_buffers():
-                if name not in self.parameters_to_ignore and buffer.is_floating_point():
+                if name not in self._ignored and buffer.is_floating_point():
                     buffer.data = buffer.to(precision.buffer_dtype)
         if precision.reduce_dtype is not None:
             self._replica.register_comm_hook(_C.compress_hook(precision.reduce_dtype))
@@ -260,7 +265,7 @@ class DistributedDataParallel(HookMethods, LibraryMethods, TorchDistributedDataP
             rounded = {
                 name: parameter.to(dtype)
                 for name, parameter in self.module.named_parameters()
-                if name not in self.parameters_to_ignore and parameter.is_floating_point()
+                if name not in self._ignored and parameter.is_floating_point()
             }
             return torch.func.functional_call(self.module, rounded, inputs, kwargs)
         finally:
