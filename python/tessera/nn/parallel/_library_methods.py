@@ -129,11 +129,18 @@ class LibraryMethods:
 
     def _set_static_graph(self) -> None:
         """Declare, before the first forward, that every iteration uses the same parameters equally often."""
-        self._replica.set_static_graph()
+        try:
+            self._replica.set_static_graph()
+        except RuntimeError as error:
+            self._replica.log_error(str(error))
+            raise
         self._settings["static_graph"] = True
 
     def _get_ddp_logging_data(self) -> dict[str, str | int]:
-        return {**self._replica.logging_data(), **self._logged}
+        data = {**self._replica.logging_data(), **self._logged}
+        if data.get("backend_name") == "custom":  # what torch calls all backends but its own
+            data["backend_name"] = dist.get_backend(self.process_group)
+        return data
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
