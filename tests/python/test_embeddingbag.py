@@ -18,6 +18,7 @@ from tessera.distributed.embeddingbag import (
 from tessera.distributed.model_parallel import (
     DefaultDataParallelWrapper,
     DistributedModelParallel,
+    DMPCollection,
     dense_parameters,
     get_module,
     get_unwrapped_module,
@@ -248,6 +249,47 @@ def check_model(rank):
         DistributedModelParallel(Model(), plan=wrong)
     with pytest.raises(ValueError, match="'fp8' is not one of fp16, bf16"):
         DefaultDataParallelWrapper(allreduce_comm_precision="fp8")
+
+
+def check_collection(rank):
+    """Two groups of two ranks, synchronised after every step, equal one process."""
+    torch.manual_seed(3)
+    model, whole = Model(), Model()
+    whole.load_state_dict(model.state_dict())
+    sharder = EmbeddingBagCollectionSharder({"learning_rate": 0.5})
+    wishes = {"a": row_wise(), "b": table_wise(1), "c": column_wise([1, 0]), "d": data_parallel()}
+    plan = ShardingPlan({"ebc": construct_module_sharding_plan(model.ebc, wishes, sharder, 2, 2, "cpu")})
+    arguments = (torch.device("cpu"), plan, 4, 2, dist.group.WORLD)
+    dmp = DMPCollection(model, *arguments, sharders=[sharder])
+    assert dmp._env.world_size == 2 and dmp._env.rank == rank // 2
+    optimizer = torch.optim.SGD(dense_parameters(dmp), lr=0.5)
+    reference = torch.optim.SGD(whole.parameters(), lr=0.5)
+    for step in range(3):
+        optimizer.zero_grad()
+        dmp(batch(10 * step + rank)).backward()
+        optimizer.step()
+        dmp.sync()
+        reference.zero_grad()
+        (sum(whole(batch(10 * step + r)) for r in range(4)) / 4).backward()
+        reference.step()
+    expected = whole.state_dict()
+    torch.testing.assert_close(model.over.weight, whole.over.weight)
+    for name, rows in model.ebc.gather_tables().items():
+        torch.testing.assert_close(rows, expected[f"ebc.embedding_bags.{name}.weight"])
+    other = DMPCollection(Model("meta"), *arguments, sharders=[sharder])
+    other.load_state_dict(dmp.state_dict())  # sharded tensors of a group that is not the world
+    for name, rows in other.module.ebc.gather_tables().items():
+        torch.testing.assert_close(rows, expected[f"ebc.embedding_bags.{name}.weight"])
+    calls = []
+    dmp.set_all_reduce_hook(lambda tensors: calls.append(len(tensors)))
+    dmp.sync(include_optimizer_state=False)
+    assert calls[0] >= 3
+    with pytest.raises(ValueError, match="4 ranks, in a group of 4, cannot be dealt to groups of 3"):
+        DMPCollection(Model(), torch.device("cpu"), plan, 4, 3, dist.group.WORLD)
+
+
+def test_replicas_of_a_sharded_model():
+    run_ranks(4, check_collection)
 
 
 def check_types(rank):

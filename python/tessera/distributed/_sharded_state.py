@@ -6,12 +6,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 
 from tessera import _C
+
+
+def global_ranks(pg: ProcessGroup) -> list[int]:
+    """Return the ranks of a group in the world, by which torch's sharded tensors go."""
+    ranks = dist.distributed_c10d._world.pg_group_ranks.get(pg)
+    return list(ranks) if ranks else list(range(pg.size()))
+
+
+def with_global_ranks(shards: Sequence[ShardMetadata], pg: ProcessGroup) -> list[ShardMetadata]:
+    """Return shards that are placed on ranks of a group, placed on the same ranks of the world."""
+    ranks = global_ranks(pg)
+    return [
+        ShardMetadata(
+            list(shard.shard_offsets),
+            list(shard.shard_sizes),
+            f"rank:{ranks[shard.placement.rank()]}/{shard.placement.device()}",
+        )
+        for shard in shards
+    ]
 
 
 @dataclass
@@ -34,10 +54,11 @@ def sharded_tensor(
     `dtype` is the table's, also on a rank without a part of it.
     """
     by_place = {(part.place.row, part.place.column, part.place.rows): part.weight for part in parts}
+    rank = global_ranks(pg)[pg.rank()]
     local = []
     for shard in shards:
         key = (*shard.shard_offsets, shard.shard_sizes[0])
-        if shard.placement.rank() == pg.rank() and key in by_place:
+        if shard.placement.rank() == rank and key in by_place:
             local.append(Shard(by_place[key].detach(), shard))
     properties = TensorProperties(dtype=dtype, requires_grad=False)
     metadata = ShardedTensorMetadata(list(shards), torch.Size(shape), properties)
@@ -62,11 +83,11 @@ def sharded_row_state(
         for shard in shards
     ]
     own = {(part.place.row, part.place.column, part.place.rows): part.weight for part in parts}
+    rank = global_ranks(pg)[pg.rank()]
     local = [
         Shard(own[key], row_shard)
         for shard, row_shard in zip(shards, placed, strict=True)
-        if shard.placement.rank() == pg.rank()
-        and (key := (*shard.shard_offsets, shard.shard_sizes[0])) in own
+        if shard.placement.rank() == rank and (key := (*shard.shard_offsets, shard.shard_sizes[0])) in own
     ]
     properties = TensorProperties(dtype=torch.float32, requires_grad=False)
     metadata = ShardedTensorMetadata(placed, torch.Size([rows * len(columns)]), properties)
@@ -125,14 +146,15 @@ def load_table(
                     )
             return
         device = parts[0].weight.device if parts else torch.device("cpu")
+        ranks = global_ranks(pg)
         for shard in theirs:
             if 0 in shard.shard_sizes:
                 continue
-            own = shard.placement.rank() == pg.rank()
+            own = shard.placement.rank() == ranks[pg.rank()]
             rows = local[tuple(shard.shard_offsets)].to(device) if own else None
             if rows is None:
                 rows = torch.empty(shard.shard_sizes, dtype=value.dtype, device=device)
             if pg.size() > 1:
-                _C.broadcast_(rows.contiguous(), shard.placement.rank(), pg)
+                _C.broadcast_(rows.contiguous(), ranks.index(shard.placement.rank()), pg)
             for part in parts:
                 _copy_overlap(part, shard.shard_offsets, rows)

@@ -14,7 +14,13 @@ from torch import nn
 
 from tessera import _C
 from tessera.distributed._fused_optimizer import FusedTableOptimizer, kept_state
-from tessera.distributed._sharded_state import LocalPart, load_table, sharded_row_state, sharded_tensor
+from tessera.distributed._sharded_state import (
+    LocalPart,
+    load_table,
+    sharded_row_state,
+    sharded_tensor,
+    with_global_ranks,
+)
 from tessera.distributed._shared_sizes import Engine, start_input_dists
 from tessera.distributed.comm import get_local_size
 from tessera.distributed.comm_ops import _native
@@ -368,7 +374,8 @@ class ShardedTables(ShardedEmbeddingModule[list, list, Out, ShrdCtx]):
         if self._is_replica(table):
             return None
         kind = self._device.type
-        return _from_engine(table.sharding, table.kernel, kind, self._local_size).sharding_spec.shards
+        spec = _from_engine(table.sharding, table.kernel, kind, self._local_size).sharding_spec
+        return with_global_ranks(spec.shards, self._env.process_group)
 
     def _load(self, table: _Placed, value: torch.Tensor) -> None:
         shape = (table.config.num_embeddings, table.config.embedding_dim)

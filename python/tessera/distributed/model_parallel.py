@@ -12,7 +12,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
+from tessera import comm
 from tessera.comm._group import make_subgroup
 from tessera.distributed._model_join import Calls, ModelJoinHook
 from tessera.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -30,6 +31,7 @@ from tessera.distributed.types import (
     ShardedModule,
     ShardingEnv,
     ShardingPlan,
+    ShardingStrategy,
     get_tensor_size_bytes,
 )
 from tessera.distributed.utils import append_prefix, init_parameters, sharded_model_copy
@@ -38,6 +40,7 @@ from tessera.optim.fused import FusedOptimizerModule
 from tessera.optim.keyed import CombinedOptimizer
 
 __all__ = [
+    "DMPCollection",
     "DataParallelWrapper",
     "DefaultDataParallelWrapper",
     "DistributedModelParallel",
@@ -283,12 +286,16 @@ class DistributedModelParallel(nn.Module, Joinable, FusedOptimizerModule):
     def _init_parameters(self) -> None:
         init_parameters(self.module, self.device)
 
+    def _dense_env(self) -> ShardingEnv:
+        """Return the ranks that hold replicas of what is not sharded."""
+        return self._env
+
     def init_data_parallel(self) -> None:
         """Make replicas of what is not sharded, once; later calls do nothing. Collective."""
         if not self._ddp_wrapped:
             if self.init_parameters:
                 self._init_parameters()
-            self._data_parallel_wrapper.wrap(self, self._env, self.device)
+            self._data_parallel_wrapper.wrap(self, self._dense_env(), self.device)
             self._ddp_wrapped = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -496,6 +503,117 @@ class DistributedModelParallel(nn.Module, Joinable, FusedOptimizerModule):
             other.init_data_parallel()
         other.train(self.training)
         return other
+
+
+# The groups of sharded models and of their replicas, by the ranks they have; made once.
+_groups_of_ranks: dict[tuple[dist.ProcessGroup, tuple[int, ...], str], dist.ProcessGroup] = {}
+
+
+def _group_of_ranks(whole: dist.ProcessGroup, ranks: list[int], kind: str) -> dist.ProcessGroup:
+    """Return the group of some ranks of another, always the same one. Collective over these ranks."""
+    key = (whole, tuple(ranks), kind)
+    if key not in _groups_of_ranks:
+        name = f"{kind} {'-'.join(map(str, ranks))} of {whole.group_name}"
+        _groups_of_ranks[key] = make_subgroup(whole, ranks, name, kind)
+    return _groups_of_ranks[key]
+
+
+class DMPCollection(DistributedModelParallel):
+    """Shard a model over groups of `sharding_group_size` ranks; each group has a replica of it.
+
+    With G groups, group g has the ranks g, g + G, g + 2 G, …, or with `use_inter_host_allreduce` ranks that
+    follow each other. The plan is made for one group. Everything that is not sharded is averaged over all
+    ranks of `global_pg` in every step; `sync`, called after a step, averages the tables over the groups.
+    With rules that are linear in the gradient (SGD) that is what one process with all samples gives.
+
+    Collective: construction, forward, backward, `sync`. `custom_all_reduce` is given the tables' parts, or
+    what is kept beside them, and averages them in place of `sync`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        plan: ShardingPlan,
+        world_size: int,
+        sharding_group_size: int,
+        global_pg: dist.ProcessGroup,
+        sharding_strategy: ShardingStrategy = ShardingStrategy.DEFAULT,
+        node_group_size: int | None = None,
+        sharders: list[ModuleSharder[nn.Module]] | None = None,
+        init_data_parallel: bool = True,
+        init_parameters: bool = True,
+        data_parallel_wrapper: DataParallelWrapper | None = None,
+        use_inter_host_allreduce: bool = False,
+        custom_all_reduce: Callable[[list[torch.Tensor]], None] | None = None,
+    ) -> None:
+        if world_size != global_pg.size() or world_size % sharding_group_size:
+            raise ValueError(
+                f"DMPCollection: {world_size} ranks, in a group of {global_pg.size()}, cannot be dealt to "
+                f"groups of {sharding_group_size}."
+            )
+        if sharding_strategy != ShardingStrategy.DEFAULT or node_group_size is not None:
+            raise ValueError("DMPCollection: there is only the strategy DEFAULT, without node_group_size.")
+        groups, rank = world_size // sharding_group_size, global_pg.rank()
+        if use_inter_host_allreduce:
+            own, place = divmod(rank, sharding_group_size)
+            shard_ranks = [own * sharding_group_size + r for r in range(sharding_group_size)]
+            replicas = [g * sharding_group_size + place for g in range(groups)]
+        else:
+            place, own = divmod(rank, groups)
+            shard_ranks = [r * groups + own for r in range(sharding_group_size)]
+            replicas = [place * groups + g for g in range(groups)]
+        sharding_pg = _group_of_ranks(global_pg, shard_ranks, "sharding")
+        self._replica_pg = _group_of_ranks(global_pg, replicas, "replica")
+        self._global_env = ShardingEnv.from_process_group(global_pg)
+        self._reduce_hook = custom_all_reduce
+        super().__init__(
+            module,
+            ShardingEnv.from_process_group(sharding_pg),
+            device,
+            plan,
+            sharders,
+            False,
+            init_parameters,
+            data_parallel_wrapper,
+        )
+        for tensor in self._table_tensors(False):  # replicas begin alike
+            comm.broadcast_(tensor, 0, self._replica_pg)
+        if init_data_parallel:
+            self.init_data_parallel()
+
+    def _dense_env(self) -> ShardingEnv:
+        return self._global_env
+
+    def _table_tensors(self, is_state: bool) -> list[torch.Tensor]:
+        """Return this rank's parts of tables, or what is kept beside them."""
+        found: list[torch.Tensor] = []
+        for _, sharded in _sharded_modules(self.module):
+            for part in sharded.modules():
+                for engine in getattr(part, "_engines", []):
+                    for shard in engine.local_shards():
+                        found += shard.state.values() if is_state else [shard.weight.detach()]
+        return [tensor for tensor in found if tensor.numel()]
+
+    def sync(self, include_optimizer_state: bool = True) -> None:
+        """Average the tables over the groups, and what is kept beside them. Collective."""
+        for tensors in (
+            self._table_tensors(False),
+            self._table_tensors(True) if include_optimizer_state else [],
+        ):
+            if self._reduce_hook is not None:
+                self._reduce_hook(tensors)
+                continue
+            for tensor in tensors:
+                comm.all_reduce_(tensor, self._replica_pg).div_(self._replica_pg.size())
+
+    def set_all_reduce_hook(self, reduce_hook: Callable[[list[torch.Tensor]], None]) -> None:
+        """Let a function average in place of `sync`."""
+        self._reduce_hook = reduce_hook
+
+    def copy(self, device: torch.device) -> DistributedModelParallel:
+        """Raise NotImplementedError."""
+        raise NotImplementedError("DMPCollection: it cannot be copied; make another of the same model.")
 
 
 def _replica_tables(module: ShardedModule) -> list[nn.Parameter]:

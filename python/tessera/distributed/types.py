@@ -61,6 +61,7 @@ __all__ = [
     "ShardingPlan",
     "ShardingPlanner",
     "ShardingSpec",
+    "ShardingStrategy",
     "ShardingType",
     "get_tensor_size_bytes",
     "scope",
@@ -97,6 +98,15 @@ class ShardingType(Enum):
     TABLE_ROW_WISE = "table_row_wise"  # rows cut over the ranks of one host
     TABLE_COLUMN_WISE = "table_column_wise"  # columns cut over ranks of one host
     GRID_SHARD = "grid_shard"  # columns cut over hosts, and in a host rows over its ranks
+
+
+@unique
+class ShardingStrategy(Enum):
+    """Say how DMPCollection lays replicas of sharded models."""
+
+    DEFAULT = "default"
+    PER_MODULE = "per_module"
+    FULLY_SHARDED = "fully_sharded"
 
 
 @unique
