@@ -243,6 +243,45 @@ TEST(PlannerTest, BadJsonIsNamedByPlace) {
   EXPECT_EQ(refusal(std::string(100, '[')), "plan: the problem is nested deeper than 32");
 }
 
+// Bytes changed, doubled or left out: refused with words, or read; never a crash.
+TEST(PlannerTest, DamagedJsonIsRefusedOrRead) {
+  Problem problem = small_problem();
+  problem.rules["table_1"].cuts = {Cut::kRowWise};
+  problem.rules["table_2"].ranks = {1, 2};
+  const std::string texts[] = {to_json(problem), to_json(problem, plan(problem))};
+  std::uint64_t state = 88172645463325252ull;
+  const auto below = [&](std::size_t limit) {
+    state ^= state << 13;
+    state ^= state >> 7;
+    state ^= state << 17;
+    return static_cast<std::size_t>(state >> 11) % limit;
+  };
+  int num_refused = 0;
+  for (int i = 0; i < 4000; ++i) {
+    std::string text = texts[i % 2];
+    for (std::size_t n = 1 + below(3); n > 0; --n) {
+      const std::size_t place = below(text.size());
+      const std::size_t kind = below(4);
+      if (kind == 0) text.erase(place, 1 + below(20));
+      if (kind == 1) text[place] = static_cast<char>(below(256));
+      if (kind == 2) text.insert(place, text.substr(below(text.size()), below(30)));
+      if (kind == 3) text[place] = "0123456789-.e\"{}[],:"[below(20)];
+      if (text.empty()) text = "{";
+    }
+    try {
+      if (i % 2 == 0) {
+        problem_from_json(text);
+      } else {
+        result_from_json(text);
+      }
+    } catch (const PlanError& error) {
+      EXPECT_EQ(error.kind(), PlanErrorKind::kBadProblem);
+      ++num_refused;
+    }
+  }
+  EXPECT_GT(num_refused, 1000);
+}
+
 TEST(PlannerTest, ResultsSurviveJson) {
   const Problem problem = models::problem_of("tiny", 8, true);
   const PlanResult result = plan(problem);
