@@ -23,5 +23,7 @@ void bind_graph_parallel(pybind11::module_& module);
 void bind_vocab_parallel(pybind11::module_& module);
 /// Only if the library was built with checkpoints.
 void bind_checkpoint(pybind11::module_& module);
+/// Only if the library was built with the planner.
+void bind_planner(pybind11::module_& module);
 
 }  // namespace tessera::python

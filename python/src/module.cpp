@@ -25,4 +25,7 @@ PYBIND11_MODULE(_C, module) {
 #ifdef TESSERA_HAVE_CHECKPOINT
   tessera::python::bind_checkpoint(module);
 #endif
+#ifdef TESSERA_HAVE_PLANNER
+  tessera::python::bind_planner(module);
+#endif
 }

@@ -228,9 +228,13 @@ def check_model(rank):
     with other.no_sync():
         other(batch(rank)).backward()
 
-    default = DistributedModelParallel(Model())  # balanced by size
-    placed = {name: sharding.ranks for name, sharding in default.plan.plan["ebc"].items()}
-    assert placed == {"a": [1], "b": [0], "c": [1], "d": [0]}
+    default = DistributedModelParallel(Model())  # the planner's plan, the same on both ranks
+    assert list(default.plan.plan["ebc"]) == ["a", "b", "c", "d"]
+    plans = [None] * dist.get_world_size()
+    dist.all_gather_object(plans, str(default.plan))
+    assert len(set(plans)) == 1
+    assert (default.plan_certificate is not None) == (rank == 0)
+    torch.testing.assert_close(default(batch(rank)), Model()(batch(rank)))
     assert {sharding.compute_kernel for sharding in default.plan.plan["ebc"].values()} == {"dense"}
     default(batch(rank)).backward()
     with pytest.raises(ValueError, match=r"'ebc\.a' is dense, and a rank without batches steps no optimizer"):

@@ -44,7 +44,7 @@ def local_mistakes(rank):
 
 
 def test_mistakes_of_the_caller_are_named_before_anything_is_sent():
-    for rank, errors in enumerate(run_ranks(2, local_mistakes)):
+    for errors in run_ranks(2, local_mistakes):
         assert errors.pop("sum") == 2.0
         expected = {
             "device": r"ValueError: comm\.all_reduce: the tensor is on meta, .*",

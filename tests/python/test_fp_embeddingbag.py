@@ -164,7 +164,7 @@ def check_state_and_copies(rank):
         twin.module.fp._feature_processors["f"].position_weight.zero_()
     assert model.fp._feature_processors["f"].position_weight.detach().abs().sum() > 0
     assert list(checkpoint.fused_state(model)) == ["fp._embedding_bag_collection"]
-    default = DistributedModelParallel(Model())  # whole tables, balanced by size
+    default = DistributedModelParallel(Model())  # the planner's plan
     assert list(default.plan.plan) == ["fp"]
     torch.testing.assert_close(default(batch(rank)), Model()(batch(rank)))
     optimizers = dmp.fused_optimizer

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from tessera import comm
+from tessera import _C, comm
 from tessera.comm._group import make_subgroup
 from tessera.distributed._model_join import Calls, ModelJoinHook
 from tessera.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -211,6 +211,21 @@ def _greedy_plan(
     )
 
 
+def _default_plan(
+    module: nn.Module, sharders: list[ModuleSharder[nn.Module]], env: ShardingEnv, device: torch.device
+) -> tuple[ShardingPlan, dict[str, Any] | None]:
+    """Return the planner's plan and rank 0's proof of it; the same plan on all ranks. Collective."""
+    if not hasattr(_C, "planner"):  # the library was built without it
+        kinds = {sharder.module_type: sharder for sharder in sharders}
+        return _greedy_plan(module, kinds, env, device), None
+    from tessera.distributed.planner import default_planner
+
+    planner = default_planner(env.world_size, get_local_size(env.world_size), device)
+    pg = env.process_group
+    plan = planner.plan(module, sharders) if pg is None else planner.collective_plan(module, sharders, pg)
+    return plan, planner.last_result.certificate if planner.last_result else None
+
+
 def _shard_parts(
     module: nn.Module,
     path: str,
@@ -246,7 +261,7 @@ class DistributedModelParallel(nn.Module, Joinable, FusedOptimizerModule):
     """Shard the collections of a model by a plan, and average the gradients of everything else.
 
     Collective: construction, forward, backward, copies, loading from another sharding. `env` is the world
-    if left out. Without a plan, tables go whole to ranks, balanced by size. Meta parameters are filled by
+    if left out. Without a plan, `tessera.distributed.planner` makes one. Meta parameters are filled by
     their modules' `reset_parameters`, tables by their `init_fn`, part by part. Names of parameters and of
     the state are those of the model before.
     """
@@ -271,8 +286,9 @@ class DistributedModelParallel(nn.Module, Joinable, FusedOptimizerModule):
             sharders = get_default_sharders()
         self._sharder_map = {sharder.module_type: sharder for sharder in sharders}
         self._data_parallel_wrapper = data_parallel_wrapper or DefaultDataParallelWrapper()
+        self._plan_certificate: dict[str, Any] | None = None
         if plan is None:
-            plan = _greedy_plan(module, self._sharder_map, self._env, self.device)
+            plan, self._plan_certificate = _default_plan(module, sharders, self._env, self.device)
         self._plan = plan
         self._ddp_wrapped = False
         _check_plan("DistributedModelParallel", module, plan, self._sharder_map)
@@ -388,6 +404,11 @@ class DistributedModelParallel(nn.Module, Joinable, FusedOptimizerModule):
         return self._plan
 
     @property
+    def plan_certificate(self) -> dict[str, Any] | None:
+        """Return, on rank 0, the proof of how fast no plan can be, if no plan was given."""
+        return self._plan_certificate
+
+    @property
     def fused_optimizer(self) -> CombinedOptimizer:
         """Return the optimizers of all sharded modules, by their paths."""
         return CombinedOptimizer(
@@ -493,7 +514,14 @@ class DistributedModelParallel(nn.Module, Joinable, FusedOptimizerModule):
         other = DistributedModelParallel.__new__(DistributedModelParallel)
         nn.Module.__init__(other)
         Joinable.__init__(other)
-        for name in ("init_parameters", "_env", "_sharder_map", "_data_parallel_wrapper", "_plan"):
+        for name in (
+            "init_parameters",
+            "_env",
+            "_sharder_map",
+            "_data_parallel_wrapper",
+            "_plan",
+            "_plan_certificate",
+        ):
             setattr(other, name, getattr(self, name))
         other.device = torch.device(device)
         other._ddp_wrapped = False

@@ -1,0 +1,100 @@
+#include <array>
+#include <map>
+#include <tuple>
+
+#include "bindings.h"
+#include "tessera/planner/explain.h"
+#include "tessera/planner/planner.h"
+
+namespace tessera::python {
+namespace {
+
+namespace py = pybind11;
+
+std::string name_of(planner::PlanErrorKind kind) {
+  switch (kind) {
+    case planner::PlanErrorKind::kBadProblem:
+      return "bad_problem";
+    case planner::PlanErrorKind::kTooLarge:
+      return "too_large";
+    case planner::PlanErrorKind::kRules:
+      return "rules";
+    case planner::PlanErrorKind::kBadEvidence:
+      return "bad_evidence";
+  }
+  return "";
+}
+
+// (kind of error or "", text); Python has its own class of errors for this.
+template <class Work>
+std::pair<std::string, std::string> answer(Work work) {
+  const py::gil_scoped_release release;
+  try {
+    return {"", work()};
+  } catch (const planner::PlanError& error) {
+    return {name_of(error.kind()), error.what()};
+  }
+}
+
+using ShardSize = std::tuple<std::int64_t, std::int64_t, int>;  // rows, columns, rank
+using TableShards = std::tuple<std::string, std::string, std::string, std::vector<ShardSize>>;
+using ShardNumbers = std::array<double, 6>;  // seconds by part, bytes
+
+std::vector<std::vector<ShardNumbers>> shard_costs(const std::string& problem,
+                                                   const std::vector<TableShards>& tables) {
+  const planner::Problem read = planner::problem_from_json(problem);
+  const planner::CostModel model(read);
+  std::map<std::string, const planner::Table*> by_name;
+  for (const planner::Table& table : read.tables) by_name[table.name] = &table;
+  std::vector<std::vector<ShardNumbers>> numbers;
+  for (const auto& [name, cut, kernel, shards] : tables) {
+    const planner::Table& table = *by_name.at(name);
+    const planner::CostModel::TableLoad load = model.load_of(table);
+    std::vector<ShardNumbers> own;
+    for (const auto& [rows, columns, rank] : shards) {
+      if (rank < 0 || rank >= read.num_ranks()) throw py::index_error("there is no such rank");
+      const planner::ShardCost cost = model.cost(table, load, planner::cut_of(cut),
+                                                 planner::kernel_of(kernel), rows, columns, rank);
+      const planner::Seconds& s = cost.seconds;
+      own.push_back({s.ids, s.lookup, s.rows, s.gradients, s.step, cost.bytes.total()});
+    }
+    numbers.push_back(std::move(own));
+  }
+  return numbers;
+}
+
+}  // namespace
+
+void bind_planner(py::module_& module) {
+  py::module_ sub = module.def_submodule("planner");
+  sub.def("plan", [](const std::string& problem) {
+    return answer([&] {
+      const planner::Problem read = planner::problem_from_json(problem);
+      return planner::to_json(read, planner::plan(read));
+    });
+  });
+  sub.def("check", [](const std::string& problem, const std::string& result) {
+    return answer([&]() -> std::string {
+      const planner::Problem read = planner::problem_from_json(problem);
+      const planner::PlanResult given = planner::result_from_json(result);
+      planner::check_plan(read, given.plan);
+      if (!planner::holds(given.certificate, read)) {
+        throw planner::PlanError(planner::PlanErrorKind::kBadEvidence,
+                                 "plan: the certificate proves nothing about these tables");
+      }
+      return "";
+    });
+  });
+  sub.def("shard_costs", &shard_costs);
+  sub.def("text", [](const std::string& problem, const std::string& table) {
+    return answer([&] {
+      const planner::Problem read = planner::problem_from_json(problem);
+      const planner::PlanResult result = planner::plan(read);
+      return table.empty()
+                 ? planner::summary(read, result) + "\n" + planner::table_text(read, result)
+                 : planner::explain(read, result, table);
+    });
+  });
+}
+
+}  // namespace tessera::python
