@@ -81,7 +81,8 @@ def compiled_rank(rank, backend):
 
 @pytest.mark.parametrize(("size", "engine"), [(1, "gloo"), (2, "shm"), (3, "gloo")])
 def test_full_graphs(size, engine):
-    run_ranks(size, compiled_rank, "aot_eager", backend=engine)
+    # Compiling takes seconds on every rank, more on a loaded machine.
+    run_ranks(size, compiled_rank, "aot_eager", backend=engine, env={"LIMIT": "120"}, limit=180)
 
 
 def test_losses_of_the_reference():
