@@ -37,9 +37,8 @@ std::vector<int> ranks_in(RankSet ranks) {
   return list;
 }
 
-void Waiter::sleep_until(Doorbell& bell, const Call& call, FunctionRef<bool()> ready,
-                         FunctionRef<RankSet()> missing) {
-  const Clock::time_point begin = Clock::now();
+void Waiter::sleep_until(Doorbell& bell, const Call& call, Clock::time_point begin,
+                         FunctionRef<bool()> ready, FunctionRef<RankSet()> missing) {
   Clock::time_point consulted = begin;
   while (true) {
     // See Note [Why no wake is lost].

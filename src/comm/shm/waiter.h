@@ -70,12 +70,15 @@ class Waiter {
       if (ready()) return;
       pause_briefly();
     }
+    // On a machine with much else to do a single yield may take many milliseconds.
+    const Clock::time_point begin = Clock::now();
     for (int i = 0; i < kYields; ++i) {
       if (ready()) return;
       check();
       sched_yield();
+      if (Clock::now() - begin >= kSlice) break;
     }
-    sleep_until(bell, call, FunctionRef<bool()>(ready), FunctionRef<RankSet()>(missing));
+    sleep_until(bell, call, begin, FunctionRef<bool()>(ready), FunctionRef<RankSet()>(missing));
   }
 
   /// Returns when the counter chosen by `counter(rank)` has reached `target` on all of `ranks`.
@@ -115,8 +118,8 @@ class Waiter {
   static constexpr int kPauses = 50;
   static constexpr int kYields = 200;
 
-  void sleep_until(Doorbell& bell, const Call& call, FunctionRef<bool()> ready,
-                   FunctionRef<RankSet()> missing);
+  void sleep_until(Doorbell& bell, const Call& call, Clock::time_point begin,
+                   FunctionRef<bool()> ready, FunctionRef<RankSet()> missing);
 
   Board board_;
   FailureRecord& failure_;
