@@ -156,6 +156,35 @@ TEST(Lending, CountsThatDoNotFitAreTheSameErrorOnAllRanks) {
   }
 }
 
+TEST(Lending, TypesThatDifferAreTheSameErrorOnAllRanks) {
+  const auto errors = run_ranks_collecting(
+      3,
+      [](const Group& group) {
+        const auto dtype = group.rank() == 2 ? at::kInt : at::kFloat;  // as wide as each other
+        std::vector<at::Tensor> inputs;
+        for (int to = 0; to < 3; ++to) inputs.push_back(lendable(1000, dtype, group).zero_());
+        lend_async(inputs, Counts(3, 1000), group).wait();
+      },
+      test_options(Engine::kShm));
+  for (const auto& error : errors) {
+    EXPECT_EQ(text_of(error),
+              "comm.all_to_all #0: rank 0 gives elements of Float, rank 2 of Int. Give all ranks "
+              "tensors of one type.");
+  }
+}
+
+TEST(Lending, TypesThatDifferWithinARankAreRefusedBeforeAnythingIsSent) {
+  run_ranks(
+      2,
+      [](const Group& group) {
+        const std::vector<at::Tensor> mixed{lendable(10, at::kFloat, group),
+                                            lendable(10, at::kInt, group)};
+        EXPECT_THROW(lend_async(mixed, Counts(2, 10), group), c10::TypeError);
+        barrier(group);
+      },
+      test_options(Engine::kShm));
+}
+
 TEST(Lending, GlooCannot) {
   run_ranks(
       2,
