@@ -17,11 +17,22 @@ namespace {
 
 using Use = TensorMemory::Use;
 
-std::vector<TensorMemory> memories(const std::vector<at::Tensor>& tensors, Use use) {
+// Note [Tensors that share memory]
+// A step reads its inputs while it writes its outputs, piece by piece. Outputs that share memory
+// with each other, or with an input, are therefore written apart and copied back in order at the
+// end: what is read is what was there before, and of several outputs the last one stays.
+std::vector<TensorMemory> memories(const std::vector<at::Tensor>& tensors, Use use,
+                                   bool is_apart = false) {
   std::vector<TensorMemory> result;
   result.reserve(tensors.size());
-  for (const at::Tensor& tensor : tensors) result.emplace_back(tensor, use);
+  for (const at::Tensor& tensor : tensors) result.emplace_back(tensor, use, is_apart);
   return result;
+}
+
+std::vector<at::Tensor> joined(std::vector<at::Tensor> tensors,
+                               const std::vector<at::Tensor>& others) {
+  tensors.insert(tensors.end(), others.begin(), others.end());
+  return tensors;
 }
 
 std::vector<Piece> pieces(const std::vector<TensorMemory>& memories) {
@@ -46,6 +57,35 @@ std::vector<Piece> cut_rows(const TensorMemory& memory, const std::vector<std::i
     first += num;
   }
   return result;
+}
+
+// Whether `part` is exactly the part of `whole` that belongs to this rank: that works in place.
+bool is_own_part(const at::Tensor& whole, const at::Tensor& part, int rank) {
+  return whole.is_contiguous() && part.is_contiguous() &&
+         static_cast<const char*>(whole.const_data_ptr()) + rank * part.nbytes() ==
+             static_cast<const char*>(part.const_data_ptr());
+}
+
+// Whether `output` shares memory with one of `inputs`, other than being input `except` itself.
+bool shares_with_any(const at::Tensor& output, const std::vector<at::Tensor>& inputs, int except) {
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    const bool may_be_same = static_cast<int>(i) == except;
+    if (may_be_same ? share_memory({inputs[i]}, output, 0)
+                    : share_memory(std::vector<at::Tensor>{inputs[i], output})) {
+      return true;
+    }
+  }
+  return false;
+}
+
+// Whether an input of one of several steps shares memory with the output of another.
+bool share_in_turn(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs) {
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    for (std::size_t j = i + 1; j < inputs.size(); ++j) {
+      if (share_memory(std::vector<at::Tensor>{outputs[i], inputs[j]})) return true;
+    }
+  }
+  return false;
 }
 
 void check_single(std::string_view op, std::size_t num_tensors) {
@@ -182,13 +222,17 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::allreduce_coalesced(
     std::vector<at::Tensor>& tensors, const c10d::AllreduceCoalescedOptions& opts) {
   std::vector<Step> steps;
   std::optional<Call> plan;
+  for (const at::Tensor& tensor : tensors) check_tensor("all_reduce", tensor, getBackendName());
+  const bool is_apart = share_memory(tensors);
   for (const at::Tensor& tensor : tensors) {
-    check_tensor("all_reduce", tensor, getBackendName());
     const ReduceOp reduction = check_reduction("all_reduce", opts.reduceOp, tensor.scalar_type());
     if (is_scaled(opts.reduceOp)) {
+      TESSERA_CHECK_VALUE(!is_apart,
+                          "comm.all_reduce: tensors that share memory cannot be scaled "
+                          "one by one. Pass each of them once.");
       tensor.detach().copy_(scaled(tensor, opts.reduceOp));
     }
-    TensorMemory memory(tensor, Use::kReadWrite);
+    TensorMemory memory(tensor, Use::kReadWrite, is_apart);
     const auto describe = [reduction](Call& call, const TensorMemory& memory) {
       call.op = Operator::kAllReduce;
       call.dtype = memory.dtype();
@@ -302,6 +346,7 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::gather_lists(
     std::vector<std::pair<at::Tensor, at::Tensor>> copies, const c10d::AllgatherOptions& opts) {
   std::vector<Step> steps;
   std::vector<at::Tensor> results;
+  const bool is_in_turn = inputs.size() > 1;  // a later input must not see an earlier output
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     const auto& outputs = lists[i];
     check_tensor("all_gather", inputs[i], getBackendName());
@@ -310,8 +355,10 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::gather_lists(
     check_same_type("all_gather", outputs[0], inputs[i]);
     results.insert(results.end(), outputs.begin(), outputs.end());
     auto last = i + 1 == inputs.size() ? std::move(copies) : decltype(copies){};
-    steps.push_back([input = TensorMemory(inputs[i], Use::kRead),
-                     targets = memories(outputs, Use::kWrite),
+    const bool is_apart = share_memory(outputs, inputs[i], rank_);
+    const bool is_late = is_in_turn && share_memory(joined(results, {inputs[i]}));
+    steps.push_back([input = TensorMemory(inputs[i], Use::kRead, is_late),
+                     targets = memories(outputs, Use::kWrite, is_apart),
                      last = std::move(last)](Transport& transport, Call& call) {
       call.op = Operator::kAllGather;
       call.dtype = input.dtype();
@@ -347,15 +394,20 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::allgather_into_tensor_coalesced(
     TESSERA_CHECK_VALUE(outputs[i].numel() == inputs[i].numel() * size_,
                         "comm.all_gather: the output has ", outputs[i].numel(), " elements, but ",
                         size_, " ranks bring ", inputs[i].numel(), " each.");
-    steps.push_back(
-        [this, input = TensorMemory(inputs[i], Use::kRead),
-         output = TensorMemory(outputs[i], Use::kWrite)](Transport& transport, Call& call) {
-          call.op = Operator::kAllGather;
-          call.dtype = input.dtype();
-          call.count = input.count();
-          transport.all_gather(call, input.piece(), output.even_parts(size_));
-          output.write_back();
-        });
+  }
+  const bool share = share_in_turn(outputs, inputs);
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    const bool is_apart = !is_own_part(outputs[i], inputs[i], rank_) &&
+                          share_memory(std::vector<at::Tensor>{outputs[i], inputs[i]});
+    steps.push_back([this, input = TensorMemory(inputs[i], Use::kRead, share),
+                     output = TensorMemory(outputs[i], Use::kWrite, is_apart)](Transport& transport,
+                                                                               Call& call) {
+      call.op = Operator::kAllGather;
+      call.dtype = input.dtype();
+      call.count = input.count();
+      transport.all_gather(call, input.piece(), output.even_parts(size_));
+      output.write_back();
+    });
   }
   const int num_sequence = static_cast<int>(inputs.size());
   return submit({c10d::OpType::_ALLGATHER_BASE, "all_gather", outputs, opts.timeout, opts.asyncOp,
@@ -381,8 +433,10 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::gather(std::vector<std::vector<at:
     TESSERA_CHECK_VALUE(outputs.empty() || outputs[0].empty(), "comm.gather: only the root, rank ",
                         root, ", takes outputs.");
   }
+  const bool is_apart = rank_ == root && share_memory(results, inputs[0], rank_);
   Step step = [input = TensorMemory(inputs[0], Use::kRead),
-               targets = memories(results, Use::kWrite), root](Transport& transport, Call& call) {
+               targets = memories(results, Use::kWrite, is_apart),
+               root](Transport& transport, Call& call) {
     call.op = Operator::kGather;
     call.dtype = input.dtype();
     call.root = root;
@@ -413,7 +467,8 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::scatter(std::vector<at::Tensor>& o
     TESSERA_CHECK_VALUE(inputs.empty() || inputs[0].empty(), "comm.scatter: only the root, rank ",
                         root, ", takes inputs.");
   }
-  Step step = [output = TensorMemory(outputs[0], Use::kWrite),
+  const bool is_apart = rank_ == root && shares_with_any(outputs[0], sources, rank_);
+  Step step = [output = TensorMemory(outputs[0], Use::kWrite, is_apart),
                parts = memories(sources, Use::kRead), root](Transport& transport, Call& call) {
     call.op = Operator::kScatter;
     call.dtype = output.dtype();
@@ -442,7 +497,8 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::reduce_scatter(
       check_reduction("reduce_scatter", opts.reduceOp, outputs[0].scalar_type());
   std::vector<at::Tensor> brought;
   for (const at::Tensor& input : inputs[0]) brought.push_back(scaled(input, opts.reduceOp));
-  Step step = [output = TensorMemory(outputs[0], Use::kWrite),
+  const bool is_apart = shares_with_any(outputs[0], brought, rank_);
+  Step step = [output = TensorMemory(outputs[0], Use::kWrite, is_apart),
                parts = memories(brought, Use::kRead), reduction](Transport& transport, Call& call) {
     call.op = Operator::kReduceScatter;
     call.dtype = output.dtype();
@@ -476,10 +532,15 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::reduce_scatter_tensor_coalesced(
     TESSERA_CHECK_VALUE(inputs[i].numel() == outputs[i].numel() * size_,
                         "comm.reduce_scatter: the input has ", inputs[i].numel(), " elements, but ",
                         size_, " ranks take ", outputs[i].numel(), " each.");
+  }
+  const bool share = share_in_turn(outputs, inputs);
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
     const ReduceOp reduction =
         check_reduction("reduce_scatter", opts.reduceOp, inputs[i].scalar_type());
-    steps.push_back([this, output = TensorMemory(outputs[i], Use::kWrite),
-                     input = TensorMemory(scaled(inputs[i], opts.reduceOp), Use::kRead),
+    const bool is_apart = !is_own_part(inputs[i], outputs[i], rank_) &&
+                          share_memory(std::vector<at::Tensor>{outputs[i], inputs[i]});
+    steps.push_back([this, output = TensorMemory(outputs[i], Use::kWrite, is_apart),
+                     input = TensorMemory(scaled(inputs[i], opts.reduceOp), Use::kRead, share),
                      reduction](Transport& transport, Call& call) {
       call.op = Operator::kReduceScatter;
       call.dtype = output.dtype();
@@ -504,8 +565,9 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::alltoall_base(at::Tensor& output, 
   check_same_type("all_to_all", output, input);
   check_cut("all_to_all", "output", output_rows, output, size_);
   check_cut("all_to_all", "input", input_rows, input, size_);
+  const bool is_apart = share_memory(std::vector<at::Tensor>{output, input});
   Step step = [this, source = TensorMemory(input, Use::kRead),
-               target = TensorMemory(output, Use::kWrite), output_rows,
+               target = TensorMemory(output, Use::kWrite, is_apart), output_rows,
                input_rows](Transport& transport, Call& call) {
     call.op = Operator::kAllToAll;
     call.dtype = source.dtype();
@@ -533,8 +595,13 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::alltoall(std::vector<at::Tensor>& 
   check_tensors("all_to_all", outputs, getBackendName());
   check_tensors("all_to_all", inputs, getBackendName());
   check_same_type("all_to_all", outputs[0], inputs[0]);
-  Step step = [sources = memories(inputs, Use::kRead), targets = memories(outputs, Use::kWrite)](
-                  Transport& transport, Call& call) {
+  bool is_apart = share_memory(outputs);
+  for (const at::Tensor& output : outputs) {
+    is_apart = is_apart || shares_with_any(output, inputs, /*except=*/-1);
+  }
+  Step step = [sources = memories(inputs, Use::kRead),
+               targets = memories(outputs, Use::kWrite, is_apart)](Transport& transport,
+                                                                   Call& call) {
     call.op = Operator::kAllToAll;
     call.dtype = sources[0].dtype();
     for (const TensorMemory& source : sources) call.count += source.count();

@@ -1,8 +1,13 @@
 #include "comm/tensor_memory.h"
 
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+
 #include <optional>
 
 #include <ATen/Functions.h>
+#include <ATen/MemoryOverlap.h>
 
 #include "tessera/core/check.h"
 
@@ -50,15 +55,51 @@ at::Tensor plain_view(const at::Tensor& contiguous) {
 
 }  // namespace
 
-TensorMemory::TensorMemory(const at::Tensor& tensor, Use use) {
-  const bool is_ready =
-      tensor.device().is_cpu() && tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+bool share_memory(const std::vector<at::Tensor>& tensors) {
+  if (tensors.size() < 2) return false;
+  std::vector<std::pair<std::uintptr_t, std::uintptr_t>> ranges;
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.numel() == 0) continue;
+    std::int64_t last = 0;
+    for (std::int64_t d = 0; d < tensor.dim(); ++d) {
+      last += (tensor.size(d) - 1) * tensor.stride(d);
+    }
+    const auto first = reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr());
+    ranges.emplace_back(first, first + static_cast<std::size_t>(last + 1) * tensor.itemsize());
+  }
+  std::sort(ranges.begin(), ranges.end());
+  for (std::size_t i = 1; i < ranges.size(); ++i) {
+    if (ranges[i].first < ranges[i - 1].second) return true;
+  }
+  return false;
+}
+
+bool share_memory(std::vector<at::Tensor> outputs, const at::Tensor& input, int own) {
+  const auto place = static_cast<std::size_t>(own);
+  const bool is_in_place = place < outputs.size() && outputs[place].is_contiguous() &&
+                           input.is_contiguous() && outputs[place].numel() == input.numel() &&
+                           outputs[place].const_data_ptr() == input.const_data_ptr();
+  if (!is_in_place) outputs.push_back(input);
+  return share_memory(outputs);
+}
+
+TensorMemory::TensorMemory(const at::Tensor& tensor, Use use, bool is_apart) {
+  const bool is_ready = !is_apart && tensor.device().is_cpu() && tensor.is_contiguous() &&
+                        !tensor.is_conj() && !tensor.is_neg();
   at::Tensor contiguous = tensor;
   if (!is_ready) {
-    if (use != Use::kRead) target_ = tensor.detach();
+    if (use != Use::kRead) {
+      TESSERA_CHECK_VALUE(at::has_internal_overlap(tensor) != at::MemOverlap::Yes,
+                          "comm: elements of the output share memory, as those of an expanded "
+                          "tensor do. Give a clone of it.");
+      target_ = tensor.detach();
+    }
     contiguous = use == Use::kWrite
                      ? at::empty(tensor.sizes(), tensor.options().device(at::kCPU))
                      : tensor.detach().resolve_conj().resolve_neg().cpu().contiguous();
+    if (is_apart && use != Use::kWrite && contiguous.is_alias_of(tensor)) {
+      contiguous = contiguous.clone();
+    }
   }
   // A scalar has no last dimension to reinterpret; as one row it does.
   memory_ = plain_view(contiguous.dim() == 0 ? contiguous.view({1}) : contiguous);

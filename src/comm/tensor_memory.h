@@ -22,7 +22,8 @@ class TensorMemory {
     kWrite,      // replaced by fresh memory if not contiguous, and written back
     kReadWrite,  // both
   };
-  TensorMemory(const at::Tensor& tensor, Use use);
+  /// `is_apart`: never the tensor's own memory, for tensors that share it with others.
+  TensorMemory(const at::Tensor& tensor, Use use, bool is_apart = false);
 
   Piece piece() const;
   /// Rows [first, first + num) of the first dimension.
@@ -43,6 +44,12 @@ class TensorMemory {
   std::int64_t count_;      // elements of dtype_
   std::int64_t row_count_;  // elements of dtype_ in one row
 };
+
+/// Whether a place in memory belongs to two of the tensors. Elements between those of a tensor
+/// count as its own.
+bool share_memory(const std::vector<at::Tensor>& tensors);
+/// As above, for outputs and an input that may be output `own` itself.
+bool share_memory(std::vector<at::Tensor> outputs, const at::Tensor& input, int own);
 
 /// The length of the first dimension; a scalar is one row.
 inline std::int64_t num_rows_of(const at::Tensor& tensor) {
