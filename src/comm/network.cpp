@@ -35,6 +35,11 @@ AddressList resolve(const std::string& host, int socket_type) {
   hints.ai_socktype = socket_type;
   addrinfo* list = nullptr;
   const int error = ::getaddrinfo(host.c_str(), nullptr, &hints, &list);
+  if (error == EAI_SYSTEM) {
+    throw Error(ErrorKind::kUnavailable, {},
+                "comm.init: cannot look up '" + host + "': " + std::strerror(errno) +
+                    ". If too many files are open, raise the limit: ulimit -n 65536.");
+  }
   if (error != 0) {
     throw Error(
         ErrorKind::kRendezvous, {},

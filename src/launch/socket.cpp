@@ -32,6 +32,7 @@ std::string remedy_for(int error, const SocketAddress& address) {
   if (error == EADDRNOTAVAIL) {
     return "node 0 must run on the host that owns this address; list them with: ip address";
   }
+  if (error == EMFILE || error == ENFILE) return "raise the limit of open files: ulimit -n 65536";
   return "choose another --rdzv-endpoint";
 }
 
@@ -79,6 +80,11 @@ SocketAddress resolve(const Endpoint& endpoint) {
   const std::string port = std::to_string(endpoint.port);
   const int status = getaddrinfo(endpoint.host.c_str(), port.c_str(), &hints, &found);
   if (status != 0 || found == nullptr) {
+    if (status == EAI_SYSTEM) {
+      // Not the name's fault: no descriptor is left, as a rule.
+      throw LaunchError(kExitInternal, "rendezvous: cannot look up '" + endpoint.host + "'",
+                        std::strerror(errno), "raise the limit of open files: ulimit -n 65536");
+    }
     throw LaunchError(kExitRendezvous, "rendezvous: the host '" + endpoint.host + "' is not known",
                       gai_strerror(status), "write an address, as in 10.0.0.1:29500");
   }

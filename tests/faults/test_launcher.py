@@ -1,12 +1,14 @@
 """The launcher dies or is told to end: no rank outlives it."""
 
+import re
 import signal
 import statistics
+import subprocess
 import time
 
 import pytest
-from fleet import Fleet, Times, is_alive
-from waiting import wait_until
+from fleet import TESSERA, Fleet, Times, is_alive
+from waiting import LIMIT, wait_until
 
 
 def await_end_of(pid):
@@ -77,3 +79,29 @@ def test_stopped_ranks_end_with_the_job():
         fleet.kill(fleet.processes[0].pid, signal.SIGTERM)
         assert fleet.wait(20) == [128 + signal.SIGTERM]
         fleet.assert_nothing_left()
+
+
+def run_with_limit(limit, size, command):
+    """Runs the command as every rank, with few open files allowed."""
+    line = f'ulimit {limit}; exec "$0" "$@"'
+    return subprocess.run(
+        ["sh", "-c", line, TESSERA, "run", "-n", str(size), "--", "sh", "-c", command],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+
+
+def test_the_soft_limit_of_open_files_is_raised():
+    # Forty ranks have more than a hundred pipes; with them go the descriptors of each rank's peers.
+    result = run_with_limit("-Sn 64", 40, "ulimit -Sn")
+    assert result.returncode == 0, result.stderr
+    assert sorted(set(re.findall(r"\] (\d+)", result.stdout))) == [str(1024 + 8 * 40)]
+
+
+def test_too_few_open_files_are_called_that():
+    for limit in (6, 8, 12):
+        result = run_with_limit(f"-n {limit}", 2, "true")
+        assert result.returncode != 0
+        assert "Too many open files" in result.stderr and "ulimit" in result.stderr, result.stderr
