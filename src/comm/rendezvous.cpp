@@ -3,7 +3,11 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
+#include <cstdlib>
 #include <future>
+#include <map>
+#include <mutex>
+#include <optional>
 #include <set>
 #include <thread>
 
@@ -24,6 +28,74 @@ namespace {
 constexpr const char* kFaultKey = "fault";
 constexpr const char* kFarewellKey = "farewell";
 constexpr const char* kArrivalsKey = "arrivals";
+constexpr const char* kLostKey = "lost";
+// How often the one who waits for a group to be made looks for members that have died.
+constexpr auto kDeathInterval = std::chrono::milliseconds(50);
+// The thread that makes it may know more of a death: it gets this long to say so.
+constexpr auto kMakerFirst = std::chrono::milliseconds(100);
+// How long a broken connection waits for a death that explains it.
+constexpr auto kBreakFirst = std::chrono::milliseconds(500);
+// How long the store may take to tell which of several deaths came first.
+constexpr auto kAgreementLimit = std::chrono::milliseconds(500);
+
+// What the thread that makes a group tells the one that waits for it.
+class Making {
+ public:
+  std::atomic<bool> has_met{false};  // all ranks have come
+  c10::intrusive_ptr<EngineBackend> engine;
+
+  void note(int rank, const Member& member) {
+    const std::lock_guard lock(mutex_);
+    came_.insert_or_assign(rank, member);
+  }
+
+  // A member that has died, if one on this host has.
+  std::optional<Failure> find_death(const GroupOptions& options, const Member& self) {
+    std::map<int, Member> known;
+    // A rank that is yet to come is known as a rank of the world.
+    if (const auto world = world_.lock()) {
+      for (std::size_t r = 0; r < options.world_ranks.size(); ++r) {
+        const int world_rank = options.world_ranks[r];
+        if (world_rank < static_cast<int>(world->members().size())) {
+          known.emplace(static_cast<int>(r), world->members()[world_rank]);
+        }
+      }
+    }
+    {
+      const std::lock_guard lock(mutex_);
+      for (const auto& [rank, member] : came_) known.insert_or_assign(rank, member);
+    }
+    for (const auto& [rank, member] : known) {
+      if (member.host == self.host && member.pid != self.pid && has_ended(member)) {
+        return death_in_creation(member, rank);
+      }
+    }
+    return std::nullopt;
+  }
+
+  // The group of all ranks, made last in this process.
+  static void set_world(const std::shared_ptr<GroupMonitor>& world) {
+    const std::lock_guard lock(world_mutex());
+    last_world() = world;
+  }
+
+ private:
+  static std::mutex& world_mutex() {
+    static auto* mutex = new std::mutex;
+    return *mutex;
+  }
+  static std::weak_ptr<GroupMonitor>& last_world() {
+    static auto* world = new std::weak_ptr<GroupMonitor>;
+    return *world;
+  }
+
+  std::mutex mutex_;
+  std::map<int, Member> came_;  // by group rank
+  std::weak_ptr<GroupMonitor> world_ = [] {
+    const std::lock_guard lock(world_mutex());
+    return last_world();
+  }();
+};
 
 std::string member_key(std::int64_t generation, int rank) {
   return "generation/" + std::to_string(generation) + "/member/" + std::to_string(rank);
@@ -56,15 +128,24 @@ std::int64_t claim_rank(c10d::Store& store, int rank, const Member& self) {
 
 // Waits until all ranks of the generation have written their record.
 std::vector<Member> gather_members(c10d::Store& store, std::int64_t generation, int size,
-                                   const GroupOptions& options) {
+                                   const GroupOptions& options, Making& making) {
   const auto begin = Clock::now();
   const auto deadline = begin + options.timeout;
   auto pause = std::chrono::microseconds(100);
+  auto noted = begin;
   std::vector<std::string> keys;
   for (int rank = 0; rank < size; ++rank) keys.push_back(member_key(generation, rank));
   while (!store.check(keys)) {
     if (store.check({kFaultKey})) {
       throw Error(ErrorKind::kRendezvous, {}, get_text(store, kFaultKey));
+    }
+    if (Clock::now() - noted >= 5 * kDeathInterval) {
+      noted = Clock::now();
+      for (int rank = 0; rank < size; ++rank) {
+        if (store.check({keys[rank]})) {
+          making.note(rank, decode_member(get_text(store, keys[rank])));
+        }
+      }
     }
     if (Clock::now() >= deadline) {
       std::vector<int> missing;
@@ -83,7 +164,10 @@ std::vector<Member> gather_members(c10d::Store& store, std::int64_t generation, 
     pause = std::min<std::chrono::microseconds>(pause * 2, std::chrono::milliseconds(20));
   }
   std::vector<Member> members;
-  for (const std::string& key : keys) members.push_back(decode_member(get_text(store, key)));
+  for (int rank = 0; rank < size; ++rank) {
+    members.push_back(decode_member(get_text(store, keys[rank])));
+    making.note(rank, members.back());
+  }
   return members;
 }
 
@@ -175,11 +259,9 @@ void say_farewell(c10d::Store& store) noexcept {
   }
 }
 
-// `has_met` is set once all ranks have come: what then still waits for the store, or for Gloo, gets
-// the limit anew.
+// Once all ranks have come, what still waits for the store, or for Gloo, gets the limit anew.
 c10::intrusive_ptr<EngineBackend> join(const c10::intrusive_ptr<c10d::Store>& store, int rank,
-                                       int size, const GroupOptions& options,
-                                       std::atomic<bool>& has_met) {
+                                       int size, const GroupOptions& options, Making& making) {
   TESSERA_CHECK_VALUE(size >= 1, "comm.init: a group has at least one rank, not ", size, ".");
   TESSERA_CHECK_VALUE(rank >= 0 && rank < size, "comm.init: rank ", rank, " is outside a group of ",
                       size, " (0 to ", size - 1, ").");
@@ -192,38 +274,89 @@ c10::intrusive_ptr<EngineBackend> join(const c10::intrusive_ptr<c10d::Store>& st
   const std::string key = member_key(generation, rank);
   set_text(*store, key + "/size", std::to_string(size));
   set_text(*store, key, encode(self));
-  auto members = gather_members(*store, generation, size, options);
-  has_met = true;
+  auto members = gather_members(*store, generation, size, options, making);
+  making.has_met = true;
   check_sizes(*store, generation, rank, size);
   auto monitor = std::make_shared<GroupMonitor>(std::move(members), rank, options.name);
   const auto own_store =
       c10::make_intrusive<c10d::PrefixStore>("generation/" + std::to_string(generation), store);
   auto transport = make_transport(own_store, monitor, options);
+  if (options.world_ranks.empty()) Making::set_world(monitor);
   return c10::make_intrusive<EngineBackend>(std::move(transport), std::move(monitor),
                                             options.timeout);
 }
 
+// The first death that any rank has told the store of, which is this one if none has: survivors end
+// because of it, and would be taken for the cause by those who look later.
+Failure first_death(const c10::intrusive_ptr<c10d::Store>& store, const Failure& mine) {
+  auto told = std::make_shared<std::string>();
+  auto end = run_beside([=] {
+    const std::string text = std::to_string(mine.ranks().at(0)) + " " + mine.what();
+    store->compareSet(kLostKey, std::vector<std::uint8_t>{},
+                      std::vector<std::uint8_t>(text.begin(), text.end()));
+    *told = get_text(*store, kLostKey);
+    say_farewell(*store);
+  });
+  if (end.wait_for(kAgreementLimit) != std::future_status::ready) {
+    abandon_side_thread();
+    return mine;
+  }
+  try {
+    end.get();
+  } catch (const std::exception&) {
+    return mine;  // the store is gone
+  }
+  const std::size_t space = told->find(' ');
+  if (space == std::string::npos) return mine;
+  return {FailureKind::kPeerLost, {std::atoi(told->c_str())}, told->substr(space + 1)};
+}
+
 // Joins beside the calling thread: a store that is reached but does not answer would hold this one
-// for good, since LibTorch's client waits for it without a limit. Returns nothing in that case.
+// for good, since LibTorch's client waits for it without a limit, and so would Gloo with a peer
+// that has died. Returns nothing in the first case, and throws in the second.
 c10::intrusive_ptr<EngineBackend> join_within_limit(const c10::intrusive_ptr<c10d::Store>& store,
                                                     int rank, int size,
                                                     const GroupOptions& options) {
-  struct Outcome {
-    std::atomic<bool> has_met{false};
-    c10::intrusive_ptr<EngineBackend> engine;
-  };
   // More than the limit, so that whoever finds ranks missing can say so first.
   const auto limit = options.timeout + std::chrono::seconds(1);
-  auto outcome = std::make_shared<Outcome>();
-  auto end =
-      run_beside([=] { outcome->engine = join(store, rank, size, options, outcome->has_met); });
-  const auto has_ended = [&] { return end.wait_for(limit) == std::future_status::ready; };
-  if (!has_ended() && !(outcome->has_met && has_ended())) {
-    abandon_side_thread();
-    return nullptr;
+  const Member self = this_process(rank);
+  auto making = std::make_shared<Making>();
+  auto end = run_beside([=] { making->engine = join(store, rank, size, options, *making); });
+  const auto has_ended_within = [&](auto time) {
+    return end.wait_for(time) == std::future_status::ready;
+  };
+  auto until = Clock::now() + limit;
+  bool is_longer = false;
+  while (!has_ended_within(kDeathInterval)) {
+    if (const auto death = making->find_death(options, self)) {
+      if (has_ended_within(kMakerFirst)) break;
+      abandon_side_thread();
+      throw *death;
+    }
+    if (Clock::now() < until) continue;
+    if (is_longer || !making->has_met) {
+      abandon_side_thread();
+      return nullptr;
+    }
+    is_longer = true;
+    until = Clock::now() + limit;
   }
-  end.get();
-  return std::move(outcome->engine);
+  try {
+    end.get();
+  } catch (const Failure&) {
+    throw;
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception&) {
+    // A connection breaks before the death behind it can be seen.
+    const auto last_look = Clock::now() + kBreakFirst;
+    do {
+      if (const auto death = making->find_death(options, self)) throw *death;
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    } while (Clock::now() < last_look);
+    throw;
+  }
+  return std::move(making->engine);
 }
 
 }  // namespace
@@ -285,6 +418,10 @@ c10::intrusive_ptr<EngineBackend> make_engine(const c10::intrusive_ptr<c10d::Sto
   try {
     if (auto engine = join_within_limit(store, rank, size, options)) return engine;
   } catch (const Failure& failure) {
+    if (failure.kind() == FailureKind::kPeerLost && !failure.ranks().empty()) {
+      const Failure first = first_death(store, failure);
+      throw Error(ErrorKind::kPeerLost, first.ranks(), first.what());
+    }
     say_farewell(*store);
     throw Error(error_kind(failure.kind()), failure.ranks(), failure.what());
   } catch (const Error&) {

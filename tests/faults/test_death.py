@@ -2,6 +2,7 @@
 
 import re
 import signal
+import time
 
 import pytest
 from fleet import PROMPT, Fleet, Times, is_alive
@@ -125,6 +126,53 @@ def test_all_but_one_die_at_once(engine):
         assert Times.add(f"SIGKILL of all others, {engine}", killed, errors) < PROMPT
         assert fleet.wait() == [75] + [-signal.SIGKILL] * 3
         fleet.assert_nothing_left()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_without_descriptors_of_processes(engine):
+    # As in some containers: the system call that gives them is refused.
+    with Fleet("loop", "count=1000", "pidfds=refused", env={"TESSERA_ENGINE": engine}).bare(3) as fleet:
+        pids = fleet.warm(3)
+        killed = fleet.kill(pids[1])
+        errors = fleet.errors_of([0, 2])
+        assert_names_the_dead(errors[0]["text"], "all_reduce", 1, pids[1])
+        assert Times.add(f"SIGKILL without pidfds, {engine}", killed, errors) < PROMPT
+        fleet.wait()
+        fleet.assert_nothing_left()
+
+
+def test_a_large_process():
+    # It gives back its memory, page by page, before anything else tells that it has ended.
+    with Fleet("loop", "count=1000", "large=1", env={"TESSERA_ENGINE": "shm"}).bare(2) as fleet:
+        pids = fleet.warm(2)
+        killed = fleet.kill(pids[1])
+        errors = fleet.errors_of([0])
+        assert_names_the_dead(errors[0]["text"], "all_reduce", 1, pids[1])
+        assert Times.add("SIGKILL of 1 GiB", killed, errors) < PROMPT
+        fleet.wait()
+
+
+@pytest.mark.parametrize("memory", [0, 1024], ids=["small", "large"])
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_killed_while_a_group_is_made(engine, victim, memory):
+    for repeat in range(2 if memory else 5):
+        with Fleet("groups", f"victim={victim}", f"memory={memory}", env={"TESSERA_ENGINE": engine}) as fleet:
+            fleet.run(3)
+            pids = fleet.warm(3)
+            time.sleep(0.011 * repeat)
+            killed = fleet.kill(pids[victim])
+            survivors = [rank for rank in range(3) if rank != victim]
+            errors = fleet.errors_of(survivors)
+            assert re.match(
+                rf"comm\.init: rank {victim} \(pid {pids[victim]}, host \S+\) died while the ranks "
+                r"made a group\. Look at that rank's own output for the reason\.",
+                errors[survivors[0]]["text"],
+            ), errors
+            assert {error["kind"] for error in errors.values()} == {"peer lost"}
+            assert Times.add(f"SIGKILL in creation, {engine}, {memory} MiB", killed, errors) < PROMPT
+            assert fleet.wait() == [128 + signal.SIGKILL]
+            fleet.assert_nothing_left()
 
 
 def test_all_ranks_die_and_leave_nothing():
