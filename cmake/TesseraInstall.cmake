@@ -29,9 +29,14 @@ if(TESSERA_WHEEL)
   return()
 endif()
 
-# LibTorch stays where it was found at build time.
+# LibTorch stays where it was found at build time. By name: CMake leaves out link paths that lie in the
+# source tree, as an environment there does.
 set_target_properties(tessera PROPERTIES
-  INSTALL_RPATH "$ORIGIN" INSTALL_RPATH_USE_LINK_PATH ON)
+  INSTALL_RPATH "$ORIGIN;${TESSERA_TORCH_DIR}/lib" INSTALL_RPATH_USE_LINK_PATH ON)
+if(TARGET tessera_trainer_shared)
+  set_target_properties(tessera_trainer_shared PROPERTIES
+    INSTALL_RPATH "$ORIGIN;${TESSERA_TORCH_DIR}/lib" INSTALL_RPATH_USE_LINK_PATH ON)
+endif()
 install(TARGETS tessera EXPORT tesseraTargets
   LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR}
   ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR})
@@ -39,7 +44,8 @@ install(DIRECTORY ${CMAKE_CURRENT_SOURCE_DIR}/include/tessera
   DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} FILES_MATCHING PATTERN "*.h")
 if(TARGET tessera_worker)
   set_target_properties(tessera_worker PROPERTIES
-    INSTALL_RPATH "$ORIGIN/../../${CMAKE_INSTALL_LIBDIR}" INSTALL_RPATH_USE_LINK_PATH ON)
+    INSTALL_RPATH "$ORIGIN/../../${CMAKE_INSTALL_LIBDIR};${TESSERA_TORCH_DIR}/lib"
+    INSTALL_RPATH_USE_LINK_PATH ON)
 endif()
 
 set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/tessera)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import subprocess
@@ -34,7 +35,9 @@ def test_headers_library_and_programs_are_installed(prefix):
         if path.is_file()
     }
     source = HERE.parents[1] / "include"
-    assert installed == {str(path.relative_to(source)) for path in source.rglob("*.h")}
+    trainer = {f"tessera/trainer/{name}.h" for name in ("data_error", "run", "settings", "train", "workload")}
+    trainer.add("tessera/settings/table.h")
+    assert installed == {str(path.relative_to(source)) for path in source.rglob("*.h")} | trainer
     assert (prefix / "lib/libtessera.so").exists()
     assert not list(prefix.rglob("*.a")), "private libraries are installed"
     assert "0.1.0" in run(prefix / "bin/tessera", "--version").stdout
@@ -46,6 +49,33 @@ def test_consumer_builds_and_runs(prefix, tmp_path):
         f"-DCMAKE_PREFIX_PATH={prefix}")  # fmt: skip
     run("cmake", "--build", tmp_path)
     assert run(tmp_path / "consumer").stdout == "tessera 0.1.0: 3000 3000\n"
+
+
+@pytest.mark.timeout(400)
+def test_a_workload_of_ones_own_trains_stops_and_goes_on(prefix, tmp_path):
+    """The example's one header and one source, against the installed package."""
+    run("cmake", "-S", HERE.parents[1] / "examples/own_workload", "-B", tmp_path, "-G", "Ninja",
+        "-DCMAKE_BUILD_TYPE=Release", "-DCMAKE_CXX_COMPILER_LAUNCHER=ccache",
+        f"-DCMAKE_PREFIX_PATH={prefix}")  # fmt: skip
+    run("cmake", "--build", tmp_path)
+
+    def train(*flags):
+        words = [prefix / "bin/tessera", "run", "-n", "2", "--", tmp_path / "line", "--json", *flags]
+        output = run(*words).stdout
+        return json.loads(output[output.index("{") : output.rindex("}") + 1])
+
+    whole = train("--steps", "200", "--save", tmp_path / "whole")
+    assert whole["slope"] == pytest.approx(2, abs=0.05) and whole["offset"] == pytest.approx(-1, abs=0.05)
+    train("--steps", "80", "--save", tmp_path / "cut")
+    rest = train("--resume", tmp_path / "cut", "--steps", "200")
+    assert rest["first_step"] == 80
+    for key in ("fingerprint", "loss", "error"):
+        assert rest[key] == whole[key]
+    assert "error" in (tmp_path / "cut/report.html").read_text()
+    assert "--noise X" in run(tmp_path / "line", "--help").stdout
+    refused = run(tmp_path / "line", "--resume", tmp_path / "cut", "--noise", "0.5", ok=False)
+    assert refused.returncode == 78
+    assert f"{tmp_path}/cut has --noise 0.1; this call has --noise 0.5" in refused.stderr
 
 
 def test_other_versions_are_refused_with_a_reason(prefix, tmp_path):
