@@ -18,7 +18,6 @@
 #include "guard.h"
 #include "live_jobs.h"
 #include "memory_kill.h"
-#include "open_files.h"
 #include "output.h"
 #include "process.h"
 #include "program.h"
@@ -531,11 +530,6 @@ int run_job(const RunOptions& options) {
   for (int fd = 0; fd < 3; ++fd) {
     if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDWR);
   }
-  // A few for each rank here, and in each rank some for each of its peers.
-  constexpr rlim_t kFilesPerRank = 8;
-  allow_open_files(1024 + kFilesPerRank *
-                              static_cast<rlim_t>(std::max(options.num_local_ranks, 1)) *
-                              static_cast<rlim_t>(std::max(options.num_nodes, 1)));
   Job job(options, resolve_program(options));
   return job.run();
 }
