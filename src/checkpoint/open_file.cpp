@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <cstring>
 #include <memory>
+#include <optional>
 
 #include "tessera/checkpoint/error.h"
 
@@ -188,14 +189,19 @@ Manifest read_manifest(const std::string& folder, Disk& disk) {
 }
 
 std::int64_t read_commit(const OpenFolder& parent, const std::string& folder) {
-  try {
-    const OpenFile file(OpenFolder(parent, folder), kManifestName);
-    std::string beginning(std::min<std::uint64_t>(file.num_bytes(), 64), '\0');
-    file.read(0, beginning.data(), beginning.size());
-    return commit_in(beginning);
-  } catch (const Error& error) {
-    if (error.kind() == ErrorKind::kRead) throw;  // or a good one would seem to be of no age
-    return -1;
+  for (;;) {
+    std::optional<OpenFolder> opened;
+    try {
+      opened.emplace(parent, folder);
+      const OpenFile file(*opened, kManifestName);
+      std::string beginning(std::min<std::uint64_t>(file.num_bytes(), 64), '\0');
+      file.read(0, beginning.data(), beginning.size());
+      return commit_in(beginning);
+    } catch (const Error& error) {
+      if (error.kind() == ErrorKind::kRead) throw;  // or a good one would seem to be of no age
+      // A save may have put another in its place and be removing this one.
+      if (!opened || !opened->is_replaced(parent, folder)) return -1;
+    }
   }
 }
 
