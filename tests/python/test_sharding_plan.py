@@ -60,10 +60,20 @@ def test_every_wish_gives_its_boxes():
     ]
     replicas = data_parallel()(torch.empty(3, 2), 2, 4)
     assert replicas == ParameterSharding("data_parallel", "dense", [0, 1, 2, 3])
-    cuda = table_wise(3)(torch.empty(3, 2), 2, 4, "cuda").sharding_spec.shards[0]
-    assert str(cuda.placement) == "rank:3/cuda:1"
     for kind in ShardingType:
         assert get_sharding_constructor_from_type(kind).__name__ == kind.value
+
+
+def test_ranks_share_the_gpus_there_are(monkeypatch):
+    def place():
+        return str(table_wise(3)(torch.empty(3, 2), 2, 4, "cuda").sharding_spec.shards[0].placement)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # planned elsewhere: one for each rank
+    assert place() == "rank:3/cuda:1"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for count, expected in ((8, "rank:3/cuda:1"), (1, "rank:3/cuda:0")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        assert place() == expected
 
 
 class Pair(nn.Module):
