@@ -25,7 +25,7 @@ PEER_PACKAGES := torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 tensordict==0.15.3 torchm
 export CCACHE_SLOPPINESS := pch_defines,time_macros,include_file_mtime,include_file_ctime
 export CCACHE_BASEDIR := $(CURDIR)
 
-.PHONY: build everything demo test peers lint tidy single format bench clean packages cuda-build cuda-test cuda-bench help
+.PHONY: build everything demo test peers lint tidy single format bench clean packages headers cuda-build cuda-test cuda-bench help
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -118,9 +118,16 @@ format: $(VENV)/.ready  ## Rewrite sources to the house format
 bench: everything peers  ## Measure beside the peers; writes bench/results and docs/performance.md
 	$(VENV)/bin/python bench/run.py
 
+# A machine with a GPU may have no way to install packages: unpack here those of headers alone, take the
+# folder along, and cuda-build finds them.
+headers:  ## Unpack the header-only packages into .deps, for a machine without them
+	mkdir -p .deps/archives
+	(cd .deps/archives && apt-get download -q libcli11-dev nlohmann-json3-dev libtomlplusplus-dev 2>/dev/null)
+	for archive in .deps/archives/*.deb; do dpkg -x $$archive .deps; done
+
 cuda-build:  ## Build on a machine with a GPU and its own torch
 	cmake -S . -B build/cuda -G Ninja -DCMAKE_BUILD_TYPE=Release -DTESSERA_PYTHON=$(PYTHON) \
-	  -DTESSERA_PYTHON_IN_PLACE=ON -DTESSERA_BUILD_BENCH=OFF
+	  -DTESSERA_PYTHON_IN_PLACE=ON -DTESSERA_BUILD_BENCH=OFF $(if $(wildcard .deps/usr),-DTESSERA_DEPS_PREFIX=$(CURDIR)/.deps)
 	ninja -C build/cuda -j $(JOBS)
 
 cuda-test: cuda-build  ## Run the tests that need a GPU, and all of Python's there
