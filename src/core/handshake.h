@@ -23,7 +23,7 @@ inline constexpr int kHandshakeSeconds = 5;
 /// Makes the frames of one direction.
 class FrameWriter {
  public:
-  explicit FrameWriter(Secret key) : key_(std::move(key)) {}
+  explicit FrameWriter(const Secret& key) : key_(key) {}
   std::string frame(std::string_view payload);
 
  private:
@@ -34,7 +34,7 @@ class FrameWriter {
 /// Reads the frames of one direction.
 class FrameReader {
  public:
-  explicit FrameReader(Secret key) : key_(std::move(key)) {}
+  explicit FrameReader(const Secret& key) : key_(key) {}
   /// Takes the first frame out of `received` and returns what it holds; nothing if it is not whole
   /// yet. Throws FrameError if it is longer than `longest` or not from the peer.
   std::optional<std::string> next(std::string& received, std::size_t longest);

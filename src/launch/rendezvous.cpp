@@ -35,12 +35,12 @@ std::string own_host_name() {
 
 }  // namespace
 
-Coordinator::Coordinator(EventLoop& loop, const RunOptions& options, core::Secret secret,
+Coordinator::Coordinator(EventLoop& loop, const RunOptions& options, const core::Secret& secret,
                          Message identity, Events events)
     : loop_(loop),
       options_(options),
       endpoint_(options.endpoint.value()),
-      secret_(std::move(secret)),
+      secret_(secret),
       identity_(std::move(identity)),
       events_(std::move(events)),
       listener_(listen_on(resolve(endpoint_))),
@@ -234,10 +234,11 @@ bool Coordinator::has_unsent() const {
   return false;
 }
 
-Member::Member(EventLoop& loop, const RunOptions& options, core::Secret secret, Events events)
+Member::Member(EventLoop& loop, const RunOptions& options, const core::Secret& secret,
+               Events events)
     : loop_(loop),
       options_(options),
-      secret_(std::move(secret)),
+      secret_(secret),
       events_(std::move(events)),
       address_(resolve(options.endpoint.value())),
       begin_(Clock::now()) {

@@ -35,8 +35,8 @@ class Coordinator {
   };
 
   /// Listens at once. `identity` is sent to every node that is taken in.
-  Coordinator(EventLoop& loop, const RunOptions& options, core::Secret secret, Message identity,
-              Events events);
+  Coordinator(EventLoop& loop, const RunOptions& options, const core::Secret& secret,
+              Message identity, Events events);
   Coordinator(const Coordinator&) = delete;
   Coordinator& operator=(const Coordinator&) = delete;
   ~Coordinator();
@@ -96,7 +96,7 @@ class Member {
   };
 
   /// Begins to knock; keeps trying until the rendezvous timeout.
-  Member(EventLoop& loop, const RunOptions& options, core::Secret secret, Events events);
+  Member(EventLoop& loop, const RunOptions& options, const core::Secret& secret, Events events);
   Member(const Member&) = delete;
   Member& operator=(const Member&) = delete;
   ~Member();

@@ -28,7 +28,7 @@ constexpr std::chrono::seconds kHostFirst{2};
 // From the end of a line to the moment its process can be seen to have ended.
 constexpr milliseconds kDeathDelay{900};
 
-const std::string kTitle = "comm.shm: ";
+constexpr std::string_view kTitle = "comm.shm: ";
 
 /// What one rank tells the others of a failure: kind, ranks as bits, text.
 std::string encode(const Failure& failure) {
@@ -74,7 +74,7 @@ Failure decode(const std::string& text) {
   if (title != "failed" || kind < 0 || kind > static_cast<int>(FailureKind::kUnavailable)) {
     return {FailureKind::kAborted,
             {},
-            kTitle + "what another rank said is not believable: " + shown(text) + "."};
+            std::string(kTitle) + "what another rank said is not believable: " + shown(text) + "."};
   }
   return {static_cast<FailureKind>(kind), ranks_in(ranks), what};
 }
@@ -128,8 +128,8 @@ GroupSegment take_segment(int size, Delivery offer) {
   std::vector<std::uint64_t> numbers(5);
   if (!read_numbers(offer.text, "segment", numbers) || offer.file.get() < 0) {
     throw Failure(FailureKind::kAborted, {},
-                  kTitle + "rank 0's offer of a segment is not believable: " + shown(offer.text) +
-                      ". Run the same version on every rank.");
+                  std::string(kTitle) + "rank 0's offer of a segment is not believable: " +
+                      shown(offer.text) + ". Run the same version on every rank.");
   }
   GroupSegment taken;
   taken.sizes = {numbers[0], numbers[1], numbers[2], numbers[3]};
@@ -139,15 +139,15 @@ GroupSegment take_segment(int size, Delivery offer) {
   }
   if (!why.empty()) {
     throw Failure(FailureKind::kAborted, {},
-                  kTitle + "rank 0's offer of a segment is not believable: it has " + why +
-                      ". Run the same version on every rank.");
+                  std::string(kTitle) + "rank 0's offer of a segment is not believable: it has " +
+                      why + ". Run the same version on every rank.");
   }
   taken.segment = Segment::adopt(offer.file.release(), numbers[4]);
   const GroupBlock& group = Board(taken.segment->base(), Layout(size, taken.sizes)).group();
   if (group.magic != GroupBlock::kMagic || group.size != static_cast<std::uint64_t>(size)) {
     throw Failure(FailureKind::kAborted, {},
-                  kTitle + "the segment is for a group of " + std::to_string(group.size) +
-                      " ranks, not " + std::to_string(size) +
+                  std::string(kTitle) + "the segment is for a group of " +
+                      std::to_string(group.size) + " ranks, not " + std::to_string(size) +
                       ". Give every rank the same group size.");
   }
   return taken;
@@ -220,9 +220,10 @@ class Host {
                           numbers[0] < static_cast<std::uint64_t>(size_);
     if (!is_hello || numbers[1] != static_cast<std::uint64_t>(size_) ||
         guests_[numbers[0]].line.has_value()) {
-      line.send(encode(Failure(FailureKind::kAborted, {},
-                               kTitle + "rank 0 of a group of " + std::to_string(size_) +
-                                   " has no segment for " + shown(hello->text) + ".")));
+      line.send(
+          encode(Failure(FailureKind::kAborted, {},
+                         std::string(kTitle) + "rank 0 of a group of " + std::to_string(size_) +
+                             " has no segment for " + shown(hello->text) + ".")));
       return;
     }
     line.send(offer_of(made_), made_.segment->file());
@@ -239,7 +240,7 @@ class Host {
       if (guest.ended == Clock::time_point{}) guest.ended = Clock::now();
       if (Clock::now() - guest.ended < kDeathDelay) return;
       throw Failure(FailureKind::kPeerLost, {rank},
-                    kTitle + "rank " + std::to_string(rank) +
+                    std::string(kTitle) + "rank " + std::to_string(rank) +
                         " left while the group was being made. Look at that rank's own output for "
                         "the reason.");
     }
@@ -259,7 +260,7 @@ class Host {
     std::string list;
     for (const int rank : ranks) list += (list.empty() ? "" : ", ") + std::to_string(rank);
     throw Failure(FailureKind::kTimeout, ranks,
-                  kTitle + "rank" + (ranks.size() == 1 ? " " : "s ") + list +
+                  std::string(kTitle) + "rank" + (ranks.size() == 1 ? " " : "s ") + list +
                       " did not come for the group's segment in time.");
   }
 
@@ -325,7 +326,8 @@ class Caller {
     if (record.rfind(title, 0) != 0 || !is_listener_name(record.substr(title.size()))) {
       throw Failure(
           FailureKind::kAborted, {},
-          kTitle + "the store's record of the group's segment is not believable: " + shown(record) +
+          std::string(kTitle) +
+              "the store's record of the group's segment is not believable: " + shown(record) +
               ". Nothing of it was used. Run the same version on every rank; if they "
               "are, somebody else has written into the job's store.");
     }
@@ -356,7 +358,7 @@ class Caller {
         if (ended == Clock::time_point{}) ended = Clock::now();
         if (Clock::now() - ended >= kDeathDelay) {
           throw Failure(FailureKind::kPeerLost, {0},
-                        kTitle +
+                        std::string(kTitle) +
                             "rank 0 left while the group was being made. Look at that rank's "
                             "own output for the reason.");
         }
@@ -374,7 +376,7 @@ class Caller {
     monitor_.check_creation({&kHost, 1});
     if (Clock::now() < deadline_) return;
     throw Failure(FailureKind::kTimeout, {0},
-                  kTitle + "no word from rank 0 about the group's segment in time.");
+                  std::string(kTitle) + "no word from rank 0 about the group's segment in time.");
   }
 
   int rank_;
