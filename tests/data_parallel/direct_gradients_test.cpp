@@ -403,7 +403,7 @@ std::int64_t segment_bytes() {
     std::error_code gone;
     const std::filesystem::path target = std::filesystem::read_symlink(entry.path(), gone);
     struct stat status{};
-    if (gone || target.string().find("tessera-") == std::string::npos) continue;
+    if (gone || target.string().find("memfd:tessera") == std::string::npos) continue;
     if (::stat(entry.path().c_str(), &status) != 0) continue;
     files[status.st_ino] = static_cast<std::int64_t>(status.st_blocks) * 512;
   }
@@ -418,7 +418,7 @@ bool is_in_a_segment(const void* data) {
   std::ifstream maps("/proc/self/maps");
   std::string line;
   while (std::getline(maps, line)) {
-    if (line.find("tessera-") == std::string::npos) continue;
+    if (line.find("memfd:tessera") == std::string::npos) continue;
     std::uintptr_t first = 0;
     std::uintptr_t last = 0;
     char dash = 0;

@@ -476,10 +476,10 @@ TEST_P(Vocab, LogProbabilitiesAreBitIdenticalForEveryNumberOfRanks) {
 
 TEST_P(Vocab, LabelsAreNeverWritten) {
   const at::Tensor whole = whole_logits({5});
+  const at::Tensor copy = some_labels({5}).to(device());
   on_all_ranks([&](const comm::Group& group) {
     const Columns columns = columns_of(kVocab, group);
-    const at::Tensor labels = some_labels({5}).to(device());
-    const at::Tensor copy = labels.clone();
+    const at::Tensor labels = copy.clone();
     const at::Tensor logits = shard_of(whole, columns, device());
     cross_entropy(logits, labels, group, options_for(columns)).backward();
     EXPECT_TRUE(at::equal(copy, labels));

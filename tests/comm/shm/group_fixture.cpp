@@ -47,7 +47,8 @@ std::string FileBootstrap::path_of(const std::string& key) const {
 
 void FileBootstrap::set(const std::string& key, const std::string& value) {
   const std::string path = path_of(key);
-  const std::string draft = path + ".draft";
+  // Several ranks, processes or threads, may write one key at once.
+  const std::string draft = path + ".draft" + std::to_string(::gettid());
   std::ofstream(draft) << value;
   fs::rename(draft, path);
 }
