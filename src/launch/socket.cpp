@@ -32,7 +32,6 @@ std::string remedy_for(int error, const SocketAddress& address) {
   if (error == EADDRNOTAVAIL) {
     return "node 0 must run on the host that owns this address; list them with: ip address";
   }
-  if (error == EMFILE || error == ENFILE) return "raise the limit of open files: ulimit -n 65536";
   return "choose another --rdzv-endpoint";
 }
 

@@ -2,8 +2,10 @@
 
 #pragma once
 
+#include <cerrno>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <utility>
 
 namespace tessera::launch {
@@ -15,7 +17,12 @@ class LaunchError : public std::runtime_error {
       : std::runtime_error(what),
         exit_code_(exit_code),
         why_(std::move(why)),
-        try_next_(std::move(try_next)) {}
+        try_next_(std::move(try_next)) {
+    // Whatever was tried: it needed a descriptor, and only this helps.
+    if (why_.find(std::generic_category().message(EMFILE)) != std::string::npos) {
+      try_next_ = "raise the limit of open files: ulimit -n 65536";
+    }
+  }
 
   int exit_code() const noexcept { return exit_code_; }
   const std::string& why() const noexcept { return why_; }
