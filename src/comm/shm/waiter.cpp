@@ -115,9 +115,9 @@ void Waiter::raise() const {
   const auto last = static_cast<std::uint32_t>(FailureKind::kUnavailable);
   const std::uint32_t kind = failure_.kind;
   const std::size_t length = std::min<std::size_t>(failure_.length, FailureRecord::kMaxText);
-  const RankSet members = ~RankSet{0} >> (kMaxRanks - board_.size());
+  // The ranks may be those of a larger group whose part on this host we are; they are only named.
   throw Failure(kind <= last ? static_cast<FailureKind>(kind) : FailureKind::kAborted,
-                ranks_in(failure_.ranks & members), std::string(failure_.text, length));
+                ranks_in(failure_.ranks), std::string(failure_.text, length));
 }
 
 }  // namespace tessera::comm::shm
