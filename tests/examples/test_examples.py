@@ -107,7 +107,9 @@ def test_the_program_of_train_your_own_learns_and_goes_on(tmp_path):
     assert losses("cut", 300) == {step: whole[step] for step in ("200", "250", "300")}
 
 
-def test_the_lines_of_train_your_own_are_in_the_example():
-    (lines,) = blocks_of("train_your_own.md", "cpp")
-    example = (ROOT / "examples/dlrm.cpp").read_text().splitlines()
-    assert all(line in example for line in lines.splitlines())
+def test_the_lines_of_train_your_own_are_in_the_examples():
+    blocks = blocks_of("train_your_own.md", "cpp")
+    files = ("dlrm.cpp", "own_workload/line.h", "own_workload/line.cpp")
+    for file, lines in zip(files, blocks, strict=True):
+        example = (ROOT / "examples" / file).read_text().splitlines()
+        assert all(line in example for line in lines.splitlines()), file
