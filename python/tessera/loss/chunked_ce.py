@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from tessera.loss import _shared
+from tessera.loss.masked_ce import MaskedCrossEntropy
 
 __all__ = ["ChunkedCrossEntropy"]
 
 
-class ChunkedCrossEntropy(nn.Module):
+class ChunkedCrossEntropy(MaskedCrossEntropy):
     """MaskedCrossEntropy under the name that takes a chunk; one pass needs none, nor a compiler.
 
     >>> import torch
@@ -28,29 +27,8 @@ class ChunkedCrossEntropy(nn.Module):
         inplace_grad: bool = False,
         tp_group: ProcessGroup | None = None,
     ):
-        super().__init__()
+        super().__init__(
+            ignore_index=ignore_index, reduction=reduction, inplace_grad=inplace_grad, tp_group=tp_group
+        )
         self.chunk_len = chunk_len
         self.compile = compile
-        self.ignore_index = ignore_index
-        self.reduction = reduction
-        self.inplace_grad = inplace_grad
-        self.tp_group = tp_group
-
-    def forward(
-        self,
-        logits: Tensor,
-        labels: Tensor,
-        mask: Tensor | None = None,
-        num_label_tokens: int | None = None,
-    ) -> Tensor:
-        """Return the loss; a sum is divided by `num_label_tokens` if it is given."""
-        return _shared.masked_loss(
-            logits,
-            labels,
-            mask,
-            num_label_tokens,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            inplace_grad=self.inplace_grad,
-            tp_group=self.tp_group,
-        )
