@@ -1,7 +1,6 @@
 #include <pybind11/stl.h>
 
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-
+#include "arguments.h"
 #include "bindings.h"
 #include "tessera/sharding/comm_ops.h"
 
@@ -12,7 +11,6 @@ using at::Tensor;
 using comm::Codecs;
 using comm::Group;
 using sharding::Sizes;
-using ProcessGroup = c10::intrusive_ptr<c10d::ProcessGroup>;
 using Release = py::call_guard<py::gil_scoped_release>;
 
 void bind_codecs(py::module_& module) {
@@ -35,80 +33,44 @@ void bind_codecs(py::module_& module) {
       .def(py::init<comm::Codec, comm::Codec>(), py::arg("forward"), py::arg("backward"));
 }
 
+void bind_planned(py::module_& module) {
+  using sharding::PlannedExchange;
+  namespace planned = sharding::planned;
+  py::class_<PlannedExchange>(module, "PlannedExchange")
+      .def("run", &PlannedExchange::run, py::arg("input"), Release())
+      .def("start", &PlannedExchange::start, py::arg("input"), Release())
+      .def("wait", &PlannedExchange::wait, Release())
+      .def("start_backward", &PlannedExchange::start_backward, py::arg("gradient"), Release())
+      .def("wait_backward", &PlannedExchange::wait_backward, Release());
+  module.def("alltoall_pooled", &planned::alltoall_pooled, Release());
+  module.def("variable_batch_alltoall_pooled", &planned::variable_batch_alltoall_pooled, Release());
+  module.def(
+      "alltoall_sequence",
+      [](const Tensor& embeddings, const MaybeTensor& forward_recat,
+         const MaybeTensor& backward_recat, const Tensor& lengths, const Sizes& sent,
+         const Sizes& received, const Group& group, const Codecs& codecs) {
+        return planned::alltoall_sequence(embeddings, tensor_of(forward_recat),
+                                          tensor_of(backward_recat), lengths, sent, received, group,
+                                          codecs);
+      },
+      Release());
+  module.def("alltoallv", &planned::alltoallv, Release());
+  module.def("reduce_scatter_pooled", &planned::reduce_scatter_pooled, Release());
+  module.def("reduce_scatter_base_pooled", &planned::reduce_scatter_base_pooled, Release());
+  module.def("reduce_scatter_v_pooled", &planned::reduce_scatter_v_pooled, Release());
+  module.def("reduce_scatter_v_per_feature_pooled", &planned::reduce_scatter_v_per_feature_pooled,
+             Release());
+  module.def("all_gather_base_pooled", &planned::all_gather_base_pooled, Release());
+}
+
 }  // namespace
 
 void bind_comm_ops(py::module_& module) {
   py::module_ sub = module.def_submodule("comm_ops", "Exchanges between tables, differentiable.");
   bind_codecs(sub);
-  py::class_<sharding::ListRequest>(sub, "PendingList")
-      .def("wait", [](const sharding::ListRequest& self) { return self.wait(); }, Release());
+  bind_planned(sub);
   sub.def("set_gradient_division", &sharding::set_gradient_division, py::arg("is_on"));
   sub.def("get_gradient_division", &sharding::get_gradient_division);
-  sub.def(
-      "alltoall_pooled",
-      [](const Tensor& pooled, const Sizes& batches, const Sizes& dims, const ProcessGroup& group,
-         const Codecs& codecs) {
-        return sharding::alltoall_pooled(pooled, batches, dims, Group(group), codecs);
-      },
-      Release());
-  sub.def(
-      "variable_batch_alltoall_pooled",
-      [](const Tensor& pooled, const std::vector<Sizes>& batches, const Sizes& own_batches,
-         const std::vector<Sizes>& dims, const ProcessGroup& group, const Codecs& codecs) {
-        return sharding::variable_batch_alltoall_pooled(pooled, batches, own_batches, dims,
-                                                        Group(group), codecs);
-      },
-      Release());
-  sub.def(
-      "alltoall_sequence",
-      [](const Tensor& embeddings, const std::optional<Tensor>& forward_recat,
-         const std::optional<Tensor>& backward_recat, const Tensor& lengths, const Sizes& sent,
-         const Sizes& received, const ProcessGroup& group, const Codecs& codecs) {
-        return sharding::alltoall_sequence(embeddings, forward_recat.value_or(Tensor()),
-                                           backward_recat.value_or(Tensor()), lengths, sent,
-                                           received, Group(group), codecs);
-      },
-      Release());
-  sub.def(
-      "alltoallv",
-      [](const std::vector<Tensor>& inputs, const Sizes& out_split, const ProcessGroup& group,
-         const Codecs& codecs) {
-        return sharding::alltoallv(inputs, out_split, Group(group), codecs);
-      },
-      Release());
-  sub.def(
-      "reduce_scatter_pooled",
-      [](const std::vector<Tensor>& inputs, const ProcessGroup& group, const Codecs& codecs) {
-        return sharding::reduce_scatter_pooled(inputs, Group(group), codecs);
-      },
-      Release());
-  sub.def(
-      "reduce_scatter_base_pooled",
-      [](const Tensor& input, const ProcessGroup& group, const Codecs& codecs) {
-        return sharding::reduce_scatter_base_pooled(input, Group(group), codecs);
-      },
-      Release());
-  sub.def(
-      "reduce_scatter_v_pooled",
-      [](const Tensor& input, const Sizes& splits, const ProcessGroup& group,
-         const Codecs& codecs) {
-        return sharding::reduce_scatter_v_pooled(input, splits, Group(group), codecs);
-      },
-      Release());
-  sub.def(
-      "reduce_scatter_v_per_feature_pooled",
-      [](const Tensor& input, const std::vector<Sizes>& batches, const Sizes& dims,
-         const ProcessGroup& group, const Codecs& codecs) {
-        return sharding::reduce_scatter_v_per_feature_pooled(input, batches, dims, Group(group),
-                                                             codecs);
-      },
-      Release());
-  sub.def(
-      "all_gather_base_pooled",
-      [](const Tensor& input, const ProcessGroup& group, const Codecs& codecs) {
-        return sharding::all_gather_base_pooled(input, Group(group), codecs);
-      },
-      Release());
 }
 
 }  // namespace tessera::python

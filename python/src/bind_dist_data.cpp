@@ -1,5 +1,3 @@
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-
 #include "arguments.h"
 #include "bindings.h"
 #include "tessera/sharding/dist_data.h"
@@ -13,7 +11,6 @@ using comm::Group;
 using jagged::KeyedJaggedTensor;
 using sharding::ReceivedFeatures;
 using sharding::Sizes;
-using ProcessGroup = c10::intrusive_ptr<c10d::ProcessGroup>;
 using Release = py::call_guard<py::gil_scoped_release>;
 
 template <class T>
@@ -30,49 +27,34 @@ void bind_feature_exchanges(py::module_& module) {
       .def_readonly("stride_per_rank", &ReceivedFeatures::stride_per_rank)
       .def_readonly("recat", &ReceivedFeatures::recat);
   module.def("get_recat", &sharding::get_recat);
-  module.def(
-      "exchange_splits",
-      [](const std::vector<Sizes>& lists, const ProcessGroup& group, at::Device device) {
-        return sharding::exchange_splits(lists, Group(group), device);
-      },
-      Release());
+  module.def("exchange_splits", &sharding::exchange_splits, Release());
   module.def(
       "kjt_alltoall",
-      [](const KeyedJaggedTensor& features, const Sizes& splits, int stagger,
-         const ProcessGroup& group) {
-        return sharding::KJTAllToAll(Group(group), splits, stagger).forward(features);
+      [](const KeyedJaggedTensor& features, const Sizes& splits, int stagger, const Group& group) {
+        return sharding::KJTAllToAll(group, splits, stagger).forward(features);
       },
       Release());
   module.def(
       "fused_kjt_alltoall",
-      [](const std::vector<std::tuple<KeyedJaggedTensor, Sizes, int>>& inputs,
-         const ProcessGroup& group) {
+      [](const std::vector<std::tuple<KeyedJaggedTensor, Sizes, int>>& inputs, const Group& group) {
         std::vector<sharding::KJTSplitsAllToAllMeta> metas;
         for (const auto& [features, splits, stagger] : inputs) {
-          metas.emplace_back(Group(group), features, splits, stagger);
+          metas.emplace_back(group, features, splits, stagger);
         }
         return sharding::fused_kjt_alltoall(std::move(metas));
       },
       Release());
   module.def("kjt_one_to_all", &sharding::kjt_one_to_all, Release());
-  module.def(
-      "pooled_embeddings_alltoall",
-      [](const Tensor& rows, const Sizes& dim_sum_per_rank, const ProcessGroup& group,
-         const Sizes& batch_size_per_rank, const Codecs& codecs) {
-        return sharding::pooled_embeddings_alltoall(rows, dim_sum_per_rank, Group(group),
-                                                    batch_size_per_rank, codecs);
-      },
-      Release());
+  module.def("pooled_embeddings_alltoall", &sharding::pooled_embeddings_alltoall, Release());
   module.def(
       "sequence_embeddings_alltoall",
       [](const Tensor& rows, const Tensor& lengths, const Sizes& input_splits,
-         const Sizes& output_splits, const Sizes& features_per_rank, const ProcessGroup& group,
-         const MaybeTensor& unbucketize_permute, const Sizes& batch_size_per_rank,
-         const MaybeTensor& sparse_features_recat, const Codecs& codecs) {
+         const Sizes& output_splits, const Sizes& features_per_rank, const Group& group,
+         const Sizes& batch_size_per_rank, const MaybeTensor& sparse_features_recat,
+         const Codecs& codecs) {
         return sharding::sequence_embeddings_alltoall(
-            rows, lengths, input_splits, output_splits, features_per_rank, Group(group),
-            {tensor_of(unbucketize_permute), batch_size_per_rank, tensor_of(sparse_features_recat)},
-            codecs);
+            rows, lengths, input_splits, output_splits, features_per_rank, group,
+            {{}, batch_size_per_rank, tensor_of(sparse_features_recat)}, codecs);
       },
       Release());
   module.def("embeddings_all_to_one", &sharding::embeddings_all_to_one, Release());

@@ -5,8 +5,8 @@
 
 #include <ATen/Functions.h>
 
+#include "sharding/flat_exchange.h"
 #include "sharding/sizes.h"
-#include "tessera/comm/collectives.h"
 #include "tessera/core/check.h"
 
 namespace tessera::sharding {
@@ -15,27 +15,11 @@ namespace {
 using comm::Awaitable;
 using comm::Codecs;
 using comm::Group;
-using comm::NoWait;
 using jagged::KeyedJaggedTensor;
 
 bool all_equal(const Sizes& sizes) {
   return std::all_of(sizes.begin(), sizes.end(),
                      [&](std::int64_t size) { return size == sizes[0]; });
-}
-
-// Segments expanded to their samples: segment s has batch[s] of them.
-at::Tensor per_sample(const Sizes& order, const Sizes& batch) {
-  Sizes begins(batch.size() + 1, 0);
-  std::partial_sum(batch.begin(), batch.end(), begins.begin() + 1);
-  Sizes samples;
-  samples.reserve(static_cast<std::size_t>(begins.back()));
-  for (const std::int64_t segment : order) {
-    const auto at = static_cast<std::size_t>(segment);
-    for (std::int64_t sample = begins[at]; sample < begins[at + 1]; ++sample) {
-      samples.push_back(sample);
-    }
-  }
-  return at::tensor(samples, at::kLong);
 }
 
 }  // namespace
@@ -56,9 +40,20 @@ at::Tensor get_recat(std::int64_t local_split, std::int64_t num_splits, int stag
   if (batch_size_per_rank.empty() || all_equal(batch_size_per_rank)) {
     return at::tensor(order, at::kLong);
   }
-  Sizes batch;
-  for (const std::int64_t size : batch_size_per_rank) batch.insert(batch.end(), local_split, size);
-  return per_sample(order, batch);
+  // Segments expanded to their samples: those of a rank have its batch each.
+  Sizes begins{0};
+  for (const std::int64_t size : batch_size_per_rank) {
+    for (std::int64_t key = 0; key < local_split; ++key) begins.push_back(begins.back() + size);
+  }
+  Sizes samples;
+  samples.reserve(static_cast<std::size_t>(begins.back()));
+  for (const std::int64_t segment : order) {
+    const auto at = static_cast<std::size_t>(segment);
+    for (std::int64_t sample = begins[at]; sample < begins[at + 1]; ++sample) {
+      samples.push_back(sample);
+    }
+  }
+  return at::tensor(samples, at::kLong);
 }
 
 KJTSplitsAllToAllMeta::KJTSplitsAllToAllMeta(Group own_group, const KeyedJaggedTensor& features,
@@ -82,8 +77,7 @@ std::vector<Sizes> KJTSplitsAllToAllMeta::lists() const {
   return all;
 }
 
-Awaitable<std::vector<Sizes>> exchange_splits(const std::vector<Sizes>& lists, const Group& group,
-                                              at::Device device) {
+Awaitable<std::vector<Sizes>> exchange_splits(const std::vector<Sizes>& lists, const Group& group) {
   const std::int64_t world = group.size();
   const auto count = static_cast<std::int64_t>(lists.size());
   for (const auto& list : lists) {
@@ -91,7 +85,6 @@ Awaitable<std::vector<Sizes>> exchange_splits(const std::vector<Sizes>& lists, c
                         "sharding.exchange_splits: a list has ", list.size(),
                         " numbers; the group has ", world, " ranks.");
   }
-  if (world == 1) return NoWait<std::vector<Sizes>>(lists);
   // Rank by rank, so that each rank's column lies together.
   at::Tensor columns = at::empty({world, count}, at::kLong);
   auto* numbers = columns.data_ptr<std::int64_t>();
@@ -100,10 +93,9 @@ Awaitable<std::vector<Sizes>> exchange_splits(const std::vector<Sizes>& lists, c
       numbers[r * count + k] = lists[static_cast<std::size_t>(k)][static_cast<std::size_t>(r)];
     }
   }
-  const auto pending = comm::all_to_all_async(columns.to(device), group);
+  const auto pending = exchange_numbers(columns, group);
   return Awaitable<std::vector<Sizes>>([pending, world, count] {
-    const at::Tensor rows = pending.wait().cpu().contiguous();
-    const auto* numbers = rows.const_data_ptr<std::int64_t>();
+    const auto* numbers = pending.wait().const_data_ptr<std::int64_t>();
     std::vector<Sizes> received(static_cast<std::size_t>(count));
     for (std::int64_t k = 0; k < count; ++k) {
       for (std::int64_t r = 0; r < world; ++r) {
@@ -126,12 +118,8 @@ KJTAllToAllTensorsAwaitable exchange_tensors(const KJTSplitsAllToAllMeta& meta,
   std::vector<Awaitable<at::Tensor>> pending;
   const auto tensors = meta.input.dist_tensors();
   for (std::size_t t = 0; t < num_tensors; ++t) {
-    if (world == 1) {
-      pending.push_back(NoWait<at::Tensor>(tensors[t].detach()));
-    } else {
-      pending.push_back(comm::all_to_all_v_async(tensors[t].detach(), meta.input_splits[t],
-                                                 meta.group, received[t]));
-    }
+    pending.push_back(
+        exchange_rows(tensors[t].detach(), meta.input_splits[t], meta.group, received[t]));
   }
   const Sizes strides = is_variable ? Sizes() : received.back();
   // The lengths come first and the values second, whatever else there is.
@@ -167,7 +155,7 @@ Awaitable<std::vector<KJTAllToAllTensorsAwaitable>> fused_kjt_alltoall(
     counts.push_back(own.size());
     lists.insert(lists.end(), own.begin(), own.end());
   }
-  const auto splits = exchange_splits(lists, metas[0].group, metas[0].input.device());
+  const auto splits = exchange_splits(lists, metas[0].group);
   return Awaitable<std::vector<KJTAllToAllTensorsAwaitable>>(
       [metas = std::move(metas), counts, splits] {
         const auto& all = splits.wait();
@@ -193,10 +181,8 @@ KJTAllToAll::KJTAllToAll(Group group, Sizes splits, int stagger)
 }
 
 KJTAllToAllSplitsAwaitable KJTAllToAll::forward(const KeyedJaggedTensor& features) const {
-  const KJTSplitsAllToAllMeta meta(group_, features, splits_, stagger_);
-  const auto splits = exchange_splits(meta.lists(), group_, features.device());
-  return KJTAllToAllSplitsAwaitable(
-      [meta, splits] { return exchange_tensors(meta, splits.wait()); });
+  const auto sent = fused_kjt_alltoall({{group_, features, splits_, stagger_}});
+  return KJTAllToAllSplitsAwaitable([sent] { return sent.wait().front(); });
 }
 
 std::vector<KeyedJaggedTensor> kjt_one_to_all(const KeyedJaggedTensor& features,
@@ -243,42 +229,19 @@ Awaitable<at::Tensor> sequence_embeddings_alltoall(
   TESSERA_CHECK_VALUE(static_cast<int>(features_per_rank.size()) == group.size(),
                       "sharding.sequence_embeddings_alltoall: there are features of ",
                       features_per_rank.size(), " ranks; the group has ", group.size(), ".");
-  const std::int64_t world = group.size();
   const std::int64_t features = features_per_rank[static_cast<std::size_t>(group.rank())];
-  // The order of segments, [feature][rank] here and [rank][feature] on the way; and back.
+  // The order of segments, [rank][feature] on the way and [feature][rank] here; and back.
   at::Tensor forward_recat;
   at::Tensor backward_recat;
-  const bool has_segments = features > 0 && lengths.numel() > 0;
-  if (has_segments && options.sparse_features_recat.defined()) {
-    backward_recat = options.sparse_features_recat.to(at::kLong);
+  if (features > 0 && lengths.numel() > 0) {
+    const at::Tensor known = options.sparse_features_recat;
+    backward_recat = known.defined() ? known.to(at::kLong)
+                                     : get_recat(features, group.size(), /*stagger=*/1,
+                                                 options.batch_size_per_rank)
+                                           .to(rows.device());
     forward_recat = at::empty_like(backward_recat)
                         .scatter(0, backward_recat,
                                  at::arange(backward_recat.numel(), backward_recat.options()));
-  } else if (has_segments) {
-    Sizes forward;
-    Sizes backward;
-    for (std::int64_t rank = 0; rank < world; ++rank) {
-      for (std::int64_t f = 0; f < features; ++f) forward.push_back(rank + f * world);
-    }
-    for (std::int64_t f = 0; f < features; ++f) {
-      for (std::int64_t rank = 0; rank < world; ++rank) backward.push_back(f + rank * features);
-    }
-    const Sizes& batches = options.batch_size_per_rank;
-    if (batches.empty() || all_equal(batches)) {
-      forward_recat = at::tensor(forward, at::kLong);
-      backward_recat = at::tensor(backward, at::kLong);
-    } else {
-      Sizes batch_here;
-      Sizes batch_away;
-      for (std::int64_t f = 0; f < features; ++f) {
-        batch_here.insert(batch_here.end(), batches.begin(), batches.end());
-      }
-      for (const std::int64_t size : batches) batch_away.insert(batch_away.end(), features, size);
-      forward_recat = per_sample(forward, batch_here);
-      backward_recat = per_sample(backward, batch_away);
-    }
-    forward_recat = forward_recat.to(rows.device());
-    backward_recat = backward_recat.to(rows.device());
   }
   Awaitable<at::Tensor> pending = alltoall_sequence(rows, forward_recat, backward_recat, lengths,
                                                     input_splits, output_splits, group, codecs);

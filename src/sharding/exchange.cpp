@@ -17,28 +17,19 @@ using torch::autograd::Function;
 using torch::autograd::Variable;
 using torch::autograd::variable_list;
 
-struct Journey : torch::CustomClassHolder {
-  std::shared_ptr<Exchange> exchange;
-  Exchange::Pending forward;
-  Exchange::Pending backward;
-  Exchange::Meanwhile meanwhile;
-
-  Exchange::Parts finish(Exchange::Pending& pending) const {
-    const auto arriving = std::exchange(pending, Exchange::Pending());
-    arriving.do_own_work();
-    while (meanwhile && !arriving.is_ready() && meanwhile()) {
-    }
-    return arriving.parts();
-  }
+struct Recorded : torch::CustomClassHolder {
+  explicit Recorded(Journey own) : journey(std::move(own)) {}
+  Journey journey;
 };
-using JourneyPtr = c10::intrusive_ptr<Journey>;
+using RecordedPtr = c10::intrusive_ptr<Recorded>;
 
-void save(AutogradContext* context, const JourneyPtr& journey) {
-  context->saved_data["journey"] = c10::IValue::make_capsule(journey);
+void save(AutogradContext* context, const RecordedPtr& recorded) {
+  context->saved_data["journey"] = c10::IValue::make_capsule(recorded);
 }
 
-JourneyPtr saved(AutogradContext* context) {
-  return c10::static_intrusive_pointer_cast<Journey>(context->saved_data["journey"].toCapsule());
+Journey& saved(AutogradContext* context) {
+  const auto capsule = context->saved_data["journey"].toCapsule();
+  return c10::static_intrusive_pointer_cast<Recorded>(capsule)->journey;
 }
 
 void check_first_order() {
@@ -50,18 +41,15 @@ void check_first_order() {
 struct Start : Function<Start> {
   // `anchor` requires a gradient whatever the input does: the backward pass is collective.
   static Variable forward(AutogradContext* context, const Variable& input, const Variable& anchor,
-                          const JourneyPtr& journey) {
+                          const RecordedPtr& recorded) {
     static_cast<void>(anchor);
-    save(context, journey);
-    journey->forward = journey->exchange->start(input.detach());
+    save(context, recorded);
+    recorded->journey.start(input);
     return at::zeros({1}, input.options());
   }
 
   static variable_list backward(AutogradContext* context, const variable_list&) {
-    check_first_order();
-    const JourneyPtr journey = saved(context);
-    TESSERA_INTERNAL_ASSERT(journey->backward, "an exchange ended before it began");
-    at::Tensor gradient = journey->finish(journey->backward).front();
+    at::Tensor gradient = saved(context).wait_backward();
     if (!context->needs_input_grad(0)) gradient = at::Tensor();
     return {gradient, Variable(), Variable()};
   }
@@ -69,31 +57,46 @@ struct Start : Function<Start> {
 
 struct Wait : Function<Wait> {
   static variable_list forward(AutogradContext* context, const Variable& token,
-                               const JourneyPtr& journey) {
+                               const RecordedPtr& recorded) {
     static_cast<void>(token);
-    save(context, journey);
-    return journey->finish(journey->forward);
+    save(context, recorded);
+    return recorded->journey.wait();
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-    check_first_order();
-    const JourneyPtr journey = saved(context);
-    journey->backward = journey->exchange->start_backward_of(gradients);
+    saved(context).start_backward(gradients);
     return {at::zeros({1}, gradients[0].options()), Variable()};
   }
 };
 
 }  // namespace
 
+void Journey::start_backward(const Exchange::Parts& gradients) {
+  check_first_order();
+  backward_ = exchange_->start_backward_of(gradients);
+}
+
+at::Tensor Journey::wait_backward() {
+  check_first_order();
+  TESSERA_INTERNAL_ASSERT(backward_, "an exchange ended before it began");
+  return finish(backward_).front();
+}
+
+Exchange::Parts Journey::finish(Exchange::Pending& pending) const {
+  const auto arriving = std::exchange(pending, Exchange::Pending());
+  arriving.do_own_work();
+  while (meanwhile_ && !arriving.is_ready() && meanwhile_()) {
+  }
+  return arriving.parts();
+}
+
 comm::Awaitable<Exchange::Parts> run_in_parts(std::shared_ptr<Exchange> exchange,
                                               const at::Tensor& input,
                                               Exchange::Meanwhile meanwhile) {
-  auto journey = c10::make_intrusive<Journey>();
-  journey->exchange = std::move(exchange);
-  journey->meanwhile = std::move(meanwhile);
+  auto recorded = c10::make_intrusive<Recorded>(Journey(std::move(exchange), std::move(meanwhile)));
   const at::Tensor anchor = at::empty({0}, input.options()).requires_grad_(true);
-  const at::Tensor token = Start::apply(input, anchor, journey);
-  return comm::Awaitable<Exchange::Parts>([=] { return Wait::apply(token, journey); });
+  const at::Tensor token = Start::apply(input, anchor, recorded);
+  return comm::Awaitable<Exchange::Parts>([=] { return Wait::apply(token, recorded); });
 }
 
 comm::Awaitable<at::Tensor> run(std::shared_ptr<Exchange> exchange, const at::Tensor& input,

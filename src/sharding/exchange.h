@@ -71,14 +71,37 @@ class Exchange {
   }
 };
 
+/// One exchange on its way, in its steps: each once, in this order. Gradients are not
+/// differentiable again.
+class Journey {
+ public:
+  /// Whoever waits, for the result or for its gradient, does pieces of `meanwhile` until it is
+  /// there.
+  explicit Journey(std::shared_ptr<Exchange> exchange, Exchange::Meanwhile meanwhile = nullptr)
+      : exchange_(std::move(exchange)), meanwhile_(std::move(meanwhile)) {}
+
+  void start(const at::Tensor& input) { forward_ = exchange_->start(input.detach()); }
+  Exchange::Parts wait() { return finish(forward_); }
+  /// Throws ValueError if the backward pass is to be differentiated.
+  void start_backward(const Exchange::Parts& gradients);
+  at::Tensor wait_backward();
+
+ private:
+  Exchange::Parts finish(Exchange::Pending& pending) const;
+
+  std::shared_ptr<Exchange> exchange_;
+  Exchange::Meanwhile meanwhile_;
+  Exchange::Pending forward_;
+  Exchange::Pending backward_;
+};
+
 // Note [Two nodes]
 // The first node starts the exchange and returns a token; the second takes the token, waits and
 // returns the result. Backward, the second node starts the reverse exchange and hands a token to
 // the first, which waits for it. Autograd runs other nodes between the two, by order of creation:
 // what was recorded between start and wait computes while the gradient travels.
 
-/// Starts `exchange` on `input`. Whoever waits, for the result or for its gradient, does pieces of
-/// `meanwhile` until it is there.
+/// Starts `exchange` on `input`, recorded by autograd.
 comm::Awaitable<at::Tensor> run(std::shared_ptr<Exchange> exchange, const at::Tensor& input,
                                 Exchange::Meanwhile meanwhile = nullptr);
 /// The same for a result of several parts.

@@ -6,8 +6,10 @@
 
 #include <ATen/Functions.h>
 
+#include "comm/engines.h"
 #include "comm/lending.h"
 #include "core/kept_memory.h"
+#include "sharding/sizes.h"
 #include "tessera/comm/collectives.h"
 
 namespace tessera::sharding {
@@ -17,35 +19,59 @@ using comm::Codec;
 using comm::Codecs;
 using comm::Group;
 
-class FlatAllToAll final : public Exchange {
+// Elements that `counts` values become on the wire.
+Sizes wire_sizes(const Sizes& counts, const Codec& codec) {
+  Sizes result = counts;
+  for (auto& count : result) count = codec.wire_size(count);
+  return result;
+}
+
+comm::Awaitable<at::Tensor> move(Movement movement, const at::Tensor& wire, const Sizes& sent,
+                                 const Sizes& received, const Group& group) {
+  switch (movement) {
+    case Movement::kReduceScatter:
+      return comm::reduce_scatter_v_async(wire, sent, group);
+    case Movement::kAllGather:
+      return comm::all_gather_v_async(wire, group, received);
+    default:
+      return comm::all_to_all_v_async(wire, sent, group, received);
+  }
+}
+
+Movement reverse_of(Movement movement) {
+  if (movement == Movement::kReduceScatter) return Movement::kAllGather;
+  return movement == Movement::kAllGather ? Movement::kReduceScatter : movement;
+}
+
+class FlatExchange final : public Exchange {
  public:
-  FlatAllToAll(Sizes sent, Sizes received, const Group& group, Codecs codecs, double factor)
-      : sent_(std::move(sent)),
-        received_(std::move(received)),
-        group_(group),
-        codecs_(codecs),
-        factor_(factor) {}
+  explicit FlatExchange(FlatPlan plan) : plan_(std::move(plan)) {}
 
   Pending start(const at::Tensor& input) override {
-    return all_to_all_flat(input.contiguous(), sent_, received_, codecs_.forward, group_);
+    return send(plan_.movement, plan_.input.flat_of(input), plan_.sent, plan_.received,
+                plan_.codecs.forward, plan_.output, 1.0);
   }
 
   Pending start_backward(const at::Tensor& gradient) override {
-    auto pending =
-        all_to_all_flat(gradient.contiguous(), received_, sent_, codecs_.backward, group_);
-    return {[pending, factor = factor_] {
-              at::Tensor arrived = pending();
-              return factor == 1.0 ? arrived : arrived.mul_(factor);
-            },
-            [pending] { return pending.is_ready(); }};
+    return send(reverse_of(plan_.movement), plan_.output.flat_of(gradient), plan_.received,
+                plan_.sent, plan_.codecs.backward, plan_.input, plan_.factor);
   }
 
  private:
-  Sizes sent_;
-  Sizes received_;
-  Group group_;
-  Codecs codecs_;
-  double factor_;
+  Pending send(Movement movement, const at::Tensor& values, const Sizes& sent,
+               const Sizes& received, const Codec& codec, const Writing& writing,
+               double factor) const {
+    const auto dtype = values.scalar_type();
+    const auto work = move(movement, codec.encode(values, sent), wire_sizes(sent, codec),
+                           wire_sizes(received, codec), plan_.group);
+    return {[=] {
+              const at::Tensor arrived = codec.decode(work.wait(), received, dtype);
+              return writing.read(factor == 1.0 ? arrived : arrived.mul_(factor));
+            },
+            [work] { return work.is_ready(); }};
+  }
+
+  FlatPlan plan_;
 };
 
 // An exchange without codecs, in which what a rank has for itself does not travel.
@@ -110,8 +136,7 @@ class AllToAllOfOthers final : public BesideOwnRows {
 
  private:
   static at::Tensor like(const at::Tensor& values, const Sizes& sizes) {
-    return core::empty_kept({std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0})},
-                            values.options());
+    return core::empty_kept({total(sizes)}, values.options());
   }
 
   static at::Tensor part(const at::Tensor& values, const Sizes& sizes, std::size_t number) {
@@ -162,8 +187,7 @@ class LentToOthers final : public BesideOwnRows {
     Parts given;
     for (const at::Tensor& gradient : gradients) given.push_back(gradient.contiguous());
     const auto pending = comm::lend_async(given, sent_, group_);
-    const at::Tensor output = core::empty_kept(
-        {std::accumulate(sent_.begin(), sent_.end(), std::int64_t{0})}, given[rank()].options());
+    const at::Tensor output = core::empty_kept({total(sent_)}, given[rank()].options());
     const Parts parts = output.split_with_sizes(sent_);
     const at::Tensor factor = at::scalar_tensor(factor_, output.options());
     return {[=, rank = rank()] {
@@ -196,24 +220,30 @@ void UnreadRows::read_all() {
   }
 }
 
-Sizes wire_sizes(const Sizes& counts, const Codec& codec) {
-  Sizes result = counts;
-  for (auto& count : result) count = codec.wire_size(count);
-  return result;
+comm::Awaitable<at::Tensor> exchange_numbers(const at::Tensor& numbers, const Group& group) {
+  if (group.size() == 1) return comm::NoWait<at::Tensor>(numbers);
+  const at::Device device = comm::message_device(*group.process_group());
+  const auto arrived = comm::all_to_all_async(numbers.to(device), group);
+  return comm::Awaitable<at::Tensor>([arrived] { return arrived.wait().cpu().contiguous(); });
+}
+
+comm::Awaitable<at::Tensor> exchange_rows(const at::Tensor& rows, const Sizes& sent,
+                                          const Group& group, const Sizes& received) {
+  if (group.size() == 1) return comm::NoWait<at::Tensor>(rows);
+  return comm::all_to_all_v_async(rows, sent, group, received);
+}
+
+Writing in_shape(Sizes shape) {
+  return {[](const at::Tensor& values) { return values.contiguous().view({-1}); },
+          [shape = std::move(shape)](const at::Tensor& flat) { return flat.view(shape); }};
+}
+
+std::shared_ptr<Exchange> make_exchange(FlatPlan plan) {
+  return std::make_shared<FlatExchange>(std::move(plan));
 }
 
 double gradient_factor(const Group& group) {
   return get_gradient_division() ? 1.0 / group.size() : 1.0;
-}
-
-Exchange::Pending all_to_all_flat(const at::Tensor& values, const Sizes& send, const Sizes& receive,
-                                  const Codec& codec, const Group& group) {
-  const auto dtype = values.scalar_type();
-  const at::Tensor wire = codec.encode(values, send);
-  auto work =
-      comm::all_to_all_v_async(wire, wire_sizes(send, codec), group, wire_sizes(receive, codec));
-  return {[=] { return codec.decode(work.wait(), receive, dtype); },
-          [work] { return work.is_ready(); }};
 }
 
 comm::Awaitable<Exchange::Parts> lend_rows(const at::Tensor& values, Sizes sent, Sizes received,
@@ -235,9 +265,10 @@ comm::Awaitable<at::Tensor> exchange_flat(const at::Tensor& values, Sizes sent, 
                                                   factor, std::move(own_rows)),
                values, std::move(meanwhile));
   }
-  return run(
-      std::make_shared<FlatAllToAll>(std::move(sent), std::move(received), group, codecs, factor),
-      values, std::move(meanwhile));
+  const Sizes is_flat{-1};
+  return run(make_exchange({Movement::kAllToAll, std::move(sent), std::move(received),
+                            in_shape(is_flat), in_shape(is_flat), group, codecs, factor}),
+             values, std::move(meanwhile));
 }
 
 }  // namespace tessera::sharding

@@ -12,15 +12,46 @@
 
 namespace tessera::sharding {
 
-/// Elements that `counts` values become on the wire.
-Sizes wire_sizes(const Sizes& counts, const comm::Codec& codec);
-
 /// What gradients of an exchange over `group` are multiplied with, at this moment.
 double gradient_factor(const comm::Group& group);
 
-/// Flat values, cut into `send`, become flat values cut into `receive`.
-Exchange::Pending all_to_all_flat(const at::Tensor& values, const Sizes& send, const Sizes& receive,
-                                  const comm::Codec& codec, const comm::Group& group);
+/// Row r of [ranks, numbers] of int64 goes to rank r; row r of the result, on the CPU, is what rank
+/// r has for this rank. One small message, over the engine that is quickest with it. Collective.
+comm::Awaitable<at::Tensor> exchange_numbers(const at::Tensor& numbers, const comm::Group& group);
+
+/// `sent[r]` rows go to rank r, `received[r]` come from it; a group of one rank sends nothing. No
+/// gradient. Collective.
+comm::Awaitable<at::Tensor> exchange_rows(const at::Tensor& rows, const Sizes& sent,
+                                          const comm::Group& group, const Sizes& received);
+
+/// What happens to the flat values of all ranks. The gradient of an all-to-all is one; a
+/// reduce-scatter and an all-gather are each other's.
+enum class Movement : std::uint8_t {
+  kAllToAll,       // `sent[r]` values go to rank r, `received[r]` come from it
+  kReduceScatter,  // rank r keeps its part, `sent[r]` values, of the sum over the ranks
+  kAllGather,      // everybody gets the parts of all, `received[r]` values of rank r
+};
+
+/// How a tensor is written as flat values, and read from them. Neither writes what it is given.
+struct Writing {
+  std::function<at::Tensor(const at::Tensor&)> flat_of;
+  std::function<at::Tensor(const at::Tensor&)> read;
+};
+/// As it lies in memory.
+Writing in_shape(Sizes shape);
+
+/// An exchange as data: what goes out, how it moves, what comes in.
+struct FlatPlan {
+  Movement movement = Movement::kAllToAll;
+  Sizes sent;
+  Sizes received;
+  Writing input;
+  Writing output;
+  comm::Group group;
+  comm::Codecs codecs;
+  double factor = 1.0;  // of the gradients
+};
+std::shared_ptr<Exchange> make_exchange(FlatPlan plan);
 
 /// Rows of a rank's own samples that are not looked up yet, of all exchanges of a collection. They
 /// are those of the tables as they were when the exchange began: `read_all` comes before any step.

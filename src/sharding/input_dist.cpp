@@ -10,7 +10,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include "sharding/flat_exchange.h"
-#include "tessera/comm/collectives.h"
+#include "sharding/sizes.h"
 #include "tessera/core/check.h"
 #include "tessera/jagged/operators.h"
 #include "tessera/jagged/validate.h"
@@ -309,24 +309,18 @@ Awaitable<DistributedInput> InputSender::send(const std::shared_ptr<DistContext>
     return comm::NoWait<DistributedInput>(DistributedInput{context});
   }
   Sizes received_lengths;
-  for (const Sizes& rank : context->batches) {
-    std::int64_t total = 0;
-    for (const std::int64_t size : rank) total += size;
-    received_lengths.push_back(total);
-  }
+  for (const Sizes& rank : context->batches) received_lengths.push_back(total(rank));
   const ArrangedIds& sent = context->sent;
-  const auto exchange = [&](const at::Tensor& tensor, const Sizes& to, const Sizes& from) {
-    return group_.size() == 1 ? Awaitable<at::Tensor>(comm::NoWait<at::Tensor>(tensor))
-                              : comm::all_to_all_v_async(tensor, to, group_, from);
-  };
-  const auto lengths = exchange(sent.lengths, sent.lengths_per_rank, received_lengths);
-  const auto ids = exchange(sent.values, sent.values_per_rank, context->received_values);
+  const auto lengths = exchange_rows(sent.lengths, sent.lengths_per_rank, group_, received_lengths);
+  const auto ids =
+      exchange_rows(sent.values, sent.values_per_rank, group_, context->received_values);
   std::vector<Awaitable<at::Tensor>> weights;
   if (context->wants_weight_gradient) {
     const at::AutoGradMode recorded(true);
     weights.push_back(exchange_weights(*context));
   } else if (options_.is_weighted && !options_.weights_come_later) {
-    weights.push_back(exchange(sent.weights, sent.values_per_rank, context->received_values));
+    weights.push_back(
+        exchange_rows(sent.weights, sent.values_per_rank, group_, context->received_values));
   }
   return Awaitable<DistributedInput>([context, lengths, ids, weights] {
     const at::AutoGradMode recorded(context->is_recorded);

@@ -3,9 +3,8 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
-#include "comm/engines.h"
+#include "sharding/flat_exchange.h"
 #include "sharding/input_dist.h"
-#include "tessera/comm/collectives.h"
 #include "tessera/core/check.h"
 
 namespace tessera::sharding {
@@ -22,8 +21,7 @@ struct Batch {
 };
 
 // The numbers all ranks have for each other; raises what is wrong on all of them.
-void read(const std::vector<Batch>& batches, const at::Tensor& message) {
-  const at::Tensor numbers = message.cpu().contiguous();
+void read(const std::vector<Batch>& batches, const at::Tensor& numbers) {
   const std::int64_t columns = numbers.size(1);
   for (const Batch& batch : batches) {
     if (!batch.sender->read_message(*batch.context, numbers.const_data_ptr<std::int64_t>(), columns,
@@ -59,10 +57,7 @@ std::vector<InputDist> fused_input_dist(
     batch.sender->write_message(*batch.context, message.data_ptr<std::int64_t>(), columns,
                                 batch.column);
   }
-  const Awaitable<at::Tensor> arrived =
-      group.size() == 1
-          ? Awaitable<at::Tensor>(comm::NoWait<at::Tensor>(message))
-          : comm::all_to_all_async(message.to(comm::message_device(*group.process_group())), group);
+  const Awaitable<at::Tensor> arrived = exchange_numbers(message, group);
   const Awaitable<bool> agreed([arrived, batches] {
     read(batches, arrived.wait());
     return true;

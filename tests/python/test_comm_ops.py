@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 
 import pytest
@@ -184,6 +185,60 @@ def taken_apart(rank):
 def test_exchanges_taken_apart():
     for size in (1, 2, 3):
         run_ranks(size, taken_apart, backend="shm")
+
+
+NODES = [name for name in comm_ops.__all__ if name.endswith(("_Req", "_Wait"))]
+
+
+def test_the_nodes_are_functions_of_autograd():
+    assert len(NODES) == 16
+    for name in NODES:
+        node = getattr(comm_ops, name)
+        assert issubclass(node, torch.autograd.Function)
+        for step in ("forward", "backward"):
+            assert isinstance(inspect.getattr_static(node, step), staticmethod), (name, step)
+        wanted = ["ctx", "pg", "myreq"]
+        assert list(inspect.signature(node.forward).parameters)[:3] == wanted, name
+
+
+def check_nodes_of_autograd(rank):
+    group, size = dist.group.WORLD, dist.get_world_size()
+    info = comm_ops.AllGatherBaseInfo(torch.Size([2]))
+
+    def gathered(x):
+        request = comm_ops.Request(group, torch.device("cpu"))
+        comm_ops.AllGatherBase_Req.apply(group, request, info, x)
+        return request.wait()
+
+    # A rank whose input needs no gradient takes part in the backward pass.
+    x = torch.full((2,), 1.0 + rank, requires_grad=rank == 0)
+    (gathered(x) * (1 + rank)).sum().backward()
+    assert x.grad is None if rank else x.grad.tolist() == [(1 + size) / 2] * 2
+    # Without a record there is none.
+    with torch.no_grad():
+        assert not gathered(x).requires_grad
+    # Waiting again gives what came first.
+    y = torch.ones(2, requires_grad=True)
+    request = comm_ops.Request(group, torch.device("cpu"))
+    token = comm_ops.AllGatherBase_Req.apply(group, request, info, y)
+    assert token.grad_fn.name() == "AllGatherBase_ReqBackward"
+    rows = comm_ops.AllGatherBase_Wait.apply(group, request, token)
+    assert rows.grad_fn.name() == "AllGatherBase_WaitBackward"
+    assert request.wait() is rows
+    with pytest.raises(ValueError, match="call backward without create_graph"):
+        torch.autograd.grad(rows.sum(), y, create_graph=True)
+    # The reference gives the inputs of alltoallv as a list.
+    parts = [torch.full((size, 1), float(rank), requires_grad=True) for _ in range(2)]
+    info = comm_ops.All2AllVInfo([2] * size, size, 1, [1] * size, [1, 1])
+    request = comm_ops.Request(group, torch.device("cpu"))
+    comm_ops.All2Allv_Req.apply(group, request, info, parts)
+    sum((r + 1) * part.sum() for r, part in enumerate(request.wait())).backward()
+    assert [part.grad.flatten().tolist() for part in parts] == [[1.0 + rank] * size] * 2
+
+
+def test_nodes_of_autograd():
+    for size in (1, 2, 3):
+        run_ranks(size, check_nodes_of_autograd, backend="shm")
 
 
 def check_jagged_all_to_all(rank):

@@ -12,7 +12,7 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
+#include <memory>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -34,6 +34,29 @@ using ListRequest = comm::Awaitable<std::vector<at::Tensor>>;
 /// that data parallelism averages. Process-wide.
 TESSERA_API void set_gradient_division(bool is_on);
 TESSERA_API bool get_gradient_division() noexcept;
+
+class Exchange;
+class Journey;
+
+/// An exchange that is known and has not started. `run` starts it and lets autograd record it. The
+/// other steps are for whoever keeps the graph: each once, in this order, on all ranks; they record
+/// nothing, and the input need not be kept.
+class TESSERA_API PlannedExchange {
+ public:
+  /// Null: the group has one rank, and its input is the result.
+  explicit PlannedExchange(std::shared_ptr<Exchange> exchange);
+
+  Request run(const at::Tensor& input) const;
+
+  void start(const at::Tensor& input);
+  at::Tensor wait();
+  void start_backward(const at::Tensor& gradient);
+  at::Tensor wait_backward();
+
+ private:
+  std::shared_ptr<Exchange> exchange_;
+  std::shared_ptr<Journey> journey_;
+};
 
 /// Pooled embeddings of this rank's tables for everybody's samples become everybody's tables for
 /// this rank's samples.
@@ -99,4 +122,44 @@ TESSERA_API Request reduce_scatter_v_per_feature_pooled(
 TESSERA_API Request all_gather_base_pooled(const at::Tensor& input, const comm::Group& group,
                                            const comm::Codecs& codecs = {});
 
+/// The same exchanges before they start. What is wrong with the sizes is thrown here, before
+/// anything is sent. The inputs of alltoallv are side by side, those of reduce_scatter_pooled flat
+/// and one after the other; results of alltoallv are side by side too.
+namespace planned {
+
+TESSERA_API PlannedExchange alltoall_pooled(const at::Tensor& pooled,
+                                            const Sizes& batch_size_per_rank,
+                                            const Sizes& dim_sum_per_rank, const comm::Group& group,
+                                            const comm::Codecs& codecs = {});
+TESSERA_API PlannedExchange variable_batch_alltoall_pooled(
+    const at::Tensor& pooled, const std::vector<Sizes>& batch_size_per_rank_per_feature,
+    const Sizes& batch_size_per_feature_pre_a2a,
+    const std::vector<Sizes>& emb_dim_per_rank_per_feature, const comm::Group& group,
+    const comm::Codecs& codecs = {});
+TESSERA_API PlannedExchange alltoall_sequence(const at::Tensor& embeddings,
+                                              const at::Tensor& forward_recat,
+                                              const at::Tensor& backward_recat,
+                                              const at::Tensor& lengths, const Sizes& input_splits,
+                                              const Sizes& output_splits, const comm::Group& group,
+                                              const comm::Codecs& codecs = {});
+TESSERA_API PlannedExchange alltoallv(const at::Tensor& columns, const Sizes& out_split,
+                                      const comm::Group& group, const comm::Codecs& codecs = {});
+TESSERA_API PlannedExchange reduce_scatter_pooled(const std::vector<Sizes>& shapes,
+                                                  const comm::Group& group,
+                                                  const comm::Codecs& codecs = {});
+TESSERA_API PlannedExchange reduce_scatter_base_pooled(const at::Tensor& input,
+                                                       const comm::Group& group,
+                                                       const comm::Codecs& codecs = {});
+TESSERA_API PlannedExchange reduce_scatter_v_pooled(const at::Tensor& input,
+                                                    const Sizes& input_splits,
+                                                    const comm::Group& group,
+                                                    const comm::Codecs& codecs = {});
+TESSERA_API PlannedExchange reduce_scatter_v_per_feature_pooled(
+    const at::Tensor& input, const std::vector<Sizes>& batch_size_per_rank_per_feature,
+    const Sizes& embedding_dims, const comm::Group& group, const comm::Codecs& codecs = {});
+TESSERA_API PlannedExchange all_gather_base_pooled(const at::Tensor& input,
+                                                   const comm::Group& group,
+                                                   const comm::Codecs& codecs = {});
+
+}  // namespace planned
 }  // namespace tessera::sharding

@@ -51,8 +51,7 @@ struct TESSERA_API KJTSplitsAllToAllMeta {
 /// Tells every rank its column of `lists` (W numbers each) and returns what this rank is told: as
 /// many lists, with rank r's number at r. One small message per pair of ranks, however many lists.
 TESSERA_API comm::Awaitable<std::vector<Sizes>> exchange_splits(const std::vector<Sizes>& lists,
-                                                                const comm::Group& group,
-                                                                at::Device device = at::kCPU);
+                                                                const comm::Group& group);
 
 /// What the second half of an exchange of features has to say besides its features.
 struct ReceivedFeatures {

@@ -5,8 +5,8 @@
     ...                                            # computes beside the exchange
     result = All2All_Pooled_Wait.apply(group, request, token)
 
-Both are nodes of autograd, in C++: backward, the second starts the reverse exchange and the first waits
-for it. The token is there for the signature's sake; the request connects the two.
+Both are functions of autograd around one exchange of the engine: backward, the second starts the reverse
+exchange and the first waits for it. All ranks take part in it, also one whose input needs no gradient.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from tessera import _C
 from tessera.distributed.types import Awaitable, QuantizedCommCodecs
 
 W = TypeVar("W")
@@ -121,6 +122,14 @@ class AllGatherBaseInfo:
     codecs: QuantizedCommCodecs | None = None
 
 
+@dataclass
+class _Journey:
+    """Hold what the two nodes of an exchange share; `is_recorded` says whether the first is in the graph."""
+
+    exchange: _C.comm_ops.PlannedExchange
+    is_recorded: bool
+
+
 class Request(Awaitable[W]):
     """Hold an exchange under way, from its `…_Req` to its `…_Wait`."""
 
@@ -128,33 +137,47 @@ class Request(Awaitable[W]):
         super().__init__()
         self.pg = pg
         self.device = device
-        self.wait_function: type[_Wait] | None = None
+        self.wait_function: type[WaitNode] | None = None
         self.dummy_tensor = torch.empty(1, requires_grad=True, device=device)
-        self._pending: Awaitable[Any] | None = None
+        self._journey: _Journey | None = None
+        self._result: Any = None
+        self.results: Callable[[Tensor], Any] = lambda arrived: arrived
 
     def _wait_impl(self) -> W:
-        if self._pending is None:
-            raise RuntimeError("comm_ops.Request: nothing was started; call the …_Req of an exchange first.")
-        return self._pending.wait()
+        return (self.wait_function or WaitNode).apply(self.pg, self, self.dummy_tensor)
 
 
-class _Req:
+def start(
+    ctx: Any, wait: type[WaitNode], myreq: Request, exchange: _C.comm_ops.PlannedExchange, rows: Tensor
+) -> Tensor:
+    """Start `exchange` on `rows` and return a token for `wait`."""
+    if myreq._journey is not None:
+        raise RuntimeError("comm_ops.Request: it holds an exchange already; make one for each.")
+    exchange.start(rows)
+    ctx.journey = myreq._journey = _Journey(exchange, any(ctx.needs_input_grad))
+    myreq.wait_function = wait
+    return myreq.dummy_tensor
+
+
+class ReqNode(torch.autograd.Function):
     """Start an exchange. All ranks of the group call it, in the same order."""
-
-    _start: Callable[..., Awaitable[Any]]
-    _wait: type[_Wait]
 
     @classmethod
     def apply(cls, pg: ProcessGroup, myreq: Request, info: Any, *inputs: Tensor) -> Tensor:
         """Start on `inputs` and return a token for the `…_Wait`."""
-        if myreq._pending is not None:
-            raise RuntimeError("comm_ops.Request: it holds an exchange already; make one for each.")
-        myreq._pending = cls._start(pg, info, *inputs)
-        myreq.wait_function = cls._wait
+        myreq.dummy_tensor = super().apply(pg, myreq, info, *inputs)
+        if torch.is_grad_enabled():
+            myreq.dummy_tensor.requires_grad_()  # whatever the inputs do: backward is collective
         return myreq.dummy_tensor
 
+    @staticmethod
+    def backward(ctx: Any, *unused: Tensor) -> tuple[Tensor | None, ...]:
+        """Wait for the gradients of the inputs."""
+        gradient = ctx.journey.exchange.wait_backward()
+        return None, None, None, *(ctx.gradients(gradient) if hasattr(ctx, "gradients") else (gradient,))
 
-class _Wait:
+
+class WaitNode(torch.autograd.Function):
     """Wait for an exchange."""
 
     @classmethod
@@ -164,13 +187,25 @@ class _Wait:
             raise RuntimeError(
                 f"comm_ops: {cls.__name__} waits for an exchange that {myreq.wait_function.__name__} ends."
             )
-        return myreq.wait()
+        if myreq._result is None:
+            myreq._result = super().apply(pg, myreq, *(dummy_tensor or (myreq.dummy_tensor,)))
+        return myreq._result
 
+    @staticmethod
+    def forward(ctx: Any, pg: ProcessGroup, myreq: Request, *dummy_tensor: Tensor) -> Any:
+        """Return what has arrived."""
+        if myreq._journey is None:
+            raise RuntimeError("comm_ops.Request: nothing was started; call the …_Req of an exchange first.")
+        ctx.journey = myreq._journey
+        return myreq.results(ctx.journey.exchange.wait())
 
-def make_pair(
-    names: tuple[str, str], start: Callable[..., Awaitable[Any]], module: str
-) -> tuple[type[_Req], type[_Wait]]:
-    """Return the two classes of an exchange; `start(pg, info, *inputs)` begins it."""
-    wait = type(names[1], (_Wait,), {"__module__": module, "__doc__": _Wait.__doc__})
-    namespace = {"__module__": module, "__doc__": _Req.__doc__, "_start": staticmethod(start), "_wait": wait}
-    return type(names[0], (_Req,), namespace), wait
+    @staticmethod
+    def backward(ctx: Any, *grad_output: Tensor) -> tuple[None, None, Tensor]:
+        """Start the reverse exchange."""
+        journey = ctx.journey
+        journey.exchange.start_backward(
+            grad_output[0] if len(grad_output) == 1 else torch.cat(grad_output, 1)
+        )
+        if not journey.is_recorded:
+            journey.exchange.wait_backward()  # nobody else will
+        return None, None, grad_output[0].new_zeros(1)

@@ -9,6 +9,10 @@ does in between. Gradients are divided by the size of the group unless
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -24,9 +28,11 @@ from tessera.distributed._comm_op_nodes import (
     ReduceScatterBaseInfo,
     ReduceScatterInfo,
     ReduceScatterVInfo,
+    ReqNode,
     Request,
     VariableBatchAll2AllPooledInfo,
-    make_pair,
+    WaitNode,
+    start,
 )
 from tessera.distributed.types import Awaitable, QuantizedCommCodecs
 
@@ -71,28 +77,93 @@ __all__ = [
 ]
 
 
-class _ListAwaitable(Awaitable[list[Tensor]]):
-    def __init__(self, pending: _C.comm_ops.PendingList):
-        super().__init__()
-        self._pending = pending
-
-    def _wait_impl(self) -> list[Tensor]:
-        return self._pending.wait()
+_engine = _C.comm_ops
 
 
 def _native(codecs: QuantizedCommCodecs | None) -> _C.comm_ops.Codecs:
     codecs = codecs or QuantizedCommCodecs()
-    return _C.comm_ops.Codecs(codecs.forward._codec, codecs.backward._codec)
+    return _engine.Codecs(codecs.forward._codec, codecs.backward._codec)
+
+
+def _run(
+    plan: Callable[..., _C.comm_ops.PlannedExchange], group: ProcessGroup | None, info: Any, rows: Tensor
+) -> Awaitable[Tensor]:
+    return _TensorAwaitable(plan(group_or_world(group), info, rows).run(rows))
 
 
 def set_gradient_division(val: bool) -> None:
     """Divide gradients of exchanges by the size of their group (the default), or do not."""
-    _C.comm_ops.set_gradient_division(val)
+    _engine.set_gradient_division(val)
 
 
 def get_gradient_division() -> bool:
     """Return whether gradients of exchanges are divided by the size of their group."""
-    return _C.comm_ops.get_gradient_division()
+    return _engine.get_gradient_division()
+
+
+# ---- what each exchange is, for the functions and for the nodes ----
+
+
+def _pooled(pg: ProcessGroup, info: All2AllPooledInfo, rows: Tensor):
+    return _engine.alltoall_pooled(
+        rows, info.batch_size_per_rank, info.dim_sum_per_rank, pg, _native(info.codecs)
+    )
+
+
+def _variable_pooled(pg: ProcessGroup, info: VariableBatchAll2AllPooledInfo, values: Tensor):
+    return _engine.variable_batch_alltoall_pooled(
+        values,
+        info.batch_size_per_rank_per_feature,
+        info.batch_size_per_feature_pre_a2a,
+        info.emb_dim_per_rank_per_feature,
+        pg,
+        _native(info.codecs),
+    )
+
+
+def _sequence(pg: ProcessGroup, info: All2AllSequenceInfo, rows: Tensor):
+    return _engine.alltoall_sequence(
+        rows,
+        info.forward_recat_tensor,
+        info.backward_recat_tensor,
+        info.lengths_after_sparse_data_all2all,
+        info.input_splits,
+        info.output_splits,
+        pg,
+        _native(info.codecs),
+    )
+
+
+def _columns(pg: ProcessGroup, info: All2AllVInfo, columns: Tensor):
+    return _engine.alltoallv(columns, info.dims_sum_per_rank, pg, _native(info.codecs))
+
+
+def _sum_of_parts(pg: ProcessGroup, info: ReduceScatterInfo, flat: Tensor):
+    return _engine.reduce_scatter_pooled(info.input_sizes, pg, _native(info.codecs))
+
+
+def _even_sum(pg: ProcessGroup, info: ReduceScatterBaseInfo, rows: Tensor):
+    return _engine.reduce_scatter_base_pooled(rows, pg, _native(info.codecs))
+
+
+def _sum(pg: ProcessGroup, info: ReduceScatterVInfo, rows: Tensor):
+    return _engine.reduce_scatter_v_pooled(rows, info.input_splits, pg, _native(info.codecs))
+
+
+def _gathered(pg: ProcessGroup, info: AllGatherBaseInfo, rows: Tensor):
+    return _engine.all_gather_base_pooled(rows, pg, _native(info.codecs))
+
+
+def _one_after_another(inputs: Sequence[Tensor]) -> Tensor:
+    return inputs[0] if len(inputs) == 1 else torch.cat([part.reshape(-1) for part in inputs])
+
+
+def _in_shapes(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    parts = flat.view(-1).split([shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+# ---- the functions ----
 
 
 def alltoall_pooled(
@@ -109,15 +180,10 @@ def alltoall_pooled(
     Rows of the input and columns of the result are in rank order. The two tensors of sums are accepted
     for the signature's sake; the lists say it all.
     """
-    return _TensorAwaitable(
-        _C.comm_ops.alltoall_pooled(
-            a2a_pooled_embs_tensor,
-            batch_size_per_rank,
-            dim_sum_per_rank,
-            group_or_world(group),
-            _native(codecs),
-        )
+    info = All2AllPooledInfo(
+        batch_size_per_rank, dim_sum_per_rank, dim_sum_per_rank_tensor, cumsum_dim_sum_per_rank_tensor, codecs
     )
+    return _run(_pooled, group, info, a2a_pooled_embs_tensor)
 
 
 def variable_batch_alltoall_pooled(
@@ -129,16 +195,10 @@ def variable_batch_alltoall_pooled(
     codecs: QuantizedCommCodecs | None = None,
 ) -> Awaitable[Tensor]:
     """Trade flat pooled embeddings with a batch size for every rank and feature."""
-    return _TensorAwaitable(
-        _C.comm_ops.variable_batch_alltoall_pooled(
-            a2a_pooled_embs_tensor,
-            batch_size_per_rank_per_feature,
-            batch_size_per_feature_pre_a2a,
-            emb_dim_per_rank_per_feature,
-            group_or_world(group),
-            _native(codecs),
-        )
+    info = VariableBatchAll2AllPooledInfo(
+        batch_size_per_rank_per_feature, batch_size_per_feature_pre_a2a, emb_dim_per_rank_per_feature, codecs
     )
+    return _run(_variable_pooled, group, info, a2a_pooled_embs_tensor)
 
 
 def alltoall_sequence(
@@ -157,18 +217,17 @@ def alltoall_sequence(
     The splits are those of the ids: sent by this rank, and received by it. Whether batches vary is seen
     from the sizes of the recat tensors.
     """
-    return _TensorAwaitable(
-        _C.comm_ops.alltoall_sequence(
-            a2a_sequence_embs_tensor,
-            forward_recat_tensor,
-            backward_recat_tensor,
-            lengths_after_sparse_data_all2all,
-            input_splits,
-            output_splits,
-            group_or_world(group),
-            _native(codecs),
-        )
+    info = All2AllSequenceInfo(
+        a2a_sequence_embs_tensor.size(-1),
+        lengths_after_sparse_data_all2all,
+        forward_recat_tensor,
+        backward_recat_tensor,
+        input_splits,
+        output_splits,
+        variable_batch_size,
+        codecs,
     )
+    return _run(_sequence, group, info, a2a_sequence_embs_tensor)
 
 
 def alltoallv(
@@ -189,23 +248,27 @@ def alltoallv(
         if not inputs:
             raise ValueError("alltoallv: per_rank_split_lengths needs an input to know the dim.")
         out_split = [length * inputs[0].size(1) for length in per_rank_split_lengths]
-    return _ListAwaitable(_C.comm_ops.alltoallv(inputs, out_split, group_or_world(group), _native(codecs)))
+    if not inputs:
+        raise ValueError("sharding.alltoallv: no inputs were given.")
+    info = All2AllVInfo(out_split, inputs[0].size(0), 0, [], [part.size(1) for part in inputs], codecs=codecs)
+    pending = _run(_columns, group, info, torch.cat(inputs, dim=1))
+    pending.callbacks.append(lambda columns: list(columns.split(out_split, dim=1)))
+    return pending
 
 
 def reduce_scatter_pooled(
     inputs: list[Tensor], group: ProcessGroup | None = None, codecs: QuantizedCommCodecs | None = None
 ) -> Awaitable[Tensor]:
     """Sum everybody's ``inputs[r]`` on rank r."""
-    return _TensorAwaitable(_C.comm_ops.reduce_scatter_pooled(inputs, group_or_world(group), _native(codecs)))
+    info = ReduceScatterInfo([part.size() for part in inputs], codecs)
+    return _run(_sum_of_parts, group, info, _one_after_another(inputs))
 
 
 def reduce_scatter_base_pooled(
     input: Tensor, group: ProcessGroup | None = None, codecs: QuantizedCommCodecs | None = None
 ) -> Awaitable[Tensor]:
     """Sum over the ranks and cut the rows evenly."""
-    return _TensorAwaitable(
-        _C.comm_ops.reduce_scatter_base_pooled(input, group_or_world(group), _native(codecs))
-    )
+    return _run(_even_sum, group, ReduceScatterBaseInfo(input.size(), codecs), input)
 
 
 def reduce_scatter_v_pooled(
@@ -215,9 +278,8 @@ def reduce_scatter_v_pooled(
     codecs: QuantizedCommCodecs | None = None,
 ) -> Awaitable[Tensor]:
     """Sum over the ranks and give ``input_splits[r]`` rows to rank r."""
-    return _TensorAwaitable(
-        _C.comm_ops.reduce_scatter_v_pooled(input, input_splits, group_or_world(group), _native(codecs))
-    )
+    info = ReduceScatterVInfo([input.size()], input_splits, False, list(input.size()), codecs)
+    return _run(_sum, group, info, input)
 
 
 def reduce_scatter_v_per_feature_pooled(
@@ -228,82 +290,146 @@ def reduce_scatter_v_per_feature_pooled(
     codecs: QuantizedCommCodecs | None = None,
 ) -> Awaitable[Tensor]:
     """Sum a flat tensor over the ranks and give rank r its samples of every feature."""
-    return _TensorAwaitable(
-        _C.comm_ops.reduce_scatter_v_per_feature_pooled(
-            input,
-            batch_size_per_rank_per_feature,
-            embedding_dims,
-            group_or_world(group),
-            _native(codecs),
-        )
+    planned = _engine.reduce_scatter_v_per_feature_pooled(
+        input, batch_size_per_rank_per_feature, embedding_dims, group_or_world(group), _native(codecs)
     )
+    return _TensorAwaitable(planned.run(input))
 
 
 def all_gather_base_pooled(
     input: Tensor, group: ProcessGroup | None = None, codecs: QuantizedCommCodecs | None = None
 ) -> Awaitable[Tensor]:
     """Stack the rows of all ranks; the backward pass sums and cuts them."""
-    return _TensorAwaitable(_C.comm_ops.all_gather_base_pooled(input, group_or_world(group), _native(codecs)))
+    return _run(_gathered, group, AllGatherBaseInfo(input.size(), codecs), input)
 
 
 # ---- the same taken apart ----
 
-All2All_Pooled_Req, All2All_Pooled_Wait = make_pair(
-    ("All2All_Pooled_Req", "All2All_Pooled_Wait"),
-    lambda pg, info, rows: alltoall_pooled(
-        rows, info.batch_size_per_rank, info.dim_sum_per_rank, group=pg, codecs=info.codecs
-    ),
-    __name__,
-)
-Variable_Batch_All2All_Pooled_Req, Variable_Batch_All2All_Pooled_Wait = make_pair(
-    ("Variable_Batch_All2All_Pooled_Req", "Variable_Batch_All2All_Pooled_Wait"),
-    lambda pg, info, rows: variable_batch_alltoall_pooled(
-        rows,
-        info.batch_size_per_rank_per_feature,
-        info.batch_size_per_feature_pre_a2a,
-        info.emb_dim_per_rank_per_feature,
-        pg,
-        info.codecs,
-    ),
-    __name__,
-)
-All2All_Seq_Req, All2All_Seq_Req_Wait = make_pair(
-    ("All2All_Seq_Req", "All2All_Seq_Req_Wait"),
-    lambda pg, info, rows: alltoall_sequence(
-        rows,
-        info.forward_recat_tensor,
-        info.backward_recat_tensor,
-        info.lengths_after_sparse_data_all2all,
-        info.input_splits,
-        info.output_splits,
-        info.variable_batch_size,
-        pg,
-        info.codecs,
-    ),
-    __name__,
-)
-All2Allv_Req, All2Allv_Wait = make_pair(
-    ("All2Allv_Req", "All2Allv_Wait"),
-    lambda pg, info, *inputs: alltoallv(list(inputs), info.dims_sum_per_rank, group=pg, codecs=info.codecs),
-    __name__,
-)
-ReduceScatter_Req, ReduceScatter_Wait = make_pair(
-    ("ReduceScatter_Req", "ReduceScatter_Wait"),
-    lambda pg, info, *inputs: reduce_scatter_pooled(list(inputs), pg, info.codecs),
-    __name__,
-)
-ReduceScatterBase_Req, ReduceScatterBase_Wait = make_pair(
-    ("ReduceScatterBase_Req", "ReduceScatterBase_Wait"),
-    lambda pg, info, rows: reduce_scatter_base_pooled(rows, pg, info.codecs),
-    __name__,
-)
-ReduceScatterV_Req, ReduceScatterV_Wait = make_pair(
-    ("ReduceScatterV_Req", "ReduceScatterV_Wait"),
-    lambda pg, info, rows: reduce_scatter_v_pooled(rows, info.input_splits, pg, info.codecs),
-    __name__,
-)
-AllGatherBase_Req, AllGatherBase_Wait = make_pair(
-    ("AllGatherBase_Req", "AllGatherBase_Wait"),
-    lambda pg, info, rows: all_gather_base_pooled(rows, pg, info.codecs),
-    __name__,
-)
+
+class All2All_Pooled_Req(ReqNode):
+    """Start `alltoall_pooled`."""
+
+    @staticmethod
+    def forward(ctx, pg, myreq, a2ai, input_embeddings) -> Tensor:
+        """Start and return a token."""
+        return start(ctx, All2All_Pooled_Wait, myreq, _pooled(pg, a2ai, input_embeddings), input_embeddings)
+
+
+class All2All_Pooled_Wait(WaitNode):
+    """Wait for `alltoall_pooled`."""
+
+
+class Variable_Batch_All2All_Pooled_Req(ReqNode):
+    """Start `variable_batch_alltoall_pooled`."""
+
+    @staticmethod
+    def forward(ctx, pg, myreq, a2ai, input_embeddings) -> Tensor:
+        """Start and return a token."""
+        return start(
+            ctx,
+            Variable_Batch_All2All_Pooled_Wait,
+            myreq,
+            _variable_pooled(pg, a2ai, input_embeddings),
+            input_embeddings,
+        )
+
+
+class Variable_Batch_All2All_Pooled_Wait(WaitNode):
+    """Wait for `variable_batch_alltoall_pooled`."""
+
+
+class All2All_Seq_Req(ReqNode):
+    """Start `alltoall_sequence`."""
+
+    @staticmethod
+    def forward(ctx, pg, myreq, a2ai, sharded_input_embeddings) -> Tensor:
+        """Start and return a token."""
+        return start(
+            ctx,
+            All2All_Seq_Req_Wait,
+            myreq,
+            _sequence(pg, a2ai, sharded_input_embeddings),
+            sharded_input_embeddings,
+        )
+
+
+class All2All_Seq_Req_Wait(WaitNode):
+    """Wait for `alltoall_sequence`."""
+
+
+class All2Allv_Req(ReqNode):
+    """Start `alltoallv`."""
+
+    @classmethod
+    def apply(cls, pg, myreq, a2ai, *inputs) -> Tensor:
+        """Start on tensors, or on a list of them, and return a token."""
+        # Autograd sees the tensors of a list only if they are arguments themselves.
+        return super().apply(pg, myreq, a2ai, *(inputs[0] if isinstance(inputs[0], list) else inputs))
+
+    @staticmethod
+    def forward(ctx, pg, myreq, a2ai, *inputs) -> Tensor:
+        """Start and return a token."""
+        columns, widths = torch.cat(inputs, dim=1), [part.size(1) for part in inputs]
+        ctx.gradients = lambda gradient: gradient.split(widths, dim=1)
+        myreq.results = lambda rows: tuple(
+            part.contiguous() for part in rows.split(a2ai.dims_sum_per_rank, 1)
+        )
+        return start(ctx, All2Allv_Wait, myreq, _columns(pg, a2ai, columns), columns)
+
+
+class All2Allv_Wait(WaitNode):
+    """Wait for `alltoallv`."""
+
+
+class ReduceScatter_Req(ReqNode):
+    """Start `reduce_scatter_pooled`."""
+
+    @staticmethod
+    def forward(ctx, pg, myreq, rsi, *inputs) -> Tensor:
+        """Start and return a token."""
+        flat = _one_after_another(inputs)
+        ctx.gradients = lambda gradient: _in_shapes(gradient, rsi.input_sizes)
+        return start(ctx, ReduceScatter_Wait, myreq, _sum_of_parts(pg, rsi, flat), flat)
+
+
+class ReduceScatter_Wait(WaitNode):
+    """Wait for `reduce_scatter_pooled`."""
+
+
+class ReduceScatterBase_Req(ReqNode):
+    """Start `reduce_scatter_base_pooled`."""
+
+    @staticmethod
+    def forward(ctx, pg, myreq, rsi, inputs) -> Tensor:
+        """Start and return a token."""
+        return start(ctx, ReduceScatterBase_Wait, myreq, _even_sum(pg, rsi, inputs), inputs)
+
+
+class ReduceScatterBase_Wait(WaitNode):
+    """Wait for `reduce_scatter_base_pooled`."""
+
+
+class ReduceScatterV_Req(ReqNode):
+    """Start `reduce_scatter_v_pooled`."""
+
+    @staticmethod
+    def forward(ctx, pg, myreq, rsi, input) -> Tensor:
+        """Start and return a token."""
+        return start(ctx, ReduceScatterV_Wait, myreq, _sum(pg, rsi, input), input)
+
+
+class ReduceScatterV_Wait(WaitNode):
+    """Wait for `reduce_scatter_v_pooled`."""
+
+
+class AllGatherBase_Req(ReqNode):
+    """Start `all_gather_base_pooled`."""
+
+    @staticmethod
+    def forward(ctx, pg, myreq, agi, input) -> Tensor:
+        """Start and return a token."""
+        return start(ctx, AllGatherBase_Wait, myreq, _gathered(pg, agi, input), input)
+
+
+class AllGatherBase_Wait(WaitNode):
+    """Wait for `all_gather_base_pooled`."""

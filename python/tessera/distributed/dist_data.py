@@ -66,9 +66,7 @@ class SplitsAllToAllAwaitable(Awaitable[list[list[int]]]):
 
     def __init__(self, input_tensors: Sequence[Tensor], pg: ProcessGroup) -> None:
         super().__init__()
-        device = input_tensors[0].device if input_tensors else torch.device("cpu")
-        lists = [tensor.tolist() for tensor in input_tensors]
-        self._pending = _engine.exchange_splits(lists, pg, device)
+        self._pending = _engine.exchange_splits([tensor.tolist() for tensor in input_tensors], pg)
 
     def _wait_impl(self) -> list[list[int]]:
         return self._pending.wait()
@@ -356,7 +354,6 @@ class SequenceEmbeddingsAllToAll(nn.Module):
             output_splits,
             self._features_per_rank,
             self._pg,
-            None,
             batch_size_per_rank or [],
             sparse_features_recat,
             _native(self._codecs),
