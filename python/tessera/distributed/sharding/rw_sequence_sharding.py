@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
-from tessera.distributed.sharding._parts import EmbeddingDist, one_dim
 from tessera.distributed.sharding.rw_sharding import BaseRwEmbeddingSharding
-from tessera.distributed.sharding.sequence_sharding import SequenceEmbeddingDist, SequenceShardingContext
-from tessera.distributed.types import CommOp
+from tessera.distributed.sharding.sequence_sharding import SequenceShardingContext
 
 __all__ = ["RwSequenceEmbeddingSharding"]
 
@@ -19,13 +15,3 @@ class RwSequenceEmbeddingSharding(BaseRwEmbeddingSharding[SequenceShardingContex
     """
 
     _is_sequence = True
-
-    def create_output_dist(self, device: torch.device | None = None) -> EmbeddingDist:
-        """Return what sends the rows home."""
-        return SequenceEmbeddingDist(
-            self._pg,
-            self.features_per_rank() * self._env.world_size,
-            one_dim(self.embedding_dims(), "sharding.sequence"),
-            device or self._device,
-            self._codecs(CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL),
-        )
