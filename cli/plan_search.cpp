@@ -5,6 +5,8 @@
 #include <cstdio>
 
 #include "dlrm/open_log.h"
+#include "dlrm/table_problem.h"
+#include "plan_failure.h"
 #include "planner/json.h"
 #include "report/run_folder.h"
 #include "tessera/launch/exit_code.h"
@@ -23,17 +25,6 @@ using planner::PlanErrorKind;
 using planner::json::Place;
 
 constexpr const char* kModule = "tables";  // of a plan file, as `tessera train dlrm` reads it
-
-struct State {
-  const char* optimizer;
-  double per_row;
-  double per_element;
-};
-constexpr State kStates[] = {{"sgd", 0, 0},
-                             {"rowwise_adagrad", 4, 0},
-                             {"adagrad", 0, 4},
-                             {"adam", 0, 8},
-                             {"partial_rowwise_adam", 4, 4}};
 
 planner::Table listed_table(const Place& place) {
   place.check_keys({"name", "rows", "dim", "dtype", "pooling", "ids"});
@@ -76,17 +67,7 @@ std::vector<planner::Table> tables_of(const PlanTablesWords& words) {
   options.seed = static_cast<std::uint64_t>(words.seed);
   const dlrm::OpenedLog log = dlrm::open_log(words.data, options);
   std::fputs(log.notes.c_str(), stderr);
-  for (const dlrm::Feature& feature : log.log->schema().features) {
-    planner::Table table;
-    table.name = feature.name;
-    table.rows = feature.num_rows;
-    table.dim = words.embedding_dim;
-    // Where bags vary, --bag says how long they are in the mean.
-    table.features[0].ids =
-        static_cast<double>(feature.bag_size > 0 ? feature.bag_size : words.bag_size);
-    tables.push_back(std::move(table));
-  }
-  return tables;
+  return dlrm::planner_tables(log.log->schema(), words.embedding_dim, words.bag_size);
 }
 
 // "users=3" or "users=0,1": the only ranks of a table.
@@ -111,22 +92,16 @@ void add_pin(const std::string& text, planner::Problem& problem) {
 }
 
 planner::Problem problem_of(const PlanTablesWords& words) {
-  planner::Problem problem;
-  problem.tables = tables_of(words);
-  for (const State& state : kStates) {
-    if (words.table_optimizer != state.optimizer) continue;
-    for (planner::Table& table : problem.tables) {
-      table.state_bytes_per_row = state.per_row;
-      table.state_bytes_per_element = state.per_element;
-    }
-  }
-  planner::Rank rank;
-  if (!words.memory.empty()) rank.memory = bytes_of(words.memory);
-  rank.speeds = {words.memory_speed * 1e9, words.host_speed * 1e9, words.network_speed * 1e9};
-  problem.ranks.assign(static_cast<std::size_t>(words.num_ranks), rank);
-  problem.ranks_per_host = words.num_ranks / words.num_hosts;
-  problem.batch = words.batch;
-  problem.reserved_percent = words.reserve;
+  dlrm::PlanRequest request;
+  request.num_ranks = words.num_ranks;
+  request.ranks_per_host = words.num_ranks / words.num_hosts;
+  request.batch = words.batch;
+  request.table_optimizer = words.table_optimizer;
+  request.reserve = words.reserve;
+  if (!words.memory.empty()) request.rank.memory = bytes_of(words.memory);
+  request.rank.speeds = {words.memory_speed * 1e9, words.host_speed * 1e9,
+                         words.network_speed * 1e9};
+  planner::Problem problem = dlrm::table_problem(tables_of(words), request);
   problem.objective =
       words.objective == "sum" ? planner::Objective::kSum : planner::Objective::kPhases;
   problem.tries = words.effort == "low" ? 8 : words.effort == "high" ? 4096 : 64;
@@ -167,17 +142,6 @@ int check_file(const PlanTablesWords& words, const planner::Problem& problem) {
   return launch::kExitOk;
 }
 
-LaunchError launch_error(const PlanError& error) {
-  const bool is_impossible =
-      error.kind() == PlanErrorKind::kTooLarge || error.kind() == PlanErrorKind::kRules;
-  const auto or_else = [](const std::string& text, const char* other) {
-    return text.empty() ? std::string(other) : text;
-  };
-  return {is_impossible ? launch::kExitConfiguration : launch::kExitData, error.problem(),
-          or_else(error.why(), "the planner cannot use it"),
-          or_else(error.advice(), "tessera plan tables --help shows what it takes")};
-}
-
 }  // namespace
 
 bool wants_search(const PlanTablesWords& words) {
@@ -212,7 +176,7 @@ int plan_search(const PlanTablesWords& words) {
     std::fputs(text.c_str(), stdout);
     return launch::kExitOk;
   } catch (const PlanError& error) {
-    throw launch_error(error);
+    throw plan_failure(error);
   } catch (const dlrm::DataError& error) {
     throw LaunchError(launch::kExitData, std::string("plan: ") + error.what(), "--data names it",
                       "tessera data describe FILE");

@@ -36,7 +36,7 @@ tables
   --table-list FILE         JSON: name, rows, dim; dtype, pooling, ids
   --data D --tables N --rows N --bag N --dim N    as in tessera train dlrm
 plan
-  --sharding S              auto, table_wise, row_wise, column_wise or data_parallel (auto)
+  --sharding S              auto, balanced, table_wise, row_wise, column_wise, data_parallel (auto)
   --plan FILE               explain this plan instead
   --search                  find a plan, and prove how far it is at most from the best one
   --explain TABLE           why it lies there, and what the next best way would cost

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdio>
 
+#include "../plan_failure.h"
 #include "../plan_tables_flags.h"
 #include "dlrm/open_log.h"
 #include "dlrm/training.h"
@@ -11,6 +12,8 @@
 #include "report/run_folder.h"
 #include "tessera/launch/exit_code.h"
 #include "tessera/launch/launch_error.h"
+#include "tessera/planner/explain.h"
+#include "tessera/planner/planner.h"
 #include "worker/dlrm_words.h"
 #include "worker/plan_text.h"
 #include "worker/table_list.h"
@@ -23,8 +26,8 @@ namespace dlrm = workloads::dlrm;
 using launch::LaunchError;
 using workloads::report::bytes_text;
 
-constexpr const char* kShardings[] = {"auto", "table_wise", "row_wise", "column_wise",
-                                      "data_parallel"};
+constexpr const char* kShardings[] = {"auto",     "balanced",    "table_wise",
+                                      "row_wise", "column_wise", "data_parallel"};
 
 ListedTables tables_of(const PlanTablesWords& words) {
   if (!words.table_list.empty()) return read_table_list(words.table_list);
@@ -67,22 +70,46 @@ std::string reason_of(const c10::Error& error) {
   return colon == std::string::npos ? text : text.substr(colon + 2);
 }
 
-PlanChoice named_choice(const PlanSubjectTables& subject, const std::string& name) {
+// The planner's, of this memory and these speeds.
+sharding::ModulePlan searched_plan(const PlanTablesWords& words, const PlanSubjectTables& subject) {
+  dlrm::PlanRequest request;
+  request.num_ranks = words.num_ranks;
+  request.ranks_per_host = words.num_ranks / words.num_hosts;
+  request.batch = words.batch;
+  request.table_optimizer = words.table_optimizer;
+  request.reserve = words.reserve;
+  if (subject.memory > 0) request.rank.memory = subject.memory;
+  request.rank.speeds = {subject.bandwidths.memory, subject.bandwidths.host,
+                         subject.bandwidths.network};
+  const planner::Problem problem =
+      dlrm::problem_of(subject.tables, subject.load.ids_per_sample, request);
+  const sharding::ShardingPlan plan =
+      sharding::plan_from_json(planner::plan_json(planner::plan(problem).plan, kModule));
+  return plan.modules.at(kModule);
+}
+
+PlanChoice named_choice(const PlanTablesWords& words, const PlanSubjectTables& subject,
+                        const std::string& name) {
   PlanChoice choice;
   choice.sharding = name;
   try {
-    choice.plan = dlrm::default_plan(subject.tables, name, subject.topology);
+    choice.plan = name == "auto" ? searched_plan(words, subject)
+                                 : dlrm::default_plan(subject.tables, name, subject.topology);
     cost_it(subject, choice);
   } catch (const c10::ValueError& error) {
     choice.obstacle = reason_of(error);
+  } catch (const planner::PlanError& error) {
+    choice.obstacle = error.problem().substr(6);  // "plan: "
   }
   return choice;
 }
 
 void choose(const PlanTablesWords& words, PlanSubjectTables& subject) {
-  for (const char* name : kShardings) subject.others.push_back(named_choice(subject, name));
+  for (const char* name : kShardings) subject.others.push_back(named_choice(words, subject, name));
   try {
-    subject.chosen.plan = plan_of("plan", words, subject.tables, subject.topology);
+    subject.chosen.plan = dlrm::is_planned(words)
+                              ? searched_plan(words, subject)
+                              : plan_of("plan", words, subject.tables, subject.topology);
   } catch (const c10::ValueError& error) {
     throw LaunchError(launch::kExitConfiguration, "plan: " + reason_of(error),
                       words.plan.empty()
@@ -90,6 +117,8 @@ void choose(const PlanTablesWords& words, PlanSubjectTables& subject) {
                           : words.plan + " does not fit these tables and ranks",
                       words.plan.empty() ? "another --sharding, or other --ranks"
                                          : "make it with tessera plan tables --write");
+  } catch (const planner::PlanError& error) {
+    throw plan_failure(error);
   }
   subject.chosen.sharding =
       words.plan.empty() ? "sharding " + words.sharding : "plan " + words.plan;

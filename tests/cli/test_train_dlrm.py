@@ -65,10 +65,10 @@ def plan_of(kind, ranks):
     return json.dumps({"version": 1, "modules": {"tables": {f"cat_{i}": table for i in range(5)}}})
 
 
-FLAGS = ["auto", "table_wise", "row_wise", "column_wise", "data_parallel"]
+FLAGS = ["auto", "balanced", "table_wise", "row_wise", "column_wise", "data_parallel"]
 PLANS = ["table_row_wise", "table_column_wise", "grid_shard"]
 SOME = [(1, "auto"), (2, "table_wise"), (2, "row_wise"), (2, "column_wise"), (2, "data_parallel")]
-SOME += [(3, "auto"), (3, "column_wise"), (4, "row_wise")]
+SOME += [(2, "balanced"), (3, "auto"), (3, "column_wise"), (4, "row_wise")]
 ALL = [(ranks, sharding) for ranks in (1, 2, 3, 4) for sharding in FLAGS + PLANS]
 
 
@@ -89,7 +89,7 @@ def test_the_curve_does_not_depend_on_ranks_and_sharding(tmp_path, optimizer, st
         curve = [line["loss"] for line in lines("step")]
         judged = [line[key] for line in lines("eval") for key in ("log_loss", "calibration")]
         assert len(curve) == steps and len(judged) == 4 and len(lines("breakdown")) == ranks
-        if sharding != "auto":
+        if sharding not in ("auto", "balanced"):
             assert {line["sharding"] for line in lines("table")} == {sharding}
         curves.append(curve + judged)
         aucs.append([line["auc"] for line in lines("eval")])
@@ -118,6 +118,26 @@ def test_a_plan_file_is_followed_and_checked(tmp_path):
     plan.write_text(json.dumps({"version": 1, "modules": {"tables": tables}}))
     refused = train(tmp_path, "-n", "2", "--plan", str(plan), code=78)
     assert "cat_4" in refused.stderr and "the shards end before the table" in refused.stderr
+
+
+def test_auto_is_the_plan_that_the_planner_shows(tmp_path):
+    # Three equal tables on two ranks: whole ones would leave one rank waiting.
+    shape = ["-n", "2", "--tables", "3", "--rows", "500", "--bag", "4", "--batch", "16"]
+    _, lines = answer(tmp_path, *shape, "--steps", "2")
+    words = [TESSERA, "plan", "tables", "--json", *shape, "--dim", "8", "--memory", "8GB"]
+    planned = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
+    trained = {line["name"]: (line["sharding"], line["shards"]) for line in lines("table")}
+    assert trained == {table["name"]: (table["sharding"], table["shards"]) for table in planned["tables"]}
+    assert {kind for kind, _ in trained.values()} > {"table_wise"}
+
+
+def test_a_plan_whose_tables_nobody_would_step_is_refused(tmp_path):
+    shards = [[0, 0, 200, 8, rank] for rank in range(2)]
+    table = {"type": "data_parallel", "kernel": "dense", "ranks": [0, 1], "shards": shards}
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps({"version": 1, "modules": {"tables": {f"cat_{i}": table for i in range(5)}}}))
+    refused = train(tmp_path, "-n", "2", "--plan", str(plan), code=78)
+    assert "has the kernel dense, whose rows no optimizer of this training steps" in refused.stderr
 
 
 LONG = ["-n", "2", "--steps", "60", "--batch", "24", "--checkpoint-every", "7", "--optimizer", "adam"]

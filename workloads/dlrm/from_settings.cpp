@@ -1,8 +1,12 @@
 #include "dlrm/from_settings.h"
 
+#include <nlohmann/json.hpp>
+
 #include "dlrm/training.h"
 #include "report/run_folder.h"
 #include "tessera/core/check.h"
+#include "tessera/planner/explain.h"
+#include "tessera/planner/planner.h"
 
 namespace tessera::workloads::dlrm {
 
@@ -22,6 +26,56 @@ LogOptions log_options(const Settings& settings) {
   options.bag_size = settings.bag_size;
   options.seed = static_cast<std::uint64_t>(settings.seed);
   return options;
+}
+
+planner::Problem problem_of(const std::vector<embedding::EmbeddingTableConfig>& tables,
+                            const std::vector<double>& ids_per_sample, const PlanRequest& request) {
+  std::vector<planner::Table> listed;
+  for (std::size_t i = 0; i < tables.size(); ++i) {
+    planner::Table table;
+    table.name = tables[i].name;
+    table.rows = tables[i].num_embeddings;
+    table.dim = tables[i].embedding_dim;
+    table.element_bytes = embedding::bits_of(tables[i].data_type) / 8.0;
+    table.is_pooled = tables[i].pooling != embedding::PoolingType::kNone;
+    table.features[0].ids = ids_per_sample[i];
+    listed.push_back(std::move(table));
+  }
+  return table_problem(std::move(listed), request);
+}
+
+std::string planner_answer(const planner::Problem& problem) {
+  nlohmann::json answer;
+  try {
+    const planner::PlanResult result = planner::plan(problem);
+    answer = {{"plan", planner::plan_json(result.plan, kModule)},
+              {"seconds", result.seconds},
+              {"bound", result.certificate.seconds}};
+  } catch (const planner::PlanError& error) {
+    // In one line, which the launcher shows as the reason.
+    answer = {{"error", error.problem().substr(error.problem().find(' ') + 1) +
+                            (error.why().empty() ? "" : "; " + error.why()) +
+                            (error.advice().empty() ? "." : ". Try " + error.advice() + ".")}};
+  }
+  return answer.dump();
+}
+
+PlanVerdict plan_from_answer(const std::string& verb, const std::string& answer,
+                             const std::vector<embedding::EmbeddingTableConfig>& tables,
+                             const sharding::Topology& topology) {
+  const nlohmann::json value = nlohmann::json::parse(answer);
+  TESSERA_CHECK_VALUE(!value.contains("error"), verb, ": ", value.value("error", std::string()));
+  PlanVerdict verdict;
+  verdict.plan =
+      *sharding::plan_from_json(value["plan"].get<std::string>()).get_plan_for_module(kModule);
+  sharding::check_module_plan(verb, tables, verdict.plan, topology);
+  verdict.seconds = value["seconds"].get<double>();
+  verdict.bound = value["bound"].get<double>();
+  return verdict;
+}
+
+bool is_planned(const Settings& settings) {
+  return settings.plan.empty() && settings.sharding == "auto";
 }
 
 sharding::ModulePlan plan_of(const std::string& verb, const Settings& settings,

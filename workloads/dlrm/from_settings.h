@@ -7,6 +7,7 @@
 
 #include "dlrm/open_log.h"
 #include "dlrm/settings.h"
+#include "dlrm/table_problem.h"
 #include "tessera/embedding/config.h"
 #include "tessera/embedding/optimizer.h"
 #include "tessera/sharding/plan.h"
@@ -19,8 +20,32 @@ embedding::OptimizerKind table_optimizer_of(const std::string& name);
 
 LogOptions log_options(const Settings& settings);
 
-/// The plan of the file that --plan names, checked, or what --sharding asks for. Throws ValueError
-/// for one that does not fit the tables or the ranks, report::Error for a file that cannot be read.
+/// Tables of a plan with `ids_per_sample` of each, as a problem for the planner.
+planner::Problem problem_of(const std::vector<embedding::EmbeddingTableConfig>& tables,
+                            const std::vector<double>& ids_per_sample, const PlanRequest& request);
+
+/// The planner's answer, as text that all ranks read alike with `plan_from_answer`: a plan, or why
+/// there is none. Not collective; never throws for a problem without a plan.
+std::string planner_answer(const planner::Problem& problem);
+
+/// What the planner says beside its plan.
+struct PlanVerdict {
+  sharding::ModulePlan plan;
+  double seconds = 0;  // of a step, in the model
+  double bound = 0;    // no plan is faster
+};
+
+/// Throws ValueError where the answer has no plan, with the planner's reason and advice.
+PlanVerdict plan_from_answer(const std::string& verb, const std::string& answer,
+                             const std::vector<embedding::EmbeddingTableConfig>& tables,
+                             const sharding::Topology& topology);
+
+/// Whether the planner makes the plan: --sharding is auto, and there is no --plan.
+bool is_planned(const Settings& settings);
+
+/// The plan of the file that --plan names, checked, or what --sharding asks for, if it is not auto.
+/// Throws ValueError for one that does not fit the tables or the ranks, report::Error for a file
+/// that cannot be read.
 sharding::ModulePlan plan_of(const std::string& verb, const Settings& settings,
                              const std::vector<embedding::EmbeddingTableConfig>& tables,
                              const sharding::Topology& topology);

@@ -3,18 +3,13 @@
 #include <algorithm>
 
 #include "tessera/core/check.h"
+#include "tessera/planner/cost.h"
 
 namespace tessera::workloads::dlrm {
 namespace {
 
 using embedding::EmbeddingTableConfig;
 using embedding::OptimizerKind;
-using sharding::ComputeKernel;
-using sharding::ShardingType;
-
-constexpr double kIdBytes = 8;
-constexpr double kWireBytes = 4;   // rows and gradients travel as float32
-constexpr double kCacheLine = 64;  // a narrower row costs as much
 
 double state_bytes_per_row(OptimizerKind kind, double columns) {
   switch (kind) {
@@ -36,91 +31,6 @@ double state_bytes_per_row(OptimizerKind kind, double columns) {
   return 0;
 }
 
-/// How ranks reach each other.
-class Links {
- public:
-  Links(const sharding::Topology& topology, const Bandwidths& bandwidths)
-      : world_(topology.world_size), local_(topology.local_size), bandwidths_(bandwidths) {}
-
-  /// Seconds for `bytes` that are for all ranks alike, this one included.
-  double spread(double bytes) const {
-    return bytes / world_ *
-           ((local_ - 1) / bandwidths_.host + (world_ - local_) / bandwidths_.network);
-  }
-  /// The same for sums that are first made inside a host: 1/L of the bytes leave it.
-  double summed_in_host(double bytes) const {
-    return bytes * (local_ - 1) / local_ / bandwidths_.host +
-           bytes / local_ * (world_ - local_) / world_ / bandwidths_.network;
-  }
-  /// Seconds for `bytes` that every other rank sends here.
-  double from_each(double bytes) const { return spread(bytes * world_); }
-  /// Seconds of an all-reduce, over the slowest link.
-  double all_reduce(double bytes) const {
-    const double slowest = world_ > local_ ? bandwidths_.network : bandwidths_.host;
-    return 2 * (world_ - 1) / world_ * bytes / slowest;
-  }
-
- private:
-  double world_;
-  double local_;
-  Bandwidths bandwidths_;
-};
-
-/// One table and what a step does with it.
-struct TableLoad {
-  const EmbeddingTableConfig& table;
-  const sharding::ParameterSharding& sharding;
-  double ids;  // per rank and step, of all features of the table
-};
-
-// Rows that come out per rank and step: one per bag, or one per id.
-double num_outputs(const TableLoad& load, std::int64_t batch) {
-  if (load.table.pooling == embedding::PoolingType::kNone) return load.ids;
-  return static_cast<double>(batch) * static_cast<double>(load.table.features().size());
-}
-
-void add_shard(const TableLoad& load, const sharding::Shard& shard, const StepLoad& step,
-               double world, const Links& links, double memory, RankCost& cost) {
-  const auto rows = static_cast<double>(shard.rows);
-  const auto columns = static_cast<double>(shard.columns);
-  const double element = embedding::bits_of(load.table.data_type) / 8.0;
-  const double state = state_bytes_per_row(step.optimizer, columns);
-  const bool is_replica = load.sharding.type == ShardingType::kDataParallel;
-  const bool is_dense = load.sharding.kernel == ComputeKernel::kDense;
-  cost.bytes.weights += weight_bytes(load.table, shard);
-  cost.bytes.optimizer += rows * state + (is_dense ? rows * columns * kWireBytes : 0);
-
-  const double all_rows = std::max(1.0, static_cast<double>(load.table.num_embeddings));
-  const double share = is_replica ? 1 : rows / all_rows;
-  const double ids = load.ids * (is_replica ? 1 : world) * share;
-  const bool is_sequence = load.table.pooling == embedding::PoolingType::kNone;
-  const double outputs = rows == 0     ? 0
-                         : is_sequence ? ids
-                                       : num_outputs(load, step.batch) * (is_replica ? 1 : world);
-  const double output_bytes = outputs * columns * kWireBytes;
-  cost.seconds.lookup += ids * std::max(columns * element, kCacheLine) / memory;
-  if (is_replica) {
-    const double touched = std::min(ids, rows);
-    cost.seconds.gradients += is_dense
-                                  ? links.all_reduce(rows * columns * kWireBytes)
-                                  : links.from_each(touched * (kIdBytes + columns * kWireBytes));
-    cost.bytes.batch += is_dense ? 0 : world * touched * (kIdBytes + columns * kWireBytes);
-  } else {
-    const bool sums_in_host = load.sharding.type == ShardingType::kTableRowWise ||
-                              load.sharding.type == ShardingType::kGrid;
-    const double there = sums_in_host && !is_sequence ? links.summed_in_host(output_bytes)
-                                                      : links.spread(output_bytes);
-    cost.seconds.ids += links.spread(ids * kIdBytes);
-    cost.seconds.rows += there;
-    cost.seconds.gradients += there;
-    cost.bytes.batch += ids * kIdBytes + 2 * output_bytes;
-  }
-  // Every id reads the gradient of its bag; every touched row and its state are read and written.
-  const double stepped = is_dense ? rows : std::min(ids * (is_replica ? world : 1), rows);
-  const double read = ids * (is_replica ? world : 1) * columns * kWireBytes;
-  cost.seconds.step += (read + 2 * stepped * (columns * element + state)) / memory;
-}
-
 }  // namespace
 
 double weight_bytes(const EmbeddingTableConfig& table, const sharding::Shard& shard) {
@@ -134,19 +44,45 @@ std::vector<RankCost> plan_cost(const std::vector<EmbeddingTableConfig>& tables,
                                 const Bandwidths& bandwidths) {
   TESSERA_CHECK_VALUE(load.ids_per_sample.size() == tables.size(), "dlrm.plan_cost: there are ",
                       tables.size(), " tables and the ids of ", load.ids_per_sample.size(), ".");
-  std::vector<RankCost> costs(static_cast<std::size_t>(topology.world_size));
-  const Links links(topology, bandwidths);
+  planner::Problem problem;
+  problem.batch = load.batch;
+  problem.ranks.assign(static_cast<std::size_t>(topology.world_size),
+                       {planner::kNoLimit, bandwidths});
+  problem.ranks_per_host = topology.local_size;
+  planner::Plan shards;
+  double own = 0;  // what a rank gets for its own samples, and its gradient
   for (std::size_t i = 0; i < tables.size(); ++i) {
-    const TableLoad one{tables[i], plan.at(tables[i].name),
-                        load.ids_per_sample[i] * static_cast<double>(load.batch)};
-    for (const sharding::Shard& shard : one.sharding.shards) {
-      add_shard(one, shard, load, topology.world_size, links, bandwidths.memory,
-                costs[static_cast<std::size_t>(shard.rank)]);
+    const EmbeddingTableConfig& table = tables[i];
+    planner::Table one;
+    one.name = table.name;
+    one.rows = std::max<std::int64_t>(1, table.num_embeddings);
+    one.dim = table.embedding_dim;
+    one.element_bytes = embedding::bits_of(table.data_type) / 8.0;
+    one.is_pooled = table.pooling != embedding::PoolingType::kNone;
+    // The ids of all its features together; each makes a row of its own.
+    const auto num_features = static_cast<double>(table.features().size());
+    one.features.assign(table.features().size(), {load.ids_per_sample[i] / num_features});
+    one.state_bytes_per_row = state_bytes_per_row(load.optimizer, 0);
+    one.state_bytes_per_element = state_bytes_per_row(load.optimizer, 1) - one.state_bytes_per_row;
+    own += 2 * static_cast<double>(load.batch) *
+           (one.is_pooled ? num_features : load.ids_per_sample[i]) *
+           static_cast<double>(table.embedding_dim) * 4;
+    problem.tables.push_back(std::move(one));
+    const sharding::ParameterSharding& sharding = plan.at(table.name);
+    planner::TablePlan& laid = shards.emplace_back();
+    laid.name = table.name;
+    laid.cut = planner::cut_of(sharding::name_of(sharding.type));
+    laid.kernel = planner::kernel_of(sharding::name_of(sharding.kernel));
+    for (const sharding::Shard& shard : sharding.shards) {
+      laid.shards.push_back({shard.row, shard.column, shard.rows, shard.columns, shard.rank});
     }
-    // What a rank gets for its own samples, and its gradient.
-    const double result = 2 * num_outputs(one, load.batch) *
-                          static_cast<double>(tables[i].embedding_dim) * kWireBytes;
-    for (RankCost& cost : costs) cost.bytes.batch += result;
+  }
+  std::vector<RankCost> costs;
+  for (const planner::ShardCost& cost : planner::cost_of(problem, shards)) {
+    const planner::Bytes& bytes = cost.bytes;
+    costs.push_back(
+        {{bytes.weights, bytes.optimizer, bytes.input + bytes.activations + bytes.sort + own},
+         cost.seconds});
   }
   return costs;
 }

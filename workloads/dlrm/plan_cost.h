@@ -1,7 +1,8 @@
 // dlrm/plan_cost.h — what a plan asks of every rank: bytes of memory, and the time of a step.
 //
-// The times are bytes over bandwidth, one part after the other, for ids that are spread evenly over
-// the rows. They compare plans; they do not foretell a training, whose parts overlap.
+// The planner's costs. They are bytes over bandwidth, one part after the other, for ids that are
+// spread evenly over the rows. They compare plans; they do not foretell a training, whose parts
+// overlap.
 
 #pragma once
 
@@ -10,6 +11,7 @@
 
 #include "tessera/embedding/config.h"
 #include "tessera/embedding/optimizer.h"
+#include "tessera/planner/cost.h"
 #include "tessera/sharding/plan.h"
 
 namespace tessera::workloads::dlrm {
@@ -22,27 +24,16 @@ struct StepLoad {
 };
 
 /// Bytes per second of one rank while the others do the same.
-struct Bandwidths {
-  double memory = 51e9;     // a socket of DDR4
-  double host = 25e9;       // to ranks of the same host
-  double network = 12.5e9;  // to ranks of other hosts
-};
+using Bandwidths = planner::Speeds;
 
 struct RankBytes {
   double weights = 0;
   double optimizer = 0;  // state, and gradients of kernel `dense`
-  double batch = 0;      // ids, rows, and their gradients, if all are held at once
+  double batch = 0;      // ids, rows, their gradients, and work space, if all are held at once
   double total() const noexcept { return weights + optimizer + batch; }
 };
 
-struct RankSeconds {
-  double ids = 0;        // to the ranks that have their rows
-  double lookup = 0;     // of the rows
-  double rows = 0;       // to the ranks that have the samples
-  double gradients = 0;  // back to the rows
-  double step = 0;       // of the touched rows
-  double total() const noexcept { return ids + lookup + rows + gradients + step; }
-};
+using RankSeconds = planner::Seconds;
 
 struct RankCost {
   RankBytes bytes;

@@ -62,7 +62,7 @@ settings::Table Settings::table() {
   settings::Table table(kHead, "More: docs/train_your_own.md, docs/report.md\n");
   add_ranks(table);
   table.add("sharding", sharding, "S", "")
-      .one_of({"auto", "table_wise", "row_wise", "column_wise", "data_parallel"});
+      .one_of({"auto", "balanced", "table_wise", "row_wise", "column_wise", "data_parallel"});
   table.add("plan", plan, "FILE", "the plan itself, as JSON");
   table.group("data");
   table.add("data", data, "D", "synthetic, or a file").told();

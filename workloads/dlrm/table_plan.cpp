@@ -61,8 +61,8 @@ std::vector<EmbeddingTableConfig> tables_of(const ClickSchema& schema, std::int6
 sharding::ModulePlan default_plan(const std::vector<EmbeddingTableConfig>& tables,
                                   const std::string& sharding, const sharding::Topology& topology) {
   std::map<std::string, Placement> wishes;
-  if (sharding == "auto" || sharding == "table_wise") {
-    wishes = greedy(tables, sharding == "auto", topology.world_size);
+  if (sharding == "balanced" || sharding == "table_wise") {
+    wishes = greedy(tables, sharding == "balanced", topology.world_size);
   } else {
     std::vector<int> ranks(static_cast<std::size_t>(topology.world_size));
     std::iota(ranks.begin(), ranks.end(), 0);
@@ -76,7 +76,7 @@ sharding::ModulePlan default_plan(const std::vector<EmbeddingTableConfig>& table
                        sharding::data_parallel().with_kernel(sharding::ComputeKernel::kFused));
       } else {
         TESSERA_CHECK_VALUE(false, "dlrm.plan: there is no sharding '", sharding,
-                            "'. There are auto, table_wise, row_wise, column_wise and "
+                            "'. There are balanced, table_wise, row_wise, column_wise and "
                             "data_parallel.");
       }
     }

@@ -17,6 +17,8 @@
 #include "report/html.h"
 #include "tessera/checkpoint/modules.h"
 #include "tessera/comm/collectives.h"
+#include "tessera/comm/leader.h"
+#include "tessera/comm/topology.h"
 #include "tessera/core/check.h"
 #include "tessera/data_parallel/distributed_data_parallel.h"
 #include "tessera/sharding/sharded_embedding_bag_collection.h"
@@ -357,13 +359,42 @@ class Training final : public trainer::Workload<ClickBatch> {
   std::optional<double> ceiling_;
 };
 
+// The planner's on rank 0, for all, or what the settings say.
+sharding::ModulePlan training_plan(const Settings& settings, const ClickSchema& schema,
+                                   const std::vector<embedding::EmbeddingTableConfig>& tables,
+                                   const comm::Group& world) {
+  const sharding::Topology topology{world.size(), comm::get_local_size(world.size())};
+  sharding::ModulePlan plan;
+  if (is_planned(settings)) {
+    PlanRequest request;
+    request.num_ranks = topology.world_size;
+    request.ranks_per_host = topology.local_size;
+    request.batch = settings.batch;
+    request.table_optimizer = settings.table_optimizer;
+    const std::string answer = comm::invoke_on_rank_and_broadcast_result(world, 0, [&] {
+      request.rank.memory = memory_of_rank(topology.local_size);
+      return planner_answer(table_problem(
+          planner_tables(schema, settings.embedding_dim, settings.bag_size), request));
+    });
+    plan = plan_from_answer("train", answer, tables, topology).plan;
+  } else {
+    plan = plan_of("train", settings, tables, topology);
+  }
+  for (const auto& [name, table] : plan) {
+    TESSERA_CHECK_VALUE(table.kernel == sharding::ComputeKernel::kFused, "train: table '", name,
+                        "' has the kernel dense, whose rows no optimizer of this training steps. "
+                        "Write fused into the plan.");
+  }
+  return plan;
+}
+
 }  // namespace
 
 std::unique_ptr<trainer::AnyWorkload> make_workload(const Settings& settings,
                                                     const comm::Group& world) {
   OpenedLog log = open_log(settings.data, log_options(settings));
   auto tables = tables_of(log.log->schema(), settings.embedding_dim);
-  auto plan = plan_of("train", settings, tables, {world.size(), world.size()});
+  auto plan = training_plan(settings, log.log->schema(), tables, world);
   return std::make_unique<Training>(settings, std::move(log), std::move(tables), std::move(plan),
                                     world);
 }

@@ -24,10 +24,10 @@ struct Settings;
 std::vector<embedding::EmbeddingTableConfig> tables_of(const ClickSchema& schema,
                                                        std::int64_t embedding_dim);
 
-/// How the tables lie if nobody says otherwise. `sharding` is "table_wise" (largest first, each to
-/// the rank with fewest bytes), "row_wise", "column_wise", "data_parallel", or "auto": as
-/// table_wise, but a table larger than a rank's share of all bytes is cut by rows. Throws
-/// ValueError for another word, and for tables that cannot be cut so.
+/// How the tables lie by a rule. `sharding` is "table_wise" (largest first, each to the rank with
+/// fewest bytes), "row_wise", "column_wise", "data_parallel", or "balanced": as table_wise, but a
+/// table larger than a rank's share of all bytes is cut by rows. Throws ValueError for another
+/// word, and for tables that cannot be cut so.
 sharding::ModulePlan default_plan(const std::vector<embedding::EmbeddingTableConfig>& tables,
                                   const std::string& sharding, const sharding::Topology& topology);
 

@@ -1,5 +1,7 @@
 // What a plan costs: closed forms for every way of cutting.
 
+#include <cmath>
+
 #include <gtest/gtest.h>
 
 #include "dlrm/plan_cost.h"
@@ -22,6 +24,9 @@ EmbeddingTableConfig table(const std::string& name, std::int64_t rows, std::int6
   return config;
 }
 
+// Rows that so many even ids touch.
+double touched(double rows, double ids) { return rows * (1 - std::pow(1 - 1 / rows, ids)); }
+
 std::vector<RankCost> costs_of(const EmbeddingTableConfig& one, const sharding::Placement& wish,
                                const Topology& topology, double ids = 2, std::int64_t batch = 10) {
   StepLoad load;
@@ -36,14 +41,15 @@ TEST(PlanCost, TableWiseIsAllOnOneRank) {
   const RankCost& owner = costs[1];
   EXPECT_EQ(owner.bytes.weights, 1000 * 32 * 4);
   EXPECT_EQ(owner.bytes.optimizer, 1000 * 4);  // one number per row
-  // 40 ids and 20 rows each way for others, and the 10 rows of its own samples each way.
-  EXPECT_EQ(owner.bytes.batch, 40 * 8 + 2 * 20 * 32 * 4 + 2 * 10 * 32 * 4);
+  // Ids and lengths of two batches, 20 rows each way for others, the 10 rows of its own samples
+  // each way, and 16 bytes an id to sort them.
+  EXPECT_EQ(owner.bytes.batch, 2 * (40 * 8 + 20 * 4) + 2 * 20 * 32 * 4 + 2 * 10 * 32 * 4 + 40 * 16);
   // Half of everything is the other rank's.
-  EXPECT_DOUBLE_EQ(owner.seconds.ids, 20 * 8 * 1e3);
+  EXPECT_DOUBLE_EQ(owner.seconds.ids, (20 * 8 + 10 * 4) * 1e3);
   EXPECT_DOUBLE_EQ(owner.seconds.lookup, 40 * 128);
   EXPECT_DOUBLE_EQ(owner.seconds.rows, 10 * 128 * 1e3);
   EXPECT_DOUBLE_EQ(owner.seconds.gradients, owner.seconds.rows);
-  EXPECT_DOUBLE_EQ(owner.seconds.step, 40 * 128 + 2 * 40 * (128 + 4));
+  EXPECT_NEAR(owner.seconds.step, 40 * 128 + 2 * touched(1000, 40) * (128 + 4), 1e-6);
   EXPECT_EQ(costs[0].seconds.total(), 0);
   EXPECT_EQ(costs[0].bytes.total(), 2 * 10 * 32 * 4);
 }
@@ -51,9 +57,9 @@ TEST(PlanCost, TableWiseIsAllOnOneRank) {
 TEST(PlanCost, OneRankSendsNothing) {
   const auto costs = costs_of(table("a", 5, 4), sharding::row_wise(), {1, 1});
   EXPECT_EQ(costs[0].seconds.ids + costs[0].seconds.rows + costs[0].seconds.gradients, 0);
-  // Rows narrower than a cache line cost a line; no more rows are stepped than there are.
+  // Rows narrower than a cache line cost a line.
   EXPECT_DOUBLE_EQ(costs[0].seconds.lookup, 20 * 64);
-  EXPECT_DOUBLE_EQ(costs[0].seconds.step, 20 * 16 + 2 * 5 * (16 + 4));
+  EXPECT_NEAR(costs[0].seconds.step, 20 * 16 + 2 * touched(5, 20) * (16 + 4), 1e-9);
 }
 
 TEST(PlanCost, RowWiseSharesIdsButNotSums) {
@@ -72,7 +78,7 @@ TEST(PlanCost, RowWiseSharesIdsButNotSums) {
 TEST(PlanCost, ColumnWiseSharesColumnsButNotIds) {
   const auto costs = costs_of(table("a", 100, 64), sharding::column_wise({0, 1}), {2, 2});
   EXPECT_DOUBLE_EQ(costs[0].seconds.lookup, 40 * 128);
-  EXPECT_DOUBLE_EQ(costs[0].seconds.ids, 20 * 8 * 1e3);
+  EXPECT_DOUBLE_EQ(costs[0].seconds.ids, (20 * 8 + 10 * 4) * 1e3);
   EXPECT_DOUBLE_EQ(costs[0].seconds.rows, 10 * 128 * 1e3);
   EXPECT_EQ(costs[0].bytes.optimizer, 100 * 4);  // each part has its own number per row
 }
@@ -92,8 +98,9 @@ TEST(PlanCost, ReplicasExchangeGradientsOnly) {
   const auto fused_wish = sharding::data_parallel().with_kernel(sharding::ComputeKernel::kFused);
   const auto fused = costs_of(table("a", 1000, 32), fused_wish, {2, 2});
   EXPECT_EQ(fused[0].seconds.ids + fused[0].seconds.rows, 0);
-  EXPECT_DOUBLE_EQ(fused[0].seconds.gradients, 20 * (8 + 128) * 1e3);  // the rows that were touched
-  EXPECT_DOUBLE_EQ(fused[0].seconds.step, 40 * 128 + 2 * 40 * (128 + 4));
+  // The rows that were touched.
+  EXPECT_NEAR(fused[0].seconds.gradients, touched(1000, 20) * (8 + 128) * 1e3, 1e-3);
+  EXPECT_NEAR(fused[0].seconds.step, 40 * 128 + 2 * touched(1000, 40) * (128 + 4), 1e-6);
   const auto dense = costs_of(table("a", 1000, 32), sharding::data_parallel(), {2, 2});
   EXPECT_DOUBLE_EQ(dense[0].seconds.gradients, 1000 * 128 * 1e3);  // all rows
   EXPECT_EQ(dense[0].bytes.optimizer, 1000 * 4 + 1000 * 128);

@@ -1,0 +1,64 @@
+#include "dlrm/table_problem.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+
+namespace tessera::workloads::dlrm {
+namespace {
+
+struct State {
+  const char* optimizer;
+  double per_row;
+  double per_element;
+};
+constexpr State kStates[] = {{"sgd", 0, 0},
+                             {"rowwise_adagrad", 4, 0},
+                             {"adagrad", 0, 4},
+                             {"adam", 0, 8},
+                             {"partial_rowwise_adam", 4, 4}};
+
+}  // namespace
+
+std::vector<planner::Table> planner_tables(const ClickSchema& schema, std::int64_t embedding_dim,
+                                           std::int64_t bag_size) {
+  std::vector<planner::Table> tables;
+  for (const Feature& feature : schema.features) {
+    planner::Table table;
+    table.name = feature.name;
+    table.rows = feature.num_rows;
+    table.dim = embedding_dim;
+    table.features[0].ids = static_cast<double>(feature.bag_size > 0 ? feature.bag_size : bag_size);
+    tables.push_back(std::move(table));
+  }
+  return tables;
+}
+
+planner::Problem table_problem(std::vector<planner::Table> tables, const PlanRequest& request) {
+  planner::Problem problem;
+  problem.tables = std::move(tables);
+  for (const State& state : kStates) {
+    if (request.table_optimizer != state.optimizer) continue;
+    for (planner::Table& table : problem.tables) {
+      table.state_bytes_per_row = state.per_row;
+      table.state_bytes_per_element = state.per_element;
+    }
+  }
+  for (const planner::Table& table : problem.tables) {
+    problem.rules[table.name].kernels = {planner::Kernel::kFused};
+  }
+  problem.ranks.assign(static_cast<std::size_t>(request.num_ranks), request.rank);
+  problem.ranks_per_host = request.ranks_per_host;
+  problem.batch = request.batch;
+  problem.reserved_percent = request.reserve;
+  return problem;
+}
+
+double memory_of_rank(int ranks_per_host) {
+  constexpr double kGiB = 1 << 30;
+  const double bytes = static_cast<double>(sysconf(_SC_PHYS_PAGES)) *
+                       static_cast<double>(sysconf(_SC_PAGE_SIZE)) / ranks_per_host;
+  return std::max(kGiB, static_cast<double>(static_cast<std::int64_t>(bytes / kGiB)) * kGiB);
+}
+
+}  // namespace tessera::workloads::dlrm

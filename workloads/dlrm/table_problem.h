@@ -1,0 +1,35 @@
+// dlrm/table_problem.h — the tables of a training as a problem for the planner. No LibTorch.
+
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "dlrm/click_log.h"
+#include "tessera/planner/problem.h"
+
+namespace tessera::workloads::dlrm {
+
+/// One table per feature of a log. Bags that vary are `bag_size` long in the mean.
+std::vector<planner::Table> planner_tables(const ClickSchema& schema, std::int64_t embedding_dim,
+                                           std::int64_t bag_size);
+
+/// What a training is planned for.
+struct PlanRequest {
+  int num_ranks = 1;
+  int ranks_per_host = 1;
+  std::int64_t batch = 2048;                        // samples per rank and step
+  std::string table_optimizer = "rowwise_adagrad";  // a word of --table-optimizer
+  planner::Rank rank;
+  double reserve = 15;  // percent of the memory
+};
+
+/// Tables may be cut in every way, and copied to all ranks where the fused kernel steps them.
+planner::Problem table_problem(std::vector<planner::Table> tables, const PlanRequest& request);
+
+/// Bytes of memory that one of `ranks_per_host` ranks has of this host, in whole GiB: the same on
+/// hosts of one kind.
+double memory_of_rank(int ranks_per_host);
+
+}  // namespace tessera::workloads::dlrm
