@@ -40,6 +40,7 @@ CALLS_KERNELS = {
     "jagged",
     "embedding",
     "sharding",
+    "collision",
 }
 
 FORBIDDEN_IN_PUBLIC = re.compile(r"^(gloo/|nccl|cuda|.*ProcessGroupGloo|.*ProcessGroupNCCL)", re.I)

@@ -1,0 +1,204 @@
+#include "collision/line_store.h"
+
+#include <algorithm>
+#include <new>
+#include <utility>
+
+namespace tessera::collision {
+namespace {
+
+using kernels::hash_id;
+using kernels::IdLine;
+using kernels::kLinesPerSegment;
+using kernels::kMostLines;
+using kernels::kSlotsPerLine;
+
+constexpr unsigned kAllSlots = (1U << kSlotsPerLine) - 1;
+constexpr std::size_t kSegmentBytes = sizeof(IdLine) * kLinesPerSegment;
+// 2^32 rows at the least load that splitting leaves.
+constexpr std::size_t kMostLineBytes = std::size_t{1} << 38;
+// Bits of the hash above the line's and the bucket's.
+constexpr int kMostDepth = 44;
+// Hashes of honest ids leave segments of two depths. A directory this much larger than the number
+// of segments is the work of ids chosen to be alike.
+constexpr int kSpareDepth = 12;
+
+IdLine& line_at(IdLine* segment, std::uint64_t hash, unsigned step) {
+  return segment[(hash + step) % kLinesPerSegment];
+}
+
+/// How many lines behind its own an id lies in `line`.
+unsigned steps_to(std::uint64_t hash, std::int64_t line) {
+  return static_cast<unsigned>((static_cast<std::uint64_t>(line) - hash) % kLinesPerSegment);
+}
+
+struct Place {
+  IdLine* line;
+  unsigned steps;
+  int slot;
+};
+
+/// The first free slot within reach; `line` is null if there is none.
+Place free_place(IdLine* segment, std::uint64_t hash, unsigned num_lines = kMostLines) {
+  for (unsigned step = 0; step < num_lines; ++step) {
+    IdLine& line = line_at(segment, hash, step);
+    if (line.occupied != kAllSlots) return {&line, step, __builtin_ctz(~unsigned{line.occupied})};
+  }
+  return {nullptr, 0, 0};
+}
+
+void fill(const Place& place, std::int64_t id, std::uint32_t row) {
+  place.line->keys[place.slot] = id;
+  place.line->rows[place.slot] = row;
+  place.line->occupied = static_cast<std::uint8_t>(place.line->occupied | 1U << place.slot);
+}
+
+/// Changes the overflow of the lines that an id at so many steps was pushed past.
+void add_overflow(IdLine* segment, std::uint64_t hash, unsigned steps, int change) {
+  for (unsigned step = 0; step < steps; ++step) {
+    IdLine& line = line_at(segment, hash, step);
+    line.overflow = static_cast<std::uint8_t>(line.overflow + change);
+  }
+}
+
+/// Calls `visit(line, slot, hash, steps)` for every id that lies behind its line.
+template <typename Visit>
+void for_displaced(IdLine* segment, const Visit& visit) {
+  for (std::int64_t at = 0; at < kLinesPerSegment; ++at) {
+    IdLine& line = segment[at];
+    for (int slot = 0; slot < kSlotsPerLine; ++slot) {
+      if ((line.occupied >> slot & 1U) == 0) continue;
+      const std::uint64_t hash = hash_id(line.keys[slot]);
+      const unsigned steps = steps_to(hash, at);
+      if (steps != 0) visit(line, slot, hash, steps);
+    }
+  }
+}
+
+/// Moves ids nearer to their line where there is room now, and counts those that stay behind.
+void settle(IdLine* segment) {
+  for_displaced(segment, [&](IdLine& line, int slot, std::uint64_t hash, unsigned steps) {
+    const Place nearer = free_place(segment, hash, steps);
+    if (nearer.line == nullptr) return;
+    fill(nearer, line.keys[slot], line.rows[slot]);
+    line.occupied = static_cast<std::uint8_t>(line.occupied & ~(1U << slot));
+  });
+  for (std::int64_t at = 0; at < kLinesPerSegment; ++at) segment[at].overflow = 0;
+  for_displaced(segment, [&](IdLine&, int, std::uint64_t hash, unsigned steps) {
+    add_overflow(segment, hash, steps, 1);
+  });
+}
+
+}  // namespace
+
+LineStore::LineStore(std::int64_t most_bytes) : memory_(kMostLineBytes), most_bytes_(most_bytes) {
+  clear();
+}
+
+void LineStore::clear() {
+  memory_.clear();
+  local_depth_.clear();
+  depth_ = 1;
+  directory_.assign(2, 0);
+  if (!add_segment(0)) throw std::bad_alloc();
+}
+
+IdLine* LineStore::segment(std::uint32_t number) const noexcept {
+  return static_cast<IdLine*>(memory_.data()) + static_cast<std::size_t>(number) * kLinesPerSegment;
+}
+
+kernels::IdLines LineStore::view() const noexcept {
+  return {segment(0), directory_.data(), 64 - depth_};
+}
+
+std::int64_t LineStore::bytes() const noexcept {
+  return static_cast<std::int64_t>(local_depth_.size() * (kSegmentBytes + 1) +
+                                   directory_.size() * sizeof(std::uint32_t));
+}
+
+bool LineStore::add_segment(int depth) {
+  const std::size_t bytes = (local_depth_.size() + 1) * kSegmentBytes;
+  if (most_bytes_ != 0 && static_cast<std::int64_t>(bytes) > most_bytes_) return false;
+  local_depth_.reserve(local_depth_.size() + 1);
+  if (!memory_.grow(bytes)) return false;
+  local_depth_.push_back(static_cast<std::uint8_t>(depth));
+  return true;
+}
+
+std::int64_t LineStore::find(std::int64_t id) const noexcept {
+  std::int64_t row = -1;
+  kernels::id_line_kernels().find_rows(view(), &id, 1, &row);
+  return row;
+}
+
+Placed LineStore::insert(std::int64_t id, std::uint32_t row) {
+  const std::uint64_t hash = hash_id(id);
+  while (true) {
+    IdLine* lines = segment(directory_[hash >> (64 - depth_)]);
+    const Place place = free_place(lines, hash);
+    if (place.line != nullptr) {
+      fill(place, id, row);
+      add_overflow(lines, hash, place.steps, 1);
+      return Placed::kYes;
+    }
+    const Placed done = split(hash);
+    if (done != Placed::kYes) return done;
+  }
+}
+
+Placed LineStore::split(std::uint64_t hash) {
+  const std::uint32_t old_number = directory_[hash >> (64 - depth_)];
+  const int depth = local_depth_[old_number];
+  if (depth == kMostDepth) return Placed::kTooManyAlike;
+  if (depth == depth_) {
+    if (depth_ >= kSpareDepth && (num_segments() << kSpareDepth) < (std::int64_t{1} << depth_)) {
+      return Placed::kTooManyAlike;
+    }
+    std::vector<std::uint32_t> larger(directory_.size() * 2);
+    for (std::size_t i = 0; i < directory_.size(); ++i) {
+      larger[2 * i] = larger[2 * i + 1] = directory_[i];
+    }
+    directory_ = std::move(larger);
+    ++depth_;
+  }
+  if (!add_segment(depth + 1)) return Placed::kNoMemory;
+  local_depth_[old_number] = static_cast<std::uint8_t>(depth + 1);
+  const auto new_number = static_cast<std::uint32_t>(num_segments() - 1);
+  IdLine* from = segment(old_number);
+  IdLine* to = segment(new_number);
+  const int bit = 63 - depth;
+  for (std::int64_t at = 0; at < kLinesPerSegment; ++at) {
+    unsigned moved = 0;
+    for (int slot = 0; slot < kSlotsPerLine; ++slot) {
+      moved |= static_cast<unsigned>(hash_id(from[at].keys[slot]) >> bit & 1U) << slot;
+    }
+    moved &= from[at].occupied;
+    to[at] = from[at];
+    to[at].occupied = static_cast<std::uint8_t>(moved);
+    from[at].occupied = static_cast<std::uint8_t>(from[at].occupied & ~moved);
+  }
+  settle(from);
+  settle(to);
+  // The entries of the old segment are those with the same `depth` top bits; the upper half moves.
+  const int spare = depth_ - depth;
+  const std::uint64_t first = hash >> (64 - depth_) >> spare << spare;
+  const std::uint64_t half = std::uint64_t{1} << (spare - 1);
+  std::fill_n(directory_.begin() + static_cast<std::ptrdiff_t>(first + half), half, new_number);
+  return Placed::kYes;
+}
+
+void LineStore::erase(std::int64_t id) noexcept {
+  const std::uint64_t hash = hash_id(id);
+  IdLine* lines = segment(directory_[hash >> (64 - depth_)]);
+  for (unsigned step = 0; step < kMostLines; ++step) {
+    IdLine& line = line_at(lines, hash, step);
+    for (int slot = 0; slot < kSlotsPerLine; ++slot) {
+      if ((line.occupied >> slot & 1U) == 0 || line.keys[slot] != id) continue;
+      line.occupied = static_cast<std::uint8_t>(line.occupied & ~(1U << slot));
+      add_overflow(lines, hash, step, -1);
+      return;
+    }
+  }
+}
+
+}  // namespace tessera::collision

@@ -1,0 +1,52 @@
+// src/collision/line_store.h — segments of lines, and the directory that finds them.
+
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "collision/reserved_memory.h"
+#include "kernels/id_lines.h"
+
+namespace tessera::collision {
+
+/// Why an id could not be placed.
+enum class Placed : std::uint8_t { kYes, kNoMemory, kTooManyAlike };
+
+/// Ids and rows in lines; see kernels/id_lines.h for what is where.
+///
+/// A segment without room for an id splits in two by the next bit of the hashes; no other segment
+/// is touched, and every id keeps its line and slot in the half it goes to, so a split never fails
+/// half-way.
+class LineStore {
+ public:
+  /// `most_bytes`: of lines; 0: no limit.
+  explicit LineStore(std::int64_t most_bytes);
+
+  kernels::IdLines view() const noexcept;
+  std::int64_t find(std::int64_t id) const noexcept;
+  /// Adds an id that is not there. Unless kYes, nothing changed but the number of segments.
+  Placed insert(std::int64_t id, std::uint32_t row);
+  /// Removes an id that is there.
+  void erase(std::int64_t id) noexcept;
+  void clear();
+
+  std::int64_t num_segments() const noexcept {
+    return static_cast<std::int64_t>(local_depth_.size());
+  }
+  std::int64_t bytes() const noexcept;
+  std::int64_t huge_page_bytes() const { return memory_.huge_page_bytes(); }
+
+ private:
+  kernels::IdLine* segment(std::uint32_t number) const noexcept;
+  bool add_segment(int depth);
+  Placed split(std::uint64_t hash);
+
+  ReservedMemory memory_;
+  std::int64_t most_bytes_;
+  std::vector<std::uint32_t> directory_;
+  int depth_ = 1;  // bits that index the directory
+  std::vector<std::uint8_t> local_depth_;
+};
+
+}  // namespace tessera::collision

@@ -1,0 +1,580 @@
+// The id table against a plain map, and every instruction set against the plain loops.
+
+#include "tessera/collision/id_table.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <limits>
+#include <map>
+#include <random>
+#include <set>
+#include <string>
+#include <tuple>
+#include <unordered_map>
+#include <vector>
+
+#include "collision/line_store.h"
+#include "kernels/id_lines.h"
+
+namespace tessera::collision {
+namespace {
+
+using Ids = std::vector<std::int64_t>;
+
+constexpr std::int64_t kLow = std::numeric_limits<std::int64_t>::min();
+constexpr std::int64_t kHigh = std::numeric_limits<std::int64_t>::max();
+
+Ids find(const IdTable& table, const Ids& ids) {
+  Ids rows(ids.size());
+  table.find(ids, rows);
+  return rows;
+}
+
+struct Admitted {
+  Ids rows;
+  IdChanges changes;
+};
+
+Admitted admit(IdTable& table, const Ids& ids, std::int64_t step, const Ids& counts = {}) {
+  Admitted result{Ids(ids.size()), {}};
+  result.changes = table.admit(ids, counts, step, result.rows);
+  return result;
+}
+
+std::int64_t operations() {
+  const char* wanted = std::getenv("TESSERA_ID_OPERATIONS");
+  return wanted == nullptr ? 1'000'000 : std::atoll(wanted);
+}
+
+/// The id whose hash has these segment, bucket and line bits.
+std::int64_t id_at(std::uint64_t segment, std::uint64_t bucket, std::uint64_t line) {
+  return id_of_hash(segment << 20 | bucket << 10 | line);
+}
+
+/// Ids of one bucket: number i of bucket b.
+std::int64_t id_in(int bucket, std::uint64_t number) {
+  return id_at(number * 0x9e3779b97f4U & ((std::uint64_t{1} << 44) - 1),
+               static_cast<std::uint64_t>(bucket), number * 37 % 1024);
+}
+
+TEST(IdHash, IsABijectionWithAnInverse) {
+  std::mt19937_64 random(1);
+  for (const std::int64_t id : {std::int64_t{0}, std::int64_t{-1}, kLow, kHigh}) {
+    EXPECT_EQ(id_of_hash(id_hash(id)), id);
+  }
+  for (int i = 0; i < 10000; ++i) {
+    const auto id = static_cast<std::int64_t>(random());
+    ASSERT_EQ(id_of_hash(id_hash(id)), id);
+    ASSERT_EQ(bucket_of(id), static_cast<int>(id_hash(id) >> 10 & 1023));
+  }
+  // The format: these values are in checkpoints.
+  EXPECT_EQ(id_hash(0), 0U);
+  EXPECT_EQ(id_hash(1), 0x4179b061e0c0e0d0U);
+  EXPECT_EQ(id_hash(-1), 0x448e29ced4103459U);
+}
+
+TEST(IdTable, EveryIdOfTheRangeIsLegal) {
+  IdTable table;
+  const Ids ids = {0, -1, kLow, kHigh, kLow + 1, kHigh - 1, 1};
+  EXPECT_EQ(find(table, ids), Ids(ids.size(), -1));
+  EXPECT_EQ(admit(table, ids, 0).rows, (Ids{0, 1, 2, 3, 4, 5, 6}));
+  EXPECT_EQ(find(table, ids), (Ids{0, 1, 2, 3, 4, 5, 6}));
+  EXPECT_EQ(table.id_of(3), kHigh);
+  EXPECT_EQ(table.size(), 7);
+  table.erase(Ids{0, kHigh, 12345});
+  EXPECT_EQ(find(table, ids), (Ids{-1, 1, 2, -1, 4, 5, 6}));
+}
+
+TEST(IdTable, RowsAreGivenInOrderOfFirstAppearance) {
+  IdTable table;
+  const auto first = admit(table, {10, 10, 11, 10, 12}, 5, {1, 2, 1, 4, 1});
+  EXPECT_EQ(first.rows, (Ids{0, 0, 1, 0, 2}));
+  EXPECT_EQ(first.changes.new_ids, (Ids{10, 11, 12}));
+  EXPECT_EQ(table.count_of(0), 7);
+  EXPECT_EQ(table.last_step_of(0), 5);
+  EXPECT_EQ(table.erase(Ids{11, 10, 11}).evicted_rows, (Ids{0, 1}));
+  // The lowest free row first, then new ones.
+  EXPECT_EQ(admit(table, {20, 12, 21, 22}, 6).rows, (Ids{0, 2, 1, 3}));
+  EXPECT_EQ(table.count_of(2), 2);
+  EXPECT_EQ(table.num_rows(), 4);
+  EXPECT_THROW(static_cast<void>(table.id_of(4)), std::out_of_range);
+}
+
+TEST(IdTable, CountsStopAtTheirLargestValue) {
+  IdTable table;
+  admit(table, {7, 8}, 0, {0xfffffffe, std::int64_t{1} << 40});
+  admit(table, {7, 7, 7}, 1);
+  EXPECT_EQ(table.count_of(0), 0xffffffff);
+  EXPECT_EQ(table.count_of(1), 0xffffffff);
+}
+
+/// Traffic of new, known and erased ids, the table beside a plain map.
+TEST(IdTable, AgreesWithAPlainMapUnderTraffic) {
+  std::mt19937_64 random(7);
+  IdTable table;
+  std::unordered_map<std::int64_t, std::int64_t> rows_of;
+  std::unordered_map<std::int64_t, std::int64_t> counts_of;
+  Ids known;
+  std::set<std::int64_t> free;
+  std::int64_t num_rows = 0;
+  std::int64_t step = 0;
+  for (std::int64_t done = 0; done < operations(); ++step) {
+    Ids batch(1 + random() % 4000);
+    for (std::int64_t& id : batch) {
+      const bool is_old = !known.empty() && random() % 2 == 0;
+      id = is_old ? known[random() % known.size()] : static_cast<std::int64_t>(random());
+      if (random() % 1000 == 0) id = static_cast<std::int64_t>(random() % 3) - 1;
+    }
+    done += static_cast<std::int64_t>(batch.size());
+    const auto got = admit(table, batch, step);
+    for (std::size_t i = 0; i < batch.size(); ++i) {
+      const auto [place, is_new] = rows_of.try_emplace(batch[i], -1);
+      if (is_new) {
+        place->second = free.empty() ? num_rows++ : *free.begin();
+        if (!free.empty()) free.erase(free.begin());
+        known.push_back(batch[i]);
+      }
+      ++counts_of[batch[i]];
+      ASSERT_EQ(got.rows[i], place->second) << "step " << step << ", position " << i;
+    }
+    if (random() % 4 != 0) continue;
+    Ids gone(random() % 3000);
+    for (std::int64_t& id : gone) {
+      const std::size_t place = random() % known.size();
+      id = known[place];
+      known[place] = known.back();  // may name an id twice, or one that has gone
+    }
+    const IdChanges changes = table.erase(gone);
+    std::size_t num_gone = 0;
+    for (const std::int64_t id : gone) {
+      const auto place = rows_of.find(id);
+      if (place == rows_of.end()) continue;
+      free.insert(place->second);
+      rows_of.erase(place);
+      counts_of.erase(id);
+      ++num_gone;
+    }
+    ASSERT_EQ(changes.evicted_ids.size(), num_gone);
+    std::erase_if(known, [&](std::int64_t id) { return !rows_of.contains(id); });
+    ASSERT_EQ(find(table, gone), Ids(gone.size(), -1));
+  }
+  ASSERT_EQ(table.size(), static_cast<std::int64_t>(rows_of.size()));
+  for (const auto& [id, row] : rows_of) {
+    ASSERT_EQ(table.id_of(row), id);
+    ASSERT_EQ(table.count_of(row), counts_of[id]);
+  }
+}
+
+/// What an eviction must do, said with maps and sorts.
+class Model {
+ public:
+  explicit Model(const IdTableOptions& options)
+      : options_(options), per_bucket_((options.capacity + 1023) / 1024) {}
+
+  struct Seen {
+    std::int64_t count = 0;
+    std::int64_t last = 0;
+  };
+
+  std::set<std::int64_t> step(const Ids& ids, std::int64_t step) {
+    Ids fresh;
+    std::map<std::int64_t, std::int64_t> counts;
+    for (const std::int64_t id : ids) {
+      const auto place = known_.find(id);
+      if (place != known_.end()) {
+        ++place->second.count;
+        place->second.last = step;
+      } else if (counts[id]++ == 0) {
+        fresh.push_back(id);
+      }
+    }
+    std::map<int, Ids> arriving;
+    for (const std::int64_t id : fresh) arriving[bucket_of(id)].push_back(id);
+    std::set<std::int64_t> evicted;
+    for (auto& [bucket, arrivals] : arriving) {
+      std::int64_t held = 0;
+      Ids old;
+      for (const auto& [id, seen] : known_) {
+        if (bucket_of(id) != bucket) continue;
+        ++held;
+        if (seen.last < step) old.push_back(id);
+      }
+      const auto over = held + static_cast<std::int64_t>(arrivals.size()) - per_bucket_;
+      if (over > 0) {
+        std::sort(old.begin(), old.end(), [&](std::int64_t a, std::int64_t b) {
+          return std::tuple(score(a, step), known_[a].last, a) <
+                 std::tuple(score(b, step), known_[b].last, b);
+        });
+        const auto share = static_cast<std::int64_t>(
+            std::ceil(static_cast<double>(per_bucket_) * options_.eviction.share));
+        old.resize(std::min<std::size_t>(old.size(), std::max(over, share)));
+        for (const std::int64_t id : old) {
+          known_.erase(id);
+          evicted.insert(id);
+        }
+        held -= static_cast<std::int64_t>(old.size());
+      }
+      for (const std::int64_t id : arrivals) {
+        if (held++ < per_bucket_) known_[id] = {counts[id], step};
+      }
+    }
+    return evicted;
+  }
+
+  const std::map<std::int64_t, Seen>& known() const { return known_; }
+
+ private:
+  double score(std::int64_t id, std::int64_t step) {
+    const Seen& seen = known_[id];
+    if (options_.eviction.kind == EvictionKind::kLfu) return static_cast<double>(seen.count);
+    if (options_.eviction.kind == EvictionKind::kLru) return static_cast<double>(seen.last);
+    return static_cast<double>(seen.count) /
+           std::pow(static_cast<double>(step - seen.last + 1), options_.eviction.decay_exponent);
+  }
+
+  IdTableOptions options_;
+  std::int64_t per_bucket_;
+  std::map<std::int64_t, Seen> known_;
+};
+
+TEST(IdTable, EvictsAsTheModelSays) {
+  for (const EvictionKind kind :
+       {EvictionKind::kLfu, EvictionKind::kLru, EvictionKind::kDistanceLfu}) {
+    for (const double exponent : {1.0, 0.5}) {
+      IdTableOptions options{.name = "t", .capacity = 20 * 1024, .refuse_when_full = true};
+      options.eviction = {.kind = kind, .decay_exponent = exponent, .share = 0.1};
+      IdTable table(options);
+      Model model(options);
+      std::mt19937_64 random(3);
+      for (std::int64_t step = 0; step < 150; ++step) {
+        Ids batch(1 + random() % 60);
+        for (std::int64_t& id : batch) {
+          const auto number = std::min(random() % 120, random() % 120);
+          id = id_in(static_cast<int>(random() % 3), number);
+        }
+        const auto got = admit(table, batch, step);
+        const auto evicted = model.step(batch, step);
+        ASSERT_EQ(
+            std::set<std::int64_t>(got.changes.evicted_ids.begin(), got.changes.evicted_ids.end()),
+            evicted)
+            << "step " << step;
+        ASSERT_EQ(table.size(), static_cast<std::int64_t>(model.known().size()));
+        for (std::size_t i = 0; i < batch.size(); ++i) {
+          const bool is_known = model.known().contains(batch[i]);
+          ASSERT_EQ(got.rows[i] >= 0, is_known);
+          if (!is_known) continue;
+          ASSERT_EQ(table.id_of(got.rows[i]), batch[i]);
+          ASSERT_EQ(table.count_of(got.rows[i]), model.known().at(batch[i]).count);
+        }
+      }
+      EXPECT_LE(table.num_rows(), 20 * 3);
+    }
+  }
+}
+
+TEST(IdTable, ForgetsWhatWasNotSeenForTooLong) {
+  IdTableOptions options;
+  options.eviction = {.kind = EvictionKind::kTimeToLive, .time_to_live = 3, .interval = 2};
+  options.protect = {5};
+  IdTable table(options);
+  admit(table, {5, 6, 7}, 0);
+  admit(table, {7}, 2);
+  EXPECT_EQ(table.size(), 3);
+  EXPECT_EQ(admit(table, {}, 3).changes.evicted_ids, Ids{});
+  EXPECT_EQ(admit(table, {8}, 4).rows, Ids{1});  // 6 was last seen 4 steps ago
+  EXPECT_EQ(find(table, {5, 6, 7, 8}), (Ids{0, -1, 2, 1}));
+  EXPECT_EQ(admit(table, {}, 6).changes.evicted_ids, Ids{7});
+}
+
+TEST(IdTable, AdmitsFromTheNthSightingOn) {
+  IdTable table({.admission = {.kind = AdmissionKind::kFrequency, .sightings = 3}});
+  EXPECT_EQ(admit(table, {9, 9, 10}, 0).rows, (Ids{-1, -1, -1}));
+  EXPECT_EQ(admit(table, {10, 9}, 1).rows, (Ids{-1, 0}));
+  EXPECT_EQ(admit(table, {10}, 2).rows, Ids{1});
+  // Sightings survive a checkpoint.
+  IdTable other({.admission = {.kind = AdmissionKind::kFrequency, .sightings = 3}});
+  admit(table, {11, 11}, 3);
+  other.load_sketch(table.export_sketch());
+  EXPECT_EQ(admit(other, {11}, 4).rows, Ids{0});
+}
+
+TEST(IdTable, TheSketchForgetsHalfAtTimes) {
+  IdTable table({.admission = {.kind = AdmissionKind::kFrequency, .sightings = 100}});
+  const std::int64_t id = id_in(0, 1);
+  admit(table, {id}, 0, {60});
+  // 2^14 sightings in the bucket, of ids of their own.
+  for (int i = 0; i < (1 << 14) / 40; ++i) {
+    admit(table, {id_in(0, 1000 + static_cast<unsigned>(i))}, 1, {40});
+  }
+  EXPECT_EQ(admit(table, {id}, 2, {40}).rows, Ids{-1});  // 30 + 40
+}
+
+TEST(IdTable, AdmitsByChanceTheSameWayEveryTime) {
+  const Admission admission = {.kind = AdmissionKind::kProbability, .probability = 0.1, .seed = 4};
+  Ids ids(20000);
+  for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<std::int64_t>(i);
+  IdTable one({.admission = admission});
+  IdTable two({.admission = admission});
+  EXPECT_EQ(admit(one, ids, 3).rows, admit(two, ids, 3).rows);
+  EXPECT_NEAR(static_cast<double>(one.size()), 2000, 200);  // 4.7 deviations
+  IdTable three({.admission = admission});
+  EXPECT_NE(admit(three, ids, 4).rows, find(one, ids));
+  // Seen twice: 1 - 0.9^2.
+  IdTable four({.admission = admission});
+  admit(four, ids, 3, Ids(ids.size(), 2));
+  EXPECT_NEAR(static_cast<double>(four.size()), 3800, 260);
+}
+
+/// All that can be seen of a table.
+std::tuple<Ids, Ids, Ids, Ids, std::vector<std::uint8_t>> state_of(const IdTable& table) {
+  const IdList list = table.export_ids();
+  return {list.ids, list.rows, list.counts, list.last_steps, table.export_sketch().counters};
+}
+
+TEST(IdTable, AFullTableChangesNothing) {
+  IdTable table({.name = "user", .capacity = 2 * 1024});
+  admit(table, {id_in(5, 0), id_in(5, 1), id_in(6, 0)}, 0);
+  const auto before = state_of(table);
+  try {
+    admit(table, {id_in(6, 1), id_in(5, 0), id_in(5, 2)}, 1);
+    FAIL() << "no error";
+  } catch (const IdTableFull& error) {
+    EXPECT_EQ(error.table, "user");
+    EXPECT_EQ(error.capacity, 2048);
+    EXPECT_EQ(error.bucket, 5);
+    EXPECT_EQ(std::string(error.what()),
+              "id table 'user': no room for id " + std::to_string(id_in(5, 2)) +
+                  ": bucket 5 has all its 2 rows of a capacity of 2048, and nothing is evicted. "
+                  "Raise the capacity, choose an eviction, or let ids be refused.");
+  }
+  EXPECT_EQ(state_of(table), before);
+  EXPECT_EQ(find(table, {id_in(6, 1)}), Ids{-1});
+  IdTable lenient({.capacity = 2 * 1024, .refuse_when_full = true});
+  admit(lenient, {id_in(5, 0), id_in(5, 1)}, 0);
+  const auto got = admit(lenient, {id_in(5, 2), id_in(5, 1), id_in(7, 0)}, 1);
+  EXPECT_EQ(got.rows, (Ids{-1, 1, 2}));
+  EXPECT_EQ(got.changes.num_refused, 1);
+}
+
+TEST(IdTable, WithoutMemoryTheBatchIsTakenBack) {
+  IdTableOptions options{.name = "user",
+                         .capacity = std::int64_t{1} << 20,
+                         .admission = {.kind = AdmissionKind::kFrequency, .sightings = 2},
+                         .eviction = {.kind = EvictionKind::kLfu},
+                         .most_bytes = 5 << 16};
+  IdTable table(options);
+  std::mt19937_64 random(5);
+  bool has_failed = false;
+  for (std::int64_t step = 0; step < 100 && !has_failed; ++step) {
+    Ids batch(1000);
+    for (std::int64_t& id : batch) id = static_cast<std::int64_t>(random());
+    for (int i = 0; i < 100 && step > 0; ++i) {
+      batch.push_back(table.id_of(static_cast<std::int64_t>(random()) & 511));
+    }
+    const Ids counts(batch.size(), 2);
+    const auto before = state_of(table);
+    const auto size = table.size();
+    try {
+      admit(table, batch, step, counts);
+    } catch (const IdMemoryError& error) {
+      has_failed = true;
+      EXPECT_NE(std::string(error.what()).find(std::to_string(size) + " ids are held"),
+                std::string::npos)
+          << error.what();
+      EXPECT_EQ(state_of(table), before);
+      EXPECT_EQ(table.size(), size);
+      for (std::size_t i = 0; i < 1000; ++i) ASSERT_EQ(find(table, {batch[i]}), Ids{-1});
+      // It goes on with what fits.
+      EXPECT_EQ(admit(table, {table.id_of(0)}, step).rows, Ids{0});
+    }
+  }
+  EXPECT_TRUE(has_failed);
+}
+
+TEST(IdTable, IdsMadeToBeAlikeAreAnErrorNotALoop) {
+  IdTable table;
+  Ids alike;
+  for (std::uint64_t i = 0; i < 60; ++i) alike.push_back(id_at(0x123456789a, i, 77));
+  const auto before = state_of(table);
+  EXPECT_THROW(admit(table, alike, 0), IdTableError);
+  EXPECT_EQ(state_of(table), before);
+  EXPECT_LT(table.num_segments(), 64);
+  // 45 of them fit: nine lines of five.
+  alike.resize(45);
+  EXPECT_EQ(admit(table, alike, 0).rows.back(), 44);
+  EXPECT_EQ(find(table, alike).back(), 44);
+}
+
+TEST(IdTable, AllIdsOfOneSegmentSplitIt) {
+  IdTable table;
+  Ids ids;
+  std::mt19937_64 random(2);
+  for (int i = 0; i < 20000; ++i) {
+    // Eight bits that choose the segment are alike.
+    ids.push_back(id_at(std::uint64_t{0x5a} << 36 | (random() & ((std::uint64_t{1} << 36) - 1)),
+                        random() % 1024, random() % 1024));
+  }
+  admit(table, ids, 0);
+  const Ids rows = find(table, ids);
+  for (std::size_t i = 0; i < ids.size(); ++i) ASSERT_EQ(table.id_of(rows[i]), ids[i]);
+}
+
+TEST(IdTable, MemoryStaysWithinItsPromise) {
+  IdTable table;
+  std::mt19937_64 random(8);
+  for (std::int64_t step = 0; step < 40; ++step) {
+    Ids batch(10000);
+    for (std::int64_t& id : batch) id = static_cast<std::int64_t>(random());
+    admit(table, batch, step);
+    if (table.size() < 50000) continue;
+    EXPECT_LE(table.bytes(), table.size() * (35 + 16)) << table.size();
+  }
+}
+
+TEST(IdTable, ALoadedTableGoesOnAsTheSavedOne) {
+  IdTableOptions options{.capacity = 4 * 1024, .refuse_when_full = true};
+  options.eviction = {.kind = EvictionKind::kDistanceLfu};
+  IdTable table(options);
+  std::mt19937_64 random(11);
+  const auto batch = [&] {
+    Ids ids(50);
+    for (std::int64_t& id : ids) id = id_in(static_cast<int>(random() % 4), random() % 40);
+    return ids;
+  };
+  for (std::int64_t step = 0; step < 20; ++step) admit(table, batch(), step);
+  const IdList saved = table.export_ids();
+  IdTable other(options);
+  other.load(saved.ids, saved.counts, saved.last_steps);
+  for (std::int64_t step = 20; step < 60; ++step) {
+    const Ids ids = batch();
+    const auto a = admit(table, ids, step);
+    const auto b = admit(other, ids, step);
+    ASSERT_EQ(a.changes.new_ids, b.changes.new_ids);
+    ASSERT_EQ(std::set(a.changes.evicted_ids.begin(), a.changes.evicted_ids.end()),
+              std::set(b.changes.evicted_ids.begin(), b.changes.evicted_ids.end()));
+  }
+}
+
+TEST(IdTable, PartsDecideAsTheWhole) {
+  IdTableOptions options{.capacity = 4 * 1024, .refuse_when_full = true};
+  options.eviction = {.kind = EvictionKind::kLfu};
+  options.admission = {.kind = AdmissionKind::kProbability, .probability = 0.5};
+  IdTable whole(options);
+  std::vector<IdTable> parts;
+  const int cuts[] = {0, 300, 700, 1024};
+  for (int part = 0; part < 3; ++part) {
+    IdTableOptions cut = options;
+    cut.first_bucket = cuts[part];
+    cut.end_bucket = cuts[part + 1];
+    parts.emplace_back(cut);
+  }
+  std::mt19937_64 random(12);
+  for (std::int64_t step = 0; step < 60; ++step) {
+    Ids ids(400);
+    for (std::int64_t& id : ids) id = id_in(static_cast<int>(random() % 20) * 53, random() % 12);
+    admit(whole, ids, step);
+    for (int part = 0; part < 3; ++part) {
+      Ids own;
+      for (const std::int64_t id : ids) {
+        if (cuts[part] <= bucket_of(id) && bucket_of(id) < cuts[part + 1]) own.push_back(id);
+      }
+      admit(parts[static_cast<std::size_t>(part)], own, step);
+    }
+  }
+  const auto sorted = [](const IdList& list) {
+    std::map<std::int64_t, std::pair<std::int64_t, std::int64_t>> all;
+    for (std::size_t i = 0; i < list.ids.size(); ++i) {
+      all[list.ids[i]] = {list.counts[i], list.last_steps[i]};
+    }
+    return all;
+  };
+  auto together = sorted(parts[0].export_ids());
+  together.merge(sorted(parts[1].export_ids()));
+  together.merge(sorted(parts[2].export_ids()));
+  EXPECT_EQ(together, sorted(whole.export_ids()));
+  EXPECT_THROW(admit(parts[0], {id_in(500, 0)}, 60), std::invalid_argument);
+}
+
+TEST(IdTable, RefusesListsThatNoTableWrote) {
+  IdTable table({.name = "user", .first_bucket = 3, .end_bucket = 5});
+  const std::int64_t a = id_in(3, 0);
+  const std::int64_t b = id_in(4, 0);
+  try {
+    table.load(Ids{a, b, a}, Ids{1, 1, 1}, Ids{0, 0, 0});
+    FAIL() << "no error";
+  } catch (const IdListError& error) {
+    EXPECT_EQ(std::string(error.what()), "id table 'user': rows 0 and 2 both have id " +
+                                             std::to_string(a) +
+                                             ". The list is damaged, or not of this table.");
+  }
+  EXPECT_EQ(table.size(), 0);
+  EXPECT_THROW(table.load(Ids{id_in(5, 0)}, Ids{1}, Ids{0}), IdListError);
+  EXPECT_THROW(table.load(Ids{a}, Ids{0}, Ids{0}), IdListError);
+  EXPECT_THROW(table.load(Ids{a}, Ids{}, Ids{}), std::invalid_argument);
+  table.load(Ids{a, b}, Ids{1, 2}, Ids{3, 4});
+  EXPECT_EQ(table.count_of(1), 2);
+  EXPECT_THROW(table.load(Ids{a}, Ids{1}, Ids{0}), std::invalid_argument);
+  IdSketch sketch{.buckets = {3}, .counters = {1}, .sightings = {1}};
+  EXPECT_THROW(table.load_sketch(sketch), IdListError);
+}
+
+TEST(IdTable, OptionsThatCannotBeAreErrors) {
+  EXPECT_THROW(IdTable({.capacity = -1}), std::invalid_argument);
+  EXPECT_THROW(IdTable({.admission = {.kind = AdmissionKind::kFrequency, .sightings = 256}}),
+               std::invalid_argument);
+  EXPECT_THROW(IdTable({.admission = {.kind = AdmissionKind::kProbability, .probability = 0}}),
+               std::invalid_argument);
+  EXPECT_THROW(IdTable({.eviction = {.kind = EvictionKind::kTimeToLive}}), std::invalid_argument);
+  EXPECT_THROW(IdTable({.first_bucket = 3, .end_bucket = 2}), std::invalid_argument);
+  IdTable table;
+  EXPECT_THROW(admit(table, {1}, 0, {0}), std::invalid_argument);
+  EXPECT_THROW(admit(table, {1}, -1), std::invalid_argument);
+  EXPECT_THROW(admit(table, {1}, std::int64_t{1} << 32), std::invalid_argument);
+  admit(table, {1}, 5);
+  EXPECT_THROW(admit(table, {1}, 4), std::invalid_argument);
+}
+
+TEST(IdLines, EveryLevelAgreesWithThePlainLoops) {
+  LineStore store(0);
+  std::mt19937_64 random(9);
+  Ids ids;
+  for (std::uint32_t row = 0; row < 60000; ++row) {
+    const auto id = static_cast<std::int64_t>(random());
+    ASSERT_EQ(store.insert(id, row), Placed::kYes);
+    ids.push_back(id);
+    if (random() % 2 == 0) ids.push_back(static_cast<std::int64_t>(random()));
+  }
+  for (std::size_t i = 0; i < ids.size(); i += 7) {
+    if (store.find(ids[i]) >= 0) store.erase(ids[i]);
+  }
+  ids.push_back(0);  // the key of free slots that were never used
+  for (const std::int64_t count : {0, 1, 31, 32, 33, 64, 65, 1000, static_cast<int>(ids.size())}) {
+    Ids wanted(static_cast<std::size_t>(count));
+    std::vector<kernels::RowRecord> records(60000, {1, 5, 0});
+    std::vector<kernels::TouchedRecord> before(ids.size());
+    const Ids counts(ids.size(), 3);
+    kernels::id_line_reference().touch_rows(store.view(), records.data(), ids.data(), counts.data(),
+                                            count, 9, wanted.data(), before.data());
+    for (const kernels::Isa isa : kernels::supported_isas()) {
+      Ids found(wanted.size());
+      kernels::id_line_kernels(isa)->find_rows(store.view(), ids.data(), count, found.data());
+      EXPECT_EQ(found, wanted) << kernels::name_of(isa) << ' ' << count;
+      std::vector<kernels::RowRecord> touched(60000, {1, 5, 0});
+      std::vector<kernels::TouchedRecord> old(ids.size());
+      kernels::id_line_kernels(isa)->touch_rows(store.view(), touched.data(), ids.data(),
+                                                counts.data(), count, 9, found.data(), old.data());
+      EXPECT_EQ(found, wanted);
+      for (std::size_t i = 0; i < records.size(); ++i) {
+        ASSERT_EQ(touched[i].count, records[i].count);
+        ASSERT_EQ(touched[i].last_step, records[i].last_step);
+      }
+      for (std::size_t i = 0; i < old.size(); ++i) ASSERT_EQ(old[i].count, before[i].count);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tessera::collision
