@@ -41,11 +41,14 @@ def test_prints_progress_and_errors():
     assert lines[0] == "structures 4 of 27 atoms | data 1 x graph 2 | bisection"
     step = r"step +\d+/150 \| loss [\d.e+-]+ \| [\d.]+[kM]? atoms/s \| [\d.]+ ms"
     step += r" \(exposed comm [\d.]+\) \| mem \d+ MB \| eta \d+s"
-    assert re.fullmatch(step, lines[1]) and re.fullmatch(step, lines[-3])
+    assert re.fullmatch(step, lines[1]) and re.fullmatch(step, lines[-4])
     end = re.fullmatch(
-        r"energy error ([\d.]+) per atom, was ([\d.]+) \| force error ([\d.]+), was ([\d.]+)", lines[-2]
+        r"energy error ([\d.]+) per atom, was ([\d.]+) \| force error ([\d.]+), was ([\d.]+)", lines[-3]
     )
     assert float(end[3]) < float(end[4])
+    assert re.fullmatch(
+        r"model    .*/checkpoints/step-000000000150(, the best of step \d+ in .*/best)?", lines[-2]
+    )
     assert re.fullmatch(r"report   (\S+/report\.html)", lines[-1])
 
 

@@ -90,6 +90,9 @@ settings::Table Settings::table() {
   table.add("precision", precision, "P", "dense layers").one_of({"float32", "bfloat16"}).told();
   table.add("eval-every", eval_every, "N", "steps").range(0, kLarge);
   table.add("eval-samples", eval_samples, "N", "to judge").range(1, kLarge).told().beside();
+  table.add("patience", patience, "N", "evaluations without a better one end it (0: never)")
+      .range(0, kLarge)
+      .shown("");
   add_checkpoints(table);
   add_seed(table, "of data and parameters");
   add_output(table);

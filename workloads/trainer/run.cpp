@@ -21,6 +21,7 @@
 #include "settings/flags.h"
 #include "settings/usage.h"
 #include "tessera/checkpoint/error.h"
+#include "tessera/checkpoint/folder.h"
 #include "tessera/comm/failure.h"
 #include "tessera/core/version.h"
 #include "tessera/launch/exit_code.h"
@@ -78,7 +79,8 @@ class Speaker {
         settings_(workload.settings()),
         world_(world),
         folder_(std::move(folder)),
-        line_(settings_.num_steps) {
+        num_steps_(workload.num_steps()),
+        line_(num_steps_) {
     say(workload.introduction());
   }
 
@@ -145,6 +147,24 @@ class Speaker {
     } else if (!summary.evaluation.empty() && !summary.has_diverged) {
       say(workload_.verdict(summary.evaluation));
     }
+    if (summary.ended_early) {
+      say("stopped  early, after " + std::to_string(summary.num_worse) +
+          " evaluations that were not better than that of step " +
+          std::to_string(summary.best_step) + "\n");
+    }
+    if (const std::string text = kept_text(summary); !text.empty()) say("model    " + text + "\n");
+    say("report   " + page + "\n");
+  }
+
+  // What was written when the run ended stays as it is.
+  void find_finished(const Summary& summary) const {
+    const std::string page = folder_ + "/" + report::kReportFile;
+    if (settings_.as_json) {
+      say_json(summary, page, /*seconds=*/0);
+      return;
+    }
+    say("finished " + folder_ + " has done its " + std::to_string(num_steps_) + " steps already; " +
+        workload_.command() + " --resume " + folder_ + " --steps N goes on up to step N\n");
     say("report   " + page + "\n");
   }
 
@@ -175,8 +195,23 @@ class Speaker {
       json[workload_.unit() + "_per_second"] = workload_.units_per_step() / mean_seconds_;
     }
     add_to(json, summary.evaluation);
+    if (summary.best_step > 0) json["best_step"] = summary.best_step;
     add_to(json, workload_.results());
     std::printf("%s\n", json.dump().c_str());
+  }
+
+  // What a finished run leaves to be used.
+  std::string kept_text(const Summary& summary) const {
+    if (summary.was_stopped || summary.has_diverged) return "";
+    const std::string last = checkpoint::latest_folder(folder_ + "/checkpoints");
+    if (last.empty()) return "";
+    std::string text = folder_ + "/checkpoints/" + last;
+    const std::string best = folder_ + "/" + kBestFolder;
+    if (summary.best_step > 0 && summary.best_step != summary.last_step &&
+        !checkpoint::list_steps(best).empty()) {
+      text += ", the best of step " + std::to_string(summary.best_step) + " in " + best;
+    }
+    return text;
   }
 
   void complain(const Summary& summary) const {
@@ -185,13 +220,13 @@ class Speaker {
                  "error: train: the loss is not a number at step %ld of %ld: with %s the "
                  "parameters have grown out of all bounds. Use smaller rates, or --warmup; "
                  "checkpoints of earlier steps are untouched.\n",
-                 static_cast<long>(summary.last_step), static_cast<long>(settings_.num_steps),
+                 static_cast<long>(summary.last_step), static_cast<long>(num_steps_),
                  workload_.rates().c_str());
   }
 
   std::string text_of(const Progress& progress) const {
-    const auto left = static_cast<double>(settings_.num_steps - progress.step);
-    const auto width = static_cast<int>(std::to_string(settings_.num_steps).size());
+    const auto left = static_cast<double>(num_steps_ - progress.step);
+    const auto width = static_cast<int>(std::to_string(num_steps_).size());
     std::string figures;
     for (const auto& [name, value] : workload_.running()) {
       char one[64];
@@ -199,18 +234,17 @@ class Speaker {
       figures += one;
     }
     char text[256];
-    std::snprintf(text, sizeof(text),
-                  progress.loss < 0.1
-                      ? "step %*ld/%ld | loss %.4g%s | %s %s/s | %.1f ms (exposed comm %.1f) "
-                        "| mem %s | eta %s"
-                      : "step %*ld/%ld | loss %.4f%s | %s %s/s | %.1f ms (exposed comm %.1f) "
-                        "| mem %s | eta %s",
-                  width, static_cast<long>(progress.step), static_cast<long>(settings_.num_steps),
-                  progress.loss, figures.c_str(),
-                  report::short_number(workload_.units_per_step() / mean_seconds_).c_str(),
-                  workload_.unit().c_str(), 1e3 * mean_seconds_, 1e3 * mean_exposed_,
-                  report::bytes_text(static_cast<double>(report::peak_memory_bytes())).c_str(),
-                  eta_text(left * mean_seconds_).c_str());
+    std::snprintf(
+        text, sizeof(text),
+        progress.loss < 0.1 ? "step %*ld/%ld | loss %.4g%s | %s %s/s | %.1f ms (exposed comm %.1f) "
+                              "| mem %s | eta %s"
+                            : "step %*ld/%ld | loss %.4f%s | %s %s/s | %.1f ms (exposed comm %.1f) "
+                              "| mem %s | eta %s",
+        width, static_cast<long>(progress.step), static_cast<long>(num_steps_), progress.loss,
+        figures.c_str(), report::short_number(workload_.units_per_step() / mean_seconds_).c_str(),
+        workload_.unit().c_str(), 1e3 * mean_seconds_, 1e3 * mean_exposed_,
+        report::bytes_text(static_cast<double>(report::peak_memory_bytes())).c_str(),
+        eta_text(left * mean_seconds_).c_str());
     return text;
   }
 
@@ -236,6 +270,7 @@ class Speaker {
   const Settings& settings_;
   comm::Group world_;
   std::string folder_;
+  std::int64_t num_steps_;
   ProgressLine line_;
   std::unique_ptr<report::MetricsFile> metrics_;
   std::int64_t first_step_ = 0;
@@ -275,9 +310,13 @@ int train_rank(Settings& settings, const Maker& make, const comm::Group& world) 
     };
   }
   // Steps of the middle: the first ones fill caches and pools.
-  core::StepRecorder recorder({.first_kept = settings.num_steps / 2, .num_kept = 3});
+  core::StepRecorder recorder({.first_kept = workload->num_steps() / 2, .num_kept = 3});
   const Summary summary = train(*workload, world, folder + "/checkpoints", recorder, listener,
                                 [] { return is_told_to_stop.load(); });
+  if (summary.was_finished) {
+    if (speaker) speaker->find_finished(summary);
+    return 0;
+  }
   report::write_times(folder, recorder, world, speaker ? speaker->metrics() : nullptr);
   const auto memory = report::gather_texts(std::to_string(report::peak_memory_bytes()), world);
   if (speaker) speaker->finish(summary, memory);

@@ -85,6 +85,7 @@ void Settings::add_checkpoints(Table& table) {
       .range(0, kLarge)
       .shown("");
   table.add("keep", keep, "N", "how many stay").range(0, 1000).beside();
+  table.add("keep-model", keep_model, "M", "of a finished run").one_of({"best", "last", "none"});
 }
 
 void Settings::add_seed(Table& table, const std::string& help) {

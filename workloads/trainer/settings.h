@@ -22,8 +22,11 @@ struct TESSERA_API Settings {
   std::int64_t warmup = 0;            // steps from 0 up to the full rate
   std::string decay = "none";         // to 0 at the last step: none, linear, cosine
   std::int64_t eval_every = 0;        // steps; 0: at the end only
-  std::int64_t checkpoint_every = 0;  // steps; 0: when told to stop, and at the end with `save`
+  std::int64_t patience = 0;          // evaluations without a better one that end it; 0: all steps
+  std::int64_t checkpoint_every = 0;  // steps; 0: when told to stop, and by `keep_model`
   int keep = 2;                       // checkpoints
+  std::string keep_model = "best";    // of a finished run: last (the final one), best (that and the
+                                      // best by evaluation), none (with `save`: the final one)
   std::int64_t seed = 1;
   std::string runs = "runs";  // where run folders are made
   std::string save;           // the run folder itself, a new one
@@ -48,7 +51,7 @@ struct TESSERA_API Settings {
   // Parts of a table.
   settings::Setting& add_ranks(settings::Table& table);
   void add_schedule(settings::Table& table);     // --warmup, --decay
-  void add_checkpoints(settings::Table& table);  // --checkpoint-every, --keep
+  void add_checkpoints(settings::Table& table);  // --checkpoint-every, --keep, --keep-model
   void add_seed(settings::Table& table, const std::string& help);
   void add_output(settings::Table& table);  // --runs, --save, --resume, --json, --config, …
 };

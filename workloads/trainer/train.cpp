@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
+#include <filesystem>
 #include <memory>
 #include <numbers>
 
@@ -23,12 +25,20 @@ namespace {
 
 constexpr const char* kStep = "step";
 constexpr const char* kLoss = "loss";
+constexpr const char* kBestStep = "best_step";
+constexpr const char* kBest = "best";
+constexpr const char* kNumWorse = "evaluations_since_best";
 
 bool is_due(std::int64_t step, std::int64_t every) { return every > 0 && step % every == 0; }
 
 std::int64_t number_of(const checkpoint::Values& values, const std::string& name) {
   const auto found = values.find(name);
   return found == values.end() ? 0 : std::get<std::int64_t>(found->second);
+}
+
+double real_of(const checkpoint::Values& values, const std::string& name) {
+  const auto found = values.find(name);
+  return found == values.end() ? 0 : std::get<double>(found->second);
 }
 
 // "a, b and c".
@@ -38,6 +48,25 @@ std::string listed(const std::vector<std::string>& words) {
     text += (i == 0 ? "" : i + 1 == words.size() ? " and " : ", ") + words[i];
   }
   return text;
+}
+
+// Gives checkpoint `folder` a second name, alone under `root`; its bytes are on the disk once.
+void keep_alone(const std::filesystem::path& folder, const std::filesystem::path& root) {
+  namespace fs = std::filesystem;
+  const fs::path draft = root / (".draft-" + folder.filename().string());
+  const fs::path whole = root / folder.filename();
+  fs::remove_all(draft);
+  fs::create_directories(draft);
+  for (const auto& file : fs::directory_iterator(folder)) {
+    std::error_code error;
+    fs::create_hard_link(file.path(), draft / file.path().filename(), error);
+    if (error) fs::copy_file(file.path(), draft / file.path().filename());
+  }
+  fs::remove_all(whole);
+  fs::rename(draft, whole);
+  for (const auto& other : fs::directory_iterator(root)) {
+    if (other.path() != whole) fs::remove_all(other.path());
+  }
 }
 
 class Checkpoints {
@@ -53,13 +82,21 @@ class Checkpoints {
   }
 
   // Beside training, or until it is on the disk.
-  void save(std::int64_t step, double loss, bool waits) {
+  void save(const Summary& summary, bool waits) {
+    const std::int64_t step = summary.last_step;
     state_.values[kStep] = step;
-    state_.values[kLoss] = loss;
+    state_.values[kLoss] = summary.loss;
+    state_.values[kBestStep] = summary.best_step;
+    state_.values[kBest] = summary.best;
+    state_.values[kNumWorse] = summary.num_worse;
+    settle();
+    const bool keeps = workload_.settings().keep_model == "best" && summary.best_step == step;
+    if (keeps && world_.rank() == 0) best_ = step;
     if (workload_.saves()) {
       saver_.save(step, state_);
       if (waits) saver_.wait();
     }
+    if (waits) settle();
     if (waits) comm::barrier(world_);  // nobody loads or ends before it is there
   }
 
@@ -69,11 +106,33 @@ class Checkpoints {
     const checkpoint::LoadReport report = checkpoint::load(folder_, state_, group_);
     check_marks(report);
     summary.first_step = number_of(report.values, kStep);
-    const auto loss = report.values.find(kLoss);
-    if (loss != report.values.end()) summary.loss = std::get<double>(loss->second);
+    summary.loss = real_of(report.values, kLoss);
+    summary.best_step = number_of(report.values, kBestStep);
+    summary.best = real_of(report.values, kBest);
+    summary.num_worse = number_of(report.values, kNumWorse);
+  }
+
+  // The best may still be on its way when training ends.
+  void finish() {
+    if (best_ > 0) settle();
+    comm::barrier(world_);
   }
 
  private:
+  // Keeps the best one, before a later save can remove it.
+  void settle() {
+    if (best_ == 0) return;
+    saver_.wait();
+    const std::filesystem::path root(folder_);
+    try {
+      keep_alone(root / checkpoint::folder_name(best_), root.parent_path() / kBestFolder);
+    } catch (const std::filesystem::filesystem_error& error) {
+      std::fprintf(stderr, "warning: train: the best checkpoint, of step %ld, is not kept: %s\n",
+                   static_cast<long>(best_), error.what());
+    }
+    best_ = 0;
+  }
+
   static checkpoint::SaveOptions save_options(const AnyWorkload& workload) {
     checkpoint::SaveOptions options;
     options.keep = workload.settings().keep;
@@ -101,6 +160,7 @@ class Checkpoints {
   std::string folder_;
   checkpoint::State state_;
   checkpoint::AsyncSaver saver_;
+  std::int64_t best_ = 0;  // step of a save that is the best so far and not kept yet, on rank 0
 };
 
 // One step after the other, and what the ranks tell each other beside it.
@@ -118,7 +178,7 @@ class Steps {
   Steps& operator=(const Steps&) = delete;
 
   void start(std::int64_t first_step) {
-    workload_.start({first_step, settings_.num_steps,
+    workload_.start({first_step, workload_.num_steps(),
                      [this](const at::Tensor& loss) { agree_on(loss.item<double>()); }});
   }
 
@@ -127,7 +187,7 @@ class Steps {
     Progress progress;
     progress.step = step + 1;
     const double factor =
-        schedule_factor(step, settings_.num_steps, settings_.warmup, settings_.decay);
+        schedule_factor(step, workload_.num_steps(), settings_.warmup, settings_.decay);
     progress.learning_rate = factor * settings_.learning_rate;
     workload_.scale_rates(factor);
     workload_.step();
@@ -235,6 +295,12 @@ Summary train(AnyWorkload& workload, const comm::Group& world, const std::string
   Summary summary;
   if (saved && !settings.resume.empty()) saved->load(summary);
   summary.last_step = summary.first_step;
+  const std::int64_t num_steps = workload.num_steps();
+  summary.was_finished = summary.first_step > 0 && summary.first_step >= num_steps;
+  if (summary.was_finished) {
+    summary.fingerprint = fingerprint_of(workload, world);
+    return summary;
+  }
   workload.begin();
   if (listener.started) listener.started(summary.first_step);
   Steps steps(workload, world, recorder, is_told_to_stop);
@@ -243,12 +309,19 @@ Summary train(AnyWorkload& workload, const comm::Group& world, const std::string
     summary.evaluation = workload.evaluate();
     if (summary.evaluation.empty()) return;
     if (listener.evaluated) listener.evaluated(step, summary.evaluation);
-    summary.has_diverged = std::isnan(summary.evaluation[0].second);
+    const double figure = summary.evaluation[0].second;
+    summary.has_diverged = std::isnan(figure);
+    const bool is_best = summary.best_step == 0 || figure < summary.best;
+    if (is_best && !summary.has_diverged) {
+      summary.best_step = step;
+      summary.best = figure;
+    }
+    summary.num_worse = is_best ? 0 : summary.num_worse + 1;
   };
   const auto save = [&](bool waits) {
-    if (saved) saved->save(summary.last_step, summary.loss, waits);
+    if (saved) saved->save(summary, waits);
   };
-  for (std::int64_t step = summary.first_step; step < settings.num_steps; ++step) {
+  for (std::int64_t step = summary.first_step; step < num_steps; ++step) {
     comm::set_step(step + 1);
     const Progress progress = steps.step(step);
     summary.last_step = progress.step;
@@ -256,7 +329,7 @@ Summary train(AnyWorkload& workload, const comm::Group& world, const std::string
     if (listener.stepped) listener.stepped(progress);
     summary.has_diverged = !std::isfinite(progress.loss);
     if (summary.has_diverged) break;
-    const bool is_last = progress.step == settings.num_steps;
+    bool is_last = progress.step == num_steps;
     if (steps.is_stopping() && !is_last) {
       summary.was_stopped = true;
       save(/*waits=*/true);
@@ -264,10 +337,17 @@ Summary train(AnyWorkload& workload, const comm::Group& world, const std::string
     }
     if (is_due(progress.step, settings.eval_every) || is_last) judge(progress.step);
     if (summary.has_diverged) break;
+    summary.ended_early =
+        !is_last && settings.patience > 0 && summary.num_worse >= settings.patience;
+    is_last = is_last || summary.ended_early;
     const bool is_kept = !settings.save.empty() || !settings.resume.empty();
-    const bool saves_last = is_last && (settings.checkpoint_every > 0 || is_kept);
-    if (is_due(progress.step, settings.checkpoint_every) || saves_last) save(is_last);
+    const bool saves_last =
+        is_last && (settings.checkpoint_every > 0 || is_kept || settings.keep_model != "none");
+    const bool saves_best = settings.keep_model == "best" && summary.best_step == progress.step;
+    if (is_due(progress.step, settings.checkpoint_every) || saves_last || saves_best) save(is_last);
+    if (is_last) break;
   }
+  if (saved) saved->finish();
   summary.fingerprint = fingerprint_of(workload, world);
   return summary;
 }

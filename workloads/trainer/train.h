@@ -32,9 +32,14 @@ struct Summary {
   std::int64_t first_step = 0;  // steps that a checkpoint had done already
   std::int64_t last_step = 0;
   bool was_stopped = false;
+  bool was_finished = false;      // before this call, which has changed nothing
+  bool ended_early = false;       // by --patience
   bool has_diverged = false;      // the loss, or what was judged, is not a number
   double loss = 0;                // of the last step
   Figures evaluation;             // the last
+  std::int64_t best_step = 0;     // of the evaluation with the lowest first number; 0: none
+  double best = 0;                // that number
+  std::int64_t num_worse = 0;     // evaluations since then
   std::uint64_t fingerprint = 0;  // of all parameters of all ranks; the same on all of them
 };
 
@@ -49,8 +54,13 @@ TESSERA_API std::unique_ptr<torch::optim::Optimizer> make_optimizer(
     const std::string& who, const std::string& name, std::vector<at::Tensor> parameters,
     double learning_rate);
 
+/// Where the best checkpoint by evaluation is kept, beside the folder of the others.
+inline constexpr const char* kBestFolder = "best";
+
 /// Trains `workload` by its settings. Collective over `world`. `checkpoints` is their folder; none
-/// are saved or loaded if it is empty. Goes on after the newest one if the settings say so.
+/// are saved or loaded if it is empty. Goes on after the newest one if the settings say so. The
+/// newest one of a finished run is the final one; the best by evaluation lies alone in a folder
+/// `best` beside `checkpoints`, whose files it shares as long as both are there.
 ///
 /// When `is_told_to_stop` returns true on any rank, all finish the step and save. When the loss is
 /// not a number any more, all stop and save nothing. Phases go to `recorder`. Throws ValueError for

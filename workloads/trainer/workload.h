@@ -54,6 +54,8 @@ class TESSERA_API AnyWorkload {
 
   virtual std::string name() const = 0;
   virtual const Settings& settings() const = 0;
+  /// Of the whole job: the settings' own unless the data decides.
+  virtual std::int64_t num_steps() const { return settings().num_steps; }
 
   // ---- The model
   /// Steps what DistributedDataParallel has averaged.
@@ -78,7 +80,8 @@ class TESSERA_API AnyWorkload {
   virtual void begin() {}
   /// After a step with a finite loss, inside its time.
   virtual void follow() {}
-  /// Judges the model; the first number decides whether it has broken. None: nothing is judged.
+  /// Judges the model; the first number decides whether it has broken, and which is the best: the
+  /// lower, the better. None: nothing is judged.
   virtual Figures evaluate() { return {}; }
 
   // ---- What is told, on rank 0
