@@ -14,7 +14,10 @@ namespace {
 
 constexpr const char* kKey = "failure";
 constexpr const char* kInquiryKey = "inquiry";
+constexpr const char* kRollKey = "roll";  // the collective that somebody asks about
 constexpr auto kPollInterval = std::chrono::milliseconds(50);
+// Who waits says so at every poll; a rank that has not for so long does not move.
+constexpr auto kSilence = 10 * kPollInterval;
 // Long enough for a busy store, short enough not to delay the report of what this rank saw itself.
 constexpr auto kStoreLimit = std::chrono::milliseconds(1000);
 
@@ -61,9 +64,17 @@ struct FailureChannel::State {
   bool has_poll = false;
   bool to_inquire = false;
   bool has_inquiry = false;
-  std::optional<std::uint64_t> arrived;        // where this rank waits; taken by the thread
+  std::optional<std::uint64_t> waits_in;       // where this rank waits; taken by the thread
+  bool asks = false;                           // and wants to know who else does
   std::optional<std::uint64_t> roll_sequence;  // what `roll` is about
-  std::vector<int> roll;                       // ranks that have not arrived there
+  std::vector<int> roll;                       // ranks that are late there
+  // Of the thread alone: how often this rank has said that it waits, and what it last heard.
+  std::uint64_t num_beats = 0;
+  struct Word {
+    std::string text;
+    Clock::time_point since{};
+  };
+  std::vector<Word> heard;
   Clock::time_point next_poll{};
   std::optional<Clock::time_point> busy_since;  // since when the thread is inside the store
   bool is_closed = false;
@@ -83,17 +94,38 @@ struct FailureChannel::State {
     if (!store->check({kKey})) return std::nullopt;
     return decode(store->get_to_str(kKey));
   }
+  // Note [Roll call]
+  // A wait that gets long makes its rank ask who else is there, by a key that holds the number of
+  // the collective. Who waits in it answers at its next poll, however short it has waited, and
+  // goes on answering, with a count, until it is done. So one who came a moment ago is not taken
+  // for one who never came, and one who stopped in the middle can be told from one who waits.
+  bool is_asked_about(std::uint64_t sequence) {
+    return store->add(kRollKey, 0) == static_cast<std::int64_t>(sequence);
+  }
+  void answer(std::uint64_t sequence) {
+    store->set(arrival_key(rank), std::to_string(sequence) + " " + std::to_string(++num_beats));
+  }
   std::vector<int> call_roll(std::uint64_t sequence) {
-    store->set(arrival_key(rank), std::to_string(sequence));
-    std::vector<int> missing;
+    store->set(kRollKey, std::to_string(sequence));
+    answer(sequence);
+    heard.resize(static_cast<std::size_t>(size));
+    std::vector<int> absent;
+    std::vector<int> silent;
     for (int other = 0; other < size; ++other) {
       if (other == rank) continue;
       const std::string key = arrival_key(other);
+      std::string text = store->check({key}) ? store->get_to_str(key) : "";
+      Word& word = heard[static_cast<std::size_t>(other)];
+      if (text != word.text) word = {std::move(text), Clock::now()};
       // Whoever waits in a later one has done its part here.
-      const bool is_here = store->check({key}) && std::stoull(store->get_to_str(key)) >= sequence;
-      if (!is_here) missing.push_back(other);
+      const std::uint64_t place = word.text.empty() ? 0 : std::stoull(word.text);
+      if (word.text.empty() || place < sequence) {
+        absent.push_back(other);
+      } else if (place == sequence && Clock::now() - word.since > kSilence) {
+        silent.push_back(other);
+      }
     }
-    return missing;
+    return absent.empty() ? silent : absent;
   }
 };
 
@@ -149,7 +181,8 @@ void FailureChannel::serve(const std::shared_ptr<State>& state) {
     state->asked.wait(lock, [&] { return state->has_work(); });
     if (state->is_closed) break;
     const auto mine = state->to_publish;
-    const auto arrived = std::exchange(state->arrived, std::nullopt);
+    const auto waits_in = std::exchange(state->waits_in, std::nullopt);
+    const bool asks = state->asks;
     const bool to_inquire = std::exchange(state->to_inquire, false);
     bool has_inquiry = false;
     std::optional<Failure> found = mine;
@@ -160,7 +193,12 @@ void FailureChannel::serve(const std::shared_ptr<State>& state) {
       if (state->store) {
         found = mine ? state->exchange(*mine) : state->look();
         if (!found) has_inquiry = state->store->check({kInquiryKey});
-        if (!found && arrived) roll = state->call_roll(*arrived);
+        // See Note [Roll call].
+        if (!found && waits_in && asks) {
+          roll = state->call_roll(*waits_in);
+        } else if (!found && waits_in && state->is_asked_about(*waits_in)) {
+          state->answer(*waits_in);
+        }
         if (!found && to_inquire) state->store->set(kInquiryKey, std::to_string(state->rank));
       }
     } catch (const std::exception&) {
@@ -171,7 +209,7 @@ void FailureChannel::serve(const std::shared_ptr<State>& state) {
     state->has_inquiry |= has_inquiry;
     if (!state->failure) state->failure = found;
     if (roll) {
-      state->roll_sequence = arrived;
+      state->roll_sequence = waits_in;
       state->roll = std::move(*roll);
     }
     if (mine) state->to_publish.reset();
@@ -229,10 +267,12 @@ bool FailureChannel::has_inquiry() const {
   return state_->has_inquiry;
 }
 
-std::optional<std::vector<int>> FailureChannel::absent(std::uint64_t sequence) noexcept {
+std::optional<std::vector<int>> FailureChannel::call_roll(std::uint64_t sequence,
+                                                          bool asks) noexcept {
   std::lock_guard lock(state_->mutex);
-  state_->arrived = sequence;
-  if (state_->roll_sequence != sequence) return std::nullopt;
+  state_->waits_in = sequence;
+  state_->asks = asks;
+  if (!asks || state_->roll_sequence != sequence) return std::nullopt;
   return state_->roll;
 }
 

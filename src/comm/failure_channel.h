@@ -50,9 +50,11 @@ class FailureChannel {
   /// Whether a rank has asked so, as of the last poll that was answered.
   bool has_inquiry() const;
 
-  /// Says that this rank has arrived at collective `sequence`, and returns the ranks that have not
-  /// said so, as far as the store has told yet; nothing as long as it has not. Does not wait.
-  std::optional<std::vector<int>> absent(std::uint64_t sequence) noexcept;
+  /// Says that this rank waits in collective `sequence`; to be called again and again while it
+  /// does. The others hear of it if one of them asks. If this one `asks`, returns the ranks that
+  /// have not arrived there; or, if all have, those from which nothing more has come for half a
+  /// second; as far as the store has told yet, and nothing as long as it has not. Does not wait.
+  std::optional<std::vector<int>> call_roll(std::uint64_t sequence, bool asks) noexcept;
 
  private:
   struct State;

@@ -4,8 +4,10 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <sstream>
+#include <thread>
 
 namespace tessera::comm {
 namespace {
@@ -13,6 +15,9 @@ namespace {
 constexpr auto kWarnAfter = std::chrono::seconds(5);
 // A wait this long is no ordinary one: from here on the ranks tell each other where they are.
 constexpr auto kRollCallAfter = std::chrono::seconds(1);
+// How long a wait that is over may wait for the answer of the others, and how often it looks.
+constexpr auto kRollCallLimit = std::chrono::milliseconds(250);
+constexpr auto kRollCallLook = std::chrono::milliseconds(10);
 constexpr int kNotWatched = -1;
 constexpr int kDeadAlready = -2;
 constexpr int kLookedAt = -3;
@@ -32,6 +37,10 @@ int open_pidfd(const Member& member) {
 bool is_stopped(const Member& member) {
   const char state = process_state(member.pid);
   return state == 'T' || state == 't';
+}
+
+bool is_message(const Call& call) {
+  return call.op == Operator::kSend || call.op == Operator::kRecv;
 }
 
 const Call& shown(const Call& call) { return call.whole != nullptr ? *call.whole : call; }
@@ -162,10 +171,23 @@ std::string GroupMonitor::whereabouts(std::span<const int> missing) const {
   return text.str();
 }
 
+// Messages are between two ranks; nobody else is there.
+bool GroupMonitor::has_roll(const Call& call) const {
+  return roll_call_ && !is_message(call);
+}
+
+void GroupMonitor::await_roll(const Call& call) const {
+  const auto limit = Clock::now() + kRollCallLimit;
+  while (!roll_call_(call.sequence, true) && Clock::now() < limit) {
+    // Another rank may be over as well, and have told.
+    if (auto failure = poll_ ? poll_() : std::nullopt) throw std::move(*failure);
+    std::this_thread::sleep_for(kRollCallLook);
+  }
+}
+
 std::vector<int> GroupMonitor::find_late(const Call& call, std::span<const int> missing) const {
-  const bool is_message = call.op == Operator::kSend || call.op == Operator::kRecv;
-  if (roll_call_ && !is_message) {
-    if (auto absent = roll_call_(call.sequence); absent && !absent->empty()) return *absent;
+  if (has_roll(call)) {
+    if (auto late = roll_call_(call.sequence, true); late && !late->empty()) return *late;
   }
   // Without a roll call, a rank that can be seen not to move is a better guess than all of them.
   std::vector<int> stopped;
@@ -206,7 +228,15 @@ void GroupMonitor::check_limits(const Call& call, std::span<const int> missing,
   }
 
   const bool is_over = Clock::now() >= call.deadline;
-  if (!is_over && waited < kRollCallAfter) return;
+  // Short limits need an answer before they are over.
+  const Clock::duration roll_after = call.limit.count() > 0
+                                         ? std::min<Clock::duration>(kRollCallAfter, call.limit / 4)
+                                         : kRollCallAfter;
+  if (!is_over && waited < roll_after) {
+    if (has_roll(call)) roll_call_(call.sequence, false);
+    return;
+  }
+  if (is_over && has_roll(call)) await_roll(call);
   const std::vector<int> late = find_late(call, missing);
   std::vector<int> world_ranks;
   for (const int group_rank : late) world_ranks.push_back(members_[group_rank].world_rank);

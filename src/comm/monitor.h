@@ -21,8 +21,10 @@ class GroupMonitor final : public WaitMonitor {
  public:
   /// Asks for a failure that arrived by a way the transport does not see; called while waiting.
   using FailurePoll = std::function<std::optional<Failure>()>;
-  /// Tells which ranks have not arrived at the collective with this number, if that is known.
-  using RollCall = std::function<std::optional<std::vector<int>>(std::uint64_t)>;
+  /// Says that this rank waits in the collective with this number. If it `asks`, tells which ranks
+  /// do not: those that have not arrived, or else that no longer move; nothing while that is not
+  /// known.
+  using RollCall = std::function<std::optional<std::vector<int>>(std::uint64_t, bool asks)>;
 
   GroupMonitor(std::vector<Member> members, int rank, std::string group_name);
   /// Watches the members `ranks` of `whole`, of which this process is one, and reports in the name
@@ -64,6 +66,9 @@ class GroupMonitor final : public WaitMonitor {
  private:
   bool is_dead(int group_rank) const;
   Failure death_of(const Call& call, int group_rank) const;
+  bool has_roll(const Call& call) const;
+  /// Waits a moment for the roll call of a wait that is over before it had an answer.
+  void await_roll(const Call& call) const;
   /// Who is to blame for the wait: the missing ones, unless more is known.
   std::vector<int> find_late(const Call& call, std::span<const int> missing) const;
   std::string whereabouts(std::span<const int> missing) const;

@@ -375,7 +375,8 @@ std::shared_ptr<FailureChannel> make_channel(const c10::intrusive_ptr<c10d::Stor
   auto channel = std::make_shared<FailureChannel>(
       store, monitor.rank(), static_cast<int>(monitor.members().size()), address);
   monitor.set_poll([channel] { return channel->poll(); });
-  monitor.set_roll_call([channel](std::uint64_t sequence) { return channel->absent(sequence); });
+  monitor.set_roll_call(
+      [channel](std::uint64_t sequence, bool asks) { return channel->call_roll(sequence, asks); });
   return channel;
 }
 

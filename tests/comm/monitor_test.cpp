@@ -237,15 +237,46 @@ TEST(GroupMonitor, RollCallKnowsBetter) {
       {member_of(0, ::getpid()), member_of(1, first.pid()), member_of(2, second.pid())}, 0,
       "world");
   std::vector<std::uint64_t> asked;
-  monitor.set_roll_call([&](std::uint64_t sequence) -> std::optional<std::vector<int>> {
-    asked.push_back(sequence);
+  std::vector<std::uint64_t> told;
+  monitor.set_roll_call([&](std::uint64_t sequence, bool asks) -> std::optional<std::vector<int>> {
+    (asks ? asked : told).push_back(sequence);
     return std::vector<int>{2};
   });
   EXPECT_EQ(failure_of(monitor, call_with(10s), {1, 2}, 500ms), "");
   EXPECT_TRUE(asked.empty());
+  EXPECT_EQ(told, std::vector<std::uint64_t>{118});  // for others, who may have waited longer
   EXPECT_EQ(failure_of(monitor, call_with(10s), {1, 2}, 2s), "");
   EXPECT_EQ(asked, std::vector<std::uint64_t>{118});
   EXPECT_NE(failure_of(monitor, call_with(-1ms), {1, 2}, 8s).find("no answer from rank 2 in 8 s"),
+            std::string::npos);
+}
+
+// With a limit below the second after which others ask, all that Gloo has not heard of were named.
+TEST(GroupMonitor, ShortLimitsCallTheRollInTime) {
+  Child first;
+  Child second;
+  GroupMonitor monitor(
+      {member_of(0, ::getpid()), member_of(1, first.pid()), member_of(2, second.pid())}, 0,
+      "world");
+  int num_asked = 0;
+  monitor.set_roll_call([&](std::uint64_t, bool asks) -> std::optional<std::vector<int>> {
+    num_asked += asks ? 1 : 0;
+    return std::nullopt;
+  });
+  Call call = call_with(10s);
+  call.limit = 400ms;
+  EXPECT_EQ(failure_of(monitor, call, {1, 2}, 90ms), "");
+  EXPECT_EQ(num_asked, 0);
+  EXPECT_EQ(failure_of(monitor, call, {1, 2}, 100ms), "");
+  EXPECT_EQ(num_asked, 1);
+  // Over before there was an answer: it is waited for, a moment.
+  call.deadline = Clock::now() - 1ms;
+  monitor.set_roll_call([&](std::uint64_t, bool asks) -> std::optional<std::vector<int>> {
+    num_asked += asks ? 1 : 0;
+    if (num_asked < 6) return std::nullopt;
+    return std::vector<int>{2};
+  });
+  EXPECT_NE(failure_of(monitor, call, {1, 2}, 400ms).find("no answer from rank 2 in 0.4 s"),
             std::string::npos);
 }
 

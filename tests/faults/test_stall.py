@@ -132,6 +132,23 @@ def test_a_stopped_rank_comes_back_too_late(engine):
         fleet.assert_nothing_left()
 
 
+def test_only_the_late_rank_is_named():
+    # Gloo does not say whom it waits for. A limit below the second after which ranks ask each other, and
+    # a rank that came late itself and has not waited for long: neither makes the others suspects.
+    cases = [(4, "1", ()), (4, "0.5", ("count=10",)), (4, "2", ("slow=1", "slow_milliseconds=1500"))]
+    with contextlib.ExitStack() as stack:
+        fleets = [
+            start(stack, "gloo", size, "victim=2", "action=sleep", "milliseconds=8000", *words, limit=limit)
+            for size, limit, words in cases
+        ]
+        for fleet, (_, limit, words) in zip(fleets, cases, strict=True):
+            errors = fleet.errors_of([0, 1, 3])
+            texts = {error["text"] for error in errors.values()}
+            assert len(texts) == 1, texts
+            assert f": no answer from rank 2 in {limit} s " in texts.pop(), (words, errors)
+            assert {tuple(error["ranks"]) for error in errors.values()} == {(2,)}
+
+
 def test_stopped_sender_is_named_by_the_receiver():
     with contextlib.ExitStack() as stack:
         fleets = {

@@ -111,6 +111,10 @@ int run_loop(const Options& options) {
     for (long step = 0; steps == 0 || step < steps; ++step) {
       comm::set_step(step);
       if (step == at && options.text("hold") != "") wait_for_driver("go", 20);
+      if (step == at && world.rank() == options.number("slow", -1)) {
+        std::this_thread::sleep_for(
+            std::chrono::milliseconds(options.number("slow_milliseconds", 0)));
+      }
       if (step == at && world.rank() == victim) misbehave(action, options, world);
       if (step == at && options.text("new_group") != "" && wait_for_driver("go", 20)) {
         make_new_group(world);

@@ -1,0 +1,79 @@
+#include "comm/failure_channel.h"
+
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <thread>
+
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+namespace tessera::comm {
+namespace {
+
+using namespace std::chrono_literals;
+using Ranks = std::vector<int>;
+
+// The channels of three ranks, in one process.
+class Channels : public ::testing::Test {
+ protected:
+  Channels() {
+    const auto store = c10::make_intrusive<c10d::HashStore>();
+    for (int rank = 0; rank < 3; ++rank) {
+      channels_.push_back(std::make_unique<FailureChannel>(store, rank, 3, "127.0.0.1"));
+    }
+    for (auto& channel : channels_) channel->meet(*store);
+  }
+
+  // What rank 0 is told about collective 7, as soon as it is `expected`, else after 10 s; the ranks
+  // `others` wait there too, without asking.
+  Ranks roll(const Ranks& others, const Ranks& expected) {
+    std::optional<Ranks> told;
+    const auto limit = Clock::now() + 10s;
+    while (told != expected && Clock::now() < limit) {
+      for (const int rank : others) wait_in(rank, 7, false);
+      told = wait_in(0, 7, true);
+      std::this_thread::sleep_for(10ms);
+    }
+    return told.value_or(Ranks{-1});
+  }
+  std::optional<Ranks> wait_in(int rank, std::uint64_t sequence, bool asks) {
+    FailureChannel& channel = *channels_.at(static_cast<std::size_t>(rank));
+    EXPECT_FALSE(channel.poll());
+    return channel.call_roll(sequence, asks);
+  }
+
+  std::vector<std::unique_ptr<FailureChannel>> channels_;
+};
+
+TEST_F(Channels, NobodyIsNamedBeforeTheStoreHasTold) {
+  EXPECT_EQ(channels_[0]->call_roll(7, true), std::nullopt);
+  EXPECT_EQ(roll({}, {1, 2}), (Ranks{1, 2}));
+  EXPECT_EQ(channels_[0]->call_roll(8, true), std::nullopt);
+}
+
+TEST_F(Channels, WhoCameAMomentAgoAnswersWithoutAsking) {
+  EXPECT_EQ(roll({}, {1, 2}), (Ranks{1, 2}));
+  EXPECT_EQ(roll({1}, {2}), (Ranks{2}));
+  EXPECT_EQ(roll({1, 2}, {}), (Ranks{}));
+}
+
+TEST_F(Channels, WhoIsFurtherHasDoneItsPart) {
+  const auto limit = Clock::now() + 10s;
+  std::optional<Ranks> told;
+  while (told != Ranks{2} && Clock::now() < limit) {
+    wait_in(1, 9, true);  // asks about a later one meanwhile
+    told = wait_in(0, 7, true);
+    std::this_thread::sleep_for(10ms);
+  }
+  EXPECT_EQ(told, Ranks{2});
+}
+
+// All are there, and one of them stands still: on another host nothing else tells which.
+TEST_F(Channels, WhoStopsInTheMiddleIsNamed) {
+  EXPECT_EQ(roll({1, 2}, {}), (Ranks{}));
+  EXPECT_EQ(roll({1}, {2}), (Ranks{2}));
+  EXPECT_EQ(roll({1, 2}, {}), (Ranks{}));
+}
+
+}  // namespace
+}  // namespace tessera::comm
