@@ -8,8 +8,9 @@
 
 namespace tessera::workloads::dlrm {
 
-/// A regular file, mapped for reading until it is destroyed. Whoever cuts the file short meanwhile
-/// makes the next read of the lost bytes fail with SIGBUS.
+/// A regular file, mapped for reading until it is destroyed. If somebody cuts the file short
+/// meanwhile, the next read of the lost bytes ends the process with exit code 65 and one line that
+/// names the file and both sizes.
 class MappedFile {
  public:
   /// Throws DataError naming the file.
@@ -26,6 +27,8 @@ class MappedFile {
  private:
   const char* data_ = nullptr;
   std::size_t num_bytes_ = 0;
+  int fd_ = -1;
+  int place_ = -1;  // in the list of those that a signal may be about
 };
 
 }  // namespace tessera::workloads::dlrm
