@@ -1,5 +1,4 @@
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-
+#include "arguments.h"
 #include "bindings.h"
 #include "named_rows.h"
 #include "tessera/sharding/plan.h"
@@ -10,7 +9,6 @@ namespace tessera::python {
 namespace {
 
 using jagged::KeyedJaggedTensor;
-using ProcessGroup = c10::intrusive_ptr<c10d::ProcessGroup>;
 using Release = py::call_guard<py::gil_scoped_release>;
 using sharding::DistributedInput;
 using sharding::InputDist;
@@ -123,24 +121,6 @@ void bind_pending_rows(py::module_& module) {
   });
 }
 
-/// What both collections have in common. Rows are left unset: whoever makes the module fills them.
-template <class T, class... Bases>
-void bind_collection(py::class_<T, Bases...>& collection) {
-  collection
-      .def(
-          "compute_and_output_dist",
-          [](T& self, const DistributedInput& input) {
-            return self.compute_and_output_dist(input);
-          },
-          Release())
-      .def("optimizers", &T::optimizers)
-      .def("gather_tables", &T::gather_tables, Release())
-      .def("step", &T::step, Release())
-      .def("zero_grad_rows", &T::zero_grad_rows)
-      .def("clip_grad_norm", &T::clip_grad_norm, Release())
-      .def("set_learning_rate", &T::set_learning_rate);
-}
-
 void bind_tables(py::module_& module) {
   const py::class_<DistributedInput> registered(module, "DistributedInput");
   bind_awaitable<comm::Awaitable<DistributedInput>>(module, "PendingInput");
@@ -149,33 +129,45 @@ void bind_tables(py::module_& module) {
   bind_pending_rows(module);
   py::class_<ShardedTables, std::shared_ptr<ShardedTables>>(module, "ShardedTables")
       .def("input_dist", &ShardedTables::input_dist, Release())
-      .def("local_shards", &ShardedTables::local_shards);
+      .def("local_shards", &ShardedTables::local_shards)
+      .def("optimizers", &ShardedTables::optimizers)
+      .def("gather_tables", &ShardedTables::gather_tables, Release())
+      .def("step", &ShardedTables::step, Release())
+      .def("zero_grad_rows", &ShardedTables::zero_grad_rows)
+      .def("clip_grad_norm", &ShardedTables::clip_grad_norm, Release())
+      .def("set_learning_rate", &ShardedTables::set_learning_rate);
+  // Rows are left unset: whoever makes a module fills them.
   auto bags = py::class_<ShardedEmbeddingBagCollection, ShardedTables,
                          std::shared_ptr<ShardedEmbeddingBagCollection>>(
       module, "ShardedEmbeddingBagCollection", py::multiple_inheritance());
+  using Later = comm::LazyAwaitable<jagged::KeyedTensor>;
+  using Bags = ShardedEmbeddingBagCollection;
   bags.def(py::init([](std::vector<embedding::EmbeddingBagConfig> tables, ModulePlan plan,
-                       const ProcessGroup& group, bool is_weighted, const ShardedOptions& options) {
-    const py::gil_scoped_release release;
-    for (auto& table : tables) table.init_fn = [](const at::Tensor&) {};
-    return std::make_shared<ShardedEmbeddingBagCollection>(
-        std::move(tables), std::move(plan), comm::Group(group), is_weighted, options);
-  }));
-  bind_collection(bags);
-  bags.def("compute_and_output_dist",
-           py::overload_cast<const DistributedInput&, const at::Tensor&>(
-               &ShardedEmbeddingBagCollection::compute_and_output_dist),
+                       const comm::Group& group, bool is_weighted, const ShardedOptions& options) {
+        const py::gil_scoped_release release;
+        for (auto& table : tables) table.init_fn = [](const at::Tensor&) {};
+        return std::make_shared<Bags>(std::move(tables), std::move(plan), group, is_weighted,
+                                      options);
+      }))
+      .def("compute_and_output_dist",
+           static_cast<Later (Bags::*)(const DistributedInput&)>(&Bags::compute_and_output_dist),
+           Release())
+      .def("compute_and_output_dist",
+           static_cast<Later (Bags::*)(const DistributedInput&, const at::Tensor&)>(
+               &Bags::compute_and_output_dist),
            Release());
   auto rows = py::class_<ShardedEmbeddingCollection, ShardedTables,
                          std::shared_ptr<ShardedEmbeddingCollection>>(
       module, "ShardedEmbeddingCollection", py::multiple_inheritance());
   rows.def(py::init([](std::vector<embedding::EmbeddingConfig> tables, ModulePlan plan,
-                       const ProcessGroup& group, const ShardedSequenceOptions& options) {
-    const py::gil_scoped_release release;
-    for (auto& table : tables) table.init_fn = [](const at::Tensor&) {};
-    return std::make_shared<ShardedEmbeddingCollection>(std::move(tables), std::move(plan),
-                                                        comm::Group(group), options);
-  }));
-  bind_collection(rows);
+                       const comm::Group& group, const ShardedSequenceOptions& options) {
+        const py::gil_scoped_release release;
+        for (auto& table : tables) table.init_fn = [](const at::Tensor&) {};
+        return std::make_shared<ShardedEmbeddingCollection>(std::move(tables), std::move(plan),
+                                                            group, options);
+      }))
+      .def("compute_and_output_dist", &ShardedEmbeddingCollection::compute_and_output_dist,
+           Release());
   module.def(
       "fused_input_dist",
       [](const std::vector<std::pair<std::shared_ptr<ShardedTables>, KeyedJaggedTensor>>& inputs) {

@@ -11,11 +11,9 @@
 #include "core/kept_memory.h"
 #include "sharding/combine.h"
 #include "sharding/flat_exchange.h"
-#include "sharding/input_dist.h"
-#include "sharding/local_tables.h"
 #include "sharding/module_parts.h"
 #include "sharding/subgroups.h"
-#include "sharding/table_layout.h"
+#include "sharding/tables_state.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/core/check.h"
 
@@ -65,27 +63,20 @@ comm::Awaitable<Exchange::Parts> in_one_part(const comm::Awaitable<at::Tensor>& 
 
 }  // namespace
 
-struct ShardedEmbeddingBagCollection::State {
+struct ShardedEmbeddingBagCollection::State : TablesState {
   State(std::vector<embedding::EmbeddingBagConfig> tables, ModulePlan plan, const comm::Group& own,
         bool weighted, const ShardedOptions& given)
-      : group(own), is_weighted(weighted), options(given) {
+      : TablesState(kBagCollection, std::move(tables), std::move(plan), own, given,
+                    /*is_pooled=*/true),
+        is_weighted(weighted),
+        options(given) {
     options.device = numbered(options.device);
-    layout = std::make_shared<const TableLayout>(
-        kBagCollection, std::move(tables), std::move(plan), topology_of(group, options.local_size),
-        /*is_pooled=*/true, options.codecs.forward.is_linear());
-    check_same_layout(*layout, group, options_text());
-    local =
-        std::make_unique<LocalTables>(layout, group,
-                                      LocalTablesOptions{options.optimizer, options.gradients,
-                                                         options.exact_row_norms, options.device});
     InputDistOptions input;
     input.is_weighted = is_weighted;
     input.weights_come_later = is_weighted && options.weights_come_later;
     input.longest_bags = options.longest_bags;
-    input.bounds_check = options.bounds_check;
-    input.device = options.device;
     input.needs_one_batch = true;
-    sender = std::make_shared<const InputSender>(layout, group, input);
+    make_tables(options, std::move(input), options_text());
     for (const Output& output : layout->outputs) {
       names.push_back(output.name);
       dims.push_back(output.columns);
@@ -95,6 +86,7 @@ struct ShardedEmbeddingBagCollection::State {
     if (layout->has_hosted) hosts.emplace(group, layout->topology.local_size);
   }
 
+  void read_unread() override { unread->read_all(); }
   std::string options_text() const;
   void find_homes();
   /// Numbers that come home from rank r, and from host h for all of its ranks.
@@ -106,12 +98,8 @@ struct ShardedEmbeddingBagCollection::State {
   Homeward send_home(const DistContext& context, const embedding::PreparedRows& looked_up) const;
   CombinePlan combine_plan(const DistContext& context) const;
 
-  comm::Group group;
   bool is_weighted;
   ShardedOptions options;
-  std::shared_ptr<const TableLayout> layout;
-  std::unique_ptr<LocalTables> local;
-  std::shared_ptr<const InputSender> sender;
   std::vector<std::string> names;
   std::vector<std::int64_t> dims;
   std::int64_t num_columns = 0;
@@ -330,6 +318,7 @@ ShardedEmbeddingBagCollection::ShardedEmbeddingBagCollection(
     : torch::nn::Module("ShardedEmbeddingBagCollection"),
       state_(std::make_shared<State>(std::move(tables), std::move(plan), group, is_weighted,
                                      options)) {
+  tables_state_ = state_;
   register_shards(*this, "embedding_bags", state_->local->weights());
 }
 
@@ -387,57 +376,14 @@ comm::LazyAwaitable<KeyedTensor> ShardedEmbeddingBagCollection::compute_and_outp
   });
 }
 
-const comm::Group& ShardedEmbeddingBagCollection::group() const noexcept { return state_->group; }
-
-const ModulePlan& ShardedEmbeddingBagCollection::plan() const noexcept {
-  return state_->layout->plan;
-}
-
 const std::vector<embedding::EmbeddingBagConfig>&
 ShardedEmbeddingBagCollection::embedding_bag_configs() const noexcept {
   return state_->layout->tables;
-}
-
-std::vector<LocalShard> ShardedEmbeddingBagCollection::local_shards() const {
-  return state_->local->shards();
-}
-
-std::shared_ptr<const InputSender> ShardedEmbeddingBagCollection::input_sender() const {
-  return state_->sender;
-}
-
-std::vector<std::shared_ptr<embedding::RowOptimizer>> ShardedEmbeddingBagCollection::optimizers()
-    const {
-  return state_->local->optimizers();
-}
-
-void ShardedEmbeddingBagCollection::load_tables(const std::map<std::string, at::Tensor>& tables) {
-  state_->unread->read_all();
-  load_shards(*state_->layout, state_->local->weights(), tables);
-}
-
-std::map<std::string, at::Tensor> ShardedEmbeddingBagCollection::gather_tables() const {
-  return gather_shards(*state_->layout, state_->local->weights(), state_->group);
 }
 
 ShardedEmbeddingBagCollection::NoSync::NoSync(std::shared_ptr<State> state)
     : state_(std::move(state)), was_kept_(state_->local->keep_local_gradients(true)) {}
 
 ShardedEmbeddingBagCollection::NoSync::~NoSync() { state_->local->keep_local_gradients(was_kept_); }
-
-bool ShardedEmbeddingBagCollection::keep_local_gradients(bool is_kept) {
-  return state_->local->keep_local_gradients(is_kept);
-}
-void ShardedEmbeddingBagCollection::step() {
-  state_->unread->read_all();
-  state_->local->step();
-}
-void ShardedEmbeddingBagCollection::zero_grad_rows() { state_->local->zero_grad(); }
-double ShardedEmbeddingBagCollection::clip_grad_norm(double max_norm) {
-  return state_->local->clip_grad_norm(max_norm);
-}
-void ShardedEmbeddingBagCollection::set_learning_rate(double learning_rate) {
-  state_->local->set_learning_rate(learning_rate);
-}
 
 }  // namespace tessera::sharding

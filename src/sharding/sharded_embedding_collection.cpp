@@ -8,10 +8,8 @@
 #include <ATen/core/grad_mode.h>
 
 #include "sharding/flat_exchange.h"
-#include "sharding/input_dist.h"
-#include "sharding/local_tables.h"
 #include "sharding/module_parts.h"
-#include "sharding/table_layout.h"
+#include "sharding/tables_state.h"
 #include "tessera/jagged/inverse_indices.h"
 
 namespace tessera::sharding {
@@ -58,25 +56,17 @@ at::Tensor inverse_of(const at::Tensor& order) {
 
 }  // namespace
 
-struct ShardedEmbeddingCollection::State {
+struct ShardedEmbeddingCollection::State : TablesState {
   State(std::vector<embedding::EmbeddingConfig> tables, ModulePlan plan, const comm::Group& own,
         const ShardedSequenceOptions& given)
-      : group(own), options(given) {
+      : TablesState(kCollection, std::move(tables), std::move(plan), own, given,
+                    /*is_pooled=*/false),
+        options(given) {
     options.device = numbered(options.device);
-    layout = std::make_shared<const TableLayout>(kCollection, std::move(tables), std::move(plan),
-                                                 topology_of(group, options.local_size),
-                                                 /*is_pooled=*/false, /*sums_in_hosts=*/false);
-    check_same_layout(*layout, group);
-    local =
-        std::make_unique<LocalTables>(layout, group,
-                                      LocalTablesOptions{options.optimizer, options.gradients,
-                                                         options.exact_row_norms, options.device});
     InputDistOptions input;
     input.needs_source = true;
     input.sends_ids_once = options.use_index_dedup;
-    input.bounds_check = options.bounds_check;
-    input.device = options.device;
-    sender = std::make_shared<const InputSender>(layout, group, input);
+    make_tables(options, std::move(input));
     find_parts();
   }
 
@@ -91,11 +81,7 @@ struct ShardedEmbeddingCollection::State {
   std::vector<at::Tensor> local_blocks(const DistContext& context, const TableBatch* batch,
                                        const std::vector<std::size_t>& routes) const;
 
-  comm::Group group;
   ShardedSequenceOptions options;
-  std::shared_ptr<const TableLayout> layout;
-  std::unique_ptr<LocalTables> local;
-  std::shared_ptr<const InputSender> sender;
   std::vector<Route> routes;                   // all that is sent, rank by rank
   std::vector<std::vector<ColumnPart>> parts;  // of each output, by column
   /// The output of a table and a feature.
@@ -240,6 +226,7 @@ ShardedEmbeddingCollection::ShardedEmbeddingCollection(
     const ShardedSequenceOptions& options)
     : torch::nn::Module("ShardedEmbeddingCollection"),
       state_(std::make_shared<State>(std::move(tables), std::move(plan), group, options)) {
+  tables_state_ = state_;
   register_shards(*this, "embeddings", state_->local->weights());
 }
 
@@ -293,46 +280,9 @@ comm::LazyAwaitable<NamedRows> ShardedEmbeddingCollection::compute_and_output_di
   });
 }
 
-const comm::Group& ShardedEmbeddingCollection::group() const noexcept { return state_->group; }
-
-const ModulePlan& ShardedEmbeddingCollection::plan() const noexcept { return state_->layout->plan; }
-
 const std::vector<embedding::EmbeddingConfig>& ShardedEmbeddingCollection::embedding_configs()
     const noexcept {
   return state_->layout->tables;
-}
-
-std::vector<LocalShard> ShardedEmbeddingCollection::local_shards() const {
-  return state_->local->shards();
-}
-
-std::shared_ptr<const InputSender> ShardedEmbeddingCollection::input_sender() const {
-  return state_->sender;
-}
-
-std::vector<std::shared_ptr<embedding::RowOptimizer>> ShardedEmbeddingCollection::optimizers()
-    const {
-  return state_->local->optimizers();
-}
-
-void ShardedEmbeddingCollection::load_tables(const std::map<std::string, at::Tensor>& tables) {
-  load_shards(*state_->layout, state_->local->weights(), tables);
-}
-
-std::map<std::string, at::Tensor> ShardedEmbeddingCollection::gather_tables() const {
-  return gather_shards(*state_->layout, state_->local->weights(), state_->group);
-}
-
-bool ShardedEmbeddingCollection::keep_local_gradients(bool is_kept) {
-  return state_->local->keep_local_gradients(is_kept);
-}
-void ShardedEmbeddingCollection::step() { state_->local->step(); }
-void ShardedEmbeddingCollection::zero_grad_rows() { state_->local->zero_grad(); }
-double ShardedEmbeddingCollection::clip_grad_norm(double max_norm) {
-  return state_->local->clip_grad_norm(max_norm);
-}
-void ShardedEmbeddingCollection::set_learning_rate(double learning_rate) {
-  state_->local->set_learning_rate(learning_rate);
 }
 
 }  // namespace tessera::sharding

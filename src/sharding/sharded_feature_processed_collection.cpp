@@ -28,6 +28,7 @@ ShardedFeatureProcessedEmbeddingBagCollection::ShardedFeatureProcessedEmbeddingB
                       std::make_shared<ShardedEmbeddingBagCollection>(
                           std::move(tables), std::move(plan), std::move(group),
                           /*is_weighted=*/true, with_late_weights(std::move(options), *processor)));
+  tables_state_ = bags_->tables_state();
   processor_ = register_module("_feature_processors", std::move(processor));
 }
 

@@ -4,7 +4,8 @@
 #include <ATen/ops/zeros.h>
 
 #include "sharding/flat_exchange.h"
-#include "sharding/input_dist.h"
+#include "sharding/module_parts.h"
+#include "sharding/tables_state.h"
 #include "tessera/core/check.h"
 
 namespace tessera::sharding {
@@ -33,7 +34,58 @@ void read(const std::vector<Batch>& batches, const at::Tensor& numbers) {
 
 }  // namespace
 
+TablesState::TablesState(const char* operation, std::vector<embedding::EmbeddingTableConfig> tables,
+                         ModulePlan plan, const comm::Group& own_group,
+                         const ShardedOptions& options, bool is_pooled)
+    : group(own_group),
+      layout(std::make_shared<const TableLayout>(operation, std::move(tables), std::move(plan),
+                                                 topology_of(group, options.local_size), is_pooled,
+                                                 is_pooled && options.codecs.forward.is_linear())) {
+}
+
+void TablesState::make_tables(const ShardedOptions& options, InputDistOptions input,
+                              const std::string& words) {
+  const at::Device device = numbered(options.device);
+  check_same_layout(*layout, group, words);
+  local = std::make_unique<LocalTables>(
+      layout, group,
+      LocalTablesOptions{options.optimizer, options.gradients, options.exact_row_norms, device});
+  input.bounds_check = options.bounds_check;
+  input.device = device;
+  sender = std::make_shared<const InputSender>(layout, group, std::move(input));
+}
+
 ShardedTables::~ShardedTables() = default;
+
+const comm::Group& ShardedTables::group() const noexcept { return tables_state_->group; }
+const ModulePlan& ShardedTables::plan() const noexcept { return tables_state_->layout->plan; }
+std::vector<LocalShard> ShardedTables::local_shards() const {
+  return tables_state_->local->shards();
+}
+std::vector<std::shared_ptr<embedding::RowOptimizer>> ShardedTables::optimizers() const {
+  return tables_state_->local->optimizers();
+}
+void ShardedTables::load_tables(const std::map<std::string, at::Tensor>& tables) {
+  tables_state_->read_unread();
+  load_shards(*tables_state_->layout, tables_state_->local->weights(), tables);
+}
+std::map<std::string, at::Tensor> ShardedTables::gather_tables() const {
+  return gather_shards(*tables_state_->layout, tables_state_->local->weights(), group());
+}
+void ShardedTables::step() {
+  tables_state_->read_unread();
+  tables_state_->local->step();
+}
+void ShardedTables::zero_grad_rows() { tables_state_->local->zero_grad(); }
+double ShardedTables::clip_grad_norm(double max_norm) {
+  return tables_state_->local->clip_grad_norm(max_norm);
+}
+void ShardedTables::set_learning_rate(double learning_rate) {
+  tables_state_->local->set_learning_rate(learning_rate);
+}
+bool ShardedTables::keep_local_gradients(bool is_kept) {
+  return tables_state_->local->keep_local_gradients(is_kept);
+}
 
 InputDist ShardedTables::input_dist(const KeyedJaggedTensor& features) {
   return fused_input_dist({{this, features}})[0];
@@ -48,7 +100,7 @@ std::vector<InputDist> fused_input_dist(
   for (const auto& [module, features] : inputs) {
     TESSERA_CHECK_VALUE(module->group() == group,
                         "sharding.fused_input_dist: the modules are of different groups.");
-    const auto sender = module->input_sender();
+    const auto& sender = module->tables_state()->sender;
     batches.push_back({sender, sender->prepare(features), columns});
     columns += sender->message_size();
   }

@@ -2,9 +2,7 @@
 
 #pragma once
 
-#include <map>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include <torch/nn/module.h>
@@ -72,20 +70,7 @@ class TESSERA_API ShardedEmbeddingBagCollection : public torch::nn::Module, publ
   comm::LazyAwaitable<jagged::KeyedTensor> compute_and_output_dist(const DistributedInput& input,
                                                                    const at::Tensor& weights);
 
-  const comm::Group& group() const noexcept override;
-  const ModulePlan& plan() const noexcept override;
   const std::vector<embedding::EmbeddingBagConfig>& embedding_bag_configs() const noexcept;
-
-  std::vector<LocalShard> local_shards() const override;
-  std::shared_ptr<const InputSender> input_sender() const override;
-  std::vector<std::shared_ptr<embedding::RowOptimizer>> optimizers() const override;
-  void load_tables(const std::map<std::string, at::Tensor>& tables) override;
-  std::map<std::string, at::Tensor> gather_tables() const override;
-  void step() override;
-  void zero_grad_rows() override;
-  double clip_grad_norm(double max_norm) override;
-  void set_learning_rate(double learning_rate) override;
-  bool keep_local_gradients(bool is_kept) override;
 
   struct State;
   /// While it lives, backward passes of this rank keep the gradients of data-parallel tables; the

@@ -3,9 +3,7 @@
 
 #pragma once
 
-#include <map>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "tessera/embedding/feature_processor.h"
@@ -39,25 +37,6 @@ class TESSERA_API ShardedFeatureProcessedEmbeddingBagCollection : public torch::
   const std::shared_ptr<embedding::FeatureProcessor>& processor() const noexcept {
     return processor_;
   }
-
-  const comm::Group& group() const noexcept override { return bags_->group(); }
-  const ModulePlan& plan() const noexcept override { return bags_->plan(); }
-  std::vector<LocalShard> local_shards() const override { return bags_->local_shards(); }
-  std::shared_ptr<const InputSender> input_sender() const override { return bags_->input_sender(); }
-  std::vector<std::shared_ptr<embedding::RowOptimizer>> optimizers() const override {
-    return bags_->optimizers();
-  }
-  void load_tables(const std::map<std::string, at::Tensor>& tables) override {
-    bags_->load_tables(tables);
-  }
-  std::map<std::string, at::Tensor> gather_tables() const override {
-    return bags_->gather_tables();
-  }
-  void step() override { bags_->step(); }
-  void zero_grad_rows() override { bags_->zero_grad_rows(); }
-  double clip_grad_norm(double max_norm) override { return bags_->clip_grad_norm(max_norm); }
-  void set_learning_rate(double learning_rate) override { bags_->set_learning_rate(learning_rate); }
-  bool keep_local_gradients(bool is_kept) override { return bags_->keep_local_gradients(is_kept); }
 
  private:
   std::shared_ptr<ShardedEmbeddingBagCollection> bags_;

@@ -28,8 +28,8 @@ namespace tessera::sharding {
 /// What a batch leaves behind between the steps: sizes, orders, ids. Made by input_dist, belongs to
 /// one batch, opaque to others.
 struct DistContext;
-/// What sends a module's ids; opaque to others.
-class InputSender;
+/// What a module keeps of its tables; opaque to others.
+struct TablesState;
 
 /// The ids this rank will look up, once they are here.
 struct DistributedInput {
@@ -62,31 +62,35 @@ class TESSERA_API ShardedTables {
   /// exception on all ranks, raised by the first wait, and name rank and feature.
   InputDist input_dist(const jagged::KeyedJaggedTensor& features);
 
-  virtual const comm::Group& group() const noexcept = 0;
-  virtual const ModulePlan& plan() const noexcept = 0;
+  const comm::Group& group() const noexcept;
+  const ModulePlan& plan() const noexcept;
   /// The parts of tables on this rank, in order of the configs; data-parallel tables whole.
-  virtual std::vector<LocalShard> local_shards() const = 0;
-  /// For fused_input_dist.
-  virtual std::shared_ptr<const InputSender> input_sender() const = 0;
+  std::vector<LocalShard> local_shards() const;
 
   /// What steps the rows of this rank's shards, and of the data-parallel tables, as far as there
   /// are any. Tables are called as in LocalShard::name.
-  virtual std::vector<std::shared_ptr<embedding::RowOptimizer>> optimizers() const = 0;
+  std::vector<std::shared_ptr<embedding::RowOptimizer>> optimizers() const;
   /// Fills this rank's parts from whole tables (name → [rows, columns]), each rank for itself.
-  virtual void load_tables(const std::map<std::string, at::Tensor>& tables) = 0;
+  void load_tables(const std::map<std::string, at::Tensor>& tables);
   /// Whole tables, on every rank. Collective; for tests and small models.
-  virtual std::map<std::string, at::Tensor> gather_tables() const = 0;
+  std::map<std::string, at::Tensor> gather_tables() const;
   /// With GradientForm::kSparse: one step from the gradients of all passes since the last.
-  virtual void step() = 0;
-  virtual void zero_grad_rows() = 0;
+  void step();
+  void zero_grad_rows();
   /// The norm over all gradients of all ranks' shards; scales them to `max_norm` if it is greater.
   /// Collective. Data-parallel tables count once.
-  virtual double clip_grad_norm(double max_norm) = 0;
-  virtual void set_learning_rate(double learning_rate) = 0;
+  double clip_grad_norm(double max_norm);
+  void set_learning_rate(double learning_rate);
   /// Whether backward passes of this rank keep the gradients of data-parallel tables, from now on;
   /// the first pass that does not exchanges what has gathered. The same on all ranks. Returns what
   /// was. Throws ValueError unless gradients are kSparse.
-  virtual bool keep_local_gradients(bool is_kept) = 0;
+  bool keep_local_gradients(bool is_kept);
+
+  const std::shared_ptr<TablesState>& tables_state() const noexcept { return tables_state_; }
+
+ protected:
+  /// Set by the constructor of a module.
+  std::shared_ptr<TablesState> tables_state_;
 };
 
 /// Starts the input_dist of several modules with one message for all their sizes. All modules are

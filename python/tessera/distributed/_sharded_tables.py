@@ -25,7 +25,7 @@ from tessera.distributed._shared_sizes import Engine, start_input_dists
 from tessera.distributed.comm import get_local_size
 from tessera.distributed.comm_ops import _native
 from tessera.distributed.embedding_sharding import EmbeddingShardingInfo
-from tessera.distributed.embedding_types import ShardedEmbeddingModule
+from tessera.distributed.embedding_types import BaseEmbeddingSharder, M, ShardedEmbeddingModule
 from tessera.distributed.sharding_plan import _from_engine, _to_engine
 from tessera.distributed.types import (
     Awaitable,
@@ -152,6 +152,7 @@ class ShardedTables(ShardedEmbeddingModule[list, list, Out, ShrdCtx]):
     """
 
     _OPERATION: str
+    _MODULE: type[nn.Module]  # what it was
     _TABLES: str  # the name of the tables among the module's children
     _CODECS: tuple[CommOp, ...]  # the first that a registry has is taken
     _SETTINGS: tuple[str, ...] = ()
@@ -544,3 +545,34 @@ class ShardedTables(ShardedEmbeddingModule[list, list, Out, ShrdCtx]):
         for name, _ in self.named_parameters():
             if name not in replicas:
                 yield f"{prefix}.{name}" if prefix else name
+
+    @property
+    def unsharded_module_type(self) -> type[nn.Module]:
+        """Return the type of the module before it was sharded."""
+        return self._MODULE
+
+
+class CollectionSharder(BaseEmbeddingSharder[M]):
+    """Shard a module whose tables are among its children; a subclass says which, and what it becomes."""
+
+    _SHARDED: type[ShardedTables]
+
+    def shard(
+        self,
+        module: M,
+        params: Mapping[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedTables:
+        """Return the collection over the ranks of `env`. Collective."""
+        return self._SHARDED(module, params, env, self.fused_params, device, self.qcomm_codecs_registry)
+
+    def shardable_parameters(self, module: M) -> dict[str, nn.Parameter]:
+        """Return the tables by name."""
+        return {name: table.weight for name, table in getattr(module, self._SHARDED._TABLES).items()}
+
+    @property
+    def module_type(self) -> type[M]:
+        """Return the type of module that is sharded."""
+        return self._SHARDED._MODULE

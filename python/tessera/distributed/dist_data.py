@@ -183,11 +183,17 @@ class PooledEmbeddingsAwaitable(Awaitable[Tensor]):
 
 
 class _Exchange(nn.Module):
-    def __init__(self, pg, callbacks=None, codecs=None) -> None:
+    def __init__(
+        self,
+        pg: ProcessGroup,
+        codecs: QuantizedCommCodecs | None = None,
+        *,
+        callbacks: _Callbacks | None = None,
+    ) -> None:
         super().__init__()
         self._pg = pg
         self._callbacks: _Callbacks = list(callbacks or [])
-        self._codecs: QuantizedCommCodecs | None = codecs
+        self._codecs = codecs
 
     @property
     def callbacks(self) -> _Callbacks:
@@ -211,7 +217,7 @@ class PooledEmbeddingsAllToAll(_Exchange):
         callbacks: _Callbacks | None = None,
         codecs: QuantizedCommCodecs | None = None,
     ) -> None:
-        super().__init__(pg, callbacks, codecs)
+        super().__init__(pg, codecs, callbacks=callbacks)
         self._dim_sum_per_rank = list(dim_sum_per_rank)
 
     def forward(
@@ -235,7 +241,7 @@ class VariableBatchPooledEmbeddingsAllToAll(_Exchange):
         callbacks: _Callbacks | None = None,
         codecs: QuantizedCommCodecs | None = None,
     ) -> None:
-        super().__init__(pg, callbacks, codecs)
+        super().__init__(pg, codecs, callbacks=callbacks)
         self._dims = [list(dims) for dims in emb_dim_per_rank_per_feature]
 
     def forward(
@@ -260,9 +266,6 @@ class VariableBatchPooledEmbeddingsAllToAll(_Exchange):
 class PooledEmbeddingsReduceScatter(_Exchange):
     """Sum pooled rows over the ranks, each part on the rank that keeps it."""
 
-    def __init__(self, pg: ProcessGroup, codecs: QuantizedCommCodecs | None = None) -> None:
-        super().__init__(pg, None, codecs)
-
     def forward(
         self, local_embs: Tensor, input_splits: Sequence[int] | None = None
     ) -> PooledEmbeddingsAwaitable:
@@ -274,9 +277,6 @@ class PooledEmbeddingsReduceScatter(_Exchange):
 
 class VariableBatchPooledEmbeddingsReduceScatter(_Exchange):
     """Sum pooled rows over the ranks; every feature has a batch of its own."""
-
-    def __init__(self, pg: ProcessGroup, codecs: QuantizedCommCodecs | None = None) -> None:
-        super().__init__(pg, None, codecs)
 
     def forward(
         self,
@@ -294,9 +294,6 @@ class VariableBatchPooledEmbeddingsReduceScatter(_Exchange):
 
 class PooledEmbeddingsAllGather(_Exchange):
     """Give every rank the rows of all."""
-
-    def __init__(self, pg: ProcessGroup, codecs: QuantizedCommCodecs | None = None) -> None:
-        super().__init__(pg, None, codecs)
 
     def forward(self, local_emb: Tensor) -> PooledEmbeddingsAwaitable:
         """Start the gathering."""

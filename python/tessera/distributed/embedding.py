@@ -18,12 +18,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from tessera import _C
-from tessera.distributed._sharded_tables import ShardedTables, sharding_infos
+from tessera.distributed._sharded_tables import CollectionSharder, ShardedTables, sharding_infos
 from tessera.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
-from tessera.distributed.embedding_types import BaseEmbeddingSharder
 from tessera.distributed.sharding.sequence_sharding import SequenceShardingContext
 from tessera.distributed.types import (
     Awaitable,
@@ -32,7 +30,6 @@ from tessera.distributed.types import (
     ParameterSharding,
     QuantizedCommCodecs,
     ShardingEnv,
-    ShardingType,
 )
 from tessera.modules.embedding_configs import EmbeddingConfig
 from tessera.modules.embedding_modules import (
@@ -89,20 +86,9 @@ def create_embedding_sharding(
 
     `ShardedEmbeddingCollection` does all of it in one step, for all types at once.
     """
-    from tessera.distributed.sharding.cw_sequence_sharding import CwSequenceEmbeddingSharding
-    from tessera.distributed.sharding.dp_sequence_sharding import DpSequenceEmbeddingSharding
-    from tessera.distributed.sharding.rw_sequence_sharding import RwSequenceEmbeddingSharding
-    from tessera.distributed.sharding.tw_sequence_sharding import TwSequenceEmbeddingSharding
+    from tessera.distributed.sharding._types import SEQUENCES, make
 
-    types = {
-        ShardingType.DATA_PARALLEL.value: DpSequenceEmbeddingSharding,
-        ShardingType.TABLE_WISE.value: TwSequenceEmbeddingSharding,
-        ShardingType.COLUMN_WISE.value: CwSequenceEmbeddingSharding,
-        ShardingType.ROW_WISE.value: RwSequenceEmbeddingSharding,
-    }
-    if sharding_type not in types:
-        raise ValueError(f"sharding.create: {sharding_type!r} is not one of {', '.join(types)}.")
-    return types[sharding_type](sharding_infos, env, device, qcomm_codecs_registry)
+    return make(SEQUENCES, sharding_type, sharding_infos, env, device, qcomm_codecs_registry)
 
 
 def create_sharding_infos_by_sharding(
@@ -166,6 +152,7 @@ class ShardedEmbeddingCollection(ShardedTables[dict[str, JaggedTensor], Embeddin
     """
 
     _OPERATION = _OPERATION
+    _MODULE = EmbeddingCollection
     _TABLES = "embeddings"
     _CODECS = (CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL,)
     _SETTINGS = ("_need_indices", "_use_index_dedup")
@@ -237,14 +224,11 @@ class ShardedEmbeddingCollection(ShardedTables[dict[str, JaggedTensor], Embeddin
         """Return the names of the outputs, table by table."""
         return get_embedding_names_by_table(self._configs)
 
-    @property
-    def unsharded_module_type(self) -> type[EmbeddingCollection]:
-        """Return EmbeddingCollection."""
-        return EmbeddingCollection
 
-
-class EmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollection]):
+class EmbeddingCollectionSharder(CollectionSharder[EmbeddingCollection]):
     """Shard EmbeddingCollection. `fused_params` say how rows are stepped: optimizer, learning_rate, ..."""
+
+    _SHARDED = ShardedEmbeddingCollection
 
     def __init__(
         self,
@@ -264,21 +248,7 @@ class EmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollection]):
         module_fqn: str | None = None,
     ) -> ShardedEmbeddingCollection:
         """Return the collection over the ranks of `env`. Collective."""
+        codecs = self.qcomm_codecs_registry
         return ShardedEmbeddingCollection(
-            module,
-            params,
-            env,
-            self.fused_params,
-            device,
-            self.qcomm_codecs_registry,
-            self._use_index_dedup,
+            module, params, env, self.fused_params, device, codecs, self._use_index_dedup
         )
-
-    def shardable_parameters(self, module: EmbeddingCollection) -> dict[str, nn.Parameter]:
-        """Return the tables by name."""
-        return {name: table.weight for name, table in module.embeddings.items()}
-
-    @property
-    def module_type(self) -> type[EmbeddingCollection]:
-        """Return EmbeddingCollection."""
-        return EmbeddingCollection

@@ -25,7 +25,7 @@ from tessera.distributed._pooled_rows import (
     VariableBatchEmbeddingBagCollectionAwaitable,
     construct_output_kt,
 )
-from tessera.distributed._sharded_tables import ShardedTables, sharding_infos
+from tessera.distributed._sharded_tables import CollectionSharder, ShardedTables, sharding_infos
 from tessera.distributed.embedding_sharding import (
     EmbeddingSharding,
     EmbeddingShardingContext,
@@ -40,7 +40,6 @@ from tessera.distributed.types import (
     ParameterSharding,
     QuantizedCommCodecs,
     ShardingEnv,
-    ShardingType,
 )
 from tessera.modules.embedding_configs import (
     EmbeddingBagConfig,
@@ -99,34 +98,11 @@ def create_embedding_bag_sharding(
     `ShardedEmbeddingBagCollection` does all of it in one step, for all types at once. On the meta device
     the shards are placed there.
     """
-    from tessera.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
-    from tessera.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
-    from tessera.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding
-    from tessera.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
-    from tessera.distributed.sharding.twcw_sharding import TwCwPooledEmbeddingSharding
-    from tessera.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingSharding
+    from tessera.distributed.sharding._types import POOLED, make
 
     if device is not None and device.type == "meta":
         replace_placement_with_meta_device(sharding_infos)
-    by_column = {
-        ShardingType.COLUMN_WISE.value: CwPooledEmbeddingSharding,
-        ShardingType.TABLE_COLUMN_WISE.value: TwCwPooledEmbeddingSharding,
-    }
-    if sharding_type in by_column:
-        return by_column[sharding_type](
-            sharding_infos, env, device, permute_embeddings, qcomm_codecs_registry
-        )
-    others = {
-        ShardingType.DATA_PARALLEL.value: DpPooledEmbeddingSharding,
-        ShardingType.TABLE_WISE.value: TwPooledEmbeddingSharding,
-        ShardingType.ROW_WISE.value: RwPooledEmbeddingSharding,
-        ShardingType.TABLE_ROW_WISE.value: TwRwPooledEmbeddingSharding,
-    }
-    if sharding_type not in others:
-        raise ValueError(
-            f"sharding.create: {sharding_type!r} is not one of {', '.join([*others, *by_column])}."
-        )
-    return others[sharding_type](sharding_infos, env, device, qcomm_codecs_registry)
+    return make(POOLED, sharding_type, sharding_infos, env, device, qcomm_codecs_registry, permute_embeddings)
 
 
 def create_sharding_infos_by_sharding(
@@ -185,6 +161,7 @@ class ShardedEmbeddingBagCollection(ShardedTables[KeyedTensor, EmbeddingBagColle
     """
 
     _OPERATION = _OPERATION
+    _MODULE = EmbeddingBagCollection
     _TABLES = "embedding_bags"
     _CODECS = (CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER)
     _SETTINGS = ("_is_weighted", "_weights_come_later", "_longest_bags")
@@ -272,36 +249,11 @@ class ShardedEmbeddingBagCollection(ShardedTables[KeyedTensor, EmbeddingBagColle
         """Return whether the features' weights multiply the rows."""
         return self._is_weighted
 
-    @property
-    def unsharded_module_type(self) -> type[EmbeddingBagCollection]:
-        """Return EmbeddingBagCollection."""
-        return EmbeddingBagCollection
 
-
-class EmbeddingBagCollectionSharder(BaseEmbeddingSharder[EmbeddingBagCollection]):
+class EmbeddingBagCollectionSharder(CollectionSharder[EmbeddingBagCollection]):
     """Shard EmbeddingBagCollection. `fused_params` say how rows are stepped: optimizer, learning_rate, ..."""
 
-    def shard(
-        self,
-        module: EmbeddingBagCollection,
-        params: Mapping[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedEmbeddingBagCollection:
-        """Return the collection over the ranks of `env`. Collective."""
-        return ShardedEmbeddingBagCollection(
-            module, params, env, self.fused_params, device, self.qcomm_codecs_registry
-        )
-
-    def shardable_parameters(self, module: EmbeddingBagCollection) -> dict[str, nn.Parameter]:
-        """Return the tables by name."""
-        return {name: table.weight for name, table in module.embedding_bags.items()}
-
-    @property
-    def module_type(self) -> type[EmbeddingBagCollection]:
-        """Return EmbeddingBagCollection."""
-        return EmbeddingBagCollection
+    _SHARDED = ShardedEmbeddingBagCollection
 
 
 _FEATURE = "feature"

@@ -30,14 +30,10 @@ class ModelAverager(ABC):
         """Count a step and average if it is time."""
 
 
-class PeriodicModelAverager(ModelAverager):
-    """Averages every `period` steps once `warmup_steps` are over."""
+class EngineAverager(ModelAverager):
+    """Averages as the engine does; a subclass makes `_native`."""
 
-    def __init__(self, period: int, warmup_steps: int = 0, process_group: dist.ProcessGroup | None = None):
-        super().__init__(process_group)
-        self.period = period
-        self.warmup_steps = warmup_steps
-        self._native = _C.PeriodicModelAverager(self.process_group, period, warmup_steps)
+    _native: _C.PeriodicModelAverager | _C.HierarchicalModelAverager
 
     @property
     def step(self) -> int:
@@ -49,3 +45,13 @@ class PeriodicModelAverager(ModelAverager):
 
     def average_parameters(self, params: Iterable[Any]) -> None:
         self._native.average_parameters(get_params_to_average(params))
+
+
+class PeriodicModelAverager(EngineAverager):
+    """Averages every `period` steps once `warmup_steps` are over."""
+
+    def __init__(self, period: int, warmup_steps: int = 0, process_group: dist.ProcessGroup | None = None):
+        super().__init__(process_group)
+        self.period = period
+        self.warmup_steps = warmup_steps
+        self._native = _C.PeriodicModelAverager(self.process_group, period, warmup_steps)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch.distributed as dist
 
 from tessera import _C
-from tessera.distributed.algorithms.model_averaging.averagers import ModelAverager
-from tessera.distributed.algorithms.model_averaging.utils import get_params_to_average
+from tessera.distributed.algorithms.model_averaging.averagers import EngineAverager
 
 __all__ = ["HierarchicalModelAverager"]
 
 
-class HierarchicalModelAverager(ModelAverager):
+class HierarchicalModelAverager(EngineAverager):
     """Averages over blocks of ranks; `period_group_size_dict` maps a period to the size of its blocks.
 
     Periods and sizes ascend, and the last size is the whole group's. Making the blocks is collective.
@@ -46,14 +44,3 @@ class HierarchicalModelAverager(ModelAverager):
         self._native = _C.HierarchicalModelAverager(
             list(self.period_process_group_dict.items()), warmup_steps
         )
-
-    @property
-    def step(self) -> int:
-        return self._native.step
-
-    @step.setter
-    def step(self, value: int) -> None:
-        self._native.step = value
-
-    def average_parameters(self, params: Iterable[Any]) -> None:
-        self._native.average_parameters(get_params_to_average(params))
