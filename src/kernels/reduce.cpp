@@ -1,35 +1,12 @@
 #include "kernels/reduce.h"
 
+#include "kernels/levels.h"
+
 namespace tessera::kernels {
 
-// Defined by the copies of cpu/reduce.cpp, one per instruction set.
-extern const ReduceKernels kReduceKernelsDefault;
-#if defined(TESSERA_HAVE_ISA_AVX2)
-extern const ReduceKernels kReduceKernelsAvx2;
-#endif
-#if defined(TESSERA_HAVE_ISA_AVX512)
-extern const ReduceKernels kReduceKernelsAvx512;
-#endif
+TESSERA_KERNEL_LEVELS(ReduceKernels, kReduceKernels);
 
-const ReduceKernels* reduce_kernels(Isa isa) noexcept {
-  switch (isa) {
-    case Isa::kDefault:
-      return &kReduceKernelsDefault;
-    case Isa::kAvx2:
-#if defined(TESSERA_HAVE_ISA_AVX2)
-      return &kReduceKernelsAvx2;
-#else
-      return nullptr;
-#endif
-    case Isa::kAvx512:
-#if defined(TESSERA_HAVE_ISA_AVX512)
-      return &kReduceKernelsAvx512;
-#else
-      return nullptr;
-#endif
-  }
-  return nullptr;
-}
+const ReduceKernels* reduce_kernels(Isa isa) noexcept { return kReduceKernelsLevels.at(isa); }
 
 namespace {
 

@@ -1,34 +1,14 @@
 #include "kernels/softmax_fused.h"
 
+#include "kernels/levels.h"
+
 namespace tessera::kernels {
 
-// Defined by the copies of cpu/softmax_fused.cpp, one per instruction set.
-extern const SoftmaxFusedKernel kSoftmaxFusedDefault;
-#if defined(TESSERA_HAVE_ISA_AVX2)
-extern const SoftmaxFusedKernel kSoftmaxFusedAvx2;
-#endif
-#if defined(TESSERA_HAVE_ISA_AVX512)
-extern const SoftmaxFusedKernel kSoftmaxFusedAvx512;
-#endif
+TESSERA_KERNEL_LEVELS(SoftmaxFusedKernel, kSoftmaxFused);
 
 SoftmaxFusedKernel softmax_fused_kernel(Isa isa) noexcept {
-  switch (isa) {
-    case Isa::kDefault:
-      return kSoftmaxFusedDefault;
-    case Isa::kAvx2:
-#if defined(TESSERA_HAVE_ISA_AVX2)
-      return kSoftmaxFusedAvx2;
-#else
-      return nullptr;
-#endif
-    case Isa::kAvx512:
-#if defined(TESSERA_HAVE_ISA_AVX512)
-      return kSoftmaxFusedAvx512;
-#else
-      return nullptr;
-#endif
-  }
-  return nullptr;
+  const auto* kernel = kSoftmaxFusedLevels.at(isa);
+  return kernel == nullptr ? nullptr : *kernel;
 }
 
 std::int64_t softmax_fused_workspace(std::int64_t num_columns) noexcept {

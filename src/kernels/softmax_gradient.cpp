@@ -1,34 +1,14 @@
 #include "kernels/softmax_gradient.h"
 
+#include "kernels/levels.h"
+
 namespace tessera::kernels {
 
-// Defined by the copies of cpu/softmax_gradient.cpp, one per instruction set.
-extern const SoftmaxGradientKernel kSoftmaxGradientDefault;
-#if defined(TESSERA_HAVE_ISA_AVX2)
-extern const SoftmaxGradientKernel kSoftmaxGradientAvx2;
-#endif
-#if defined(TESSERA_HAVE_ISA_AVX512)
-extern const SoftmaxGradientKernel kSoftmaxGradientAvx512;
-#endif
+TESSERA_KERNEL_LEVELS(SoftmaxGradientKernel, kSoftmaxGradient);
 
 SoftmaxGradientKernel softmax_gradient_kernel(Isa isa) noexcept {
-  switch (isa) {
-    case Isa::kDefault:
-      return kSoftmaxGradientDefault;
-    case Isa::kAvx2:
-#if defined(TESSERA_HAVE_ISA_AVX2)
-      return kSoftmaxGradientAvx2;
-#else
-      return nullptr;
-#endif
-    case Isa::kAvx512:
-#if defined(TESSERA_HAVE_ISA_AVX512)
-      return kSoftmaxGradientAvx512;
-#else
-      return nullptr;
-#endif
-  }
-  return nullptr;
+  const auto* kernel = kSoftmaxGradientLevels.at(isa);
+  return kernel == nullptr ? nullptr : *kernel;
 }
 
 void softmax_gradient(const SoftmaxGradientTask& task, std::int64_t first,

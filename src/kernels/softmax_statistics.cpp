@@ -1,34 +1,14 @@
 #include "kernels/softmax_statistics.h"
 
+#include "kernels/levels.h"
+
 namespace tessera::kernels {
 
-// Defined by the copies of cpu/softmax_statistics.cpp, one per instruction set.
-extern const SoftmaxStatisticsKernel kSoftmaxStatisticsDefault;
-#if defined(TESSERA_HAVE_ISA_AVX2)
-extern const SoftmaxStatisticsKernel kSoftmaxStatisticsAvx2;
-#endif
-#if defined(TESSERA_HAVE_ISA_AVX512)
-extern const SoftmaxStatisticsKernel kSoftmaxStatisticsAvx512;
-#endif
+TESSERA_KERNEL_LEVELS(SoftmaxStatisticsKernel, kSoftmaxStatistics);
 
 SoftmaxStatisticsKernel softmax_statistics_kernel(Isa isa) noexcept {
-  switch (isa) {
-    case Isa::kDefault:
-      return kSoftmaxStatisticsDefault;
-    case Isa::kAvx2:
-#if defined(TESSERA_HAVE_ISA_AVX2)
-      return kSoftmaxStatisticsAvx2;
-#else
-      return nullptr;
-#endif
-    case Isa::kAvx512:
-#if defined(TESSERA_HAVE_ISA_AVX512)
-      return kSoftmaxStatisticsAvx512;
-#else
-      return nullptr;
-#endif
-  }
-  return nullptr;
+  const auto* kernel = kSoftmaxStatisticsLevels.at(isa);
+  return kernel == nullptr ? nullptr : *kernel;
 }
 
 void softmax_statistics(const SoftmaxStatisticsTask& task, std::int64_t first,
