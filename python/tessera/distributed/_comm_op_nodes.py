@@ -11,7 +11,8 @@ exchange and the first waits for it. All ranks take part in it, also one whose i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import abc
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -23,10 +24,42 @@ from tessera import _C
 from tessera.distributed.types import Awaitable, QuantizedCommCodecs
 
 W = TypeVar("W")
+_engine = _C.comm_ops
+
+
+def native_codecs(codecs: QuantizedCommCodecs | None) -> _C.comm_ops.Codecs:
+    """Return the engine's codecs."""
+    codecs = codecs or QuantizedCommCodecs()
+    return _C.comm_ops.Codecs(codecs.forward._codec, codecs.backward._codec)
+
+
+class ExchangeInfo(abc.ABC):
+    """Know one exchange: how its inputs become rows, how these are sent, how results come out of them."""
+
+    codecs: QuantizedCommCodecs | None
+
+    def rows_of(self, inputs: Sequence[Tensor]) -> Tensor:
+        """Return the inputs as one tensor."""
+        return inputs[0]
+
+    @abc.abstractmethod
+    def plan(self, pg: ProcessGroup, rows: Tensor) -> _C.comm_ops.PlannedExchange:
+        """Return the engine's exchange. Raise ValueError for sizes that do not fit."""
+
+    def _over(self, pg: ProcessGroup) -> tuple[ProcessGroup, _C.comm_ops.Codecs]:
+        return pg, native_codecs(self.codecs)
+
+    def results_of(self, rows: Tensor) -> Any:
+        """Return what has arrived as results."""
+        return rows
+
+    def gradients_of(self, gradient: Tensor, shapes: Sequence[torch.Size]) -> Sequence[Tensor]:
+        """Return the gradients of inputs of these shapes."""
+        return [gradient]
 
 
 @dataclass
-class All2AllPooledInfo:
+class All2AllPooledInfo(ExchangeInfo):
     """Say how pooled rows are cut: samples of every rank, columns of every rank."""
 
     batch_size_per_rank: list[int]
@@ -35,9 +68,13 @@ class All2AllPooledInfo:
     cumsum_dim_sum_per_rank_tensor: Tensor | None
     codecs: QuantizedCommCodecs | None = None
 
+    def plan(self, pg: ProcessGroup, rows: Tensor) -> _C.comm_ops.PlannedExchange:
+        """Return the engine's exchange."""
+        return _engine.alltoall_pooled(rows, self.batch_size_per_rank, self.dim_sum_per_rank, *self._over(pg))
+
 
 @dataclass
-class VariableBatchAll2AllPooledInfo:
+class VariableBatchAll2AllPooledInfo(ExchangeInfo):
     """Say how flat pooled rows are cut, with a batch for every rank and feature."""
 
     batch_size_per_rank_per_feature: list[list[int]]
@@ -47,9 +84,16 @@ class VariableBatchAll2AllPooledInfo:
     input_splits: list[int] | None = None
     output_splits: list[int] | None = None
 
+    def plan(self, pg: ProcessGroup, rows: Tensor) -> _C.comm_ops.PlannedExchange:
+        """Return the engine's exchange."""
+        batches = (self.batch_size_per_rank_per_feature, self.batch_size_per_feature_pre_a2a)
+        return _engine.variable_batch_alltoall_pooled(
+            rows, *batches, self.emb_dim_per_rank_per_feature, *self._over(pg)
+        )
+
 
 @dataclass
-class All2AllSequenceInfo:
+class All2AllSequenceInfo(ExchangeInfo):
     """Say how rows of single ids go back: the splits are those of the ids."""
 
     embedding_dim: int
@@ -62,9 +106,17 @@ class All2AllSequenceInfo:
     codecs: QuantizedCommCodecs | None = None
     permuted_lengths_after_sparse_data_all2all: Tensor | None = None
 
+    def plan(self, pg: ProcessGroup, rows: Tensor) -> _C.comm_ops.PlannedExchange:
+        """Return the engine's exchange."""
+        orders = (self.forward_recat_tensor, self.backward_recat_tensor)
+        lengths = self.lengths_after_sparse_data_all2all
+        return _engine.alltoall_sequence(
+            rows, *orders, lengths, self.input_splits, self.output_splits, *self._over(pg)
+        )
+
 
 @dataclass
-class All2AllVInfo:
+class All2AllVInfo(ExchangeInfo):
     """Say how samples are cut over the ranks: columns of every rank, samples of every rank."""
 
     dims_sum_per_rank: list[int]
@@ -75,6 +127,22 @@ class All2AllVInfo:
     input_split_sizes: list[int] = field(default_factory=list)
     output_split_sizes: list[int] = field(default_factory=list)
     codecs: QuantizedCommCodecs | None = None
+
+    def rows_of(self, inputs: Sequence[Tensor]) -> Tensor:
+        """Return the columns side by side."""
+        return torch.cat(list(inputs), dim=1)
+
+    def plan(self, pg: ProcessGroup, rows: Tensor) -> _C.comm_ops.PlannedExchange:
+        """Return the engine's exchange."""
+        return _engine.alltoallv(rows, self.dims_sum_per_rank, *self._over(pg))
+
+    def results_of(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Return each rank's columns."""
+        return tuple(part.contiguous() for part in rows.split(self.dims_sum_per_rank, dim=1))
+
+    def gradients_of(self, gradient: Tensor, shapes: Sequence[torch.Size]) -> Sequence[Tensor]:
+        """Return each input's columns."""
+        return gradient.split([shape[1] for shape in shapes], dim=1)
 
 
 @dataclass
@@ -88,23 +156,40 @@ class All2AllDenseInfo:
 
 
 @dataclass
-class ReduceScatterInfo:
+class ReduceScatterInfo(ExchangeInfo):
     """Hold the shapes of the parts that are summed."""
 
     input_sizes: list[torch.Size]
     codecs: QuantizedCommCodecs | None = None
 
+    def rows_of(self, inputs: Sequence[Tensor]) -> Tensor:
+        """Return the parts one after the other, flat; a single one as it is."""
+        return inputs[0] if len(inputs) == 1 else torch.cat([part.reshape(-1) for part in inputs])
+
+    def plan(self, pg: ProcessGroup, rows: Tensor) -> _C.comm_ops.PlannedExchange:
+        """Return the engine's exchange."""
+        return _engine.reduce_scatter_pooled(self.input_sizes, *self._over(pg))
+
+    def gradients_of(self, gradient: Tensor, shapes: Sequence[torch.Size]) -> Sequence[Tensor]:
+        """Return those of the parts."""
+        parts = gradient.view(-1).split([shape.numel() for shape in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
 
 @dataclass
-class ReduceScatterBaseInfo:
+class ReduceScatterBaseInfo(ExchangeInfo):
     """Hold the shape of what is summed and cut evenly."""
 
     input_sizes: torch.Size
     codecs: QuantizedCommCodecs | None = None
 
+    def plan(self, pg: ProcessGroup, rows: Tensor) -> _C.comm_ops.PlannedExchange:
+        """Return the engine's exchange."""
+        return _engine.reduce_scatter_base_pooled(rows, *self._over(pg))
+
 
 @dataclass
-class ReduceScatterVInfo:
+class ReduceScatterVInfo(ExchangeInfo):
     """Say how many rows of the sum every rank gets."""
 
     input_sizes: list[torch.Size]
@@ -113,20 +198,30 @@ class ReduceScatterVInfo:
     total_input_size: list[int]
     codecs: QuantizedCommCodecs | None
 
+    def plan(self, pg: ProcessGroup, rows: Tensor) -> _C.comm_ops.PlannedExchange:
+        """Return the engine's exchange."""
+        return _engine.reduce_scatter_v_pooled(rows, self.input_splits, *self._over(pg))
+
 
 @dataclass
-class AllGatherBaseInfo:
+class AllGatherBaseInfo(ExchangeInfo):
     """Hold the shape of what every rank gives."""
 
     input_size: torch.Size
     codecs: QuantizedCommCodecs | None = None
+
+    def plan(self, pg: ProcessGroup, rows: Tensor) -> _C.comm_ops.PlannedExchange:
+        """Return the engine's exchange."""
+        return _engine.all_gather_base_pooled(rows, *self._over(pg))
 
 
 @dataclass
 class _Journey:
     """Hold what the two nodes of an exchange share; `is_recorded` says whether the first is in the graph."""
 
+    info: ExchangeInfo
     exchange: _C.comm_ops.PlannedExchange
+    shapes: list[torch.Size]
     is_recorded: bool
 
 
@@ -141,40 +236,45 @@ class Request(Awaitable[W]):
         self.dummy_tensor = torch.empty(1, requires_grad=True, device=device)
         self._journey: _Journey | None = None
         self._result: Any = None
-        self.results: Callable[[Tensor], Any] = lambda arrived: arrived
 
     def _wait_impl(self) -> W:
         return (self.wait_function or WaitNode).apply(self.pg, self, self.dummy_tensor)
 
 
-def start(
-    ctx: Any, wait: type[WaitNode], myreq: Request, exchange: _C.comm_ops.PlannedExchange, rows: Tensor
-) -> Tensor:
-    """Start `exchange` on `rows` and return a token for `wait`."""
-    if myreq._journey is not None:
-        raise RuntimeError("comm_ops.Request: it holds an exchange already; make one for each.")
-    exchange.start(rows)
-    ctx.journey = myreq._journey = _Journey(exchange, any(ctx.needs_input_grad))
-    myreq.wait_function = wait
-    return myreq.dummy_tensor
-
-
 class ReqNode(torch.autograd.Function):
     """Start an exchange. All ranks of the group call it, in the same order."""
 
+    _wait: type[WaitNode]
+
     @classmethod
-    def apply(cls, pg: ProcessGroup, myreq: Request, info: Any, *inputs: Tensor) -> Tensor:
-        """Start on `inputs` and return a token for the `…_Wait`."""
-        myreq.dummy_tensor = super().apply(pg, myreq, info, *inputs)
+    def apply(cls, pg: ProcessGroup, myreq: Request, info: ExchangeInfo, *inputs: Any) -> Tensor:
+        """Start on `inputs`, or on a list of them, and return a token for the `…_Wait`."""
+        # Autograd sees the tensors of a list only if they are arguments themselves.
+        given = inputs[0] if inputs and isinstance(inputs[0], (list, tuple)) else inputs
+        myreq.dummy_tensor = super().apply(pg, myreq, info, *given)
         if torch.is_grad_enabled():
             myreq.dummy_tensor.requires_grad_()  # whatever the inputs do: backward is collective
+        myreq.wait_function = cls._wait
+        return myreq.dummy_tensor
+
+    @staticmethod
+    def forward(ctx: Any, pg: ProcessGroup, myreq: Request, info: ExchangeInfo, *inputs: Tensor) -> Tensor:
+        """Start and return a token."""
+        if myreq._journey is not None:
+            raise RuntimeError("comm_ops.Request: it holds an exchange already; make one for each.")
+        rows = info.rows_of(inputs)
+        exchange = info.plan(pg, rows)
+        exchange.start(rows)
+        shapes = [part.shape for part in inputs]
+        ctx.journey = myreq._journey = _Journey(info, exchange, shapes, any(ctx.needs_input_grad))
         return myreq.dummy_tensor
 
     @staticmethod
     def backward(ctx: Any, *unused: Tensor) -> tuple[Tensor | None, ...]:
         """Wait for the gradients of the inputs."""
-        gradient = ctx.journey.exchange.wait_backward()
-        return None, None, None, *(ctx.gradients(gradient) if hasattr(ctx, "gradients") else (gradient,))
+        journey = ctx.journey
+        gradient = journey.exchange.wait_backward()
+        return None, None, None, *journey.info.gradients_of(gradient, journey.shapes)
 
 
 class WaitNode(torch.autograd.Function):
@@ -197,7 +297,7 @@ class WaitNode(torch.autograd.Function):
         if myreq._journey is None:
             raise RuntimeError("comm_ops.Request: nothing was started; call the …_Req of an exchange first.")
         ctx.journey = myreq._journey
-        return myreq.results(ctx.journey.exchange.wait())
+        return ctx.journey.info.results_of(ctx.journey.exchange.wait())
 
     @staticmethod
     def backward(ctx: Any, *grad_output: Tensor) -> tuple[None, None, Tensor]:

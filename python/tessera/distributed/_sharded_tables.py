@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from tessera import _C
+from tessera.distributed._comm_op_nodes import native_codecs
 from tessera.distributed._fused_optimizer import FusedTableOptimizer, kept_state
 from tessera.distributed._sharded_state import (
     LocalPart,
@@ -23,7 +24,6 @@ from tessera.distributed._sharded_state import (
 )
 from tessera.distributed._shared_sizes import Engine, start_input_dists
 from tessera.distributed.comm import get_local_size
-from tessera.distributed.comm_ops import _native
 from tessera.distributed.embedding_sharding import EmbeddingShardingInfo
 from tessera.distributed.embedding_types import BaseEmbeddingSharder, M, ShardedEmbeddingModule
 from tessera.distributed.sharding_plan import _from_engine, _to_engine
@@ -250,7 +250,7 @@ class ShardedTables(ShardedEmbeddingModule[list, list, Out, ShrdCtx]):
         options.bounds_check = _to_bounds_check(params.get("bounds_check_mode"))
         if stepped:
             options.optimizer = _to_options(params)
-        options.codecs = _native(self._codecs())
+        options.codecs = native_codecs(self._codecs())
         options.local_size = self._local_size
         options.device = self._device
         return self._new_engine(

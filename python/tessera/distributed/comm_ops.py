@@ -9,10 +9,8 @@ does in between. Gradients are divided by the size of the group unless
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -25,6 +23,7 @@ from tessera.distributed._comm_op_nodes import (
     All2AllSequenceInfo,
     All2AllVInfo,
     AllGatherBaseInfo,
+    ExchangeInfo,
     ReduceScatterBaseInfo,
     ReduceScatterInfo,
     ReduceScatterVInfo,
@@ -32,7 +31,7 @@ from tessera.distributed._comm_op_nodes import (
     Request,
     VariableBatchAll2AllPooledInfo,
     WaitNode,
-    start,
+    native_codecs,
 )
 from tessera.distributed.types import Awaitable, QuantizedCommCodecs
 
@@ -80,15 +79,9 @@ __all__ = [
 _engine = _C.comm_ops
 
 
-def _native(codecs: QuantizedCommCodecs | None) -> _C.comm_ops.Codecs:
-    codecs = codecs or QuantizedCommCodecs()
-    return _engine.Codecs(codecs.forward._codec, codecs.backward._codec)
-
-
-def _run(
-    plan: Callable[..., _C.comm_ops.PlannedExchange], group: ProcessGroup | None, info: Any, rows: Tensor
-) -> Awaitable[Tensor]:
-    return _TensorAwaitable(plan(group_or_world(group), info, rows).run(rows))
+def _run(info: ExchangeInfo, group: ProcessGroup | None, inputs: Sequence[Tensor]) -> Awaitable[Tensor]:
+    rows = info.rows_of(inputs)
+    return _TensorAwaitable(info.plan(group_or_world(group), rows).run(rows))
 
 
 def set_gradient_division(val: bool) -> None:
@@ -99,71 +92,6 @@ def set_gradient_division(val: bool) -> None:
 def get_gradient_division() -> bool:
     """Return whether gradients of exchanges are divided by the size of their group."""
     return _engine.get_gradient_division()
-
-
-# ---- what each exchange is, for the functions and for the nodes ----
-
-
-def _pooled(pg: ProcessGroup, info: All2AllPooledInfo, rows: Tensor):
-    return _engine.alltoall_pooled(
-        rows, info.batch_size_per_rank, info.dim_sum_per_rank, pg, _native(info.codecs)
-    )
-
-
-def _variable_pooled(pg: ProcessGroup, info: VariableBatchAll2AllPooledInfo, values: Tensor):
-    return _engine.variable_batch_alltoall_pooled(
-        values,
-        info.batch_size_per_rank_per_feature,
-        info.batch_size_per_feature_pre_a2a,
-        info.emb_dim_per_rank_per_feature,
-        pg,
-        _native(info.codecs),
-    )
-
-
-def _sequence(pg: ProcessGroup, info: All2AllSequenceInfo, rows: Tensor):
-    return _engine.alltoall_sequence(
-        rows,
-        info.forward_recat_tensor,
-        info.backward_recat_tensor,
-        info.lengths_after_sparse_data_all2all,
-        info.input_splits,
-        info.output_splits,
-        pg,
-        _native(info.codecs),
-    )
-
-
-def _columns(pg: ProcessGroup, info: All2AllVInfo, columns: Tensor):
-    return _engine.alltoallv(columns, info.dims_sum_per_rank, pg, _native(info.codecs))
-
-
-def _sum_of_parts(pg: ProcessGroup, info: ReduceScatterInfo, flat: Tensor):
-    return _engine.reduce_scatter_pooled(info.input_sizes, pg, _native(info.codecs))
-
-
-def _even_sum(pg: ProcessGroup, info: ReduceScatterBaseInfo, rows: Tensor):
-    return _engine.reduce_scatter_base_pooled(rows, pg, _native(info.codecs))
-
-
-def _sum(pg: ProcessGroup, info: ReduceScatterVInfo, rows: Tensor):
-    return _engine.reduce_scatter_v_pooled(rows, info.input_splits, pg, _native(info.codecs))
-
-
-def _gathered(pg: ProcessGroup, info: AllGatherBaseInfo, rows: Tensor):
-    return _engine.all_gather_base_pooled(rows, pg, _native(info.codecs))
-
-
-def _one_after_another(inputs: Sequence[Tensor]) -> Tensor:
-    return inputs[0] if len(inputs) == 1 else torch.cat([part.reshape(-1) for part in inputs])
-
-
-def _in_shapes(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    parts = flat.view(-1).split([shape.numel() for shape in shapes])
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-
-# ---- the functions ----
 
 
 def alltoall_pooled(
@@ -183,7 +111,7 @@ def alltoall_pooled(
     info = All2AllPooledInfo(
         batch_size_per_rank, dim_sum_per_rank, dim_sum_per_rank_tensor, cumsum_dim_sum_per_rank_tensor, codecs
     )
-    return _run(_pooled, group, info, a2a_pooled_embs_tensor)
+    return _run(info, group, [a2a_pooled_embs_tensor])
 
 
 def variable_batch_alltoall_pooled(
@@ -198,7 +126,7 @@ def variable_batch_alltoall_pooled(
     info = VariableBatchAll2AllPooledInfo(
         batch_size_per_rank_per_feature, batch_size_per_feature_pre_a2a, emb_dim_per_rank_per_feature, codecs
     )
-    return _run(_variable_pooled, group, info, a2a_pooled_embs_tensor)
+    return _run(info, group, [a2a_pooled_embs_tensor])
 
 
 def alltoall_sequence(
@@ -227,7 +155,7 @@ def alltoall_sequence(
         variable_batch_size,
         codecs,
     )
-    return _run(_sequence, group, info, a2a_sequence_embs_tensor)
+    return _run(info, group, [a2a_sequence_embs_tensor])
 
 
 def alltoallv(
@@ -251,7 +179,7 @@ def alltoallv(
     if not inputs:
         raise ValueError("sharding.alltoallv: no inputs were given.")
     info = All2AllVInfo(out_split, inputs[0].size(0), 0, [], [part.size(1) for part in inputs], codecs=codecs)
-    pending = _run(_columns, group, info, torch.cat(inputs, dim=1))
+    pending = _run(info, group, inputs)
     pending.callbacks.append(lambda columns: list(columns.split(out_split, dim=1)))
     return pending
 
@@ -261,14 +189,14 @@ def reduce_scatter_pooled(
 ) -> Awaitable[Tensor]:
     """Sum everybody's ``inputs[r]`` on rank r."""
     info = ReduceScatterInfo([part.size() for part in inputs], codecs)
-    return _run(_sum_of_parts, group, info, _one_after_another(inputs))
+    return _run(info, group, inputs)
 
 
 def reduce_scatter_base_pooled(
     input: Tensor, group: ProcessGroup | None = None, codecs: QuantizedCommCodecs | None = None
 ) -> Awaitable[Tensor]:
     """Sum over the ranks and cut the rows evenly."""
-    return _run(_even_sum, group, ReduceScatterBaseInfo(input.size(), codecs), input)
+    return _run(ReduceScatterBaseInfo(input.size(), codecs), group, [input])
 
 
 def reduce_scatter_v_pooled(
@@ -279,7 +207,7 @@ def reduce_scatter_v_pooled(
 ) -> Awaitable[Tensor]:
     """Sum over the ranks and give ``input_splits[r]`` rows to rank r."""
     info = ReduceScatterVInfo([input.size()], input_splits, False, list(input.size()), codecs)
-    return _run(_sum, group, info, input)
+    return _run(info, group, [input])
 
 
 def reduce_scatter_v_per_feature_pooled(
@@ -291,7 +219,7 @@ def reduce_scatter_v_per_feature_pooled(
 ) -> Awaitable[Tensor]:
     """Sum a flat tensor over the ranks and give rank r its samples of every feature."""
     planned = _engine.reduce_scatter_v_per_feature_pooled(
-        input, batch_size_per_rank_per_feature, embedding_dims, group_or_world(group), _native(codecs)
+        input, batch_size_per_rank_per_feature, embedding_dims, group_or_world(group), native_codecs(codecs)
     )
     return _TensorAwaitable(planned.run(input))
 
@@ -300,136 +228,87 @@ def all_gather_base_pooled(
     input: Tensor, group: ProcessGroup | None = None, codecs: QuantizedCommCodecs | None = None
 ) -> Awaitable[Tensor]:
     """Stack the rows of all ranks; the backward pass sums and cuts them."""
-    return _run(_gathered, group, AllGatherBaseInfo(input.size(), codecs), input)
+    return _run(AllGatherBaseInfo(input.size(), codecs), group, [input])
 
 
 # ---- the same taken apart ----
-
-
-class All2All_Pooled_Req(ReqNode):
-    """Start `alltoall_pooled`."""
-
-    @staticmethod
-    def forward(ctx, pg, myreq, a2ai, input_embeddings) -> Tensor:
-        """Start and return a token."""
-        return start(ctx, All2All_Pooled_Wait, myreq, _pooled(pg, a2ai, input_embeddings), input_embeddings)
 
 
 class All2All_Pooled_Wait(WaitNode):
     """Wait for `alltoall_pooled`."""
 
 
-class Variable_Batch_All2All_Pooled_Req(ReqNode):
-    """Start `variable_batch_alltoall_pooled`."""
+class All2All_Pooled_Req(ReqNode):
+    """Start `alltoall_pooled`."""
 
-    @staticmethod
-    def forward(ctx, pg, myreq, a2ai, input_embeddings) -> Tensor:
-        """Start and return a token."""
-        return start(
-            ctx,
-            Variable_Batch_All2All_Pooled_Wait,
-            myreq,
-            _variable_pooled(pg, a2ai, input_embeddings),
-            input_embeddings,
-        )
+    _wait = All2All_Pooled_Wait
 
 
 class Variable_Batch_All2All_Pooled_Wait(WaitNode):
     """Wait for `variable_batch_alltoall_pooled`."""
 
 
-class All2All_Seq_Req(ReqNode):
-    """Start `alltoall_sequence`."""
+class Variable_Batch_All2All_Pooled_Req(ReqNode):
+    """Start `variable_batch_alltoall_pooled`."""
 
-    @staticmethod
-    def forward(ctx, pg, myreq, a2ai, sharded_input_embeddings) -> Tensor:
-        """Start and return a token."""
-        return start(
-            ctx,
-            All2All_Seq_Req_Wait,
-            myreq,
-            _sequence(pg, a2ai, sharded_input_embeddings),
-            sharded_input_embeddings,
-        )
+    _wait = Variable_Batch_All2All_Pooled_Wait
 
 
 class All2All_Seq_Req_Wait(WaitNode):
     """Wait for `alltoall_sequence`."""
 
 
-class All2Allv_Req(ReqNode):
-    """Start `alltoallv`."""
+class All2All_Seq_Req(ReqNode):
+    """Start `alltoall_sequence`."""
 
-    @classmethod
-    def apply(cls, pg, myreq, a2ai, *inputs) -> Tensor:
-        """Start on tensors, or on a list of them, and return a token."""
-        # Autograd sees the tensors of a list only if they are arguments themselves.
-        return super().apply(pg, myreq, a2ai, *(inputs[0] if isinstance(inputs[0], list) else inputs))
-
-    @staticmethod
-    def forward(ctx, pg, myreq, a2ai, *inputs) -> Tensor:
-        """Start and return a token."""
-        columns, widths = torch.cat(inputs, dim=1), [part.size(1) for part in inputs]
-        ctx.gradients = lambda gradient: gradient.split(widths, dim=1)
-        myreq.results = lambda rows: tuple(
-            part.contiguous() for part in rows.split(a2ai.dims_sum_per_rank, 1)
-        )
-        return start(ctx, All2Allv_Wait, myreq, _columns(pg, a2ai, columns), columns)
+    _wait = All2All_Seq_Req_Wait
 
 
 class All2Allv_Wait(WaitNode):
     """Wait for `alltoallv`."""
 
 
-class ReduceScatter_Req(ReqNode):
-    """Start `reduce_scatter_pooled`."""
+class All2Allv_Req(ReqNode):
+    """Start `alltoallv`."""
 
-    @staticmethod
-    def forward(ctx, pg, myreq, rsi, *inputs) -> Tensor:
-        """Start and return a token."""
-        flat = _one_after_another(inputs)
-        ctx.gradients = lambda gradient: _in_shapes(gradient, rsi.input_sizes)
-        return start(ctx, ReduceScatter_Wait, myreq, _sum_of_parts(pg, rsi, flat), flat)
+    _wait = All2Allv_Wait
 
 
 class ReduceScatter_Wait(WaitNode):
     """Wait for `reduce_scatter_pooled`."""
 
 
-class ReduceScatterBase_Req(ReqNode):
-    """Start `reduce_scatter_base_pooled`."""
+class ReduceScatter_Req(ReqNode):
+    """Start `reduce_scatter_pooled`."""
 
-    @staticmethod
-    def forward(ctx, pg, myreq, rsi, inputs) -> Tensor:
-        """Start and return a token."""
-        return start(ctx, ReduceScatterBase_Wait, myreq, _even_sum(pg, rsi, inputs), inputs)
+    _wait = ReduceScatter_Wait
 
 
 class ReduceScatterBase_Wait(WaitNode):
     """Wait for `reduce_scatter_base_pooled`."""
 
 
-class ReduceScatterV_Req(ReqNode):
-    """Start `reduce_scatter_v_pooled`."""
+class ReduceScatterBase_Req(ReqNode):
+    """Start `reduce_scatter_base_pooled`."""
 
-    @staticmethod
-    def forward(ctx, pg, myreq, rsi, input) -> Tensor:
-        """Start and return a token."""
-        return start(ctx, ReduceScatterV_Wait, myreq, _sum(pg, rsi, input), input)
+    _wait = ReduceScatterBase_Wait
 
 
 class ReduceScatterV_Wait(WaitNode):
     """Wait for `reduce_scatter_v_pooled`."""
 
 
-class AllGatherBase_Req(ReqNode):
-    """Start `all_gather_base_pooled`."""
+class ReduceScatterV_Req(ReqNode):
+    """Start `reduce_scatter_v_pooled`."""
 
-    @staticmethod
-    def forward(ctx, pg, myreq, agi, input) -> Tensor:
-        """Start and return a token."""
-        return start(ctx, AllGatherBase_Wait, myreq, _gathered(pg, agi, input), input)
+    _wait = ReduceScatterV_Wait
 
 
 class AllGatherBase_Wait(WaitNode):
     """Wait for `all_gather_base_pooled`."""
+
+
+class AllGatherBase_Req(ReqNode):
+    """Start `all_gather_base_pooled`."""
+
+    _wait = AllGatherBase_Wait

@@ -14,8 +14,8 @@ from torch.distributed import ProcessGroup
 
 from tessera import _C, comm
 from tessera.comm._collectives import _TensorAwaitable
+from tessera.distributed._comm_op_nodes import native_codecs
 from tessera.distributed.comm_ops import (
-    _native,
     all_gather_base_pooled,
     reduce_scatter_base_pooled,
     reduce_scatter_v_per_feature_pooled,
@@ -225,7 +225,11 @@ class PooledEmbeddingsAllToAll(_Exchange):
     ) -> PooledEmbeddingsAwaitable:
         """Start the exchange; without batch sizes all ranks have equal ones."""
         pending = _engine.pooled_embeddings_alltoall(
-            local_embs, self._dim_sum_per_rank, self._pg, batch_size_per_rank or [], _native(self._codecs)
+            local_embs,
+            self._dim_sum_per_rank,
+            self._pg,
+            batch_size_per_rank or [],
+            native_codecs(self._codecs),
         )
         return self._awaitable(_TensorAwaitable(pending))
 
@@ -353,7 +357,7 @@ class SequenceEmbeddingsAllToAll(nn.Module):
             self._pg,
             batch_size_per_rank or [],
             sparse_features_recat,
-            _native(self._codecs),
+            native_codecs(self._codecs),
         )
         return SequenceEmbeddingsAwaitable(
             _TensorAwaitable(pending), unbucketize_permute_tensor, local_embs.size(1)
