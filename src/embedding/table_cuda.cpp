@@ -87,10 +87,6 @@ char* work(Workspace& workspace, c10::Device device, std::size_t count) {
 
 std::size_t rounded(std::size_t bytes) { return (bytes + 255) / 256 * 256; }
 
-std::size_t long_bytes(std::int64_t num_entries) {
-  return rounded(4 * static_cast<std::size_t>(num_entries / cuda::long_run() + 2));
-}
-
 void upload_steps(const std::vector<cuda::TableSteps>& steps, char* device_steps) {
   check(cudaMemcpyAsync(device_steps, steps.data(), steps.size() * sizeof(steps[0]),
                         cudaMemcpyHostToDevice, static_cast<cudaStream_t>(stream())),
@@ -98,13 +94,12 @@ void upload_steps(const std::vector<cuda::TableSteps>& steps, char* device_steps
 }
 
 void hand_over(const cuda::TableCall& call, const cuda::SortedRows& sorted,
-               const std::vector<cuda::TableSteps>& steps, char* device_steps, char* long_runs,
+               const std::vector<cuda::TableSteps>& steps, char* device_steps, char* step_work,
                const float* gradient, float limit) {
-  check(
-      cuda::step_sorted_rows(call, sorted, reinterpret_cast<const cuda::TableSteps*>(device_steps),
-                             steps.data(), static_cast<int>(steps.size()), gradient, limit,
-                             reinterpret_cast<std::uint32_t*>(long_runs), stream()),
-      "step rows");
+  check(cuda::step_sorted_rows(
+            call, sorted, reinterpret_cast<const cuda::TableSteps*>(device_steps), steps.data(),
+            static_cast<int>(steps.size()), gradient, limit, step_work, stream()),
+        "step rows");
 }
 
 }  // namespace
@@ -156,9 +151,11 @@ void cuda_backward(const TablePass& pass, const at::Tensor& gradient, float limi
   std::vector<cuda::TableSteps> steps(targets.size());
   std::vector<std::uint32_t> first_keys(targets.size());
   std::int64_t num_keys = 0;
+  std::int64_t max_columns = 0;
   for (std::size_t i = 0; i < targets.size(); ++i) {
     first_keys[i] = static_cast<std::uint32_t>(num_keys);
     num_keys += targets[i].rows.num_rows;
+    max_columns = std::max(max_columns, targets[i].rows.num_columns);
   }
   TESSERA_CHECK_VALUE(num_keys < (std::int64_t{1} << 31),
                       "embedding: the tables of one batch have ", num_keys,
@@ -166,10 +163,10 @@ void cuda_backward(const TablePass& pass, const at::Tensor& gradient, float limi
 
   const std::size_t key_bytes = rounded(first_keys.size() * 4);
   const std::size_t step_bytes = rounded(steps.size() * sizeof(cuda::TableSteps));
-  const std::size_t many_bytes = long_bytes(pass.num_positions);
+  const std::size_t work_bytes = rounded(cuda::step_bytes(pass.num_positions, max_columns));
   char* const base =
       work(workspace, device,
-           key_bytes + step_bytes + many_bytes + cuda::sort_bytes(pass.num_positions));
+           key_bytes + step_bytes + work_bytes + cuda::sort_bytes(pass.num_positions));
   check(cudaMemcpyAsync(base, first_keys.data(), first_keys.size() * 4, cudaMemcpyHostToDevice,
                         static_cast<cudaStream_t>(stream())),
         "upload");
@@ -217,7 +214,7 @@ void cuda_backward(const TablePass& pass, const at::Tensor& gradient, float limi
   check(cuda::sort_rows(call, tables_of(pass, workspace),
                         reinterpret_cast<const std::uint32_t*>(base), num_keys,
                         pass.is_weighted && !pass.is_sequence,
-                        base + key_bytes + step_bytes + many_bytes, &sorted, stream()),
+                        base + key_bytes + step_bytes + work_bytes, &sorted, stream()),
         "sort rows");
 
   if (has_sparse) {
@@ -282,7 +279,8 @@ void cuda_step_rows(const kernels::TableRows& table, const kernels::RowState& st
   steps[0].state = state;
   steps[0].step = step;
   const std::size_t step_bytes = rounded(sizeof(cuda::TableSteps));
-  char* const base = work(workspace, device, step_bytes + long_bytes(count));
+  char* const base =
+      work(workspace, device, step_bytes + cuda::step_bytes(count, table.num_columns));
   upload_steps(steps, base);
   hand_over(call, sorted, steps, base, base + step_bytes, gradients.const_data_ptr<float>(), limit);
 }

@@ -161,6 +161,65 @@ TEST(TableCuda, StepsAsTheCpuDoes) {
   }
 }
 
+TEST(TableCuda, LongBagsAreSummedAsOnTheCpu) {
+  // Bags of 0 to 70 ids, so that several lanes share one, some of them without an id.
+  for (const auto type : {at::kFloat, at::kHalf, at::kBFloat16}) {
+    const Twins twins({}, type);
+    for (const bool is_weighted : {false, true}) {
+      at::manual_seed(11);
+      LookupInput input;
+      const Tensor lengths = at::arange(6 * 71, at::kLong).remainder(71);
+      input.offsets = at::cat({at::zeros({1}, at::kLong), lengths.cumsum(0)});
+      const auto count = input.offsets[6 * 71].item<std::int64_t>();
+      input.ids = at::randint(300, {count}, at::kLong);
+      if (is_weighted) input.weights = at::rand({count}).add_(0.5);
+      expect_close(twins.on_device->pooled(on_cuda(input)), twins.on_host->pooled(input), 1e-5);
+    }
+  }
+}
+
+TEST(TableCuda, RowsOfEveryNumberOfEntriesAreStepped) {
+  // Row r of each table occurs counts[r] times: alone, a few times, in one segment and in several,
+  // at the borders between them. Gradients are small whole numbers, so that sums are exact in any
+  // order, and SGD with a rate of 1 leaves them behind.
+  const std::vector<std::int64_t> counts = {1,  2,   3,   7,   8,   9,   31,  32,  33,   64,
+                                            65, 127, 255, 256, 257, 511, 512, 513, 2048, 5000};
+  const auto on_device = at::TensorOptions().device(at::kCUDA);
+  std::vector<Tensor> parts;
+  for (std::size_t r = 0; r < counts.size(); ++r) {
+    parts.push_back(at::full({counts[r]}, static_cast<std::int64_t>(r), at::kLong));
+  }
+  at::manual_seed(3);
+  const Tensor in_order = at::cat(parts);
+  const Tensor ids = in_order.index_select(0, at::randperm(in_order.numel())).to(at::kCUDA);
+  const std::int64_t num_ids = ids.numel();
+  for (const auto kind : {OptimizerKind::kSgd, OptimizerKind::kRowWiseAdagrad}) {
+    for (const std::int64_t columns : {1, 8, 24, 64, 128, 132, 256}) {
+      SCOPED_TRACE(columns);
+      const Tensor weight =
+          at::zeros({static_cast<std::int64_t>(counts.size()), columns}, on_device)
+              .requires_grad_(true);
+      TableBatch batch({{"t", weight}}, {{"f", 0}},
+                       {.gradients = GradientForm::kFused,
+                        .optimizer = {.kind = kind, .learning_rate = 1.0, .eps = 1e-3}});
+      LookupInput input;
+      input.ids = ids;
+      input.offsets = at::arange(num_ids + 1, on_device.dtype(at::kLong));
+      const Tensor grad = at::randint(-3, 4, {num_ids, columns}, on_device.dtype(at::kFloat));
+      batch.pooled(input).backward(grad);
+      const Tensor sums = at::zeros_like(weight.detach()).index_add_(0, ids, grad);
+      if (kind == OptimizerKind::kSgd) {
+        EXPECT_TRUE(weight.detach().equal(-sums));
+      } else {
+        const Tensor squares = sums.pow(2).mean(1, /*keepdim=*/true);
+        expect_close(batch.optimizer()->state_dict().at("t.momentum1").reshape({-1, 1}), squares,
+                     1e-6);
+        expect_close(weight, -sums / (squares.sqrt() + 1e-3), 1e-6);
+      }
+    }
+  }
+}
+
 TEST(TableCuda, UnfusedStepsAreTheFusedOnes) {
   for (const OptimizerKind kind : kEveryOptimizer) {
     const OptimizerOptions options{

@@ -175,9 +175,54 @@ __host__ __device__ inline bool is_light(const TableSteps& table) {
          table.rows.num_columns <= (has_packs(table.rows) ? kLightColumns : kLightSingles);
 }
 
-/// Steps the rows of light tables; notes those with many entries in `long_runs`.
+/// Which light kernels take a table: by element, numbers per lane and packs per lane.
+template <Element kElement, int kCount, int kPacks>
+__host__ __device__ bool is_light_kind(const TableSteps& table) {
+  return is_light(table) && table.rows.element == kElement &&
+         has_packs(table.rows) == (kCount > 1) &&
+         (kCount == 1 || (table.rows.num_columns > 32 * kCount) == (kPacks > 1));
+}
+
+/// Entries of a run that a light kernel steps among others; one with more gets a warp.
+constexpr std::uint32_t kShortRun = 8;
+/// Entries that a warp adds; a run with more of them is cut.
+constexpr std::uint32_t kSegment = 256;
+/// Entries of a run of another table that get a block.
+constexpr std::uint32_t kLongRun = 64;
+
+/// Runs that are not stepped where they are found, on the device. Their order is that of arrival,
+/// and nothing depends on it.
+struct RunLists {
+  std::uint32_t* counts;    // heavy, medium, segments, cut
+  std::uint32_t* heavy;     // more than kLongRun entries, not light: run
+  std::uint32_t* medium;    // more than kShortRun entries: run
+  std::uint32_t* segments;  // of runs with more than kSegment: run, number of the segment
+  std::uint32_t* cut;       // those runs: run, first segment, number of segments
+  float* sums;              // of each segment, `width` numbers
+  std::int64_t width;
+};
+enum RunCount : std::uint8_t { kHeavy, kMedium, kSegments, kCut, kRunCounts };
+
+/// Steps the short runs of light tables and lists the others.
 int step_light_rows(const TableCall& call, const SortedRows& sorted, const TableSteps* tables,
                     const TableSteps* host_tables, int num_tables, const float* gradient,
-                    float limit, std::uint32_t* long_runs, cudaStream_t stream);
+                    float limit, const RunLists& lists, cudaStream_t stream);
+/// Steps the listed ones.
+int step_hot_rows(const TableCall& call, const SortedRows& sorted, const TableSteps* tables,
+                  const TableSteps* host_tables, int num_tables, const float* gradient, float limit,
+                  const RunLists& lists, cudaStream_t stream);
+
+inline int num_multiprocessors() {
+  int device = 0;
+  int count = 1;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  return count;
+}
+
+/// Whether all gradients of the call can be read sixteen bytes at a time.
+inline bool has_packed_gradients(const TableCall& call, const float* gradient) {
+  return call.has_packs && reinterpret_cast<std::uintptr_t>(gradient) % 16 == 0;
+}
 
 }  // namespace tessera::kernels::cuda

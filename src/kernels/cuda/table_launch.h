@@ -67,11 +67,11 @@ std::size_t sort_bytes(std::int64_t num_positions);
 int sort_rows(const TableCall& call, const std::int32_t* table_of, const std::uint32_t* first_keys,
               std::int64_t num_keys, bool keep_bags, void* work, SortedRows* sorted, void* stream);
 
+/// Bytes of the work memory of step_sorted_rows, for tables of at most `max_columns`.
+std::size_t step_bytes(std::int64_t num_entries, std::int64_t max_columns);
 /// Hands the summed gradient of every run to its table. `host_tables` are the tables, on the host.
-/// `long_runs` has room for 1 + num_entries / long_run() numbers.
 int step_sorted_rows(const TableCall& call, const SortedRows& sorted, const TableSteps* tables,
                      const TableSteps* host_tables, int num_tables, const float* gradient,
-                     float limit, std::uint32_t* long_runs, void* stream);
-constexpr std::int64_t long_run() { return 64; }
+                     float limit, void* work, void* stream);
 
 }  // namespace tessera::kernels::cuda

@@ -2,8 +2,8 @@
 // which is most of training. What bounds it is how many rows are on their way at once, so the inner
 // loop is short and takes few registers: a warp takes 32 runs, each lane finds one row, its
 // gradient and its state, and leaves them in shared memory; then groups of lanes step several runs
-// at a time. Most rows occur once in a batch. Those that occur more often go on a list, for a
-// second kernel.
+// at a time. Most rows occur once in a batch. Those that occur a few times go on a list, for a
+// second kernel; those that occur often, on the lists of table_hot.cu.
 
 #include <algorithm>
 #include <limits>
@@ -26,13 +26,6 @@ struct alignas(16) Run {
   std::uint32_t row;
   float factor;
 };
-/// What it must know beyond that if the run has several entries.
-struct alignas(16) RunRest {
-  const float* gradient;  // of its second entry
-  float factor;
-  std::uint32_t begin;
-  std::uint32_t count;
-};
 
 /// 32 runs in shared memory.
 struct Runs {
@@ -40,8 +33,10 @@ struct Runs {
   float state[32];  // row-wise Adagrad's sum of squares
   int owner[32];    // number of the table
 };
+/// Runs of several entries, and where the gradients of the further ones lie.
 struct SeveralRuns : Runs {
-  RunRest rest[32];
+  Source further[kShortRun - 1][32];
+  std::uint32_t count[32];
 };
 
 /// Sums of several runs over the lanes of a group at once: with every exchange a lane keeps half of
@@ -90,13 +85,48 @@ __host__ __device__ bool is_plain(const RowStep& step) {
   return step.decay == 0.0F && !step.is_stochastic;
 }
 
+/// Adds the third entries and those behind them, of kRuns runs at a time.
+template <int kCount, int kPacks, int kRuns, bool kPlain, typename Clamped>
+__device__ __forceinline__ void add_further(const SeveralRuns& runs, float limit,
+                                            const int (&columns)[kPacks], const Clamped& clamped,
+                                            float (&sums)[kRuns][kPacks][kCount]) {
+  std::uint32_t most = 0;
+#pragma unroll
+  for (int u = 0; u < kRuns; ++u) most = max(most, runs.count[clamped(u)]);
+  for (std::uint32_t j = 2; j < most; ++j) {
+    float parts[kRuns][kPacks][kCount];
+#pragma unroll
+    for (int u = 0; u < kRuns; ++u) {
+      if (j >= runs.count[clamped(u)]) continue;
+      const float* const from = runs.further[j - 1][clamped(u)].data;
+      const bool is_aligned = kPlain || reinterpret_cast<std::uintptr_t>(from) % 16 == 0;
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) {
+        load_floats<kCount>(from + columns[p], is_aligned, parts[u][p]);
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kRuns; ++u) {
+      if (j >= runs.count[clamped(u)]) continue;
+      const float factor = runs.further[j - 1][clamped(u)].factor;
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) {
+#pragma unroll
+        for (int c = 0; c < kCount; ++c) {
+          const float x = parts[u][p][c];
+          sums[u][p][c] += factor * (kPlain ? x : within(x, limit));
+        }
+      }
+    }
+  }
+}
+
 /// Steps runs begin .. end - 1 of `runs`, kRuns per group of lanes at a time. A lane has kPacks
 /// packs of a row. Lanes and runs past the end read what the last one reads, and write nothing.
 /// kPlain: no decay, no random rounding, no limit, and gradients begin at multiples of 16 bytes.
 template <Element kElement, int kCount, int kPacks, int kRuns, bool kPlain, typename SomeRuns>
-__device__ __forceinline__ void step_runs(const TableCall& call, const SortedRows& sorted,
-                                          const TableSteps& table, const float* gradient,
-                                          float limit, const SomeRuns& runs, int begin, int end) {
+__device__ __forceinline__ void step_runs(const TableSteps& table, float limit,
+                                          const SomeRuns& runs, int begin, int end) {
   constexpr bool kSeveral = std::is_same_v<SomeRuns, SeveralRuns>;
   using Form = Stored<kElement>;
   const StepInfo<kElement> info(table);
@@ -133,38 +163,42 @@ __device__ __forceinline__ void step_runs(const TableCall& call, const SortedRow
         rows[u][p] = load_pack<kCount>(row + columns[p]);
         load_floats<kCount>(run.gradient + columns[p], is_aligned(run.gradient), g[u][p]);
         if constexpr (kSeveral) {
-          const float* const from = runs.rest[clamped(u)].gradient;
+          const float* const from = runs.further[0][clamped(u)].data;
           load_floats<kCount>(from + columns[p], is_aligned(from), second[u][p]);
         }
       }
     }
-    float squares[kRuns];
 #pragma unroll
     for (int u = 0; u < kRuns; ++u) {
       const float factor = runs.first[clamped(u)].factor;
-      squares[u] = 0;
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) {
         float* const sums = g[u][p];
-        float square = 0;
 #pragma unroll
         for (int c = 0; c < kCount; ++c) {
           sums[c] = factor * (kPlain ? sums[c] : within(sums[c], limit));
         }
         if constexpr (kSeveral) {
-          const RunRest& rest = runs.rest[clamped(u)];
+          const float more = runs.further[0][clamped(u)].factor;
 #pragma unroll
           for (int c = 0; c < kCount; ++c) {
             const float x = second[u][p][c];
-            sums[c] += rest.factor * (kPlain ? x : within(x, limit));
-          }
-          if (rest.count > 2) {
-            const unsigned mask = lanes == 32 ? ~0U : ((1U << lanes) - 1U) << (group * lanes);
-            add_together<kCount>(call, sorted, gradient, limit, rest.begin + 2,
-                                 rest.begin + rest.count, static_cast<int>(lanes), mask, true,
-                                 columns[p], sums);
+            sums[c] += more * (kPlain ? x : within(x, limit));
           }
         }
+      }
+    }
+    if constexpr (kSeveral) {
+      add_further<kCount, kPacks, kRuns, kPlain>(runs, limit, columns, clamped, g);
+    }
+    float squares[kRuns];
+#pragma unroll
+    for (int u = 0; u < kRuns; ++u) {
+      squares[u] = 0;
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) {
+        float* const sums = g[u][p];
+        float square = 0;
         if (!kPlain && table.step.decay != 0.0F && !table.step.is_decoupled) {
 #pragma unroll
           for (int c = 0; c < kCount; ++c) {
@@ -220,10 +254,35 @@ __device__ __forceinline__ void step_runs(const TableCall& call, const SortedRow
 /// Which tables a light kernel takes. `takes_all`: also those of which only the step is plain.
 template <Element kElement, int kCount, int kPacks, bool kPlain>
 __host__ __device__ bool is_for(const TableSteps& table, bool takes_all) {
-  return is_light(table) && table.rows.element == kElement &&
-         has_packs(table.rows) == (kCount > 1) &&
-         (kCount == 1 || (table.rows.num_columns > 32 * kCount) == (kPacks > 1)) &&
+  return is_light_kind<kElement, kCount, kPacks>(table) &&
          (takes_all || is_plain(table.step) == kPlain);
+}
+
+/// Puts the items of the lanes that ask for it behind each other in a list.
+__device__ __forceinline__ void list_items(bool asks, std::uint32_t item, std::uint32_t* count,
+                                           std::uint32_t* list) {
+  const unsigned all = __ballot_sync(~0U, asks);
+  if (all == 0) return;
+  const unsigned in_warp = threadIdx.x % 32;
+  std::uint32_t place = 0;
+  if (in_warp == 0) place = atomicAdd(count, __popc(all));
+  place = __shfl_sync(~0U, place, 0);
+  if (asks) list[place + __popc(all & ((1U << in_warp) - 1U))] = item;
+}
+
+/// Cuts a run of very many entries into segments.
+__device__ __forceinline__ void list_segments(const RunLists& lists, std::uint32_t run,
+                                              std::uint32_t num_entries) {
+  const std::uint32_t count = (num_entries + kSegment - 1) / kSegment;
+  const std::uint32_t first = atomicAdd(lists.counts + kSegments, count);
+  std::uint32_t* const cut = lists.cut + 3 * atomicAdd(lists.counts + kCut, 1U);
+  cut[0] = run;
+  cut[1] = first;
+  cut[2] = count;
+  for (std::uint32_t i = 0; i < count; ++i) {
+    lists.segments[2 * (first + i)] = run;
+    lists.segments[2 * (first + i) + 1] = i;
+  }
 }
 
 /// Where a run lies among the sorted entries, and its first entry. Empty: no run.
@@ -259,13 +318,13 @@ struct Keys {
   bool is_mine[kSharedTables];
 };
 
-/// Steps the runs of one entry each and puts the others on the list; or, with kSeveral, steps those
-/// of the list. list[0] is their number.
+/// Steps the runs of one entry each and lists the others; or, with kSeveral, steps the short ones
+/// of several, which are in `several`. several[0] is their number.
 template <Element kElement, int kCount, int kPacks, bool kPlain, bool kSeveral>
 __global__ void __launch_bounds__(kThreads, kResident<kElement, kPlain, kSeveral>)
     light_kernel(TableCall call, SortedRows sorted, const TableSteps* tables, int num_tables,
-                 bool takes_all, const float* gradient, float limit, std::uint32_t* list,
-                 std::uint32_t* long_runs) {
+                 bool takes_all, const float* gradient, float limit, std::uint32_t* several,
+                 RunLists lists) {
   constexpr int kRuns = (kPlain ? 4 : 2) / kPacks;
   __shared__ Keys keys;
   __shared__ std::conditional_t<kSeveral, SeveralRuns, Runs> all_runs[kWarps];
@@ -279,19 +338,19 @@ __global__ void __launch_bounds__(kThreads, kResident<kElement, kPlain, kSeveral
   __syncthreads();
   auto& runs = all_runs[threadIdx.x / 32];
   const std::uint32_t num_runs = *sorted.num_runs;
-  const std::uint32_t num_items = kSeveral ? list[0] : num_runs;
+  const std::uint32_t num_items = kSeveral ? several[0] : num_runs;
   const int in_warp = static_cast<int>(threadIdx.x % 32);
   const unsigned below = (1U << in_warp) - 1U;
   const std::uint32_t stride = gridDim.x * kThreads;
   std::uint32_t item = blockIdx.x * kThreads + threadIdx.x;
   // Where the lane's run lies is read while the runs before it are stepped.
-  Place ahead = place_of_item<kSeveral>(sorted, list, item, num_items, num_runs);
+  Place ahead = place_of_item<kSeveral>(sorted, several, item, num_items, num_runs);
   ahead.read_entry(sorted);
   for (; item - in_warp < num_items; item += stride) {
     int num_here = 0;
     {
       const Place own = ahead;
-      ahead = place_of_item<kSeveral>(sorted, list, item + stride, num_items, num_runs);
+      ahead = place_of_item<kSeveral>(sorted, several, item + stride, num_items, num_runs);
       std::uint32_t count = 0;  // 0: not for this kernel
       std::uint32_t row = 0;
       int owner = 0;
@@ -307,14 +366,10 @@ __global__ void __launch_bounds__(kThreads, kResident<kElement, kPlain, kSeveral
         }
       }
       if constexpr (!kSeveral) {
-        if (count > long_run()) long_runs[1 + atomicAdd(long_runs, 1U)] = item;
-        const unsigned several = __ballot_sync(~0U, count > 1 && count <= long_run());
-        if (several != 0) {
-          std::uint32_t place = 0;
-          if (in_warp == 0) place = 1 + atomicAdd(list, __popc(several));
-          place = __shfl_sync(~0U, place, 0);
-          if ((several >> in_warp & 1U) != 0) list[place + __popc(several & below)] = item;
-        }
+        if (count > kSegment) list_segments(lists, item, count);
+        list_items(count > kShortRun && count <= kSegment, item, lists.counts + kMedium,
+                   lists.medium);
+        list_items(count > 1 && count <= kShortRun, item, several, several + 1);
         if (count != 1) count = 0;
       }
       const unsigned valid = __ballot_sync(~0U, count > 0);
@@ -326,8 +381,18 @@ __global__ void __launch_bounds__(kThreads, kResident<kElement, kPlain, kSeveral
         const float state = has_state ? table.state.momentum1[row] : 0.0F;
         const Source source = source_at(call, sorted, gradient, own.value);
         if constexpr (kSeveral) {
-          const Source second = source_at(call, sorted, gradient, sorted.values[own.begin + 1]);
-          runs.rest[place] = {second.data, second.factor, own.begin, count};
+          std::uint32_t values[kShortRun];
+#pragma unroll
+          for (std::uint32_t j = 1; j < kShortRun; ++j) {
+            values[j] = j < count ? sorted.values[own.begin + j] : 0;
+          }
+#pragma unroll
+          for (std::uint32_t j = 1; j < kShortRun; ++j) {
+            if (j < count) {
+              runs.further[j - 1][place] = source_at(call, sorted, gradient, values[j]);
+            }
+          }
+          runs.count[place] = count;
         }
         runs.first[place] = {source.data, row, source.factor};
         runs.owner[place] = owner;
@@ -342,30 +407,20 @@ __global__ void __launch_bounds__(kThreads, kResident<kElement, kPlain, kSeveral
       const unsigned others =
           __ballot_sync(~0U, in_warp > begin && in_warp < num_here && runs.owner[in_warp] != owner);
       const int end = others == 0 ? num_here : __ffs(static_cast<int>(others)) - 1;
-      step_runs<kElement, kCount, kPacks, kRuns, kPlain>(call, sorted, tables[owner], gradient,
-                                                         limit, runs, begin, end);
+      step_runs<kElement, kCount, kPacks, kRuns, kPlain>(tables[owner], limit, runs, begin, end);
       begin = end;
     }
     __syncwarp();
   }
 }
 
-int num_multiprocessors() {
-  int device = 0;
-  int count = 1;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  return count;
-}
-
 }  // namespace
 
 int step_light_rows(const TableCall& call, const SortedRows& sorted, const TableSteps* tables,
                     const TableSteps* host_tables, int num_tables, const float* gradient,
-                    float limit, std::uint32_t* long_runs, cudaStream_t stream) {
-  const bool is_plain_call = call.has_packs &&
-                             reinterpret_cast<std::uintptr_t>(gradient) % 16 == 0 &&
-                             limit == std::numeric_limits<float>::infinity();
+                    float limit, const RunLists& lists, cudaStream_t stream) {
+  const bool is_plain_call =
+      has_packed_gradients(call, gradient) && limit == std::numeric_limits<float>::infinity();
   const std::int64_t needed = (sorted.num_entries + kThreads - 1) / kThreads;
   // Blocks stay and take run after run: what they read of the tables they read once. Many rounds of
   // them, so that those at work at the same time are at rows and gradients near each other.
@@ -385,10 +440,10 @@ int step_light_rows(const TableCall& call, const SortedRows& sorted, const Table
     if (error == 0) error = cudaMemsetAsync(sorted.spare, 0, 4, stream);
     const int num_single = blocks(kResident<kElement, kPlain, false>);
     light_kernel<kElement, kCount, kPacks, kPlain, false><<<num_single, kThreads, 0, stream>>>(
-        call, sorted, tables, num_tables, takes_all, gradient, limit, sorted.spare, long_runs);
+        call, sorted, tables, num_tables, takes_all, gradient, limit, sorted.spare, lists);
     const int num_several = blocks(kResident<kElement, kPlain, true>);
     light_kernel<kElement, kCount, kPacks, kPlain, true><<<num_several, kThreads, 0, stream>>>(
-        call, sorted, tables, num_tables, takes_all, gradient, limit, sorted.spare, long_runs);
+        call, sorted, tables, num_tables, takes_all, gradient, limit, sorted.spare, lists);
   };
   const auto start_all = [&]<Element kElement>() {
     start.template operator()<kElement, 4, 1, true>();

@@ -1,7 +1,7 @@
 // Steps rows of tables on CUDA once they are sorted. A row belongs to one group of lanes, which
 // adds in the order of the sorted entries. A row with very many entries belongs to a block instead,
 // whose groups add fixed shares of them that are then added in order: slower to start, but no row
-// holds up the others.
+// holds up the others. Light tables have kernels of their own (table_light.cu, table_hot.cu).
 
 #include <algorithm>
 
@@ -249,12 +249,12 @@ __device__ __forceinline__ void finish_row(const TableSteps& table, std::int64_t
   }
 }
 
-/// Whether this instantiation is the one for the table.
+/// Whether this instantiation is the one for the table. Light tables have kernels of their own.
 template <Element kElement, int kCount, bool kFull>
 __host__ __device__ bool is_for(const TableSteps& table) {
   const bool is_full = table.target == RowTarget::kStep && has_full_momentum1(table.step.rule);
   return table.rows.element == kElement && has_packs(table.rows) == (kCount > 1) &&
-         is_full == kFull && table.rows.num_rows > 0;
+         is_full == kFull && table.rows.num_rows > 0 && !is_light(table);
 }
 
 /// A warp takes 32 runs at a time: its lanes read where they begin and to whom they belong, then
@@ -262,7 +262,7 @@ __host__ __device__ bool is_for(const TableSteps& table) {
 template <Element kElement, int kCount, bool kFull>
 __global__ void __launch_bounds__(kStepThreads, kCount > 1 ? 2 : 3)
     step_kernel(TableCall call, SortedRows sorted, const TableSteps* tables, int num_tables,
-                const float* gradient, float limit, int lanes, std::uint32_t* long_runs) {
+                const float* gradient, float limit, int lanes, RunLists lists) {
   __shared__ std::uint32_t shared_keys[kSharedTables];
   const bool is_shared = num_tables <= kSharedTables;
   if (is_shared) {
@@ -294,9 +294,8 @@ __global__ void __launch_bounds__(kStepThreads, kCount > 1 ? 2 : 3)
                         : table_of_steps(tables, num_tables, key);
       // Tables without rows share their first key with the next table: the search finds the last.
       // Each kernel notes the long runs of its own tables: noted twice, a row is stepped twice.
-      if (key != ~0U && end - begin > long_run() && !is_light(tables[owner]) &&
-          is_for<kElement, kCount, kFull>(tables[owner])) {
-        long_runs[1 + atomicAdd(long_runs, 1U)] = own;
+      if (key != ~0U && end - begin > kLongRun && is_for<kElement, kCount, kFull>(tables[owner])) {
+        lists.heavy[atomicAdd(lists.counts + kHeavy, 1U)] = own;
         key = ~0U;
       }
     }
@@ -308,7 +307,7 @@ __global__ void __launch_bounds__(kStepThreads, kCount > 1 ? 2 : 3)
       const int run_owner = __shfl_sync(~0U, owner, i);
       if (run_key == ~0U) continue;
       const TableSteps& table = tables[run_owner];
-      if (is_light(table) || !is_for<kElement, kCount, kFull>(table)) continue;
+      if (!is_for<kElement, kCount, kFull>(table)) continue;
       finish_row<kElement, kCount, kFull>(
           table, run_key - table.first_key, first + i, group, [&](std::int64_t column, float* g) {
             add_entries<kCount>(call, sorted, gradient, limit, run_begin, run_end, column, g);
@@ -321,10 +320,10 @@ __global__ void __launch_bounds__(kStepThreads, kCount > 1 ? 2 : 3)
 template <Element kElement, int kCount, bool kFull>
 __global__ void __launch_bounds__(kStepThreads, 1)
     long_kernel(TableCall call, SortedRows sorted, const TableSteps* tables, int num_tables,
-                const float* gradient, float limit, const std::uint32_t* long_runs) {
+                const float* gradient, float limit, RunLists lists) {
   constexpr int kWarps = kStepThreads / 32;
   __shared__ float parts[kWarps][32 * kCount];
-  const std::uint32_t count = long_runs[0];
+  const std::uint32_t count = lists.counts[kHeavy];
   const std::uint32_t num_runs = *sorted.num_runs;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   Group group;
@@ -332,7 +331,7 @@ __global__ void __launch_bounds__(kStepThreads, 1)
   group.lane = static_cast<int>(threadIdx.x) % 32;
   group.mask = ~0U;
   for (std::uint32_t i = blockIdx.x; i < count; i += gridDim.x) {
-    const std::uint32_t run = long_runs[1 + i];
+    const std::uint32_t run = lists.heavy[i];
     const std::uint32_t begin = sorted.run_starts[run];
     const std::uint32_t end = run + 1 < num_runs ? sorted.run_starts[run + 1]
                                                  : static_cast<std::uint32_t>(sorted.num_entries);
@@ -382,6 +381,36 @@ __global__ void __launch_bounds__(kStepThreads, 1)
   }
 }
 
+/// How the work memory is cut: each list has room for as many as there can be.
+struct StepMemory {
+  std::size_t counts, heavy, medium, segments, cut, sums, bytes;
+  std::int64_t width;
+
+  StepMemory(std::int64_t num_entries, std::int64_t max_columns) : width(max_columns) {
+    std::size_t next = 0;
+    const auto take = [&](std::int64_t count) {
+      const std::size_t here = next;
+      next += (4 * static_cast<std::size_t>(count) + 255) / 256 * 256;
+      return here;
+    };
+    const std::int64_t num_cut = num_entries / kSegment;
+    counts = take(kRunCounts);
+    heavy = take(num_entries / kLongRun + 1);
+    medium = take(num_entries / kShortRun + 1);
+    segments = take(2 * (2 * num_cut));  // the last one of a run may be short
+    cut = take(3 * num_cut);
+    sums = take(2 * num_cut * width);
+    bytes = next;
+  }
+
+  RunLists lists(char* base) const {
+    const auto list = [&](std::size_t at) { return reinterpret_cast<std::uint32_t*>(base + at); };
+    return {list(counts),   list(heavy), list(medium),
+            list(segments), list(cut),   reinterpret_cast<float*>(base + sums),
+            width};
+  }
+};
+
 /// Calls body<element, numbers per lane, state per element>() for every kind of table.
 template <typename Body>
 int for_each_kind(const Body& body) {
@@ -401,39 +430,55 @@ int for_each_kind(const Body& body) {
 
 }  // namespace
 
+std::size_t step_bytes(std::int64_t num_entries, std::int64_t max_columns) {
+  return StepMemory(num_entries, std::min<std::int64_t>(max_columns, kLightColumns)).bytes;
+}
+
 int step_sorted_rows(const TableCall& call, const SortedRows& sorted, const TableSteps* tables,
                      const TableSteps* host_tables, int num_tables, const float* gradient,
-                     float limit, std::uint32_t* long_runs, void* stream) {
+                     float limit, void* work, void* stream) {
   auto* const queue = static_cast<cudaStream_t>(stream);
   const std::int64_t warps = (sorted.num_entries + 31) / 32;
   const int blocks = static_cast<int>(
       std::min<std::int64_t>((warps + kStepThreads / 32 - 1) / (kStepThreads / 32), 132 * 16));
-  if (const int error = cudaMemsetAsync(long_runs, 0, 4, queue); error != 0) return error;
+  std::int64_t max_columns = 0;
+  for (int i = 0; i < num_tables; ++i) {
+    if (is_light(host_tables[i]))
+      max_columns = std::max(max_columns, host_tables[i].rows.num_columns);
+  }
+  const RunLists lists =
+      StepMemory(sorted.num_entries, max_columns).lists(static_cast<char*>(work));
+  if (const int error = cudaMemsetAsync(lists.counts, 0, 4 * kRunCounts, queue); error != 0) {
+    return error;
+  }
   if (const int error = step_light_rows(call, sorted, tables, host_tables, num_tables, gradient,
-                                        limit, long_runs, queue);
+                                        limit, lists, queue);
       error != 0) {
     return error;
+  }
+  if (sorted.num_entries > kShortRun) {
+    if (const int error = step_hot_rows(call, sorted, tables, host_tables, num_tables, gradient,
+                                        limit, lists, queue);
+        error != 0) {
+      return error;
+    }
   }
   const int error = for_each_kind([&]<Element kElement, int kCount, bool kFull>() -> int {
     int lanes = 0;
     for (int i = 0; i < num_tables; ++i) {
-      if (!is_for<kElement, kCount, kFull>(host_tables[i]) || is_light(host_tables[i])) continue;
+      if (!is_for<kElement, kCount, kFull>(host_tables[i])) continue;
       lanes = std::max(lanes, lanes_for(host_tables[i].rows.num_columns, kCount));
     }
-    if (lanes > 0) {
-      step_kernel<kElement, kCount, kFull><<<blocks, kStepThreads, 0, queue>>>(
-          call, sorted, tables, num_tables, gradient, limit, lanes, long_runs);
-    }
-    return cudaGetLastError();
-  });
-  if (error != 0 || sorted.num_entries <= long_run()) return error;
-  return for_each_kind([&]<Element kElement, int kCount, bool kFull>() -> int {
-    if (std::any_of(host_tables, host_tables + num_tables, is_for<kElement, kCount, kFull>)) {
+    if (lanes == 0) return 0;
+    step_kernel<kElement, kCount, kFull><<<blocks, kStepThreads, 0, queue>>>(
+        call, sorted, tables, num_tables, gradient, limit, lanes, lists);
+    if (sorted.num_entries > kLongRun) {
       long_kernel<kElement, kCount, kFull><<<256, kStepThreads, 0, queue>>>(
-          call, sorted, tables, num_tables, gradient, limit, long_runs);
+          call, sorted, tables, num_tables, gradient, limit, lists);
     }
     return cudaGetLastError();
   });
+  return error;
 }
 
 }  // namespace tessera::kernels::cuda
