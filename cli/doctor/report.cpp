@@ -162,6 +162,35 @@ void add_machine(const Findings& findings, Lines& lines) {
   lines.add("network", network_text(machine));
 }
 
+void add_devices(const Json& answer, Lines& lines) {
+  if (answer["has_cuda"] != true) {
+    lines.add("cuda", "not in this LibTorch");
+    return;
+  }
+  const Json& cuda = answer["cuda"];
+  const auto version = [&](const char* key) {
+    return cuda[key].is_string() ? cuda[key].get<std::string>() : std::string("unknown");
+  };
+  lines.add("cuda", "LibTorch is built for " + version("build") + ", the driver takes up to " +
+                        version("driver"));
+  constexpr std::size_t kShown = 2;
+  const auto& devices = cuda["devices"];
+  for (std::size_t i = 0; i < devices.size(); ++i) {
+    const Json& one = devices[i];
+    const std::string name = format("device %zu", i);
+    if (one["error"].is_string()) {
+      lines.fail(name, one["name"].get<std::string>() + ": " + one["error"].get<std::string>(),
+                 "nvidia-smi, and another CUDA_VISIBLE_DEVICES");
+    } else if (i < kShown) {
+      lines.add(name, one["name"].get<std::string>() + ", " +
+                          size_text(one["free_bytes"].get<std::uint64_t>()) + " free of " +
+                          size_text(one["total_bytes"].get<std::uint64_t>()) + ", computes");
+    } else if (i == kShown) {
+      lines.add("more devices", std::to_string(devices.size() - kShown));
+    }
+  }
+}
+
 void add_engines(const Findings& findings, Lines& lines) {
   const Machine& machine = findings.machine;
   const Json& answer = findings.self_test.answer;
@@ -173,9 +202,7 @@ void add_engines(const Findings& findings, Lines& lines) {
                        : machine.shm_directory + " cannot be written");
   if (answer.is_null()) return;
   lines.add("gloo", "in LibTorch");
-  lines.add("cuda", answer["has_cuda"] == true
-                        ? format("in LibTorch, %d devices", answer["cuda_devices"].get<int>())
-                        : "not in this LibTorch");
+  add_devices(answer, lines);
   lines.add("nccl", answer["nccl"].is_string() ? answer["nccl"].get<std::string>()
                                                : "not in this LibTorch");
 }
@@ -273,7 +300,12 @@ Json engines_json(const Findings& findings) {
         {"free_bytes", machine.shm_free},
         {"total_bytes", machine.shm_total}}},
       {"gloo", {{"available", is_known ? Json(true) : Json(nullptr)}}},
-      {"cuda", {{"available", told("has_cuda")}, {"devices", told("cuda_devices")}}},
+      {"cuda",
+       {{"available", told("has_cuda")},
+        {"devices", is_known ? Json(answer["cuda"]["devices"].size()) : Json(nullptr)},
+        {"build", is_known ? answer["cuda"]["build"] : Json(nullptr)},
+        {"driver", is_known ? answer["cuda"]["driver"] : Json(nullptr)},
+        {"each", is_known ? answer["cuda"]["devices"] : Json::array()}}},
       {"nccl",
        {{"available", is_known ? Json(answer["nccl"].is_string()) : Json(nullptr)},
         {"version", told("nccl")}}},
@@ -342,6 +374,10 @@ std::vector<Warning> warnings_of(const Findings& findings) {
   if (!machine.gpus.empty() && !findings.self_test.answer.is_null() &&
       findings.self_test.answer["has_cuda"] != true) {
     warn("gpu", "this LibTorch cannot use it", "a LibTorch with CUDA");
+  }
+  if (!findings.self_test.answer.is_null() && findings.self_test.answer["has_cuda"] == true &&
+      findings.self_test.answer["cuda"]["devices"].empty()) {
+    warn("cuda", "no GPU is seen", "nvidia-smi, and another CUDA_VISIBLE_DEVICES");
   }
   return found;
 }

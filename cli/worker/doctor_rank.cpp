@@ -18,6 +18,7 @@
 #include <nlohmann/json.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "doctor_devices.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/environment.h"
 #include "tessera/comm/group.h"
@@ -170,8 +171,7 @@ int doctor_rank(const std::vector<std::string>& words) {
   }
   Json answer{{"tessera", version()},
               {"libtorch", TORCH_VERSION},
-              {"cuda_devices", at::hasCUDA() ? at::detail::getCUDAHooks().deviceCount() : 0},
-              {"has_cuda", at::hasCUDA()},
+              {"has_cuda", at::Context::hasCUDART() || at::hasCUDA()},
               {"nccl", nccl_version()},
               {"checks", Json::array()},
               {"all_reduce_us", Json::object()}};
@@ -193,7 +193,10 @@ int doctor_rank(const std::vector<std::string>& words) {
     answer["checks"].push_back(
         {{"engine", "shm"}, {"operator", "any"}, {"passed", false}, {"error", error.what()}});
   }
-  if (gloo.rank() == 0) std::printf("%s\n", answer.dump().c_str());
+  if (gloo.rank() == 0) {
+    answer["cuda"] = examine_devices();
+    std::printf("%s\n", answer.dump().c_str());
+  }
   std::fflush(stdout);
   comm::barrier(gloo);
   return 0;

@@ -46,6 +46,7 @@ def test_json_has_the_documented_keys(report):
     ]
     assert set(report["versions"]) == {"tessera", "libtorch", "compiler", "kernel"}
     assert set(report["engines"]) == {"shm", "gloo", "cuda", "nccl"}
+    assert set(report["engines"]["cuda"]) == {"available", "devices", "build", "driver", "each"}
     assert set(report["machine"]) == {
         "processor",
         "cores",
@@ -74,6 +75,16 @@ def test_self_test_checks_every_operator_on_both_engines(report):
     assert all(check["passed"] for check in checks)
     for engine in ("shm", "gloo"):
         assert {one["operator"] for one in checks if one["engine"] == engine} == OPERATORS
+
+
+def test_every_gpu_computes(report):
+    cuda = report["engines"]["cuda"]
+    assert cuda["devices"] == len(cuda["each"])
+    if not cuda["available"]:
+        assert cuda["devices"] == 0 and cuda["build"] is None
+    for device in cuda["each"]:
+        assert device["error"] is None and device["name"]
+        assert 0 <= device["free_bytes"] <= device["total_bytes"]
 
 
 def test_figures_are_plausible(report):

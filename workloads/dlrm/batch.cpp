@@ -29,6 +29,10 @@ ClickBatch ClickBatch::to(c10::Device device, bool non_blocking) const {
           labels.to(device, non_blocking)};
 }
 
+ClickBatch ClickBatch::pin_memory() const {
+  return {dense.pin_memory(), sparse.pin_memory(), labels.pin_memory()};
+}
+
 void ClickBatch::record_stream(c10::Stream stream) const {
   dense.record_stream(stream);
   sparse.record_stream(stream);

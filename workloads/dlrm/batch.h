@@ -22,6 +22,7 @@ struct ClickBatch {
 
   std::int64_t size() const { return labels.size(0); }
   ClickBatch to(c10::Device device, bool non_blocking = false) const;
+  ClickBatch pin_memory() const;
   void record_stream(c10::Stream stream) const;
 };
 

@@ -113,7 +113,12 @@ torch::Tensor dot_interaction(const torch::Tensor& dense, const torch::Tensor& e
     for (const std::int64_t part : parts) offsets.push_back(part * dim);
     return DotInteraction::apply(dense, embeddings, offsets);
   }
-  const auto chosen = at::tensor(parts, dense.options().dtype(at::kLong));
+  std::vector<std::int64_t> as_they_lie(static_cast<std::size_t>(num_parts));
+  std::iota(as_they_lie.begin(), as_they_lie.end(), 0);
+  if (parts == as_they_lie) return dot_interaction_reference(dense, embeddings);
+  at::Tensor chosen = at::tensor(parts, at::kLong);
+  // Not waited for.
+  if (dense.is_cuda()) chosen = chosen.pin_memory().to(dense.device(), /*non_blocking=*/true);
   return dot_interaction_reference(
       dense, embeddings.view({dense.size(0), num_parts, dim}).index_select(1, chosen).flatten(1));
 }

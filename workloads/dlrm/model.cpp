@@ -114,7 +114,8 @@ Perceptron::Perceptron(std::int64_t num_inputs, const std::vector<std::int64_t>&
 
 std::function<torch::Tensor(torch::Tensor)> Perceptron::weights_later() {
   // Autocast has casts of its own to record.
-  if (!at::GradMode::is_enabled() || at::autocast::is_autocast_enabled(at::kCPU)) {
+  const at::DeviceType device = layers_.front()->weight.device().type();
+  if (!at::GradMode::is_enabled() || at::autocast::is_autocast_enabled(device)) {
     return [this](torch::Tensor x) { return forward(std::move(x)); };
   }
   std::vector<std::pair<torch::Tensor, LayerPtr>> layers;

@@ -61,6 +61,7 @@ Settings::Settings() {
 settings::Table Settings::table() {
   settings::Table table(kHead, "More: docs/train_your_own.md, docs/report.md\n");
   add_ranks(table);
+  add_device(table);
   table.add("sharding", sharding, "S", "")
       .one_of({"auto", "balanced", "table_wise", "row_wise", "column_wise", "data_parallel"});
   table.add("plan", plan, "FILE", "the plan itself, as JSON");

@@ -22,6 +22,8 @@
 #include "tessera/core/check.h"
 #include "tessera/data_parallel/distributed_data_parallel.h"
 #include "tessera/sharding/sharded_embedding_bag_collection.h"
+#include "trainer/device.h"
+#include "trainer/host_copy.h"
 #include "trainer/train.h"
 
 namespace tessera::workloads::dlrm {
@@ -49,22 +51,23 @@ std::span<const float> floats(const at::Tensor& tensor) {
 // Dense layers compute in bfloat16 while it lives.
 class Autocast {
  public:
-  explicit Autocast(bool is_on) : is_on_(is_on) {
+  Autocast(bool is_on, at::DeviceType device) : is_on_(is_on), device_(device) {
     if (!is_on_) return;
-    at::autocast::set_autocast_enabled(at::kCPU, true);
-    at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
+    at::autocast::set_autocast_enabled(device_, true);
+    at::autocast::set_autocast_dtype(device_, at::kBFloat16);
     at::autocast::increment_nesting();
   }
   ~Autocast() {
     if (!is_on_) return;
     if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
-    at::autocast::set_autocast_enabled(at::kCPU, false);
+    at::autocast::set_autocast_enabled(device_, false);
   }
   Autocast(const Autocast&) = delete;
   Autocast& operator=(const Autocast&) = delete;
 
  private:
   bool is_on_;
+  at::DeviceType device_;
 };
 
 // The same number for the same seed, table, row and column, wherever the row lies.
@@ -87,13 +90,16 @@ void fill_tables(const ShardedEmbeddingBagCollection& tables, std::uint64_t seed
     const auto number = static_cast<std::uint64_t>(config - configs.begin());
     const auto bound = static_cast<float>(config->get_weight_init_max());
     const at::Tensor weight = shard.weight.detach();
-    auto* row = weight.data_ptr<float>();
+    // On the host, so that tables start with the same numbers on every device.
+    const at::Tensor drawn = weight.is_cpu() ? weight : at::empty(weight.sizes(), at::kFloat);
+    auto* row = drawn.data_ptr<float>();
     for (std::int64_t r = 0; r < shard.place.rows; ++r, row += shard.place.columns) {
       for (std::int64_t c = 0; c < shard.place.columns; ++c) {
         row[c] = bound * uniform(seed, number, static_cast<std::uint64_t>(shard.place.row + r),
                                  static_cast<std::uint64_t>(shard.place.column + c));
       }
     }
+    if (!weight.is_cpu()) weight.copy_(drawn);
   }
 }
 
@@ -141,7 +147,14 @@ sharding::ShardedOptions table_options(const Settings& settings) {
   tables.optimizer.kind = table_optimizer_of(settings.table_optimizer);
   tables.optimizer.learning_rate = settings.table_learning_rate;
   tables.exact_row_norms = true;  // the same steps whether a table is cut by columns or not
+  tables.device = trainer::device_of(settings);
   return tables;
+}
+
+std::shared_ptr<Dlrm> make_model(const Settings& settings, const ClickSchema& schema) {
+  auto model = std::make_shared<Dlrm>(model_options(settings, schema));
+  model->to(trainer::device_of(settings));
+  return model;
 }
 
 Json table_line(const embedding::EmbeddingTableConfig& table,
@@ -176,14 +189,15 @@ class Training final : public trainer::Workload<ClickBatch> {
         plan_(std::move(plan)),
         source_(log_.log, ranges_of(settings, *log_.log, group).training),
         judged_(log_.log, ranges_of(settings, *log_.log, group).judged),
-        model_(std::make_shared<Dlrm>(model_options(settings, log_.log->schema())), group,
+        model_(make_model(settings, log_.log->schema()), group,
                // Beside the step of the tables, the longest part of backward.
                {.gradient_as_bucket_view = true, .overlap = true}),
         tables_(std::make_shared<ShardedEmbeddingBagCollection>(
             configs_, plan_, group, /*is_weighted=*/false, table_options(settings))),
         optimizer_(trainer::make_optimizer("dlrm.train", settings.optimizer, model_.parameters(),
                                            settings.learning_rate)),
-        is_bfloat16_(settings.precision == "bfloat16") {
+        is_bfloat16_(settings.precision == "bfloat16"),
+        device_(trainer::device_of(settings)) {
     fill_tables(*tables_, static_cast<std::uint64_t>(settings.seed));
   }
 
@@ -228,7 +242,7 @@ class Training final : public trainer::Workload<ClickBatch> {
     const Span span(Phase::kDense);
     at::Tensor logits;
     {
-      const Autocast autocast(is_bfloat16_);
+      const Autocast autocast(is_bfloat16_, device_.type());
       logits = model_(batch.dense, rows);
     }
     return {at::binary_cross_entropy_with_logits(logits.to(at::kFloat), batch.labels), logits};
@@ -236,8 +250,16 @@ class Training final : public trainer::Workload<ClickBatch> {
   void follow() override {
     const Span span(Phase::kOther, "running AUC");
     if (++num_followed_ % kAucWindow == 0) running_.clear();
-    const at::Tensor plain = output().detach().to(at::kFloat).contiguous();
-    running_.add(floats(plain), floats(labels_));
+    // Of a GPU what the step before has left, so that nobody waits for this one.
+    const auto add = [this] {
+      if (scores_copy_.is_started()) {
+        running_.add(floats(scores_copy_.wait()), floats(labels_copy_.wait()));
+      }
+    };
+    if (!device_.is_cpu()) add();
+    scores_copy_.start(output().to(at::kFloat).contiguous());
+    labels_copy_.start(labels_);
+    if (device_.is_cpu()) add();
   }
 
   trainer::Figures evaluate() override {
@@ -247,16 +269,17 @@ class Training final : public trainer::Workload<ClickBatch> {
     pipeline::Steps<ClickBatch> steps;
     steps.forward = [&](const ClickBatch& batch, const SparseInputs& inputs) {
       const Rows rows = look_up(inputs);
-      const Autocast autocast(is_bfloat16_);
+      const Autocast autocast(is_bfloat16_, device_.type());
       // Not through the wrapper: nothing is to be averaged.
       const at::Tensor logits =
-          model_.module()->forward(batch.dense, rows).to(at::kFloat).contiguous();
-      if (!has_nan(logits)) sums.add(floats(logits), floats(batch.labels));
+          model_.module()->forward(batch.dense, rows).to(at::kCPU, at::kFloat).contiguous();
+      const at::Tensor clicks = batch.labels.cpu();
+      if (!has_nan(logits)) sums.add(floats(logits), floats(clicks));
       scores.push_back(logits);
-      labels.push_back(batch.labels);
+      labels.push_back(clicks);
       return pipeline::Result{{}, logits};
     };
-    pipeline::EvalPipelineSparseDist<ClickBatch> judge(steps, pipelined());
+    pipeline::EvalPipelineSparseDist<ClickBatch> judge(steps, pipelined(), {.device = device()});
     judged_.seek(0);
     while (judge.progress([this] { return judged_.next(); })) {
     }
@@ -352,7 +375,10 @@ class Training final : public trainer::Workload<ClickBatch> {
   std::shared_ptr<ShardedEmbeddingBagCollection> tables_;
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
   bool is_bfloat16_;
+  at::Device device_;
   at::Tensor labels_;  // of the batch that was computed last
+  trainer::HostCopy scores_copy_;
+  trainer::HostCopy labels_copy_;
   StreamingAuc running_;
   std::int64_t num_followed_ = 0;
   double auc_ = kNaN;  // of the last evaluation

@@ -101,7 +101,7 @@ Model::Model(const ModelOptions& options, std::uint64_t seed) : options_(options
     values.narrow(0, slot.first, count)
         .mul_(is_bias ? 0.0 : 1.0 / std::sqrt(static_cast<double>(slot.shape[0])));
   }
-  parameters_ = values.to(options.dtype).requires_grad_(true);
+  parameters_ = values.to(options.device, options.dtype).requires_grad_(true);
 }
 
 std::vector<at::Tensor> Model::views_of(const at::Tensor& flat) const {

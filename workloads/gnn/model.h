@@ -26,6 +26,7 @@ struct ModelOptions {
   double cutoff = 2.2;
   bool overlap = true;  // compute interior messages while halo rows travel
   at::ScalarType dtype = at::kFloat;
+  at::Device device = at::kCPU;
 };
 
 /// A structure cut for this rank: its plan, and the geometry of its edges.

@@ -28,6 +28,7 @@ Settings::Settings() { learning_rate = 0.003; }
 settings::Table Settings::table() {
   settings::Table table(kHead, "More: docs/graph_parallel.md, docs/report.md\n");
   add_ranks(table);
+  add_device(table);
   table
       .add("graph-parallel", graph_parallel, "G",
            "ranks that share one graph; the rest see other structures")

@@ -12,6 +12,7 @@
 #include "tessera/core/check.h"
 #include "tessera/core/step_recorder.h"
 #include "tessera/data_parallel/distributed_data_parallel.h"
+#include "trainer/device.h"
 #include "trainer/train.h"
 
 namespace tessera::workloads::gnn {
@@ -50,6 +51,7 @@ ModelOptions model_options(const Settings& settings) {
   model.cutoff = settings.cutoff;
   model.overlap = !settings.no_overlap;
   model.dtype = settings.precision == "float64" ? at::kDouble : at::kFloat;
+  model.device = trainer::device_of(settings);
   return model;
 }
 
@@ -152,8 +154,8 @@ class Training final : public trainer::Workload<Batch> {
       const Prediction prediction = model_.module()->model().predict(
           sample.graph, sample.structure.positions, sample.structure.box.cell, false, false);
       const auto num_atoms = static_cast<double>(sample.structure.num_atoms());
-      sums[0] += ((prediction.energy - sample.structure.energy).abs() / num_atoms).detach();
-      sums[1] += (prediction.forces - sample.structure.forces).abs().mean().detach();
+      sums[0] += ((prediction.energy - sample.structure.energy).abs() / num_atoms).detach().cpu();
+      sums[1] += (prediction.forces - sample.structure.forces).abs().mean().detach().cpu();
       sums[2] += 1;
     }
     comm::all_reduce_(sums, data_);
@@ -197,6 +199,12 @@ class Training final : public trainer::Workload<Batch> {
     const auto partition = make_partition(settings_.partition, structure.positions, structure.box,
                                           structure.neighbours.edge_index, graph_.size());
     LocalGraph graph = make_local_graph(structure, partition, graph_);
+    const at::Device device = trainer::device_of(settings_);
+    for (at::Tensor* tensor :
+         {&structure.positions, &structure.box.cell, &structure.energy, &structure.forces,
+          &graph.nodes, &graph.types, &graph.edges, &graph.shifts}) {
+      *tensor = tensor->to(device);
+    }
     return {std::move(structure), std::move(graph)};
   }
 

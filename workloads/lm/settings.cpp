@@ -27,6 +27,7 @@ Settings::Settings() { batch = 16; }
 settings::Table Settings::table() {
   settings::Table table(kHead, "More: docs/vocab_parallel.md, docs/report.md\n");
   add_ranks(table);
+  add_device(table);
   table.add("vocab-ranks", vocab_ranks_wanted, "N", "ranks that share the vocabulary")
       .range(0, 256)
       .shown("all");

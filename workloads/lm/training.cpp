@@ -9,6 +9,7 @@
 #include "tessera/core/check.h"
 #include "tessera/core/step_recorder.h"
 #include "tessera/data_parallel/distributed_data_parallel.h"
+#include "trainer/device.h"
 
 namespace tessera::workloads::lm {
 namespace {
@@ -48,6 +49,12 @@ GptOptions model_options(const Settings& settings) {
   return model;
 }
 
+std::shared_ptr<Gpt> make_model(const Settings& settings, const comm::Group& vocab) {
+  auto model = std::make_shared<Gpt>(model_options(settings), vocab);
+  model->to(trainer::device_of(settings));
+  return model;
+}
+
 class Training final : public trainer::Workload<at::Tensor> {
  public:
   Training(const Settings& settings, const comm::Group& world)
@@ -56,8 +63,8 @@ class Training final : public trainer::Workload<at::Tensor> {
         text_(settings.file.empty() ? TextSource(own_source_text())
                                     : TextSource::from_file(settings.file)),
         // The same on all data ranks that hold one part of the vocabulary.
-        model_(std::make_shared<Gpt>(model_options(settings), mesh_.group("vocab")),
-               mesh_.group("data"), {.gradient_as_bucket_view = true}),
+        model_(make_model(settings, mesh_.group("vocab")), mesh_.group("data"),
+               {.gradient_as_bucket_view = true}),
         optimizer_(model_.parameters(), torch::optim::AdamWOptions(settings.learning_rate)) {}
 
   std::string name() const override { return "lm"; }

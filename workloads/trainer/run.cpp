@@ -27,6 +27,7 @@
 #include "tessera/launch/exit_code.h"
 #include "tessera/launch/launch_error.h"
 #include "trainer/data_error.h"
+#include "trainer/device.h"
 #include "trainer/progress_line.h"
 #include "trainer/train.h"
 
@@ -81,6 +82,10 @@ class Speaker {
         folder_(std::move(folder)),
         num_steps_(workload.num_steps()),
         line_(num_steps_) {
+    if (const auto device = workload.device(); device && device->is_cuda()) {
+      device_ = device;
+      say("device   " + device_words() + "\n");
+    }
     say(workload.introduction());
   }
 
@@ -125,16 +130,22 @@ class Speaker {
     metrics_->add(line);
   }
 
-  void finish(const Summary& summary, const std::vector<std::string>& memory) {
-    std::vector<std::int64_t> peaks;
-    for (const std::string& text : memory) peaks.push_back(std::stoll(text));
+  void finish(const Summary& summary, const std::vector<std::string>& memory,
+              const std::vector<std::string>& device_memory) {
+    const auto numbers = [](const std::vector<std::string>& texts) {
+      std::vector<std::int64_t> values;
+      for (const std::string& text : texts) values.push_back(std::stoll(text));
+      return values;
+    };
     const double seconds = std::chrono::duration<double>(Clock::now() - begin_).count();
     const auto num_steps = static_cast<double>(summary.last_step - summary.first_step);
-    metrics_->add({{"kind", "end"},
-                   {"steps", summary.last_step},
-                   {"seconds", seconds},
-                   {"samples", num_steps * workload_.units_per_step()},
-                   {"peak_memory_bytes", peaks}});
+    Json end{{"kind", "end"},
+             {"steps", summary.last_step},
+             {"seconds", seconds},
+             {"samples", num_steps * workload_.units_per_step()},
+             {"peak_memory_bytes", numbers(memory)}};
+    if (device_) end["peak_device_bytes"] = numbers(device_memory);
+    metrics_->add(end);
     const std::string page = report::write_report(folder_);
     if (summary.has_diverged) complain(summary);
     if (settings_.as_json) {
@@ -224,6 +235,28 @@ class Speaker {
                  workload_.rates().c_str());
   }
 
+  std::string device_words() const {
+    const bool is_shared =
+        world_.process_group()->getBackend(at::kCUDA)->getBackendName() != "nccl";
+    const std::string name = device_name(*device_);
+    return (name == device_->str() ? name : device_->str() + ", " + name) +
+           (is_shared && world_.size() > 1
+                ? "; ranks talk through host memory (" + world_.engine() + "), not over NCCL"
+                : "");
+  }
+
+  // Of the host's memory or the GPU's.
+  std::string memory_text() const {
+    if (!device_) return report::bytes_text(static_cast<double>(report::peak_memory_bytes()));
+    const DeviceUse use = device_use(*device_);
+    std::string text = report::bytes_text(static_cast<double>(use.own_bytes));
+    if (use.total_bytes > 0) {
+      text += " of " + report::bytes_text(static_cast<double>(use.total_bytes));
+    }
+    if (use.percent) text += " | gpu " + std::to_string(*use.percent) + " %";
+    return text;
+  }
+
   std::string text_of(const Progress& progress) const {
     const auto left = static_cast<double>(num_steps_ - progress.step);
     const auto width = static_cast<int>(std::to_string(num_steps_).size());
@@ -242,8 +275,7 @@ class Speaker {
                               "| mem %s | eta %s",
         width, static_cast<long>(progress.step), static_cast<long>(num_steps_), progress.loss,
         figures.c_str(), report::short_number(workload_.units_per_step() / mean_seconds_).c_str(),
-        workload_.unit().c_str(), 1e3 * mean_seconds_, 1e3 * mean_exposed_,
-        report::bytes_text(static_cast<double>(report::peak_memory_bytes())).c_str(),
+        workload_.unit().c_str(), 1e3 * mean_seconds_, 1e3 * mean_exposed_, memory_text().c_str(),
         eta_text(left * mean_seconds_).c_str());
     return text;
   }
@@ -262,6 +294,7 @@ class Speaker {
                        {"cores", std::thread::hardware_concurrency()},
                        {"threads per rank", at::get_num_threads()},
                        {"engine", world_.engine()}};
+    if (device_) head["machine"]["device"] = device_words();
     metrics_->add(head);
     for (const std::string& line : workload_.records()) metrics_->add(Json::parse(line));
   }
@@ -272,6 +305,7 @@ class Speaker {
   std::string folder_;
   std::int64_t num_steps_;
   ProgressLine line_;
+  std::optional<at::Device> device_;  // a GPU
   std::unique_ptr<report::MetricsFile> metrics_;
   std::int64_t first_step_ = 0;
   Clock::time_point begin_;
@@ -297,6 +331,7 @@ int train_rank(Settings& settings, const Maker& make, const comm::Group& world) 
   // Ranks of one host share its cores.
   const auto num_cores = static_cast<int>(std::thread::hardware_concurrency());
   at::set_num_threads(std::max(1, num_cores / world.size()));
+  use_device(settings, world);
   const std::unique_ptr<AnyWorkload> workload = make(world);
   const std::string folder = run_folder(settings, world);
   std::unique_ptr<Speaker> speaker;
@@ -319,7 +354,9 @@ int train_rank(Settings& settings, const Maker& make, const comm::Group& world) 
   }
   report::write_times(folder, recorder, world, speaker ? speaker->metrics() : nullptr);
   const auto memory = report::gather_texts(std::to_string(report::peak_memory_bytes()), world);
-  if (speaker) speaker->finish(summary, memory);
+  const auto device_memory =
+      report::gather_texts(std::to_string(peak_device_bytes(device_of(settings))), world);
+  if (speaker) speaker->finish(summary, memory, device_memory);
   // One rank says so; the others have nothing to add.
   return summary.has_diverged && speaker ? kDiverged : 0;
 }

@@ -75,6 +75,11 @@ settings::Setting& Settings::add_ranks(Table& table) {
       .short_flag('n');
 }
 
+void Settings::add_device(Table& table) {
+  table.add("device", device, "D", "where to train").one_of({"cpu", "cuda"}).told();
+  table.add("share-gpus", share_gpus, "", "several ranks per GPU").beside();
+}
+
 void Settings::add_schedule(Table& table) {
   table.add("warmup", warmup, "N", "steps up to the full rate").range(0, kLarge).told();
   table.add("decay", decay, "D", "then").one_of({"none", "linear", "cosine"}).told().beside();

@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <memory>
 #include <numbers>
+#include <utility>
 
 #include <ATen/ATen.h>
 #include <torch/optim/adagrad.h>
@@ -19,6 +20,8 @@
 #include "tessera/comm/failure.h"
 #include "tessera/core/check.h"
 #include "tessera/data_parallel/fingerprint.h"
+#include "trainer/device.h"
+#include "trainer/host_copy.h"
 
 namespace tessera::trainer {
 namespace {
@@ -164,6 +167,9 @@ class Checkpoints {
 };
 
 // One step after the other, and what the ranks tell each other beside it.
+//
+// On a device of its own, the host must not wait for the loss of a step before it has given the
+// device the next one: it learns the loss of a step one step late.
 class Steps {
  public:
   Steps(AnyWorkload& workload, const comm::Group& world, core::StepRecorder& recorder,
@@ -172,17 +178,19 @@ class Steps {
         settings_(workload.settings()),
         world_(world),
         recorder_(recorder),
-        is_told_to_stop_(is_told_to_stop) {}
+        is_told_to_stop_(is_told_to_stop),
+        is_late_(workload.device().has_value()) {}
   ~Steps() { workload_.stop(); }
   Steps(const Steps&) = delete;
   Steps& operator=(const Steps&) = delete;
 
   void start(std::int64_t first_step) {
-    workload_.start({first_step, workload_.num_steps(),
-                     [this](const at::Tensor& loss) { agree_on(loss.item<double>()); }});
+    workload_.start(
+        {first_step, workload_.num_steps(), [this](const at::Tensor& loss) { computed(loss); }});
   }
 
-  Progress step(std::int64_t step) {
+  // Does one step and returns what is known of the last one whose loss is.
+  std::optional<Progress> step(std::int64_t step) {
     recorder_.begin_step(step);
     Progress progress;
     progress.step = step + 1;
@@ -191,16 +199,33 @@ class Steps {
     progress.learning_rate = factor * settings_.learning_rate;
     workload_.scale_rates(factor);
     workload_.step();
-    finish(progress);
-    if (std::isfinite(progress.loss)) workload_.follow();
-    progress.time = recorder_.end_step();
-    last_exposed_ = progress.time.exposed_comm_seconds();
-    return progress;
+    std::optional<Progress> known = is_late_ ? std::exchange(waiting_, progress) : progress;
+    if (known) finish(*known);
+    if (!known || std::isfinite(known->loss)) workload_.follow();
+    (is_late_ ? *waiting_ : *known).time = recorder_.end_step();
+    last_exposed_ = (is_late_ ? *waiting_ : *known).time.exposed_comm_seconds();
+    return known;
+  }
+
+  // The last step, if its loss is not known yet.
+  std::optional<Progress> rest() {
+    std::optional<Progress> known = std::exchange(waiting_, std::nullopt);
+    if (!known) return known;
+    agree_on(loss_.wait().item<double>());
+    finish(*known);
+    return known;
   }
 
   bool is_stopping() const noexcept { return is_stopping_; }
 
  private:
+  void computed(const at::Tensor& loss) {
+    if (!is_late_) return agree_on(loss.item<double>());
+    // Of the step before: its number has arrived, or will while the device has enough to do.
+    if (waiting_) agree_on(loss_.wait().item<double>());
+    loss_.start(loss.to(at::kDouble));
+  }
+
   // One small message beside backward: the loss over all ranks, whether one of them was told to
   // stop, and how long they waited in the step before.
   void agree_on(double loss) {
@@ -226,6 +251,9 @@ class Steps {
   comm::Group world_;
   core::StepRecorder& recorder_;
   const std::function<bool()>& is_told_to_stop_;
+  bool is_late_;
+  HostCopy loss_;                                      // of the step in waiting_
+  std::optional<Progress> waiting_;                    // done, but for its loss
   std::optional<comm::Awaitable<at::Tensor>> agreed_;  // loss, wish to stop, waiting
   double last_exposed_ = 0;
   bool is_stopping_ = false;
@@ -244,6 +272,11 @@ std::uint64_t fingerprint_of(const AnyWorkload& workload, const comm::Group& wor
 }  // namespace
 
 AnyWorkload::~AnyWorkload() = default;
+
+std::optional<at::Device> AnyWorkload::device() const {
+  if (settings().device == "cpu") return std::nullopt;
+  return device_of(settings());
+}
 
 void AnyWorkload::scale_rates(double factor) {
   for (auto& group : optimizer().param_groups()) {
@@ -321,21 +354,30 @@ Summary train(AnyWorkload& workload, const comm::Group& world, const std::string
   const auto save = [&](bool waits) {
     if (saved) saved->save(summary, waits);
   };
+  const auto tell = [&](const std::optional<Progress>& progress) {
+    if (!progress || summary.has_diverged) return;
+    summary.loss = progress->loss;
+    if (listener.stepped) listener.stepped(*progress);
+    summary.has_diverged = !std::isfinite(progress->loss);
+    if (summary.has_diverged) summary.last_step = progress->step;
+  };
   for (std::int64_t step = summary.first_step; step < num_steps; ++step) {
     comm::set_step(step + 1);
-    const Progress progress = steps.step(step);
-    summary.last_step = progress.step;
-    summary.loss = progress.loss;
-    if (listener.stepped) listener.stepped(progress);
-    summary.has_diverged = !std::isfinite(progress.loss);
+    summary.last_step = step + 1;
+    tell(steps.step(step));
+    bool is_last = summary.last_step == num_steps;
+    const bool judges = is_due(step + 1, settings.eval_every) || is_last;
+    const bool saves = is_due(step + 1, settings.checkpoint_every);
+    const bool stops = steps.is_stopping() && !is_last;
+    // What is judged, saved or left must be known to be sound.
+    if (!summary.has_diverged && (judges || saves || stops)) tell(steps.rest());
     if (summary.has_diverged) break;
-    bool is_last = progress.step == num_steps;
-    if (steps.is_stopping() && !is_last) {
+    if (stops) {
       summary.was_stopped = true;
       save(/*waits=*/true);
       break;
     }
-    if (is_due(progress.step, settings.eval_every) || is_last) judge(progress.step);
+    if (judges) judge(summary.last_step);
     if (summary.has_diverged) break;
     summary.ended_early =
         !is_last && settings.patience > 0 && summary.num_worse >= settings.patience;
@@ -343,8 +385,8 @@ Summary train(AnyWorkload& workload, const comm::Group& world, const std::string
     const bool is_kept = !settings.save.empty() || !settings.resume.empty();
     const bool saves_last =
         is_last && (settings.checkpoint_every > 0 || is_kept || settings.keep_model != "none");
-    const bool saves_best = settings.keep_model == "best" && summary.best_step == progress.step;
-    if (is_due(progress.step, settings.checkpoint_every) || saves_last || saves_best) save(is_last);
+    const bool saves_best = settings.keep_model == "best" && summary.best_step == summary.last_step;
+    if (saves || saves_last || saves_best) save(is_last);
     if (is_last) break;
   }
   if (saved) saved->finish();

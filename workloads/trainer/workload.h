@@ -72,8 +72,10 @@ class TESSERA_API AnyWorkload {
   virtual comm::Group saving_group(const comm::Group& world) const { return world; }
   virtual bool saves() const { return true; }
 
-  /// Where the model is; batches are moved there. None: they stay where they are read.
-  virtual std::optional<at::Device> device() const { return std::nullopt; }
+  /// Where the model is; batches are moved there, and the loss of a step is read while the next one
+  /// computes. None: batches stay where they are read. What the settings say: the GPU of this rank,
+  /// or none.
+  virtual std::optional<at::Device> device() const;
 
   // ---- Metrics. Collective over all ranks.
   /// After a checkpoint was loaded, before the first step.
@@ -106,7 +108,8 @@ class TESSERA_API AnyWorkload {
 };
 
 /// Samples of one rank and step come as a `Batch`: a tensor, or anything that can be moved and, for
-/// other devices, has `to(device, non_blocking)`.
+/// other devices, has `to(device, non_blocking)`. With `pin_memory()` and `record_stream(stream)` a
+/// batch is copied beside the step before.
 template <class Batch>
 class Workload : public AnyWorkload {
  public:
@@ -132,8 +135,11 @@ class Workload : public AnyWorkload {
       return result;
     };
     steps.step = [this] { this->optimizer().step(); };
+    // A batch that is copied must be read a step before it is needed.
+    const std::optional<at::Device> device = this->device();
+    is_pinned_ = device && device->is_cuda();
     pipeline_.emplace(std::move(steps), pipelined(),
-                      pipeline::PipelineOptions{.device = this->device(), .reads_late = true});
+                      pipeline::PipelineOptions{.device = device, .reads_late = !is_pinned_});
     reader_.emplace([this] { return read_next(); });
   }
 
@@ -157,11 +163,16 @@ class Workload : public AnyWorkload {
   // knows nothing of what was read ahead.
   std::optional<Batch> read_next() {
     if (next_read_ >= run_.num_steps) return std::nullopt;
-    return read(next_read_++);
+    Batch batch = read(next_read_++);
+    if constexpr (requires { Batch(batch.pin_memory()); }) {
+      if (is_pinned_) return batch.pin_memory();
+    }
+    return batch;
   }
 
   Run run_;
   std::int64_t next_read_ = 0;  // the reader's
+  bool is_pinned_ = false;      // batches go to a GPU
   std::optional<pipeline::TrainPipelineSparseDist<Batch>> pipeline_;
   at::Tensor output_;
   std::optional<pipeline::ReadAhead<Batch>> reader_;

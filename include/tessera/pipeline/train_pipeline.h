@@ -42,6 +42,7 @@
 
 #include "tessera/core/check.h"
 #include "tessera/core/step_recorder.h"
+#include "tessera/pipeline/copy_stream.h"
 #include "tessera/pipeline/sparse_inputs.h"
 
 namespace tessera::pipeline {
@@ -75,7 +76,9 @@ template <class Batch>
 using Source = std::function<std::optional<Batch>()>;
 
 struct PipelineOptions {
-  /// Batches that have a member `to(device, non_blocking)` are copied there, on the current stream.
+  /// Batches that have a member `to(device, non_blocking)` are copied there: to a GPU, if they also
+  /// have `record_stream(stream)`, on a stream of their own, beside what computes. The host goes on
+  /// at once only if they come from pinned memory.
   std::optional<at::Device> device;
   /// Train on the batches in flight when the source has ended.
   bool execute_all_batches = true;
@@ -120,12 +123,30 @@ class Timed {
   Clock::time_point begin_;
 };
 
+/// A batch where it is wanted, and its copy if that may still be on its way.
 template <class Batch>
-Batch on_device(Batch batch, const PipelineOptions& options) {
+struct Moved {
+  Batch batch;
+  std::optional<CopyStream::Copy> copy = std::nullopt;
+};
+
+template <class Batch>
+Moved<Batch> on_device(Batch batch, const PipelineOptions& options,
+                       std::optional<CopyStream>& stream) {
   if constexpr (requires { Batch(batch.to(at::Device(at::kCPU), true)); }) {
-    if (options.device) return batch.to(*options.device, true);
+    if (!options.device) return {std::move(batch)};
+    if constexpr (requires(c10::Stream used) { batch.record_stream(used); }) {
+      if (options.device->is_cuda()) {
+        if (!stream) stream.emplace(*options.device);
+        std::optional<Batch> moved;
+        auto copy = stream->run([&] { moved.emplace(batch.to(*options.device, true)); });
+        moved->record_stream(stream->user());
+        return {std::move(*moved), std::move(copy)};
+      }
+    }
+    return {batch.to(*options.device, true)};
   }
-  return batch;
+  return {std::move(batch)};
 }
 
 /// The one loop: input dists are started `lead` batches ahead. Lead 0 starts and waits in place.
@@ -174,7 +195,8 @@ class Pipeline {
  private:
   struct Slot {
     Batch batch;
-    std::unique_ptr<SparseInputs> inputs;
+    std::optional<CopyStream::Copy> copy;  // of the batch, until it is used
+    std::unique_ptr<SparseInputs> inputs = nullptr;
     bool is_prefetched = false;
   };
 
@@ -207,11 +229,14 @@ class Pipeline {
       has_ended_ = true;
       return;
     }
-    slots_.push_back({on_device(std::move(*batch), options_), nullptr, false});
+    auto moved = on_device(std::move(*batch), options_, copy_stream_);
+    slots_.push_back({std::move(moved.batch), std::move(moved.copy)});
   }
 
   void start(Slot& slot, StepReport& report) {
     const Timed timed(report.start_dist);
+    if (slot.copy) slot.copy->wait();
+    slot.copy.reset();
     std::vector<SparseInput> inputs;
     for (const auto& module : modules_) {
       inputs.push_back({module.name, module.tables, module.features(slot.batch)});
@@ -284,6 +309,7 @@ class Pipeline {
   PipelineOptions options_;
   std::size_t lead_;
   bool trains_;
+  std::optional<CopyStream> copy_stream_;
   std::deque<Slot> slots_;
   bool has_ended_ = false;
   bool has_failed_ = false;  // or is in a step

@@ -1,0 +1,106 @@
+#include "trainer/device.h"
+
+#include <dlfcn.h>
+
+#include <algorithm>
+
+#include <ATen/ATen.h>
+#include <ATen/Context.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "report/html.h"
+#include "report/rank_log.h"
+#include "tessera/comm/environment.h"
+#include "tessera/core/check.h"
+#include "tessera/core/version.h"
+#include "trainer/nvml.h"
+
+namespace tessera::trainer {
+namespace {
+
+namespace report = workloads::report;
+
+std::string wrong_with_device(const Settings& settings) {
+  const std::string way_out = "; or leave --device out";
+  if (!at::hasCUDA() && !at::Context::hasCUDART()) {
+    return "LibTorch " + torch_version() + " is a build for CPUs. Build against one with CUDA" +
+           way_out;
+  }
+  const auto num_gpus = static_cast<int>(at::getNumGPUs());
+  if (num_gpus == 0) {
+    return "CUDA finds no GPU on this host. Ask tessera doctor, and look at CUDA_VISIBLE_DEVICES" +
+           way_out;
+  }
+  const int ranks = comm::read_environment().local_world_size;
+  if (ranks <= num_gpus || settings.share_gpus) return "";
+  const std::string seen = std::to_string(num_gpus) + (num_gpus == 1 ? " GPU" : " GPUs");
+  return std::to_string(ranks) + " ranks of this host see " + seen + ". Use --ranks " +
+         std::to_string(num_gpus) +
+         ", or --share-gpus: ranks that share a GPU talk through host memory, not over NCCL";
+}
+
+// CUDA's runtime is in the process if LibTorch was built with it; asked by name, so that one source
+// serves every build.
+std::string pci_address(c10::Device device) {
+  using Get = int (*)(char*, int, int);
+  auto* const get = reinterpret_cast<Get>(dlsym(RTLD_DEFAULT, "cudaDeviceGetPCIBusId"));
+  char text[32] = "";
+  if (get == nullptr || get(text, sizeof(text), device.index()) != 0) return "";
+  return text;
+}
+
+c10::CachingDeviceAllocator::DeviceStats allocator_stats(c10::Device device) {
+  c10::DeviceAllocator* const allocator = c10::getDeviceAllocator(device.type());
+  if (!allocator->initialized()) return {};
+  return allocator->getDeviceStats(device.index());
+}
+
+}  // namespace
+
+c10::Device device_of(const Settings& settings) {
+  if (settings.device != "cuda") return at::kCPU;
+  const int num_gpus = std::max(1, static_cast<int>(at::getNumGPUs()));
+  return {at::kCUDA, static_cast<c10::DeviceIndex>(comm::read_environment().local_rank % num_gpus)};
+}
+
+void use_device(const Settings& settings, const comm::Group& world) {
+  if (settings.device != "cuda") return;
+  const auto wrong = report::gather_texts(wrong_with_device(settings), world);
+  for (std::size_t rank = 0; rank < wrong.size(); ++rank) {
+    TESSERA_CHECK_VALUE(wrong[rank].empty(), "train: --device cuda is not possible on rank ", rank,
+                        ": ", wrong[rank], ".");
+  }
+  c10::impl::VirtualGuardImpl(at::kCUDA).setDevice(device_of(settings));
+}
+
+DeviceFacts device_facts(c10::Device device) {
+  DeviceFacts facts;
+  if (!device.is_cuda()) return facts;
+  if (const auto known = gpu_at(pci_address(device))) {
+    facts = {known->name, known->total_bytes, known->used_bytes, known->percent};
+  }
+  return facts;
+}
+
+DeviceUse device_use(c10::Device device) {
+  DeviceUse use;
+  if (!device.is_cuda()) return use;
+  use.own_bytes = allocator_stats(device).reserved_bytes[0].current;
+  const DeviceFacts facts = device_facts(device);
+  use.total_bytes = facts.total_bytes;
+  if (facts.percent >= 0) use.percent = facts.percent;
+  return use;
+}
+
+std::int64_t peak_device_bytes(c10::Device device) {
+  return device.is_cuda() ? allocator_stats(device).reserved_bytes[0].peak : 0;
+}
+
+std::string device_name(c10::Device device) {
+  const DeviceFacts facts = device_facts(device);
+  if (facts.name.empty()) return device.str();
+  return facts.name + ", " + report::bytes_text(static_cast<double>(facts.total_bytes));
+}
+
+}  // namespace tessera::trainer
