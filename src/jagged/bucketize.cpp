@@ -5,6 +5,7 @@
 #include <ATen/Parallel.h>
 
 #include "jagged/composed.h"
+#include "jagged/device.h"
 #include "kernels/jagged.h"
 #include "tessera/core/check.h"
 #include "tessera/jagged/operators.h"
@@ -109,6 +110,9 @@ Bucketized bucketize_as(const at::Tensor& lengths, const at::Tensor& values,
 Bucketized bucketize(const at::Tensor& lengths, const at::Tensor& values, const at::Tensor& weights,
                      const BucketizeOptions& options) {
   check(lengths, values, weights, options);
+  if (detail::has_kernels_for(values)) {
+    return detail::device_bucketize(lengths, values, weights, options);
+  }
   if (!values.is_cpu()) return detail::bucketize_composed(lengths, values, weights, options);
   return values.scalar_type() == at::kInt
              ? bucketize_as<std::int32_t>(lengths, values, weights, options)

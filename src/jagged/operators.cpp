@@ -10,6 +10,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "jagged/composed.h"
+#include "jagged/device.h"
 #include "kernels/jagged.h"
 #include "tessera/core/check.h"
 
@@ -118,8 +119,42 @@ at::Tensor checked_order(const char* operation, const at::Tensor& order, std::in
                           " segments.");
     }
   }
+  // From pinned memory the host does not wait for the device.
+  if (wide.is_cpu() && device.is_cuda()) return wide.pin_memory().to(device, true);
   return wide.to(device);
 }
+
+/// Whether every segment is named once, as far as the host can see.
+bool is_permutation(const at::Tensor& order, std::int64_t num_segments) {
+  if (!order.is_cpu() || order.numel() != num_segments) return false;
+  const at::Tensor wide = order.reshape({-1}).to(at::kLong).contiguous();
+  const auto* entry = wide.const_data_ptr<std::int64_t>();
+  std::vector<bool> is_named(static_cast<std::size_t>(num_segments), false);
+  for (std::int64_t i = 0; i < num_segments; ++i) {
+    if (is_named[static_cast<std::size_t>(entry[i])]) return false;
+    is_named[static_cast<std::size_t>(entry[i])] = true;
+  }
+  return true;
+}
+
+/// The segments of CUDA tensors. The host waits for their size only if it cannot know it.
+struct DeviceMoves {
+  at::Tensor sizes;
+  at::Tensor index;
+  std::int64_t num_rows = 0;
+
+  DeviceMoves(const at::Tensor& order, const at::Tensor& lengths, at::Tensor index,
+              std::int64_t num_values)
+      : sizes(lengths.dim() == 2 ? detail::device_row_sums(lengths) : lengths.to(at::kLong)),
+        index(std::move(index)),
+        num_rows(is_permutation(order, lengths.size(0))
+                     ? num_values
+                     : sizes.index_select(0, this->index).sum().item<std::int64_t>()) {}
+
+  at::Tensor operator()(const at::Tensor& data) const {
+    return detail::device_copy_segments(data, sizes, index, num_rows);
+  }
+};
 
 JaggedParts permute(const char* operation, const at::Tensor& order, const at::Tensor& lengths,
                     const at::Tensor& values, const at::Tensor& weights) {
@@ -136,8 +171,15 @@ JaggedParts permute(const char* operation, const at::Tensor& order, const at::Te
   }
   TESSERA_CHECK_VALUE(!weights.defined() || weights.size(0) == values.size(0), operation,
                       ": there are ", weights.size(0), " weights for ", values.size(0), " values.");
+  std::optional<DeviceMoves> device_moves;
+  if (detail::has_kernels_for(lengths)) {
+    device_moves.emplace(order, lengths, index, values.size(0));
+  }
   const auto moved = [&](const at::Tensor& data) {
     if (moves && data.is_cpu() && !records(data)) return (*moves)(data);
+    if (device_moves && data.device() == lengths.device() && !records(data)) {
+      return (*device_moves)(data);
+    }
     const at::Tensor sizes =
         lengths.dim() == 2 ? lengths.sum(1, false, at::kLong) : lengths.to(at::kLong);
     return data.index_select(0, detail::gather_index(sizes, index));
@@ -158,6 +200,7 @@ at::Tensor lengths_to_offsets(const at::Tensor& lengths) {
   detail::check_integers(lengths, "jagged.lengths_to_offsets", "the lengths");
   const at::Tensor flat = lengths.reshape({-1}).contiguous();
   const std::int64_t count = flat.numel();
+  if (detail::has_kernels_for(flat)) return detail::device_offsets(flat, flat.scalar_type());
   if (!flat.is_cpu()) return wide_offsets(flat).to(flat.scalar_type());
   at::Tensor offsets = at::empty({count + 1}, flat.options());
   const std::int64_t bad = flat.scalar_type() == at::kInt

@@ -63,6 +63,76 @@ TEST_F(JaggedCuda, OperatorsEqualTheCpu) {
   }
 }
 
+TEST_F(JaggedCuda, SegmentsOfEveryWidthAndOrderMoveAsOnTheCpu) {
+  at::manual_seed(2);
+  const at::Tensor lengths = at::randint(0, 9, {7, 30}, at::kInt);
+  const auto total = lengths.sum().item<std::int64_t>();
+  const at::Tensor orders[] = {at::tensor({6, 0, 3, 1, 5, 2, 4}, at::kLong),  // all of them
+                               at::tensor({2, 2, 5}, at::kInt), at::empty({0}, at::kLong)};
+  const std::pair<at::ScalarType, std::vector<std::int64_t>> forms[] = {
+      {at::kByte, {total}},     {at::kByte, {total, 3}},   {at::kFloat, {total}},
+      {at::kLong, {total}},     {at::kDouble, {total, 2}}, {at::kFloat, {total, 5}},
+      {at::kFloat, {total, 4}}, {at::kBFloat16, {total}},  {at::kFloat, {total, 0}}};
+  for (const at::Tensor& order : orders) {
+    for (const auto& [type, shape] : forms) {
+      const at::Tensor values = at::randint(0, 200, shape, at::kLong).to(type);
+      const at::Tensor weights = at::rand({total});
+      const auto cpu = permute_2d(order, lengths, values, weights);
+      for (const bool is_known : {true, false}) {  // to the host
+        const auto gpu = permute_2d(is_known ? order : order.cuda(), lengths.cuda(), values.cuda(),
+                                    weights.cuda());
+        EXPECT_TRUE(same(gpu.lengths, cpu.lengths));
+        EXPECT_TRUE(same(gpu.values, cpu.values));
+        EXPECT_TRUE(same(gpu.weights, cpu.weights));
+      }
+    }
+  }
+  const at::Tensor none = at::empty({0}, at::kLong);
+  EXPECT_TRUE(same(permute_1d(none, none.cuda(), none.cuda()).values, none));
+  EXPECT_TRUE(same(lengths_to_offsets(none.cuda()), at::zeros({1}, at::kLong)));
+}
+
+TEST_F(JaggedCuda, GradientsFlowThroughMovesAndBuckets) {
+  const at::Tensor lengths = at::tensor({2, 0, 3}, at::kLong);
+  const at::Tensor ids = at::tensor({7, 1, 4, 9, 2}, at::kLong);
+  const at::Tensor order = at::tensor({2, 0, 2}, at::kLong);
+  const BucketizeOptions options{
+      .num_buckets = 2, .bags_per_feature = {3}, .block_sizes = {5}, .block_starts = {}};
+  at::Tensor found[2];
+  for (const bool is_gpu : {false, true}) {
+    const auto on = [&](const at::Tensor& tensor) { return is_gpu ? tensor.cuda() : tensor; };
+    at::Tensor weights = on(at::arange(1, 6, at::kFloat)).requires_grad_(true);
+    const at::Tensor moved = permute_1d(on(order), on(lengths), on(ids), weights).weights;
+    const at::Tensor spread = bucketize(on(lengths), on(ids), weights, options).weights;
+    (moved.pow(2).sum() + (spread * on(at::arange(5, at::kFloat))).sum()).backward();
+    found[is_gpu ? 1 : 0] = weights.grad();
+  }
+  EXPECT_TRUE(same(found[1], found[0]));
+}
+
+TEST_F(JaggedCuda, LongBagsKeepTheirOrderInBuckets) {
+  at::manual_seed(4);
+  const at::Tensor lengths = at::tensor({0, 1, 500, 7, 8, 9, 33, 1000}, at::kLong);
+  const auto total = lengths.sum().item<std::int64_t>();
+  for (const auto type : {at::kInt, at::kLong}) {
+    for (const std::int64_t num_buckets : {1, 2, 5, 40}) {
+      const at::Tensor ids = at::randint(-5, 300, {total}, at::kLong).to(type);
+      const BucketizeOptions options{.num_buckets = num_buckets,
+                                     .bags_per_feature = {3, 0, 5},
+                                     .block_sizes = {11, 1, 60},
+                                     .block_starts = {},
+                                     .positions = true,
+                                     .unbucketize = true};
+      const auto cpu = bucketize(lengths, ids, {}, options);
+      const auto gpu = bucketize(lengths.cuda(), ids.cuda(), {}, options);
+      EXPECT_TRUE(same(gpu.lengths, cpu.lengths));
+      EXPECT_TRUE(same(gpu.values, cpu.values));
+      EXPECT_TRUE(same(gpu.positions, cpu.positions));
+      EXPECT_TRUE(same(gpu.unbucketize_permute, cpu.unbucketize_permute));
+    }
+  }
+}
+
 TEST_F(JaggedCuda, BatchesEqualTheCpu) {
   const at::Tensor lengths = at::randint(0, 6, {3 * 40}, at::kInt);
   const auto total = lengths.sum().item<std::int64_t>();
