@@ -25,7 +25,7 @@ PEER_PACKAGES := torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 tensordict==0.15.3 torchm
 export CCACHE_SLOPPINESS := pch_defines,time_macros,include_file_mtime,include_file_ctime
 export CCACHE_BASEDIR := $(CURDIR)
 
-.PHONY: build everything demo test peers lint tidy single format bench clean packages headers cuda-build cuda-test cuda-bench help
+.PHONY: build everything demo test peers compat lint tidy single format bench clean packages headers cuda-build cuda-test cuda-bench help
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -85,6 +85,9 @@ $(PEERS)/.ready: $(VENV)/.ready
 	$(PEERS)/bin/pip install --quiet --no-deps $(PEER_PACKAGES)
 	$(PEERS)/bin/python -W ignore -c 'import torchrec'
 	touch $@
+
+compat: everything peers  ## Run the peers' own tests and programs, and write docs/compatibility.md
+	$(VENV)/bin/python tests/peers/compatibility.py
 
 # clang-tidy wants the command of every file, and $(BUILD) compiles several at a time. Nothing is built here.
 single: $(BUILD)/build.ninja

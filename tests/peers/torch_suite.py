@@ -4,12 +4,14 @@ The tests are installed with torch. Most ask for GPUs; here a mode puts what the
 wrapper leaves out `device_ids`. Every test has to pass, be skipped by torch, or be in EXPLAINED.
 
     python tests/peers/torch_suite.py [word ...]    # tests with one of these words in their names
+    BACKEND=gloo python tests/peers/torch_suite.py --wrapper torch --json out.json test_    # what torch holds
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import json
 import os
 import sys
 import tempfile
@@ -28,7 +30,7 @@ import tessera.nn.parallel
 import torch
 from torch.overrides import TorchFunctionMode
 
-LIMIT = 60  # seconds for one test, on a loaded machine
+LIMIT = int(os.environ.get("TESSERA_SUITE_LIMIT", "60"))  # seconds for one test, on a loaded machine
 
 # Why a test fails; docs/deviations.md has the lines.
 MIXED = "mixed precision: asks parameters for the low copies of torch's engine; here they stay as they are"
@@ -45,9 +47,18 @@ WORDS = (
 )  # fmt: skip
 
 
-class DistributedDataParallel(tessera.nn.parallel.DistributedDataParallel):
-    def __init__(self, module, device_ids=None, output_device=None, *args, **kwargs):
-        super().__init__(module, None, None, *args, **kwargs)
+def without_devices(base: type) -> type:
+    class DistributedDataParallel(base):
+        def __init__(self, module, device_ids=None, output_device=None, *args, **kwargs):
+            super().__init__(module, None, None, *args, **kwargs)
+
+    return DistributedDataParallel
+
+
+WRAPPERS = {
+    "tessera": without_devices(tessera.nn.parallel.DistributedDataParallel),
+    "torch": without_devices(torch.nn.parallel.DistributedDataParallel),
+}
 
 
 class OnCpu(TorchFunctionMode):
@@ -100,16 +111,19 @@ def put_everything_on_the_cpu() -> None:
     torch.cuda.current_device = lambda: "cpu"
 
 
-def make_suite() -> type:
+def make_suite(wrapper: type) -> type:
     from torch.testing._internal import common_distributed
 
     for name in ("skip_if_lt_x_gpu", "nccl_skip_if_lt_x_gpu", "require_n_gpus_for_nccl_backend"):
         setattr(common_distributed, name, lambda *args, **kwargs: lambda test: test)
     common_distributed.get_timeout = lambda *args: LIMIT
-    torch.nn.parallel.DistributedDataParallel = DistributedDataParallel
+    for backends in common_distributed.DistTestCases.backend_feature.values():
+        if "gloo" in backends:
+            backends.add("shm")
+    torch.nn.parallel.DistributedDataParallel = wrapper
     from torch.testing._internal.distributed import distributed_test
 
-    distributed_test.DistributedDataParallel = DistributedDataParallel
+    distributed_test.DistributedDataParallel = wrapper
     distributed_test.init_multigpu_helper = lambda world, backend: {rank: [rank] for rank in range(world)}
 
     class Suite(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
@@ -125,7 +139,7 @@ def make_suite() -> type:
 
 
 def run(suite: type, name: str) -> tuple[str, str]:
-    """Run one test and return how it ended and what its ranks printed."""
+    """Run one test and return how it ended, and what its ranks printed or why torch skips it."""
     result = unittest.TestResult()
     with tempfile.TemporaryFile() as file:
         kept = [os.dup(1), os.dup(2)]
@@ -141,27 +155,30 @@ def run(suite: type, name: str) -> tuple[str, str]:
         text = file.read().decode(errors="replace")
     if result.failures or result.errors:
         return "failed", text + "".join(trace for _, trace in result.failures + result.errors)
-    return ("skipped" if result.skipped else "passed"), text
+    return ("skipped", result.skipped[0][1]) if result.skipped else ("passed", text)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("words", nargs="*", default=WORDS, help="parts of names")
+    parser.add_argument("--wrapper", choices=WRAPPERS, default="tessera", help="whose wrapper the tests get")
+    parser.add_argument("--json", help="write how each test ended into this file, and judge nothing")
     parser.add_argument("--verbose", action="store_true", help="print what failed tests printed")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="tessera-torch-") as folder:
         os.environ["TEMP_DIR"] = folder
-        suite = make_suite()
+        suite = make_suite(WRAPPERS[arguments.wrapper])
         put_everything_on_the_cpu()
         names = unittest.TestLoader().getTestCaseNames(suite)
         counts: collections.Counter[str] = collections.Counter()
-        wrong = []
+        wrong, ended = [], {}
         for name in names:
             if not any(word in name for word in arguments.words):
                 continue
             begin = time.monotonic()
             outcome, text = run(suite, name)
+            ended[name] = {"outcome": outcome, "why": text if outcome == "skipped" else ""}
             if outcome == "failed" and name in EXPLAINED:
                 outcome = "explained"
             elif outcome == "failed" or (outcome == "passed" and name in EXPLAINED):
@@ -172,6 +189,10 @@ def main() -> int:
                     print(text[-6000:], flush=True)
             counts[outcome] += 1
     print(", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())))
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump(ended, file, indent=1)
+        return 0
     return 1 if wrong else 0
 
 

@@ -1,0 +1,184 @@
+"""What of the peers' own tests and programs holds on tessera, written down as docs/compatibility.md.
+
+    make compat        # runs everything below, about ten minutes, and writes the page
+
+torch's suite runs three times: with torch's own wrapper on Gloo, which says what can be held on a machine
+without GPUs at all, and with tessera's wrapper on Gloo and on "shm". A test that torch's wrapper holds and
+tessera's does not has to be explained by a row of docs/deviations.md; anything else is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import importlib.metadata
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+RUNS = {  # name: (wrapper, backend)
+    "torch_gloo": ("torch", "gloo"),
+    "tessera_gloo": ("tessera", "gloo"),
+    "tessera_shm": ("tessera", "shm"),
+}
+# Part of a test's name: the first cell of the row in docs/deviations.md that says why it ends differently.
+DEVIATES = {
+    "test_ddp_native_mixed_precision": "`mixed_precision` on the CPU",
+    "test_ddp_control_flow": "parameters without a gradient",
+    "test_ddp_multiple_nested_unused_params_err": "parameters without a gradient",
+}
+# The comparisons of this folder: torchrec's names by either import, values held against each other.
+PEERS = ("torchrec", "fbgemm-gpu-cpu")
+
+
+def run_suites(folder: pathlib.Path, python: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, (wrapper, backend) in RUNS.items():
+        print(f"torch's suite, {wrapper}'s wrapper on {backend}", flush=True)
+        environment = {**os.environ, "BACKEND": backend, "PYTHONPATH": str(ROOT / "python")}
+        environment.setdefault("TESSERA_SUITE_LIMIT", "180")
+        suite = [python, "-W", "ignore", str(HERE / "torch_suite.py"), "test_"]
+        suite += ["--wrapper", wrapper, "--json", str(folder / f"{name}.json")]
+        subprocess.run(suite, env=environment, check=True)
+
+
+def run_comparisons(folder: pathlib.Path) -> None:
+    python = ROOT / ".venv-peers/bin/python"
+    print("comparisons with torchrec", flush=True)
+    command = [str(python), "-W", "ignore", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    subprocess.run([*command, f"--junitxml={folder}/torchrec.xml", str(HERE)], check=False)
+
+
+def row_of(name: str, rows: set[str]) -> str | None:
+    for part, row in DEVIATES.items():
+        if part in name:
+            if row not in rows:
+                raise SystemExit(f"docs/deviations.md has no row {row!r}, which explains {name}")
+            return row
+    return None
+
+
+def judge(ours: dict, theirs: dict, rows: set[str]) -> dict[str, dict[str, str]]:
+    """Sort the tests into passed, deviates (with its row), not applicable (why) and unexplained."""
+    kinds: dict[str, dict[str, str]] = collections.defaultdict(dict)
+    for name, test in ours.items():
+        if test["outcome"] == "passed":
+            kinds["passed"][name] = ""
+        elif test["outcome"] == "skipped":
+            kinds["not applicable"][name] = test["why"]
+        elif row := row_of(name, rows):
+            kinds["deviates"][name] = row
+        elif theirs[name]["outcome"] == "failed":
+            kinds["not applicable"][name] = "torch's own wrapper does not hold it without a GPU either"
+        else:
+            kinds["unexplained"][name] = ""
+    return kinds
+
+
+def count_of(kinds: dict, kind: str) -> int:
+    return len(kinds.get(kind, {}))
+
+
+def suite_lines(judged: dict[str, dict]) -> list[str]:
+    version = importlib.metadata.version("torch").split("+")[0]
+    lines = [
+        f"## torch {version}: its own tests of data parallelism and collectives",
+        "",
+        "The tests are installed with torch (`torch.testing._internal.distributed.distributed_test`); two "
+        "ranks, and what they put on GPUs is put on the CPU. `make test` runs those of data parallelism and "
+        "the usual "
+        "collectives on `shm`, `make compat` all of them.",
+        "",
+        "| wrapper and engine | tests | passed | deviates | not applicable | unexplained |",
+        "|---|---|---|---|---|---|",
+    ]
+    kinds = ("passed", "deviates", "not applicable", "unexplained")
+    for name, result in judged.items():
+        wrapper, backend = RUNS[name]
+        numbers = [count_of(result, kind) for kind in kinds]
+        lines.append(f"| {wrapper}, {backend} | {sum(numbers)} | " + " | ".join(map(str, numbers)) + " |")
+    lines += ["", "What deviates, and the row of [deviations.md](deviations.md) that says why:", ""]
+    lines += ["| test | engine | row |", "|---|---|---|"]
+    for name, result in judged.items():
+        for test, row in sorted(result.get("deviates", {}).items()):
+            lines.append(f"| `{test}` | {RUNS[name][1]} | {row} |")
+    lines += [
+        "",
+        "What is not applicable, by torch's own reason:",
+        "",
+        "| reason | engine | tests |",
+        "|---|---|---|",
+    ]
+    for name, result in judged.items():
+        reasons = collections.Counter(result.get("not applicable", {}).values())
+        for reason, count in sorted(reasons.items(), key=lambda item: (-item[1], item[0])):
+            lines.append(f"| {' '.join(reason.split())} | {RUNS[name][1]} | {count} |")
+    return lines
+
+
+def comparison_lines(folder: pathlib.Path) -> list[str]:
+    text = (folder / "torchrec.xml").read_text()
+    numbers = {key: int(value) for key, value in re.findall(r'(tests|failures|errors|skipped)="(\d+)"', text)}
+    files: collections.Counter[str] = collections.Counter(
+        re.findall(r'<testcase classname="(?:[\w.]*\.)?(\w+)"', text)
+    )
+    versions = ", ".join(f"{name} {version_of(name)}" for name in PEERS)
+    bad = numbers["failures"] + numbers["errors"]
+    lines = [
+        f"## {versions}: one program, two imports",
+        "",
+        "Programs of ours that run with either import, values held against each other (the packages bring no "
+        "tests of their own).",
+        f"{numbers['tests']} ran, {numbers['tests'] - bad - numbers['skipped']} agree, {bad} do not, "
+        f"{numbers['skipped']} were skipped.",
+        "",
+        "| file of `tests/peers` | programs |",
+        "|---|---|",
+    ]
+    return lines + [f"| `{name}` | {count} |" for name, count in sorted(files.items())]
+
+
+def version_of(package: str) -> str:
+    """The version in the Makefile, which installs exactly that one."""
+    return re.search(rf"{package}==(\S+)", (ROOT / "Makefile").read_text()).group(1)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--results", type=pathlib.Path, default=ROOT / "build/compat", help="where results are kept"
+    )
+    parser.add_argument("--page-only", action="store_true", help="write the page from results that are there")
+    arguments = parser.parse_args()
+    folder = arguments.results
+    if not arguments.page_only:
+        run_suites(folder, sys.executable)
+        run_comparisons(folder)
+    results = {name: json.loads((folder / f"{name}.json").read_text()) for name in RUNS}
+    rows = set(re.findall(r"^\| (.*?) \| ", (ROOT / "docs/deviations.md").read_text(), re.MULTILINE))
+    ours = [name for name in RUNS if name != "torch_gloo"]
+    judged = {name: judge(results[name], results["torch_gloo"], rows) for name in ours}
+    lines = [
+        "# Compatibility",
+        "",
+        "Made by `make compat`: what of the peers' own tests, and of programs written for them, holds after "
+        "changing the import. Where Tessera deviates on purpose, [deviations.md](deviations.md) says why.",
+        "",
+        *suite_lines(judged),
+        "",
+        *comparison_lines(folder),
+    ]
+    (ROOT / "docs/compatibility.md").write_text("\n".join(lines) + "\n")
+    unexplained = {f"{name}: {test}" for name in ours for test in judged[name].get("unexplained", {})}
+    for test in sorted(unexplained):
+        print(f"unexplained: {test}")
+    return 1 if unexplained else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
