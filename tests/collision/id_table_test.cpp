@@ -18,6 +18,7 @@
 
 #include "collision/line_store.h"
 #include "kernels/id_lines.h"
+#include "tessera/collision/row_init.h"
 
 namespace tessera::collision {
 namespace {
@@ -535,6 +536,26 @@ TEST(IdTable, OptionsThatCannotBeAreErrors) {
   EXPECT_THROW(admit(table, {1}, std::int64_t{1} << 32), std::invalid_argument);
   admit(table, {1}, 5);
   EXPECT_THROW(admit(table, {1}, 4), std::invalid_argument);
+}
+
+TEST(RowInit, DependsOnSeedAndIdAlone) {
+  // Philox 4x32-10 of counter 0 and key 0, and of all bits set, as the paper's code has them.
+  std::vector<float> values(4);
+  init_rows(Ids{0}, 0, 4, 0, 1, values);
+  const std::uint32_t known[] = {0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8};
+  for (std::size_t i = 0; i < 4; ++i) {
+    EXPECT_EQ(values[i], static_cast<float>(known[i] >> 8) * 0x1p-24F);
+  }
+  std::vector<float> three(15);
+  std::vector<float> one(5);
+  init_rows(Ids{7, -1, kLow}, 9, 5, -0.5F, 0.25F, three);
+  init_rows(Ids{-1}, 9, 5, -0.5F, 0.25F, one);
+  EXPECT_TRUE(std::equal(one.begin(), one.end(), three.begin() + 5));
+  for (const float value : three) EXPECT_TRUE(-0.5F <= value && value < 0.25F);
+  std::vector<float> other(5);
+  init_rows(Ids{-1}, 10, 5, -0.5F, 0.25F, other);
+  EXPECT_NE(one, other);
+  EXPECT_THROW(init_rows(Ids{1}, 0, 3, 0, 1, one), std::invalid_argument);
 }
 
 TEST(IdLines, EveryLevelAgreesWithThePlainLoops) {
