@@ -121,11 +121,12 @@ def pooling_type_to_str(pooling_type: PoolingType) -> str:
 class BaseEmbeddingConfig:
     """Describe one table. `feature_names` are the keys that look up in it; none means `name`.
 
-    `init_fn` fills a new table in place; by default with uniform numbers between the bounds, which are
-    plus and minus sqrt(1 / num_embeddings) unless given.
+    A table whose `num_embeddings` is None grows with its ids; it stands behind a
+    `GrowingManagedCollisionModule`. `init_fn` fills a new table in place; by default with uniform numbers
+    between the bounds, which are plus and minus sqrt(1 / num_embeddings) unless given.
     """
 
-    num_embeddings: int
+    num_embeddings: int | None
     embedding_dim: int
     name: str = ""
     data_type: DataType = DataType.FP32
@@ -137,7 +138,7 @@ class BaseEmbeddingConfig:
     need_pos: bool = False
 
     def __post_init__(self) -> None:
-        if self.init_fn is None and self.num_embeddings > 0:
+        if self.init_fn is None and self.num_embeddings is not None and self.num_embeddings > 0:
             self.init_fn = partial(
                 torch.nn.init.uniform_, a=self.get_weight_init_min(), b=self.get_weight_init_max()
             )
@@ -180,7 +181,7 @@ class EmbeddingConfig(BaseEmbeddingConfig):
 def _to_engine(config: BaseEmbeddingConfig) -> _C.embedding.EmbeddingTableConfig:
     pooling = getattr(config, "pooling", PoolingType.NONE)
     return _C.embedding.EmbeddingTableConfig(
-        config.num_embeddings,
+        1 if config.num_embeddings is None else config.num_embeddings,  # a growing table begins with one row
         config.embedding_dim,
         config.name,
         getattr(_C.embedding.DataType, config.data_type.value),

@@ -48,7 +48,7 @@ def get_embedding_names_by_table(tables: Sequence[BaseEmbeddingConfig]) -> list[
 
 def _table(config: BaseEmbeddingConfig, is_pooled: bool, device: torch.device) -> nn.Module:
     """Return torch's module of one table, with memory for its rows."""
-    shape = (config.num_embeddings, config.embedding_dim)
+    shape = (1 if config.num_embeddings is None else config.num_embeddings, config.embedding_dim)
     dtype = data_type_to_dtype(config.data_type)
     is_meta = device.type == "meta"
     rows = torch.empty(shape, dtype=dtype, device=device) if is_meta else None
@@ -101,7 +101,8 @@ class _Tables:
             weight = tables[config.name].weight
             if weight.device.type != "meta":
                 with torch.no_grad():
-                    config.init_fn(weight)
+                    # The one row that a growing table begins with is that of unknown ids.
+                    weight.zero_() if config.num_embeddings is None else config.init_fn(weight)
 
     # The engine's part is made anew by copies and unpickled modules.
     def __getstate__(self):

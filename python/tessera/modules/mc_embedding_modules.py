@@ -18,12 +18,15 @@
 from __future__ import annotations
 
 import dataclasses
+from math import sqrt
 
 import torch
 from torch import nn
 
+from tessera import _C
+from tessera.modules.embedding_configs import BaseEmbeddingConfig
 from tessera.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from tessera.modules.mc_modules import ManagedCollisionCollection
+from tessera.modules.mc_modules import GrowingManagedCollisionModule, ManagedCollisionCollection
 from tessera.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 __all__ = [
@@ -54,6 +57,69 @@ def reset_state(state: dict[str, torch.Tensor], table: str, rows: torch.Tensor, 
             kept[rows.to(kept.device)] = value
 
 
+def _resized(values: torch.Tensor, rows: int, filling: float) -> torch.Tensor:
+    """Return the first rows of a table, and further ones of one number."""
+    if values.is_sparse:
+        return torch.sparse_coo_tensor(values._indices(), values._values(), (rows, values.size(1)))
+    columns = values.size(1) if values.dim() == 2 else 1
+    new = _C.embedding.empty_rows(rows, columns, values.dtype, values.device)
+    new = new if values.dim() == 2 else new.view(rows)
+    kept = min(rows, values.size(0))
+    new[:kept] = values[:kept]
+    new[kept:] = filling
+    return new
+
+
+_OPTIMIZER = "_tessera_optimizer."
+
+
+def _weight_key(module: BaseManagedCollisionEmbeddingCollection, prefix: str, table: str) -> str:
+    return f"{prefix}_embedding_module.{module._TABLES}.{table}.weight"
+
+
+def _compact_state(module, state, prefix, _) -> None:
+    """Leave, of a growing table, the rows in use, in the order of the ids; add the optimizer's state."""
+    growing = module._growing()
+    if not growing:
+        return
+    optimizer = module._embedding_module.fused_optimizer()
+    kept = {} if optimizer is None else optimizer.state_dict()
+    for config, ids in growing:
+        rows = torch.cat([torch.zeros(1, dtype=torch.int64), ids.export_ids()["rows"]])
+        key = _weight_key(module, prefix, config.name)
+        state[key] = state[key].detach()[rows]
+        for name in ("momentum1", "momentum2"):
+            value = kept.get(f"{config.name}.{name}")
+            if value is not None:
+                state[f"{prefix}{_OPTIMIZER}{config.name}.{name}"] = value[rows]
+    if "step" in kept:
+        state[f"{prefix}{_OPTIMIZER}step"] = kept["step"]
+
+
+def _make_room(module, state, prefix, *_) -> None:
+    """Give growing tables as many rows as the state has."""
+    module._loaded_optimizer = {
+        name: state.pop(name) for name in list(state) if name.startswith(prefix + _OPTIMIZER)
+    }
+    module._loaded_prefix = prefix + _OPTIMIZER
+    weights = {
+        config.name: state.get(_weight_key(module, prefix, config.name)) for config, _ in module._growing()
+    }
+    sizes = {name: weight.size(0) for name, weight in weights.items() if weight is not None}
+    if sizes:
+        module._resize(sizes)
+
+
+def _take_optimizer_state(module, _) -> None:
+    loaded, prefix = module._loaded_optimizer, module._loaded_prefix
+    optimizer = module._embedding_module.fused_optimizer() if loaded else None
+    if optimizer is None:
+        return
+    state = optimizer.state_dict()
+    state.update({name.removeprefix(prefix): value for name, value in loaded.items()})
+    optimizer.load_state_dict(state)
+
+
 class BaseManagedCollisionEmbeddingCollection(nn.Module):
     """What both collections do: map the ids, reset rows that got another id, look up.
 
@@ -82,6 +148,14 @@ class BaseManagedCollisionEmbeddingCollection(nn.Module):
                 f"configs; they have {ours} and {theirs}."
             )
         self._name_features()
+        self.register_state_dict_post_hook(_compact_state)
+        self.register_load_state_dict_pre_hook(_make_room)
+        self.register_load_state_dict_post_hook(_take_optimizer_state)
+
+    def _growing(self) -> list[tuple[BaseEmbeddingConfig, GrowingManagedCollisionModule]]:
+        modules = self._managed_collision_collection._managed_collision_modules
+        pairs = [(config, modules[config.name]) for config in self._embedding_module._configs]
+        return [(config, ids) for config, ids in pairs if isinstance(ids, GrowingManagedCollisionModule)]
 
     def _name_features(self) -> None:
         """Make the lookup ask for the names that mapped features have, where tables share one."""
@@ -97,12 +171,15 @@ class BaseManagedCollisionEmbeddingCollection(nn.Module):
         super().__setstate__(state)
         self._name_features()
 
+    _TABLES: str
+
     def _tables(self) -> nn.ModuleDict:
-        raise NotImplementedError
+        return getattr(self._embedding_module, self._TABLES)
 
     def reset_evicted(self) -> dict[str, torch.Tensor | None]:
-        """Reset the rows that got another id, and return them."""
+        """Reset the rows that got another id, and return them; growing tables get the rows they need."""
         evicted = self._managed_collision_collection.evict()
+        self._fill_growing()
         if not any(rows is not None and rows.numel() > 0 for rows in evicted.values()):
             return evicted
         optimizer = self._embedding_module.fused_optimizer()
@@ -110,13 +187,64 @@ class BaseManagedCollisionEmbeddingCollection(nn.Module):
         tables = self._tables()
         for config in self._embedding_module._configs:
             rows = evicted.get(config.name)
-            if rows is None:
+            if rows is None or config.num_embeddings is None:
                 continue
             weight = tables[config.name].weight
             reset_rows(weight, rows, config.init_fn, self._allow_in_place_embed_weight_update)
             if optimizer is not None:
                 reset_state(state, config.name, rows, optimizer.options.initial_accumulator)
         return evicted
+
+    def _fill_growing(self) -> None:
+        """Make room for the rows of growing tables, and give new rows their first values."""
+        growing, tables = self._growing(), self._tables()
+        sizes = {config.name: ids.num_table_rows() for config, ids in growing}
+        too_small = {name: rows for name, rows in sizes.items() if rows > tables[name].weight.size(0)}
+        if too_small:
+            # Half as much again, so that all the copying together is in proportion to the table.
+            self._resize({name: max(rows, 1024, rows + rows // 2) for name, rows in too_small.items()})
+        for config, ids in growing:
+            new_ids, rows = ids.take_fresh_rows()
+            weight = tables[config.name].weight
+            is_zero = ids._default == "zero"
+            if new_ids.numel() == 0 and not is_zero:
+                continue
+            bound = sqrt(1 / config.embedding_dim)
+            low = -bound if config.weight_init_min is None else config.weight_init_min
+            high = bound if config.weight_init_max is None else config.weight_init_max
+            values = ids.first_values(new_ids, config.embedding_dim, low, high)
+            with torch.no_grad():
+                weight.data[rows.to(weight.device)] = values.to(weight.device, weight.dtype)
+                if is_zero:
+                    weight.data[0] = 0
+            optimizer = self._embedding_module.fused_optimizer()
+            if optimizer is not None:
+                start = optimizer.options.initial_accumulator
+                reset_state(optimizer.state_dict(), config.name, rows, start)
+
+    def _resize(self, sizes: dict[str, int]) -> None:
+        """Give tables another number of rows; those there are keep weights, gradients and state."""
+        module, tables = self._embedding_module, self._tables()
+        old = module.fused_optimizer()
+        state = {} if old is None else dict(old.state_dict())
+        for name, rows in sizes.items():
+            weight = tables[name].weight
+            tables[name].num_embeddings = rows
+            gradient = weight.grad
+            weight.grad = None
+            weight.data = _resized(weight.data, rows, 0.0)
+            if gradient is not None:
+                weight.grad = _resized(gradient, rows, 0.0)
+        if old is None:
+            return
+        optimizer = module.fused_optimizer()  # of the new tables; the old one is of no use any more
+        start = old.options.initial_accumulator
+        for name, value in state.items():
+            table = name.rpartition(".")[0]
+            if table in sizes:
+                state[name] = _resized(value, sizes[table], start)
+        optimizer.load_state_dict(state)
+        optimizer.set_learning_rate(old.options.learning_rate)
 
     def forward(
         self, features: KeyedJaggedTensor, mutate_miss_lengths: bool = True
@@ -145,12 +273,11 @@ class ManagedCollisionEmbeddingBagCollection(BaseManagedCollisionEmbeddingCollec
             allow_in_place_embed_weight_update,
         )
 
+    _TABLES = "embedding_bags"
+
     @property
     def _embedding_bag_collection(self) -> EmbeddingBagCollection:
         return self._embedding_module
-
-    def _tables(self) -> nn.ModuleDict:
-        return self._embedding_module.embedding_bags
 
 
 class ManagedCollisionEmbeddingCollection(BaseManagedCollisionEmbeddingCollection):
@@ -170,9 +297,8 @@ class ManagedCollisionEmbeddingCollection(BaseManagedCollisionEmbeddingCollectio
             allow_in_place_embed_weight_update,
         )
 
+    _TABLES = "embeddings"
+
     @property
     def _embedding_collection(self) -> EmbeddingCollection:
         return self._embedding_module
-
-    def _tables(self) -> nn.ModuleDict:
-        return self._embedding_module.embeddings

@@ -1,0 +1,245 @@
+"""Tables that grow with their ids, on one rank."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tessera import _C
+from tessera.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
+from tessera.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from tessera.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
+from tessera.modules.mc_modules import GrowingManagedCollisionModule, ManagedCollisionCollection
+from tessera.sparse.jagged_tensor import KeyedJaggedTensor
+
+KINDS = ["SGD", "ROWWISE_ADAGRAD", "ADAM"]
+
+
+def optimizer(kind="ROWWISE_ADAGRAD"):
+    options = _C.embedding.OptimizerOptions()
+    options.kind = getattr(_C.embedding.OptimizerKind, kind)
+    options.learning_rate = 0.1
+    return options
+
+
+def make(
+    kind="ROWWISE_ADAGRAD", is_pooled=True, dtype=DataType.FP32, features=(("f",), ("g", "f")), **options
+):
+    config = EmbeddingBagConfig if is_pooled else EmbeddingConfig
+    configs = [
+        config(None, 4, "a", feature_names=list(features[0]), data_type=dtype),
+        config(None, 6, "b", feature_names=list(features[1]), data_type=dtype),
+    ]
+    ids = ManagedCollisionCollection(
+        {c.name: GrowingManagedCollisionModule(**options) for c in configs}, configs
+    )
+    steps = None if kind is None else optimizer(kind)
+    if is_pooled:
+        return ManagedCollisionEmbeddingBagCollection(
+            EmbeddingBagCollection(configs, optimizer=steps), ids, True
+        )
+    return ManagedCollisionEmbeddingCollection(EmbeddingCollection(configs, optimizer=steps), ids, True)
+
+
+def batch(f, g):
+    lengths = [len(bag) for bags in (f, g) for bag in bags]
+    values = [one for bags in (f, g) for bag in bags for one in bag]
+    return KeyedJaggedTensor.from_lengths_sync(
+        ["f", "g"], torch.tensor(values, dtype=torch.int64), torch.tensor(lengths)
+    )
+
+
+def random_batch(generator, spread=2**62):
+    def bags():
+        lengths = torch.randint(0, 5, (8,), generator=generator).tolist()
+        # Small ids often, others from everywhere.
+        near = [torch.randint(-20, 20, (n,), generator=generator) for n in lengths]
+        far = [torch.randint(-spread, spread, (n,), generator=generator) for n in lengths]
+        pick = [torch.rand(n, generator=generator) < 0.5 for n in lengths]
+        return [torch.where(p, a, b).tolist() for p, a, b in zip(pick, near, far, strict=True)]
+
+    return batch(bags(), bags())
+
+
+def loss_of(pooled):
+    scale = torch.arange(1, pooled.values().size(1) + 1)
+    return (pooled.values() * scale).square().mean()
+
+
+def rows_by_id(module):
+    """Return the weights of every id, by table."""
+    found = {}
+    for config, ids in module._growing():
+        weight = module._tables()[config.name].weight
+        listed = ids.export_ids()
+        found[config.name] = {
+            int(i): weight[int(r)].detach().clone()
+            for i, r in zip(listed["ids"], listed["rows"], strict=True)
+        }
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_is_that_of_a_table_with_a_row_for_every_id(kind):
+    """A plain table with rows for all ids, begun with the same values, takes the same steps."""
+    generator = torch.Generator().manual_seed(2)
+    growing = make(kind)
+    batches = [random_batch(generator) for _ in range(12)]
+    every = torch.cat([b.values() for b in batches]).unique()
+    row_of = {int(one): place for place, one in enumerate(every)}
+    configs = [
+        EmbeddingBagConfig(len(every), 4, "a", feature_names=["f"]),
+        EmbeddingBagConfig(len(every), 6, "b", feature_names=["g", "f"]),
+    ]
+    plain = EmbeddingBagCollection(configs, optimizer=optimizer(kind))
+    with torch.no_grad():
+        for config, ids in growing._growing():
+            bound = config.embedding_dim**-0.5
+            first = ids.first_values(every, config.embedding_dim, -bound, bound)
+            plain.embedding_bags[config.name].weight.copy_(first)
+    for number, features in enumerate(batches):
+        places = torch.tensor([row_of[int(one)] for one in features.values()], dtype=torch.int64)
+        mapped = KeyedJaggedTensor.from_lengths_sync(features.keys(), places, features.lengths())
+        pooled, wanted = growing(features)[0], plain(mapped)
+        assert torch.equal(pooled.values(), wanted.values()), number
+        loss_of(pooled).backward()
+        loss_of(wanted).backward()
+    for table, rows in rows_by_id(growing).items():
+        for one, row in rows.items():
+            assert torch.equal(row, plain.embedding_bags[table].weight[row_of[one]])
+
+
+def test_growth_keeps_what_was_learned():
+    module = make("ADAM")
+    loss_of(module(batch([[5]], [[6]]))[0]).backward()
+    before = rows_by_id(module)["a"][5]
+    state = module._embedding_module.fused_optimizer().state_dict()["a.momentum1"][1].clone()
+    many = list(range(100, 5000))
+    module(batch([many], [[6]]))  # grows; no step
+    assert torch.equal(rows_by_id(module)["a"][5], before)
+    assert torch.equal(module._embedding_module.fused_optimizer().state_dict()["a.momentum1"][1], state)
+    assert module._embedding_module.fused_optimizer().num_steps == 1
+    assert module._tables()["a"].weight.size(0) >= 4902
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_goes_on_to_the_same_bits(kind):
+    generator = torch.Generator().manual_seed(3)
+    options = {"capacity": 1024, "eviction": "lfu", "admission": "freq:2", "when_full": "refuse"}
+    straight, resumed = make(kind, **options), make(kind, **options)
+    for step in range(16):
+        if step == 8:
+            saved = copy.deepcopy(resumed.state_dict())
+            resumed = make(kind, **options)
+            resumed.load_state_dict(saved)
+        features = random_batch(generator, spread=3000)
+        for module in (straight, resumed):
+            loss_of(module(features)[0]).backward()
+    one, two = rows_by_id(straight), rows_by_id(resumed)
+    for table in one:
+        assert one[table].keys() == two[table].keys()
+        assert all(torch.equal(row, two[table][number]) for number, row in one[table].items())
+        default = [module._tables()[table].weight[0] for module in (straight, resumed)]
+        assert torch.equal(*default)
+    a, b = straight.state_dict(), resumed.state_dict()
+    for name in a:
+        if name.endswith(("._ids", "._counts", "._last_steps")):
+            order = [s[name.rpartition(".")[0] + "._ids"].argsort() for s in (a, b)]
+            assert torch.equal(a[name][order[0]], b[name][order[1]]), name
+
+
+def test_an_evicted_id_that_comes_back_begins_anew():
+    module = make("ROWWISE_ADAGRAD", features=(("f",), ("g",)), eviction="ttl:2")
+    first = module(batch([[7]], [[1]]))[0]["f"].detach().clone()
+    for _ in range(2):
+        loss_of(module(batch([[7]], [[1]]))[0]).backward()
+    assert not torch.equal(module(batch([[7]], [[1]]))[0]["f"], first)
+    ids = module._growing()[0][1]
+    for _ in range(4):
+        module(batch([[8]], [[1]]))
+    assert ids.take_removed_ids().tolist() == [7]
+    assert torch.equal(module(batch([[7]], [[1]]))[0]["f"], first)
+
+
+@pytest.mark.parametrize("default", ["row", "zero", "init"])
+def test_unknown_ids(default):
+    module = make("SGD", features=(("f",), ("g",)), admission="freq:9", default=default)
+    ids = module._growing()[0][1]
+    first = module(batch([[7], [8, 8]], [[], []]))[0]["f"].detach().clone()
+    wanted = ids.first_values(torch.tensor([7, 8]), 4, -0.5, 0.5) if default == "init" else torch.zeros(2, 4)
+    assert torch.equal(first[0], wanted[0]) and torch.equal(first[1], 2 * wanted[1])
+    (module(batch([[7]], [[]]))[0]["f"].sum()).backward()
+    again = module.eval()(batch([[7], [8]], [[], []]))[0]["f"]
+    trained = wanted - 0.1 if default == "row" else wanted
+    assert torch.equal(again, trained)
+    assert len(ids) == 0
+
+
+def test_rows_of_single_ids_and_half_precision():
+    module = make("SGD", is_pooled=False, dtype=DataType.FP16, features=(("f",), ("g",)))
+    rows, mapped = module(batch([[5, -5], [5]], [[1], []]))
+    assert mapped["f"].values().tolist() == [1, 2, 1]
+    wanted = module._growing()[0][1].first_values(torch.tensor([5, -5]), 4, -0.5, 0.5).half().float()
+    assert torch.equal(rows["f"].values(), wanted[[0, 1, 0]])
+
+
+def test_dense_gradients_grow_with_the_table():
+    module = make(None, features=(("f",), ("g",)))
+    module(batch([[1]], [[1]]))[0]["f"].sum().backward()
+    module(batch([list(range(2, 3000))], [[1]]))[0]["f"].sum().backward()
+    gradient = module._tables()["a"].weight.grad
+    assert gradient.shape == module._tables()["a"].weight.shape
+    assert gradient.sum(1).tolist()[1:3000] == [4.0] * 2999
+
+
+def test_tables_and_seeds_begin_differently():
+    configs = [EmbeddingBagConfig(None, 4, name, feature_names=["f"]) for name in ("a", "b")]
+    ids = ManagedCollisionCollection({c.name: GrowingManagedCollisionModule() for c in configs}, configs)
+    module = ManagedCollisionEmbeddingBagCollection(
+        EmbeddingBagCollection(configs, optimizer=optimizer()), ids
+    )
+    pooled = module(batch([[3]], [[]]))[0]
+    assert not torch.equal(pooled["f@a"], pooled["f@b"])
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"capacity": 0}, "a capacity of 0"),
+        ({"admission": "freq:x"}, "admission is 'freq:x'"),
+        ({"admission": "freq:0"}, "Give 1 to 255"),
+        ({"admission": "prob:2"}, "more than 0 and at most 1"),
+        ({"eviction": "ttl"}, "eviction is 'ttl'"),
+        ({"eviction": "rru"}, "eviction is 'rru'"),
+        ({"default": "x"}, "default is 'x'"),
+        ({"when_full": "x"}, "when_full is 'x'"),
+    ],
+)
+def test_settings_that_cannot_be(options, text):
+    with pytest.raises(ValueError, match=text):
+        GrowingManagedCollisionModule(**options)
+
+
+def test_errors_leave_all_as_it_was():
+    with pytest.raises(AssertionError, match="has 5 rows, but its ids grow"):
+        ManagedCollisionCollection({"t": GrowingManagedCollisionModule()}, [EmbeddingBagConfig(5, 2, "t")])
+    module = make("SGD", features=(("f",), ("g",)), capacity=1)
+    same = [_C.collision.id_of_hash(n << 20) for n in (1, 2)]  # of one bucket
+    module(batch([[same[0]]], [[]]))
+    before = module.state_dict()
+    with pytest.raises(_C.collision.IdTableFull, match="table 'a': no room for id"):
+        module(batch([same], [[]]))
+    after = module.state_dict()
+    for name, value in before.items():
+        assert value == after[name] if isinstance(value, dict) else torch.equal(value, after[name]), name
+    saved = module.state_dict()
+    key = "_managed_collision_collection._managed_collision_modules.a._extra_state"
+    saved[key] = {**saved[key], "id_hash": "other"}
+    with pytest.raises(ValueError, match="saved with the hash 'other'; this is 'xmx64-1'"):
+        make("SGD", features=(("f",), ("g",)), capacity=1).load_state_dict(saved)
+    with pytest.raises(TypeError, match="is not copied"):
+        copy.deepcopy(module._growing()[0][1])
