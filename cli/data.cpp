@@ -10,6 +10,8 @@
 
 #include <nlohmann/json.hpp>
 
+#include "data/input.h"
+#include "data_table.h"
 #include "dlrm/click_file.h"
 #include "dlrm/criteo.h"
 #include "dlrm/synthetic.h"
@@ -33,22 +35,25 @@ using workloads::dlrm::SyntheticLog;
 using Json = nlohmann::ordered_json;
 
 constexpr std::string_view kHelp =
-    R"(tessera data convert|show|check|synth FILE [flags]
+    R"(tessera data schema|convert|show|check|synth FILE... [flags]
 
-  tessera data convert day_0.tsv --to day_0.click          Criteo's text to the binary format
-  tessera data convert day_0.tsv --to day_0.click --rows 1000000 --half
-  zcat day_0.gz | tessera data convert /dev/stdin --to day_0.click
-  tessera data show day_0.click                            samples, features, tables
-  tessera data check day_0.click                           read everything, compare every sum
-  tessera data check day_0.tsv                             count and name bad lines
-  tessera data synth clicks.click --samples 1000000        a log with a known best AUC
-  tessera data synth clicks.tsv --format text              the same as Criteo's text
+  tessera data schema shop.csv --out shop.toml       guess what the columns are
+  tessera data convert --schema shop.toml shop-*.csv.gz --out shop.click
+  tessera data convert day_0.tsv --out day_0.click   Criteo's text, which needs no schema
+  zcat day_0.gz | tessera data convert /dev/stdin --out day_0.click
+  tessera data show day_0.click                      samples, features, tables
+  tessera data check day_0.click                     read everything, compare every sum
+  tessera data check shop.csv --schema shop.toml     count and name bad lines
+  tessera data synth clicks.click --samples 1000000  a log with a known best AUC
 
-  --to PATH             convert: the file to write
-  --rows N or N,N,...   convert, synth: rows of all tables, or of each (100000)
+  --schema FILE         convert, check: what the columns of CSV, TSV or JSON lines are;
+                        several files, gzip, zstd, and - for standard input
+  --out PATH, --to PATH convert, schema: the file to write
+  --skip-bad            with a schema: leave bad lines out (otherwise the first ends it)
+  --strict              Criteo: the first bad line ends it (otherwise they are left out)
+  --rows N or N,N,...   Criteo, synth: rows of all tables, or of each (100000)
   --half                convert, synth: dense numbers in 16 bits
-  --strict              convert, check: the first bad line ends it (otherwise they are left out)
-  --threads N           convert, check: threads that parse (one per core)
+  --threads N           Criteo: threads that parse (one per core)
   --format binary|text  synth: what to write (binary)
   --samples N           synth: how many (100000)
   --features N          synth: how many sparse features (26)
@@ -58,11 +63,13 @@ constexpr std::string_view kHelp =
   --json                one JSON object
 
 Exit codes: 0 good, 2 wrong usage, 65 a file is damaged, missing or cannot be written.
-More: docs/dlrm.md
+More: docs/your_data.md, docs/dlrm.md
 )";
 
 struct DataWords {
   std::string to;
+  std::string schema;
+  bool skips_bad = false;
   std::string rows = "100000";
   std::string format = "binary";
   bool half = false;
@@ -77,9 +84,20 @@ struct DataWords {
   bool wants_help = false;
 };
 
+using Names = std::vector<std::string>;
+
+const std::string& only_name(const Names& names, const std::string& action) {
+  if (names.size() != 1) {
+    throw UsageError("data: name one file, as in tessera data " + action + " FILE");
+  }
+  return names[0];
+}
+
 void define_flags(CLI::App& app, DataWords& words) {
   app.set_help_flag();
-  app.add_option("--to", words.to);
+  app.add_option("--to,--out", words.to);
+  app.add_option("--schema", words.schema);
+  app.add_flag("--skip-bad", words.skips_bad);
   app.add_option("--rows", words.rows);
   app.add_option("--format", words.format);
   app.add_flag("--half", words.half);
@@ -165,14 +183,22 @@ double megabytes_per_second(std::int64_t num_bytes, double seconds) {
   return static_cast<double>(num_bytes) / 1e6 / std::max(seconds, 1e-9);
 }
 
-int convert(const std::string& path, const DataWords& words) {
-  if (words.to.empty()) throw UsageError("data: convert needs --to PATH");
+TableWords table_words(const DataWords& words) {
+  return {words.schema, words.to, words.skips_bad, words.half, words.wants_json};
+}
+
+int convert(const Names& names, const DataWords& words) {
+  if (words.to.empty()) throw UsageError("data: convert needs --out PATH");
+  if (!words.schema.empty()) return convert_tables(names, table_words(words));
+  const std::string& path = only_name(names, "convert");
+  workloads::data::check_apart(names, words.to);
   const Watch watch;
   const CriteoOptions options = criteo_options(words);
   ClickFileWriter writer(words.to, {workloads::dlrm::kCriteoDense, options.features},
                          {.half_dense = words.half});
   const CriteoReport report = workloads::dlrm::read_criteo(
       path, options, [&](const SampleBlock& samples) { writer.append(samples); });
+  workloads::dlrm::check_has_samples(path, report);
   writer.finish();
   const double seconds = watch.seconds();
   if (words.wants_json) {
@@ -189,12 +215,15 @@ int convert(const std::string& path, const DataWords& words) {
   return launch::kExitOk;
 }
 
-int show(const std::string& path, const DataWords& words) {
+const char* pooling_of(const Feature& feature) { return feature.means ? "mean" : "sum"; }
+
+int show(const Names& names, const DataWords& words) {
+  const std::string& path = only_name(names, "show");
   const ClickFile file(path);
   const auto& layout = file.layout();
   if (words.wants_json) {
     Json answer = {{"path", path},
-                   {"version", workloads::dlrm::kClickFileVersion},
+                   {"version", layout.version},
                    {"samples", layout.num_samples},
                    {"bytes", file.num_bytes()},
                    {"dense", layout.schema.num_dense},
@@ -205,7 +234,10 @@ int show(const std::string& path, const DataWords& words) {
     for (const Feature& feature : layout.schema.features) {
       answer["features"].push_back(
           {{"name", feature.name}, {"rows", feature.num_rows}, {"bag_size", feature.bag_size}});
+      if (layout.version > 1) answer["features"].back()["pooling"] = pooling_of(feature);
     }
+    if (!layout.schema.dense_names.empty()) answer["dense_names"] = layout.schema.dense_names;
+    if (!layout.schema.origin.empty()) answer["schema"] = layout.schema.origin;
     print(answer);
     return launch::kExitOk;
   }
@@ -216,8 +248,9 @@ int show(const std::string& path, const DataWords& words) {
   for (const Feature& feature : layout.schema.features) {
     const std::string bag =
         feature.bag_size == 0 ? "any number of" : std::to_string(feature.bag_size);
-    std::printf("feature  %-24s %12lld rows, %s ids per sample\n", feature.name.c_str(),
-                static_cast<long long>(feature.num_rows), bag.c_str());
+    std::printf("feature  %-24s %12lld rows, %s ids per sample%s\n", feature.name.c_str(),
+                static_cast<long long>(feature.num_rows), bag.c_str(),
+                feature.means ? ", mean" : "");
   }
   return launch::kExitOk;
 }
@@ -252,7 +285,7 @@ int check_text(const std::string& path, const DataWords& words) {
   const Watch watch;
   const CriteoReport report =
       workloads::dlrm::read_criteo(path, criteo_options(words), [](const SampleBlock&) {});
-  const bool is_good = report.num_bad == 0;
+  const bool is_good = report.num_bad == 0 && report.num_samples > 0;
   if (words.wants_json) {
     Json answer = {{"path", path}, {"good", is_good}};
     answer.update(json_of(report, watch.seconds()));
@@ -266,7 +299,9 @@ int check_text(const std::string& path, const DataWords& words) {
   return is_good ? launch::kExitOk : launch::kExitData;
 }
 
-int check(const std::string& path, const DataWords& words) {
+int check(const Names& names, const DataWords& words) {
+  if (!words.schema.empty()) return check_tables(names, table_words(words));
+  const std::string& path = only_name(names, "check");
   return is_binary(path) ? check_binary(path, words) : check_text(path, words);
 }
 
@@ -294,7 +329,12 @@ void write_text(const std::string& path, const SyntheticLog& log, const DataWord
   if (!file) throw DataError(path + ": cannot be written.");
 }
 
-int synth(const std::string& path, const DataWords& words) {
+int schema(const Names& names, const DataWords& words) {
+  return guess_schema(only_name(names, "schema"), table_words(words));
+}
+
+int synth(const Names& names, const DataWords& words) {
+  const std::string& path = only_name(names, "synth");
   if (words.samples < 1) throw UsageError("data: --samples is 1 or more");
   if (words.features < 1) throw UsageError("data: --features is 1 or more");
   if (words.format != "binary" && words.format != "text") {
@@ -334,11 +374,11 @@ int synth(const std::string& path, const DataWords& words) {
   return launch::kExitOk;
 }
 
-using Action = int (*)(const std::string& path, const DataWords& words);
+using Action = int (*)(const Names& names, const DataWords& words);
 
 const std::map<std::string, Action>& actions() {
   static const std::map<std::string, Action> kActions = {
-      {"convert", convert}, {"show", show}, {"check", check}, {"synth", synth}};
+      {"check", check}, {"convert", convert}, {"schema", schema}, {"show", show}, {"synth", synth}};
   return kActions;
 }
 
@@ -358,11 +398,11 @@ int run(const std::vector<std::string>& words) {
   const NamesAndFlags split = names_and_flags(app, rest);
   read_flags(app, split.flags);
   if (given.wants_help) return print_help(kHelp);
-  if (split.names.size() != 1) {
-    throw UsageError("data: name one file, as in tessera data " + words[0] + " FILE");
+  if (split.names.empty()) {
+    throw UsageError("data: name a file, as in tessera data " + words[0] + " FILE");
   }
   try {
-    return action->second(split.names[0], given);
+    return action->second(split.names, given);
   } catch (const DataError& error) {
     throw launch::LaunchError(launch::kExitData, "data: " + words[0] + " " + split.names[0],
                               error.what(), "tessera data --help shows what can be read");

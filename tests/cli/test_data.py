@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import pathlib
+import shutil
+import struct
 import subprocess
 
 import pytest
@@ -116,9 +119,9 @@ def test_other_shapes_can_be_made(tmp_path):
     [
         ((), "data: say what to do"),
         (("shwo", "a"), "data: there is no 'shwo': did you mean show?"),
-        (("show",), "data: name one file"),
+        (("show",), "data: name a file"),
         (("show", "a", "b"), "data: name one file"),
-        (("convert", "a"), "data: convert needs --to PATH"),
+        (("convert", "a"), "data: convert needs --out PATH"),
         (("convert", "a", "--to", "b", "--rows", "1,x"), "data: --rows is a number of rows or a list"),
         (("convert", "a", "--to", "b", "--rows", "1,2"), "data: --rows lists 2 tables, there are 26"),
         (("synth", "a", "--format", "csv"), "data: --format is binary or text, not 'csv'"),
@@ -145,3 +148,151 @@ def test_help_fits_a_screen():
     assert result.returncode == 0
     assert len(result.stdout.splitlines()) <= 35
     assert max(map(len, result.stdout.splitlines())) <= 100
+
+
+# ---- Tables of one's own
+
+TABLE = "clicked,user,item,price,tags\n1,ann,3,2.5,a|b\n0,bob,4,,\n1,ann,5,7,c\n"
+SCHEMA = """
+[label]
+column = "clicked"
+[[dense]]
+column = "price"
+[[feature]]
+column = "user"
+rows = 100
+[[feature]]
+column = "item"
+kind = "integer"
+rows = 10
+[[feature]]
+column = "tags"
+rows = 50
+separator = "|"
+"""
+
+
+@pytest.fixture
+def table(tmp_path):
+    (tmp_path / "table.csv").write_text(TABLE)
+    (tmp_path / "schema.toml").write_text(SCHEMA)
+    return tmp_path
+
+
+def test_packed_piped_and_several_files_are_the_same_log(table):
+    schema = table / "schema.toml"
+    told = answer("convert", "--schema", schema, table / "table.csv", "--out", table / "plain.click")
+    assert (told["samples"], told["bad_lines"]) == (3, 0)
+    plain = (table / "plain.click").read_bytes()
+    for name, packed in (("gzip", gzip.compress(TABLE.encode())), ("zstd", zstd(TABLE.encode()))):
+        if packed is None:
+            continue
+        (table / f"packed.{name}").write_bytes(packed)
+        answer("convert", "--schema", schema, table / f"packed.{name}", "--out", table / "packed.click")
+        assert (table / "packed.click").read_bytes() == plain, name
+        (table / f"short.{name}").write_bytes(packed[: len(packed) - 6])
+        failed = data("convert", "--schema", schema, table / f"short.{name}", "--out", table / "packed.click")
+        assert failed.returncode == 65 and "is cut short" in failed.stderr, name
+    command = [TESSERA, "data", "convert", "--schema", schema, "-", "--out", table / "piped.click"]
+    subprocess.run(command, input=TABLE.encode(), check=True, timeout=60, capture_output=True)
+    assert (table / "piped.click").read_bytes() == plain
+    lines = TABLE.splitlines()
+    for i, line in enumerate(lines[1:]):
+        (table / f"part-{i}.csv").write_text(f"{lines[0]}\n{line}\n")
+    answer("convert", "--schema", schema, table / "part-*.csv", "--out", table / "parts.click")
+    assert (table / "parts.click").read_bytes() == plain
+    told = answer("show", table / "plain.click")
+    assert [feature["bag_size"] for feature in told["features"]] == [1, 1, 0]
+    assert told["dense_names"] == ["price"] and 'column = "tags"' in told["schema"]
+
+
+def zstd(text):
+    program = shutil.which("zstd")
+    if program is None:
+        return None
+    return subprocess.run([program, "-c"], input=text, check=True, capture_output=True).stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("clicks.parquet", b"PAR1\x15\x04\x15\x10" + bytes(100), "is a Parquet file, not text"),
+        ("clicks.csv", TABLE.encode(), "holds no sample in Criteo's format: line 1 has 1 fields"),
+        ("clicks.tsv", b"", "holds no sample"),
+        ("clicks.npz", b"PK\x03\x04", "is a zip or npz archive"),
+        ("clicks.tsv", gzip.compress(b"1\t2\n"), "is gzip, not text"),
+    ],
+)
+def test_what_is_not_criteo_is_refused_and_a_good_file_stays(text, tmp_path, name, content, says):
+    good = tmp_path / "good.click"
+    answer("convert", text, "--to", good)
+    before = good.read_bytes()
+    (tmp_path / name).write_bytes(content)
+    failed = data("convert", tmp_path / name, "--to", good)
+    assert failed.returncode == 65 and says in failed.stderr, failed.stdout + failed.stderr
+    assert good.read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted({"good.click", name})
+    runs = ["--runs", tmp_path / "runs"]
+    command = [TESSERA, "train", "dlrm", "--data", tmp_path / name, "--steps", 1, *runs]
+    trained = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=120)
+    assert trained.returncode == 65 and says in trained.stderr, trained.stdout + trained.stderr
+
+
+def test_a_file_is_not_read_and_written_at_once(table):
+    for path in (table / "table.csv", table / "link.csv"):
+        if path.name == "link.csv":
+            path.symlink_to("table.csv")
+        failed = data("convert", "--schema", table / "schema.toml", path, "--out", table / "table.csv")
+        assert failed.returncode == 65 and "is read and cannot be written too" in failed.stderr
+    failed = data("schema", table / "table.csv", "--out", table / "table.csv")
+    assert failed.returncode == 65
+    assert (table / "table.csv").read_text() == TABLE
+
+
+def test_bad_cells_of_a_table_are_named(table):
+    schema = table / "schema.toml"
+    (table / "bad.csv").write_text(TABLE + "1,ann,3,inf,a\n1,ann,3\n")
+    out = table / "out.click"
+    failed = data("convert", "--schema", schema, table / "bad.csv", "--out", out)
+    assert failed.returncode == 65 and not out.exists()
+    assert "bad.csv: line 5, column 'price' (4): 'inf' is not a finite number." in failed.stderr
+    told = answer("convert", "--schema", schema, table / "bad.csv", "--out", out, "--skip-bad")
+    assert (told["samples"], told["bad_lines"]) == (3, 2)
+    checked = data("check", table / "bad.csv", "--schema", schema)
+    assert checked.returncode == 65 and "line 6 has 3 cells; there are 5 columns" in checked.stdout
+    assert data("check", table / "table.csv", "--schema", schema).returncode == 0
+    (table / "head.csv").write_text(TABLE.splitlines()[0])
+    failed = data("convert", "--schema", schema, table / "head.csv", "--out", out)
+    assert failed.returncode == 65 and "there is no sample in" in failed.stderr
+
+
+def test_numbers_of_a_log_that_are_not_finite_are_found(table):
+    log = table / "log.click"
+    answer("convert", "--schema", table / "schema.toml", table / "table.csv", "--out", log)
+    content = bytearray(log.read_bytes())
+    # The dense number of sample 2: after 3 labels, which fill 8 bytes, of the block at byte 64.
+    struct.pack_into("<f", content, 64 + 8 + 8, float("nan"))
+    log.write_bytes(content)
+    failed = data("check", log)
+    assert failed.returncode == 65 and "its sum is wrong" in failed.stderr
+    directory, size = struct.unpack_from("<QQ", content, 40)
+    begin, length = struct.unpack_from(
+        "<QQ", content, directory + sum(16 + len(n) for n in ("user", "item", "tags"))
+    )
+    place = directory + sum(16 + len(n) for n in ("user", "item", "tags")) + 20
+    struct.pack_into("<I", content, place, crc32c(content[begin : begin + length]))
+    struct.pack_into("<I", content, 56, crc32c(content[directory : directory + size]))
+    struct.pack_into("<I", content, 60, crc32c(content[:60]))
+    log.write_bytes(content)
+    failed = data("check", log)
+    assert failed.returncode == 65
+    assert "sample 2, number 0 ('price'), is nan" in failed.stderr
+
+
+def crc32c(content):
+    value = 0xFFFFFFFF
+    for byte in content:
+        value ^= byte
+        for _ in range(8):
+            value = value >> 1 ^ (0x82F63B78 if value & 1 else 0)
+    return value ^ 0xFFFFFFFF

@@ -1,6 +1,7 @@
 #include "dlrm/click_file.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "dlrm/click_layout.h"
@@ -147,6 +148,25 @@ class Filler {
       const auto* dense = block.take<float>(n * width) + first;
       if (count > 0) std::memcpy(to, dense, count * sizeof(float));
     }
+    check_finite(piece, to, count, block);
+  }
+
+  // One such number would make all parameters as it is, within a step.
+  void check_finite(const Piece& piece, const float* dense, std::size_t count,
+                    const BlockParts& block) const {
+    float sum = 0;  // 0 * x is 0 for finite numbers, NaN for others
+    for (std::size_t i = 0; i < count; ++i) sum += 0 * dense[i];
+    if (sum == 0) return;
+    const auto width = static_cast<std::size_t>(layout_.schema.num_dense);
+    const auto bad = static_cast<std::size_t>(
+        std::find_if(dense, dense + count, [](float x) { return !std::isfinite(x); }) - dense);
+    const std::size_t sample =
+        piece.block * static_cast<std::size_t>(layout_.block_samples) + piece.begin + bad / width;
+    const auto& names = layout_.schema.dense_names;
+    block.fail("holds a dense number that is not finite: sample " + std::to_string(sample) +
+               ", number " + std::to_string(bad % width) +
+               (names.empty() ? "" : " ('" + names[bad % width] + "')") + ", is " +
+               std::to_string(dense[bad]));
   }
 
   // Lengths, and where the ids of each feature lie.

@@ -17,7 +17,9 @@
 
 namespace tessera::workloads::dlrm {
 
-inline constexpr std::uint32_t kClickFileVersion = 1;
+/// The newest version of the format. A log of a schema without names of dense numbers, means and
+/// origin has version 1.
+inline constexpr std::uint32_t kClickFileVersion = 2;
 
 struct ClickFileOptions {
   /// Store dense numbers in 16 bits.
@@ -36,6 +38,7 @@ struct ClickFileBlock {
 /// What header and directory say.
 struct ClickFileLayout {
   ClickSchema schema;
+  std::uint32_t version = 1;
   bool half_dense = false;
   std::int64_t num_samples = 0;
   std::int64_t block_samples = 0;

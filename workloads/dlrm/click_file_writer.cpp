@@ -173,6 +173,7 @@ ClickFileWriter::ClickFileWriter(const std::string& path, const ClickSchema& sch
                  " samples; 1 to 2^24 can be written.");
   }
   state_->layout.schema = schema;
+  state_->layout.version = detail::version_of(schema);
   state_->layout.half_dense = options.half_dense;
   state_->layout.block_samples = options.block_samples;
   state_->bags.resize(schema.features.size());

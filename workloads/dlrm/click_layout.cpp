@@ -58,6 +58,18 @@ void check_schema(const ClickSchema& schema, const std::string& name) {
     fail(name, std::to_string(schema.features.size()) + " features; at most " +
                    std::to_string(kMaxFeatures) + " can be stored.");
   }
+  if (!schema.dense_names.empty() &&
+      schema.dense_names.size() != static_cast<std::size_t>(schema.num_dense)) {
+    fail(name, std::to_string(schema.dense_names.size()) + " names of " +
+                   std::to_string(schema.num_dense) + " dense numbers.");
+  }
+  for (const std::string& one : schema.dense_names) {
+    if (one.size() > kMaxNameBytes) {
+      fail(name,
+           "names of dense numbers have at most " + std::to_string(kMaxNameBytes) + " bytes.");
+    }
+  }
+  if (schema.origin.size() > kMaxOriginBytes) fail(name, "the schema has more than 64 MiB.");
   std::set<std::string> names;
   for (const Feature& feature : schema.features) {
     if (feature.name.empty() || feature.name.size() > kMaxNameBytes ||
@@ -86,6 +98,12 @@ std::uint64_t least_block_bytes(const ClickSchema& schema, bool half_dense, std:
   return bytes;
 }
 
+std::uint32_t version_of(const ClickSchema& schema) {
+  bool is_plain = schema.dense_names.empty() && schema.origin.empty();
+  for (const Feature& feature : schema.features) is_plain = is_plain && !feature.means;
+  return is_plain ? 1 : 2;
+}
+
 EncodedLayout encode_layout(const ClickFileLayout& layout, std::uint64_t directory_begin) {
   EncodedLayout encoded;
   for (const Feature& feature : layout.schema.features) {
@@ -100,9 +118,22 @@ EncodedLayout encode_layout(const ClickFileLayout& layout, std::uint64_t directo
     put(encoded.directory, block.num_samples);
     put(encoded.directory, block.crc);
   }
+  const std::uint32_t version = version_of(layout.schema);
+  if (version >= 2) {
+    for (const Feature& feature : layout.schema.features) {
+      put(encoded.directory, std::uint32_t{feature.means ? 1U : 0U});
+    }
+    const auto put_text = [&](const std::string& text) {
+      put(encoded.directory, static_cast<std::uint32_t>(text.size()));
+      encoded.directory += text;
+    };
+    put(encoded.directory, static_cast<std::uint32_t>(layout.schema.dense_names.size()));
+    for (const std::string& one : layout.schema.dense_names) put_text(one);
+    put_text(layout.schema.origin);
+  }
   std::string& header = encoded.header;
   header += kMagic;
-  put(header, kClickFileVersion);
+  put(header, version);
   put(header, layout.half_dense ? kHalfFlag : std::uint32_t{0});
   put(header, static_cast<std::uint64_t>(layout.num_samples));
   put(header, static_cast<std::uint32_t>(layout.schema.num_dense));
@@ -133,10 +164,12 @@ Header decode_header(std::string_view bytes, const std::string& name, ClickFileL
   if (bytes.size() < kHeaderBytes) fail(name, "is cut short: the header has 64 bytes.");
   Numbers numbers(bytes.substr(kMagic.size(), kHeaderBytes - kMagic.size()), name);
   const auto version = numbers.take<std::uint32_t>();
-  if (version != kClickFileVersion) {
-    fail(name, "has version " + std::to_string(version) + " of the format; this program reads " +
+  if (version < 1 || version > kClickFileVersion) {
+    fail(name, "has version " + std::to_string(version) +
+                   " of the format; this program reads versions 1 to " +
                    std::to_string(kClickFileVersion) + ".");
   }
+  layout.version = version;
   const auto flags = numbers.take<std::uint32_t>();
   const auto num_samples = numbers.take<std::uint64_t>();
   layout.schema.num_dense = numbers.take<std::uint32_t>();
@@ -224,6 +257,19 @@ ClickFileLayout decode_click_file(std::string_view bytes, const std::string& nam
     block.num_samples = numbers.take<std::uint32_t>();
     block.crc = numbers.take<std::uint32_t>();
     layout.blocks.push_back(block);
+  }
+  if (layout.version >= 2) {
+    for (Feature& feature : layout.schema.features) {
+      const auto pooling = numbers.take<std::uint32_t>();
+      if (pooling > 1) fail(name, "feature '" + feature.name + "' has a pooling that is unknown.");
+      feature.means = pooling == 1;
+    }
+    const auto num_names = numbers.take<std::uint32_t>();
+    for (std::uint32_t i = 0; i < num_names; ++i) {
+      layout.schema.dense_names.emplace_back(numbers.text(numbers.take<std::uint32_t>()));
+    }
+    layout.schema.origin = numbers.text(numbers.take<std::uint32_t>());
+    check_schema(layout.schema, name);
   }
   if (!numbers.is_empty()) fail(name, "the directory holds more than it should.");
   check_blocks(layout, header.directory_begin, name);

@@ -28,6 +28,7 @@ inline std::uint64_t id_bytes(const Feature& feature) {
 constexpr std::uint64_t kMaxDense = 1U << 20;
 constexpr std::uint64_t kMaxFeatures = 1U << 16;
 constexpr std::uint64_t kMaxNameBytes = 1U << 10;
+constexpr std::uint64_t kMaxOriginBytes = 1U << 26;
 constexpr std::uint64_t kMaxBag = 1U << 20;
 constexpr std::uint64_t kMaxBlockSamples = 1U << 24;
 constexpr std::int64_t kMaxRows = std::int64_t{1} << 48;
@@ -38,6 +39,9 @@ void check_schema(const ClickSchema& schema, const std::string& name);
 /// Bytes of a block of n samples if all bags were empty or of fixed size: exact without varying
 /// bags, the least otherwise.
 std::uint64_t least_block_bytes(const ClickSchema& schema, bool half_dense, std::uint64_t n);
+
+/// The version of the format that holds all of it.
+std::uint32_t version_of(const ClickSchema& schema);
 
 /// Header and directory of a file whose directory begins at `directory_begin`.
 struct EncodedLayout {

@@ -21,6 +21,8 @@ struct Feature {
   std::int64_t num_rows = 0;
   /// Ids per sample, 0 if it varies.
   std::int64_t bag_size = 1;
+  /// Rows of a bag are averaged; otherwise added up.
+  bool means = false;
 
   bool operator==(const Feature&) const = default;
 };
@@ -28,6 +30,8 @@ struct Feature {
 struct ClickSchema {
   std::int64_t num_dense = 13;
   std::vector<Feature> features;
+  std::vector<std::string> dense_names = {};  // one per dense number, or none
+  std::string origin = {};                    // the schema that made the log, in TOML, or nothing
 
   bool operator==(const ClickSchema&) const = default;
 };

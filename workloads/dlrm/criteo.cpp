@@ -11,6 +11,7 @@
 #include <optional>
 #include <thread>
 
+#include "data/content.h"
 #include "dlrm/text_blocks.h"
 
 namespace tessera::workloads::dlrm {
@@ -296,6 +297,7 @@ std::string parse_criteo_line(std::string_view line, const std::vector<Feature>&
 CriteoReport read_criteo(const std::string& path, const CriteoOptions& options,
                          const std::function<void(SampleBlock&)>& take) {
   check_features(path, options);
+  data::check_text(path, data::front_of(path));
   TextBlocks text(path, kBlockBytes);
   CriteoReport report;
   Parsers parsers(text, options);
@@ -316,6 +318,17 @@ CriteoReport read_criteo(const std::string& path, const CriteoOptions& options,
   }
   report.num_bytes = text.num_bytes();
   return report;
+}
+
+void check_has_samples(const std::string& path, const CriteoReport& report) {
+  if (report.num_samples > 0) return;
+  std::string reason = path + ": holds no sample in Criteo's format";
+  if (!report.first_bad.empty()) {
+    reason +=
+        ": line " + std::to_string(report.first_bad[0].line) + " " + report.first_bad[0].reason;
+  }
+  throw DataError(reason + ". For columns of your own: tessera data schema " + path +
+                  ", then tessera data convert --schema.");
 }
 
 void append_criteo_lines(const SyntheticLog& log, std::int64_t first, std::int64_t count,

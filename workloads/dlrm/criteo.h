@@ -48,10 +48,13 @@ struct CriteoReport {
 
 /// Parses a file or a pipe by several threads, a few blocks of 4 MiB at a time, and hands over
 /// blocks of samples in the order of the lines, from the calling thread. The blocks are the same
-/// for any number of threads. Throws DataError if the text cannot be read and, if strict, for the
-/// first bad line.
+/// for any number of threads. Throws DataError if the text cannot be read or is something else than
+/// text and, if strict, for the first bad line.
 CriteoReport read_criteo(const std::string& path, const CriteoOptions& options,
                          const std::function<void(SampleBlock&)>& take);
+
+/// Throws DataError, naming the file and its first bad line, if no sample was read.
+void check_has_samples(const std::string& path, const CriteoReport& report);
 
 /// Parses one line without its end. Returns an empty text and fills `label`, `dense` (13) and `ids`
 /// (26), or returns what is wrong with it.

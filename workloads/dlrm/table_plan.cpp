@@ -53,6 +53,7 @@ std::vector<EmbeddingTableConfig> tables_of(const ClickSchema& schema, std::int6
     table.num_embeddings = feature.num_rows;
     table.embedding_dim = embedding_dim;
     table.feature_names = {feature.name};
+    if (feature.means) table.pooling = embedding::PoolingType::kMean;
     tables.push_back(std::move(table));
   }
   return tables;

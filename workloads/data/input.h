@@ -1,0 +1,56 @@
+// data/input.h — bytes of a file or of standard input, unpacked. No LibTorch.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "data/content.h"
+
+namespace tessera::workloads::data {
+
+/// Names with patterns (`day_*.csv`) as the files they stand for, in order. Throws DataError for a
+/// pattern that fits nothing.
+std::vector<std::string> expand(const std::vector<std::string>& names);
+
+/// Throws DataError if `out` is one of `inputs`, by whatever name.
+void check_apart(const std::vector<std::string>& inputs, const std::string& out);
+
+/// Reads a file, or standard input if it is named "-", from its beginning to its end; gzip and zstd
+/// are unpacked. Throws DataError, naming the file, if it cannot be read, is damaged, or holds
+/// something else than text.
+class Input {
+ public:
+  explicit Input(const std::string& path);
+  ~Input();
+  Input(const Input&) = delete;
+  Input& operator=(const Input&) = delete;
+
+  /// How many bytes were put there; 0 at the end only.
+  std::size_t read(char* to, std::size_t room);
+  /// The first bytes of the text, whatever was read since.
+  std::string_view front() const noexcept { return unpacker_ == nullptr ? front_ : text_; }
+  const std::string& name() const noexcept { return name_; }
+  std::int64_t num_bytes() const noexcept { return num_bytes_; }  // read so far, packed
+
+ private:
+  struct Unpacker;
+  struct Gzip;
+  struct Zstd;
+  std::size_t read_packed(char* to, std::size_t room);
+
+  std::string name_;
+  int fd_ = -1;
+  std::int64_t num_bytes_ = 0;
+  std::string front_;            // read to know what it is
+  std::size_t front_taken_ = 0;  // of it, handed over
+  std::string text_;             // the same, unpacked
+  std::size_t text_taken_ = 0;
+  std::unique_ptr<Unpacker> unpacker_;
+};
+
+}  // namespace tessera::workloads::data

@@ -1,0 +1,51 @@
+// data/read_table.h — tables of text as samples of a click log, by a schema. No LibTorch.
+
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "data/schema.h"
+#include "dlrm/click_log.h"
+
+namespace tessera::workloads::data {
+
+struct TableOptions {
+  /// Leave bad records out and count them, instead of throwing for the first.
+  bool skips_bad = false;
+  /// How many bad records are remembered.
+  std::int64_t num_named = 5;
+  /// Records to read at most; -1 for all.
+  std::int64_t most = -1;
+};
+
+/// What was read and what was left out.
+struct TableReport {
+  std::int64_t num_records = 0;
+  std::int64_t num_samples = 0;
+  std::int64_t num_bad = 0;
+  std::int64_t num_bytes = 0;            // of the files, packed as they are
+  std::vector<std::string> first_bad{};  // file, line, column and reason
+};
+
+/// Reads the files one after the other, each with its own line of column names, and hands over
+/// blocks of samples in order. Throws DataError, naming file, line and column, for what cannot be
+/// read; cells that do not fit and records with too few or too many cells are bad records.
+TableReport read_tables(const std::vector<std::string>& paths, const Schema& schema,
+                        const TableOptions& options,
+                        const std::function<void(dlrm::SampleBlock&)>& take);
+
+/// Guesses a schema from the first records of a file, as a text in TOML with comments that say what
+/// was seen, for people to edit.
+std::string guess_schema(const std::string& path);
+
+/// The format and the separator of a text that begins so.
+struct TextFormat {
+  Format format = Format::kCsv;
+  char separator = ',';
+};
+TextFormat text_format(const Schema& schema, std::string_view front);
+
+}  // namespace tessera::workloads::data

@@ -1,0 +1,84 @@
+// data/schema.h — which columns of a table are what: a file in TOML that people write. No LibTorch.
+//
+// docs/your_data.md describes every key.
+
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "data/input.h"
+#include "dlrm/click_log.h"
+
+namespace tessera::workloads::data {
+
+/// The format of a text.
+enum class Format : std::uint8_t { kAny, kCsv, kTsv, kJsonLines };
+
+struct LabelColumn {
+  std::string column;
+  std::vector<std::string> positive = {};  // texts that count as 1, all others as 0; none: 0 and 1
+  std::optional<double> threshold = {};    // numbers from here on count as 1
+};
+
+struct DenseColumn {
+  std::string column;
+  bool log1p = false;  // log(1 + x), 0 for x below 0, after clipping
+  std::optional<double> low = {};
+  std::optional<double> high = {};
+  std::optional<double> missing = 0.0;  // for a missing value; none: that is an error
+};
+
+enum class IdKind : std::uint8_t { kInteger, kHash, kVocabulary };
+
+struct FeatureColumn {
+  std::string column;
+  std::string name = {};  // of feature and table; the column's if empty
+  IdKind kind = IdKind::kHash;
+  std::int64_t rows = 0;        // kVocabulary: the lines of its file, and one for all other values
+  std::string vocabulary = {};  // a file, one value per line
+  bool wraps = false;           // kInteger: ids beyond the rows are taken modulo
+  std::string separator = {};   // of several values in a cell; none: one value
+  std::int64_t most = 0;        // of several values the first so many; 0: all
+  bool empties = false;         // kInteger: a missing value is an empty bag; otherwise an error
+  bool means = false;           // pooling: mean; otherwise sum
+  std::vector<std::string> values = {};  // kVocabulary: the lines of the file
+
+  const std::string& feature() const { return name.empty() ? column : name; }
+  /// Bags of one id each.
+  bool is_single() const { return separator.empty() && !empties; }
+};
+
+struct Schema {
+  Format format = Format::kAny;
+  char separator = 0;  // of columns; 0: as the format says
+  /// Names of columns of a text without a line of names; empty: its first line names them.
+  std::vector<std::string> columns = {};
+  std::vector<std::string> missing = {""};  // texts that stand for no value
+  LabelColumn label;
+  std::vector<DenseColumn> dense = {};
+  std::vector<FeatureColumn> features = {};
+
+  dlrm::ClickSchema click_schema() const;
+  /// As a file.
+  std::string text() const;
+};
+
+/// Reads vocabulary files, which are named from where the schema lies, too. Throws DataError,
+/// naming file, line and key, for what is not a schema.
+Schema read_schema(const std::string& path);
+/// The same from a text, without vocabulary files; `path` is named in what is thrown.
+Schema parse_schema(std::string_view text, const std::string& path);
+
+/// The row of a text in a table of `rows` rows: a hash of its bytes, described in
+/// docs/your_data.md.
+std::uint64_t hash_of(std::string_view text) noexcept;
+inline std::int64_t hashed_row(std::string_view text, std::int64_t rows) noexcept {
+  return static_cast<std::int64_t>(
+      static_cast<unsigned __int128>(hash_of(text)) * static_cast<std::uint64_t>(rows) >> 64U);
+}
+
+}  // namespace tessera::workloads::data
