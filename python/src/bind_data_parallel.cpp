@@ -172,6 +172,7 @@ void bind_data_parallel(py::module_& module) {
       .def("divisor", &Replica::divisor)
       .def("buckets", &Replica::buckets)
       .def("used_map", &Replica::used_map)
+      .def("is_graph_static", &Replica::is_graph_static)
       .def("log_error", &Replica::log_error, py::arg("text"))
       .def("logging_data",
            [](Replica& self) {

@@ -99,6 +99,10 @@ LoggingData Replica::logging_data() {
 }
 OverlapReport Replica::overlap_report() { return state_->overlap_report(); }
 
+bool Replica::is_graph_static() const {
+  return !state_->reducer || state_->reducer->ddp_graph_static();
+}
+
 at::Tensor Replica::used_map() const {
   return state_->reducer ? state_->reducer->get_local_used_map_on_device() : at::Tensor();
 }

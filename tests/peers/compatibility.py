@@ -19,18 +19,14 @@ import re
 import subprocess
 import sys
 
+import torch_suite
+
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 RUNS = {  # name: (wrapper, backend)
     "torch_gloo": ("torch", "gloo"),
     "tessera_gloo": ("tessera", "gloo"),
     "tessera_shm": ("tessera", "shm"),
-}
-# Part of a test's name: the first cell of the row in docs/deviations.md that says why it ends differently.
-DEVIATES = {
-    "test_ddp_native_mixed_precision": "`mixed_precision` on the CPU",
-    "test_ddp_control_flow": "parameters without a gradient",
-    "test_ddp_multiple_nested_unused_params_err": "parameters without a gradient",
 }
 # The comparisons of this folder: torchrec's names by either import, values held against each other.
 PEERS = ("torchrec", "fbgemm-gpu-cpu")
@@ -55,12 +51,10 @@ def run_comparisons(folder: pathlib.Path) -> None:
 
 
 def row_of(name: str, rows: set[str]) -> str | None:
-    for part, row in DEVIATES.items():
-        if part in name:
-            if row not in rows:
-                raise SystemExit(f"docs/deviations.md has no row {row!r}, which explains {name}")
-            return row
-    return None
+    row = torch_suite.explanation_of(name)
+    if row and row not in rows:
+        raise SystemExit(f"docs/deviations.md has no row {row!r}, which explains {name}")
+    return row
 
 
 def judge(ours: dict, theirs: dict, rows: set[str]) -> dict[str, dict[str, str]]:

@@ -130,6 +130,9 @@ class TESSERA_API Replica final : public Joinable {
   void log_error(const std::string& text);
   /// With find_unused_parameters: on how many ranks the last backward used each parameter.
   at::Tensor used_map() const;
+
+  /// Whether every backward so far used the same parameters.
+  bool is_graph_static() const;
   OverlapReport overlap_report();
   /// How the gradients are cut: for every bucket the names of its parameters, in the order of
   /// reduction.

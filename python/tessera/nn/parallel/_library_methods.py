@@ -52,6 +52,10 @@ class _Reducer:
         """Return on how many ranks the last backward used each parameter, if it looked for unused ones."""
         return self._replica.used_map()
 
+    def _ddp_graph_static(self) -> bool:
+        """Return whether every backward so far used the same parameters."""
+        return self._replica.is_graph_static()
+
 
 class LibraryMethods:
     """Flags, figures, and the names of torch's wrapper that others call."""
