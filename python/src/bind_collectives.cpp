@@ -1,7 +1,6 @@
 #include <pybind11/stl.h>
 
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-
+#include "arguments.h"
 #include "bindings.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/leader.h"
@@ -9,15 +8,8 @@
 namespace tessera::python {
 namespace {
 
-using comm::Group;
 using comm::Reduction;
-using Pending = comm::Awaitable<at::Tensor>;
-using ProcessGroup = c10::intrusive_ptr<c10d::ProcessGroup>;
-using Release = py::call_guard<py::gil_scoped_release>;
 using ReduceOp = c10d::ReduceOp::RedOpType;
-using Rows = std::vector<std::int64_t>;
-using MaybeRows = std::optional<Rows>;
-using at::Tensor;
 
 Reduction reduction_of(ReduceOp op) {
   switch (op) {
@@ -44,145 +36,92 @@ Reduction reduction_of(ReduceOp op) {
   }
 }
 
+}  // namespace
+}  // namespace tessera::python
+
+/// Reductions as torch has them.
+template <>
+struct pybind11::detail::type_caster<tessera::comm::Reduction> {
+  PYBIND11_TYPE_CASTER(tessera::comm::Reduction, const_name("RedOpType"));
+
+  bool load(handle source, bool convert) {
+    make_caster<tessera::python::ReduceOp> op;
+    if (!op.load(source, convert)) return false;
+    value = tessera::python::reduction_of(cast_op<tessera::python::ReduceOp>(op));
+    return true;
+  }
+};
+
+namespace tessera::python {
+namespace {
+
+using comm::Group;
+using Pending = comm::Awaitable<at::Tensor>;
+using Release = py::call_guard<py::gil_scoped_release>;
+using at::Tensor;
+
 // Every collective in its two forms, under the names of collectives.h.
 void bind_reductions(py::module_& m) {
-  m.def(
-      "all_reduce",
-      [](const Tensor& input, const ProcessGroup& group, ReduceOp op) {
-        return comm::all_reduce(input, Group(group), reduction_of(op));
-      },
-      py::arg("input"), py::arg("group"), py::arg("op"), Release());
-  m.def(
-      "all_reduce_async",
-      [](const Tensor& input, const ProcessGroup& group, ReduceOp op) {
-        return comm::all_reduce_async(input, Group(group), reduction_of(op));
-      },
-      py::arg("input"), py::arg("group"), py::arg("op"), Release());
+  m.def("all_reduce", &comm::all_reduce, py::arg("input"), py::arg("group"), py::arg("op"),
+        Release());
+  m.def("all_reduce_async", &comm::all_reduce_async, py::arg("input"), py::arg("group"),
+        py::arg("op"), Release());
+  m.def("reduce_scatter", &comm::reduce_scatter, py::arg("input"), py::arg("group"), py::arg("op"),
+        Release());
+  m.def("reduce_scatter_async", &comm::reduce_scatter_async, py::arg("input"), py::arg("group"),
+        py::arg("op"), Release());
+  m.def("reduce", &comm::reduce, py::arg("input"), py::arg("root"), py::arg("group"), py::arg("op"),
+        Release());
+  m.def("reduce_scatter_v", &comm::reduce_scatter_v, py::arg("input"), py::arg("rows"),
+        py::arg("group"), py::arg("op"), Release());
+  m.def("reduce_scatter_v_async", &comm::reduce_scatter_v_async, py::arg("input"), py::arg("rows"),
+        py::arg("group"), py::arg("op"), Release());
   m.def(
       "all_reduce_",
-      [](Tensor tensor, const ProcessGroup& group, ReduceOp op) {
-        comm::all_reduce_(tensor, Group(group), reduction_of(op));
+      [](Tensor tensor, const Group& group, Reduction op) {
+        comm::all_reduce_(tensor, group, op);
         return tensor;
       },
       py::arg("tensor"), py::arg("group"), py::arg("op"), Release());
-  m.def(
-      "reduce",
-      [](const Tensor& input, int root, const ProcessGroup& group, ReduceOp op) {
-        return comm::reduce(input, root, Group(group), reduction_of(op));
-      },
-      py::arg("input"), py::arg("root"), py::arg("group"), py::arg("op"), Release());
-  m.def(
-      "reduce_scatter",
-      [](const Tensor& input, const ProcessGroup& group, ReduceOp op) {
-        return comm::reduce_scatter(input, Group(group), reduction_of(op));
-      },
-      py::arg("input"), py::arg("group"), py::arg("op"), Release());
-  m.def(
-      "reduce_scatter_async",
-      [](const Tensor& input, const ProcessGroup& group, ReduceOp op) {
-        return comm::reduce_scatter_async(input, Group(group), reduction_of(op));
-      },
-      py::arg("input"), py::arg("group"), py::arg("op"), Release());
-  m.def(
-      "reduce_scatter_v",
-      [](const Tensor& input, const Rows& rows, const ProcessGroup& group, ReduceOp op) {
-        return comm::reduce_scatter_v(input, rows, Group(group), reduction_of(op));
-      },
-      py::arg("input"), py::arg("rows"), py::arg("group"), py::arg("op"), Release());
-  m.def(
-      "reduce_scatter_v_async",
-      [](const Tensor& input, const Rows& rows, const ProcessGroup& group, ReduceOp op) {
-        return comm::reduce_scatter_v_async(input, rows, Group(group), reduction_of(op));
-      },
-      py::arg("input"), py::arg("rows"), py::arg("group"), py::arg("op"), Release());
 }
 
 void bind_exchanges(py::module_& m) {
-  m.def(
-      "all_gather",
-      [](const Tensor& input, const ProcessGroup& group) {
-        return comm::all_gather(input, Group(group));
-      },
-      py::arg("input"), py::arg("group"), Release());
-  m.def(
-      "all_gather_async",
-      [](const Tensor& input, const ProcessGroup& group) {
-        return comm::all_gather_async(input, Group(group));
-      },
-      py::arg("input"), py::arg("group"), Release());
-  m.def(
-      "all_gather_v",
-      [](const Tensor& input, const ProcessGroup& group, const MaybeRows& rows) {
-        return comm::all_gather_v(input, Group(group), rows);
-      },
-      py::arg("input"), py::arg("group"), py::arg("rows"), Release());
-  m.def(
-      "all_gather_v_async",
-      [](const Tensor& input, const ProcessGroup& group, const MaybeRows& rows) {
-        return comm::all_gather_v_async(input, Group(group), rows);
-      },
-      py::arg("input"), py::arg("group"), py::arg("rows"), Release());
-  m.def(
-      "all_to_all",
-      [](const Tensor& input, const ProcessGroup& group) {
-        return comm::all_to_all(input, Group(group));
-      },
-      py::arg("input"), py::arg("group"), Release());
-  m.def(
-      "all_to_all_async",
-      [](const Tensor& input, const ProcessGroup& group) {
-        return comm::all_to_all_async(input, Group(group));
-      },
-      py::arg("input"), py::arg("group"), Release());
-  m.def(
-      "all_to_all_v",
-      [](const Tensor& input, const Rows& send_rows, const ProcessGroup& group,
-         const MaybeRows& recv_rows) {
-        return comm::all_to_all_v(input, send_rows, Group(group), recv_rows);
-      },
-      py::arg("input"), py::arg("send_rows"), py::arg("group"), py::arg("recv_rows"), Release());
-  m.def(
-      "all_to_all_v_async",
-      [](const Tensor& input, const Rows& send_rows, const ProcessGroup& group,
-         const MaybeRows& recv_rows) {
-        return comm::all_to_all_v_async(input, send_rows, Group(group), recv_rows);
-      },
-      py::arg("input"), py::arg("send_rows"), py::arg("group"), py::arg("recv_rows"), Release());
+  m.def("all_gather", &comm::all_gather, py::arg("input"), py::arg("group"), Release());
+  m.def("all_gather_async", &comm::all_gather_async, py::arg("input"), py::arg("group"), Release());
+  m.def("all_to_all", &comm::all_to_all, py::arg("input"), py::arg("group"), Release());
+  m.def("all_to_all_async", &comm::all_to_all_async, py::arg("input"), py::arg("group"), Release());
+  m.def("all_gather_v", &comm::all_gather_v, py::arg("input"), py::arg("group"), py::arg("rows"),
+        Release());
+  m.def("all_gather_v_async", &comm::all_gather_v_async, py::arg("input"), py::arg("group"),
+        py::arg("rows"), Release());
+  m.def("all_to_all_v", &comm::all_to_all_v, py::arg("input"), py::arg("send_rows"),
+        py::arg("group"), py::arg("recv_rows"), Release());
+  m.def("all_to_all_v_async", &comm::all_to_all_v_async, py::arg("input"), py::arg("send_rows"),
+        py::arg("group"), py::arg("recv_rows"), Release());
 }
 
 void bind_rooted(py::module_& m) {
   m.def(
       "broadcast_",
-      [](Tensor tensor, int root, const ProcessGroup& group) {
-        comm::broadcast_(tensor, root, Group(group));
+      [](Tensor tensor, int root, const Group& group) {
+        comm::broadcast_(tensor, root, group);
         return tensor;
       },
       py::arg("tensor"), py::arg("root"), py::arg("group"), Release());
-  m.def(
-      "gather",
-      [](const Tensor& input, int root, const ProcessGroup& group, const MaybeRows& rows) {
-        return comm::gather(input, root, Group(group), rows);
-      },
-      py::arg("input"), py::arg("root"), py::arg("group"), py::arg("rows"), Release());
-  m.def(
-      "scatter",
-      [](const Tensor& input, const Rows& rows, int root, const ProcessGroup& group) {
-        return comm::scatter(input, rows, root, Group(group));
-      },
-      py::arg("input"), py::arg("rows"), py::arg("root"), py::arg("group"), Release());
-  m.def(
-      "barrier", [](const ProcessGroup& group) { comm::barrier(Group(group)); }, py::arg("group"),
-      Release());
+  m.def("gather", &comm::gather, py::arg("input"), py::arg("root"), py::arg("group"),
+        py::arg("rows"), Release());
+  m.def("scatter", &comm::scatter, py::arg("input"), py::arg("rows"), py::arg("root"),
+        py::arg("group"), Release());
+  m.def("barrier", &comm::barrier, py::arg("group"), Release());
   m.def(
       "broadcast_bytes",
-      [](const py::bytes& bytes, int root, const ProcessGroup& group) {
+      [](const py::bytes& bytes, int root, const Group& group) {
         const std::string_view text = bytes;
         std::vector<std::uint8_t> all;
         {
           py::gil_scoped_release release;
-          all = comm::invoke_on_rank_and_broadcast_bytes(Group(group), root, [&text] {
-            return std::vector<std::uint8_t>(text.begin(), text.end());
-          });
+          all = comm::invoke_on_rank_and_broadcast_bytes(
+              group, root, [&text] { return std::vector<std::uint8_t>(text.begin(), text.end()); });
         }
         return py::bytes(reinterpret_cast<const char*>(all.data()), all.size());
       },

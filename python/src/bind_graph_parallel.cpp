@@ -17,7 +17,6 @@ using graph_parallel::HaloPlan;
 using graph_parallel::Partition;
 using graph_parallel::PendingRows;
 using graph_parallel::SpatialOptions;
-using ProcessGroup = c10::intrusive_ptr<c10d::ProcessGroup>;
 using Release = py::call_guard<py::gil_scoped_release>;
 using Spatial = Partition (*)(const Tensor&, int, const SpatialOptions&);
 
@@ -61,10 +60,10 @@ void bind_partition(py::module_& module) {
 
 void bind_halo(py::module_& module) {
   py::class_<HaloPlan>(module, "HaloPlan")
-      .def(py::init([](const Partition& partition, const Tensor& edge_index,
-                       const ProcessGroup& group, bool is_symmetric, bool check,
-                       std::optional<at::ScalarType> payload, bool deterministic) {
-             return HaloPlan(partition, edge_index, Group(group),
+      .def(py::init([](const Partition& partition, const Tensor& edge_index, const Group& group,
+                       bool is_symmetric, bool check, std::optional<at::ScalarType> payload,
+                       bool deterministic) {
+             return HaloPlan(partition, edge_index, group,
                              {.is_symmetric = is_symmetric,
                               .check = check,
                               .payload = payload,
@@ -124,12 +123,8 @@ void bind_tensor_parts(py::module_& module) {
                return std::pair(trimmed, sizes ? MaybeTensor(left) : MaybeTensor());
              });
   module.def("split_tensor", &graph_parallel::_split_tensor);
-  module.def(
-      "agree_on_setup",
-      [](int gp_gpus, bool is_set_up, std::int64_t backend, const ProcessGroup& world) {
-        return graph_parallel::detail::agree_on_setup(gp_gpus, is_set_up, backend, Group(world));
-      },
-      py::arg("gp_gpus"), py::arg("is_set_up"), py::arg("backend"), py::arg("world"), Release());
+  module.def("agree_on_setup", &graph_parallel::detail::agree_on_setup, py::arg("gp_gpus"),
+             py::arg("is_set_up"), py::arg("backend"), py::arg("world"), Release());
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 #include <pybind11/stl.h>
 
+#include "arguments.h"
 #include "bindings.h"
 #include "tessera/regions/regions.h"
 
@@ -8,7 +9,6 @@ namespace {
 
 using at::Tensor;
 using comm::Group;
-using ProcessGroup = c10::intrusive_ptr<c10d::ProcessGroup>;
 using Release = py::call_guard<py::gil_scoped_release>;
 using MaybeSizes = std::optional<regions::Sizes>;
 
@@ -16,17 +16,12 @@ using OnWhole = Tensor (*)(const Tensor&, const Group&);
 using OnSlices = Tensor (*)(const Tensor&, const Group&, std::int64_t, const MaybeSizes&);
 
 void define(py::module_& module, const char* name, OnWhole apply) {
-  module.def(
-      name, [apply](const Tensor& x, const ProcessGroup& group) { return apply(x, Group(group)); },
-      py::arg("x"), py::arg("group"), Release());
+  module.def(name, apply, py::arg("x"), py::arg("group"), Release());
 }
 
 void define(py::module_& module, const char* name, OnSlices apply) {
-  module.def(
-      name,
-      [apply](const Tensor& x, const ProcessGroup& group, std::int64_t dim,
-              const MaybeSizes& sizes) { return apply(x, Group(group), dim, sizes); },
-      py::arg("x"), py::arg("group"), py::arg("dim"), py::arg("sizes"), Release());
+  module.def(name, apply, py::arg("x"), py::arg("group"), py::arg("dim"), py::arg("sizes"),
+             Release());
 }
 
 }  // namespace
