@@ -564,9 +564,15 @@ class CollectionSharder(BaseEmbeddingSharder[M]):
         env: ShardingEnv,
         device: torch.device | None = None,
         module_fqn: str | None = None,
-    ) -> ShardedTables:
+    ) -> ShardedEmbeddingModule:
         """Return the collection over the ranks of `env`. Collective."""
-        return self._SHARDED(module, params, env, self.fused_params, device, self.qcomm_codecs_registry)
+        return self._make(module, params, env, device)
+
+    def _make(
+        self, module: M, params: Mapping[str, ParameterSharding], env: ShardingEnv, device: Any, **own: Any
+    ) -> ShardedTables:
+        codecs = self.qcomm_codecs_registry
+        return self._SHARDED(module, params, env, self.fused_params, device, codecs, **own)
 
     def shardable_parameters(self, module: M) -> dict[str, nn.Parameter]:
         """Return the tables by name."""

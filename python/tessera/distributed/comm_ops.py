@@ -234,81 +234,32 @@ def all_gather_base_pooled(
 # ---- the same taken apart ----
 
 
-class All2All_Pooled_Wait(WaitNode):
-    """Wait for `alltoall_pooled`."""
+def _nodes(req: str, wait: str, function: str) -> tuple[type[ReqNode], type[WaitNode]]:
+    of_wait = {"__module__": __name__, "__doc__": f"Wait for `{function}`."}
+    waits = type(wait, (WaitNode,), of_wait)
+    of_req = {"__module__": __name__, "__doc__": f"Start `{function}`.", "_wait": waits}
+    return type(req, (ReqNode,), of_req), waits
 
 
-class All2All_Pooled_Req(ReqNode):
-    """Start `alltoall_pooled`."""
-
-    _wait = All2All_Pooled_Wait
-
-
-class Variable_Batch_All2All_Pooled_Wait(WaitNode):
-    """Wait for `variable_batch_alltoall_pooled`."""
-
-
-class Variable_Batch_All2All_Pooled_Req(ReqNode):
-    """Start `variable_batch_alltoall_pooled`."""
-
-    _wait = Variable_Batch_All2All_Pooled_Wait
-
-
-class All2All_Seq_Req_Wait(WaitNode):
-    """Wait for `alltoall_sequence`."""
-
-
-class All2All_Seq_Req(ReqNode):
-    """Start `alltoall_sequence`."""
-
-    _wait = All2All_Seq_Req_Wait
-
-
-class All2Allv_Wait(WaitNode):
-    """Wait for `alltoallv`."""
-
-
-class All2Allv_Req(ReqNode):
-    """Start `alltoallv`."""
-
-    _wait = All2Allv_Wait
-
-
-class ReduceScatter_Wait(WaitNode):
-    """Wait for `reduce_scatter_pooled`."""
-
-
-class ReduceScatter_Req(ReqNode):
-    """Start `reduce_scatter_pooled`."""
-
-    _wait = ReduceScatter_Wait
-
-
-class ReduceScatterBase_Wait(WaitNode):
-    """Wait for `reduce_scatter_base_pooled`."""
-
-
-class ReduceScatterBase_Req(ReqNode):
-    """Start `reduce_scatter_base_pooled`."""
-
-    _wait = ReduceScatterBase_Wait
-
-
-class ReduceScatterV_Wait(WaitNode):
-    """Wait for `reduce_scatter_v_pooled`."""
-
-
-class ReduceScatterV_Req(ReqNode):
-    """Start `reduce_scatter_v_pooled`."""
-
-    _wait = ReduceScatterV_Wait
-
-
-class AllGatherBase_Wait(WaitNode):
-    """Wait for `all_gather_base_pooled`."""
-
-
-class AllGatherBase_Req(ReqNode):
-    """Start `all_gather_base_pooled`."""
-
-    _wait = AllGatherBase_Wait
+All2All_Pooled_Req, All2All_Pooled_Wait = _nodes(
+    "All2All_Pooled_Req", "All2All_Pooled_Wait", "alltoall_pooled"
+)
+Variable_Batch_All2All_Pooled_Req, Variable_Batch_All2All_Pooled_Wait = _nodes(
+    "Variable_Batch_All2All_Pooled_Req",
+    "Variable_Batch_All2All_Pooled_Wait",
+    "variable_batch_alltoall_pooled",
+)
+All2All_Seq_Req, All2All_Seq_Req_Wait = _nodes("All2All_Seq_Req", "All2All_Seq_Req_Wait", "alltoall_sequence")
+All2Allv_Req, All2Allv_Wait = _nodes("All2Allv_Req", "All2Allv_Wait", "alltoallv")
+ReduceScatter_Req, ReduceScatter_Wait = _nodes(
+    "ReduceScatter_Req", "ReduceScatter_Wait", "reduce_scatter_pooled"
+)
+ReduceScatterBase_Req, ReduceScatterBase_Wait = _nodes(
+    "ReduceScatterBase_Req", "ReduceScatterBase_Wait", "reduce_scatter_base_pooled"
+)
+ReduceScatterV_Req, ReduceScatterV_Wait = _nodes(
+    "ReduceScatterV_Req", "ReduceScatterV_Wait", "reduce_scatter_v_pooled"
+)
+AllGatherBase_Req, AllGatherBase_Wait = _nodes(
+    "AllGatherBase_Req", "AllGatherBase_Wait", "all_gather_base_pooled"
+)

@@ -239,16 +239,5 @@ class EmbeddingCollectionSharder(CollectionSharder[EmbeddingCollection]):
         super().__init__(fused_params, qcomm_codecs_registry)
         self._use_index_dedup = use_index_dedup
 
-    def shard(
-        self,
-        module: EmbeddingCollection,
-        params: Mapping[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedEmbeddingCollection:
-        """Return the collection over the ranks of `env`. Collective."""
-        codecs = self.qcomm_codecs_registry
-        return ShardedEmbeddingCollection(
-            module, params, env, self.fused_params, device, codecs, self._use_index_dedup
-        )
+    def _make(self, *args: Any, **own: Any) -> ShardedEmbeddingCollection:
+        return super()._make(*args, use_index_dedup=self._use_index_dedup, **own)

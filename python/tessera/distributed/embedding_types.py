@@ -297,7 +297,27 @@ class ShardedEmbeddingModule(ShardedModule[CompIn, DistOut, Out, ShrdCtx], Modul
         return "\n".join(block(modules, name) for name, modules in parts.items() if modules)
 
 
-class BaseEmbeddingSharder(ModuleSharder[M]):
+class _TableSharder(ModuleSharder[M]):
+    """What the sharders of tables share: how rows are stepped, and what tables take."""
+
+    _fused_params: dict[str, Any] | None = None
+    _bytes_per_row = 0  # besides the values
+
+    @property
+    def fused_params(self) -> dict[str, Any] | None:
+        """Return how rows are stepped, and further settings of the tables."""
+        return self._fused_params
+
+    def storage_usage(
+        self, tensor: torch.Tensor, compute_device_type: str, compute_kernel: str
+    ) -> dict[str, int]:
+        """Return the bytes of a table; tables in managed memory lie in DDR."""
+        kind = _storage(compute_device_type, compute_kernel)
+        rows = tensor.size(0) if self._bytes_per_row else 0
+        return {kind.value: get_tensor_size_bytes(tensor) + self._bytes_per_row * rows}
+
+
+class BaseEmbeddingSharder(_TableSharder[M]):
     """Know what all shardable collections of tables have in common.
 
     Every type of sharding is there on every device. `fused_params` says how rows are stepped: the keys of
@@ -331,25 +351,15 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
             kernels.append(EmbeddingComputeKernel.FUSED.value)
         return kernels
 
-    @property
-    def fused_params(self) -> dict[str, Any] | None:
-        """Return how rows are stepped."""
-        return self._fused_params
 
-    def storage_usage(
-        self, tensor: torch.Tensor, compute_device_type: str, compute_kernel: str
-    ) -> dict[str, int]:
-        """Return the bytes of a table; tables in managed memory lie in DDR."""
-        kind = _storage(compute_device_type, compute_kernel)
-        return {kind.value: get_tensor_size_bytes(tensor)}
-
-
-class BaseQuantEmbeddingSharder(ModuleSharder[M]):
+class BaseQuantEmbeddingSharder(_TableSharder[M]):
     """Know what all shardable collections of quantised tables have in common.
 
     `shardable_params` names the tables to shard, all if left out; a module of which only some are named
     cannot be sharded.
     """
+
+    _bytes_per_row = 4  # scale and bias, two bytes each
 
     def __init__(
         self, fused_params: dict[str, Any] | None = None, shardable_params: list[str] | None = None
@@ -389,15 +399,3 @@ class BaseQuantEmbeddingSharder(ModuleSharder[M]):
             left = sorted(set(tables) - set(named))
             raise ValueError(f"sharding.quant: tables {left} of the module are not named; name all or none.")
         return named
-
-    @property
-    def fused_params(self) -> dict[str, Any] | None:
-        """Return further settings of the tables."""
-        return self._fused_params
-
-    def storage_usage(
-        self, tensor: torch.Tensor, compute_device_type: str, compute_kernel: str
-    ) -> dict[str, int]:
-        """Return the bytes of a table, with scale and bias of every row: two bytes each."""
-        kind = _storage(compute_device_type, compute_kernel)
-        return {kind.value: get_tensor_size_bytes(tensor) + 4 * tensor.size(0)}

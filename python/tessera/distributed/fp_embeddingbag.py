@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tessera.distributed.embedding_types import BaseEmbeddingSharder, ShardedEmbeddingModule
+from tessera.distributed._sharded_tables import CollectionSharder
+from tessera.distributed.embedding_types import ShardedEmbeddingModule
 from tessera.distributed.embeddingbag import (
     EmbeddingBagCollectionContext,
     EmbeddingBagCollectionSharder,
@@ -165,7 +166,7 @@ class ShardedFeatureProcessedEmbeddingBagCollection(
 
 
 class FeatureProcessedEmbeddingBagCollectionSharder(
-    BaseEmbeddingSharder[FeatureProcessedEmbeddingBagCollection]
+    CollectionSharder[FeatureProcessedEmbeddingBagCollection]
 ):
     """Shard FeatureProcessedEmbeddingBagCollection; `ebc_sharder` says how its tables are stepped."""
 
@@ -179,15 +180,7 @@ class FeatureProcessedEmbeddingBagCollectionSharder(
             qcomm_codecs_registry=qcomm_codecs_registry
         )
 
-    def shard(
-        self,
-        module: FeatureProcessedEmbeddingBagCollection,
-        params: Mapping[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedFeatureProcessedEmbeddingBagCollection:
-        """Return the collection over the ranks of `env`. Collective."""
+    def _make(self, module, params, env, device) -> ShardedFeatureProcessedEmbeddingBagCollection:
         return ShardedFeatureProcessedEmbeddingBagCollection(module, params, self._ebc_sharder, env, device)
 
     @property

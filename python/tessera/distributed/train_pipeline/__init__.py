@@ -1,43 +1,4 @@
 """Training loops that send ids ahead, and what they are made of; see `train_pipelines`."""
 
-from tessera.distributed.train_pipeline.train_pipelines import (
-    ArgInfo,
-    BaseForward,
-    EvalPipelineSparseDist,
-    FusedKJTListSplitsAwaitable,
-    KJTAllToAllForward,
-    KJTSplitsAllToAllMeta,
-    PipelinedForward,
-    PrefetchPipelinedForward,
-    PrefetchTrainPipelineContext,
-    PrefetchTrainPipelineSparseDist,
-    SplitsAllToAllAwaitable,
-    StepReport,
-    Tracer,
-    TrainPipeline,
-    TrainPipelineBase,
-    TrainPipelineContext,
-    TrainPipelineSparseDist,
-    TrainPipelineSparseDistLite,
-)
-
-__all__ = [
-    "ArgInfo",
-    "BaseForward",
-    "EvalPipelineSparseDist",
-    "FusedKJTListSplitsAwaitable",
-    "KJTAllToAllForward",
-    "KJTSplitsAllToAllMeta",
-    "PipelinedForward",
-    "PrefetchPipelinedForward",
-    "PrefetchTrainPipelineContext",
-    "PrefetchTrainPipelineSparseDist",
-    "SplitsAllToAllAwaitable",
-    "StepReport",
-    "Tracer",
-    "TrainPipeline",
-    "TrainPipelineBase",
-    "TrainPipelineContext",
-    "TrainPipelineSparseDist",
-    "TrainPipelineSparseDistLite",
-]
+from tessera.distributed.train_pipeline.train_pipelines import *  # noqa: F403
+from tessera.distributed.train_pipeline.train_pipelines import __all__  # noqa: F401
