@@ -12,6 +12,7 @@
 
 #include "data/input.h"
 #include "data_table.h"
+#include "data_stats.h"
 #include "dlrm/click_file.h"
 #include "dlrm/criteo.h"
 #include "dlrm/synthetic.h"
@@ -35,7 +36,7 @@ using workloads::dlrm::SyntheticLog;
 using Json = nlohmann::ordered_json;
 
 constexpr std::string_view kHelp =
-    R"(tessera data schema|convert|show|check|synth FILE... [flags]
+    R"(tessera data schema|convert|show|check|stats|synth FILE... [flags]
 
   tessera data schema shop.csv --out shop.toml       guess what the columns are
   tessera data convert --schema shop.toml shop-*.csv.gz --out shop.click
@@ -44,6 +45,7 @@ constexpr std::string_view kHelp =
   tessera data show day_0.click                      samples, features, tables
   tessera data check day_0.click                     read everything, compare every sum
   tessera data check shop.csv --schema shop.toml     count and name bad lines
+  tessera data stats day_0.click --write stats.json  ids of every feature; stats --help
   tessera data synth clicks.click --samples 1000000  a log with a known best AUC
 
   --schema FILE         convert, check: what the columns of CSV, TSV or JSON lines are;
@@ -388,6 +390,7 @@ int run(const std::vector<std::string>& words) {
   define_flags(app, given);
   if (words.empty()) throw UsageError("data: say what to do, as in tessera data show FILE");
   if (words[0] == "--help" || words[0] == "-h") return print_help(kHelp);
+  if (words[0] == "stats") return data_stats({words.begin() + 1, words.end()});
   const auto action = actions().find(words[0]);
   if (action == actions().end()) {
     std::vector<std::string> known;

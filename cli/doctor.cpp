@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "doctor/profile.h"
 #include "doctor/report.h"
 #include "doctor/security.h"
 #include "flags.h"
@@ -18,17 +19,21 @@ namespace tessera::cli {
 namespace {
 
 constexpr std::string_view kHelp =
-    R"(tessera doctor [--quick | --security] [--json]
+    R"(tessera doctor [--quick | --security | --profile] [--json]
 
   tessera doctor                    a page for people
   tessera doctor --json             the same for programs, and for bug reports
   tessera doctor --security         who could reach a job on this machine
+  tessera doctor --profile          measure what tessera plan and tessera train should know of it
 
 Shows versions, engines, instruction set, cores, memory, limits and GPUs; lets two ranks check the
 values of the collectives on every engine; measures memory and all-reduce. Takes 2 to 5 seconds.
 
   --quick      fewer repetitions: at most 2 seconds
   --security   runs a job of two ranks, lists what it listens on, and checks folders and secret
+  --profile    measures rows, steps, exchanges and dense layers with a rank per core: 10 to 20 s
+  --out FILE   where the profile is kept ($TESSERA_PROFILE, or tessera/machine.json in the user's
+               cache folder); -n N ranks instead
   --json       one JSON object; docs/doctor.md describes its keys
 
 Exit codes: 0 good, 1 the self-test failed or a door is open. More: docs/doctor.md
@@ -40,6 +45,9 @@ struct Words {
   bool is_quick = false;
   bool as_json = false;
   bool is_about_security = false;
+  bool wants_profile = false;
+  std::string out;
+  int num_ranks = 0;
   bool wants_help = false;
 };
 
@@ -48,6 +56,9 @@ void define_flags(CLI::App& app, Words& words) {
   app.add_flag("--quick", words.is_quick);
   app.add_flag("--json", words.as_json);
   app.add_flag("--security", words.is_about_security);
+  app.add_flag("--profile", words.wants_profile);
+  app.add_option("--out", words.out)->take_last();
+  app.add_option("-n,--ranks", words.num_ranks)->take_last()->check(CLI::Range(1, 256));
   app.add_flag("-h,--help", words.wants_help);
 }
 
@@ -78,6 +89,12 @@ int run(const std::vector<std::string>& words) {
   if (given.wants_help) return print_help(kHelp);
   if (!split.rest.empty())
     throw UsageError("doctor: takes flags only, not '" + split.rest[0] + "'");
+  if (!given.wants_profile && (!given.out.empty() || given.num_ranks > 0)) {
+    throw UsageError("doctor: --out and --ranks are for --profile");
+  }
+  if (given.wants_profile) {
+    return run_profile({given.out, given.num_ranks, given.is_quick, given.as_json});
+  }
   if (given.is_about_security) {
     const Security security = examine_security();
     const std::string text = given.as_json ? as_json(security).dump(2) + "\n" : as_text(security);

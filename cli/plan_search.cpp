@@ -7,6 +7,7 @@
 #include "dlrm/open_log.h"
 #include "dlrm/table_problem.h"
 #include "plan_failure.h"
+#include "plan_request.h"
 #include "planner/json.h"
 #include "report/run_folder.h"
 #include "tessera/launch/exit_code.h"
@@ -91,17 +92,10 @@ void add_pin(const std::string& text, planner::Problem& problem) {
   }
 }
 
-planner::Problem problem_of(const PlanTablesWords& words) {
-  dlrm::PlanRequest request;
-  request.num_ranks = words.num_ranks;
-  request.ranks_per_host = words.num_ranks / words.num_hosts;
-  request.batch = words.batch;
-  request.table_optimizer = words.table_optimizer;
-  request.reserve = words.reserve;
-  if (!words.memory.empty()) request.rank.memory = bytes_of(words.memory);
-  request.rank.speeds = {words.memory_speed * 1e9, words.host_speed * 1e9,
-                         words.network_speed * 1e9};
-  planner::Problem problem = dlrm::table_problem(tables_of(words), request);
+planner::Problem problem_of(const PlanTablesWords& words, const WantedPlan& wanted) {
+  std::vector<planner::Table> tables = tables_of(words);
+  if (!words.stats.empty()) dlrm::apply_statistics(words.stats, tables);
+  planner::Problem problem = dlrm::table_problem(std::move(tables), wanted.request);
   problem.objective =
       words.objective == "sum" ? planner::Objective::kSum : planner::Objective::kPhases;
   problem.tries = words.effort == "low" ? 8 : words.effort == "high" ? 4096 : 64;
@@ -109,7 +103,9 @@ planner::Problem problem_of(const PlanTablesWords& words) {
   return problem;
 }
 
-std::string head_text(const PlanTablesWords& words, const planner::Problem& problem) {
+std::string head_text(const PlanTablesWords& words, const planner::Problem& problem,
+                      const WantedPlan& wanted) {
+  const planner::Speeds& speeds = wanted.request.rank.speeds;
   double bytes = 0;
   for (const planner::Table& table : problem.tables) {
     bytes += static_cast<double>(table.rows) * static_cast<double>(table.dim) * table.element_bytes;
@@ -117,11 +113,11 @@ std::string head_text(const PlanTablesWords& words, const planner::Problem& prob
   char line[256];
   std::snprintf(line, sizeof line,
                 "tables   %zu of %s on %d ranks of %d %s, %lld samples per rank\n"
-                "speeds   %g GB/s in memory, %g in a host, %g between hosts\n",
+                "speeds   %.3g GB/s in memory, %.3g in a host, %.3g between hosts; %s\n",
                 problem.tables.size(), planner::bytes_text(bytes).c_str(), words.num_ranks,
                 words.num_hosts, words.num_hosts == 1 ? "host" : "hosts",
-                static_cast<long long>(words.batch), words.memory_speed, words.host_speed,
-                words.network_speed);
+                static_cast<long long>(words.batch), speeds.memory / 1e9, speeds.host / 1e9,
+                speeds.network / 1e9, wanted.origin.c_str());
   return line;
 }
 
@@ -158,7 +154,8 @@ bool wants_search(const PlanTablesWords& words) {
 
 int plan_search(const PlanTablesWords& words) {
   try {
-    const planner::Problem problem = problem_of(words);
+    const WantedPlan wanted = wanted_plan(words);
+    const planner::Problem problem = problem_of(words, wanted);
     if (!words.check.empty()) return check_file(words, problem);
     const planner::PlanResult result = planner::plan(problem);
     if (!words.write.empty()) {
@@ -170,7 +167,7 @@ int plan_search(const PlanTablesWords& words) {
     } else if (!words.explain.empty()) {
       text = planner::explain(problem, result, words.explain);
     } else {
-      text = head_text(words, problem) + planner::summary(problem, result) + "\n" +
+      text = head_text(words, problem, wanted) + planner::summary(problem, result) + "\n" +
              planner::table_text(problem, result);
     }
     std::fputs(text.c_str(), stdout);

@@ -32,9 +32,11 @@ ranks
                             tables do not get (15)
   --memory-speed X --host-speed X --network-speed X
                             GB/s of a rank: in memory, to its host, to others (51, 25, 12.5)
+  --profile FILE            what tessera doctor --profile measured, instead of these; or assume
 tables
   --table-list FILE         JSON: name, rows, dim; dtype, pooling, ids
   --data D --tables N --rows N --bag N --dim N    as in tessera train dlrm
+  --stats FILE              ids of the tables, of tessera data stats
 plan
   --sharding S              auto, balanced, table_wise, row_wise, column_wise, data_parallel (auto)
   --plan FILE               explain this plan instead
@@ -69,6 +71,10 @@ void check(const PlanTablesWords& given) {
   check_exists(launch::kExitData, "--table-list", given.table_list);
   check_exists(launch::kExitConfiguration, "--plan", given.plan);
   check_exists(launch::kExitData, "--check", given.check);
+  check_exists(launch::kExitData, "--stats", given.stats);
+  check_exists(launch::kExitData, "--previous", given.previous);
+  check_exists(launch::kExitData, "--calibrate", given.calibrate);
+  if (given.profile != "assume") check_exists(launch::kExitData, "--profile", given.profile);
   if (given.data != "synthetic") check_exists(launch::kExitData, "--data", given.data);
 }
 

@@ -22,13 +22,16 @@ struct PlanTablesWords : workloads::dlrm::Settings {
   std::string table_list;
   std::string memory;  // bytes, "16GB"; empty: no limit
   double reserve = 15;
-  double memory_speed = 51;  // GB/s, as are the next two
-  double host_speed = 25;
-  double network_speed = 12.5;
+  double memory_speed = 0;  // GB/s, as are the next two; 0: the profile's, or assumed
+  double host_speed = 0;
+  double network_speed = 0;
   std::string write;
   bool search = false;
-  std::string explain;  // a table
-  std::string check;    // a file
+  std::string explain;           // a table
+  std::string check;             // a file
+  std::string previous;          // a plan
+  std::string max_moved = "5%";  // of its bytes
+  std::string calibrate;         // a run
   std::string objective = "sum";
   std::string effort = "normal";
   std::vector<std::string> pins;
@@ -56,8 +59,8 @@ inline double bytes_of(const std::string& text) {
 inline void define_flags(CLI::App& app, PlanTablesWords& words) {
   define(app, words.table());
   static const std::set<std::string> kUsed = {
-      "ranks", "sharding",        "plan", "data",   "tables", "rows",        "bag", "dim",
-      "batch", "table-optimizer", "json", "config", "help",   "print-config"};
+      "ranks", "sharding",        "plan", "data",   "tables", "rows",         "bag",     "dim",
+      "batch", "table-optimizer", "json", "config", "help",   "print-config", "profile", "stats"};
   for (CLI::Option* option : app.get_options()) {
     if (!option->get_lnames().empty() && kUsed.count(option->get_lnames()[0]) == 0) {
       option->group("");
@@ -80,12 +83,15 @@ inline void define_flags(CLI::App& app, PlanTablesWords& words) {
   for (auto [name, target] : {std::pair{"--memory-speed", &words.memory_speed},
                               std::pair{"--host-speed", &words.host_speed},
                               std::pair{"--network-speed", &words.network_speed}}) {
-    value(name, *target)->check(not_negative())->check(CLI::PositiveNumber);
+    value(name, *target)->check(not_negative());
   }
   value("--write", words.write)->configurable(false);
   app.add_flag("--search", words.search)->configurable(false);
   value("--explain", words.explain)->configurable(false);
   value("--check", words.check)->configurable(false);
+  value("--previous", words.previous)->configurable(false);
+  value("--max-moved", words.max_moved)->configurable(false);
+  value("--calibrate", words.calibrate)->configurable(false);
   value("--objective", words.objective)->check(CLI::IsMember({"sum", "phases"}));
   value("--effort", words.effort)->check(CLI::IsMember({"low", "normal", "high"}));
   app.add_option("--pin", words.pins)->allow_extra_args(false)->configurable(false);

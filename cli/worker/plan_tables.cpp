@@ -5,6 +5,7 @@
 #include <cstdio>
 
 #include "../plan_failure.h"
+#include "../plan_request.h"
 #include "../plan_tables_flags.h"
 #include "dlrm/open_log.h"
 #include "dlrm/training.h"
@@ -43,7 +44,7 @@ ListedTables tables_of(const PlanTablesWords& words) {
   return listed;
 }
 
-PlanSubjectTables subject_of(const PlanTablesWords& words) {
+PlanSubjectTables subject_of(const PlanTablesWords& words, const WantedPlan& wanted) {
   PlanSubjectTables subject;
   ListedTables listed = tables_of(words);
   subject.tables = std::move(listed.tables);
@@ -51,8 +52,8 @@ PlanSubjectTables subject_of(const PlanTablesWords& words) {
   subject.load.batch = words.batch;
   subject.load.ids_per_sample = std::move(listed.ids_per_sample);
   subject.load.optimizer = table_optimizer_of(words.table_optimizer);
-  subject.bandwidths = {words.memory_speed * 1e9, words.host_speed * 1e9,
-                        words.network_speed * 1e9};
+  subject.bandwidths = wanted.request.rank.speeds;
+  subject.speeds_origin = wanted.origin;
   subject.memory = words.memory.empty() ? 0 : bytes_of(words.memory);
   subject.budget = subject.memory * (1 - words.reserve / 100);
   return subject;
@@ -71,29 +72,22 @@ std::string reason_of(const c10::Error& error) {
 }
 
 // The planner's, of this memory and these speeds.
-sharding::ModulePlan searched_plan(const PlanTablesWords& words, const PlanSubjectTables& subject) {
-  dlrm::PlanRequest request;
-  request.num_ranks = words.num_ranks;
-  request.ranks_per_host = words.num_ranks / words.num_hosts;
-  request.batch = words.batch;
-  request.table_optimizer = words.table_optimizer;
-  request.reserve = words.reserve;
-  if (subject.memory > 0) request.rank.memory = subject.memory;
-  request.rank.speeds = {subject.bandwidths.memory, subject.bandwidths.host,
-                         subject.bandwidths.network};
-  const planner::Problem problem =
-      dlrm::problem_of(subject.tables, subject.load.ids_per_sample, request);
+sharding::ModulePlan searched_plan(const PlanTablesWords& words, const WantedPlan& wanted,
+                                   const PlanSubjectTables& subject) {
+  planner::Problem problem =
+      dlrm::problem_of(subject.tables, subject.load.ids_per_sample, wanted.request);
+  if (!words.stats.empty()) dlrm::apply_statistics(words.stats, problem.tables);
   const sharding::ShardingPlan plan =
       sharding::plan_from_json(planner::plan_json(planner::plan(problem).plan, kModule));
   return plan.modules.at(kModule);
 }
 
-PlanChoice named_choice(const PlanTablesWords& words, const PlanSubjectTables& subject,
-                        const std::string& name) {
+PlanChoice named_choice(const PlanTablesWords& words, const WantedPlan& wanted,
+                        const PlanSubjectTables& subject, const std::string& name) {
   PlanChoice choice;
   choice.sharding = name;
   try {
-    choice.plan = name == "auto" ? searched_plan(words, subject)
+    choice.plan = name == "auto" ? searched_plan(words, wanted, subject)
                                  : dlrm::default_plan(subject.tables, name, subject.topology);
     cost_it(subject, choice);
   } catch (const c10::ValueError& error) {
@@ -104,11 +98,13 @@ PlanChoice named_choice(const PlanTablesWords& words, const PlanSubjectTables& s
   return choice;
 }
 
-void choose(const PlanTablesWords& words, PlanSubjectTables& subject) {
-  for (const char* name : kShardings) subject.others.push_back(named_choice(words, subject, name));
+void choose(const PlanTablesWords& words, const WantedPlan& wanted, PlanSubjectTables& subject) {
+  for (const char* name : kShardings) {
+    subject.others.push_back(named_choice(words, wanted, subject, name));
+  }
   try {
     subject.chosen.plan = dlrm::is_planned(words)
-                              ? searched_plan(words, subject)
+                              ? searched_plan(words, wanted, subject)
                               : plan_of("plan", words, subject.tables, subject.topology);
   } catch (const c10::ValueError& error) {
     throw LaunchError(launch::kExitConfiguration, "plan: " + reason_of(error),
@@ -184,8 +180,9 @@ int plan_tables(const std::vector<std::string>& words) {
                  "tessera plan tables --help shows what a list holds"});
   };
   try {
-    PlanSubjectTables subject = subject_of(given);
-    choose(given, subject);
+    const WantedPlan wanted = wanted_plan(given);
+    PlanSubjectTables subject = subject_of(given, wanted);
+    choose(given, wanted, subject);
     check_fits(subject);
     if (!given.write.empty()) {
       workloads::report::write_text(given.write,
@@ -201,6 +198,8 @@ int plan_tables(const std::vector<std::string>& words) {
     return bad_file(error.what());
   } catch (const workloads::report::Error& error) {
     return bad_file(error.what());
+  } catch (const planner::PlanError& error) {
+    return fail(plan_failure(error));
   } catch (const c10::ValueError& error) {
     return bad_file(error.what_without_backtrace());
   }

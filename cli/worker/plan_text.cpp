@@ -185,9 +185,9 @@ std::string plan_text(const PlanSubjectTables& subject) {
            bytes_text(bytes).c_str(), counted(subject.topology.world_size, "rank").c_str(),
            counted(subject.topology.num_hosts(), "host").c_str(),
            static_cast<long>(subject.load.batch), cut(subject.chosen.sharding, 32).c_str());
-  text += line("speeds   %g GB/s in memory, %g in a host, %g between hosts",
+  text += line("speeds   %.3g GB/s in memory, %.3g in a host, %.3g between hosts; %s",
                subject.bandwidths.memory / 1e9, subject.bandwidths.host / 1e9,
-               subject.bandwidths.network / 1e9);
+               subject.bandwidths.network / 1e9, subject.speeds_origin.c_str());
   if (subject.memory > 0) {
     text += line("memory   %s a rank, %s of it for tables", bytes_text(subject.memory).c_str(),
                  bytes_text(subject.budget).c_str());
@@ -252,6 +252,7 @@ Json plan_json(const PlanSubjectTables& subject) {
            {{"memory", subject.bandwidths.memory},
             {"host", subject.bandwidths.host},
             {"network", subject.bandwidths.network}}},
+          {"speeds", subject.speeds_origin},
           {"sharding", subject.chosen.sharding},
           {"tables", std::move(tables)},
           {"per_rank", std::move(ranks)},

@@ -28,8 +28,9 @@ struct PlanSubjectTables {
   sharding::Topology topology;
   workloads::dlrm::StepLoad load;
   workloads::dlrm::Bandwidths bandwidths;
-  double memory = 0;  // bytes of a rank; 0: no limit
-  double budget = 0;  // the part of it that tables may have
+  std::string speeds_origin;  // "assumed", "measured" or "given"
+  double memory = 0;          // bytes of a rank; 0: no limit
+  double budget = 0;          // the part of it that tables may have
   PlanChoice chosen;
   std::vector<PlanChoice> others;  // all shardings that have a name
 

@@ -19,6 +19,7 @@ struct WorkerVerb {
 
 extern const WorkerVerb kPlanGraphVerb;
 extern const WorkerVerb kPlanTablesVerb;
+extern const WorkerVerb kProfileRankVerb;
 extern const WorkerVerb kStoreVerb;
 extern const WorkerVerb kTrainDlrmVerb;
 extern const WorkerVerb kTrainGnnVerb;

@@ -128,7 +128,8 @@ ShardCost CostModel::cost(const Table& table, const TableLoad& load, Cut cut, Ke
 
   cost.bytes.weights = height * row_bytes;
   cost.bytes.optimizer = height * state + (is_dense ? height * width * kWireBytes : 0);
-  cost.seconds.lookup = ids * std::max(row_bytes, kCacheLine) / memory;
+  cost.seconds.lookup = ids * (std::max(row_bytes, kCacheLine) / memory + speeds_[r].row_seconds) +
+                        speeds_[r].part_seconds;
   if (is_replica) {
     const double sent = height * load.touched_here * (kIdBytes + width * kWireBytes);
     cost.seconds.gradients = is_dense ? height * width * kWireBytes * links_[r].all_reduce
@@ -149,8 +150,9 @@ ShardCost CostModel::cost(const Table& table, const TableLoad& load, Cut cut, Ke
   cost.bytes.sort = is_dense ? 0 : kSortBytes * stepped_ids;
   // Every id reads the gradient of its bag; every touched row and its state are read and written.
   const double stepped = is_dense ? height : touched;
-  cost.seconds.step =
-      (stepped_ids * width * kWireBytes + 2 * stepped * (row_bytes + state)) / memory;
+  cost.seconds.step = (stepped_ids * width * kWireBytes + 2 * stepped * (row_bytes + state)) /
+                          (speeds_[r].step > 0 ? speeds_[r].step : memory) +
+                      (is_dense ? 0 : stepped_ids * speeds_[r].id_seconds);
   return cost;
 }
 

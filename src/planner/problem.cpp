@@ -106,6 +106,14 @@ void check(const Problem& problem) {
       require(is_within(speed, 1, 1e18), "rank " + std::to_string(r) + " has a speed of " +
                                              std::to_string(speed) + " bytes a second");
     }
+    require(speeds.step == 0 || is_within(speeds.step, 1, 1e18),
+            "rank " + std::to_string(r) + " steps rows with " + std::to_string(speeds.step) +
+                " bytes a second");
+    for (const double seconds : {speeds.row_seconds, speeds.id_seconds, speeds.part_seconds}) {
+      require(is_within(seconds, 0, 1), "rank " + std::to_string(r) + " needs " +
+                                            std::to_string(seconds) +
+                                            " seconds for a row, an id or a part, not 0 to 1");
+    }
   }
   std::set<std::string_view> names;
   for (const Table& table : problem.tables) {

@@ -83,7 +83,8 @@ TableRules rules_at(const Place& place) {
 }
 
 Rank rank_at(const Place& place) {
-  place.check_keys({"count", "memory", "memory_speed", "host_speed", "network_speed"});
+  place.check_keys({"count", "memory", "memory_speed", "host_speed", "network_speed", "step_speed",
+                    "row_seconds", "id_seconds", "part_seconds"});
   Rank rank;
   if (place.has("memory") && !place["memory"].value().is_null()) {
     rank.memory = place["memory"].number(0, 1e18);
@@ -92,6 +93,12 @@ Rank rank_at(const Place& place) {
        {std::pair{"memory_speed", &rank.speeds.memory}, std::pair{"host_speed", &rank.speeds.host},
         std::pair{"network_speed", &rank.speeds.network}}) {
     if (place.has(key)) *speed = place[key].number(1, 1e18);
+  }
+  if (place.has("step_speed")) rank.speeds.step = place["step_speed"].number(0, 1e18);
+  for (const auto& [key, seconds] : {std::pair{"row_seconds", &rank.speeds.row_seconds},
+                                     std::pair{"id_seconds", &rank.speeds.id_seconds},
+                                     std::pair{"part_seconds", &rank.speeds.part_seconds}}) {
+    if (place.has(key)) *seconds = place[key].number(0, 1);
   }
   return rank;
 }
@@ -175,11 +182,18 @@ std::string to_json(const Problem& problem) {
     const Rank& rank = problem.ranks[r];
     std::size_t end = r;
     while (end < problem.ranks.size() && problem.ranks[end] == rank) ++end;
-    ranks.push_back({{"count", end - r},
-                     {"memory", rank.memory == kNoLimit ? Json() : Json(rank.memory)},
-                     {"memory_speed", rank.speeds.memory},
-                     {"host_speed", rank.speeds.host},
-                     {"network_speed", rank.speeds.network}});
+    Json one{{"count", end - r},
+             {"memory", rank.memory == kNoLimit ? Json() : Json(rank.memory)},
+             {"memory_speed", rank.speeds.memory},
+             {"host_speed", rank.speeds.host},
+             {"network_speed", rank.speeds.network}};
+    for (const auto& [key, value] : {std::pair{"step_speed", rank.speeds.step},
+                                     std::pair{"row_seconds", rank.speeds.row_seconds},
+                                     std::pair{"id_seconds", rank.speeds.id_seconds},
+                                     std::pair{"part_seconds", rank.speeds.part_seconds}}) {
+      if (value > 0) one[key] = value;
+    }
+    ranks.push_back(std::move(one));
     r = end;
   }
   const Json value{{"tables", std::move(tables)},

@@ -11,6 +11,7 @@ import subprocess
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+os.environ["TESSERA_PROFILE"] = "assume"  # a profile of this machine would change the plans
 TESSERA = os.environ.get("TESSERA_BIN", str(ROOT / "build/release/bin/tessera"))
 # Bytes per second that make sums simple: GB/s of a rank.
 SPEEDS = ["--memory-speed", "1", "--host-speed", "0.5", "--network-speed", "0.25"]
@@ -45,7 +46,7 @@ def test_text_is_a_terminal_wide_and_names_everything(listed):
     lines = result.stdout.splitlines()
     assert max(map(len, lines)) <= 100
     assert lines[0] == "tables   3 of 263 MB on 16 ranks of 2 hosts, 2048 samples per rank; sharding auto"
-    assert lines[1] == "speeds   51 GB/s in memory, 25 in a host, 12.5 between hosts"
+    assert lines[1] == "speeds   51 GB/s in memory, 25 in a host, 12.5 between hosts; assumed"
     assert lines[2] == "memory   2.15 GB a rank, 1.83 GB of it for tables"
     users = next(line for line in lines if line.startswith("users")).split()
     assert users[2:8] == ["64", "FP32", "SUM", "column_wise", "fused", "0-15"]

@@ -13,6 +13,7 @@ import sys
 INF = math.inf
 TABLE = {"element_bytes": 4, "pooled": True, "state_bytes_per_row": 4, "state_bytes_per_element": 0}
 RANK = {"memory": None, "memory_speed": 51e9, "host_speed": 25e9, "network_speed": 12.5e9}
+RANK |= {"step_speed": 0, "row_seconds": 0, "id_seconds": 0, "part_seconds": 0}
 
 
 class Checker:
@@ -63,8 +64,9 @@ class Checker:
         share, dense, replica = rows / t["rows"], kernel == "dense", cut == "data_parallel"
         held = rows * (size + state) + (rows * columns * 4 if dense else 16 * ids * share)
         stepped = rows * (1 if dense else self.touched(t, samples))
-        local = (ids / w if replica else ids * share) * max(size, 64)
-        local = (local + ids * share * columns * 4 + 2 * stepped * (size + state)) / fast
+        local = (ids / w if replica else ids * share) * (max(size, 64) / fast + rank["row_seconds"])
+        local += (ids * share * columns * 4 + 2 * stepped * (size + state)) / (rank["step_speed"] or fast)
+        local += rank["part_seconds"] + (0 if dense else ids * share * rank["id_seconds"])
         if replica:
             sent = rows * self.touched(t, self.batch) * (8 + columns * 4)
             slow = rank["network_speed"] if far else rank["host_speed"]

@@ -48,6 +48,10 @@ def random_problem(seed):
     need = sum(t["rows"] * t["dim"] * 12 for t in tables) + 1e8
     rank = {"memory": pick.choice([None, need, need / (hosts * local) * 1.3])}
     ranks = [{**rank, "count": hosts * local}]
+    if pick.random() < 0.3:
+        measured = {"step_speed": 2e10, "row_seconds": 4e-9, "id_seconds": 3e-8, "part_seconds": 2e-6}
+        ranks = [{**ranks[0], **measured}]
+        rank |= measured
     if pick.random() < 0.3 and hosts * local > 1:
         slow = {**rank, "memory_speed": 2e10}
         ranks = [{**rank, "count": 1}, {**slow, "count": hosts * local - 1}]

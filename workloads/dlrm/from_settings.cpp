@@ -47,10 +47,7 @@ planner::Problem problem_of(const std::vector<embedding::EmbeddingTableConfig>& 
 std::string planner_answer(const planner::Problem& problem) {
   nlohmann::json answer;
   try {
-    const planner::PlanResult result = planner::plan(problem);
-    answer = {{"plan", planner::plan_json(result.plan, kModule)},
-              {"seconds", result.seconds},
-              {"bound", result.certificate.seconds}};
+    answer = {{"plan", planner::plan_json(planner::plan(problem).plan, kModule)}};
   } catch (const planner::PlanError& error) {
     // In one line, which the launcher shows as the reason.
     answer = {{"error", error.problem().substr(error.problem().find(' ') + 1) +
@@ -60,18 +57,36 @@ std::string planner_answer(const planner::Problem& problem) {
   return answer.dump();
 }
 
-PlanVerdict plan_from_answer(const std::string& verb, const std::string& answer,
-                             const std::vector<embedding::EmbeddingTableConfig>& tables,
-                             const sharding::Topology& topology) {
+sharding::ModulePlan plan_from_answer(const std::string& verb, const std::string& answer,
+                                      const std::vector<embedding::EmbeddingTableConfig>& tables,
+                                      const sharding::Topology& topology) {
   const nlohmann::json value = nlohmann::json::parse(answer);
   TESSERA_CHECK_VALUE(!value.contains("error"), verb, ": ", value.value("error", std::string()));
-  PlanVerdict verdict;
-  verdict.plan =
-      *sharding::plan_from_json(value["plan"].get<std::string>()).get_plan_for_module(kModule);
-  sharding::check_module_plan(verb, tables, verdict.plan, topology);
-  verdict.seconds = value["seconds"].get<double>();
-  verdict.bound = value["bound"].get<double>();
-  return verdict;
+  const sharding::ShardingPlan all = sharding::plan_from_json(value["plan"].get<std::string>());
+  const sharding::ModulePlan& plan = all.modules.at(kModule);
+  sharding::check_module_plan(verb, tables, plan, topology);
+  return plan;
+}
+
+PlanFigures figures_of(const planner::Problem& problem, const sharding::ModulePlan& plan) {
+  planner::Plan laid;
+  for (const auto& [name, table] : plan) {
+    planner::TablePlan& one = laid.emplace_back();
+    one.name = name;
+    one.cut = planner::cut_of(sharding::name_of(table.type));
+    one.kernel = planner::kernel_of(sharding::name_of(table.kernel));
+    for (const sharding::Shard& shard : table.shards) {
+      one.shards.push_back({shard.row, shard.column, shard.rows, shard.columns, shard.rank});
+    }
+  }
+  PlanFigures figures;
+  figures.per_rank = planner::cost_of(problem, laid);
+  figures.seconds = planner::step_seconds(problem, figures.per_rank);
+  // A plan that is given may ask for more memory than the planner would.
+  planner::Problem free = problem;
+  for (planner::Rank& rank : free.ranks) rank.memory = planner::kNoLimit;
+  figures.bound = planner::lower_bound(planner::enumerate(free)).certificate.seconds;
+  return figures;
 }
 
 bool is_planned(const Settings& settings) {

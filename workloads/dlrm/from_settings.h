@@ -10,6 +10,7 @@
 #include "dlrm/table_problem.h"
 #include "tessera/embedding/config.h"
 #include "tessera/embedding/optimizer.h"
+#include "tessera/planner/cost.h"
 #include "tessera/sharding/plan.h"
 
 namespace tessera::workloads::dlrm {
@@ -28,17 +29,18 @@ planner::Problem problem_of(const std::vector<embedding::EmbeddingTableConfig>& 
 /// there is none. Not collective; never throws for a problem without a plan.
 std::string planner_answer(const planner::Problem& problem);
 
-/// What the planner says beside its plan.
-struct PlanVerdict {
-  sharding::ModulePlan plan;
-  double seconds = 0;  // of a step, in the model
+/// Throws ValueError where the answer has no plan, with the planner's reason and advice.
+sharding::ModulePlan plan_from_answer(const std::string& verb, const std::string& answer,
+                                      const std::vector<embedding::EmbeddingTableConfig>& tables,
+                                      const sharding::Topology& topology);
+
+/// A plan beside the bound, in the planner's model.
+struct PlanFigures {
+  std::vector<planner::ShardCost> per_rank;
+  double seconds = 0;  // of the slowest rank's tables
   double bound = 0;    // no plan is faster
 };
-
-/// Throws ValueError where the answer has no plan, with the planner's reason and advice.
-PlanVerdict plan_from_answer(const std::string& verb, const std::string& answer,
-                             const std::vector<embedding::EmbeddingTableConfig>& tables,
-                             const sharding::Topology& topology);
+PlanFigures figures_of(const planner::Problem& problem, const sharding::ModulePlan& plan);
 
 /// Whether the planner makes the plan: --sharding is auto, and there is no --plan.
 bool is_planned(const Settings& settings);

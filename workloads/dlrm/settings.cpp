@@ -65,6 +65,8 @@ settings::Table Settings::table() {
   table.add("sharding", sharding, "S", "")
       .one_of({"auto", "balanced", "table_wise", "row_wise", "column_wise", "data_parallel"});
   table.add("plan", plan, "FILE", "the plan itself, as JSON");
+  table.add("profile", profile, "FILE", "of tessera doctor, or assume");
+  table.add("stats", stats, "FILE", "of tessera data stats").beside();
   table.group("data");
   table.add("data", data, "D", "synthetic, or a file").told();
   table.add("tables", num_tables, "N", "of synthetic data").range(1, 10000).fixed();
@@ -110,6 +112,10 @@ void Settings::check() const {
   if (!plan.empty() && !std::filesystem::exists(plan)) {
     throw LaunchError(launch::kExitConfiguration, "train: there is no file " + plan,
                       "--plan names it", "name a file, or use --sharding");
+  }
+  if (!stats.empty() && !std::filesystem::exists(stats)) {
+    throw LaunchError(launch::kExitData, "train: there is no file " + stats, "--stats names it",
+                      "make it with tessera data stats --write, or leave --stats out");
   }
   const auto last_bottom = widths_of(bottom).back();
   const auto last_top = widths_of(top).back();

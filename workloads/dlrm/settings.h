@@ -13,6 +13,8 @@ namespace tessera::workloads::dlrm {
 struct Settings : trainer::Settings {
   std::string sharding = "auto";
   std::string plan;
+  std::string profile;  // of the machine: a file, "assume", or empty: the one that is kept
+  std::string stats;    // of the ids
   std::string data = "synthetic";
   std::int64_t num_tables = 26;
   std::int64_t num_rows = 100000;

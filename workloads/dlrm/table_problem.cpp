@@ -3,6 +3,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <filesystem>
+
+#include "report/run_folder.h"
+#include "tessera/planner/id_statistics.h"
+#include "tessera/planner/plan_error.h"
 
 namespace tessera::workloads::dlrm {
 namespace {
@@ -18,7 +23,43 @@ constexpr State kStates[] = {{"sgd", 0, 0},
                              {"adam", 0, 8},
                              {"partial_rowwise_adam", 4, 4}};
 
+std::string text_of(const std::string& path) {
+  try {
+    return report::read_text(path);
+  } catch (const report::Error& error) {
+    throw planner::PlanError(planner::PlanErrorKind::kBadProblem,
+                             std::string("plan: ") + error.what());
+  }
+}
+
 }  // namespace
+
+KnownSpeeds known_speeds(const std::string& profile) {
+  KnownSpeeds known;
+  std::string path = profile.empty() ? planner::profile_path() : profile;
+  if (path == "assume" || (profile.empty() && (path.empty() || !std::filesystem::exists(path)))) {
+    known.note = "speeds   assumed; tessera doctor --profile measures those of this machine";
+    return known;
+  }
+  known.profile = planner::profile_from_json(text_of(path));
+  known.speeds = planner::speeds_of(known.profile);
+  known.is_measured = true;
+  known.note = "speeds   of " + path + ", measured with " +
+               std::to_string(known.profile.num_ranks) + " ranks on " + known.profile.machine;
+  if (!known.profile.calibration.run.empty()) {
+    known.note += ", calibrated by " + known.profile.calibration.run;
+  }
+  return known;
+}
+
+void apply_statistics(const std::string& path, std::vector<planner::Table>& tables) {
+  const auto features = planner::statistics_from_json(text_of(path));
+  if (planner::apply(features, tables) > 0) return;
+  throw planner::PlanError(planner::PlanErrorKind::kBadProblem,
+                           "plan: " + path + " has none of the tables",
+                           "it is about " + std::to_string(features.size()) + " others",
+                           "tessera data stats on the log of these tables");
+}
 
 std::vector<planner::Table> planner_tables(const ClickSchema& schema, std::int64_t embedding_dim,
                                            std::int64_t bag_size) {

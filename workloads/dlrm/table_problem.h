@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "dlrm/click_log.h"
+#include "tessera/planner/machine_profile.h"
 #include "tessera/planner/problem.h"
 
 namespace tessera::workloads::dlrm {
@@ -14,6 +15,23 @@ namespace tessera::workloads::dlrm {
 /// One table per feature of a log. Bags that vary are `bag_size` long in the mean.
 std::vector<planner::Table> planner_tables(const ClickSchema& schema, std::int64_t embedding_dim,
                                            std::int64_t bag_size);
+
+/// Speeds that a plan is made for, and where they come from.
+struct KnownSpeeds {
+  planner::Speeds speeds;
+  planner::MachineProfile profile;  // of a machine that was measured
+  bool is_measured = false;
+  std::string note;  // one line for people: "speeds   …"
+};
+
+/// `profile` is a file of `tessera doctor --profile`, "assume", or empty: the file that the doctor
+/// keeps, if there is one; $TESSERA_PROFILE may be either. Throws planner::PlanError(kBadProblem)
+/// for a file that is not there or no profile.
+KnownSpeeds known_speeds(const std::string& profile);
+
+/// Gives tables what a file of `tessera data stats` says of their ids. Throws
+/// planner::PlanError(kBadProblem) for a file that is none, or has none of the tables.
+void apply_statistics(const std::string& path, std::vector<planner::Table>& tables);
 
 /// What a training is planned for.
 struct PlanRequest {

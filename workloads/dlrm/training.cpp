@@ -1,6 +1,7 @@
 #include "dlrm/training.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <limits>
@@ -21,6 +22,8 @@
 #include "tessera/comm/topology.h"
 #include "tessera/core/check.h"
 #include "tessera/data_parallel/distributed_data_parallel.h"
+#include "tessera/planner/machine_profile.h"
+#include "tessera/planner/plan_error.h"
 #include "tessera/sharding/sharded_embedding_bag_collection.h"
 #include "trainer/device.h"
 #include "trainer/host_copy.h"
@@ -39,6 +42,9 @@ using sharding::ShardedEmbeddingBagCollection;
 constexpr std::int64_t kJudgedBegin = std::int64_t{1} << 40;
 // Predictions of so many steps make the running AUC.
 constexpr std::int64_t kAucWindow = 50;
+
+// Times of so many steps make the measured one.
+constexpr std::size_t kTimedSteps = 1000;
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
@@ -177,28 +183,75 @@ Json table_line(const embedding::EmbeddingTableConfig& table,
           {"shards", shards}};
 }
 
+// How the tables lie, and on rank 0 what the planner thinks of it.
+struct LaidTables {
+  sharding::ModulePlan plan;
+  PlanFigures figures;
+  KnownSpeeds known;
+};
+
+// The planner's plan of rank 0, for all, or what the settings say.
+LaidTables lay_tables(const Settings& settings, const ClickSchema& schema,
+                      const std::vector<embedding::EmbeddingTableConfig>& tables,
+                      const comm::Group& world) {
+  const sharding::Topology topology{world.size(), comm::get_local_size(world.size())};
+  LaidTables laid;
+  planner::Problem problem;
+  // Rank 0's machine and files count; whatever is wrong with them is told on all ranks.
+  const std::string answer = comm::invoke_on_rank_and_broadcast_result(world, 0, [&] {
+    try {
+      laid.known = known_speeds(settings.profile);
+      PlanRequest request;
+      request.num_ranks = topology.world_size;
+      request.ranks_per_host = topology.local_size;
+      request.batch = settings.batch;
+      request.table_optimizer = settings.table_optimizer;
+      request.rank = {memory_of_rank(topology.local_size), laid.known.speeds};
+      auto listed = planner_tables(schema, settings.embedding_dim, settings.bag_size);
+      if (!settings.stats.empty()) apply_statistics(settings.stats, listed);
+      problem = table_problem(std::move(listed), request);
+    } catch (const planner::PlanError& error) {
+      return nlohmann::json{{"error", error.what()}}.dump();
+    }
+    return is_planned(settings) ? planner_answer(problem) : std::string("{}");
+  });
+  laid.plan = is_planned(settings) || answer != "{}"
+                  ? plan_from_answer("train", answer, tables, topology)
+                  : plan_of("train", settings, tables, topology);
+  for (const auto& [name, table] : laid.plan) {
+    TESSERA_CHECK_VALUE(table.kernel == sharding::ComputeKernel::kFused, "train: table '", name,
+                        "' has the kernel dense, whose rows no optimizer of this training steps. "
+                        "Write fused into the plan.");
+  }
+  if (world.rank() == 0) laid.figures = figures_of(problem, laid.plan);
+  return laid;
+}
+
 class Training final : public trainer::Workload<ClickBatch> {
  public:
   Training(const Settings& settings, OpenedLog log,
-           std::vector<embedding::EmbeddingTableConfig> configs, sharding::ModulePlan plan,
+           std::vector<embedding::EmbeddingTableConfig> configs, LaidTables laid,
            const comm::Group& group)
       : settings_(settings),
         group_(group),
         log_(std::move(log)),
         configs_(std::move(configs)),
-        plan_(std::move(plan)),
+        laid_(std::move(laid)),
         source_(log_.log, ranges_of(settings, *log_.log, group).training),
         judged_(log_.log, ranges_of(settings, *log_.log, group).judged),
         model_(make_model(settings, log_.log->schema()), group,
                // Beside the step of the tables, the longest part of backward.
                {.gradient_as_bucket_view = true, .overlap = true}),
         tables_(std::make_shared<ShardedEmbeddingBagCollection>(
-            configs_, plan_, group, /*is_weighted=*/false, table_options(settings))),
+            configs_, laid_.plan, group, /*is_weighted=*/false, table_options(settings))),
         optimizer_(trainer::make_optimizer("dlrm.train", settings.optimizer, model_.parameters(),
                                            settings.learning_rate)),
         is_bfloat16_(settings.precision == "bfloat16"),
         device_(trainer::device_of(settings)) {
     fill_tables(*tables_, static_cast<std::uint64_t>(settings.seed));
+    if (group.rank() == 0 && laid_.known.is_measured) {
+      predicted_ = planner::predict(laid_.known.profile, laid_.figures.per_rank, dense_load());
+    }
   }
 
   std::string name() const override { return "dlrm"; }
@@ -248,6 +301,14 @@ class Training final : public trainer::Workload<ClickBatch> {
     return {at::binary_cross_entropy_with_logits(logits.to(at::kFloat), batch.labels), logits};
   }
   void follow() override {
+    const auto now = std::chrono::steady_clock::now();
+    // A ring of the last steps; evaluations between them do not move the median.
+    if (num_followed_ > 0) {
+      const double seconds = std::chrono::duration<double>(now - last_step_).count();
+      if (step_seconds_.size() < kTimedSteps) step_seconds_.push_back(seconds);
+      step_seconds_[static_cast<std::size_t>(num_followed_) % step_seconds_.size()] = seconds;
+    }
+    last_step_ = now;
     const Span span(Phase::kOther, "running AUC");
     if (++num_followed_ % kAucWindow == 0) running_.clear();
     // Of a GPU what the step before has left, so that nobody waits for this one.
@@ -305,7 +366,7 @@ class Training final : public trainer::Workload<ClickBatch> {
   std::string introduction() override {
     if (log_.synthetic)
       ceiling_ = log_.synthetic->ceiling(settings_.eval_samples, kJudgedBegin).auc;
-    const auto bytes = bytes_per_rank(plan_, group_.size());
+    const auto bytes = bytes_per_rank(laid_.plan, group_.size());
     double total = 0;
     double largest = 0;
     for (const double one : bytes) total += one;
@@ -318,7 +379,8 @@ class Training final : public trainer::Workload<ClickBatch> {
     char head[160];
     std::snprintf(head, sizeof(head), "tables   %zu on %d ranks, largest %s, imbalance %.2f\n",
                   configs_.size(), group_.size(), report::bytes_text(largest).c_str(), imbalance);
-    return log_.notes + head + sharding::ShardingPlan{{{kModule, plan_}}}.str(100);
+    return log_.notes + head + plan_lines() +
+           sharding::ShardingPlan{{{kModule, laid_.plan}}}.str(100);
   }
   trainer::Figures facts() override { return results(); }
   trainer::Figures results() const override {
@@ -326,9 +388,9 @@ class Training final : public trainer::Workload<ClickBatch> {
     return {{"auc_ceiling", *ceiling_}};
   }
   std::vector<std::string> records() override {
-    std::vector<std::string> lines;
+    std::vector<std::string> lines{plan_record().dump()};
     for (const auto& table : configs_) {
-      lines.push_back(table_line(table, plan_.at(table.name))
+      lines.push_back(table_line(table, laid_.plan.at(table.name))
                           .dump(-1, ' ', false, Json::error_handler_t::replace));
     }
     return lines;
@@ -344,7 +406,7 @@ class Training final : public trainer::Workload<ClickBatch> {
     if (ceiling_ && std::isfinite(*ceiling_)) {
       std::snprintf(best, sizeof(best), ", best possible %.4f", *ceiling_);
     }
-    return std::string(text) + best + "\n";
+    return std::string(text) + best + "\n" + prediction_line();
   }
   std::string rates() const override {
     char text[64];
@@ -354,6 +416,70 @@ class Training final : public trainer::Workload<ClickBatch> {
 
  private:
   using Rows = comm::LazyAwaitable<jagged::KeyedTensor>;
+
+  // Products of layers, and of every pair of features.
+  planner::DenseLoad dense_load() const {
+    planner::DenseLoad load;
+    double products = 0;
+    for (const at::Tensor& parameter : model_.parameters()) {
+      load.bytes += static_cast<double>(parameter.numel()) * 4;
+      if (parameter.dim() == 2) products += static_cast<double>(parameter.numel());
+    }
+    const auto num_vectors = static_cast<double>(configs_.size()) + 1;
+    if (settings_.interaction == "dot") {
+      products += num_vectors * num_vectors * static_cast<double>(settings_.embedding_dim);
+    }
+    load.operations = 6 * static_cast<double>(settings_.batch) * products;
+    return load;
+  }
+
+  std::string plan_lines() const {
+    const PlanFigures& figures = laid_.figures;
+    char text[160];
+    std::snprintf(text, sizeof(text),
+                  "plan     tables %.4g ms a step, no plan can be under %.4g ms (%.2f %%)\n",
+                  figures.seconds * 1e3, figures.bound * 1e3,
+                  figures.bound > 0 ? 100 * (figures.seconds / figures.bound - 1) : 0.0);
+    return laid_.known.note + "\n" + text;
+  }
+  Json plan_record() const {
+    const PlanFigures& figures = laid_.figures;
+    Json ranks = Json::array();
+    for (const planner::ShardCost& cost : figures.per_rank) {
+      const planner::Seconds& seconds = cost.seconds;
+      ranks.push_back({{"ids", seconds.ids},
+                       {"lookup", seconds.lookup},
+                       {"rows", seconds.rows},
+                       {"gradients", seconds.gradients},
+                       {"step", seconds.step},
+                       {"bytes", cost.bytes.total()}});
+    }
+    Json record{{"kind", "plan"},
+                {"sharding", settings_.plan.empty() ? settings_.sharding : settings_.plan},
+                {"seconds", figures.seconds},
+                {"bound", figures.bound},
+                {"speeds", laid_.known.is_measured ? "measured" : "assumed"},
+                {"ranks", std::move(ranks)}};
+    if (predicted_) {
+      record["predicted"] = {
+          {"links", predicted_->links},         {"lookup", predicted_->lookup},
+          {"dense", predicted_->dense},         {"backward", predicted_->backward},
+          {"gradients", predicted_->gradients}, {"step", predicted_->step},
+          {"total", predicted_->total()}};
+    }
+    return record;
+  }
+  std::string prediction_line() const {
+    if (!predicted_ || step_seconds_.empty()) return "";
+    std::vector<double> times = step_seconds_;
+    const auto middle = times.begin() + static_cast<std::ptrdiff_t>(times.size() / 2);
+    std::nth_element(times.begin(), middle, times.end());
+    char text[160];
+    std::snprintf(
+        text, sizeof(text), "plan     predicted %.4g ms a step, measured %.4g ms (%+.0f %%)\n",
+        predicted_->total() * 1e3, *middle * 1e3, 100 * (*middle / predicted_->total() - 1));
+    return text;
+  }
 
   Rows look_up(const SparseInputs& inputs) {
     const Span span(Phase::kLookup);
@@ -368,7 +494,7 @@ class Training final : public trainer::Workload<ClickBatch> {
   comm::Group group_;
   OpenedLog log_;
   std::vector<embedding::EmbeddingTableConfig> configs_;
-  sharding::ModulePlan plan_;
+  LaidTables laid_;
   BatchSource source_;
   BatchSource judged_;
   data_parallel::DistributedDataParallel<Dlrm> model_;
@@ -381,38 +507,12 @@ class Training final : public trainer::Workload<ClickBatch> {
   trainer::HostCopy labels_copy_;
   StreamingAuc running_;
   std::int64_t num_followed_ = 0;
-  double auc_ = kNaN;  // of the last evaluation
+  std::chrono::steady_clock::time_point last_step_;
+  std::vector<double> step_seconds_;
+  std::optional<planner::StepTime> predicted_;  // rank 0, of a measured machine
+  double auc_ = kNaN;                           // of the last evaluation
   std::optional<double> ceiling_;
 };
-
-// The planner's on rank 0, for all, or what the settings say.
-sharding::ModulePlan training_plan(const Settings& settings, const ClickSchema& schema,
-                                   const std::vector<embedding::EmbeddingTableConfig>& tables,
-                                   const comm::Group& world) {
-  const sharding::Topology topology{world.size(), comm::get_local_size(world.size())};
-  sharding::ModulePlan plan;
-  if (is_planned(settings)) {
-    PlanRequest request;
-    request.num_ranks = topology.world_size;
-    request.ranks_per_host = topology.local_size;
-    request.batch = settings.batch;
-    request.table_optimizer = settings.table_optimizer;
-    const std::string answer = comm::invoke_on_rank_and_broadcast_result(world, 0, [&] {
-      request.rank.memory = memory_of_rank(topology.local_size);
-      return planner_answer(table_problem(
-          planner_tables(schema, settings.embedding_dim, settings.bag_size), request));
-    });
-    plan = plan_from_answer("train", answer, tables, topology).plan;
-  } else {
-    plan = plan_of("train", settings, tables, topology);
-  }
-  for (const auto& [name, table] : plan) {
-    TESSERA_CHECK_VALUE(table.kernel == sharding::ComputeKernel::kFused, "train: table '", name,
-                        "' has the kernel dense, whose rows no optimizer of this training steps. "
-                        "Write fused into the plan.");
-  }
-  return plan;
-}
 
 }  // namespace
 
@@ -420,8 +520,8 @@ std::unique_ptr<trainer::AnyWorkload> make_workload(const Settings& settings,
                                                     const comm::Group& world) {
   OpenedLog log = open_log(settings.data, log_options(settings));
   auto tables = tables_of(log.log->schema(), settings.embedding_dim);
-  auto plan = training_plan(settings, log.log->schema(), tables, world);
-  return std::make_unique<Training>(settings, std::move(log), std::move(tables), std::move(plan),
+  auto laid = lay_tables(settings, log.log->schema(), tables, world);
+  return std::make_unique<Training>(settings, std::move(log), std::move(tables), std::move(laid),
                                     world);
 }
 

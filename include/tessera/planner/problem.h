@@ -68,11 +68,16 @@ struct TableRules {
   bool operator==(const TableRules&) const = default;
 };
 
-/// Bytes per second of one rank while the others do the same.
+/// Bytes per second of one rank while the others do the same, and what a measured machine asks
+/// beside the bytes (machine_profile.h).
 struct Speeds {
   double memory = 51e9;     // a socket of DDR4
   double host = 25e9;       // to ranks of the same host
   double network = 12.5e9;  // to ranks of other hosts
+  double step = 0;          // of the fused step; 0: as `memory`
+  double row_seconds = 0;   // of a row that is looked up, whatever its width
+  double id_seconds = 0;    // of an id in the fused step: sorting, and finding its gradient
+  double part_seconds = 0;  // of a shard, in every step
 
   bool operator==(const Speeds&) const = default;
 };

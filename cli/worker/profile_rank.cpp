@@ -1,0 +1,192 @@
+// tessera-worker profile-rank — one of the ranks that `tessera doctor --profile` measures with.
+//
+// All ranks of the host do the same at once, since memory and links are shared; a time is the
+// slowest rank's, the median of five.
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <functional>
+#include <random>
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+
+#include "tessera/comm/collectives.h"
+#include "tessera/comm/environment.h"
+#include "tessera/core/version.h"
+#include "tessera/embedding/table_batch.h"
+#include "tessera/planner/machine_profile.h"
+#include "worker_verb.h"
+
+namespace tessera::cli {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using planner::Curve;
+
+constexpr int kRepetitions = 5;
+constexpr double kHurry = 10;  // seconds after which everything is called once only
+
+class Measuring {
+ public:
+  Measuring(const comm::Group& group, double seconds_each)
+      : group_(group), seconds_each_(seconds_each), begin_(Clock::now()) {}
+
+  // Seconds of one call.
+  double operator()(const std::function<void()>& work) {
+    work();
+    // As many calls between two readings as fill the time of one repetition; the same on all ranks.
+    at::Tensor single = at::empty({2}, at::kDouble);
+    single[0] = timed(work, 1);
+    single[1] = std::chrono::duration<double>(Clock::now() - begin_).count();
+    comm::all_reduce_(single, group_, comm::Reduction::kMax);
+    const bool is_late = single[1].item<double>() > kHurry;
+    const double wanted =
+        (is_late ? 0 : seconds_each_) / kRepetitions / std::max(1e-7, single[0].item<double>());
+    const int calls = static_cast<int>(std::clamp(wanted, 1.0, 2000.0));
+    at::Tensor times = at::empty({kRepetitions}, at::kDouble);
+    for (int i = 0; i < kRepetitions; ++i) {
+      comm::barrier(group_);
+      times[i] = timed(work, calls);
+    }
+    comm::all_reduce_(times, group_, comm::Reduction::kMax);
+    const double median = times.median().item<double>();
+    spread_ = std::max(spread_, (times.max().item<double>() - times.min().item<double>()) / median);
+    return median;
+  }
+
+  double spread() const { return spread_; }
+
+ private:
+  static double timed(const std::function<void()>& work, int calls) {
+    const auto begin = Clock::now();
+    for (int i = 0; i < calls; ++i) work();
+    return std::chrono::duration<double>(Clock::now() - begin).count() / calls;
+  }
+
+  comm::Group group_;
+  double seconds_each_;
+  Clock::time_point begin_;
+  double spread_ = 0;
+};
+
+embedding::TableBatch batch_of(std::int64_t tables, std::int64_t rows, std::int64_t columns) {
+  std::vector<embedding::Table> list;
+  std::vector<embedding::Feature> features;
+  for (std::int64_t i = 0; i < tables; ++i) {
+    const std::string name = "t" + std::to_string(i);
+    at::Tensor weight = embedding::empty_rows(rows, columns, at::kFloat);
+    weight.fill_(0.01);
+    list.push_back({name, weight});
+    features.push_back({name, i});
+  }
+  return {list,
+          features,
+          {.gradients = embedding::GradientForm::kFused,
+           .optimizer = {.kind = embedding::OptimizerKind::kRowWiseAdagrad}}};
+}
+
+// Rows far larger than the caches, from a cache line to 1 KiB wide.
+void measure_rows(Measuring& seconds, std::int64_t table_bytes, planner::MachineProfile& profile) {
+  constexpr std::int64_t kBag = 16;
+  constexpr std::int64_t kInputs = 4;
+  std::mt19937_64 random(1);
+  for (const std::int64_t columns : {16, 32, 64, 128, 256}) {
+    const std::int64_t rows = table_bytes / (columns * 4);
+    const std::int64_t samples = std::max<std::int64_t>(64, (1 << 18) / columns / kBag);
+    const embedding::TableBatch batch = batch_of(1, rows, columns);
+    const std::int64_t num_ids = samples * kBag;
+    std::vector<embedding::LookupInput> inputs;
+    for (std::int64_t i = 0; i < kInputs; ++i) {
+      at::Tensor ids = at::empty({num_ids}, at::kLong);
+      auto* id = ids.data_ptr<std::int64_t>();
+      for (std::int64_t k = 0; k < num_ids; ++k) {
+        id[k] = static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(rows));
+      }
+      inputs.push_back({ids, at::arange(0, num_ids + 1, kBag, at::kLong)});
+    }
+    const at::Tensor gradient = at::full({samples, columns}, 1e-6);
+    std::size_t next = 0;
+    const double forward = seconds([&] { batch.pooled(inputs[next++ % kInputs]); });
+    const double both = seconds([&] { batch.pooled(inputs[next++ % kInputs]).backward(gradient); });
+    const auto ids = static_cast<double>(num_ids);
+    const double row_bytes = static_cast<double>(columns) * 4;
+    profile.rows.emplace_back(row_bytes, forward / ids);
+    const double touched = 1 - std::pow(1 - 1.0 / static_cast<double>(rows), ids);
+    const double moved =
+        row_bytes + 2 * touched * static_cast<double>(rows) / ids * (row_bytes + 4);
+    profile.steps.emplace_back(moved, std::max(1e-12, (both - forward) / ids));
+  }
+}
+
+// Many tables of next to nothing: what a table costs by itself.
+void measure_parts(Measuring& seconds, planner::MachineProfile& profile) {
+  for (const std::int64_t tables : {1, 32}) {
+    const embedding::TableBatch batch = batch_of(tables, 16, 16);
+    const std::int64_t num_ids = tables * 4;
+    const embedding::LookupInput input{at::zeros({num_ids}, at::kLong),
+                                       at::arange(0, num_ids + 1, 1, at::kLong)};
+    const at::Tensor gradient = at::full({4, 16 * tables}, 1e-6);
+    profile.parts.emplace_back(tables, seconds([&] { batch.pooled(input).backward(gradient); }));
+  }
+}
+
+void measure_links(Measuring& seconds, const comm::Group& group, planner::MachineProfile& profile) {
+  if (group.size() < 2) return;
+  const double leaving = static_cast<double>(group.size() - 1) / group.size();
+  for (const std::int64_t bytes : {512, 4 << 10, 32 << 10, 256 << 10, 2 << 20, 16 << 20}) {
+    const std::int64_t count = std::max<std::int64_t>(1, bytes / 4 / group.size()) * group.size();
+    at::Tensor tensor = at::zeros({count});
+    profile.host.emplace_back(static_cast<double>(count) * 4 * leaving,
+                              seconds([&] { comm::all_to_all(tensor, group); }));
+    profile.all_reduce.emplace_back(static_cast<double>(count) * 4,
+                                    seconds([&] { comm::all_reduce_(tensor, group); }));
+  }
+}
+
+void measure_dense(Measuring& seconds, planner::MachineProfile& profile) {
+  constexpr std::int64_t kSamples = 512;
+  for (const std::int64_t width : {64, 256, 1024}) {
+    const at::Tensor input = at::full({kSamples, width}, 0.5);
+    const at::Tensor weight = at::full({width, width}, 0.01);
+    profile.dense.emplace_back(6.0 * kSamples * static_cast<double>(width * width), seconds([&] {
+                                 const at::Tensor output = at::mm(input, weight);
+                                 at::mm(output, weight.t());
+                                 at::mm(input.t(), output);
+                               }));
+  }
+}
+
+int profile_rank(const std::vector<std::string>& words) {
+  const bool is_quick = !words.empty() && words[0] == "--quick";
+  comm::GroupOptions options = comm::default_group_options();
+  options.name = "profile";
+  const comm::Group group = comm::init(options);
+  planner::MachineProfile profile;
+  profile.version = version();
+  profile.engine = group.engine();
+  profile.num_ranks = group.size();
+  profile.threads_per_rank = at::get_num_threads();
+  Measuring seconds(group, is_quick ? 0.02 : 0.2);
+  measure_rows(seconds, std::int64_t{is_quick ? 16 : 96} << 20, profile);
+  measure_parts(seconds, profile);
+  measure_links(seconds, group, profile);
+  measure_dense(seconds, profile);
+  for (Curve* curve : {&profile.rows, &profile.steps, &profile.parts, &profile.host,
+                       &profile.all_reduce, &profile.dense}) {
+    *curve = planner::rising(std::move(*curve));
+  }
+  profile.spread = seconds.spread();
+  if (group.rank() == 0) std::printf("%s\n", planner::to_json(profile).c_str());
+  std::fflush(stdout);
+  comm::barrier(group);
+  return 0;
+}
+
+}  // namespace
+
+const WorkerVerb kProfileRankVerb{"profile-rank", profile_rank};
+
+}  // namespace tessera::cli

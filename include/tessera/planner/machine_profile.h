@@ -1,0 +1,103 @@
+// tessera/planner/machine_profile.h — what a machine was measured to do, for the planner.
+//
+// `tessera doctor --profile` measures and writes it; plans and trainings read it. A curve is a list
+// of points that was measured; the planner's costs add up over shards, so a curve enters as the
+// straight line that fits it best.
+
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "tessera/core/export.h"
+#include "tessera/planner/cost.h"
+#include "tessera/planner/problem.h"
+
+namespace tessera::planner {
+
+/// (size, seconds), sizes rising.
+using Curve = std::vector<std::pair<double, double>>;
+
+/// seconds = fixed + size * each, neither negative, with the least square of relative errors.
+struct Line {
+  double fixed = 0;
+  double each = 0;
+};
+TESSERA_API Line fit(const Curve& curve);
+
+/// Makes a measured curve rise: what was faster although it was larger is taken to be as slow.
+TESSERA_API Curve rising(Curve curve);
+
+/// Factors by which a run was slower than its prediction, by part.
+struct Calibration {
+  std::string run;  // empty: none
+  double links = 1;
+  double lookup = 1;
+  double step = 1;
+  double dense = 1;
+
+  bool operator==(const Calibration&) const = default;
+};
+
+struct MachineProfile {
+  std::string machine;  // processor, or GPU
+  std::string version;  // of the library
+  std::string engine;
+  int num_ranks = 0;         // that were busy at once on a host
+  int threads_per_rank = 0;  // of each
+  Curve rows;                // bytes of a row; seconds of one that is looked up
+  Curve steps;               // bytes that one id moves; seconds of it in the fused step
+  Curve parts;               // tables; seconds of a lookup of next to nothing in all of them
+  Curve host;                // bytes that leave a rank; seconds of an all-to-all inside a host
+  Curve network;             // the same between hosts; empty: not measured
+  Curve all_reduce;          // bytes; seconds
+  Curve dense;               // operations of a layer, forward and backward; seconds
+  double spread = 0;         // the largest of all points: (slowest - fastest) / median
+  Calibration calibration;
+};
+
+/// Throws PlanError(kBadProblem) with the place.
+TESSERA_API MachineProfile profile_from_json(std::string_view text);
+TESSERA_API std::string to_json(const MachineProfile& profile);
+
+/// Speeds of one rank. What was not measured is as assumed: see `assumed`.
+TESSERA_API Speeds speeds_of(const MachineProfile& profile);
+
+/// What of the speeds was not measured, in words; empty if all was.
+TESSERA_API std::string assumed(const MachineProfile& profile);
+
+/// Where a profile is kept: $TESSERA_PROFILE, else tessera/machine.json in the user's cache folder.
+/// Empty if there is no such folder.
+TESSERA_API std::string profile_path();
+
+/// What one step of a training takes, by part.
+struct StepTime {
+  double links = 0;     // ids and rows on their way, forward
+  double lookup = 0;    // rows
+  double dense = 0;     // forward of the dense layers
+  double backward = 0;  // of all, with the steps of the rows
+  // Of backward, where it is known: gradients of rows on their way, and steps of the rows.
+  double gradients = 0;
+  double step = 0;
+
+  double total() const noexcept { return links + lookup + dense + backward; }
+};
+
+/// What the dense layers ask of every rank.
+struct DenseLoad {
+  double operations = 0;  // of a step, forward and backward
+  double bytes = 0;       // of gradients
+};
+
+/// The step of the rank that has most to do by `costs`, whose speeds are those of `profile`.
+TESSERA_API StepTime predict(const MachineProfile& profile, const std::vector<ShardCost>& costs,
+                             const DenseLoad& dense);
+
+/// Factors that make what a profile without a calibration `predicted` into what was `measured`,
+/// each from half to twice.
+TESSERA_API Calibration calibrate(const std::string& run, const StepTime& predicted,
+                                  const StepTime& measured);
+
+}  // namespace tessera::planner

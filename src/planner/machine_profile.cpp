@@ -1,0 +1,212 @@
+#include "tessera/planner/machine_profile.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+
+#include "planner/json.h"
+#include "tessera/planner/plan_error.h"
+
+namespace tessera::planner {
+namespace {
+
+using json::Json;
+using json::Place;
+
+constexpr double kForwardShare = 1.0 / 3;  // of a layer's operations; backward has two products
+
+struct CurveName {
+  const char* key;
+  Curve MachineProfile::* curve;
+};
+constexpr CurveName kCurves[] = {
+    {"rows", &MachineProfile::rows},       {"steps", &MachineProfile::steps},
+    {"parts", &MachineProfile::parts},     {"host", &MachineProfile::host},
+    {"network", &MachineProfile::network}, {"all_reduce", &MachineProfile::all_reduce},
+    {"dense", &MachineProfile::dense},
+};
+
+struct FactorName {
+  const char* key;
+  double Calibration::* factor;
+};
+constexpr FactorName kFactors[] = {{"links", &Calibration::links},
+                                   {"lookup", &Calibration::lookup},
+                                   {"step", &Calibration::step},
+                                   {"dense", &Calibration::dense}};
+
+Curve curve_at(const Place& place) {
+  Curve curve;
+  for (std::size_t i = 0; i < place.size(); ++i) {
+    const Place point = place[i];
+    if (point.size() != 2) point.refuse("is not [size, seconds]");
+    const double size = point[std::size_t{0}].number(0, 1e18);
+    if (!curve.empty() && size <= curve.back().first) point.refuse("is not larger than the last");
+    curve.emplace_back(size, point[std::size_t{1}].number(1e-15, 1e6));
+  }
+  return curve;
+}
+
+double seconds_of(const Line& line, double size) { return line.fixed + line.each * size; }
+
+double speed_of(const Line& line, double assumed, double factor) {
+  return (line.each > 0 ? std::clamp(1 / line.each, 1.0, 1e18) : assumed) / factor;
+}
+
+}  // namespace
+
+Line fit(const Curve& curve) {
+  // Normal equations of (fixed + each * x) / y = 1.
+  double ss = 0, sx = 0, xx = 0, s = 0, x1 = 0;
+  for (const auto& [x, y] : curve) {
+    ss += 1 / (y * y);
+    sx += x / (y * y);
+    xx += x * x / (y * y);
+    s += 1 / y;
+    x1 += x / y;
+  }
+  const double determinant = ss * xx - sx * sx;
+  if (determinant > 1e-12 * ss * xx) {
+    const Line line{(s * xx - x1 * sx) / determinant, (ss * x1 - sx * s) / determinant};
+    if (line.fixed >= 0 && line.each >= 0) return line;
+    if (line.each < 0) return {ss > 0 ? s / ss : 0, 0};
+  }
+  return {0, xx > 0 ? x1 / xx : 0};
+}
+
+Curve rising(Curve curve) {
+  double most = 0;
+  for (auto& [size, seconds] : curve) seconds = most = std::max(most, seconds);
+  return curve;
+}
+
+MachineProfile profile_from_json(std::string_view text) {
+  const Json value = json::parse(text, "the profile");
+  const Place root(value, "");
+  root.check_keys({"kind", "machine", "version", "engine", "ranks", "threads_per_rank", "spread",
+                   "curves", "calibration"});
+  if (!root.has("kind") || root["kind"].text() != "tessera machine profile") {
+    root.refuse("is no profile of tessera doctor --profile");
+  }
+  MachineProfile profile;
+  profile.machine = root["machine"].text();
+  profile.version = root["version"].text();
+  profile.engine = root["engine"].text();
+  profile.num_ranks = static_cast<int>(root["ranks"].whole(1, 1 << 16));
+  profile.threads_per_rank = static_cast<int>(root["threads_per_rank"].whole(1, 1 << 16));
+  profile.spread = root["spread"].number(0, 1e9);
+  const Place curves = root["curves"];
+  curves.check_keys({"rows", "steps", "parts", "host", "network", "all_reduce", "dense"});
+  for (const CurveName& name : kCurves) {
+    if (curves.has(name.key)) profile.*(name.curve) = curve_at(curves[name.key]);
+  }
+  if (root.has("calibration")) {
+    const Place calibration = root["calibration"];
+    calibration.check_keys({"run", "links", "lookup", "step", "dense"});
+    profile.calibration.run = calibration["run"].text();
+    for (const FactorName& name : kFactors) {
+      profile.calibration.*(name.factor) = calibration[name.key].number(0.5, 2);
+    }
+  }
+  return profile;
+}
+
+std::string to_json(const MachineProfile& profile) {
+  Json curves = Json::object();
+  for (const CurveName& name : kCurves) {
+    if (!(profile.*(name.curve)).empty()) curves[name.key] = profile.*(name.curve);
+  }
+  Json value{{"kind", "tessera machine profile"}, {"machine", profile.machine},
+             {"version", profile.version},        {"engine", profile.engine},
+             {"ranks", profile.num_ranks},        {"threads_per_rank", profile.threads_per_rank},
+             {"spread", profile.spread},          {"curves", std::move(curves)}};
+  if (!profile.calibration.run.empty()) {
+    Json one{{"run", profile.calibration.run}};
+    for (const FactorName& name : kFactors) one[name.key] = profile.calibration.*(name.factor);
+    value["calibration"] = std::move(one);
+  }
+  return value.dump(1);
+}
+
+Speeds speeds_of(const MachineProfile& profile) {
+  const Calibration& factors = profile.calibration;
+  const Speeds assumed;
+  Speeds speeds;
+  const Line rows = fit(profile.rows);
+  speeds.memory = speed_of(rows, assumed.memory, factors.lookup);
+  speeds.row_seconds = std::min(1.0, rows.fixed * factors.lookup);
+  const Line steps = fit(profile.steps);
+  if (!profile.steps.empty()) {
+    speeds.step = speed_of(steps, speeds.memory, factors.step);
+    speeds.id_seconds = std::min(1.0, steps.fixed * factors.step);
+  }
+  speeds.part_seconds = std::min(1.0, fit(profile.parts).each * factors.lookup);
+  speeds.host = speed_of(fit(profile.host), assumed.host, factors.links);
+  speeds.network = speed_of(fit(profile.network), assumed.network, factors.links);
+  return speeds;
+}
+
+std::string assumed(const MachineProfile& profile) {
+  std::string words;
+  for (const auto& [curve, word] :
+       {std::pair{&profile.rows, "memory"}, std::pair{&profile.host, "links in a host"},
+        std::pair{&profile.network, "links between hosts"}}) {
+    if (curve->empty()) words += (words.empty() ? "" : ", ") + std::string(word);
+  }
+  return words;
+}
+
+std::string profile_path() {
+  const auto variable = [](const char* name) {
+    const char* value = std::getenv(name);
+    return std::string(value == nullptr ? "" : value);
+  };
+  if (const std::string given = variable("TESSERA_PROFILE"); !given.empty()) return given;
+  if (const std::string cache = variable("XDG_CACHE_HOME"); !cache.empty()) {
+    return cache + "/tessera/machine.json";
+  }
+  const std::string home = variable("HOME");
+  return home.empty() ? "" : home + "/.cache/tessera/machine.json";
+}
+
+StepTime predict(const MachineProfile& profile, const std::vector<ShardCost>& costs,
+                 const DenseLoad& dense) {
+  const auto slowest = std::max_element(
+      costs.begin(), costs.end(),
+      [](const ShardCost& a, const ShardCost& b) { return a.seconds.total() < b.seconds.total(); });
+  StepTime time;
+  const bool is_alone = costs.size() < 2;
+  const double call = is_alone ? 0 : fit(profile.host).fixed * profile.calibration.links;
+  const double operations =
+      profile.calibration.dense * seconds_of(fit(profile.dense), dense.operations);
+  const double all_reduce =
+      is_alone ? 0 : profile.calibration.links * seconds_of(fit(profile.all_reduce), dense.bytes);
+  if (slowest != costs.end()) {
+    const Seconds& seconds = slowest->seconds;
+    time.links = seconds.ids + seconds.rows + 2 * call;
+    time.lookup = seconds.lookup;
+    time.gradients = seconds.gradients + call + all_reduce;
+    time.step = seconds.step;
+  }
+  time.dense = kForwardShare * operations;
+  time.backward = (1 - kForwardShare) * operations + time.gradients + time.step;
+  return time;
+}
+
+Calibration calibrate(const std::string& run, const StepTime& predicted, const StepTime& measured) {
+  const auto factor = [](double is, double should) {
+    return should > 0 && is > 0 ? std::clamp(is / should, 0.5, 2.0) : 1.0;
+  };
+  Calibration found;
+  found.run = run;
+  found.links = factor(measured.links, predicted.links);
+  found.lookup = factor(measured.lookup, predicted.lookup);
+  found.dense = factor(measured.dense, predicted.dense);
+  const double dense_back = predicted.backward - predicted.gradients - predicted.step;
+  found.step =
+      factor(measured.backward - found.links * predicted.gradients - found.dense * dense_back,
+             predicted.step);
+  return found;
+}
+
+}  // namespace tessera::planner

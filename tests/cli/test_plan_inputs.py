@@ -1,0 +1,117 @@
+"""What plans are made from: a machine that was measured, ids that were counted."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+TESSERA = os.environ.get("TESSERA_BIN", str(ROOT / "build/release/bin/tessera"))
+LIMIT = 120.0  # seconds; for a loaded machine, not a figure
+
+
+def tessera(*words, code=0, **env):
+    result = subprocess.run(
+        [TESSERA, *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        env={**os.environ, "TESSERA_PROFILE": "assume", **env},
+    )
+    assert result.returncode == code, result.stdout + result.stderr
+    return result
+
+
+def profile(memory=20e9, host=4e9, row=10e-9):
+    return {
+        "kind": "tessera machine profile",
+        "machine": "a processor",
+        "version": "0.1.0",
+        "engine": "shm",
+        "ranks": 2,
+        "threads_per_rank": 1,
+        "spread": 0.01,
+        "curves": {
+            "rows": [[size, row + size / memory] for size in (64, 256, 1024)],
+            "steps": [[size, 40e-9 + size / memory] for size in (200, 3000)],
+            "host": [[size, 5e-6 + size / host] for size in (1e3, 1e6)],
+            "all_reduce": [[size, 5e-6 + size / host] for size in (1e3, 1e6)],
+            "dense": [[size, 1e-5 + size / 30e9] for size in (1e6, 1e9)],
+        },
+    }
+
+
+def test_a_machine_is_measured_kept_and_used(tmp_path):
+    kept = tmp_path / "cache" / "machine.json"
+    told = tessera("doctor", "--profile", "--quick", "-n", 2, TESSERA_PROFILE=str(kept)).stdout
+    assert f"profile  {kept}" in told and "assumed  links between hosts" in told
+    found = json.loads(kept.read_text())
+    assert found["ranks"] == 2 and found["engine"] == "shm"
+    assert set(found["curves"]) == {"rows", "steps", "parts", "host", "all_reduce", "dense"}
+    for curve in found["curves"].values():
+        assert [point[1] for point in curve] == sorted(point[1] for point in curve)
+    planned = tessera("plan", "tables", "--search", "-n", 2, TESSERA_PROFILE=str(kept)).stdout
+    assert planned.splitlines()[1].endswith("; measured")
+    assert "--out and --ranks are for --profile" in tessera("doctor", "-n", 2, code=2).stderr
+
+
+def test_speeds_are_those_of_the_profile_unless_given(tmp_path):
+    file = tmp_path / "machine.json"
+    file.write_text(json.dumps(profile()))
+    shape = ["plan", "tables", "--search", "-n", 2, "--profile", file]
+    line = tessera(*shape).stdout.splitlines()[1]
+    assert line == "speeds   20 GB/s in memory, 4 in a host, 12.5 between hosts; measured"
+    line = tessera(*shape, "--memory-speed", 51).stdout.splitlines()[1]
+    assert line.startswith("speeds   51 GB/s in memory, 4 in a host")
+    # The worker's table goes by the same.
+    assert tessera(*shape[:2], *shape[3:]).stdout.splitlines()[1].endswith("; measured")
+    file.write_text("{}")
+    assert "is no profile of tessera doctor" in tessera(*shape, code=65).stderr
+    assert "there is no file" in tessera(*shape[:-1], tmp_path / "other", code=65).stderr
+
+
+def test_a_training_says_what_was_predicted(tmp_path):
+    file = tmp_path / "machine.json"
+    file.write_text(json.dumps(profile()))
+    train = ["train", "dlrm", "-n", 2, "--tables", 3, "--rows", 300, "--dim", 8, "--bottom", "16,8"]
+    train += ["--top", "16,1", "--batch", 32, "--steps", 5, "--eval-samples", 64, "--runs", tmp_path]
+    out = tessera(*train, "--profile", file).stdout
+    assert f"speeds   of {file}, measured with 2 ranks on a processor" in out
+    assert " a step, no plan can be under " in out and "plan     predicted " in out
+    (metrics,) = tmp_path.glob("*/metrics.jsonl")
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    (plan,) = [line for line in lines if line["kind"] == "plan"]
+    assert plan["speeds"] == "measured" and plan["bound"] <= plan["seconds"] * (1 + 1e-9)
+    parts = [plan["predicted"][part] for part in ("links", "lookup", "dense", "backward")]
+    assert plan["predicted"]["total"] == pytest.approx(sum(parts))
+    assert len(plan["ranks"]) == 2
+    slowest = max(
+        sum(rank[p] for p in ("ids", "lookup", "rows", "gradients", "step")) for rank in plan["ranks"]
+    )
+    assert slowest == pytest.approx(plan["seconds"])
+    assert "speeds   assumed; tessera doctor --profile" in tessera(*train).stdout
+
+
+def test_ids_of_a_log_are_counted_and_change_the_plan(tmp_path):
+    log, stats = tmp_path / "a.click", tmp_path / "stats.json"
+    tessera("data", "synth", log, "--samples", 20000, "--features", 3, "--rows", "5000", "--bag", 4)
+    told = tessera("data", "stats", log, "--write", stats).stdout.splitlines()
+    assert len(told) == 4 and max(map(len, told)) <= 100
+    found = json.loads(stats.read_text())["features"]
+    assert [feature["name"] for feature in found] == ["cat_0", "cat_1", "cat_2"]
+    for feature in found:
+        assert feature["ids_per_sample"]["mean"] == 4 and feature["ids"] == 80000
+        assert feature["curve"][-1] == [80000, feature["distinct"]]
+        assert sum(feature["ranges"]) == 80000 and 0 < feature["distinct"] <= 5000
+    # Fewer rows are touched than even ids would touch, so a step is shorter.
+    shape = ["plan", "tables", "--search", "--json", "-n", 2, "--data", log, "--batch", 500]
+    even = json.loads(tessera(*shape, "--bag", 4).stdout)
+    counted = json.loads(tessera(*shape, "--stats", stats).stdout)
+    assert {table["ids"] for table in counted["tables"]} == {4}
+    assert counted["plan_seconds"] < even["plan_seconds"]
+    stats.write_text(stats.read_text().replace("cat_", "dog_"))
+    assert "has none of the tables" in tessera(*shape, "--stats", stats, code=65).stderr
