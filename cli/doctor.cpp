@@ -33,7 +33,8 @@ values of the collectives on every engine; measures memory and all-reduce. Takes
   --security   runs a job of two ranks, lists what it listens on, and checks folders and secret
   --profile    measures rows, steps, exchanges and dense layers with a rank per core: 10 to 20 s
   --out FILE   where the profile is kept ($TESSERA_PROFILE, or tessera/machine.json in the user's
-               cache folder); -n N ranks instead
+               cache folder)
+  -n, --ranks N  ranks of --profile (one per core, at most 8)
   --json       one JSON object; docs/doctor.md describes its keys
 
 Exit codes: 0 good, 1 the self-test failed or a door is open. More: docs/doctor.md

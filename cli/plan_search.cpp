@@ -2,6 +2,7 @@
 
 #include "plan_search.h"
 
+#include <algorithm>
 #include <cstdio>
 
 #include "dlrm/open_log.h"
@@ -10,10 +11,12 @@
 #include "plan_request.h"
 #include "planner/json.h"
 #include "report/run_folder.h"
+#include "report/run_record.h"
 #include "tessera/launch/exit_code.h"
 #include "tessera/launch/launch_error.h"
 #include "tessera/planner/explain.h"
 #include "tessera/planner/planner.h"
+#include "tessera/planner/replan.h"
 #include "usage.h"
 
 namespace tessera::cli {
@@ -138,11 +141,107 @@ int check_file(const PlanTablesWords& words, const planner::Problem& problem) {
   return launch::kExitOk;
 }
 
+// "5%", "0.05": a share.
+double share_of(const std::string& text) {
+  const bool is_percent = !text.empty() && text.back() == '%';
+  double value = -1;
+  if (!CLI::detail::lexical_cast(is_percent ? text.substr(0, text.size() - 1) : text, value) ||
+      !(value >= 0)) {
+    throw UsageError("plan: --max-moved takes a share such as 5%, not '" + text + "'");
+  }
+  value = is_percent ? value / 100 : value;
+  if (value > 1) throw UsageError("plan: --max-moved is at most 100%, not '" + text + "'");
+  return value;
+}
+
+std::string moves_text(const planner::Replan& found) {
+  constexpr std::size_t kMost = 20;
+  char line[200];
+  std::snprintf(line, sizeof line,
+                "moved    %s of %s (%.2f %%) in %zu moves; without them %.4g ms\n",
+                planner::bytes_text(found.moved_bytes).c_str(),
+                planner::bytes_text(found.total_bytes).c_str(),
+                found.total_bytes > 0 ? 100 * found.moved_bytes / found.total_bytes : 0.0,
+                found.moves.size(), found.previous_seconds * 1e3);
+  std::string text = line;
+  for (std::size_t i = 0; i < std::min(kMost, found.moves.size()); ++i) {
+    const planner::Move& move = found.moves[i];
+    std::snprintf(line, sizeof line, "  %-20.20s rows [%lld, %lld) columns [%lld, %lld) %d -> %d\n",
+                  move.table.c_str(), static_cast<long long>(move.part.row),
+                  static_cast<long long>(move.part.row + move.part.rows),
+                  static_cast<long long>(move.part.column),
+                  static_cast<long long>(move.part.column + move.part.columns), move.from,
+                  move.part.rank);
+    text += line;
+  }
+  if (found.moves.size() > kMost) {
+    text += "  and " + std::to_string(found.moves.size() - kMost) + " more; --json has all\n";
+  }
+  return text;
+}
+
+std::string moves_json(const planner::Problem& problem, const planner::Replan& found) {
+  using planner::json::Json;
+  Json value = Json::parse(planner::to_json(problem, found.result));
+  Json moves = Json::array();
+  for (const planner::Move& move : found.moves) {
+    const planner::Shard& part = move.part;
+    moves.push_back({{"table", move.table},
+                     {"part", {part.row, part.column, part.rows, part.columns, part.rank}},
+                     {"from", move.from}});
+  }
+  value["moves"] = std::move(moves);
+  value["moved_bytes"] = found.moved_bytes;
+  value["total_bytes"] = found.total_bytes;
+  value["previous_seconds"] = found.previous_seconds;
+  value["appeared"] = found.appeared;
+  value["vanished"] = found.vanished;
+  return value.dump(1) + "\n";
+}
+
+// Makes the profile predict what a run has measured, and keeps it.
+void calibrate(const PlanTablesWords& words) {
+  const dlrm::KnownSpeeds known = dlrm::known_speeds(words.profile);
+  const auto refuse = [&](const std::string& why) {
+    return PlanError(PlanErrorKind::kBadProblem,
+                     "plan: " + words.calibrate + " cannot calibrate a profile", why,
+                     "a run of tessera train dlrm after tessera doctor --profile");
+  };
+  if (!known.is_measured) throw refuse("there is no profile of this machine");
+  const workloads::report::RunRecord run = workloads::report::read_run(words.calibrate);
+  const std::map<std::string, double> measured = workloads::report::measured_parts(run);
+  if (!run.plan || run.plan->predicted.empty() || measured.empty()) {
+    throw refuse("its metrics.jsonl has no prediction, or no step");
+  }
+  const auto times_of = [](const std::map<std::string, double>& parts) {
+    const auto part = [&](const char* name) {
+      const auto found = parts.find(name);
+      return found == parts.end() ? 0.0 : found->second;
+    };
+    return planner::StepTime{part("links"),    part("lookup"),    part("dense"),
+                             part("backward"), part("gradients"), part("step")};
+  };
+  const planner::Calibration& before = known.profile.calibration;
+  planner::Calibration found =
+      planner::calibrate(words.calibrate, times_of(run.plan->predicted), times_of(measured));
+  for (const auto factor : {&planner::Calibration::links, &planner::Calibration::lookup,
+                            &planner::Calibration::step, &planner::Calibration::dense}) {
+    found.*factor = std::clamp(found.*factor * before.*factor, 0.5, 2.0);
+  }
+  planner::MachineProfile profile = known.profile;
+  profile.calibration = found;
+  const std::string path = words.profile.empty() ? planner::profile_path() : words.profile;
+  workloads::report::write_text(path, planner::to_json(profile) + "\n");
+  std::fprintf(stderr,
+               "calibrated %s: links %.2f, lookup %.2f, step %.2f, dense %.2f times as long\n",
+               path.c_str(), found.links, found.lookup, found.step, found.dense);
+}
+
 }  // namespace
 
 bool wants_search(const PlanTablesWords& words) {
-  const bool is_asked =
-      words.search || !words.explain.empty() || !words.check.empty() || !words.pins.empty();
+  const bool is_asked = words.search || !words.explain.empty() || !words.check.empty() ||
+                        !words.pins.empty() || !words.previous.empty() || !words.calibrate.empty();
   if (is_asked && !words.plan.empty()) {
     throw UsageError("plan: --plan explains a plan and --search finds one; give one of them");
   }
@@ -154,20 +253,30 @@ bool wants_search(const PlanTablesWords& words) {
 
 int plan_search(const PlanTablesWords& words) {
   try {
+    if (!words.calibrate.empty()) calibrate(words);
     const WantedPlan wanted = wanted_plan(words);
     const planner::Problem problem = problem_of(words, wanted);
     if (!words.check.empty()) return check_file(words, problem);
-    const planner::PlanResult result = planner::plan(problem);
+    planner::Replan again;
+    if (!words.previous.empty()) {
+      const planner::Plan previous =
+          planner::plan_from_json(workloads::report::read_text(words.previous));
+      again = planner::replan(problem, previous, share_of(words.max_moved));
+    }
+    const planner::PlanResult result =
+        words.previous.empty() ? planner::plan(problem) : again.result;
     if (!words.write.empty()) {
       workloads::report::write_text(words.write, planner::plan_json(result.plan, kModule) + "\n");
     }
     std::string text;
     if (words.as_json) {
-      text = planner::to_json(problem, result) + "\n";
+      text = words.previous.empty() ? planner::to_json(problem, result) + "\n"
+                                    : moves_json(problem, again);
     } else if (!words.explain.empty()) {
       text = planner::explain(problem, result, words.explain);
     } else {
-      text = head_text(words, problem, wanted) + planner::summary(problem, result) + "\n" +
+      text = head_text(words, problem, wanted) + planner::summary(problem, result) +
+             (words.previous.empty() ? "" : moves_text(again)) + "\n" +
              planner::table_text(problem, result);
     }
     std::fputs(text.c_str(), stdout);

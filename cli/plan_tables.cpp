@@ -45,6 +45,8 @@ plan
   --objective O --effort E  sum or phases (sum); low, normal or high (normal)
   --pin TABLE=RANK[,RANK]   the only ranks a table may lie on; may be repeated
   --check FILE              check plan and proof of --search --json
+  --previous FILE --max-moved P    improve this plan, and move at most so much of its bytes (5%)
+  --calibrate RUN           make the profile predict what this run measured
   --batch N                 samples per rank and step (2048)
   --table-optimizer O       sgd, adagrad, rowwise_adagrad, adam, partial_rowwise_adam
 output

@@ -93,7 +93,48 @@ def test_a_training_says_what_was_predicted(tmp_path):
         sum(rank[p] for p in ("ids", "lookup", "rows", "gradients", "step")) for rank in plan["ranks"]
     )
     assert slowest == pytest.approx(plan["seconds"])
+    page = (metrics.parent / "report.html").read_text()
+    assert 'id="plan"' in page and 'id="prediction"' in page
+    # The run makes the profile better; a run without a prediction cannot.
+    told = tessera("plan", "tables", "--profile", file, "--calibrate", metrics.parent).stderr
+    assert told.startswith(f"calibrated {file}: links ")
+    calibration = json.loads(file.read_text())["calibration"]
+    assert calibration["run"] == str(metrics.parent)
+    assert all(0.5 <= calibration[part] <= 2 for part in ("links", "lookup", "step", "dense"))
     assert "speeds   assumed; tessera doctor --profile" in tessera(*train).stdout
+    other = next(one for one in tmp_path.glob("*/metrics.jsonl") if one != metrics)
+    words = ["plan", "tables", "--profile", file, "--calibrate", other.parent]
+    assert "no prediction" in tessera(*words, code=65).stderr
+    assert "no profile of this machine" in tessera(*words[:2], *words[4:], code=65).stderr
+
+
+def test_a_plan_is_improved_by_moving_little(tmp_path):
+    tables = [{"name": f"t{i}", "rows": 100_000 + i, "dim": 64, "ids": 5} for i in range(40)]
+    listed, before, after = tmp_path / "t.json", tmp_path / "before.json", tmp_path / "after.json"
+    listed.write_text(json.dumps({"tables": tables}))
+    words = ["plan", "tables", "--search", "-n", 4, "--table-list", listed]
+    tessera(*words, "--write", before)
+    tables[7]["rows"] *= 2
+    tables[7]["ids"] = 30
+    tables[8]["name"] = "new"
+    listed.write_text(json.dumps({"tables": tables}))
+    told = tessera(*words, "--previous", before, "--max-moved", "5%", "--write", after).stdout
+    assert "\nmoved    " in told and " -> " in told
+    found = json.loads(tessera(*words, "--previous", before, "--json").stdout)
+    assert 0 < found["moved_bytes"] <= 0.05 * found["total_bytes"]
+    assert found["plan_seconds"] < found["previous_seconds"]
+    assert found["appeared"] == ["new"] and found["vanished"] == ["t8"]
+    # Only what is listed has moved.
+    old = json.loads(before.read_text())["modules"]["tables"]
+    new = json.loads(after.read_text())["modules"]["tables"]
+    changed = {name for name in old if name in new and old[name]["ranks"] != new[name]["ranks"]}
+    assert changed <= {move["table"] for move in found["moves"]}
+    result = tmp_path / "result.json"
+    result.write_text(json.dumps(found))
+    assert "holds" in tessera(*words[:2], *words[3:], "--check", result).stdout
+    for share in ("much", "-1%", "101%"):
+        refused = tessera(*words, "--previous", before, "--max-moved", share, code=2)
+        assert "--max-moved" in refused.stderr
 
 
 def test_ids_of_a_log_are_counted_and_change_the_plan(tmp_path):

@@ -253,6 +253,53 @@ std::string config(const RunRecord& run) {
   return "<div><h2>Configuration</h2><pre tabindex=\"0\">" + escape(run.config) + "</pre></div>";
 }
 
+// Ranks beside the bound, and a prediction beside what was measured.
+std::string plan_section(const RunRecord& run) {
+  if (!run.plan) return "";
+  const PlanRow& plan = *run.plan;
+  const auto milliseconds = [](double seconds) { return number(seconds * 1e3); };
+  const double gap = plan.bound > 0 ? 100 * (plan.seconds / plan.bound - 1) : 0;
+  std::string html =
+      "<section><h2>Plan</h2><p class=\"note\">" +
+      escape("Sharding " + plan.sharding + ", speeds " + plan.speeds + ". Tables need " +
+             milliseconds(plan.seconds) + " ms a step on the slowest rank; no plan can be under " +
+             milliseconds(plan.bound) + " ms (" + fixed(gap, 2) + " %).") +
+      "</p><div class=\"two\"><div class=\"scroll\"><table id=\"plan\"><thead><tr>" +
+      head_cell("rank") + head_cell("ms") + head_cell("of the bound") + head_cell("memory") +
+      "</tr></thead><tbody>";
+  for (std::size_t r = 0; r < std::min(kMaxRows, plan.ranks.size()); ++r) {
+    double seconds = 0;
+    double bytes = 0;
+    for (const auto& [part, value] : plan.ranks[r]) (part == "bytes" ? bytes : seconds) += value;
+    html += "<tr><th scope=\"row\">" + std::to_string(r) + "</th>" + cell(milliseconds(seconds)) +
+            cell(plan.bound > 0 ? fixed(100 * seconds / plan.bound, 1) + " %" : "") +
+            cell(bytes_text(bytes)) + "</tr>";
+  }
+  html += "</tbody></table></div>";
+  const auto measured = measured_parts(run);
+  if (!plan.predicted.empty() && !measured.empty()) {
+    html += "<div class=\"scroll\"><table id=\"prediction\"><thead><tr>" +
+            head_cell("ms of a step") + head_cell("predicted") + head_cell("measured") +
+            "</tr></thead><tbody>";
+    double predicted_sum = 0;
+    double measured_sum = 0;
+    const auto row = [&](const std::string& name, double predicted, double found) {
+      html += "<tr><th scope=\"row\">" + escape(name) + "</th>" + cell(milliseconds(predicted)) +
+              cell(milliseconds(found)) + "</tr>";
+    };
+    for (const auto& [part, found] : measured) {
+      const auto predicted = plan.predicted.find(part);
+      if (predicted == plan.predicted.end()) continue;
+      row(part, predicted->second, found);
+      predicted_sum += predicted->second;
+      measured_sum += found;
+    }
+    row("together", predicted_sum, measured_sum);
+    html += "</tbody></table></div>";
+  }
+  return html + "</div></section>";
+}
+
 std::string head(const RunRecord& run) {
   std::string line = run.workload.empty() ? "" : run.workload + " · ";
   line += std::to_string(run.num_ranks) + (run.num_ranks == 1 ? " rank" : " ranks");
@@ -280,7 +327,8 @@ std::string make_page(const RunRecord& run) {
       loss_chart(run) + auc_chart(run) + other_charts(run) + speed_chart(run) + time_chart(run);
   html +=
       charts.empty() ? "<p>No step was logged.</p>" : "<div class=\"charts\">" + charts + "</div>";
-  html += breakdown_section(run) + timeline_section(run) + placement_section(run);
+  html +=
+      breakdown_section(run) + timeline_section(run) + plan_section(run) + placement_section(run);
   html += "<div class=\"two\">" + config(run) + facts(run) + "</div></main>";
   html +=
       "<footer>Made by tessera report from metrics.jsonl and trace.json of this folder.</footer>";

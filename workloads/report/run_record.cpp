@@ -57,6 +57,17 @@ Table read_table(const Json& line) {
   return table;
 }
 
+PlanRow read_plan(const Json& line) {
+  PlanRow plan;
+  plan.sharding = line.value("sharding", "");
+  plan.speeds = line.value("speeds", "");
+  plan.seconds = line.at("seconds").get<double>();
+  plan.bound = line.at("bound").get<double>();
+  plan.ranks = line.at("ranks").get<std::vector<std::map<std::string, double>>>();
+  plan.predicted = line.value("predicted", std::map<std::string, double>{});
+  return plan;
+}
+
 Breakdown read_breakdown(const Json& line) {
   Breakdown breakdown;
   breakdown.rank = line.at("rank").get<int>();
@@ -92,6 +103,8 @@ void read_line(const Json& line, RunRecord& run) {
     read_head(line, run);
   } else if (kind == "table") {
     run.tables.push_back(read_table(line));
+  } else if (kind == "plan") {
+    run.plan = read_plan(line);
   } else if (kind == "step") {
     run.steps.push_back({line.at("step").get<std::int64_t>(), number_of(line, "loss"),
                          number_of(line, "seconds"), number_of(line, "samples_per_second"),
@@ -173,6 +186,24 @@ RunRecord read_run(const std::string& folder) {
             [](const Breakdown& a, const Breakdown& b) { return a.rank < b.rank; });
   if (!run.has_ended && !run.steps.empty()) run.total_steps = run.steps.back().step;
   return run;
+}
+
+std::map<std::string, double> measured_parts(const RunRecord& run) {
+  static const std::map<std::string, std::string> kPartOf = {
+      {"input_dist", "links"},  {"output_dist", "links"}, {"lookup", "lookup"},
+      {"dense", "dense"},       {"backward", "backward"}, {"all_reduce", "backward"},
+      {"optimizer", "backward"}};
+  std::map<std::string, double> parts;
+  for (const Breakdown& breakdown : run.breakdowns) {
+    if (breakdown.steps == 0) continue;
+    const auto share =
+        1.0 / static_cast<double>(breakdown.steps) / static_cast<double>(run.breakdowns.size());
+    for (const auto& [phase, time] : breakdown.phases) {
+      const auto part = kPartOf.find(phase);
+      if (part != kPartOf.end()) parts[part->second] += time.seconds * share;
+    }
+  }
+  return parts;
 }
 
 }  // namespace tessera::workloads::report

@@ -5,6 +5,8 @@
 //   run        name, workload, ranks, unit, started, auc_ceiling, versions {}, machine {}
 //   table      name, rows, columns, bytes, sharding, shards [{rank, row, rows, column, columns,
 //              bytes}]
+//   plan       sharding, seconds, bound, speeds, ranks [{part: seconds, bytes}], predicted {part:
+//              seconds, total} if the machine was measured
 //   step       step, loss, seconds, samples_per_second, learning_rate, exposed_comm_seconds
 //   eval       step, log_loss, auc, normalized_entropy, calibration, samples; or other figures of
 //              the workload by their names
@@ -75,6 +77,16 @@ struct Breakdown {
   std::map<std::string, PhaseTime> phases;
 };
 
+/// What the planner thinks of where the tables lie.
+struct PlanRow {
+  std::string sharding;
+  std::string speeds;                                // "measured" or "assumed"
+  double seconds = 0;                                // of the slowest rank's tables
+  double bound = 0;                                  // no plan is faster
+  std::vector<std::map<std::string, double>> ranks;  // seconds by part, and "bytes"
+  std::map<std::string, double> predicted;           // seconds of a step by part; empty: not known
+};
+
 /// One piece of a rank's time, from trace.json.
 struct TraceSpan {
   int rank = 0;
@@ -96,6 +108,7 @@ struct RunRecord {
   std::optional<double> auc_ceiling;
   std::vector<std::pair<std::string, std::string>> facts;  // versions and machine
   std::vector<Table> tables;
+  std::optional<PlanRow> plan;
   std::vector<StepRow> steps;
   std::vector<EvalRow> evals;
   std::vector<Breakdown> breakdowns;  // by rank
@@ -112,5 +125,9 @@ struct RunRecord {
 /// end of metrics.jsonl, as a killed process leaves it, is ignored. Throws Error naming file, line
 /// and cause.
 RunRecord read_run(const std::string& folder);
+
+/// Seconds of a step as the plan's prediction has them: "links", "lookup", "dense", "backward";
+/// means over the ranks. Empty if nothing was measured.
+std::map<std::string, double> measured_parts(const RunRecord& run);
 
 }  // namespace tessera::workloads::report

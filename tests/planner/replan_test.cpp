@@ -1,0 +1,132 @@
+// Replanning: what grew, shrank, came or went, and how little moves.
+
+#include <gtest/gtest.h>
+
+#include "planner/public_models.h"
+#include "tessera/planner/explain.h"
+#include "tessera/planner/replan.h"
+
+namespace tessera::planner {
+namespace {
+
+// Every cell of every table of both plans is on its rank of `after` already, or is moved there.
+void expect_moves_suffice(const Plan& before, const Replan& found) {
+  double moved = 0;
+  for (const Move& move : found.moves) {
+    EXPECT_NE(move.from, move.part.rank);
+    moved += static_cast<double>(move.part.rows) * static_cast<double>(move.part.columns) * 4;
+  }
+  EXPECT_NEAR(moved, found.moved_bytes, 1e-6 * moved);
+  EXPECT_EQ(moves_between(before, found.result.plan), found.moves);
+}
+
+void expect_good(const Problem& problem, const Plan& before, const Replan& found, double moved,
+                 double gap) {
+  EXPECT_NO_THROW(check_plan(problem, found.result.plan));
+  EXPECT_TRUE(holds(found.result.certificate, problem));
+  EXPECT_LE(found.moved_bytes, moved * found.total_bytes * (1 + 1e-9));
+  EXPECT_LE(100 * found.result.gap(), gap);
+  expect_moves_suffice(before, found);
+}
+
+TEST(ReplanTest, MovesAreWhatIsNotThereYet) {
+  const Plan before{{"a", Cut::kTableWise, Kernel::kFused, {{0, 0, 10, 8, 1}}},
+                    {"b", Cut::kDataParallel, Kernel::kFused, {{0, 0, 3, 8, 0}, {0, 0, 3, 8, 1}}}};
+  const Plan after{{"a", Cut::kColumnWise, Kernel::kFused, {{0, 0, 10, 4, 1}, {0, 4, 10, 4, 0}}},
+                   {"b", Cut::kTableWise, Kernel::kFused, {{0, 0, 3, 8, 1}}},
+                   {"c", Cut::kTableWise, Kernel::kFused, {{0, 0, 3, 8, 1}}}};
+  EXPECT_EQ(moves_between(before, after), (std::vector<Move>{{"a", {0, 4, 10, 4, 0}, 1}}));
+  // Rows: a third of them stays, if there is one rank more.
+  const Plan rows{{"a", Cut::kRowWise, Kernel::kFused, {{0, 0, 6, 2, 0}, {6, 0, 6, 2, 1}}}};
+  const Plan more{
+      {"a", Cut::kRowWise, Kernel::kFused, {{0, 0, 4, 2, 0}, {4, 0, 4, 2, 1}, {8, 0, 4, 2, 2}}}};
+  EXPECT_EQ(moves_between(rows, more),
+            (std::vector<Move>{{"a", {4, 0, 2, 2, 1}, 0}, {"a", {8, 0, 4, 2, 2}, 1}}));
+}
+
+TEST(ReplanTest, NothingChangedNothingMoves) {
+  const Problem problem = models::problem_of("mlperf", 8, false);
+  const Plan before = plan(problem).plan;
+  const Replan found = replan(problem, before, 0.05);
+  EXPECT_TRUE(found.moves.empty());
+  EXPECT_EQ(plan_json(found.result.plan, "m"), plan_json(before, "m"));
+}
+
+TEST(ReplanTest, ATableGrowsByATenth) {
+  for (const char* model : {"mlperf", "medium", "jumbo"}) {
+    for (const int ranks : {8, 16}) {
+      if (ranks == 16 && std::string(model) == "jumbo") continue;  // takes seconds
+      Problem problem = models::problem_of(model, ranks, false);
+      const PlanResult before = plan(problem);
+      // The one that costs most.
+      Table* largest = &problem.tables[0];
+      for (Table& table : problem.tables) {
+        if (table.rows * table.dim > largest->rows * largest->dim) largest = &table;
+      }
+      largest->rows += largest->rows / 10;
+      largest->features.back().ids *= 1.1;
+      const Replan found = replan(problem, before.plan, 0.02);
+      SCOPED_TRACE(std::string(model) + " on " + std::to_string(ranks));
+      // Rows of a table that is cut by rows move because it grew; that is not counted as chosen.
+      const Replan still = replan(problem, before.plan, 0);
+      expect_good(problem, before.plan, found, 0.02 + still.moved_bytes / still.total_bytes, 2);
+      EXPECT_LE(found.result.seconds, found.previous_seconds * (1 + 1e-9));
+    }
+  }
+}
+
+TEST(ReplanTest, TablesComeAndGo) {
+  Problem problem = models::problem_of("medium", 8, false);
+  const Plan before = plan(problem).plan;
+  Table added = problem.tables[30];
+  added.name = "new";
+  problem.tables[3] = added;
+  const Replan found = replan(problem, before, 0.02);
+  expect_good(problem, before, found, 0.02, 1);
+  EXPECT_EQ(found.appeared, std::vector<std::string>{"new"});
+  EXPECT_EQ(found.vanished, std::vector<std::string>{"t0003"});
+}
+
+TEST(ReplanTest, ARankIsLostAndOneHasLessMemory) {
+  Problem problem = models::problem_of("medium", 8, false);
+  const Plan before = plan(problem).plan;
+  // An eighth must go; row cuts move more.
+  problem.ranks.resize(7);
+  problem.ranks_per_host = 7;
+  const Replan fewer = replan(problem, before, 0.05);
+  expect_good(problem, before, fewer, 1, 5);
+  const Plan fresh = plan(problem).plan;
+  double all = 0;
+  for (const Move& move : moves_between(before, fresh)) {
+    all += static_cast<double>(move.part.rows) * static_cast<double>(move.part.columns) * 4;
+  }
+  EXPECT_LT(fewer.moved_bytes, 0.7 * all);
+
+  Problem tight = models::problem_of("medium", 8, false);
+  for (Rank& rank : tight.ranks) rank.memory = 40e9;
+  const Plan even = plan(tight).plan;
+  tight.ranks[2].memory /= 2;
+  const Replan moved = replan(tight, even, 0.05);
+  EXPECT_NO_THROW(check_plan(tight, moved.result.plan));
+  expect_moves_suffice(even, moved);
+  EXPECT_LT(moved.moved_bytes, 0.25 * moved.total_bytes);
+}
+
+TEST(ReplanTest, PlansAreReadFromFiles) {
+  const Problem problem = models::problem_of("tiny", 8, false);
+  const PlanResult result = plan(problem);
+  const std::string text = plan_json(result.plan, "tables");
+  EXPECT_EQ(plan_json(plan_from_json(text), "tables"), text);
+  EXPECT_EQ(plan_json(plan_from_json(to_json(problem, result)), "tables"), text);
+  for (const char* bad : {"", "{}", R"({"version": 1, "modules": {}})",
+                          R"({"version": 1, "modules": {"a": {"t": {"type": "odd"}}}})",
+                          R"({"version": 1, "modules": {"a": 3}})"}) {
+    EXPECT_THROW(plan_from_json(bad), PlanError) << bad;
+  }
+  Plan twice = result.plan;
+  twice.push_back(twice[0]);
+  EXPECT_THROW(replan(problem, twice, 0.1), PlanError);
+}
+
+}  // namespace
+}  // namespace tessera::planner
