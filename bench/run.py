@@ -58,6 +58,7 @@ BENCHMARKS = {
         [str(PROGRAMS / "step_bench")],
         [PEERS_PYTHON, str(ROOT / "bench/compare/torchrec_sharded.py")],
     ],
+    "planner": [[str(PROGRAMS / "planner_bench")]],
     "jagged": [[PEERS_PYTHON, str(ROOT / "bench/compare/jagged_operators.py")]],
     "faults": [[sys.executable, str(ROOT / "bench/compare/faults.py")]],
 }
@@ -77,6 +78,7 @@ QUICK = {
     "data_parallel_step": ["--steps", "0.2"],
     "embedding": ["--seconds", "0.2"],
     "sharding_step": ["--seconds", "0.3"],
+    "planner": ["--quick"],
     "jagged": ["--seconds", "0.2"],
     "faults": ["--repetitions", "3"],
 }
@@ -96,6 +98,7 @@ TITLES = {
     "sharding_step": "Training steps on sharded tables, two ranks",
     "dlrm_parts": "Around the tables of a DLRM, one rank",
     "dlrm_step": "DLRM, 26 tables on two ranks",
+    "planner": "Plans of public models, one core",
     "jagged": "Operators on jagged batches, beside fbgemm",
     "faults": "From a fault to the last survivor's error",
 }
