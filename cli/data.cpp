@@ -11,8 +11,8 @@
 #include <nlohmann/json.hpp>
 
 #include "data/input.h"
-#include "data_table.h"
 #include "data_stats.h"
+#include "data_table.h"
 #include "dlrm/click_file.h"
 #include "dlrm/criteo.h"
 #include "dlrm/synthetic.h"
