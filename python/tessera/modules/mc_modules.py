@@ -424,6 +424,7 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
         for info in eviction_policy.metadata_info:
             if info.is_mch_metadata:
                 self.register_buffer(f"_mch_{info.metadata_name}", torch.zeros_like(rows))
+        self._unknown_row = output_global_offset + zch_size - 1
         self._num_ids = 0
         self._history: list[tuple[int, torch.Tensor, dict[str, torch.Tensor]]] = []
         self._evicted: torch.Tensor | None = None
@@ -551,9 +552,8 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
     ) -> Features:
         """Return the rows in place of the ids; unknown ids get the last row."""
         index = self._find()
-        unknown = self._output_global_offset + self._zch_size - 1
         return {
-            name: _with_values(feature, index.remap(feature.values(), unknown))
+            name: _with_values(feature, index.remap(feature.values(), self._unknown_row))
             for name, feature in features.items()
         }
 

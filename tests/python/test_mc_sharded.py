@@ -1,0 +1,211 @@
+"""Managed collision over ranks: every id has one row, wherever it is looked up from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks, run_ranks_collecting
+from tessera.distributed.embedding import EmbeddingCollectionSharder
+from tessera.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from tessera.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
+from tessera.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
+from tessera.distributed.mc_modules import create_mc_sharding
+from tessera.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
+from tessera.distributed.types import ShardingEnv
+from tessera.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from tessera.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from tessera.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
+from tessera.modules.mc_modules import (
+    LFU_EvictionPolicy,
+    LRU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+)
+from tessera.sparse.jagged_tensor import KeyedJaggedTensor
+
+FUSED = {"optimizer": "EXACT_ROWWISE_ADAGRAD", "learning_rate": 0.1}
+SIZES = {"a": 300, "b": 7}
+
+
+def whole(is_pooled=True, sizes=SIZES, policy=LFU_EvictionPolicy, **options):
+    torch.manual_seed(5)
+    config = EmbeddingBagConfig if is_pooled else EmbeddingConfig
+    features = {"a": ["f", "g"], "b": ["f"]}
+    configs = [
+        config(size, 4, name, feature_names=features[name], init_fn=torch.nn.init.ones_)
+        for name, size in sizes.items()
+    ]
+    ids = ManagedCollisionCollection(
+        {
+            name: MCHManagedCollisionModule(size, torch.device("cpu"), policy(), 1, **options)
+            for name, size in sizes.items()
+        },
+        configs,
+    )
+    if is_pooled:
+        return ManagedCollisionEmbeddingBagCollection(EmbeddingBagCollection(configs), ids, True)
+    return ManagedCollisionEmbeddingCollection(EmbeddingCollection(configs), ids, True)
+
+
+def shard(module, wishes, fused=FUSED):
+    if isinstance(module, ManagedCollisionEmbeddingBagCollection):
+        sharder = ManagedCollisionEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder(fused))
+    else:
+        sharder = ManagedCollisionEmbeddingCollectionSharder(EmbeddingCollectionSharder(fused))
+    plan = construct_module_sharding_plan(module, wishes, sharder)
+    return sharder.shard(module, plan, ShardingEnv.from_process_group(dist.group.WORLD))
+
+
+def batch(rank, step, samples, spread=40):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    lengths = torch.randint(0, 4, (2 * samples,), generator=generator)
+    values = torch.randint(0, spread, (int(lengths.sum()),), generator=generator) * 7919 - 2**62
+    return KeyedJaggedTensor.from_lengths_sync(["g", "f"], values, lengths)
+
+
+def cut(kind):
+    return {"a": row_wise(), "b": table_wise(0)} if kind == "mixed" else {"a": row_wise(), "b": row_wise()}
+
+
+def _every_id_has_one_row(rank, kind, is_pooled):
+    sharded = shard(whole(is_pooled), cut(kind))
+    seen, sums = [], []
+    for step in range(4):
+        samples = [3, 0, 5, 2][rank]
+        features = batch(rank, step, samples)
+        found, mapped = sharded(features)
+        mapped, found = mapped.wait(), found.wait()
+        assert mapped.keys() == ["f@a", "g", "f@b"]
+        by_key = {"f@a": "f", "g": "g", "f@b": "f"}
+        for key, source in by_key.items():
+            assert torch.equal(mapped[key].lengths(), features[source].lengths())
+            pairs = zip(features[source].values().tolist(), mapped[key].values().tolist(), strict=True)
+            seen += [(key[-1] if "@" in key else "a", one, row) for one, row in pairs]
+        if is_pooled:
+            counts = torch.cat([mapped[k].lengths().view(-1, 1).expand(-1, 4) for k in list(found.keys())], 1)
+            if step == 0:  # all rows are ones
+                assert torch.equal(found.values(), counts.float())
+            found.values().sum().backward()
+        else:
+            sum(rows.values().sum() for rows in found.values()).backward()
+        sums.append(float(sharded.gather_tables()["a"].sum()))
+    return seen, sums
+
+
+def _both_kinds(rank, kind):
+    return [_every_id_has_one_row(rank, kind, is_pooled) for is_pooled in (True, False)]
+
+
+# One job for several cases: starting ranks takes longer than what they do.
+@pytest.mark.parametrize(("kind", "world"), [("mixed", 4), ("rows", 3), ("rows", 1)])
+def test_every_id_has_one_row(kind, world):
+    for outcomes in zip(*run_ranks(world, _both_kinds, kind), strict=True):
+        row_of: dict = {}
+        for seen, sums in outcomes:
+            assert sums == outcomes[0][1]
+            assert sums[-1] < sums[0] < 300 * 4  # ones, stepped down
+            for table, one, row in seen:
+                if table == "a":  # has room for all: an id never moves, and no two share a row
+                    assert row_of.setdefault(one, row) == row
+                    assert row != 299
+        assert len(set(row_of.values())) == len(row_of)
+
+
+def _as_in_one_process(rank):
+    """One rank's table-wise tables give what the unsharded module gives for all batches together."""
+    sharded = shard(whole(sizes={"a": 12}, policy=LRU_EvictionPolicy), {"a": table_wise(1)})
+    world = dist.get_world_size()
+    alone = whole(sizes={"a": 12}, policy=LRU_EvictionPolicy)
+    for step in range(6):
+        _, mapped = sharded(batch(rank, step, 4, spread=60))
+        parts = [batch(other, step, 4, spread=60) for other in range(world)]
+        # What the owner sees: the different ids of each rank, with their counts.
+        _, wanted = alone(_joined(parts))
+        places = [0, *torch.cumsum(torch.tensor([len(p.values()) for p in parts]), 0).tolist()]
+        own = _split_like(wanted, parts)[rank]
+        assert torch.equal(mapped.wait()["g"].values(), own["g"])
+        assert torch.equal(mapped.wait()["f"].values(), own["f"])
+        assert places[-1] == wanted.values().numel()
+
+
+def _joined(parts):
+    keys = ["g", "f"]
+    values = torch.cat([part[key].values() for key in keys for part in parts])
+    lengths = torch.cat([part[key].lengths() for key in keys for part in parts])
+    return KeyedJaggedTensor.from_lengths_sync(keys, values, lengths)
+
+
+def _split_like(mapped, parts):
+    pieces = {k: mapped[k].values().split([p[k].values().numel() for p in parts]) for k in ("f", "g")}
+    return [{k: pieces[k][rank] for k in pieces} for rank in range(len(parts))]
+
+
+def _resets(rank):
+    """A row that changes hands begins anew on its owner, state of the optimizer included."""
+    module = whole(sizes={"a": 6}, policy=LRU_EvictionPolicy)
+    sharded = shard(module, {"a": row_wise()}, {**FUSED, "learning_rate": 0.5})
+    for step in range(8):
+        ids = torch.arange(3) + 10 * step  # new ids in every step
+        features = KeyedJaggedTensor.from_lengths_sync(["f", "g"], ids, torch.tensor([3, 0]))
+        pooled, mapped = sharded(features)
+        rows = mapped.wait()["f"].values()
+        known = rows != 5
+        pooled = pooled["f"]
+        if known.all():
+            assert torch.equal(pooled.detach(), torch.full((1, 4), 3.0)), step
+        pooled.sum().backward()
+    assert int(known.sum()) > 0
+
+
+def _resumes(rank, kind):
+    straight, resumed = (shard(whole(), cut(kind)) for _ in range(2))
+    for step in range(6):
+        if step == 3:
+            state = resumed.state_dict()
+            resumed = shard(whole(), cut(kind))
+            resumed.load_state_dict(state)
+        results = [each(batch(rank, step, 4))[1].wait() for each in (straight, resumed)]
+        assert torch.equal(results[0].values(), results[1].values()), step
+    return sorted(name for name in straight.state_dict() if "_mch_" in name)
+
+
+def _bad_batch(rank):
+    sharded = shard(whole(input_hash_size=100), cut("rows"))
+    values = torch.tensor([5, 1000 if rank == 1 else 6])
+    sharded(KeyedJaggedTensor.from_lengths_sync(["f", "g"], values, torch.tensor([1, 1])))
+
+
+def test_a_bad_id_of_one_rank_is_an_error_on_all():
+    for outcome in run_ranks_collecting(2, _bad_batch):
+        assert "id 1000 at position 1 of 'a' is not within 0 to 99" in outcome.error
+        assert outcome.error.startswith("ValueError") and outcome.error.endswith("(on rank 1)")
+
+
+def _refused(rank):
+    trained = whole(sizes={"a": 12})
+    trained(batch(0, 0, 4))
+    with pytest.raises(ValueError, match="ids already; their rows cannot be dealt over ranks"):
+        shard(trained, {"a": row_wise()})
+
+
+def _two_ranks(rank):
+    _as_in_one_process(rank)
+    _resets(rank)
+    _refused(rank)
+    return [_resumes(rank, kind) for kind in ("mixed", "rows")]
+
+
+def test_maps_as_one_process_resets_rows_and_resumes():
+    base = "_managed_collision_collection._managed_collision_modules."
+    names = ["_mch_counts", "_mch_remapped_ids_mapping", "_mch_sorted_raw_ids"]
+    wanted = [f"{base}{table}.{name}" for table in "ab" for name in names]
+    assert run_ranks(2, _two_ranks) == [[wanted, wanted]] * 2
+
+
+def test_what_cannot_be_sharded_is_said():
+    with pytest.raises(ValueError, match="Sharding not supported column_wise"):
+        create_mc_sharding("column_wise", [], None)
