@@ -477,6 +477,8 @@ IdChanges IdTable::admit(std::span<const std::int64_t> ids, std::span<const std:
     state.decide(step);
     state.make_room(step);
     state.plan_rows();
+    changes.new_ids.reserve(state.misses.entries().size());
+    changes.new_rows.reserve(state.misses.entries().size());
     for (const Misses::Entry& miss : state.misses.entries()) {
       if (miss.row < 0) continue;
       changes.new_ids.push_back(miss.id);
@@ -487,7 +489,11 @@ IdChanges IdTable::admit(std::span<const std::int64_t> ids, std::span<const std:
       changes.evicted_rows.push_back(row);
     }
     changes.num_refused = state.num_refused;
+    constexpr std::size_t kAhead = 16;
     for (; num_placed < changes.new_ids.size(); ++num_placed) {
+      if (num_placed + kAhead < changes.new_ids.size()) {
+        state.lines.prefetch(changes.new_ids[num_placed + kAhead]);
+      }
       state.insert(changes.new_ids[num_placed], changes.new_rows[num_placed]);
     }
   } catch (...) {

@@ -19,6 +19,11 @@ constexpr std::size_t kSegmentBytes = sizeof(IdLine) * kLinesPerSegment;
 constexpr std::size_t kMostLineBytes = std::size_t{1} << 38;
 // Bits of the hash above the line's and the bucket's.
 constexpr int kMostDepth = 44;
+// Segments split at different loads between these, so that those of one depth, which fill alike, do
+// not all split in the same few batches. A half keeps at least half of the lower one.
+constexpr int kLeastLimit = 2560;
+constexpr int kMostLimit = 3891;
+constexpr std::uint16_t kNoLimit = 0xffff;
 // Hashes of honest ids leave segments of two depths. A directory this much larger than the number
 // of segments is the work of ids chosen to be alike.
 constexpr int kSpareDepth = 12;
@@ -61,32 +66,47 @@ void add_overflow(IdLine* segment, std::uint64_t hash, unsigned steps, int chang
   }
 }
 
-/// Calls `visit(line, slot, hash, steps)` for every id that lies behind its line.
-template <typename Visit>
-void for_displaced(IdLine* segment, const Visit& visit) {
+/// Moves ids nearer to their line where there is room now, and counts those that stay behind.
+void settle(IdLine* segment) {
+  struct Displaced {
+    std::uint64_t hash;
+    unsigned steps;
+  };
+  std::vector<Displaced> staying;
   for (std::int64_t at = 0; at < kLinesPerSegment; ++at) {
     IdLine& line = segment[at];
+    // Only behind a line that pushed ids on do others lie than a line's own.
+    const bool has_own_only = segment[(at + kLinesPerSegment - 1) % kLinesPerSegment].overflow == 0;
+    if (has_own_only || line.occupied == 0) continue;
     for (int slot = 0; slot < kSlotsPerLine; ++slot) {
       if ((line.occupied >> slot & 1U) == 0) continue;
       const std::uint64_t hash = hash_id(line.keys[slot]);
       const unsigned steps = steps_to(hash, at);
-      if (steps != 0) visit(line, slot, hash, steps);
+      if (steps == 0) continue;
+      const Place nearer = free_place(segment, hash, steps);
+      if (nearer.line == nullptr) {
+        staying.push_back({hash, steps});
+        continue;
+      }
+      fill(nearer, line.keys[slot], line.rows[slot]);
+      line.occupied = static_cast<std::uint8_t>(line.occupied & ~(1U << slot));
+      // One that moved to a line further on in the walk is met there again.
+      const std::int64_t now = nearer.line - segment;
+      if (nearer.steps != 0 && now < at) staying.push_back({hash, nearer.steps});
     }
   }
+  for (std::int64_t at = 0; at < kLinesPerSegment; ++at) segment[at].overflow = 0;
+  for (const Displaced& id : staying) add_overflow(segment, id.hash, id.steps, 1);
 }
 
-/// Moves ids nearer to their line where there is room now, and counts those that stay behind.
-void settle(IdLine* segment) {
-  for_displaced(segment, [&](IdLine& line, int slot, std::uint64_t hash, unsigned steps) {
-    const Place nearer = free_place(segment, hash, steps);
-    if (nearer.line == nullptr) return;
-    fill(nearer, line.keys[slot], line.rows[slot]);
-    line.occupied = static_cast<std::uint8_t>(line.occupied & ~(1U << slot));
-  });
-  for (std::int64_t at = 0; at < kLinesPerSegment; ++at) segment[at].overflow = 0;
-  for_displaced(segment, [&](IdLine&, int, std::uint64_t hash, unsigned steps) {
-    add_overflow(segment, hash, steps, 1);
-  });
+}  // namespace
+
+namespace {
+
+std::uint16_t limit_of(std::size_t segment) {
+  const std::uint64_t draw =
+      hash_id(static_cast<std::int64_t>(segment)) % (kMostLimit - kLeastLimit);
+  return static_cast<std::uint16_t>(kLeastLimit + draw);
 }
 
 }  // namespace
@@ -95,9 +115,16 @@ LineStore::LineStore(std::int64_t most_bytes) : memory_(kMostLineBytes), most_by
   clear();
 }
 
+void LineStore::prefetch(std::int64_t id) const noexcept {
+  const std::uint64_t hash = hash_id(id);
+  __builtin_prefetch(segment(directory_[hash >> (64 - depth_)]) + hash % kLinesPerSegment, 1);
+}
+
 void LineStore::clear() {
   memory_.clear();
   local_depth_.clear();
+  sizes_.clear();
+  limits_.clear();
   depth_ = 1;
   directory_.assign(2, 0);
   if (!add_segment(0)) throw std::bad_alloc();
@@ -112,16 +139,17 @@ kernels::IdLines LineStore::view() const noexcept {
 }
 
 std::int64_t LineStore::bytes() const noexcept {
-  return static_cast<std::int64_t>(local_depth_.size() * (kSegmentBytes + 1) +
+  return static_cast<std::int64_t>(local_depth_.size() * (kSegmentBytes + 5) +
                                    directory_.size() * sizeof(std::uint32_t));
 }
 
 bool LineStore::add_segment(int depth) {
   const std::size_t bytes = (local_depth_.size() + 1) * kSegmentBytes;
   if (most_bytes_ != 0 && static_cast<std::int64_t>(bytes) > most_bytes_) return false;
-  local_depth_.reserve(local_depth_.size() + 1);
   if (!memory_.grow(bytes)) return false;
-  local_depth_.push_back(static_cast<std::uint8_t>(depth));
+  limits_.push_back(limit_of(local_depth_.size()));
+  sizes_.resize(limits_.size());
+  local_depth_.resize(limits_.size(), static_cast<std::uint8_t>(depth));
   return true;
 }
 
@@ -134,11 +162,17 @@ std::int64_t LineStore::find(std::int64_t id) const noexcept {
 Placed LineStore::insert(std::int64_t id, std::uint32_t row) {
   const std::uint64_t hash = hash_id(id);
   while (true) {
-    IdLine* lines = segment(directory_[hash >> (64 - depth_)]);
+    const std::uint32_t number = directory_[hash >> (64 - depth_)];
+    if (sizes_[number] >= limits_[number]) {
+      if (split(hash) == Placed::kYes) continue;
+      limits_[number] = kNoLimit;  // as long as there is room
+    }
+    IdLine* lines = segment(number);
     const Place place = free_place(lines, hash);
     if (place.line != nullptr) {
       fill(place, id, row);
       add_overflow(lines, hash, place.steps, 1);
+      ++sizes_[number];
       return Placed::kYes;
     }
     const Placed done = split(hash);
@@ -167,18 +201,23 @@ Placed LineStore::split(std::uint64_t hash) {
   IdLine* from = segment(old_number);
   IdLine* to = segment(new_number);
   const int bit = 63 - depth;
+  int num_moved = 0;
   for (std::int64_t at = 0; at < kLinesPerSegment; ++at) {
     unsigned moved = 0;
     for (int slot = 0; slot < kSlotsPerLine; ++slot) {
       moved |= static_cast<unsigned>(hash_id(from[at].keys[slot]) >> bit & 1U) << slot;
     }
     moved &= from[at].occupied;
+    num_moved += __builtin_popcount(moved);
     to[at] = from[at];
     to[at].occupied = static_cast<std::uint8_t>(moved);
     from[at].occupied = static_cast<std::uint8_t>(from[at].occupied & ~moved);
   }
   settle(from);
   settle(to);
+  sizes_[new_number] = static_cast<std::uint16_t>(num_moved);
+  sizes_[old_number] = static_cast<std::uint16_t>(sizes_[old_number] - num_moved);
+  limits_[old_number] = limit_of(old_number + local_depth_.size());
   // The entries of the old segment are those with the same `depth` top bits; the upper half moves.
   const int spare = depth_ - depth;
   const std::uint64_t first = hash >> (64 - depth_) >> spare << spare;
@@ -189,13 +228,15 @@ Placed LineStore::split(std::uint64_t hash) {
 
 void LineStore::erase(std::int64_t id) noexcept {
   const std::uint64_t hash = hash_id(id);
-  IdLine* lines = segment(directory_[hash >> (64 - depth_)]);
+  const std::uint32_t number = directory_[hash >> (64 - depth_)];
+  IdLine* lines = segment(number);
   for (unsigned step = 0; step < kMostLines; ++step) {
     IdLine& line = line_at(lines, hash, step);
     for (int slot = 0; slot < kSlotsPerLine; ++slot) {
       if ((line.occupied >> slot & 1U) == 0 || line.keys[slot] != id) continue;
       line.occupied = static_cast<std::uint8_t>(line.occupied & ~(1U << slot));
       add_overflow(lines, hash, step, -1);
+      --sizes_[number];
       return;
     }
   }

@@ -15,9 +15,9 @@ enum class Placed : std::uint8_t { kYes, kNoMemory, kTooManyAlike };
 
 /// Ids and rows in lines; see kernels/id_lines.h for what is where.
 ///
-/// A segment without room for an id splits in two by the next bit of the hashes; no other segment
-/// is touched, and every id keeps its line and slot in the half it goes to, so a split never fails
-/// half-way.
+/// A segment that has enough ids, or no room for one, splits in two by the next bit of the hashes;
+/// no other segment is touched, and every id keeps its line and slot in the half it goes to, so a
+/// split never fails half-way.
 class LineStore {
  public:
   /// `most_bytes`: of lines; 0: no limit.
@@ -27,6 +27,8 @@ class LineStore {
   std::int64_t find(std::int64_t id) const noexcept;
   /// Adds an id that is not there. Unless kYes, nothing changed but the number of segments.
   Placed insert(std::int64_t id, std::uint32_t row);
+  /// Asks for the line of an id that will be inserted soon.
+  void prefetch(std::int64_t id) const noexcept;
   /// Removes an id that is there.
   void erase(std::int64_t id) noexcept;
   void clear();
@@ -47,6 +49,8 @@ class LineStore {
   std::vector<std::uint32_t> directory_;
   int depth_ = 1;  // bits that index the directory
   std::vector<std::uint8_t> local_depth_;
+  std::vector<std::uint16_t> sizes_;   // ids of each segment
+  std::vector<std::uint16_t> limits_;  // how many it may have before it splits
 };
 
 }  // namespace tessera::collision
