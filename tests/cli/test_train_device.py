@@ -105,3 +105,14 @@ def test_a_run_goes_on_on_another_device(gpus, tmp_path):
     assert result.returncode == 0, result.stderr
     assert "goes on with --device cpu (was cuda)" in result.stderr
     assert "resumed  at step 4" in result.stdout
+
+
+def test_a_gpu_without_memory_is_named_with_what_was_asked_for(gpus, tmp_path):
+    if not gpus:
+        pytest.skip("there is no GPU here")
+    # Half a terabyte of hidden states.
+    shape = ["--layers", "1", "--heads", "2", "--width", "1024", "--length", "16384", "--batch", "8192"]
+    result = tessera("train", "lm", "--device", "cuda", "--steps", "2", "--runs", str(tmp_path), *shape)
+    assert result.returncode == 78
+    asked = r"rank 0 has no memory left on cuda:0 \(.*of which it holds .*Tried to allocate .*Use more ranks"
+    assert re.search(asked, result.stderr, re.S), result.stderr[-2000:]

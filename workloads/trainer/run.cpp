@@ -361,6 +361,26 @@ int train_rank(Settings& settings, const Maker& make, const comm::Group& world) 
   return summary.has_diverged && speaker ? kDiverged : 0;
 }
 
+struct NoMemoryLeft : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// LibTorch's text has a GPU's number, what was asked for and what is held, on several lines or one;
+// what to do about it is ours to say.
+int train_in_memory(Settings& settings, const Maker& make, const comm::Group& world) {
+  try {
+    return train_rank(settings, make, world);
+  } catch (const c10::OutOfMemoryError& error) {
+    const c10::Device device = device_of(settings);
+    std::string text = error.what_without_backtrace();
+    text = text.substr(0, text.find(" See documentation"));
+    throw NoMemoryLeft("train: rank " + std::to_string(world.rank()) + " has no memory left on " +
+                       device.str() + " (" + device_name(device) + "), of which it holds " +
+                       report::bytes_text(static_cast<double>(device_use(device).own_bytes)) +
+                       ": " + text + " Use more ranks, a smaller --batch or a smaller model.");
+  }
+}
+
 }  // namespace
 
 int run(Settings& settings, const Maker& make) {
@@ -373,7 +393,10 @@ int run(Settings& settings, const Maker& make) {
     return code;
   };
   try {
-    return comm::guarded([&] { return train_rank(settings, make, world); });
+    return comm::guarded([&] { return train_in_memory(settings, make, world); });
+  } catch (const NoMemoryLeft& error) {
+    std::fprintf(stderr, "error: %s\n", error.what());  // of this rank; the others are told
+    return launch::kExitConfiguration;
   } catch (const DataError& error) {
     return fail(error.what(), launch::kExitData);
   } catch (const report::Error& error) {
