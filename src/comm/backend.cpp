@@ -257,6 +257,8 @@ at::Tensor EngineBackend::allocateTensor(long size, at::TensorOptions options) {
     options = options.dtype(c10::toRealValueType(c10::typeMetaToScalarType(options.dtype())));
     size *= 2;
   }
+  // Buckets of a model on a GPU that ranks share lie there; they are staged like any other tensor.
+  if (options.device().type() != at::kCPU) return at::empty({size}, options);
   const std::size_t bytes = static_cast<std::size_t>(size) * options.dtype().itemsize();
   auto memory = bytes > 0 && !is_inherited() ? transport_->allocate(bytes) : nullptr;
   // Without room in the segment the tensor still works; it is staged like any other.

@@ -20,22 +20,25 @@ namespace {
 
 // CUDA tensors go over NCCL if every rank of a host can have a GPU of its own; else, and when the
 // caller asked for a CPU engine, they are staged through host memory.
-void add_cuda_engine(c10d::ProcessGroup& group, EngineBackend& engine,
-                     const c10::intrusive_ptr<c10d::Store>& store, const GroupOptions& options) {
+// Returns NCCL's engine, if it is that.
+c10::intrusive_ptr<c10d::Backend> add_cuda_engine(c10d::ProcessGroup& group, EngineBackend& engine,
+                                                  const c10::intrusive_ptr<c10d::Store>& store,
+                                                  const GroupOptions& options) {
   const auto& members = engine.monitor().members();
   std::map<std::string, int> ranks_on_host;
   int most = 0;
   for (const Member& member : members) most = std::max(most, ++ranks_on_host[member.host]);
   const bool use_nccl =
       options.engine == Engine::kAuto && has_nccl() && most <= static_cast<int>(at::getNumGPUs());
-  if (use_nccl) {
-    group.setBackend(c10::DeviceType::CUDA, c10d::ProcessGroup::BackendType::NCCL,
-                     make_nccl_backend(c10::make_intrusive<c10d::PrefixStore>("nccl", store),
-                                       group.getRank(), group.getSize(), options.timeout));
-  } else {
+  if (!use_nccl) {
     group.setBackend(c10::DeviceType::CUDA, c10d::ProcessGroup::BackendType::CUSTOM,
                      c10::intrusive_ptr<c10d::Backend>::reclaim_copy(&engine));
+    return nullptr;
   }
+  auto nccl = make_nccl_backend(c10::make_intrusive<c10d::PrefixStore>("nccl", store),
+                                group.getRank(), group.getSize(), options.timeout);
+  group.setBackend(c10::DeviceType::CUDA, c10d::ProcessGroup::BackendType::NCCL, nccl);
+  return nccl;
 }
 
 }  // namespace
@@ -45,6 +48,20 @@ struct Group::State {
   c10::intrusive_ptr<EngineBackend> engine;  // null for groups made elsewhere
   c10::intrusive_ptr<c10d::Store> store;     // may be null for those
   GroupOptions options;
+  c10::intrusive_ptr<c10d::Backend> nccl;  // null for groups without
+
+  State() = default;
+  State(const State&) = delete;
+  State& operator=(const State&) = delete;
+  // Left to itself, NCCL's engine does the same with a warning that nobody has told it to.
+  ~State() {
+    if (!nccl) return;
+    try {
+      nccl->shutdown();
+    } catch (const std::exception&) {
+      // A device or a peer was lost, which has been told elsewhere.
+    }
+  }
 };
 
 GroupOptions default_group_options() {
@@ -157,7 +174,7 @@ Group make_group(const c10::intrusive_ptr<c10d::Store>& store, int rank, int siz
   // As CUSTOM, never as GLOO: LibTorch casts what is registered under that name to its own class.
   group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::CUSTOM, state->engine);
   group->setDefaultBackend(c10d::ProcessGroup::BackendType::CUSTOM);
-  if (at::hasCUDA()) add_cuda_engine(*group, *state->engine, store, options);
+  if (at::hasCUDA()) state->nccl = add_cuda_engine(*group, *state->engine, store, options);
   group->setGroupName(options.name);
   return {std::move(group), std::move(state)};
 }

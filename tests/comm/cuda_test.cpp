@@ -50,6 +50,19 @@ TEST_P(CudaTensors, RanksThatShareAGpuReduceAndExchange) {
       test_options(GetParam()));
 }
 
+TEST_P(CudaTensors, MemoryIsGivenWhereItIsAskedFor) {
+  run_ranks(
+      2,
+      [](const Group& group) {
+        const auto engine = group.process_group()->getBackend(at::kCUDA);
+        const auto options = at::TensorOptions(at::kCUDA).dtype(at::kFloat);
+        const at::Tensor bucket = engine->allocateTensor(100, options);
+        EXPECT_TRUE(bucket.is_cuda());
+        EXPECT_TRUE(engine->allocateTensor(100, at::TensorOptions(at::kFloat)).is_cpu());
+      },
+      test_options(GetParam()));
+}
+
 TEST(CudaEngine, ARankWithAGpuOfItsOwnUsesNccl) {
   if (!at::hasCUDA() || at::getNumGPUs() == 0) GTEST_SKIP() << "there is no GPU here";
   run_ranks(1, [](const Group& group) {

@@ -78,6 +78,15 @@ TEST(Group, DisagreeingSizesAreRaisedOnAllRanks) {
   EXPECT_NE(texts[0].find("Give every process the same WORLD_SIZE."), std::string::npos);
 }
 
+TEST(Group, MemoryIsGivenWhereItIsAskedFor) {
+  // Gradient buckets of a model on another device must not come from the segment.
+  run_ranks(2, [](const Group& group) {
+    const auto engine = group.process_group()->getBackend(at::kCPU);
+    EXPECT_TRUE(engine->allocateTensor(100, at::TensorOptions(at::kFloat)).is_cpu());
+    EXPECT_TRUE(engine->allocateTensor(100, at::TensorOptions(at::kMeta)).is_meta());
+  });
+}
+
 TEST(Group, SameStoreMayBeUsedAgain) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   for (int round = 0; round < 3; ++round) {
