@@ -11,9 +11,11 @@
 namespace tessera::kernels::cuda {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
-constexpr int kResident = 2;
+// Blocks that a multiprocessor should hold: as many as registers allow without spilling.
+template <int kPacks>
+constexpr int kResident = kPacks == 1 ? 5 : 4;
 /// Runs whose places a warp looks up at once.
 constexpr int kTogether = 4;
 
@@ -180,7 +182,7 @@ __device__ __forceinline__ Task task_of(const SortedRows& sorted, const TableSte
 
 /// Adds segments; adds and steps runs that are not cut.
 template <Element kElement, int kCount, int kPacks>
-__global__ void __launch_bounds__(kThreads, kResident)
+__global__ void __launch_bounds__(kThreads, kResident<kPacks>)
     hot_kernel(TableCall call, SortedRows sorted, const TableSteps* tables, int num_tables,
                const float* gradient, float limit, bool is_aligned, RunLists lists) {
   const std::uint32_t num_segments = lists.counts[kSegments];
@@ -235,7 +237,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
 
 /// One block per run that was cut.
 template <Element kElement, int kCount, int kPacks>
-__global__ void __launch_bounds__(kThreads, kResident)
+__global__ void __launch_bounds__(kThreads, kResident<kPacks>)
     join_kernel(SortedRows sorted, const TableSteps* tables, int num_tables, RunLists lists) {
   __shared__ float shared[kWarps][32 * kPacks * kCount];
   const std::uint32_t num_cut = lists.counts[kCut];
@@ -296,20 +298,22 @@ int step_hot_rows(const TableCall& call, const SortedRows& sorted, const TableSt
                   const RunLists& lists, cudaStream_t stream) {
   const bool is_aligned = has_packed_gradients(call, gradient);
   // As many as there is work for, at most as many as are at work at the same time.
-  const auto blocks = [&](std::int64_t entries_each) {
+  const auto blocks = [&](std::int64_t entries_each, int resident) {
     const std::int64_t needed = (sorted.num_entries + entries_each - 1) / entries_each;
-    return static_cast<int>(std::min<std::int64_t>(needed, kResident * num_multiprocessors()));
+    return static_cast<int>(std::min<std::int64_t>(needed, resident * num_multiprocessors()));
   };
   const auto start = [&]<Element kElement, int kCount, int kPacks>() {
     if (std::none_of(host_tables, host_tables + num_tables,
                      is_light_kind<kElement, kCount, kPacks>)) {
       return;
     }
-    hot_kernel<kElement, kCount, kPacks><<<blocks(kWarps * kShortRun), kThreads, 0, stream>>>(
-        call, sorted, tables, num_tables, gradient, limit, is_aligned, lists);
+    hot_kernel<kElement, kCount, kPacks>
+        <<<blocks(kWarps * kShortRun, kResident<kPacks>), kThreads, 0, stream>>>(
+            call, sorted, tables, num_tables, gradient, limit, is_aligned, lists);
     if (sorted.num_entries > kSegment) {
       join_kernel<kElement, kCount, kPacks>
-          <<<blocks(kSegment), kThreads, 0, stream>>>(sorted, tables, num_tables, lists);
+          <<<blocks(kSegment, kResident<kPacks>), kThreads, 0, stream>>>(sorted, tables, num_tables,
+                                                                         lists);
     }
   };
   const auto start_all = [&]<Element kElement>() {
