@@ -15,9 +15,9 @@
 namespace tessera::cli {
 
 std::span<const Verb* const> verbs() {
-  static constexpr const Verb* kVerbs[] = {&kRunVerb,   &kPsVerb,     &kTrainVerb,     &kReportVerb,
-                                           &kTraceVerb, &kPlanVerb,   &kDataVerb,      &kCkptVerb,
-                                           &kBenchVerb, &kDoctorVerb, &kCompletionVerb};
+  static constexpr const Verb* kVerbs[] = {
+      &kRunVerb,  &kPsVerb,   &kInspectVerb, &kTrainVerb, &kReportVerb, &kTraceVerb,
+      &kPlanVerb, &kDataVerb, &kCkptVerb,    &kBenchVerb, &kDoctorVerb, &kCompletionVerb};
   return kVerbs;
 }
 

@@ -1,11 +1,11 @@
 // tessera ps — the jobs of this user that run on this host.
 
 #include <cstdio>
-#include <ctime>
 
 #include <nlohmann/json.hpp>
 
 #include "flags.h"
+#include "job_text.h"
 #include "launch/live_jobs.h"
 #include "tessera/launch/exit_code.h"
 #include "usage.h"
@@ -37,29 +37,6 @@ void define_flags(CLI::App& app, Words& words) {
   app.set_help_flag();
   app.add_flag("--json", words.as_json);
   app.add_flag("-h,--help", words.wants_help);
-}
-
-int64_t seconds_since(int64_t begin_ns) {
-  const auto now = static_cast<int64_t>(time(nullptr));
-  return std::max<int64_t>(now - begin_ns / 1'000'000'000, 0);
-}
-
-std::string duration_text(int64_t seconds) {
-  char text[32];
-  std::snprintf(text, sizeof(text), "%ld:%02ld:%02ld", static_cast<long>(seconds / 3600),
-                static_cast<long>(seconds / 60 % 60), static_cast<long>(seconds % 60));
-  return text;
-}
-
-// One line, whatever the words hold.
-std::string command_text(const std::vector<std::string>& words) {
-  constexpr std::size_t kMost = 60;
-  std::string text;
-  for (const std::string& word : words) text += (text.empty() ? "" : " ") + word;
-  for (char& c : text) {
-    if (static_cast<unsigned char>(c) < ' ' || c == '\x7f') c = ' ';
-  }
-  return text.size() > kMost ? text.substr(0, kMost - 3) + "..." : text;
 }
 
 void print_table(const std::vector<launch::LiveJob>& jobs) {

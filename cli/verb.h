@@ -23,6 +23,7 @@ struct Verb {
 };
 
 extern const Verb kBenchVerb;
+extern const Verb kInspectVerb;
 extern const Verb kPlanVerb;
 extern const Verb kPsVerb;
 extern const Verb kReportVerb;

@@ -216,8 +216,9 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::submit(Submission submission,
   if (at::hasCallbacks()) {
     inputs = submission.inputs.empty() ? submission.outputs : std::move(submission.inputs);
   }
-  auto run = [this, timeout = submission.timeout,
+  auto run = [this, title = submission.title, timeout = submission.timeout,
               steps = std::move(steps)](EngineWork& work) mutable {
+    const core::LiveOperation live(monitor_->live_collectives(), title, work.position());
     try {
       std::uint64_t sequence = work.position();
       for (Step& step : steps) {

@@ -31,6 +31,7 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::submit_point_to_point(c10d::OpType
     call.op = is_send ? Operator::kSend : Operator::kRecv;
     call.dtype = memory.dtype();
     call.count = memory.count();
+    const core::LiveOperation live(monitor_->live_messages(), name_of(call.op), sequence);
     try {
       if (peer == rank_) {
         is_send ? send_to_self(tensor, tag) : recv_from_self(call, tensor, tag);

@@ -11,6 +11,7 @@
 #include "comm/backend.h"
 #include "comm/monitor.h"
 #include "comm/own_process.h"
+#include "core/live_record.h"
 #include "tessera/comm/error.h"
 #include "tessera/core/error_file.h"
 
@@ -86,6 +87,7 @@ std::int64_t current_step() noexcept { return step_of_process.load(std::memory_o
 
 void set_step(std::int64_t step) noexcept {
   step_of_process.store(step, std::memory_order_relaxed);
+  core::note_live_step(step);
 }
 
 void report_failure(const std::string& reason) noexcept {

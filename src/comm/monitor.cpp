@@ -84,6 +84,7 @@ GroupMonitor::GroupMonitor(std::vector<Member> members, int rank, std::string gr
     : members_(std::move(members)), rank_(rank), group_name_(std::move(group_name)) {
   const Member& self = members_.at(rank);
   pidfds_.reserve(members_.size());
+  live_ = core::take_live_slot(group_name_);
   for (const Member& member : members_) {
     const bool is_watchable = member.host == self.host && member.pid != self.pid;
     pidfds_.push_back(is_watchable ? open_pidfd(member) : kNotWatched);
@@ -102,6 +103,7 @@ GroupMonitor::GroupMonitor(std::shared_ptr<GroupMonitor> whole, std::vector<int>
 }
 
 GroupMonitor::~GroupMonitor() {
+  core::give_back_live_slot(live_);
   for (const int descriptor : pidfds_) {
     if (descriptor >= 0) ::close(descriptor);
   }
@@ -131,6 +133,18 @@ std::vector<int> GroupMonitor::ranks_in_whole(std::span<const int> group_ranks) 
   std::vector<int> ranks;
   for (const int group_rank : group_ranks) ranks.push_back(ranks_[group_rank]);
   return ranks;
+}
+
+void GroupMonitor::note_wait(const Call& part, std::span<const int> missing) const {
+  if (live_ == nullptr) return;
+  const Call& call = shown(part);
+  std::string text;
+  if (call.op != Operator::kBarrier) {
+    text.append(name_of(call.dtype)).append(" [").append(std::to_string(call.count)).append("]");
+  }
+  std::vector<int> world_ranks;
+  for (const int group_rank : missing) world_ranks.push_back(members_[group_rank].world_rank);
+  core::note_live_wait(is_message(call) ? live_->messages : live_->collectives, world_ranks, text);
 }
 
 std::string GroupMonitor::title(const Call& call) {
@@ -172,9 +186,7 @@ std::string GroupMonitor::whereabouts(std::span<const int> missing) const {
 }
 
 // Messages are between two ranks; nobody else is there.
-bool GroupMonitor::has_roll(const Call& call) const {
-  return roll_call_ && !is_message(call);
-}
+bool GroupMonitor::has_roll(const Call& call) const { return roll_call_ && !is_message(call); }
 
 void GroupMonitor::await_roll(const Call& call) const {
   const auto limit = Clock::now() + kRollCallLimit;
@@ -228,6 +240,7 @@ void GroupMonitor::check_limits(const Call& call, std::span<const int> missing,
   }
 
   const bool is_over = Clock::now() >= call.deadline;
+  note_wait(call, missing);
   // Short limits need an answer before they are over.
   const Clock::duration roll_after = call.limit.count() > 0
                                          ? std::min<Clock::duration>(kRollCallAfter, call.limit / 4)
@@ -238,6 +251,7 @@ void GroupMonitor::check_limits(const Call& call, std::span<const int> missing,
   }
   if (is_over && has_roll(call)) await_roll(call);
   const std::vector<int> late = find_late(call, missing);
+  note_wait(call, late);
   std::vector<int> world_ranks;
   for (const int group_rank : late) world_ranks.push_back(members_[group_rank].world_rank);
   if (is_over) {

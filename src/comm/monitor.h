@@ -13,6 +13,7 @@
 
 #include "comm/member.h"
 #include "comm/transport.h"
+#include "core/live_record.h"
 
 namespace tessera::comm {
 
@@ -59,6 +60,12 @@ class GroupMonitor final : public WaitMonitor {
   void set_poll(FailurePoll poll) { poll_ = std::move(poll); }
   void set_roll_call(RollCall roll_call) { roll_call_ = std::move(roll_call); }
 
+  /// Where operations of the group are noted for those who look; null if nobody can.
+  core::LiveLane* live_collectives() const noexcept {
+    return live_ ? &live_->collectives : nullptr;
+  }
+  core::LiveLane* live_messages() const noexcept { return live_ ? &live_->messages : nullptr; }
+
   const std::vector<Member>& members() const noexcept { return members_; }
   const std::string& group_name() const noexcept { return group_name_; }
   int rank() const noexcept { return rank_; }
@@ -73,6 +80,7 @@ class GroupMonitor final : public WaitMonitor {
   std::vector<int> find_late(const Call& call, std::span<const int> missing) const;
   std::string whereabouts(std::span<const int> missing) const;
   std::vector<int> ranks_in_whole(std::span<const int> group_ranks) const;
+  void note_wait(const Call& call, std::span<const int> missing) const;
 
   std::vector<Member> members_;
   int rank_;
@@ -81,6 +89,7 @@ class GroupMonitor final : public WaitMonitor {
   std::vector<int> pidfds_;
   std::shared_ptr<GroupMonitor> whole_;  // null if this is one
   std::vector<int> ranks_;               // of the members in whole_
+  core::LiveSlot* live_ = nullptr;
   FailurePoll poll_;
   RollCall roll_call_;
   std::atomic<bool> cancelled_{false};

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <map>
 
+#include "core/live_record.h"
 #include "core/secret.h"
 
 extern char** environ;
@@ -37,6 +38,7 @@ std::vector<std::string> rank_environment(const RunOptions& options, const Attem
        attempt.master_address + ":" + std::to_string(attempt.master_port) + "=" + attempt.store},
       {core::kSecretFileVariable, attempt.secret_file},
   };
+  if (!attempt.live_folder.empty()) ours[core::kLiveVariable] = attempt.live_folder + "/" + rank;
   const auto set_if_unset = [&](const char* name, const char* value) {
     if (std::getenv(name) == nullptr) ours[name] = value;
   };

@@ -19,6 +19,7 @@ struct Attempt {
   std::string folder;       // of this run inside the log folder
   std::string secret_file;  // of this run, for its ranks
   std::string store;        // where the job's own store listens: unix:PATH or tcp:HOST:PORT
+  std::string live_folder;  // of this host: where its ranks say what they are doing; may be empty
 };
 
 /// Returns the launcher's own environment with the variables of torchrun's contract and

@@ -5,6 +5,7 @@
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/signalfd.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 
 #include <cerrno>
@@ -382,14 +383,26 @@ void Job::start_ranks() {
   if (attempt_.secret_file.empty()) {
     attempt_.secret_file = write_rank_secret(scratch_.path(), rank_secret());
   }
-  record_job(scratch_.path(),
-             {attempt_.job_name, getpid(), begin_ns_, options_.num_local_ranks, options_.num_nodes,
-              options_.node_rank, attempt_.number, options_.command});
+  LiveJob record{.name = attempt_.job_name,
+                 .pid = getpid(),
+                 .begin_ns = begin_ns_,
+                 .num_local_ranks = options_.num_local_ranks,
+                 .num_nodes = options_.num_nodes,
+                 .node_rank = options_.node_rank,
+                 .attempt = attempt_.number,
+                 .command = options_.command};
+  record_job(scratch_.path(), record);
+  // Without the folder nobody can look; the ranks run all the same.
+  record.live_folder = scratch_.path() + "/live_" + std::to_string(attempt_.number);
+  if (mkdir(record.live_folder.c_str(), 0700) != 0) record.live_folder.clear();
+  attempt_.live_folder = record.live_folder;
   ranks_ = std::make_unique<RankGroup>(
       loop_, guard_, signals_, options_, out_, err_,
       RankGroup::Events{[this] { on_local_failure(); }, [this] { on_local_gone(); }});
   try {
     ranks_->start(program_, attempt_, attempt_folder(), !options_.log_dir.empty());
+    for (const pid_t pid : ranks_->pids()) record.pids.push_back(pid);
+    record_job(scratch_.path(), record);
   } catch (const LaunchError& error) {
     if (coordinator_) {
       coordinator_->broadcast(

@@ -21,7 +21,8 @@ void record_job(const std::string& folder, const LiveJob& job) {
   const nlohmann::json object = {{"name", job.name},         {"pid", job.pid},
                                  {"begin_ns", job.begin_ns}, {"local_ranks", job.num_local_ranks},
                                  {"nodes", job.num_nodes},   {"node_rank", job.node_rank},
-                                 {"attempt", job.attempt},   {"command", job.command}};
+                                 {"attempt", job.attempt},   {"command", job.command},
+                                 {"live", job.live_folder},  {"pids", job.pids}};
   const std::string path = folder + kFile;
   std::ofstream(path + ".new") << object.dump(-1, ' ', false,
                                               nlohmann::json::error_handler_t::replace);
@@ -46,6 +47,8 @@ std::vector<LiveJob> live_jobs() {
       job.node_rank = object.at("node_rank");
       job.attempt = object.at("attempt");
       job.command = object.at("command").get<std::vector<std::string>>();
+      job.live_folder = object.at("live");
+      job.pids = object.at("pids").get<std::vector<int64_t>>();
       jobs.push_back(std::move(job));
     } catch (const nlohmann::json::exception&) {
       // Of another version of this program.

@@ -20,6 +20,8 @@ struct LiveJob {
   int node_rank = 0;
   int attempt = 0;
   std::vector<std::string> command;
+  std::string live_folder;    // where the ranks say what they are doing; empty before they start
+  std::vector<int64_t> pids;  // of the ranks here, in order
 };
 
 /// Writes or replaces the record in `folder`. A full disk costs the job its line, nothing else.

@@ -110,6 +110,12 @@ void RankGroup::start(const Program& program, const Attempt& attempt, const std:
   }
 }
 
+std::vector<pid_t> RankGroup::pids() const {
+  std::vector<pid_t> pids;
+  for (const Rank& rank : ranks_) pids.push_back(rank.pid);
+  return pids;
+}
+
 std::unique_ptr<RankStream> RankGroup::open_stream(int local_rank, int bit, Console& console,
                                                    const std::string& folder,
                                                    FileDescriptor& write_end) {

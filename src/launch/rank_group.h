@@ -54,6 +54,9 @@ class RankGroup {
 
   bool is_gone() const noexcept { return is_gone_; }
 
+  /// Returns the processes of the ranks, by local rank.
+  std::vector<pid_t> pids() const;
+
   /// Returns how the ranks that did not end with 0 ended; valid once gone.
   std::vector<RankFailure> failures() const;
 

@@ -33,6 +33,7 @@ def test_the_program_names_its_verbs():
     assert {
         "run",
         "ps",
+        "inspect",
         "train",
         "plan",
         "report",

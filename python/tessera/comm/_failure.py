@@ -9,6 +9,7 @@ import traceback
 
 from tessera import _C
 from tessera._error import comm_error_of
+from tessera.comm import _stacks
 
 # The exit code of a process that ends because its group failed: a peer was lost, ranks disagreed or a
 # limit passed, unless the kind of error has its own.
@@ -97,6 +98,7 @@ def install() -> None:
     if _is_installed:
         return
     _is_installed = True
+    _stacks.install()
     print_as_before = sys.excepthook
 
     def excepthook(kind, error, trace):
