@@ -1,7 +1,9 @@
 #include "tessera/checkpoint/disk.h"
 
+#include <dirent.h>
 #include <fcntl.h>
 #include <stdio.h>
+#include <sys/random.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -9,7 +11,9 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <memory>
 #include <thread>
+#include <utility>
 
 #include "tessera/checkpoint/error.h"
 
@@ -21,6 +25,14 @@ constexpr std::size_t kMaxWrite = std::size_t{8} << 20;
 // The kernel is asked to start writing after so many bytes, so that the sync at the end waits for
 // the last of them only.
 constexpr std::uint64_t kFlushBytes = std::uint64_t{16} << 20;
+
+struct CloseListing {
+  void operator()(DIR* listing) const {
+    const int number = errno;
+    ::closedir(listing);
+    errno = number;
+  }
+};
 
 }  // namespace
 
@@ -65,6 +77,45 @@ int Disk::open(int parent, const std::string& name, int flags) {
 
 ssize_t Disk::read(int fd, void* data, std::size_t num_bytes, std::uint64_t begin) {
   return ::pread(fd, data, num_bytes, static_cast<off_t>(begin));
+}
+
+int Disk::look(int fd, struct stat& facts) { return ::fstat(fd, &facts); }
+
+int Disk::look_at(int parent, const std::string& name, struct stat& facts) {
+  return ::fstatat(parent, name.c_str(), &facts, AT_SYMLINK_NOFOLLOW);
+}
+
+int Disk::list(int fd, std::vector<std::string>& names) {
+  // A descriptor of its own: closedir closes it, and the place in the list belongs to it.
+  const int own = open(fd, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (own < 0) return -1;
+  DIR* const listing = ::fdopendir(own);
+  if (listing == nullptr) {
+    const int number = errno;
+    ::close(own);
+    errno = number;
+    return -1;
+  }
+  const std::unique_ptr<DIR, CloseListing> closes(listing);
+  for (;;) {
+    errno = 0;
+    const dirent* entry = ::readdir(listing);
+    if (entry == nullptr) return errno == 0 ? 0 : -1;
+    std::string name = static_cast<const char*>(entry->d_name);
+    if (name != "." && name != "..") names.push_back(std::move(name));
+  }
+}
+
+int Disk::open_lock(const std::string& path) {
+  return ::open(path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0600);
+}
+
+std::uint64_t Disk::random() {
+  std::uint64_t number = 0;
+  if (::getrandom(&number, sizeof(number), 0) != sizeof(number)) {
+    number = static_cast<std::uint64_t>(::getpid());
+  }
+  return number;
 }
 
 void Disk::pause(int milliseconds) {

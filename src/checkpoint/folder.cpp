@@ -33,14 +33,14 @@ bool is_temporary(std::string_view name) {
          (step_of(name.substr(0, place)) >= 0 || name.substr(0, place) == kLatest);
 }
 
-bool is_gone(const std::string& path) {
+bool is_gone(const std::string& path, Disk& disk) {
   struct stat facts{};
-  return ::lstat(path.c_str(), &facts) != 0 && errno == ENOENT;
+  return disk.look_at(AT_FDCWD, path, facts) != 0 && errno == ENOENT;
 }
 
 // None if there is no such folder.
 std::vector<std::string> names_in(const std::string& path, Disk& disk) {
-  if (is_gone(path)) return {};
+  if (is_gone(path, disk)) return {};
   try {
     return OpenFolder(path, /*follows=*/true, disk).names();
   } catch (const Error& error) {
@@ -49,23 +49,34 @@ std::vector<std::string> names_in(const std::string& path, Disk& disk) {
   }
 }
 
-bool is_there(const std::string& path) {
+bool is_there(const std::string& path, Disk& disk) {
   struct stat facts{};
-  return ::lstat(path.c_str(), &facts) == 0;
+  return disk.look_at(AT_FDCWD, path, facts) == 0;
 }
 
-bool is_folder(const std::string& path) {
+bool is_folder(const std::string& path, Disk& disk) {
   struct stat facts{};
-  return ::lstat(path.c_str(), &facts) == 0 && S_ISDIR(facts.st_mode);
+  return disk.look_at(AT_FDCWD, path, facts) == 0 && S_ISDIR(facts.st_mode);
 }
 
 void make_folders(const std::string& path, Disk& disk) {
-  if (path.empty() || path == "/" || is_there(path)) return;
+  if (path.empty() || path == "/" || is_there(path, disk)) return;
   const std::size_t slash = path.find_last_of('/');
   if (slash != std::string::npos && slash > 0) make_folders(path.substr(0, slash), disk);
   if (disk.make_folder(path) != 0 && errno != EEXIST) throw_write_error("make the folder", path);
+}
+
+// Brings the names of a root and of the folders around it to the disk. Who made them may have died,
+// or failed, before it did: without them everything inside would go with the power.
+void sync_way_to(const std::string& path, Disk& disk) {
+  const std::size_t slash = path.find_last_of('/');
   const std::string parent = slash == std::string::npos ? "." : path.substr(0, slash + 1);
-  if (disk.sync_folder(parent) != 0) throw_write_error("sync", parent);
+  if (disk.sync_folder(parent) != 0) {
+    // What this user may not open, it has not made.
+    const bool is_foreign = errno == EACCES || errno == EPERM || errno == EROFS;
+    if (!is_foreign) throw_write_error("sync", parent);
+  }
+  if (slash != std::string::npos && slash > 0) sync_way_to(path.substr(0, slash), disk);
 }
 
 // Folders that the `keep` good ones committed last need: themselves, and the bases of deltas.
@@ -153,7 +164,7 @@ std::vector<std::pair<std::int64_t, std::int64_t>> look_around(const std::string
       const std::int64_t step = step_of(name);
       if (step < 0 || is_stale) continue;
       const std::string path = root + "/" + name;
-      if (is_folder(path)) {
+      if (is_folder(path, disk)) {
         if (wants_commits) {
           if (!opened) opened.emplace(root, /*follows=*/true, disk);
           const std::int64_t commit = read_commit(*opened, name);
@@ -161,7 +172,7 @@ std::vector<std::pair<std::int64_t, std::int64_t>> look_around(const std::string
         }
         found.emplace_back(before, step);
       }
-      is_stale = is_gone(path);
+      is_stale = is_gone(path, disk);
     }
     if (!is_stale) return found;
   }
@@ -190,9 +201,9 @@ std::int64_t last_commit(const std::string& root, Disk& disk) {
   return last;
 }
 
-std::string latest_folder(const std::string& root) {
+std::string latest_folder(const std::string& root, Disk& disk) {
   try {
-    std::string text = read_small_file(OpenFolder(root, /*follows=*/true), kLatest, 256);
+    std::string text = read_small_file(OpenFolder(root, /*follows=*/true, disk), kLatest, 256);
     if (text.empty() || text.back() != '\n') return "";
     text.pop_back();
     return step_of(text) >= 0 ? text : "";
@@ -210,7 +221,7 @@ void remove_folder(const std::string& path, Disk& disk) {
   }
   for (const std::string& name : names) {
     const std::string inner = path + "/" + name;
-    if (is_folder(inner)) {
+    if (is_folder(inner, disk)) {
       remove_folder(inner, disk);
     } else {
       disk.remove(inner);
@@ -230,18 +241,26 @@ PendingFolder::PendingFolder(std::string root, std::int64_t step, Disk& disk, bo
     throw Error(ErrorKind::kInvalid, "checkpoint.save: the folder to save into has no name.");
   }
   make_folders(root_, disk_);
-  lock_ = std::make_unique<RootLock>(root_);
+  lock_ = std::make_unique<RootLock>(root_, disk_);
   if (!replaces) check_owner();
-  for (const std::string& left : names_in(root_, disk_)) {
+  const std::vector<std::string> names = names_in(root_, disk_);
+  const bool is_first = std::none_of(names.begin(), names.end(),
+                                     [](const std::string& name) { return step_of(name) >= 0; });
+  if (is_first) sync_way_to(root_, disk_);
+  // What is left may be an older checkpoint whose place another has taken, and only names that are
+  // on the disk say so.
+  const bool has_left = std::any_of(names.begin(), names.end(), is_temporary);
+  if (has_left && disk_.sync_folder(root_) != 0) throw_write_error("sync", root_);
+  for (const std::string& left : names) {
     if (!is_temporary(left)) continue;
     const std::string path = root_ + "/" + left;
-    if (is_folder(path)) {
+    if (is_folder(path, disk_)) {
       remove_folder(path, disk_);
     } else {
       disk_.remove(path);
     }
   }
-  path_ = root_ + "/" + name_ + ".tmp-" + random_digits();
+  path_ = root_ + "/" + name_ + ".tmp-" + random_digits(disk_);
   if (disk_.make_folder(path_) != 0) throw_write_error("make the folder", path_);
 }
 
@@ -306,19 +325,19 @@ void PendingFolder::write_manifest(Manifest& manifest) {
 
 void PendingFolder::commit(int keep) {
   const std::string target = root_ + "/" + name_;
-  if (is_there(target)) {
+  if (is_there(target, disk_)) {
     if (disk_.exchange(path_, target) != 0) throw_write_error("replace", target);
     // What was there before now has the temporary name; it goes after the root is synced.
   } else if (disk_.rename(path_, target) != 0) {
     throw_write_error("rename to", target);
   }
-  const bool has_old = is_there(path_);
+  const bool has_old = is_there(path_, disk_);
   is_committed_ = true;
   if (disk_.sync_folder(root_) != 0) throw_write_error("sync", root_);
   if (has_old) remove_folder(path_, disk_);
 
   const std::string latest = root_ + "/" + kLatest;
-  const std::string next = latest + ".tmp-" + random_digits();
+  const std::string next = latest + ".tmp-" + random_digits(disk_);
   FileWriter writer(disk_, next);
   writer.write(name_ + "\n");
   writer.finish();
@@ -328,15 +347,19 @@ void PendingFolder::commit(int keep) {
   if (keep <= 0) return;
   try {
     const std::set<std::string> needed = needed_folders(root_, name_, keep, disk_);
+    // Out of sight first, also for whoever comes after a crash: a folder with a final name is
+    // always whole.
+    std::vector<std::string> gone;
     for (const std::int64_t step : list_steps(root_, disk_)) {
       const std::string name = folder_name(step);
       if (needed.contains(name)) continue;
-      // Out of sight first: a folder with a final name is always whole.
       const std::string path = root_ + "/" + name;
-      const std::string gone = path + ".tmp-" + random_digits();
-      if (disk_.rename(path, gone) != 0) throw_write_error("remove", path);
-      remove_folder(gone, disk_);
+      gone.push_back(path + ".tmp-" + random_digits(disk_));
+      if (disk_.rename(path, gone.back()) != 0) throw_write_error("remove", path);
     }
+    if (gone.empty()) return;
+    if (disk_.sync_folder(root_) != 0) throw_write_error("sync", root_);
+    for (const std::string& path : gone) remove_folder(path, disk_);
   } catch (const Error& error) {
     if (error.kind() != ErrorKind::kRead) throw;
     // The new one is there; those beyond `keep` go with a later save.

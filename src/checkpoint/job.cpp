@@ -1,6 +1,5 @@
 #include "checkpoint/job.h"
 
-#include <sys/random.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -38,11 +37,8 @@ Read& read_roots() {
 
 }  // namespace
 
-std::string random_digits() {
-  std::uint64_t number = 0;
-  if (::getrandom(&number, sizeof(number), 0) != sizeof(number)) {
-    number = static_cast<std::uint64_t>(::getpid());
-  }
+std::string random_digits(Disk& disk) {
+  std::uint64_t number = disk.random();
   std::string text;
   for (int i = 0; i < 16; ++i, number >>= 4) text += "0123456789abcdef"[number & 0xF];
   return text;

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <string>
 
+#include "tessera/checkpoint/disk.h"
+
 namespace tessera::checkpoint {
 
 /// The name of this job: the same for all processes and restarts of one run of the launcher, and of
@@ -15,6 +17,6 @@ std::string this_job();
 std::int64_t read_until(const std::string& root);
 
 /// 16 random hexadecimal digits.
-std::string random_digits();
+std::string random_digits(Disk& disk = Disk::real());
 
 }  // namespace tessera::checkpoint

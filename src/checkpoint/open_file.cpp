@@ -1,6 +1,5 @@
 #include "checkpoint/open_file.h"
 
-#include <dirent.h>
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -9,7 +8,6 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
-#include <memory>
 #include <optional>
 
 #include "tessera/checkpoint/error.h"
@@ -40,10 +38,6 @@ bool may_pass(int number) {
   }
 }
 
-struct CloseListing {
-  void operator()(DIR* listing) const { ::closedir(listing); }
-};
-
 constexpr std::array kPausesMs = {1, 10, 100};
 
 // Makes a call until it succeeds, fails for good, or has failed too often.
@@ -68,7 +62,7 @@ auto patiently(Disk& disk, const Call& call) {
 }  // namespace
 
 Descriptor::~Descriptor() {
-  if (fd_ >= 0) ::close(fd_);
+  if (fd_ >= 0) disk_->close(fd_);
 }
 
 OpenFolder::OpenFolder(const std::string& path, bool follows, Disk& disk)
@@ -78,9 +72,11 @@ OpenFolder::OpenFolder(const OpenFolder& parent, const std::string& name)
     : OpenFolder(parent.fd(), name, parent.path() + "/" + name, O_NOFOLLOW, parent.disk()) {}
 
 OpenFolder::OpenFolder(int parent, const std::string& name, std::string path, int flags, Disk& disk)
-    : disk_(&disk), path_(std::move(path)), fd_(patiently(disk, [&] {
-        return disk.open(parent, name, O_RDONLY | O_DIRECTORY | O_CLOEXEC | flags);
-      })) {
+    : disk_(&disk),
+      path_(std::move(path)),
+      fd_(disk, patiently(disk, [&] {
+            return disk.open(parent, name, O_RDONLY | O_DIRECTORY | O_CLOEXEC | flags);
+          })) {
   if (fd() >= 0) return;
   const int number = errno;
   if (number == ELOOP || number == ENOTDIR) {
@@ -91,26 +87,12 @@ OpenFolder::OpenFolder(int parent, const std::string& name, std::string path, in
 }
 
 std::vector<std::string> OpenFolder::names() const {
-  // A descriptor of its own: closedir closes it, and the place in the list belongs to it.
-  const int own =
-      patiently(*disk_, [&] { return disk_->open(fd(), ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC); });
-  if (own < 0) fail_to_read(path_, errno);
-  DIR* const listing = ::fdopendir(own);
-  if (listing == nullptr) {
-    const int number = errno;
-    ::close(own);
-    fail_to_read(path_, number);
-  }
-  const std::unique_ptr<DIR, CloseListing> closes(listing);
   std::vector<std::string> names;
-  for (;;) {
-    errno = 0;
-    const dirent* entry = ::readdir(listing);
-    if (entry == nullptr && errno != 0) fail_to_read(path_, errno);
-    if (entry == nullptr) break;
-    const std::string name = static_cast<const char*>(entry->d_name);
-    if (name != "." && name != "..") names.push_back(name);
-  }
+  const int failed = patiently(*disk_, [&] {
+    names.clear();
+    return disk_->list(fd(), names);
+  });
+  if (failed != 0) fail_to_read(path_, errno);
   std::sort(names.begin(), names.end());
   return names;
 }
@@ -119,8 +101,7 @@ bool OpenFolder::is_replaced(const OpenFolder& parent, const std::string& name) 
   // This one is open, so its number cannot have gone to another.
   struct stat mine{};
   struct stat now{};
-  return ::fstat(fd(), &mine) != 0 ||
-         ::fstatat(parent.fd(), name.c_str(), &now, AT_SYMLINK_NOFOLLOW) != 0 ||
+  return disk_->look(fd(), mine) != 0 || disk_->look_at(parent.fd(), name, now) != 0 ||
          mine.st_ino != now.st_ino || mine.st_dev != now.st_dev;
 }
 
@@ -129,7 +110,7 @@ OpenFile::OpenFile(const OpenFolder& folder, const std::string& name)
   check_file_name(name, folder.path());
   // The name has no slash and is not followed, so nothing outside the folder can be reached.
   // Without O_NONBLOCK, opening a pipe would wait for a writer.
-  fd_ = Descriptor(patiently(*disk_, [&] {
+  fd_ = Descriptor(*disk_, patiently(*disk_, [&] {
     return disk_->open(folder.fd(), name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
   }));
   if (fd_.get() < 0) {
@@ -140,7 +121,7 @@ OpenFile::OpenFile(const OpenFolder& folder, const std::string& name)
     fail_to_read(path_, number);
   }
   struct stat facts{};
-  if (::fstat(fd_.get(), &facts) != 0) fail_to_read(path_, errno);
+  if (disk_->look(fd_.get(), facts) != 0) fail_to_read(path_, errno);
   if (!S_ISREG(facts.st_mode)) fail(ErrorKind::kCorrupt, path_, "is not a regular file");
   if (facts.st_nlink > 1 && facts.st_uid != ::geteuid()) {
     fail(ErrorKind::kCorrupt, path_, "belongs to another user and has a second name");

@@ -13,12 +13,14 @@
 
 namespace tessera::checkpoint {
 
-/// A file descriptor that is closed at the end.
+/// What a Disk has opened, closed at the end.
 class Descriptor {
  public:
-  explicit Descriptor(int fd = -1) noexcept : fd_(fd) {}
-  Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Descriptor() noexcept = default;
+  Descriptor(Disk& disk, int fd) noexcept : disk_(&disk), fd_(fd) {}
+  Descriptor(Descriptor&& other) noexcept : disk_(other.disk_), fd_(std::exchange(other.fd_, -1)) {}
   Descriptor& operator=(Descriptor&& other) noexcept {
+    std::swap(disk_, other.disk_);
     std::swap(fd_, other.fd_);
     return *this;
   }
@@ -26,7 +28,8 @@ class Descriptor {
   int get() const noexcept { return fd_; }
 
  private:
-  int fd_;
+  Disk* disk_ = nullptr;
+  int fd_ = -1;
 };
 
 /// A folder, open for reading. What is opened in it is of this folder, also when another one takes

@@ -1,6 +1,6 @@
 #include "tessera/checkpoint/reader.h"
 
-#include <dirent.h>
+#include <fcntl.h>
 #include <sys/stat.h>
 
 #include <algorithm>
@@ -367,9 +367,9 @@ void Reader::verify(const std::function<void(std::uint64_t)>& progress) const {
 namespace {
 
 // Whether there is no folder of that step any more: `keep` has removed it, so there are newer ones.
-bool is_gone(const std::string& root, std::int64_t step) {
+bool is_gone(const std::string& root, std::int64_t step, Disk& disk) {
   struct stat facts{};
-  return ::lstat((root + "/" + folder_name(step)).c_str(), &facts) != 0 && errno == ENOENT;
+  return disk.look_at(AT_FDCWD, root + "/" + folder_name(step), facts) != 0 && errno == ENOENT;
 }
 
 }  // namespace
@@ -387,7 +387,7 @@ Found find_newest(const std::string& root, std::int64_t max_step,
         found.reader = std::move(reader);
         return found;
       } catch (const Error& error) {
-        is_stale = is_gone(root, step);
+        is_stale = is_gone(root, step, disk);
         if (is_stale) break;
         if (error.kind() == ErrorKind::kRead) throw;
         found.warnings.emplace_back(error.what());

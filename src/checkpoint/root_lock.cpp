@@ -10,7 +10,6 @@
 #include <mutex>
 #include <vector>
 
-#include "tessera/checkpoint/disk.h"
 #include "tessera/checkpoint/error.h"
 
 namespace tessera::checkpoint {
@@ -40,13 +39,13 @@ Held& held() {
 
 }  // namespace
 
-RootLock::RootLock(const std::string& root) : owner_(::getpid()) {
+RootLock::RootLock(const std::string& root, Disk& disk) : owner_(::getpid()) {
   const std::string path = root + "/.lock";
   Held& all = held();
   const std::lock_guard guard(all.mutex);  // no fork between the open and the note of it
   all.fds.reserve(all.fds.size() + 1);
   // Nobody else may open it: whoever can read a file can lock it.
-  fd_ = ::open(path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0600);
+  fd_ = disk.open_lock(path);
   if (fd_ < 0) throw_write_error("create", path);
   struct stat facts{};
   if (::fstat(fd_, &facts) == 0 && (facts.st_mode & 077) != 0 && facts.st_uid == ::geteuid()) {

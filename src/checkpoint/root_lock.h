@@ -6,6 +6,8 @@
 
 #include <string>
 
+#include "tessera/checkpoint/disk.h"
+
 namespace tessera::checkpoint {
 
 /// Holds the lock of a root as long as it lives, and no longer than its process: a child that was
@@ -13,7 +15,7 @@ namespace tessera::checkpoint {
 class RootLock {
  public:
   /// Throws Error(kWrite) if another save holds the lock, or the file cannot be made.
-  explicit RootLock(const std::string& root);
+  explicit RootLock(const std::string& root, Disk& disk = Disk::real());
   RootLock(const RootLock&) = delete;
   RootLock& operator=(const RootLock&) = delete;
   ~RootLock();

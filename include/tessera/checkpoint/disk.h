@@ -2,16 +2,19 @@
 // LibTorch.
 //
 // Everything a save or a load does to the file system goes through a Disk, so that tests can let
-// the n-th call fail, write half, or be the process's last.
+// the n-th call fail, write half, or be the process's last, or put a disk of their own in its
+// place.
 
 #pragma once
 
+#include <sys/stat.h>
 #include <sys/types.h>
 
 #include <cstddef>
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "tessera/core/export.h"
 
@@ -28,6 +31,11 @@ class TESSERA_API Disk {
   /// Opens a file or folder that is there, in the folder `parent` (AT_FDCWD: anywhere).
   virtual int open(int parent, const std::string& name, int flags);
   virtual ssize_t read(int fd, void* data, std::size_t num_bytes, std::uint64_t begin);
+  /// Looks at an open file or folder; at what has a name in the folder `parent`, links themselves.
+  virtual int look(int fd, struct stat& facts);
+  virtual int look_at(int parent, const std::string& name, struct stat& facts);
+  /// Adds the names in an open folder to `names`, without "." and "..", in any order.
+  virtual int list(int fd, std::vector<std::string>& names);
   /// Before a call that failed is made again.
   virtual void pause(int milliseconds);
 
@@ -43,6 +51,10 @@ class TESSERA_API Disk {
   virtual int exchange(const std::string& first, const std::string& second);
   virtual int remove(const std::string& path);
   virtual int remove_folder(const std::string& path);
+  /// Opens a file to be locked by flock, which nobody else may open; makes it if need be.
+  virtual int open_lock(const std::string& path);
+  /// A number that nobody else has, for names of what is not finished.
+  virtual std::uint64_t random();
 
   /// The disk of this machine.
   static Disk& real();

@@ -36,7 +36,7 @@ TESSERA_API std::vector<std::int64_t> list_commits(const std::string& root,
 /// The highest number of a commit in `root`, 0 if there is none. Not checked.
 TESSERA_API std::int64_t last_commit(const std::string& root, Disk& disk = Disk::real());
 /// The folder that LATEST names, empty if there is none or it makes no sense.
-TESSERA_API std::string latest_folder(const std::string& root);
+TESSERA_API std::string latest_folder(const std::string& root, Disk& disk = Disk::real());
 
 class RootLock;
 
