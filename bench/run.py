@@ -58,14 +58,11 @@ BENCHMARKS = {
         [str(PROGRAMS / "step_bench")],
         [PEERS_PYTHON, str(ROOT / "bench/compare/torchrec_sharded.py")],
     ],
-<<<<<<< HEAD
     "planner": [[str(PROGRAMS / "planner_bench")]],
-=======
     "collision": [
         [str(PROGRAMS / "id_table_bench")],
         [PEERS_PYTHON, str(ROOT / "bench/compare/torchrec_collision.py")],
     ],
->>>>>>> 611db2b (collision: Spread splits over batches, and measure beside maps and torchrec)
     "jagged": [[PEERS_PYTHON, str(ROOT / "bench/compare/jagged_operators.py")]],
     "faults": [[sys.executable, str(ROOT / "bench/compare/faults.py")]],
 }
@@ -85,11 +82,8 @@ QUICK = {
     "data_parallel_step": ["--steps", "0.2"],
     "embedding": ["--seconds", "0.2"],
     "sharding_step": ["--seconds", "0.3"],
-<<<<<<< HEAD
     "planner": ["--quick"],
-=======
     "collision": ["--seconds", "0.2", "--ids", "1000000"],
->>>>>>> 611db2b (collision: Spread splits over batches, and measure beside maps and torchrec)
     "jagged": ["--seconds", "0.2"],
     "faults": ["--repetitions", "3"],
 }
@@ -109,11 +103,8 @@ TITLES = {
     "sharding_step": "Training steps on sharded tables, two ranks",
     "dlrm_parts": "Around the tables of a DLRM, one rank",
     "dlrm_step": "DLRM, 26 tables on two ranks",
-<<<<<<< HEAD
     "planner": "Plans of public models, one core",
-=======
     "collision": "Any ids onto rows, beside maps and torchrec, one thread",
->>>>>>> 611db2b (collision: Spread splits over batches, and measure beside maps and torchrec)
     "jagged": "Operators on jagged batches, beside fbgemm",
     "faults": "From a fault to the last survivor's error",
 }

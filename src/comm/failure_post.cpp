@@ -17,16 +17,10 @@ constexpr std::size_t kMaxLetter = 60000;
 constexpr std::size_t kMaxDatagram = 65536;
 constexpr int kMostLetters = 64;  // that one call looks at
 
-// The receiver's address holds a token that no other post ever had.
-core::Digest seal_for(const core::Secret& secret, const std::string& address,
-                      const std::string& content) {
-  return secret.derive("post " + address).sign(content);
-}
-
 }  // namespace
 
-FailurePost::FailurePost(const std::string& address, std::optional<core::Secret> secret)
-    : token_(random_token()), secret_(std::move(secret)) {
+FailurePost::FailurePost(const std::string& address, const std::optional<core::Secret>& secret)
+    : token_(random_token()) {
   sockaddr_in place{};
   place.sin_family = AF_INET;
   if (token_.empty() || ::inet_pton(AF_INET, address.c_str(), &place.sin_addr) != 1) return;
@@ -42,6 +36,8 @@ FailurePost::FailurePost(const std::string& address, std::optional<core::Secret>
   std::ostringstream text;
   text << address << ' ' << ntohs(place.sin_port) << ' ' << token_;
   address_ = text.str();
+  // The address holds a token that no other post ever had.
+  if (secret) letters_.emplace(*secret, token_, address_);
 }
 
 FailurePost::~FailurePost() {
@@ -70,39 +66,18 @@ void FailurePost::send(std::string_view text, const std::vector<std::string>& ad
   }
 }
 
-// Sealed: the signature, who writes, the number of the letter, and the text.
 std::string FailurePost::letter_for(const std::string& address, const std::string& token,
                                     std::string_view text) {
-  if (!secret_) return (token + "\n").append(text);
-  std::string content = token_ + " " + std::to_string(++num_sent_) + "\n";
-  content.append(text);
-  const core::Digest signature = seal_for(*secret_, address, content);
-  return std::string(core::bytes_of(signature)) + content;
+  if (letters_) return letters_->seal(address, text);
+  return (token + "\n").append(text);
 }
 
 std::optional<std::string> FailurePost::open_letter(const std::string& letter) {
-  if (!secret_) {
-    const auto line = letter.find('\n');
-    const bool is_ours =
-        line != std::string::npos && core::same_bytes(letter.substr(0, line), token_);
-    return is_ours ? std::optional(letter.substr(line + 1)) : std::nullopt;
-  }
-  constexpr std::size_t kSignature = core::Digest{}.size();
-  if (letter.size() < kSignature) return std::nullopt;
-  const std::string content = letter.substr(kSignature);
-  const core::Digest signature = seal_for(*secret_, address_, content);
-  if (!core::same_bytes(letter.substr(0, kSignature), core::bytes_of(signature))) {
-    return std::nullopt;
-  }
-  // Written by a rank of the group, so it has this form.
-  std::istringstream head(content);
-  std::string sender;
-  std::uint64_t number = 0;
-  head >> sender >> number;
-  std::uint64_t& last = last_from_[sender];
-  if (number <= last) return std::nullopt;
-  last = number;
-  return content.substr(content.find('\n') + 1);
+  if (letters_) return letters_->open(letter);
+  const auto line = letter.find('\n');
+  const bool is_ours =
+      line != std::string::npos && core::same_bytes(letter.substr(0, line), token_);
+  return is_ours ? std::optional(letter.substr(line + 1)) : std::nullopt;
 }
 
 std::optional<std::string> FailurePost::receive() {

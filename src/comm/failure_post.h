@@ -2,13 +2,12 @@
 
 #pragma once
 
-#include <cstdint>
-#include <map>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "core/letters.h"
 #include "core/secret.h"
 
 namespace tessera::comm {
@@ -22,7 +21,7 @@ class FailurePost {
  public:
   /// Listens on a free port of `address` (IPv4, numeric), and on nothing else. If that cannot be
   /// had, the post sends and hears nothing.
-  FailurePost(const std::string& address, std::optional<core::Secret> secret);
+  FailurePost(const std::string& address, const std::optional<core::Secret>& secret);
   ~FailurePost();
   FailurePost(const FailurePost&) = delete;
   FailurePost& operator=(const FailurePost&) = delete;
@@ -43,9 +42,7 @@ class FailurePost {
   int socket_ = -1;
   std::string token_;
   std::string address_;
-  std::optional<core::Secret> secret_;
-  std::uint64_t num_sent_ = 0;
-  std::map<std::string, std::uint64_t> last_from_;  // by the sender's token
+  std::optional<core::Letters> letters_;  // in a job with a secret
 };
 
 }  // namespace tessera::comm

@@ -16,8 +16,6 @@ namespace {
 
 constexpr std::size_t kMostStrangers = 256;
 constexpr int kMostAccepted = 64;  // before other work is looked at
-// A client that does not read what it asked for is not worth more memory than this.
-constexpr std::size_t kMostUnsent = 4 * kLongest;
 
 bool is_unix_socket(int socket) {
   sockaddr_storage address{};
@@ -52,8 +50,8 @@ void Server::run(int stop) {
   while (true) {
     files = {{stop, POLLIN, 0}, {listener_, POLLIN, 0}};
     ids.clear();
-    for (const auto& [id, connection] : connections_) {
-      const short events = connection.unsent.empty() ? POLLIN : POLLIN | POLLOUT;
+    for (auto& [id, connection] : connections_) {
+      const short events = connection.session.unsent().empty() ? POLLIN : POLLIN | POLLOUT;
       files.push_back({connection.socket, events, 0});
       ids.push_back(id);
     }
@@ -70,7 +68,7 @@ void Server::run(int stop) {
     for (const Client id : strangers_) {
       Connection& stranger = connections_.at(id);
       if (stranger.deadline > Clock::now()) break;
-      stranger.is_over = true;
+      stranger.session.end();
     }
     remove_ended();
   }
@@ -93,7 +91,7 @@ bool Server::accept_one() {
   const int socket = ::accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
   const bool is_full = socket < 0 && (errno == EMFILE || errno == ENFILE);
   if ((is_full || strangers_.size() >= kMostStrangers) && !strangers_.empty()) {
-    connections_.at(*strangers_.begin()).is_over = true;
+    connections_.at(*strangers_.begin()).session.end();
     remove_ended();
   }
   if (socket < 0) return false;
@@ -106,11 +104,9 @@ bool Server::accept_one() {
     ::setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
   }
   const Client id = next_id_++;
-  Connection connection{
-      .socket = socket,
-      .handshake = core::Handshake(core::Handshake::Side::kListens, secret_, kPurpose),
-      .deadline = Clock::now() + std::chrono::seconds(core::kHandshakeSeconds)};
-  connection.unsent = connection.handshake.opening();
+  Connection connection{.socket = socket,
+                        .session = Session(secret_),
+                        .deadline = Clock::now() + std::chrono::seconds(core::kHandshakeSeconds)};
   write_to(connection);
   connections_.emplace(id, std::move(connection));
   strangers_.insert(id);
@@ -118,66 +114,36 @@ bool Server::accept_one() {
 }
 
 void Server::read_from(Client id, Connection& connection) {
-  if (connection.is_over) return;
+  if (connection.session.is_over()) return;
   char buffer[64 << 10];
   const ssize_t size = ::recv(connection.socket, buffer, sizeof(buffer), 0);
   if (size < 0 && (errno == EAGAIN || errno == EINTR)) return;
   if (size <= 0) {
-    connection.is_over = true;
+    connection.session.end();
     return;
   }
-  connection.received.append(buffer, static_cast<std::size_t>(size));
-  if (!connection.reader) shake_hands(id, connection);
-  if (connection.reader) serve_frames(id, connection);
-}
-
-void Server::shake_hands(Client id, Connection& connection) {
-  const auto state = connection.handshake.advance(connection.received, connection.unsent);
+  connection.session.receive({buffer, static_cast<std::size_t>(size)},
+                             [&](const Packet& request) { table_.serve(id, request); });
+  if (connection.session.is_proven()) strangers_.erase(id);
   write_to(connection);
-  if (state == core::Handshake::State::kOpen) return;
-  if (state != core::Handshake::State::kProven) {
-    connection.is_over = true;
-    return;
-  }
-  strangers_.erase(id);
-  connection.writer = connection.handshake.writer();
-  connection.reader = connection.handshake.reader();
-}
-
-void Server::serve_frames(Client id, Connection& connection) {
-  try {
-    while (!connection.is_over) {
-      const auto text = connection.reader->next(connection.received, kLongest);
-      if (!text) return;
-      try {
-        table_.serve(id, decode(*text));
-      } catch (const WireError& error) {
-        answer(id, {static_cast<std::uint8_t>(Status::kWrong), {error.what()}});
-      }
-    }
-  } catch (const core::FrameError&) {
-    connection.is_over = true;
-  }
 }
 
 void Server::answer(Client id, const Packet& packet) {
   Connection& connection = connections_.at(id);
-  if (connection.is_over) return;
-  connection.unsent += connection.writer->frame(encode(packet));
+  connection.session.answer(packet);
   write_to(connection);
-  if (connection.unsent.size() > kMostUnsent) connection.is_over = true;
 }
 
 void Server::write_to(Connection& connection) {
-  while (!connection.unsent.empty()) {
-    const ssize_t sent =
-        ::send(connection.socket, connection.unsent.data(), connection.unsent.size(), MSG_NOSIGNAL);
+  std::string& unsent = connection.session.unsent();
+  while (!unsent.empty()) {
+    const ssize_t sent = ::send(connection.socket, unsent.data(), unsent.size(), MSG_NOSIGNAL);
     if (sent >= 0) {
-      connection.unsent.erase(0, static_cast<std::size_t>(sent));
+      unsent.erase(0, static_cast<std::size_t>(sent));
     } else if (errno == EAGAIN) {
       return;
     } else if (errno != EINTR) {
-      connection.is_over = true;
+      connection.session.end();
       return;
     }
   }
@@ -185,7 +151,7 @@ void Server::write_to(Connection& connection) {
 
 void Server::remove_ended() {
   for (auto it = connections_.begin(); it != connections_.end();) {
-    if (!it->second.is_over) {
+    if (!it->second.session.is_over()) {
       ++it;
       continue;
     }

@@ -9,12 +9,12 @@
 #include <chrono>
 #include <cstdint>
 #include <map>
-#include <optional>
 #include <set>
 #include <string>
 
+#include "comm/store/session.h"
 #include "comm/store/table.h"
-#include "core/handshake.h"
+#include "core/secret.h"
 
 namespace tessera::comm::store {
 
@@ -33,20 +33,13 @@ class Server {
   using Clock = std::chrono::steady_clock;
   struct Connection {
     int socket = -1;
-    core::Handshake handshake;
-    std::optional<core::FrameWriter> writer;  // both once proven
-    std::optional<core::FrameReader> reader;
-    std::string received;
-    std::string unsent;
+    Session session;
     Clock::time_point deadline;  // of a stranger
-    bool is_over = false;
   };
 
   void accept_some();
   bool accept_one();
   void read_from(Client id, Connection& connection);
-  void shake_hands(Client id, Connection& connection);
-  void serve_frames(Client id, Connection& connection);
   static void write_to(Connection& connection);
   void answer(Client id, const Packet& packet);
   void remove_ended();
