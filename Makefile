@@ -25,7 +25,7 @@ PEER_PACKAGES := torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 tensordict==0.15.3 torchm
 export CCACHE_SLOPPINESS := pch_defines,time_macros,include_file_mtime,include_file_ctime
 export CCACHE_BASEDIR := $(CURDIR)
 
-.PHONY: build everything demo test peers compat lint tidy single format bench clean packages headers cuda-build cuda-test cuda-bench help
+.PHONY: build everything demo test peers compat lint tidy single format bench clean sanitize packages headers cuda-build cuda-test cuda-bench help
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -113,6 +113,32 @@ lint: single  ## Check formatting and style
 
 tidy: single  ## Run clang-tidy over everything
 	$(call run_tidy,$(TIDY_ALL))
+
+# Programs that do without LibTorch are built in minutes and watched whole; SANITIZE=all builds every test,
+# for an hour or two, and watches our own code in it. What each lane found goes to build/sanitize.txt; one
+# that found something does not keep the next from running.
+SANITIZE ?= quick
+SANITIZE_LANES ?= asan tsan
+SANITIZE_PROGRAMS ?= checkpoint_format_test dlrm_data_test launch_test secret_test simulator \
+                     $(addprefix shm_,$(addsuffix _test,arena collectives failure fork lent_memory mismatch point_to_point trust))
+sanitize: $(VENV)/.ready  ## Run tests under the address, undefined and thread sanitizers; SANITIZE=all: every test
+	mkdir -p build
+	echo "sanitizers, $(SANITIZE), $$(git describe --always --dirty), $$(date -u +%Y-%m-%dT%H:%M:%SZ)" > build/sanitize.txt
+	failed=0
+	for lane in $(SANITIZE_LANES); do
+	  cmake --preset $$lane > /dev/null
+	  if [ "$(SANITIZE)" = all ]; then
+	    ninja -C build/$$lane -j $(JOBS)
+	    names=.
+	  else
+	    ninja -C build/$$lane -j $(JOBS) $(SANITIZE_PROGRAMS)
+	    names='^($(subst $() ,|,$(filter-out shm_%,$(SANITIZE_PROGRAMS)))$(if $(filter shm_%,$(SANITIZE_PROGRAMS)),|shm\..*))$$'
+	  fi
+	  ctest --preset $$lane -j 1 -R "$$names" > build/$$lane/sanitize.log 2>&1 || failed=1
+	  $(VENV)/bin/python tests/support/sanitize_result.py $$lane build/$$lane/sanitize.log >> build/sanitize.txt
+	done
+	cat build/sanitize.txt
+	exit $$failed
 
 format: $(VENV)/.ready  ## Rewrite sources to the house format
 	git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' | xargs $(VENV)/bin/clang-format -i
