@@ -13,6 +13,7 @@
 #include <memory>
 #include <optional>
 #include <set>
+#include <system_error>
 
 #include "environment.h"
 #include "event_loop.h"
@@ -529,6 +530,17 @@ void Job::report() {
                                   : format_report(failures_, context));
 }
 
+// What the system refuses to a launcher is its limits, not a defect.
+[[noreturn]] void throw_scarcity(const std::system_error& error) {
+  const int number = error.code().value();
+  const bool is_files = number == EMFILE || number == ENFILE;
+  throw LaunchError(kExitInternal,
+                    std::string("run: the system refuses what a launcher needs: ") + error.what(),
+                    std::generic_category().message(number),
+                    is_files ? "raise the limit of open files (ulimit -n)"
+                             : "check the limits of this user (ulimit -a) and the free memory");
+}
+
 }  // namespace
 
 int run_job(const RunOptions& options) {
@@ -543,8 +555,12 @@ int run_job(const RunOptions& options) {
   for (int fd = 0; fd < 3; ++fd) {
     if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDWR);
   }
-  Job job(options, resolve_program(options));
-  return job.run();
+  try {
+    Job job(options, resolve_program(options));
+    return job.run();
+  } catch (const std::system_error& error) {
+    throw_scarcity(error);
+  }
 }
 
 }  // namespace tessera::launch

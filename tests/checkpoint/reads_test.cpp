@@ -1,8 +1,10 @@
-// The n-th read, allocation or descriptor fails: a load says so or gets over it, never loads an
-// older checkpoint for it, and a save leaves what was there.
+// The n-th read, allocation, descriptor or thread fails: a load says so or gets over it, never
+// loads an older checkpoint for it, and a save leaves what was there.
 
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <pthread.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
 
@@ -26,6 +28,10 @@ thread_local std::int64_t allocations_left = 0;
 std::atomic<bool> is_any_thread = false;
 std::atomic<std::int64_t> all_left = 0;
 
+// Threads until one is refused; none is while it is 0.
+std::atomic<std::int64_t> threads_left = 0;
+std::atomic<int> num_threads_refused = 0;
+
 void* allocate(std::size_t num_bytes) {
   if (is_counted(num_bytes) &&
       (is_any_thread ? --all_left == 0 : allocations_left > 0 && --allocations_left == 0)) {
@@ -44,6 +50,18 @@ void operator delete(void* memory) noexcept { std::free(memory); }
 void operator delete[](void* memory) noexcept { std::free(memory); }
 void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 void operator delete[](void* memory, std::size_t) noexcept { std::free(memory); }
+
+// Before that of the C library.
+extern "C" int pthread_create(pthread_t* thread, const pthread_attr_t* attributes,
+                              void* (*body)(void*), void* argument) {
+  static const auto create =
+      reinterpret_cast<decltype(&pthread_create)>(::dlsym(RTLD_NEXT, "pthread_create"));
+  if (threads_left > 0 && --threads_left == 0) {
+    ++num_threads_refused;
+    return EAGAIN;
+  }
+  return create(thread, attributes, body, argument);
+}
 
 namespace tessera::checkpoint::testing {
 namespace {
@@ -195,6 +213,24 @@ void fail_every_allocation(bool in_any_thread, const Body& body, const After& af
     if (!is_clean) continue;
     EXPECT_GT(n, 5);  // there was something to fail
     return;
+  }
+}
+
+// A thread that cannot be had is work for the others.
+TEST(Threads, EveryOneOfALoadMayBeRefused) {
+  const TemporaryFolder root;
+  for (const int step : {1, 2}) save_sample(root.path(), step);
+  for (std::int64_t n = 1;; ++n) {
+    ASSERT_LT(n, 100);
+    num_threads_refused = 0;
+    threads_left = n;
+    BadReads disk;
+    disk.fail_at = INT64_MAX / 2;
+    load_newest(root.path(), disk);
+    threads_left = 0;
+    if (num_threads_refused > 0) continue;
+    EXPECT_GT(n, 1);  // there was one to refuse
+    break;
   }
 }
 
