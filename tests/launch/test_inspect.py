@@ -68,7 +68,7 @@ def test_a_rank_that_others_wait_for_is_found(tmp_path):
         again = look(env, str(job.process.pid), "--rank", "0")["ranks"]
         assert len(again) == 1
         first, second = seen["ranks"][0]["operations"][0], again[0]["operations"][0]
-        assert first["sequence"] == second["sequence"] and first["seconds"] < second["seconds"]
+        assert first["sequence"] == second["sequence"] and first["seconds"] <= second["seconds"]
         text = run("inspect", env=env).out
         assert "all_reduce #" in text and "rank 1" in text and "job looked-at" in text
 
