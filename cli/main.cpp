@@ -16,8 +16,9 @@ namespace tessera::cli {
 
 std::span<const Verb* const> verbs() {
   static constexpr const Verb* kVerbs[] = {
-      &kRunVerb,  &kPsVerb,   &kInspectVerb, &kTrainVerb, &kReportVerb, &kTraceVerb,
-      &kPlanVerb, &kDataVerb, &kCkptVerb,    &kBenchVerb, &kDoctorVerb, &kCompletionVerb};
+      &kRunVerb,   &kPsVerb,    &kInspectVerb, &kTrainVerb,     &kReportVerb,
+      &kTraceVerb, &kPlanVerb,  &kDataVerb,    &kCkptVerb,      &kExportVerb,
+      &kServeVerb, &kBenchVerb, &kDoctorVerb,  &kCompletionVerb};
   return kVerbs;
 }
 

@@ -31,6 +31,8 @@ extern const Verb kRunVerb;
 extern const Verb kTraceVerb;
 extern const Verb kTrainVerb;
 extern const Verb kCkptVerb;
+extern const Verb kExportVerb;
+extern const Verb kServeVerb;
 extern const Verb kDataVerb;
 extern const Verb kDoctorVerb;
 extern const Verb kCompletionVerb;

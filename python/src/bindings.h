@@ -18,6 +18,8 @@ void bind_dist_data(pybind11::module_& module);
 void bind_regions(pybind11::module_& module);
 void bind_jagged(pybind11::module_& module);
 void bind_embedding(pybind11::module_& module);
+/// After bind_embedding: it adds to the same module.
+void bind_quantised(pybind11::module_& module);
 void bind_collision(pybind11::module_& module);
 void bind_sharding(pybind11::module_& module);
 void bind_graph_parallel(pybind11::module_& module);

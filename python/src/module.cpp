@@ -18,6 +18,7 @@ PYBIND11_MODULE(_C, module) {
   tessera::python::bind_regions(module);
   tessera::python::bind_jagged(module);
   tessera::python::bind_embedding(module);
+  tessera::python::bind_quantised(module);
   tessera::python::bind_collision(module);
   tessera::python::bind_dist_data(module);
   tessera::python::bind_sharding(module);

@@ -29,6 +29,7 @@ BELOW = {
     "collision": {"core", "jagged", "embedding", "comm", "sharding"},
     "checkpoint": {"core", "comm", "regions", "data_parallel", "jagged", "embedding", "sharding"},
     "launch": {"core", "comm"},
+    "serving": {"core", "embedding", "checkpoint"},
 }
 # Only the module that owns an operator calls its kernel, from its source files.
 CALLS_KERNELS = {
@@ -41,6 +42,7 @@ CALLS_KERNELS = {
     "embedding",
     "sharding",
     "collision",
+    "serving",
 }
 
 FORBIDDEN_IN_PUBLIC = re.compile(r"^(gloo/|nccl|cuda|.*ProcessGroupGloo|.*ProcessGroupNCCL)", re.I)
@@ -156,6 +158,22 @@ def test_the_planner_does_without_libtorch():
         for path in sources("src/planner", "include/tessera/planner")
         for include in includes(path)
         if not allowed.match(include) or (include.startswith("tessera/") and not ours.match(include))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_serving_does_without_libtorch():
+    allowed = re.compile(r"^(?!torch/|c10/|ATen/|tessera/comm/)")
+    ours = re.compile(r"^(?:tessera/)?(checkpoint|embedding)/(\w+)\.h$")
+    wrong = [
+        f"{path.relative_to(ROOT)} includes {include}"
+        for path in sources("src/serving", "include/tessera/serving")
+        for include in includes(path)
+        if not allowed.match(include)
+        or (
+            (match := ours.match(include))
+            and match.group(2) not in TORCH_FREE_CHECKPOINT | {"quantised_rows"}
+        )
     ]
     assert not wrong, "\n".join(wrong)
 

@@ -266,6 +266,10 @@ class Training final : public trainer::Workload<ClickBatch> {
     checkpoint::add_module(state, tables_, "tables.", "optimizer.tables.");
     checkpoint::add_module(state, model_.module());
     checkpoint::add_optimizer(state, *optimizer_, *model_.module());
+    // The order in which they are mixed: names alone do not tell it.
+    Json features = Json::array();
+    for (const Feature& feature : log_.log->schema().features) features.push_back(feature.name);
+    state.values["features"] = features.dump(-1, ' ', false, Json::error_handler_t::replace);
   }
   std::vector<at::Tensor> parameters() const override {
     std::vector<at::Tensor> all = model_.parameters();

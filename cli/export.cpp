@@ -1,0 +1,357 @@
+// tessera export — makes a package to serve out of a checkpoint.
+
+#include <sys/stat.h>
+
+#include <cmath>
+#include <cstdio>
+#include <filesystem>
+#include <memory>
+#include <optional>
+
+#include <nlohmann/json.hpp>
+
+#include "dlrm/metrics.h"
+#include "dlrm/open_log.h"
+#include "flags.h"
+#include "tessera/checkpoint/error.h"
+#include "tessera/checkpoint/folder.h"
+#include "tessera/checkpoint/reader.h"
+#include "tessera/launch/exit_code.h"
+#include "tessera/launch/launch_error.h"
+#include "tessera/serving/model.h"
+#include "tessera/serving/package.h"
+#include "usage.h"
+#include "verb.h"
+
+namespace tessera::cli {
+namespace {
+
+using checkpoint::Reader;
+using embedding::RowType;
+using Json = nlohmann::ordered_json;
+
+constexpr std::string_view kHelp = R"(tessera export RUN|CHECKPOINTS --out PKG [flags]
+
+  tessera export runs/2026-11-15-1 --out pkg                     int8 tables, ready to serve
+  tessera export runs/a --out pkg --dtype int4 --table cat_0=fp16
+  tessera export runs/a --out pkg --eval synthetic               AUC before and after
+
+Takes the newest checkpoint of tessera train dlrm and writes a package for tessera serve: tables
+with rows in few bits, dense layers, names and sums. Says what rounding costs.
+
+  --out PKG                 folder to write; a package that is there is replaced in one step
+  --step N                  which checkpoint (the newest)
+  --dtype T                 fp32, fp16, bf16, fp8, int8, int4 or int2 (int8)
+  --table NAME=T            another type for one table; may be given again
+  --align N                 rows begin at multiples of 1, 4 or 16 bytes (4)
+  --on-overflow W           numbers that the type cannot hold: error or clamp (error)
+  --features A,B,C          their order, for checkpoints that do not say
+  --eval D                  judge on synthetic data, or on a file of samples
+  --eval-samples N          at the end of the file (65536)
+  --max-auc-drop X          fail with 65 if the AUC falls by more
+  --json                    one JSON object
+
+Exit codes: 0 good, 2 wrong usage, 65 a checkpoint cannot be used or the AUC falls too far.
+More: docs/serving.md
+)";
+
+struct ExportWords {
+  std::string out;
+  std::int64_t step = -1;
+  std::string dtype = "int8";
+  std::vector<std::string> tables;
+  std::int64_t alignment = 4;
+  std::string on_overflow = "error";
+  std::string features;
+  std::string eval;
+  std::int64_t eval_samples = 65536;
+  double max_auc_drop = -1;
+  bool wants_json = false;
+  bool wants_help = false;
+};
+
+void define_flags(CLI::App& app, ExportWords& words) {
+  app.set_help_flag();
+  app.add_option("--out,-o", words.out);
+  app.add_option("--step", words.step);
+  app.add_option("--dtype", words.dtype);
+  app.add_option("--table", words.tables)->expected(1)->take_all();
+  app.add_option("--align", words.alignment);
+  app.add_option("--on-overflow", words.on_overflow);
+  app.add_option("--features", words.features);
+  app.add_option("--eval", words.eval);
+  app.add_option("--eval-samples", words.eval_samples);
+  app.add_option("--max-auc-drop", words.max_auc_drop);
+  app.add_flag("--json", words.wants_json);
+  app.add_flag("--help,-h", words.wants_help);
+}
+
+RowType type_of(const std::string& name) {
+  const auto type = embedding::row_type_of(name);
+  if (type) return *type;
+  throw UsageError("export: unknown type '" + name + "'" +
+                   suggestion(name, embedding::row_type_names()));
+}
+
+std::vector<std::string> split(const std::string& text) {
+  std::vector<std::string> words;
+  for (std::size_t begin = 0; begin <= text.size() && !text.empty();) {
+    const std::size_t end = std::min(text.find(',', begin), text.size());
+    words.push_back(text.substr(begin, end - begin));
+    begin = end + 1;
+  }
+  return words;
+}
+
+serving::ExportOptions options_of(const ExportWords& words) {
+  serving::ExportOptions options;
+  options.type = type_of(words.dtype);
+  for (const std::string& word : words.tables) {
+    const std::size_t equals = word.rfind('=');
+    if (equals == std::string::npos || equals == 0) {
+      throw UsageError("export: --table is NAME=TYPE, not '" + word + "'");
+    }
+    options.tables[word.substr(0, equals)] = type_of(word.substr(equals + 1));
+  }
+  if (words.alignment != 1 && words.alignment != 4 && words.alignment != 16) {
+    throw UsageError("export: --align is 1, 4 or 16");
+  }
+  options.alignment = words.alignment;
+  if (words.on_overflow != "error" && words.on_overflow != "clamp") {
+    throw UsageError("export: --on-overflow is error or clamp, not '" + words.on_overflow + "'");
+  }
+  if (words.on_overflow == "clamp") options.on_overflow = serving::OnOverflow::kClamp;
+  options.features = split(words.features);
+  return options;
+}
+
+// A run folder, a folder of checkpoints, or one of these.
+std::unique_ptr<Reader> open_checkpoint(std::string path, std::int64_t step) {
+  while (path.size() > 1 && path.back() == '/') path.pop_back();
+  const std::filesystem::path given(path);
+  std::string root = path;
+  if (std::filesystem::is_directory(given / "checkpoints")) {
+    root = (given / "checkpoints").string();
+  } else if (step < 0 && checkpoint::step_of(given.filename().string()) >= 0) {
+    step = checkpoint::step_of(given.filename().string());
+    root = given.parent_path().empty() ? "." : given.parent_path().string();
+  }
+  if (step >= 0) return std::make_unique<Reader>(root, step);
+  auto found = checkpoint::find_newest(root);
+  for (const std::string& warning : found.warnings) {
+    std::fprintf(stderr, "warning: %s\n", warning.c_str());
+  }
+  if (found.reader == nullptr) {
+    throw checkpoint::Error(checkpoint::ErrorKind::kMissing,
+                            root + ": there is no checkpoint that can be read.");
+  }
+  return std::move(found.reader);
+}
+
+struct Figures {
+  double auc = 0;
+  double log_loss = 0;
+  std::int64_t num_samples = 0;
+};
+
+workloads::dlrm::OpenedLog log_of(const Reader& reader, const serving::ModelInfo& model,
+                                  const std::string& name) {
+  workloads::dlrm::LogOptions options;
+  options.num_tables = static_cast<std::int64_t>(model.features.size());
+  options.num_rows = model.tables.front().num_rows;
+  const auto seed = reader.manifest().values.find("seed");
+  if (seed != reader.manifest().values.end()) {
+    options.seed = static_cast<std::uint64_t>(std::get<std::int64_t>(seed->second));
+  }
+  auto log = workloads::dlrm::open_log(name, options);
+  const auto& schema = log.log->schema();
+  bool fits =
+      schema.num_dense == model.num_dense && schema.features.size() == model.features.size();
+  for (std::size_t i = 0; fits && i < schema.features.size(); ++i) {
+    fits = schema.features[i].name == model.features[i].name &&
+           schema.features[i].num_rows <= model.tables[model.features[i].table].num_rows;
+  }
+  if (!fits) {
+    throw workloads::dlrm::DataError(name + ": its features are not those of the model.");
+  }
+  return log;
+}
+
+Figures judge(const std::string& package, const workloads::dlrm::ClickLog& log,
+              std::int64_t num_samples) {
+  serving::Model model(package);
+  auto lease = model.lease();
+  // As the trainer: what it judges on, and never trains on.
+  const std::int64_t size = log.num_samples();
+  const std::int64_t count =
+      size < 0 ? num_samples : std::min(num_samples, std::max<std::int64_t>(1, size / 10));
+  const std::int64_t first = size < 0 ? std::int64_t{1} << 40 : size - count;
+  const auto num_features = log.schema().features.size();
+  workloads::dlrm::SampleBlock block;
+  workloads::dlrm::ClickSums sums;
+  std::vector<float> scores;
+  std::vector<float> labels;
+  std::vector<float> logits;
+  for (std::int64_t begin = 0; begin < count; begin += 4096) {
+    const std::int64_t some = std::min<std::int64_t>(4096, count - begin);
+    log.read(first + begin, some, block);
+    std::vector<serving::FeatureBags> features(num_features);
+    std::size_t id = 0;
+    for (std::size_t f = 0; f < num_features; ++f) {
+      features[f].lengths =
+          std::span(block.lengths)
+              .subspan(f * static_cast<std::size_t>(some), static_cast<std::size_t>(some));
+      std::size_t ids = 0;
+      for (const std::int32_t length : features[f].lengths) ids += static_cast<std::size_t>(length);
+      features[f].ids = std::span(block.ids).subspan(id, ids);
+      id += ids;
+    }
+    logits.resize(static_cast<std::size_t>(some));
+    lease.predict({some, block.dense, features}, logits);
+    sums.add(logits, block.labels);
+    scores.insert(scores.end(), logits.begin(), logits.end());
+    labels.insert(labels.end(), block.labels.begin(), block.labels.end());
+  }
+  return {workloads::dlrm::exact_auc(scores, labels), sums.log_loss(), count};
+}
+
+std::string bytes_text(std::int64_t num_bytes) {
+  const char* units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
+  auto amount = static_cast<double>(num_bytes);
+  int unit = 0;
+  for (; amount >= 1024 && unit < 4; ++unit) amount /= 1024;
+  char text[32];
+  std::snprintf(text, sizeof(text), unit == 0 ? "%.0f %s" : "%.1f %s", amount, units[unit]);
+  return text;
+}
+
+Json json_of(const serving::ExportReport& report, const std::string& out) {
+  Json tables = Json::array();
+  for (const auto& table : report.tables) {
+    tables.push_back({{"name", table.table.name},
+                      {"type", embedding::name_of(table.table.type)},
+                      {"rows", table.table.num_rows},
+                      {"columns", table.table.num_columns},
+                      {"bytes_before", table.bytes_before},
+                      {"bytes_after", table.bytes_after},
+                      {"mean_error", table.mean_error},
+                      {"worst_error", table.worst_error},
+                      {"worst_row", table.worst_row},
+                      {"constant_rows", table.num_constant},
+                      {"clamped_rows", table.num_clamped}});
+  }
+  return {{"package", out},
+          {"step", report.model.step},
+          {"bytes_before", report.bytes_before},
+          {"bytes_after", report.bytes_after},
+          {"tables", tables}};
+}
+
+void print_report(const serving::ExportReport& report, const std::string& out) {
+  std::printf("%-20s %-5s %10s %9s %9s  %-10s %-10s %s\n", "table", "type", "rows", "before",
+              "after", "mean error", "worst", "at risk");
+  for (const auto& table : report.tables) {
+    std::printf("%-20s %-5s %10lld %9s %9s  %-10.2e %-10.2e %lld\n", table.table.name.c_str(),
+                std::string(embedding::name_of(table.table.type)).c_str(),
+                static_cast<long long>(table.table.num_rows),
+                bytes_text(table.bytes_before).c_str(), bytes_text(table.bytes_after).c_str(),
+                table.mean_error, table.worst_error,
+                static_cast<long long>(table.num_constant + table.num_clamped));
+  }
+  std::printf("package  %s: step %lld, %s of %s (%.3f)\n", out.c_str(),
+              static_cast<long long>(report.model.step), bytes_text(report.bytes_after).c_str(),
+              bytes_text(report.bytes_before).c_str(),
+              static_cast<double>(report.bytes_after) / static_cast<double>(report.bytes_before));
+}
+
+// The package once more with rows as they were trained, for as long as it is judged.
+Figures judge_unrounded(const Reader& reader, const serving::ExportOptions& options,
+                        const std::string& out, const workloads::dlrm::ClickLog& log,
+                        std::int64_t num_samples) {
+  serving::ExportOptions plain = options;
+  plain.type = RowType::kFp32;
+  plain.tables.clear();
+  const std::string folder = out + ".fp32";
+  struct Removal {
+    const std::string& folder;
+    ~Removal() { checkpoint::remove_folder(folder, checkpoint::Disk::real()); }
+  };
+  serving::write_package(reader, folder, plain);
+  const Removal removal{folder};
+  return judge(folder, log, num_samples);
+}
+
+int run_export(const std::string& path, const ExportWords& words) {
+  std::string out = words.out;
+  while (out.size() > 1 && out.back() == '/') out.pop_back();
+  const serving::ExportOptions options = options_of(words);
+  const auto reader = open_checkpoint(path, words.step);
+  const serving::ExportReport report = serving::write_package(*reader, out, options);
+  Json answer = json_of(report, out);
+  if (!words.wants_json) print_report(report, out);
+  double drop = 0;
+  if (!words.eval.empty()) {
+    const auto log = log_of(*reader, report.model, words.eval);
+    const Figures before = judge_unrounded(*reader, options, out, *log.log, words.eval_samples);
+    const Figures after = judge(out, *log.log, words.eval_samples);
+    drop = before.auc - after.auc;
+    answer["judged"] = {{"samples", after.num_samples},
+                        {"auc_before", before.auc},
+                        {"auc_after", after.auc},
+                        {"log_loss_before", before.log_loss},
+                        {"log_loss_after", after.log_loss}};
+    if (!words.wants_json) {
+      std::printf("judged   auc %.5f -> %.5f, log loss %.5f -> %.5f on %lld samples\n", before.auc,
+                  after.auc, before.log_loss, after.log_loss,
+                  static_cast<long long>(after.num_samples));
+    }
+  }
+  if (words.wants_json) std::printf("%s\n", answer.dump(2).c_str());
+  if (words.max_auc_drop >= 0 && !(drop <= words.max_auc_drop)) {
+    char why[96];
+    std::snprintf(why, sizeof(why), "the AUC falls by %.5f; --max-auc-drop allows %.5f", drop,
+                  words.max_auc_drop);
+    throw launch::LaunchError(launch::kExitData, "export: " + out + " is not good enough", why,
+                              "store rows in more bits, or only some tables in few");
+  }
+  return launch::kExitOk;
+}
+
+int run(const std::vector<std::string>& words) {
+  CLI::App app("", "export");
+  ExportWords given;
+  define_flags(app, given);
+  const auto [names, flags] = names_and_flags(app, words);
+  read_flags(app, flags);
+  if (given.wants_help) return print_help(kHelp);
+  if (names.size() != 1) {
+    throw UsageError("export: name one run or checkpoint, as in tessera export runs/a --out pkg");
+  }
+  if (given.out.empty()) throw UsageError("export: --out names the package to write");
+  if (given.max_auc_drop >= 0 && given.eval.empty()) {
+    throw UsageError("export: --max-auc-drop needs --eval");
+  }
+  if (given.eval_samples < 1) throw UsageError("export: --eval-samples is 1 or more");
+  try {
+    return run_export(names[0], given);
+  } catch (const checkpoint::Error& error) {
+    throw launch::LaunchError(launch::kExitData, "export: " + names[0], error.what(),
+                              "tessera ckpt ls shows what is in a folder of checkpoints");
+  } catch (const workloads::dlrm::DataError& error) {
+    throw launch::LaunchError(launch::kExitData, "export: --eval " + given.eval, error.what(),
+                              "name the data that the model was trained for");
+  }
+}
+
+std::vector<std::string> flags() {
+  CLI::App app("", "export");
+  ExportWords words;
+  define_flags(app, words);
+  return long_flags(app);
+}
+
+}  // namespace
+
+const Verb kExportVerb{"export", "make a package to serve out of a checkpoint", kHelp, run, flags};
+
+}  // namespace tessera::cli

@@ -1,0 +1,123 @@
+// tessera/serving/package.h — a trained model as a folder that is ready to serve. No LibTorch, no
+// Python, no ranks.
+//
+//   pkg/MANIFEST.json               files, tensors and their sums; written last
+//       model.json                  inputs, features, tables, dense layers, where it comes from
+//       dense.safetensors           weights of the dense layers, float32
+//       tables-<n>.safetensors      rows of table n, uint8 [rows, row bytes]: mapped, not read
+//
+// A package holds no code. It appears whole or not at all.
+
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "tessera/checkpoint/reader.h"
+#include "tessera/core/export.h"
+#include "tessera/embedding/quantised_rows.h"
+
+namespace tessera::serving {
+
+/// One table of a model; `columns` numbers a row.
+struct TableInfo {
+  std::string name;
+  embedding::RowType type = embedding::RowType::kFp32;
+  std::int64_t num_rows = 0;
+  std::int64_t num_columns = 0;
+  std::int64_t row_bytes = 0;
+};
+
+/// A bag of ids per sample, looked up in a table and pooled.
+struct FeatureInfo {
+  std::string name;
+  std::size_t table = 0;
+  bool is_mean = false;
+};
+
+enum class Interaction : std::uint8_t { kDot, kCross };
+
+/// What a package holds: DLRM's graph, dense → bottom → interaction with the embeddings → top →
+/// sigmoid.
+struct ModelInfo {
+  std::string name = "dlrm";
+  std::int64_t step = 0;
+  std::int64_t num_dense = 0;
+  std::vector<FeatureInfo> features;  // in the order of the interaction
+  std::vector<TableInfo> tables;
+  std::vector<std::int64_t> bottom;  // widths, the inputs first
+  std::vector<std::int64_t> top;
+  Interaction interaction = Interaction::kDot;
+  std::int64_t cross_layers = 0;
+  std::int64_t cross_rank = 0;
+  std::string source;  // SHA-256 of the checkpoint's manifest
+};
+
+/// What happens to rows whose numbers, scale or bias their type cannot hold.
+enum class OnOverflow : std::uint8_t { kError, kClamp };
+
+struct ExportOptions {
+  embedding::RowType type = embedding::RowType::kInt8;
+  std::map<std::string, embedding::RowType> tables;  // by name, where it differs
+  std::int64_t alignment = 4;
+  OnOverflow on_overflow = OnOverflow::kError;
+  /// Names of features in their order, for checkpoints that do not say; empty: the checkpoint's.
+  std::vector<std::string> features;
+};
+
+/// What rounding did to one table. Errors are |row - rounded row| / |row|, Euclidean.
+struct TableReport {
+  TableInfo table;
+  std::int64_t bytes_before = 0;
+  std::int64_t bytes_after = 0;
+  double mean_error = 0;
+  double worst_error = 0;
+  std::int64_t worst_row = -1;
+  std::int64_t num_constant = 0;  // rows whose numbers differ by too little for a scale
+  std::int64_t num_clamped = 0;
+};
+
+struct ExportReport {
+  ModelInfo model;
+  std::vector<TableReport> tables;
+  std::int64_t bytes_before = 0;  // tables and dense layers
+  std::int64_t bytes_after = 0;
+};
+
+/// Writes the model of a checkpoint of `tessera train dlrm` as a package to `path`, table by table,
+/// in memory of a few chunks; one that is there is replaced in one step. Throws checkpoint::Error:
+/// kInvalid for a checkpoint that holds no such model and for rows that cannot be kept, naming
+/// table and row; kWrite.
+TESSERA_API ExportReport write_package(const checkpoint::Reader& reader, const std::string& path,
+                                       const ExportOptions& options = {});
+
+/// An open package: its tables are mapped, its dense weights are in memory.
+class TESSERA_API Package {
+ public:
+  /// Checks the manifest, the sizes and headers of all files, the model's description against them
+  /// and the sums of the dense weights; with `verifies` those of the tables too. Throws
+  /// checkpoint::Error naming the file and what is wrong with it.
+  explicit Package(const std::string& path, bool verifies = false);
+  Package(const Package&) = delete;
+  Package& operator=(const Package&) = delete;
+  ~Package();
+
+  const std::string& path() const noexcept;
+  const ModelInfo& model() const noexcept;
+  const std::string& sha256() const noexcept;  // of its manifest
+  /// Rows of table `table`, which live as long as this.
+  embedding::RowTable table(std::size_t table) const;
+  /// Numbers of a dense tensor, such as "bottom.layer_0.weight".
+  std::span<const float> dense(const std::string& name) const;
+  std::int64_t mapped_bytes() const noexcept;
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace tessera::serving

@@ -1,0 +1,62 @@
+// tessera/serving/server.h — answers HTTP requests with a model: the Open Inference Protocol,
+// version 2. docs/serving.md has the routes, codes and limits.
+
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <string>
+
+#include "tessera/core/export.h"
+#include "tessera/serving/model.h"
+
+namespace tessera::serving {
+
+/// What a request may ask for. Beyond it is an error that names the limit, before memory is spent.
+struct ServerLimits {
+  std::uint64_t body_bytes = std::uint64_t{16} << 20;
+  std::uint32_t header_bytes = 16 << 10;
+  int connections = 1024;
+  std::int64_t ids_per_sample = 100'000;
+  std::int64_t ids_per_request = std::int64_t{1} << 20;
+  std::int64_t samples_per_request = 65'536;
+  std::chrono::milliseconds header_time{5'000};    // from the first byte to the end of the headers
+  std::chrono::milliseconds idle_time{60'000};     // between two requests of a connection
+  std::chrono::milliseconds request_time{30'000};  // to read a body, and to write an answer
+};
+
+struct ServerOptions {
+  std::string host = "127.0.0.1";
+  int port = 8000;        // 0: a free one
+  int admin_port = 8001;  // always on 127.0.0.1; 0: a free one, -1: none
+  std::string package;    // what a reload opens again
+  std::string token;      // empty: everybody is let in
+  int io_threads = 1;
+  int workers = 1;               // threads that compute
+  std::int64_t max_batch = 256;  // samples that are computed together
+  std::chrono::microseconds batch_wait{0};
+  std::chrono::milliseconds latency_budget{100};
+  std::int64_t queue_samples = 65'536;
+  std::uint64_t queue_bytes = std::uint64_t{256} << 20;
+  std::chrono::milliseconds drain_time{10'000};
+  ServerLimits limits;
+};
+
+struct ServerPorts {
+  int data = 0;
+  int admin = 0;  // 0: none
+};
+
+/// Serves until SIGTERM or SIGINT, then finishes what was accepted, and returns 0; 75 if that took
+/// longer than `drain_time`. SIGHUP opens the package again. `on_ready` is called once, when
+/// requests are answered; `log` gets lines about what goes wrong. Throws std::system_error naming
+/// an address that cannot be had. `model` must outlive it.
+TESSERA_API int serve(Model& model, const ServerOptions& options,
+                      const std::function<void(const ServerPorts&)>& on_ready,
+                      const std::function<void(const std::string&)>& log);
+
+/// Whether this build can.
+TESSERA_API bool has_server() noexcept;
+
+}  // namespace tessera::serving

@@ -1,0 +1,205 @@
+#include "serving/batcher.h"
+
+#include <algorithm>
+#include <exception>
+#include <utility>
+
+namespace tessera::serving {
+namespace {
+
+// The requests of a batch behind each other.
+struct Joined {
+  std::vector<float> dense;
+  std::vector<OwnedBags> features;
+  std::int64_t num_samples = 0;
+
+  explicit Joined(const std::vector<Job>& jobs) {
+    features.resize(jobs.front().request.features.size());
+    for (const Job& job : jobs) {
+      num_samples += job.request.num_samples;
+      dense.insert(dense.end(), job.request.dense.begin(), job.request.dense.end());
+    }
+    for (std::size_t f = 0; f < features.size(); ++f) {
+      OwnedBags& all = features[f];
+      bool has_weights = false;
+      for (const Job& job : jobs) has_weights |= !job.request.features[f].weights.empty();
+      for (const Job& job : jobs) {
+        const OwnedBags& one = job.request.features[f];
+        all.ids.insert(all.ids.end(), one.ids.begin(), one.ids.end());
+        all.lengths.insert(all.lengths.end(), one.lengths.begin(), one.lengths.end());
+        if (!has_weights) continue;
+        if (one.weights.empty()) {
+          all.weights.resize(all.ids.size(), 1.0F);  // a weight of 1 changes no bit
+        } else {
+          all.weights.insert(all.weights.end(), one.weights.begin(), one.weights.end());
+        }
+      }
+    }
+  }
+};
+
+}  // namespace
+
+Batcher::Batcher(Model& model, const ServerOptions& options, Metrics& metrics,
+                 std::function<void(const std::string&)> log)
+    : model_(model), options_(options), metrics_(metrics), log_(std::move(log)) {
+  for (int i = 0; i < std::max(options.workers, 1); ++i) {
+    workers_.emplace_back([this] { work(); });
+  }
+}
+
+void Batcher::stop() {
+  {
+    const std::lock_guard lock(mutex_);
+    is_stopping_ = true;
+  }
+  changed_.notify_all();
+  for (std::thread& worker : workers_) worker.join();
+  workers_.clear();
+}
+
+void Batcher::add(Job job) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (queued_samples_ + job.request.num_samples > options_.queue_samples ||
+        queued_bytes_ + job.num_bytes > options_.queue_bytes) {
+      metrics_.refused("queue full");
+      throw HttpError(429, std::to_string(queued_samples_) + " samples wait already");
+    }
+    const double wait = seconds_per_sample_ *
+                        static_cast<double>(queued_samples_ + job.request.num_samples) /
+                        std::max(options_.workers, 1);
+    if (Clock::now() +
+            std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(wait)) >
+        job.deadline) {
+      metrics_.refused("deadline");
+      throw HttpError(
+          429, "the deadline cannot be met: " + std::to_string(queued_samples_) + " samples wait");
+    }
+    queued_samples_ += job.request.num_samples;
+    queued_bytes_ += job.num_bytes;
+    metrics_.queued_samples.store(queued_samples_);
+    queue_.push_back(std::move(job));
+  }
+  changed_.notify_one();
+}
+
+std::vector<Job> Batcher::take() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return is_stopping_ || !queue_.empty(); });
+  if (queue_.empty()) return {};
+  if (options_.batch_wait.count() > 0) {
+    const auto until = queue_.front().arrived + options_.batch_wait;
+    changed_.wait_until(lock, until, [this] {
+      return is_stopping_ || queue_.empty() || queued_samples_ >= options_.max_batch;
+    });
+  }
+  std::vector<Job> jobs;
+  std::int64_t num_samples = 0;
+  while (!queue_.empty()) {
+    const std::int64_t more = queue_.front().request.num_samples;
+    if (!jobs.empty() && num_samples + more > options_.max_batch) break;
+    num_samples += more;
+    queued_bytes_ -= queue_.front().num_bytes;
+    jobs.push_back(std::move(queue_.front()));
+    queue_.pop_front();
+  }
+  queued_samples_ -= num_samples;
+  metrics_.queued_samples.store(queued_samples_);
+  return jobs;
+}
+
+void Batcher::work() {
+  while (true) {
+    std::vector<Job> jobs = take();
+    if (jobs.empty()) {
+      const std::lock_guard lock(mutex_);
+      if (is_stopping_ && queue_.empty()) return;
+      continue;
+    }
+    const auto now = Clock::now();
+    std::vector<Job> in_time;
+    for (Job& job : jobs) {
+      metrics_.queue.add(now - job.arrived);
+      if (now > job.deadline) {
+        metrics_.refused("late");
+        finish(job, {504, "the deadline passed while the request waited", "", {}, nullptr});
+      } else {
+        in_time.push_back(std::move(job));
+      }
+    }
+    if (!in_time.empty()) compute(in_time);
+  }
+}
+
+void Batcher::finish(Job& job, Outcome outcome) {
+  job.done(std::move(job.request), std::move(outcome));
+}
+
+void Batcher::compute(std::vector<Job>& jobs) {
+  const auto begin = Clock::now();
+  if (jobs.size() == 1) {
+    compute_alone(jobs.front());
+  } else {
+    std::vector<float> logits;
+    std::shared_ptr<const ModelInfo> model;
+    try {
+      const Joined joined(jobs);
+      std::vector<FeatureBags> bags;
+      for (const OwnedBags& own : joined.features) {
+        bags.push_back({own.ids, own.lengths, own.weights});
+      }
+      logits.resize(static_cast<std::size_t>(joined.num_samples));
+      auto lease = model_.lease();
+      lease.predict({joined.num_samples, joined.dense, bags}, logits);
+      model = std::make_shared<ModelInfo>(lease.model());
+    } catch (const std::exception&) {
+      // One of them does not fit the version that is served now: each for itself.
+      for (Job& job : jobs) compute_alone(job);
+      return;
+    }
+    std::size_t place = 0;
+    for (Job& job : jobs) {
+      const auto count = static_cast<std::size_t>(job.request.num_samples);
+      Outcome outcome;
+      outcome.logits.assign(logits.begin() + static_cast<std::ptrdiff_t>(place),
+                            logits.begin() + static_cast<std::ptrdiff_t>(place + count));
+      outcome.model = model;
+      place += count;
+      metrics_.samples += count;
+      metrics_.ids += static_cast<std::uint64_t>(job.request.num_ids);
+      finish(job, std::move(outcome));
+    }
+  }
+  const auto time = Clock::now() - begin;
+  metrics_.compute.add(time);
+  ++metrics_.batches;
+  std::int64_t num_samples = 0;
+  for (const Job& job : jobs) num_samples += std::max<std::int64_t>(job.request.num_samples, 1);
+  const double own = std::chrono::duration<double>(time).count() / static_cast<double>(num_samples);
+  const std::lock_guard lock(mutex_);
+  seconds_per_sample_ = seconds_per_sample_ == 0 ? own : 0.9 * seconds_per_sample_ + 0.1 * own;
+}
+
+void Batcher::compute_alone(Job& job) {
+  Outcome outcome;
+  try {
+    auto lease = model_.lease();
+    const std::vector<FeatureBags> bags = job.request.bags();
+    outcome.logits.resize(static_cast<std::size_t>(job.request.num_samples));
+    lease.predict({job.request.num_samples, job.request.dense, bags}, outcome.logits);
+    outcome.model = std::make_shared<ModelInfo>(lease.model());
+    metrics_.samples += static_cast<std::uint64_t>(job.request.num_samples);
+    metrics_.ids += static_cast<std::uint64_t>(job.request.num_ids);
+  } catch (const BadRequest& error) {
+    outcome.code = error.is_malformed() ? 400 : 422;
+    outcome.error = error.what();
+    outcome.where = error.where();
+  } catch (const std::exception& error) {
+    outcome.code = 500;
+    outcome.error = error.what();
+  }
+  finish(job, std::move(outcome));
+}
+
+}  // namespace tessera::serving

@@ -1,0 +1,79 @@
+// src/serving/batcher.h — requests that wait share the next computation.
+//
+// A worker that is free takes what waits, up to max_batch samples; with a batch_wait it gives the
+// first that long to be joined. What a sample gets does not depend on its company.
+
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "serving/infer_request.h"
+#include "serving/metrics.h"
+#include "tessera/serving/model.h"
+#include "tessera/serving/server.h"
+
+namespace tessera::serving {
+
+using Clock = std::chrono::steady_clock;
+
+/// What came of a request: logits, or an error.
+struct Outcome {
+  int code = 200;
+  std::string error;
+  std::string where;
+  std::vector<float> logits;
+  std::shared_ptr<const ModelInfo> model;  // that computed them
+};
+
+struct Job {
+  InferRequest request;
+  Clock::time_point arrived;
+  Clock::time_point deadline;
+  std::uint64_t num_bytes = 0;
+  std::function<void(InferRequest, Outcome)> done;  // called once, by a worker
+};
+
+class Batcher {
+ public:
+  Batcher(Model& model, const ServerOptions& options, Metrics& metrics,
+          std::function<void(const std::string&)> log);
+  Batcher(const Batcher&) = delete;
+  Batcher& operator=(const Batcher&) = delete;
+  ~Batcher() { stop(); }
+
+  /// Takes a request, or throws HttpError 429: the queue is full, or its deadline cannot be met.
+  void add(Job job);
+  /// Computes what waits, then ends the workers.
+  void stop();
+
+ private:
+  void work();
+  std::vector<Job> take();
+  void compute(std::vector<Job>& jobs);
+  void compute_alone(Job& job);
+  void finish(Job& job, Outcome outcome);
+
+  Model& model_;
+  const ServerOptions& options_;
+  Metrics& metrics_;
+  std::function<void(const std::string&)> log_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Job> queue_;
+  std::int64_t queued_samples_ = 0;
+  std::uint64_t queued_bytes_ = 0;
+  double seconds_per_sample_ = 0;  // a moving mean
+  bool is_stopping_ = false;
+  std::vector<std::thread> workers_;
+};
+
+}  // namespace tessera::serving

@@ -1,0 +1,92 @@
+// src/serving/infer_request.h — requests and answers of the Open Inference Protocol, version 2.
+//
+// Inputs: `dense` FP32 [samples, n]; for each feature `<feature>.values` INT64 [ids],
+// `<feature>.lengths` INT32 [samples] and, if wanted, `<feature>.weights` FP32 [ids]. Outputs:
+// `probability` and, if asked for, `logit`, FP32 [samples].
+
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "tessera/serving/model.h"
+#include "tessera/serving/server.h"
+
+namespace tessera::serving {
+
+/// An answer that is not 200: what is wrong, and where in the request.
+class HttpError : public std::runtime_error {
+ public:
+  HttpError(int code, const std::string& what, std::string where = {})
+      : std::runtime_error(what), code_(code), where_(std::move(where)) {}
+  int code() const noexcept { return code_; }
+  const std::string& where() const noexcept { return where_; }
+
+ private:
+  int code_;
+  std::string where_;
+};
+
+struct OwnedBags {
+  std::vector<std::int64_t> ids;
+  std::vector<std::int32_t> lengths;
+  std::vector<float> weights;
+};
+
+struct InferRequest {
+  std::string id;
+  std::string request_id;
+  std::int64_t num_samples = 0;
+  std::int64_t num_ids = 0;
+  std::vector<float> dense;
+  std::vector<OwnedBags> features;  // in the model's order
+  bool wants_probability = true;
+  bool wants_logit = false;
+  bool wants_binary = false;
+
+  std::vector<FeatureBags> bags() const;
+};
+
+/// What inputs a model has, by name.
+class InferParser {
+ public:
+  InferParser(const ModelInfo& model, const ServerLimits& limits);
+
+  /// Reads a body, of which the first `json_bytes` are JSON and the rest tensors; without a number,
+  /// all is JSON. Throws HttpError 400 for what no model could understand, 413 for too many ids or
+  /// samples, 422 for what this one cannot.
+  InferRequest parse(std::string_view body, std::optional<std::uint64_t> json_bytes) const;
+
+ private:
+  enum class Kind : std::uint8_t { kDense, kValues, kLengths, kWeights };
+  struct Place {
+    Kind kind;
+    std::size_t feature;
+  };
+  struct Input;
+  struct Parse;
+
+  std::vector<std::string> names_;  // of features
+  std::int64_t num_dense_;
+  std::map<std::string, Place> inputs_;
+  ServerLimits limits_;
+};
+
+struct InferAnswer {
+  std::string body;
+  std::uint64_t json_bytes = 0;  // 0: all of it is JSON
+};
+
+InferAnswer encode_answer(const InferRequest& request, const ModelInfo& model,
+                          std::span<const float> logits);
+/// {"error": ..., "where": ...}
+std::string encode_error(const std::string& what, const std::string& where);
+/// The answer to GET /v2/models/{name}.
+std::string encode_metadata(const ModelInfo& model);
+
+}  // namespace tessera::serving

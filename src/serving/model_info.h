@@ -1,0 +1,28 @@
+// src/serving/model_info.h — a model's description as text, and the tensors it asks for.
+
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "tessera/serving/package.h"
+
+namespace tessera::serving {
+
+inline constexpr const char* kModelFile = "model.json";
+inline constexpr const char* kPackageMark = "package";  // a value of the manifest
+inline constexpr std::int64_t kPackageVersion = 1;
+
+std::string encode_model(const ModelInfo& model);
+/// Throws checkpoint::Error(kCorrupt) that begins with `where` unless everything fits together.
+ModelInfo decode_model(std::string_view text, const std::string& where);
+
+/// Names and shapes of the dense tensors.
+std::vector<std::pair<std::string, std::vector<std::int64_t>>> dense_tensors(
+    const ModelInfo& model);
+/// Numbers that enter the top layers.
+std::int64_t mixed_width(const ModelInfo& model);
+
+}  // namespace tessera::serving

@@ -1,0 +1,411 @@
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <filesystem>
+#include <limits>
+#include <utility>
+
+#include <nlohmann/json.hpp>
+
+#include "checkpoint/open_file.h"
+#include "serving/model_info.h"
+#include "tessera/checkpoint/checksum.h"
+#include "tessera/checkpoint/error.h"
+#include "tessera/checkpoint/folder.h"
+#include "tessera/checkpoint/writer.h"
+#include "tessera/serving/package.h"
+
+namespace tessera::serving {
+namespace {
+
+using checkpoint::Dtype;
+using checkpoint::Error;
+using checkpoint::ErrorKind;
+using checkpoint::Manifest;
+using checkpoint::Part;
+using checkpoint::Reader;
+using checkpoint::TensorInfo;
+using embedding::RowType;
+
+constexpr std::int64_t kReadBytes = std::int64_t{8} << 20;
+constexpr const char* kTables = "tables.embedding_bags.";
+constexpr const char* kWeight = ".weight";
+
+[[noreturn]] void refuse(const std::string& what) {
+  throw Error(ErrorKind::kInvalid, "export: " + what);
+}
+
+const TensorInfo& needed(const Reader& reader, const std::string& name, std::size_t num_dims) {
+  const TensorInfo* found = reader.find(name);
+  if (found == nullptr) {
+    refuse(reader.folder() + " has no tensor '" + name +
+           "': it is not a checkpoint of tessera train dlrm.");
+  }
+  const bool is_float =
+      found->dtype == Dtype::kF32 || found->dtype == Dtype::kF16 || found->dtype == Dtype::kBf16;
+  if (!is_float || found->shape.size() != num_dims) {
+    refuse("tensor '" + name + "' of " + reader.folder() + " is " +
+           checkpoint::name_of(found->dtype) + " " + checkpoint::text_of(found->shape) +
+           "; numbers with " + std::to_string(num_dims) + " dimensions are needed.");
+  }
+  return *found;
+}
+
+// Rows [begin, begin + count) of a tensor, as float32.
+std::vector<float> read_rows(const Reader& reader, const TensorInfo& tensor, std::int64_t begin,
+                             std::int64_t count) {
+  checkpoint::Region region;
+  region.offsets.assign(tensor.shape.size(), 0);
+  region.offsets[0] = begin;
+  region.lengths = tensor.shape;
+  region.lengths[0] = count;
+  const std::uint64_t num = checkpoint::num_elements_of(region.lengths, tensor.name);
+  std::vector<float> numbers(num);
+  if (tensor.dtype == Dtype::kF32) {
+    reader.read(tensor.name, region, reinterpret_cast<std::byte*>(numbers.data()));
+    return numbers;
+  }
+  std::vector<std::uint8_t> halves(2 * num);
+  reader.read(tensor.name, region, reinterpret_cast<std::byte*>(halves.data()));
+  embedding::dequantise_row(tensor.dtype == Dtype::kF16 ? RowType::kFp16 : RowType::kBf16,
+                            halves.data(), numbers);
+  return numbers;
+}
+
+std::vector<std::int64_t> widths_of(const Reader& reader, const std::string& name) {
+  std::vector<std::int64_t> widths;
+  for (int i = 0;; ++i) {
+    const std::string tensor = name + ".layer_" + std::to_string(i) + kWeight;
+    if (i > 0 && reader.find(tensor) == nullptr) return widths;
+    const TensorInfo& weight = needed(reader, tensor, 2);
+    if (i == 0) widths.push_back(weight.shape[1]);
+    widths.push_back(weight.shape[0]);
+  }
+}
+
+// The number at the end of a name, -1 without one.
+std::int64_t number_in(const std::string& name) {
+  const std::size_t digits = name.find_last_not_of("0123456789") + 1;
+  const std::string number = name.substr(digits);
+  return number.empty() || number.size() > 9 ? -1 : std::stoll(number);
+}
+
+std::vector<std::string> features_of(const Reader& reader, const ExportOptions& options) {
+  std::vector<std::string> tables;
+  for (const TensorInfo& tensor : reader.tensors()) {
+    const std::string& name = tensor.name;
+    if (!name.starts_with(kTables) || !name.ends_with(kWeight)) continue;
+    const std::size_t begin = std::strlen(kTables);
+    tables.push_back(name.substr(begin, name.size() - begin - std::strlen(kWeight)));
+  }
+  if (tables.empty()) {
+    refuse(reader.folder() + " has no tables: it is not a checkpoint of tessera train dlrm.");
+  }
+  std::vector<std::string> names = options.features;
+  const auto& values = reader.manifest().values;
+  const auto stored = values.find("features");
+  const auto* text = stored == values.end() ? nullptr : std::get_if<std::string>(&stored->second);
+  if (names.empty() && text != nullptr) {
+    const auto list = nlohmann::json::parse(*text, nullptr, /*allow_exceptions=*/false);
+    for (const auto& name : list.is_array() ? list : nlohmann::json::array()) {
+      names.push_back(name.is_string() ? name.get<std::string>() : "");
+    }
+  }
+  if (names.empty()) {
+    // The tables of a generated log and of Criteo's are numbered.
+    names = tables;
+    std::sort(names.begin(), names.end(), [](const std::string& a, const std::string& b) {
+      return number_in(a) < number_in(b);
+    });
+    for (std::size_t i = 0; i < names.size(); ++i) {
+      if (number_in(names[i]) != static_cast<std::int64_t>(i)) {
+        refuse(reader.folder() +
+               " does not say in which order its features are mixed. Name them all with "
+               "--features a,b,c, in the order of the training data.");
+      }
+    }
+    return names;
+  }
+  std::vector<std::string> sorted = names;
+  std::sort(sorted.begin(), sorted.end());
+  std::sort(tables.begin(), tables.end());
+  if (sorted != tables) {
+    refuse("the names of " + std::to_string(names.size()) + " features are not those of the " +
+           std::to_string(tables.size()) + " tables of " + reader.folder() + ".");
+  }
+  return names;
+}
+
+ModelInfo model_of(const Reader& reader, const ExportOptions& options) {
+  ModelInfo model;
+  model.step = reader.manifest().step;
+  model.source = reader.manifest().sha256;
+  model.bottom = widths_of(reader, "model.bottom");
+  model.top = widths_of(reader, "model.top");
+  model.num_dense = model.bottom.front();
+  while (reader.find("model.cross.down_" + std::to_string(model.cross_layers) + kWeight)) {
+    ++model.cross_layers;
+  }
+  if (model.cross_layers > 0) {
+    model.interaction = Interaction::kCross;
+    model.cross_rank = needed(reader, "model.cross.down_0.weight", 2).shape[0];
+  }
+  for (const auto& [name, type] : options.tables) {
+    if (reader.find(kTables + name + kWeight) == nullptr) {
+      refuse("there is no table '" + name + "' to store as " +
+             std::string(embedding::name_of(type)) + ".");
+    }
+  }
+  for (const std::string& name : features_of(reader, options)) {
+    const TensorInfo& weight = needed(reader, kTables + name + kWeight, 2);
+    TableInfo table;
+    table.name = name;
+    const auto own = options.tables.find(name);
+    table.type = own == options.tables.end() ? options.type : own->second;
+    table.num_rows = weight.shape[0];
+    table.num_columns = weight.shape[1];
+    table.row_bytes = embedding::row_bytes(table.type, table.num_columns, options.alignment);
+    model.features.push_back({name, model.tables.size(), false});
+    model.tables.push_back(std::move(table));
+  }
+  try {
+    decode_model(encode_model(model), reader.folder());  // the checks of a reader
+  } catch (const Error& error) {
+    refuse(error.what());
+  }
+  return model;
+}
+
+// What a row's type holds without overflow, a little inside.
+float largest_of(RowType type) {
+  switch (type) {
+    case RowType::kFp32:
+    case RowType::kBf16:
+      return 3.38e38F;
+    case RowType::kFp8:
+      return 65504.0F * 448.0F;
+    default:
+      return 65504.0F;  // and the range of a row, 2 * 65504 / 3, stays below it
+  }
+}
+
+// Makes the rows of a table in the order in which they are written.
+class RowMaker {
+ public:
+  RowMaker(const Reader& reader, TableReport& report, OnOverflow on_overflow)
+      : reader_(reader),
+        tensor_(needed(reader, kTables + report.table.name + kWeight, 2)),
+        report_(report),
+        on_overflow_(on_overflow) {}
+
+  void fill(std::span<std::byte> out) {
+    while (!out.empty()) {
+      if (place_ == made_.size()) make();
+      const std::size_t count = std::min(out.size(), made_.size() - place_);
+      std::memcpy(out.data(), made_.data() + place_, count);
+      place_ += count;
+      out = out.subspan(count);
+    }
+  }
+
+ private:
+  void make() {
+    const TableInfo& table = report_.table;
+    const std::int64_t most = std::max<std::int64_t>(1, kReadBytes / (4 * table.num_columns));
+    const std::int64_t count = std::min(most, table.num_rows - next_row_);
+    std::vector<float> numbers = read_rows(reader_, tensor_, next_row_, count);
+    made_.assign(static_cast<std::size_t>(count * table.row_bytes), 0);
+    place_ = 0;
+    const auto width = static_cast<std::size_t>(table.num_columns);
+    std::vector<float> back(width);
+    for (std::int64_t r = 0; r < count; ++r) {
+      make_row(std::span(numbers).subspan(static_cast<std::size_t>(r) * width, width),
+               made_.data() + r * table.row_bytes, back, next_row_ + r);
+    }
+    next_row_ += count;
+  }
+
+  void make_row(std::span<float> numbers, std::uint8_t* row, std::vector<float>& back,
+                std::int64_t number) {
+    const RowType type = report_.table.type;
+    embedding::RowFaults faults = embedding::quantise_row(type, numbers, row);
+    if (faults.has_nan) refuse_row(number, "holds a NaN");
+    if (faults.is_overflow) {
+      if (on_overflow_ == OnOverflow::kError) {
+        refuse_row(number, "holds numbers that " + std::string(embedding::name_of(type)) +
+                               " cannot, and --on-overflow is error. Clamp them, or store the "
+                               "table as bf16");
+      }
+      ++report_.num_clamped;
+      const float most = largest_of(type);
+      for (float& x : numbers) x = std::clamp(x, -most, most);
+      faults = embedding::quantise_row(type, numbers, row);
+      if (faults.is_overflow) refuse_row(number, "cannot be clamped");
+    }
+    if (faults.is_constant) ++report_.num_constant;
+    embedding::dequantise_row(type, row, back);
+    double lost = 0;
+    double whole = 0;
+    for (std::size_t c = 0; c < numbers.size(); ++c) {
+      const double difference = static_cast<double>(numbers[c]) - back[c];
+      lost += difference * difference;
+      whole += static_cast<double>(numbers[c]) * numbers[c];
+    }
+    const double error = whole > 0 ? std::sqrt(lost / whole) : (lost > 0 ? 1.0 : 0.0);
+    report_.mean_error += error / static_cast<double>(report_.table.num_rows);
+    if (report_.worst_row < 0 || error > report_.worst_error) {
+      report_.worst_error = error;
+      report_.worst_row = number;
+    }
+  }
+
+  [[noreturn]] void refuse_row(std::int64_t number, const std::string& what) const {
+    refuse("row " + std::to_string(number) + " of table '" + report_.table.name + "' " + what +
+           ".");
+  }
+
+  const Reader& reader_;
+  const TensorInfo& tensor_;
+  TableReport& report_;
+  OnOverflow on_overflow_;
+  std::vector<std::uint8_t> made_;
+  std::size_t place_ = 0;
+  std::int64_t next_row_ = 0;
+};
+
+// A folder that takes its final name in one step.
+class PendingPackage {
+ public:
+  explicit PendingPackage(std::string path) : target_(std::move(path)) {
+    while (target_.size() > 1 && target_.back() == '/') target_.pop_back();
+    if (target_.empty()) refuse("the package has no name.");
+    struct stat facts{};
+    has_old_ = ::lstat(target_.c_str(), &facts) == 0;
+    if (has_old_) check_old();
+    const auto parent = std::filesystem::path(target_).parent_path();
+    parent_ = parent.empty() ? "." : parent.string();
+    path_ = target_ + ".tmp-" + std::to_string(::getpid());
+    checkpoint::remove_folder(path_, disk_);
+    std::error_code ignored;
+    std::filesystem::create_directories(parent_, ignored);
+    if (disk_.make_folder(path_) != 0) checkpoint::throw_write_error("make the folder", path_);
+  }
+  PendingPackage(const PendingPackage&) = delete;
+  PendingPackage& operator=(const PendingPackage&) = delete;
+  ~PendingPackage() { checkpoint::remove_folder(path_, disk_); }  // what has no final name
+
+  const std::string& path() const { return path_; }
+
+  void add(Manifest& whole, const std::vector<Part>& parts, const std::string& name) {
+    Manifest part = checkpoint::write_shard(path_, 0, 1, parts, disk_);
+    for (checkpoint::FileRecord& file : part.files) {
+      if (disk_.rename(path_ + "/" + file.name, path_ + "/" + name) != 0) {
+        checkpoint::throw_write_error("rename to", path_ + "/" + name);
+      }
+      file.name = name;
+    }
+    checkpoint::merge(whole, std::move(part));
+  }
+
+  void add_text(Manifest& whole, const std::string& text, const std::string& name) {
+    write(text, name);
+    whole.files.push_back({.name = name,
+                           .num_bytes = text.size(),
+                           .crc = checkpoint::crc32c(text.data(), text.size())});
+  }
+
+  void commit(Manifest& manifest) {
+    checkpoint::check_manifest(manifest, "export");
+    write(checkpoint::encode_manifest(manifest), checkpoint::kManifestName);
+    if (disk_.sync_folder(path_) != 0) checkpoint::throw_write_error("sync", path_);
+    const int result = has_old_ ? disk_.exchange(path_, target_) : disk_.rename(path_, target_);
+    if (result != 0) checkpoint::throw_write_error("rename to", target_);
+    if (disk_.sync_folder(parent_) != 0) checkpoint::throw_write_error("sync", parent_);
+  }
+
+ private:
+  void check_old() const {
+    try {
+      const Manifest old = checkpoint::read_manifest(target_, disk_);
+      if (old.values.contains(kPackageMark)) return;
+    } catch (const Error&) {
+      std::error_code error;
+      if (std::filesystem::is_empty(target_, error) && !error) return;
+    }
+    refuse(target_ + " is there and is not a package. Name another folder.");
+  }
+
+  void write(const std::string& text, const std::string& name) {
+    checkpoint::FileWriter writer(disk_, path_ + "/" + name);
+    writer.write(text);
+    writer.finish();
+  }
+
+  checkpoint::Disk& disk_ = checkpoint::Disk::real();
+  std::string target_;
+  std::string parent_;
+  std::string path_;
+  bool has_old_ = false;
+};
+
+}  // namespace
+
+ExportReport write_package(const Reader& reader, const std::string& path,
+                           const ExportOptions& options) {
+  ExportReport report;
+  report.model = model_of(reader, options);
+  PendingPackage folder(path);
+  Manifest manifest;
+  manifest.step = report.model.step;
+  manifest.values[kPackageMark] = kPackageVersion;
+
+  std::vector<std::vector<float>> numbers;
+  std::vector<Part> dense;
+  for (const auto& [name, shape] : dense_tensors(report.model)) {
+    const TensorInfo& tensor = needed(reader, "model." + name, shape.size());
+    if (tensor.shape != shape) {
+      refuse("tensor 'model." + name + "' has shape " + checkpoint::text_of(tensor.shape) +
+             "; the layers around it ask for " + checkpoint::text_of(shape) + ".");
+    }
+    numbers.push_back(read_rows(reader, tensor, 0, shape[0]));
+    for (const float x : numbers.back()) {
+      if (!std::isfinite(x))
+        refuse("tensor 'model." + name + "' holds a number that is not finite.");
+    }
+    Part part;
+    part.name = name;
+    part.shape = shape;
+    part.region = {std::vector<std::int64_t>(shape.size(), 0), shape};
+    part.data = reinterpret_cast<const std::byte*>(numbers.back().data());
+    report.bytes_before += static_cast<std::int64_t>(4 * numbers.back().size());
+    report.bytes_after += static_cast<std::int64_t>(4 * numbers.back().size());
+    dense.push_back(std::move(part));
+  }
+  folder.add(manifest, dense, "dense.safetensors");
+
+  for (std::size_t i = 0; i < report.model.tables.size(); ++i) {
+    TableReport table;
+    table.table = report.model.tables[i];
+    table.bytes_before = 4 * table.table.num_rows * table.table.num_columns;
+    table.bytes_after = table.table.num_rows * table.table.row_bytes;
+    RowMaker maker(reader, table, options.on_overflow);
+    Part part;
+    part.name = "tables." + table.table.name + kWeight;
+    part.dtype = Dtype::kU8;
+    part.shape = {table.table.num_rows, table.table.row_bytes};
+    part.region = {{0, 0}, part.shape};
+    part.fill = [&maker](std::uint64_t, std::span<std::byte> out) { maker.fill(out); };
+    folder.add(manifest, {part}, "tables-" + std::to_string(i) + ".safetensors");
+    report.bytes_before += table.bytes_before;
+    report.bytes_after += table.bytes_after;
+    report.tables.push_back(std::move(table));
+  }
+  folder.add_text(manifest, encode_model(report.model), kModelFile);
+  folder.commit(manifest);
+  return report;
+}
+
+}  // namespace tessera::serving

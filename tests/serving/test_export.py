@@ -1,0 +1,77 @@
+"""tessera export: from a run of two ranks to a package."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from conftest import NUM_ROWS, NUM_TABLES, tessera
+
+
+def judged(run) -> dict:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == "eval"][-1]
+
+
+def test_the_package_predicts_as_the_trainer_did(run, tmp_path):
+    out = tmp_path / "pkg"
+    words = ["--out", out, "--dtype", "fp32", "--eval", "synthetic", "--eval-samples", 2000, "--json"]
+    answer = json.loads(tessera("export", run, *words).stdout)
+    trainer = judged(run)
+    assert answer["judged"]["samples"] == trainer["samples"]
+    assert answer["judged"]["auc_after"] == pytest.approx(trainer["auc"], abs=2e-6)
+    assert answer["judged"]["log_loss_after"] == pytest.approx(trainer["log_loss"], abs=1e-6)
+    assert not (tmp_path / "pkg.fp32").exists()
+
+
+@pytest.mark.parametrize(("dtype", "row_bytes", "most"), [("int8", 20, 0.0005), ("int4", 12, 0.005)])
+def test_few_bits_cost_little(run, tmp_path, dtype, row_bytes, most):
+    out = tmp_path / "pkg"
+    words = ["--out", out, "--dtype", dtype, "--eval", "synthetic", "--eval-samples", 2000, "--json"]
+    answer = json.loads(tessera("export", run, *words, "--max-auc-drop", most).stdout)
+    assert len(answer["tables"]) == NUM_TABLES
+    assert [table["name"] for table in answer["tables"]] == [f"cat_{i}" for i in range(NUM_TABLES)]
+    assert all(table["bytes_after"] == NUM_ROWS * row_bytes for table in answer["tables"])
+    assert all(0 < table["mean_error"] <= table["worst_error"] < 0.3 for table in answer["tables"])
+
+
+def test_an_auc_that_falls_too_far_is_an_error(run, tmp_path):
+    words = ["--out", tmp_path / "pkg", "--dtype", "int2", "--eval", "synthetic", "--eval-samples", 2000]
+    result = tessera("export", run, *words, "--max-auc-drop", 0, check=False)
+    assert result.returncode == 65
+    assert "the AUC falls by" in result.stderr
+
+
+def test_any_name_of_the_checkpoint_will_do(run, tmp_path):
+    names = [run, run / "checkpoints", run / "checkpoints" / "step-000000000040"]
+    sums = set()
+    for i, name in enumerate(names):
+        tessera("export", name, "--out", tmp_path / f"pkg-{i}")
+        sums.add((tmp_path / f"pkg-{i}" / "MANIFEST.json").read_text())
+    assert len(sums) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "text"),
+    [
+        (["--out", "{out}", "--dtype", "int9"], 2, "unknown type 'int9'"),
+        (["--dtype", "int8"], 2, "--out names the package"),
+        (["--out", "{out}", "--table", "cat_0"], 2, "NAME=TYPE"),
+        (["--out", "{out}", "--table", "nobody=int4"], 65, "no table 'nobody'"),
+        (["--out", "{out}", "--align", "3"], 2, "1, 4 or 16"),
+        (["--out", "{out}", "--step", "7"], 65, "step-000000000007"),
+        (["--out", "{out}", "--max-auc-drop", "1"], 2, "needs --eval"),
+        (["--out", "{out}", "--eval", "nowhere.tsv"], 65, "nowhere.tsv"),
+    ],
+)
+def test_wrong_words_are_named(run, tmp_path, words, code, text):
+    words = [word.format(out=tmp_path / "pkg") for word in words]
+    result = tessera("export", run, *words, check=False)
+    assert result.returncode == code, result.stderr
+    assert text in result.stderr
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path):
+    result = tessera("export", tmp_path, "--out", tmp_path / "pkg", check=False)
+    assert result.returncode == 65
+    assert "there is no checkpoint" in result.stderr

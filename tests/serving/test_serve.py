@@ -1,0 +1,356 @@
+"""tessera serve as a process: right answers, and nothing but errors for the rest."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import http.client
+import json
+import random
+import signal
+import socket
+import struct
+import time
+
+import pytest
+from conftest import NUM_TABLES, request_of, some_samples, tessera
+
+INFER = "/v2/models/dlrm/infer"
+
+
+def probabilities(answer: dict) -> list[float]:
+    return answer["outputs"][0]["data"]
+
+
+@pytest.fixture(scope="module")
+def torch_logits(run):
+    """The model of the checkpoint, by torch's own operators."""
+    torch = pytest.importorskip("torch")
+    safetensors = pytest.importorskip("safetensors.torch")
+    tensors = {}
+    for file in (run / "checkpoints" / "step-000000000040").glob("*.safetensors"):
+        for name, tensor in safetensors.load_file(file).items():
+            assert name not in tensors  # whole, or the test must join them
+            tensors[name] = tensor
+
+    def linear(x, layer):
+        return torch.nn.functional.linear(x, tensors[f"model.{layer}.weight"], tensors[f"model.{layer}.bias"])
+
+    def logits(samples):
+        dense = torch.tensor([dense for dense, _ in samples])
+        first = linear(dense, "bottom.layer_0").relu()
+        first = linear(first, "bottom.layer_1").relu()
+        vectors = [first]
+        for f in range(NUM_TABLES):
+            weight = tensors[f"tables.embedding_bags.cat_{f}.weight"]
+            rows = [weight[torch.tensor(bags[f], dtype=torch.long)].sum(0) for _, bags in samples]
+            vectors.append(torch.stack(rows))
+        stacked = torch.stack(vectors, 1)
+        products = stacked @ stacked.transpose(1, 2)
+        i, j = torch.tril_indices(NUM_TABLES + 1, NUM_TABLES + 1, offset=-1)
+        mixed = torch.cat([first, products[:, i, j]], 1)
+        return linear(linear(mixed, "top.layer_0").relu(), "top.layer_1").squeeze(1)
+
+    return logits
+
+
+def test_answers_are_those_of_the_trained_model(run, serve, tmp_path, torch_logits):
+    tessera("export", run, "--out", tmp_path / "pkg", "--dtype", "fp32")
+    server = serve(tmp_path / "pkg")
+    samples = some_samples(90)
+    request = request_of(samples)
+    request["outputs"] = [{"name": "logit"}, {"name": "probability"}]
+    code, answer = server.infer(request)
+    assert code == 200, answer
+    wanted = torch_logits(samples)
+    outputs = {output["name"]: output["data"] for output in answer["outputs"]}
+    assert outputs["logit"] == pytest.approx(wanted.tolist(), abs=2e-5)
+    assert outputs["probability"] == pytest.approx(wanted.sigmoid().tolist(), abs=1e-5)
+    assert answer["model_version"] == "40"
+
+
+def test_the_protocol(package, serve):
+    server = serve(package)
+    assert server.ask("/v2/health/live")[0] == 200
+    assert server.ask("/v2/health/ready")[0] == 200
+    assert json.loads(server.ask("/v2")[2])["extensions"] == ["binary_tensor_data"]
+    metadata = json.loads(server.ask("/v2/models/dlrm")[2])
+    assert metadata["versions"] == ["40"]
+    assert [i["name"] for i in metadata["inputs"]][:3] == ["dense", "cat_0.values", "cat_0.lengths"]
+    assert json.loads(server.ask("/v2/models/dlrm/versions/40")[2]) == metadata
+    assert server.ask("/v2/models/dlrm/ready")[0] == 200
+    request = request_of(some_samples(1)) | {"id": "é1", "parameters": {"request_id": "r9"}}
+    code, answer = server.infer(request)
+    assert (code, answer["id"], answer["parameters"]["request_id"]) == (200, "é1", "r9")
+    versioned = server.ask("/v2/models/dlrm/versions/40/infer", json.dumps(request))
+    assert versioned[0] == 200
+    assert versioned[1]["Tessera-Version"] == "40"
+    head = server.ask("/v2/health/live", method="HEAD")
+    assert (head[0], head[2]) == (200, b"")
+
+
+def test_binary_tensors_give_the_bits_of_json(package, serve):
+    server = serve(package)
+    samples = some_samples(7)
+    _, plain = server.infer(request_of(samples))
+    request = request_of(samples)
+    tail = b""
+    for tensor in request["inputs"]:
+        flat = tensor.pop("data")
+        if tensor["name"] == "dense":
+            flat = [x for row in flat for x in row]
+        form = {"FP32": "f", "INT64": "q", "INT32": "i"}[tensor["datatype"]]
+        bytes_ = struct.pack(f"<{len(flat)}{form}", *flat)
+        tensor["parameters"] = {"binary_data_size": len(bytes_)}
+        tail += bytes_
+    request["parameters"] = {"binary_data_output": True}
+    head = json.dumps(request).encode()
+    headers = {"Inference-Header-Content-Length": str(len(head))}
+    code, answered, body = server.ask(INFER, head + tail, headers)
+    assert code == 200, body
+    length = int(answered["Inference-Header-Content-Length"])
+    assert json.loads(body[:length])["outputs"][0]["parameters"] == {"binary_data_size": 28}
+    values = struct.unpack("<7f", body[length:])
+    assert [struct.pack("<f", x) for x in probabilities(plain)] == [struct.pack("<f", x) for x in values]
+    assert server.ask(INFER, head + tail[:-1], headers)[0] == 400
+    assert server.ask(INFER, head, {"Inference-Header-Content-Length": "x"})[0] == 400
+
+
+def test_company_in_a_batch_changes_no_bit(package, serve):
+    server = serve(package, "--batch-wait", "2000", "--threads", "2", "--workers", "2")
+    samples = some_samples(60)
+    alone = [server.infer(request_of([sample]))[1]["outputs"] for sample in samples]
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        for _ in range(3):
+            together = list(pool.map(lambda sample: server.infer(request_of([sample])), samples))
+            assert all(code == 200 for code, _ in together)
+            assert [answer["outputs"] for _, answer in together] == alone
+    text = server.ask("/metrics")[2].decode()
+    figures = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert int(figures["tessera_samples_total"]) == 240
+    assert int(figures["tessera_batches_total"]) < 240
+    assert int(figures['tessera_requests_total{code="200"}']) == 240
+    assert int(figures['tessera_latency_seconds_count{stage="total"}']) == 240
+
+
+def changed(what) -> dict:
+    request = request_of(some_samples(3))
+    what(request["inputs"])
+    return request
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "where"),
+    [
+        (b"{", 400, "byte 1"),
+        (b"\xff\x00", 400, "byte 0"),
+        (b"{}", 422, "inputs"),
+        (changed(lambda i: i.pop(3)), 422, "inputs"),
+        (changed(lambda i: i.append(i[1])), 422, "inputs[25].name"),
+        (changed(lambda i: i[0].update(datatype="INT64")), 422, "inputs[0].datatype"),
+        (changed(lambda i: i[0].update(shape=[3, 12])), 422, "inputs[0].shape"),
+        (changed(lambda i: i[2].update(data=[1, 1, -1])), 400, "cat_0.lengths[2]"),
+        (changed(lambda i: i[2].update(data=[99, 1, 1])), 400, "cat_0.lengths"),
+        (changed(
+            lambda i: (i[1].update(data=[200], shape=[1]), i[2].update(data=[1, 0, 0]))
+        ), 422, "cat_0.values[0]"),
+        (changed(lambda i: i[1].update(name="dog_0.values")), 422, "inputs[1].name"),
+    ],
+)  # fmt: skip
+def test_wrong_requests_are_answered_with_the_place(package, serve, body, code, where):
+    server = serve(package)
+    found, answer = server.infer(body)
+    assert (found, answer.get("where")) == (code, where), answer
+    assert server.infer(request_of(some_samples(1)))[0] == 200
+    assert server.stop() == 0
+
+
+def test_wrong_addresses_and_methods(package, serve):
+    server = serve(package)
+    good = json.dumps(request_of(some_samples(1)))
+    for path, body, headers, code in [
+        ("/", None, {}, 404),
+        ("/v2/models/other", None, {}, 404),
+        ("/v2/models/other/infer", good, {}, 404),
+        ("/v2/models/dlrm/versions/41", None, {}, 404),
+        ("/v2/models/dlrm/versions/41/infer", good, {}, 404),
+        (INFER, None, {}, 405),
+        ("/v2/health/live", good, {}, 405),
+        (INFER, good, {"Content-Encoding": "gzip"}, 415),
+        (INFER, good, {"Request-Timeout-Ms": "soon"}, 400),
+        ("/admin/drain", b"", {}, 404),
+        ("/x" * 20000, None, {}, 431),
+    ]:
+        found, _, answer = server.ask(path, body, headers)
+        assert found == code, (path[:40], answer)
+        assert "error" in json.loads(answer)
+
+
+def test_limits_hold_before_memory_is_spent(package, serve):
+    server = serve(package, "--max-body", "4096", "--max-ids", "50")
+    good = json.dumps(request_of(some_samples(1))).encode()
+    assert server.ask(INFER, good)[0] == 200
+    assert server.ask(INFER, b" " * 5000)[0] == 413
+    request = changed(lambda i: i[1].update(data=[1] * 60, shape=[60]))
+    code, _, answer = server.ask(INFER, json.dumps(request)[:4000].encode())
+    assert code == 413, answer
+    with socket.create_connection(("127.0.0.1", server.port)) as raw:
+        raw.sendall(b"POST " + INFER.encode() + b" HTTP/1.1\r\nContent-Length: 99999999999999\r\n\r\n")
+        assert b" 413 " in raw.recv(4096)
+    with socket.create_connection(("127.0.0.1", server.port)) as raw:
+        raw.sendall(b"POST " + INFER.encode() + b" HTTP/1.1\r\n\r\n")
+        assert b" 411 " in raw.recv(4096)
+
+
+def test_bytes_that_are_no_http_harm_nobody(package, serve):
+    server = serve(package)
+    draw = random.Random(3)
+    good = json.dumps(request_of(some_samples(1))).encode()
+    whole = b"POST %s HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (INFER.encode(), len(good), good)
+    for _ in range(300):
+        data = bytearray(whole)
+        for _ in range(draw.randrange(1, 6)):
+            place = draw.randrange(min(len(data), 120))
+            data[place] = draw.randrange(256)
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(("127.0.0.1", server.port), timeout=5) as raw,
+        ):
+            raw.sendall(data[: draw.randrange(len(data))] if draw.random() < 0.5 else bytes(data))
+            raw.shutdown(socket.SHUT_WR)
+            raw.recv(1000)
+    assert server.infer(request_of(some_samples(1)))[0] == 200
+    assert server.stop() == 0
+
+
+def test_slow_and_idle_clients_are_sent_away(package, serve):
+    server = serve(package, "--header-timeout", "300", "--idle-timeout", "600", "--max-connections", "40")
+    slow = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(20)]
+    for raw in slow:
+        raw.sendall(b"POST /v2/models/dlrm/infer HTTP/1.1\r\nContent-Le")
+    idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(10)]
+    assert server.infer(request_of(some_samples(1)))[0] == 200  # others are served meanwhile
+    for raw in slow + idle:
+        raw.settimeout(20)
+        assert raw.recv(1000) == b""
+        raw.close()
+
+
+def test_more_connections_than_allowed_are_refused(package, serve):
+    server = serve(package, "--max-connections", "5")
+    held = [server.connect() for _ in range(5)]
+    for connection in held:
+        connection.request("GET", "/v2/health/live")
+        assert connection.getresponse().read()
+    code, headers, _ = server.ask("/v2/health/live")
+    assert (code, headers["Retry-After"]) == (503, "1")
+    for connection in held:
+        connection.close()
+    deadline = time.monotonic() + 20
+    while server.ask("/v2/health/live")[0] != 200:
+        assert time.monotonic() < deadline
+
+
+def test_what_cannot_be_in_time_is_refused(package, serve):
+    server = serve(package, "--queue", "2")
+    code, answer = server.infer(request_of(some_samples(3)))
+    assert code == 429, answer
+    code, answer = server.infer(request_of(some_samples(1)), {"Request-Timeout-Ms": "0"})
+    assert code in (429, 504), answer
+    assert server.infer(request_of(some_samples(2)))[0] == 200
+
+
+def test_the_token_is_asked_for(package, serve, tmp_path):
+    file = tmp_path / "token"
+    file.write_text("correct-horse-battery\n")
+    file.chmod(0o644)
+    result = tessera("serve", package, "--token-file", file, check=False)
+    assert (result.returncode, "others may read" in result.stderr) == (78, True)
+    file.chmod(0o600)
+    server = serve(package, "--token-file", str(file))
+    request = request_of(some_samples(1))
+    assert server.ask("/v2/health/live")[0] == 200
+    assert server.infer(request)[0] == 401
+    assert server.infer(request, {"Authorization": "Bearer correct-horse-batterz"})[0] == 403
+    assert server.infer(request, {"Authorization": "Bearer correct-horse-battery"})[0] == 200
+    assert server.ask("/metrics")[0] == 401
+
+
+def test_it_listens_to_this_machine_unless_told(package):
+    result = tessera("serve", package, "--listen", "0.0.0.0", check=False)
+    assert result.returncode == 78
+    assert "lets other machines in" in result.stderr
+
+
+def test_a_port_that_is_taken_is_named(package, serve):
+    server = serve(package)
+    result = tessera("serve", package, "--port", server.port, check=False)
+    assert result.returncode == 69
+    assert str(server.port) in result.stderr
+
+
+@pytest.mark.parametrize("file", ["MANIFEST.json", "model.json", "dense.safetensors", "tables-3.safetensors"])
+def test_a_damaged_package_is_refused(run, tmp_path, file):
+    tessera("export", run, "--out", tmp_path / "pkg")
+    data = bytearray((tmp_path / "pkg" / file).read_bytes())
+    data[-3] ^= 1
+    (tmp_path / "pkg" / file).write_bytes(data)
+    result = tessera("serve", tmp_path / "pkg", "--verify", "--port", 0, check=False)
+    assert result.returncode == 65
+    # Data is named by its tensor, the rest by its file.
+    assert file in result.stderr or "tables.cat_3.weight" in result.stderr or "safetensors" in result.stderr
+
+
+def test_a_stop_finishes_what_was_accepted(package, serve):
+    """Requests in flight when SIGTERM comes are answered; the others see a refusal, never half an answer."""
+    server = serve(package, "--batch-wait", "20000", "--threads", "2")
+    request = json.dumps(request_of(some_samples(2))).encode()
+    outcomes = []
+
+    def ask_until_refused():
+        with contextlib.closing(server.connect()) as connection:
+            while True:
+                try:
+                    connection.request("POST", INFER, request)
+                    answer = connection.getresponse()
+                    body = answer.read()
+                except (OSError, http.client.HTTPException) as error:
+                    return error
+                outcomes.append((answer.status, len(body)))
+                if answer.status != 200:
+                    return answer.status
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        futures = [pool.submit(ask_until_refused) for _ in range(8)]
+        time.sleep(0.5)
+        assert server.stop() == 0
+        for future in futures:
+            future.result(timeout=30)
+    assert {code for code, _ in outcomes} <= {200, 503}
+    assert len({length for code, length in outcomes if code == 200}) == 1
+    log = server.errors.read_text()
+    assert f"answered {len(outcomes)} of " in log or "clients that were gone" in log
+
+
+def test_a_new_package_is_taken_over_without_a_stop(run, package, serve, tmp_path):
+    pkg = tmp_path / "pkg"
+    tessera("export", run, "--out", pkg, "--dtype", "int8")
+    server = serve(pkg)
+    request = request_of(some_samples(5))
+    before = probabilities(server.infer(request)[1])
+    tessera("export", run, "--out", pkg, "--dtype", "int2")
+    assert probabilities(server.infer(request)[1]) == before  # not before it is told
+    code, _, _ = server.ask("/admin/reload", b"", port=server.admin_port)
+    assert code == 200
+    after = probabilities(server.infer(request)[1])
+    assert after != before
+    # A damaged one is refused, and the old one goes on.
+    (pkg / "model.json").write_text("{}")
+    assert server.ask("/admin/reload", b"", port=server.admin_port)[0] == 500
+    assert probabilities(server.infer(request)[1]) == after
+    tessera("export", run, "--out", tmp_path / "again")
+    (pkg / "model.json").unlink()
+    server.process.send_signal(signal.SIGHUP)
+    assert probabilities(server.infer(request)[1]) == after
+    assert server.ask("/admin/drain", b"", port=server.admin_port)[0] == 200
+    assert server.process.wait(timeout=30) == 0
