@@ -6,6 +6,7 @@ import fbgemm_gpu  # noqa: F401  (its operators)
 import pytest
 import torch
 from tessera import _C
+from two_sides import SIDES
 
 BITS = {"int8": 8, "int4": 4, "int2": 2}
 
@@ -43,8 +44,10 @@ def test_rows_are_those_of_the_operator(type, dim):
 
 
 @pytest.mark.parametrize("type", ["int8", "int4", "int2", "fp16", "fp32"])
-@pytest.mark.parametrize("pooling", ["SUM", "MEAN", "NONE"])
-@pytest.mark.parametrize("is_weighted", [False, True])
+# Weights are compared for sums.
+@pytest.mark.parametrize(
+    ("pooling", "is_weighted"), [("SUM", False), ("SUM", True), ("MEAN", False), ("NONE", False)]
+)
 def test_lookups_are_those_of_the_module(type, pooling, is_weighted):
     from fbgemm_gpu.split_embedding_configs import SparseType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
@@ -52,10 +55,6 @@ def test_lookups_are_those_of_the_module(type, pooling, is_weighted):
         IntNBitTableBatchedEmbeddingBagsCodegen,
     )
 
-    if pooling == "NONE" and is_weighted:
-        pytest.skip("the peer weighs pooled rows only")
-    if pooling == "MEAN" and is_weighted:
-        pytest.skip("one meaning of the mean: docs/deviations.md")
     numbers = torch.randn(50, 64, generator=torch.Generator().manual_seed(1))
     ours = tables(type, numbers, pooling)
     theirs = IntNBitTableBatchedEmbeddingBagsCodegen(
@@ -79,3 +78,55 @@ def test_lookups_are_those_of_the_module(type, pooling, is_weighted):
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=2e-6)
     if pooling == "NONE":  # one row each: nothing is added in another order
         assert torch.equal(found, wanted)
+
+
+def collections(side, dtype, split, per_table=None):
+    """The same tables on one side, rounded by its own function."""
+    configs = side("modules.embedding_configs")
+    module = side("modules.embedding_modules").EmbeddingBagCollection(
+        tables=[
+            configs.EmbeddingBagConfig(
+                num_embeddings=30, embedding_dim=64, name="a", feature_names=["f", "g"]
+            ),
+            configs.EmbeddingBagConfig(
+                num_embeddings=12,
+                embedding_dim=32,
+                name="b",
+                feature_names=["h"],
+                pooling=configs.PoolingType.MEAN,
+            ),
+        ]
+    )
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for bag in module.embedding_bags.values():
+            bag.weight.copy_(torch.randn(bag.weight.shape, generator=generator))
+    if split:
+        side("quant.embedding_modules").quant_prep_enable_quant_state_dict_split_scale_bias(module)
+    model = torch.nn.Sequential(module)
+    return side("inference.modules").quantize_embeddings(
+        model, dtype, inplace=True, output_dtype=torch.float32, per_table_weight_dtype=per_table
+    )[0]
+
+
+def batch_of(side):
+    lengths = torch.tensor([2, 0, 3, 1, 1, 1, 0, 4, 2])
+    ids = torch.arange(int(lengths.sum())) * 5 % 12
+    return side("sparse.jagged_tensor").KeyedJaggedTensor.from_lengths_sync(["h", "f", "g"], ids, lengths)
+
+
+@pytest.mark.parametrize("dtype", [torch.qint8, torch.quint4x2, torch.float16])
+@pytest.mark.parametrize("split", [False, True])
+def test_collections_have_the_same_rows_and_results(dtype, split):
+    ours, theirs = (collections(side, dtype, split) for side in SIDES)
+    state, their_state = ours.state_dict(), theirs.state_dict()
+    assert list(state) == list(their_state)
+    if dtype != torch.quint4x2:  # whose state there has twice as many columns as bytes
+        for name, own in state.items():
+            assert (own.shape, own.dtype) == (their_state[name].shape, their_state[name].dtype), name
+            assert torch.equal(own, their_state[name]), name
+    found, wanted = ours(batch_of(SIDES[0])), theirs(batch_of(SIDES[1]))
+    assert list(found.keys()) == list(wanted.keys())
+    torch.testing.assert_close(found.values(), wanted.values(), rtol=1e-5, atol=1e-5)
+    bytes_of = theirs._emb_modules[0].split_embedding_weights(split_scale_shifts=False)[0][0]
+    assert torch.equal(ours._emb_modules[0].rows(0), bytes_of)

@@ -15,6 +15,13 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from tessera import _C
+from tessera.distributed._infer_lookups import (
+    InferGroupedEmbeddingsLookup,
+    InferGroupedLookupMixin,
+    InferGroupedPooledEmbeddingsLookup,
+    MetaInferGroupedEmbeddingsLookup,
+    MetaInferGroupedPooledEmbeddingsLookup,
+)
 from tessera.distributed.comm_ops import get_gradient_division
 from tessera.distributed.embedding_types import (
     BaseEmbeddingLookup,
@@ -31,6 +38,11 @@ __all__ = [
     "CommOpGradientScaling",
     "GroupedEmbeddingsLookup",
     "GroupedPooledEmbeddingsLookup",
+    "InferGroupedEmbeddingsLookup",
+    "InferGroupedLookupMixin",
+    "InferGroupedPooledEmbeddingsLookup",
+    "MetaInferGroupedEmbeddingsLookup",
+    "MetaInferGroupedPooledEmbeddingsLookup",
     "embeddings_cat_empty_rank_handle",
     "fx_wrap_tensor_view2d",
 ]

@@ -1,0 +1,1 @@
+"""What makes a trained model ready to predict."""

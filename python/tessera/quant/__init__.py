@@ -1,0 +1,1 @@
+"""Tables with rows in few bits, for models that only predict."""
