@@ -52,6 +52,7 @@ constexpr std::string_view kHelp =
                         several files, gzip, zstd, and - for standard input
   --out PATH, --to PATH convert, schema: the file to write
   --skip-bad            with a schema: leave bad lines out (otherwise the first ends it)
+  --no-label            with a schema: there is no label, as for predictions
   --strict              Criteo: the first bad line ends it (otherwise they are left out)
   --rows N or N,N,...   Criteo, synth: rows of all tables, or of each (100000)
   --half                convert, synth: dense numbers in 16 bits
@@ -72,6 +73,7 @@ struct DataWords {
   std::string to;
   std::string schema;
   bool skips_bad = false;
+  bool has_no_label = false;
   std::string rows = "100000";
   std::string format = "binary";
   bool half = false;
@@ -100,6 +102,7 @@ void define_flags(CLI::App& app, DataWords& words) {
   app.add_option("--to,--out", words.to);
   app.add_option("--schema", words.schema);
   app.add_flag("--skip-bad", words.skips_bad);
+  app.add_flag("--no-label", words.has_no_label);
   app.add_option("--rows", words.rows);
   app.add_option("--format", words.format);
   app.add_flag("--half", words.half);
@@ -186,7 +189,8 @@ double megabytes_per_second(std::int64_t num_bytes, double seconds) {
 }
 
 TableWords table_words(const DataWords& words) {
-  return {words.schema, words.to, words.skips_bad, words.half, words.wants_json};
+  return {words.schema,       words.to,   words.skips_bad,
+          words.has_no_label, words.half, words.wants_json};
 }
 
 int convert(const Names& names, const DataWords& words) {

@@ -79,7 +79,7 @@ int convert_tables(const std::vector<std::string>& names, const TableWords& word
   workloads::dlrm::ClickFileWriter writer(words.to, schema.click_schema(),
                                           {.half_dense = words.half});
   const TableReport report = workloads::data::read_tables(
-      files, schema, {.skips_bad = words.skips_bad},
+      files, schema, {.skips_bad = words.skips_bad, .has_no_label = words.has_no_label},
       [&](workloads::dlrm::SampleBlock& samples) { writer.append(samples); });
   if (report.num_samples == 0) {
     throw DataError("there is no sample in " + names[0] +

@@ -11,6 +11,7 @@ struct TableWords {
   std::string schema;
   std::string to;
   bool skips_bad = false;
+  bool has_no_label = false;
   bool half = false;
   bool wants_json = false;
 };

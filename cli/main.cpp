@@ -16,9 +16,9 @@ namespace tessera::cli {
 
 std::span<const Verb* const> verbs() {
   static constexpr const Verb* kVerbs[] = {
-      &kRunVerb,   &kPsVerb,    &kInspectVerb, &kTrainVerb,     &kReportVerb,
-      &kTraceVerb, &kPlanVerb,  &kDataVerb,    &kCkptVerb,      &kExportVerb,
-      &kServeVerb, &kBenchVerb, &kDoctorVerb,  &kCompletionVerb};
+      &kRunVerb,    &kPsVerb,    &kInspectVerb, &kTrainVerb,     &kEvalVerb, &kPredictVerb,
+      &kReportVerb, &kTraceVerb, &kPlanVerb,    &kDataVerb,      &kCkptVerb, &kExportVerb,
+      &kServeVerb,  &kBenchVerb, &kDoctorVerb,  &kCompletionVerb};
   return kVerbs;
 }
 

@@ -23,8 +23,10 @@ struct Verb {
 };
 
 extern const Verb kBenchVerb;
+extern const Verb kEvalVerb;
 extern const Verb kInspectVerb;
 extern const Verb kPlanVerb;
+extern const Verb kPredictVerb;
 extern const Verb kPsVerb;
 extern const Verb kReportVerb;
 extern const Verb kRunVerb;

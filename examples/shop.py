@@ -15,9 +15,9 @@ TAGS = ("new", "sale", "red", "blue", "green", "used", "gift")
 
 def rows(count: int, seed: int = 1):
     """Records whose label depends on the user, the item, the price and the tags."""
+    tastes = [random.Random(f"user {i}").gauss(0, 1) for i in range(300)]
+    appeals = [random.Random(f"item {i}").gauss(0, 1) for i in range(200)]
     random_numbers = random.Random(seed)
-    tastes = [random_numbers.gauss(0, 1) for _ in range(300)]
-    appeals = [random_numbers.gauss(0, 1) for _ in range(200)]
     for _ in range(count):
         user, item = random_numbers.randrange(300), random_numbers.randrange(200)
         tags = random_numbers.sample(TAGS, random_numbers.randrange(4))
@@ -38,9 +38,10 @@ def rows(count: int, seed: int = 1):
 
 def main() -> None:
     """Write as many records as asked for."""
-    path, count = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 20000
+    path, count = sys.argv[1], int(sys.argv[2])
+    seed = int(sys.argv[3]) if len(sys.argv) > 3 else 1
     with open(path, "w", newline="", encoding="utf-8") as file:
-        all_rows = list(rows(count))
+        all_rows = list(rows(count, seed))
         writer = csv.DictWriter(file, all_rows[0])
         writer.writeheader()
         writer.writerows(all_rows)

@@ -21,9 +21,9 @@ bool begins_elsewhere(tessera::comm::ErrorKind kind) {
 
 int main(int argc, char** argv) {
   using namespace tessera::cli;
-  static constexpr const WorkerVerb* kVerbs[] = {&kPlanGraphVerb,  &kPlanTablesVerb, &kStoreVerb,
-                                                 &kTrainDlrmVerb,  &kTrainGnnVerb,   &kTrainLmVerb,
-                                                 &kDoctorRankVerb, &kProfileRankVerb};
+  static constexpr const WorkerVerb* kVerbs[] = {
+      &kEvalVerb,      &kPredictVerb,  &kPlanGraphVerb, &kPlanTablesVerb, &kStoreVerb,
+      &kTrainDlrmVerb, &kTrainGnnVerb, &kTrainLmVerb,   &kDoctorRankVerb, &kProfileRankVerb};
   const std::string name = argc > 1 ? argv[1] : "";
   try {
     for (const WorkerVerb* verb : kVerbs) {

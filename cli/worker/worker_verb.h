@@ -17,8 +17,10 @@ struct WorkerVerb {
   int (*run)(const std::vector<std::string>& words);
 };
 
+extern const WorkerVerb kEvalVerb;
 extern const WorkerVerb kPlanGraphVerb;
 extern const WorkerVerb kPlanTablesVerb;
+extern const WorkerVerb kPredictVerb;
 extern const WorkerVerb kProfileRankVerb;
 extern const WorkerVerb kStoreVerb;
 extern const WorkerVerb kTrainDlrmVerb;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 
 import pytest
@@ -82,3 +83,82 @@ def test_resuming_a_finished_run_says_so_and_goes_on_if_asked_to(tmp_path):
     tessera("train", "dlrm", "--steps", 9, "--eval-every", 3, *SMALL, "--save", whole)
     assert evaluations(run) == evaluations(whole)
     assert steps_in(run / "best") == steps_in(whole / "best")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run on a log, and another log of the same tables."""
+    folder = tmp_path_factory.mktemp("trained")
+    for name, seed in (("a", 1), ("b", 2)):
+        flags = ["--features", 3, "--rows", 50, "--bag", 0, "--seed", seed, "--samples", 1003]
+        tessera("data", "synth", folder / f"{name}.click", *flags)
+    flags = ["--data", folder / "a.click", "--ranks", 2, "--steps", 30, "--eval-every", 10, *SMALL[4:]]
+    tessera("train", "dlrm", *flags, "--save", folder / "run")
+    return folder
+
+
+def test_eval_finds_what_the_run_found(trained):
+    run = trained / "run"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    judged = {line["step"]: line for line in lines if line["kind"] == "eval"}
+    best = min(judged, key=lambda step: judged[step]["log_loss"])
+    for flags, step in (([], 30), (["--best"], best)):
+        found = json.loads(tessera("eval", run, "--json", "-n", 2, *flags).stdout)
+        assert found["step"] == step
+        for name in ("log_loss", "auc", "calibration", "samples"):
+            assert found[name] == judged[step][name]
+    # Other ranks and batches differ by rounding alone.
+    other = json.loads(tessera("eval", run, "--json", "--batch", 7).stdout)
+    assert other["log_loss"] == pytest.approx(judged[30]["log_loss"], rel=1e-6)
+    assert "judged   log loss" in tessera("eval", run).stdout
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_predictions_are_in_the_order_of_the_log(trained, tmp_path, ranks):
+    run, log = trained / "run", trained / "b.click"
+    out = tmp_path / "scores.csv"
+    told = json.loads(tessera("predict", run, "--data", log, "--out", out, "-n", ranks, "--json").stdout)
+    lines = out.read_text().splitlines()
+    assert lines[0] == "sample,probability" and len(lines) == 1004 == told["samples"] + 1
+    assert [int(line.split(",")[0]) for line in lines[1:]] == list(range(1003))
+    found = [float(line.split(",")[1]) for line in lines[1:]]
+    # One sample at a time by one rank: what belongs to which sample is beyond doubt.
+    tessera("predict", run, "--data", log, "--out", tmp_path / "one.csv", "--batch", 1)
+    one = [float(line.split(",")[1]) for line in (tmp_path / "one.csv").read_text().splitlines()[1:]]
+    assert found == pytest.approx(one, rel=1e-5)
+    assert len(set(one)) > 900
+
+
+def test_runs_and_logs_that_do_not_fit_are_refused(trained, tmp_path):
+    out = tmp_path / "scores.csv"
+    other = tmp_path / "other.click"
+    tessera("data", "synth", other, "--features", 3, "--rows", 51, "--samples", 100)
+    failed = tessera("predict", trained / "run", "--data", other, "--out", out, code=65)
+    assert "51" in failed.stderr and not out.exists()
+    failed = tessera("eval", tmp_path, code=65)
+    assert f"eval: there is no run in {tmp_path}" in failed.stderr
+    failed = tessera("eval", trained / "run", "--data", tmp_path / "none.click", code=65)
+    assert "there is no file" in failed.stderr
+    failed = tessera("eval", trained / "run", "--step", 7, code=65)
+    tessera("eval", trained / "run", "--step", 7, "--best", code=2)
+    tessera("predict", trained / "run", code=2)
+
+
+def test_epochs_shuffling_and_another_log_to_judge_on(trained, tmp_path):
+    flags = ["--data", trained / "a.click", "--eval-data", trained / "b.click", "--epochs", 2, *SMALL[4:]]
+    flags += ["--json", "--runs", tmp_path]
+    plain = json.loads(tessera("train", "dlrm", *flags).stdout)
+    # Nothing is held back: 1003 samples are 31 steps of 32.
+    assert (plain["steps"], plain["samples"]) == (62, 1003)
+    shuffled = json.loads(tessera("train", "dlrm", *flags, "--shuffle").stdout)
+    assert shuffled["steps"] == 62 and shuffled["fingerprint"] != plain["fingerprint"]
+    again = json.loads(tessera("train", "dlrm", *flags, "--shuffle", "--checkpoint-every", 40).stdout)
+    assert again["fingerprint"] == shuffled["fingerprint"]
+    # The order is that of the step, also after an interruption.
+    run = pathlib.Path(again["report"]).parent
+    for path in (run / "checkpoints").glob("step-*62"):
+        shutil.rmtree(path)
+    resumed = json.loads(tessera("train", "dlrm", "--resume", run, "--json").stdout)
+    assert resumed["first_step"] == 40 and resumed["fingerprint"] == shuffled["fingerprint"]
+    failed = tessera("train", "dlrm", "--epochs", 1, code=78)
+    assert "--epochs and --shuffle are for a log with an end" in failed.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import pathlib
 import re
@@ -47,8 +48,7 @@ def said(printed, beginning):
 
 def test_the_page_shows_what_is_printed(played):
     _, printed = played
-    head = said(printed, "head")
-    assert head in PAGE.read_text()
+    assert said(printed, "head -3 shop.csv") in PAGE.read_text()
 
 
 def test_the_schema_is_guessed_and_the_log_remembers_it(played):
@@ -72,4 +72,59 @@ def test_the_model_has_learned(played):
     judged = re.search(r"judged   log loss ([\d.]+) \| auc ([\d.]+)", said(printed, "tessera train"))
     # The label's noise allows about 0.8; users and items alone are worth 0.75.
     assert float(judged[2]) > 0.7
-    assert (folder / "shop-run/checkpoints/step-000000000120").is_dir()
+    assert (folder / "shop-run/checkpoints/LATEST").exists() and (folder / "shop-run/best").is_dir()
+
+
+def test_new_records_are_measured_and_scored(played):
+    folder, printed = played
+    judged = re.search(r"judged   log loss ([\d.]+) \| auc ([\d.]+)", said(printed, "tessera eval"))
+    assert float(judged[2]) > 0.7
+    lines = (folder / "scores.csv").read_text().splitlines()
+    assert lines[0] == "sample,probability" and len(lines) == 1001
+    scores = [float(line.split(",")[1]) for line in lines[1:]]
+    with open(folder / "new.csv", newline="") as file:
+        clicked = [row["clicked"] == "1" for row in csv.DictReader(file)]
+    assert all(0 < score < 1 for score in scores)
+    of = {
+        wanted: [s for s, c in zip(scores, clicked, strict=True) if c == wanted] for wanted in (True, False)
+    }
+    pairs = sum((a > b) + 0.5 * (a == b) for a in of[True] for b in of[False])
+    assert pairs / (len(of[True]) * len(of[False])) > 0.7
+
+
+def test_records_without_a_label_have_the_same_scores(played):
+    folder, _ = played
+    with open(folder / "new.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    names = [name for name in reversed(rows[0]) if name != "clicked"]
+    with open(folder / "bare.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, names, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+    for words in (
+        [
+            "data",
+            "convert",
+            "--schema",
+            "shop-run/schema.toml",
+            "bare.csv",
+            "--out",
+            "bare.click",
+            "--no-label",
+        ],
+        ["predict", "shop-run", "--best", "--data", "bare.click", "--out", "bare-scores.csv"],
+    ):
+        subprocess.run([TESSERA, *words], cwd=folder, check=True, timeout=LIMIT, capture_output=True)
+    assert (folder / "bare-scores.csv").read_bytes() == (folder / "scores.csv").read_bytes()
+
+
+def test_a_log_of_another_schema_is_refused(played):
+    folder, _ = played
+    schema = (folder / "shop.toml").read_text()
+    (folder / "other.toml").write_text(schema.replace("log1p = true\n", "", 1))
+    words = ["data", "convert", "--schema", "other.toml", "new.csv", "--out", "other.click"]
+    subprocess.run([TESSERA, *words], cwd=folder, check=True, timeout=LIMIT, capture_output=True)
+    words = ["predict", "shop-run", "--data", "other.click", "--out", "other-scores.csv"]
+    result = subprocess.run([TESSERA, *words], cwd=folder, timeout=LIMIT, capture_output=True, text=True)
+    assert result.returncode == 65 and "was made by another schema" in result.stderr
+    assert not (folder / "other-scores.csv").exists()

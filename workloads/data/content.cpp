@@ -18,14 +18,14 @@ struct Sign {
   const char* advice;
 };
 
-constexpr const char* kAsText = "write it as CSV or JSON lines, or use tessera.data from Python";
+constexpr const char* kAsText = "write it as CSV or JSON lines";
 
 constexpr Sign kSigns[] = {
     {"TSRCLICK", FileKind::kClickLog, "a click log already", "train on it as it is"},
     {"\x1f\x8b", FileKind::kGzip, "gzip", "unpack it first"},
     {"\x28\xb5\x2f\xfd", FileKind::kZstd, "zstd", "unpack it first"},
     {"PAR1", FileKind::kOther, "a Parquet file",
-     "tessera.data.convert_parquet of Python reads it, or write it as CSV"},
+     "write it as CSV, for example with pandas: read_parquet(FILE).to_csv(...)"},
     {"ARROW1", FileKind::kOther, "an Arrow file", kAsText},
     {"ORC", FileKind::kOther, "an ORC file", kAsText},
     {"Obj\x01", FileKind::kOther, "an Avro file", kAsText},

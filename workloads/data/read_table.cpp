@@ -240,8 +240,9 @@ struct Role {
   std::string name;    // of the column
 };
 
-std::vector<Role> roles_of(const Schema& schema) {
-  std::vector<Role> roles{{Role::Kind::kLabel, 0, 0, schema.label.column}};
+std::vector<Role> roles_of(const Schema& schema, const TableOptions& options) {
+  std::vector<Role> roles;
+  if (!options.has_no_label) roles.push_back({Role::Kind::kLabel, 0, 0, schema.label.column});
   for (std::size_t i = 0; i < schema.dense.size(); ++i) {
     roles.push_back({Role::Kind::kDense, i, 0, schema.dense[i].column});
   }
@@ -334,7 +335,7 @@ class TableReader {
       if (!text.next(cells)) throw DataError(input.name() + ": is empty.");
       for (const std::string_view cell : cells) names.emplace_back(trimmed(cell));
     }
-    std::vector<Role> roles = roles_of(schema_);
+    std::vector<Role> roles = roles_of(schema_, options_);
     find_columns(roles, names, input.name());
     while (!is_enough() && text.next(cells)) {
       if (cells.size() != names.size()) {
@@ -390,7 +391,7 @@ class TableReader {
 
   void read_lines(Input& input) {
     Lines lines(input);
-    const std::vector<Role> roles = roles_of(schema_);
+    const std::vector<Role> roles = roles_of(schema_, options_);
     std::string_view line;
     while (!is_enough() && lines.next(line)) {
       if (trimmed(line).empty()) continue;

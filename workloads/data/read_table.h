@@ -15,6 +15,8 @@ namespace tessera::workloads::data {
 struct TableOptions {
   /// Leave bad records out and count them, instead of throwing for the first.
   bool skips_bad = false;
+  /// Records have no label: it counts as 0.
+  bool has_no_label = false;
   /// How many bad records are remembered.
   std::int64_t num_named = 5;
   /// Records to read at most; -1 for all.

@@ -7,6 +7,8 @@
 
 #include <ATen/Functions.h>
 
+#include "dlrm/permutation.h"
+
 namespace tessera::workloads::dlrm {
 namespace {
 
@@ -100,7 +102,10 @@ BatchSource::BatchSource(std::shared_ptr<const ClickLog> log, const BatchSourceO
     throw DataError("batches: the part [" + text(options_.begin) + ", " + text(options_.end) +
                     ") is not in the log, which holds " + text(size) + " samples.");
   }
-  if (options_.end < 0) return;  // without end
+  if (options_.end < 0) {  // without end
+    if (options_.shuffle_seed) throw DataError("batches: a log without end cannot be shuffled.");
+    return;
+  }
   const std::int64_t count = options_.end - options_.begin;
   const std::int64_t step = options_.batch_size * options_.world;
   num_steps_ = count < 0 ? 0 : (options_.drop_last ? count / step : (count + step - 1) / step);
@@ -117,10 +122,24 @@ std::optional<ClickBatch> BatchSource::next() {
   if (num_steps_ >= 0 && position_ >= num_steps_) return std::nullopt;
   const Part part = part_of(position_);
   auto block = blocks_->take();
-  log_->read(part.first, part.count, *block);
+  if (options_.shuffle_seed) {
+    gather(part, *block);
+  } else {
+    log_->read(part.first, part.count, *block);
+  }
   ++position_;
-  expect_further_steps();
+  if (!options_.shuffle_seed) expect_further_steps();
   return make_batch(std::move(block), log_->schema());
+}
+
+void BatchSource::gather(const Part& part, SampleBlock& block) const {
+  const Permutation order(options_.end - options_.begin,
+                          *options_.shuffle_seed + static_cast<std::uint64_t>(epoch_) * 0x9e37U);
+  std::vector<std::int64_t> samples(static_cast<std::size_t>(part.count));
+  for (std::size_t i = 0; i < samples.size(); ++i) {
+    samples[i] = options_.begin + order(part.first - options_.begin + static_cast<std::int64_t>(i));
+  }
+  log_->gather(samples, block);
 }
 
 BatchSource::Part BatchSource::part_of(std::int64_t step) const {
@@ -129,9 +148,7 @@ BatchSource::Part BatchSource::part_of(std::int64_t step) const {
   const std::int64_t first = options_.begin + step * options_.batch_size * world;
   std::int64_t all = options_.batch_size * world;
   if (options_.end >= 0) all = std::min(all, options_.end - first);
-  // Rounded up, so that the last ranks are the ones with less.
-  const std::int64_t begin = (all * rank + world - 1) / world;
-  const std::int64_t end = (all * (rank + 1) + world - 1) / world;
+  const auto [begin, end] = part_of_rank(all, rank, world);
   return {first + begin, end - begin};
 }
 

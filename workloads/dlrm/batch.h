@@ -29,6 +29,16 @@ struct ClickBatch {
 /// Makes a batch of a block, sharing its memory.
 ClickBatch make_batch(std::shared_ptr<const SampleBlock> block, const ClickSchema& schema);
 
+/// The part [begin, end) of `all` samples of a step that a rank gets: rounded up, so that the last
+/// ranks are the ones with less.
+struct PartOfRank {
+  std::int64_t begin;
+  std::int64_t end;
+};
+inline PartOfRank part_of_rank(std::int64_t all, std::int64_t rank, std::int64_t world) {
+  return {(all * rank + world - 1) / world, (all * (rank + 1) + world - 1) / world};
+}
+
 struct BatchSourceOptions {
   /// Samples per rank and step.
   std::int64_t batch_size = 2048;
@@ -40,6 +50,8 @@ struct BatchSourceOptions {
   /// Leave out a last step that is not full. Otherwise its samples are cut into parts that differ
   /// by at most one sample (possibly none on the last ranks).
   bool drop_last = true;
+  /// Read the samples in an order drawn from this seed and the epoch, another for every epoch.
+  std::optional<std::uint64_t> shuffle_seed = {};
 };
 
 /// Batches in order. Step s of all ranks together covers world * batch_size samples in a row, rank
@@ -57,6 +69,8 @@ class BatchSource {
   /// The number of the next step, to be saved and given to `seek`. Past-the-end is allowed.
   std::int64_t position() const noexcept { return position_; }
   void seek(std::int64_t position);
+  /// Which order is taken, if samples are shuffled; 0 at first.
+  void set_epoch(std::int64_t epoch) noexcept { epoch_ = epoch; }
 
   /// Steps in the range; -1 for a log without end.
   std::int64_t num_steps() const noexcept { return num_steps_; }
@@ -74,9 +88,11 @@ class BatchSource {
   };
   Part part_of(std::int64_t step) const;
   void expect_further_steps();
+  void gather(const Part& part, SampleBlock& block) const;
 
   std::int64_t num_steps_ = -1;
   std::int64_t position_ = 0;
+  std::int64_t epoch_ = 0;
   std::int64_t expected_ = 0;  // steps before this one were announced to the log
   std::shared_ptr<Blocks> blocks_;
 };

@@ -22,6 +22,31 @@ void check_range(const ClickLog& log, std::int64_t first, std::int64_t count,
   }
 }
 
+void ClickLog::gather(std::span<const std::int64_t> samples, SampleBlock& block) const {
+  const std::size_t num_features = schema().features.size();
+  block.num_samples = static_cast<std::int64_t>(samples.size());
+  block.labels.clear();
+  block.dense.clear();
+  block.lengths.resize(num_features * samples.size());
+  std::vector<std::vector<std::int64_t>> ids(num_features);
+  SampleBlock one;
+  for (std::size_t s = 0; s < samples.size(); ++s) {
+    read(samples[s], 1, one);
+    block.labels.push_back(one.labels[0]);
+    block.dense.insert(block.dense.end(), one.dense.begin(), one.dense.end());
+    const std::int64_t* next = one.ids.data();
+    for (std::size_t f = 0; f < num_features; ++f) {
+      block.lengths[f * samples.size() + s] = one.lengths[f];
+      ids[f].insert(ids[f].end(), next, next + one.lengths[f]);
+      next += one.lengths[f];
+    }
+  }
+  block.ids.clear();
+  for (const auto& of_feature : ids) {
+    block.ids.insert(block.ids.end(), of_feature.begin(), of_feature.end());
+  }
+}
+
 void ClickLog::expect(std::int64_t /*first*/, std::int64_t /*count*/) const {}
 
 }  // namespace tessera::workloads::dlrm

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -62,6 +63,9 @@ class ClickLog {
   /// Fills `block` with the samples [first, first + count), reusing its memory. Any rank may read
   /// any sample. Throws DataError past the end.
   virtual void read(std::int64_t first, std::int64_t count, SampleBlock& block) const = 0;
+
+  /// Fills `block` with these samples, in this order. Throws DataError for one past the end.
+  virtual void gather(std::span<const std::int64_t> samples, SampleBlock& block) const;
 
   /// Says that these samples will be read soon. A log on a disk begins to fetch them and returns
   /// without waiting; the others do nothing. Samples past the end are left out.

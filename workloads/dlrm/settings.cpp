@@ -83,6 +83,11 @@ settings::Table Settings::table() {
   table.group("training");
   table.add("steps", num_steps, "N", "steps").range(0, kLarge);
   table.add("batch", batch, "N", "samples per rank and step").range(1, 1 << 24).beside();
+  table.add("epochs", epochs, "N", "through the log, not --steps")
+      .range(0, kLarge)
+      .shown("")
+      .told();
+  table.add("shuffle", shuffle, "", "samples, anew every epoch").told().beside();
   table.add("optimizer", optimizer, "O", "dense").one_of({"sgd", "adagrad", "adam"}).fixed();
   table.add("lr", learning_rate, "X", "rate").not_negative().told().beside();
   table.add("table-optimizer", table_optimizer, "O", "")
@@ -93,6 +98,7 @@ settings::Table Settings::table() {
   table.add("precision", precision, "P", "dense layers").one_of({"float32", "bfloat16"}).told();
   table.add("eval-every", eval_every, "N", "steps").range(0, kLarge);
   table.add("eval-samples", eval_samples, "N", "to judge").range(1, kLarge).told().beside();
+  table.add("eval-data", eval_data, "FILE", "another log to judge on").told();
   table.add("patience", patience, "N", "evaluations without a better one end it (0: never)")
       .range(0, kLarge)
       .shown("");
@@ -108,6 +114,16 @@ void Settings::check() const {
   if (data != "synthetic" && !std::filesystem::exists(data)) {
     throw LaunchError(launch::kExitData, "train: there is no file " + data, "--data names it",
                       "name a file, or leave --data out");
+  }
+  if (!eval_data.empty() && !std::filesystem::exists(eval_data)) {
+    throw LaunchError(launch::kExitData, "train: there is no file " + eval_data,
+                      "--eval-data names it", "name a file, or leave --eval-data out");
+  }
+  if (data == "synthetic" && (epochs > 0 || shuffle)) {
+    throw LaunchError(launch::kExitConfiguration,
+                      "train: --epochs and --shuffle are for a log with an end",
+                      "synthetic data never ends, and never comes again",
+                      "leave them out, or name a log with --data");
   }
   if (!plan.empty() && !std::filesystem::exists(plan)) {
     throw LaunchError(launch::kExitConfiguration, "train: there is no file " + plan,

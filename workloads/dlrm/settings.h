@@ -28,6 +28,9 @@ struct Settings : trainer::Settings {
   std::string table_optimizer = "rowwise_adagrad";
   std::string precision = "float32";  // bfloat16: dense layers compute in it
   std::int64_t eval_samples = 65536;
+  std::string eval_data;    // another log to judge on; none: the end of `data`
+  std::int64_t epochs = 0;  // times through the log, instead of num_steps
+  bool shuffle = false;     // another order of samples in every epoch
 
   Settings();
   settings::Table table() override;

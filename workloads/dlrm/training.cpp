@@ -16,6 +16,7 @@
 #include "dlrm/metrics.h"
 #include "dlrm/model.h"
 #include "report/html.h"
+#include "tessera/checkpoint/load.h"
 #include "tessera/checkpoint/modules.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/leader.h"
@@ -114,7 +115,11 @@ struct Ranges {
   BatchSourceOptions judged;
 };
 
-Ranges ranges_of(const Settings& settings, const ClickLog& log, const comm::Group& group) {
+// What a log is opened for: training on most of it, or judging all of it.
+enum class Purpose : std::uint8_t { kTrain, kJudge };
+
+Ranges ranges_of(const Settings& settings, const ClickLog& log, const comm::Group& group,
+                 Purpose purpose, const ClickLog* other) {
   Ranges ranges;
   for (BatchSourceOptions* range : {&ranges.training, &ranges.judged}) {
     range->batch_size = settings.batch;
@@ -123,7 +128,15 @@ Ranges ranges_of(const Settings& settings, const ClickLog& log, const comm::Grou
   }
   ranges.judged.drop_last = false;
   const std::int64_t count = log.num_samples();
-  if (count < 0) {
+  if (settings.shuffle && purpose == Purpose::kTrain) {
+    ranges.training.shuffle_seed = static_cast<std::uint64_t>(settings.seed);
+  }
+  if (purpose == Purpose::kJudge && count >= 0) {
+    ranges.training.drop_last = false;
+  } else if (other != nullptr) {
+    ranges.judged.end = other->num_samples();
+    ranges.training.end = count;
+  } else if (count < 0) {
     ranges.judged.begin = kJudgedBegin;
     ranges.judged.end = kJudgedBegin + settings.eval_samples;
   } else {
@@ -191,7 +204,7 @@ struct LaidTables {
 };
 
 // The planner's plan of rank 0, for all, or what the settings say.
-LaidTables lay_tables(const Settings& settings, const ClickSchema& schema,
+LaidTables lay_tables(const std::string& verb, const Settings& settings, const ClickSchema& schema,
                       const std::vector<embedding::EmbeddingTableConfig>& tables,
                       const comm::Group& world) {
   const sharding::Topology topology{world.size(), comm::get_local_size(world.size())};
@@ -216,10 +229,10 @@ LaidTables lay_tables(const Settings& settings, const ClickSchema& schema,
     return is_planned(settings) ? planner_answer(problem) : std::string("{}");
   });
   laid.plan = is_planned(settings) || answer != "{}"
-                  ? plan_from_answer("train", answer, tables, topology)
-                  : plan_of("train", settings, tables, topology);
+                  ? plan_from_answer(verb, answer, tables, topology)
+                  : plan_of(verb, settings, tables, topology);
   for (const auto& [name, table] : laid.plan) {
-    TESSERA_CHECK_VALUE(table.kernel == sharding::ComputeKernel::kFused, "train: table '", name,
+    TESSERA_CHECK_VALUE(table.kernel == sharding::ComputeKernel::kFused, verb, ": table '", name,
                         "' has the kernel dense, whose rows no optimizer of this training steps. "
                         "Write fused into the plan.");
   }
@@ -229,16 +242,18 @@ LaidTables lay_tables(const Settings& settings, const ClickSchema& schema,
 
 class Training final : public trainer::Workload<ClickBatch> {
  public:
-  Training(const Settings& settings, OpenedLog log,
-           std::vector<embedding::EmbeddingTableConfig> configs, LaidTables laid,
+  /// Judges on `other`, if there is one.
+  Training(const Settings& settings, OpenedLog log, std::shared_ptr<const ClickLog> other,
+           Purpose purpose, std::vector<embedding::EmbeddingTableConfig> configs, LaidTables laid,
            const comm::Group& group)
       : settings_(settings),
         group_(group),
         log_(std::move(log)),
         configs_(std::move(configs)),
         laid_(std::move(laid)),
-        source_(log_.log, ranges_of(settings, *log_.log, group).training),
-        judged_(log_.log, ranges_of(settings, *log_.log, group).judged),
+        source_(log_.log, ranges_of(settings, *log_.log, group, purpose, other.get()).training),
+        judged_(other != nullptr ? other : log_.log,
+                ranges_of(settings, *log_.log, group, purpose, other.get()).judged),
         model_(make_model(settings, log_.log->schema()), group,
                // Beside the step of the tables, the longest part of backward.
                {.gradient_as_bucket_view = true, .overlap = true}),
@@ -255,7 +270,11 @@ class Training final : public trainer::Workload<ClickBatch> {
   }
 
   std::string name() const override { return "dlrm"; }
+  const ClickSchema& log_schema() const { return log_.log->schema(); }
   const trainer::Settings& settings() const override { return settings_; }
+  std::int64_t num_steps() const override {
+    return settings_.epochs > 0 ? settings_.epochs * source_.num_steps() : settings_.num_steps;
+  }
 
   torch::optim::Optimizer& optimizer() override { return *optimizer_; }
   void scale_rates(double factor) override {
@@ -288,6 +307,7 @@ class Training final : public trainer::Workload<ClickBatch> {
   ClickBatch read(std::int64_t step) override {
     const std::int64_t length = source_.num_steps();
     source_.seek(length < 0 ? step : step % length);
+    if (length > 0) source_.set_epoch(step / length);
     return *source_.next();
   }
   std::vector<pipeline::PipelinedModule<ClickBatch>> pipelined() const override {
@@ -327,7 +347,10 @@ class Training final : public trainer::Workload<ClickBatch> {
     if (device_.is_cpu()) add();
   }
 
-  trainer::Figures evaluate() override {
+  trainer::Figures evaluate() override { return evaluate(nullptr); }
+
+  /// The same, and all logits in the order of the log.
+  trainer::Figures evaluate(std::vector<float>* in_order) {
     ClickSums sums;
     std::vector<at::Tensor> scores;
     std::vector<at::Tensor> labels;
@@ -356,6 +379,7 @@ class Training final : public trainer::Workload<ClickBatch> {
     const at::Tensor all_scores = comm::all_gather_v(at::cat(scores), group_);
     const at::Tensor all_labels = comm::all_gather_v(at::cat(labels), group_);
     const bool is_broken = has_nan(all_scores);
+    if (in_order != nullptr) *in_order = judged_in_order(floats(all_scores));
     auc_ = is_broken ? kNaN : exact_auc(floats(all_scores), floats(all_labels));
     return {{"log_loss", is_broken ? kNaN : sums.log_loss()},
             {"auc", auc_},
@@ -364,6 +388,11 @@ class Training final : public trainer::Workload<ClickBatch> {
             {"samples", static_cast<double>(sums.num_samples())}};
   }
 
+  std::vector<std::pair<std::string, std::string>> files() const override {
+    const std::string& origin = log_.log->schema().origin;
+    if (origin.empty()) return {};
+    return {{kSchemaFile, origin}};
+  }
   double units_per_step() const override {
     return static_cast<double>(settings_.batch * group_.size());
   }
@@ -485,6 +514,23 @@ class Training final : public trainer::Workload<ClickBatch> {
     return text;
   }
 
+  // Gathered are the samples of all steps of rank 0, then those of rank 1, and so on.
+  std::vector<float> judged_in_order(std::span<const float> gathered) const {
+    const std::int64_t total = judged_.options().end - judged_.options().begin;
+    const std::int64_t step_size = settings_.batch * group_.size();
+    std::vector<float> ordered(gathered.size());
+    auto next = gathered.begin();
+    for (std::int64_t rank = 0; rank < group_.size(); ++rank) {
+      for (std::int64_t first = 0; first < total; first += step_size) {
+        const std::int64_t all = std::min(step_size, total - first);
+        const auto [begin, end] = part_of_rank(all, rank, group_.size());
+        std::copy_n(next, end - begin, ordered.begin() + first + begin);
+        next += end - begin;
+      }
+    }
+    return ordered;
+  }
+
   Rows look_up(const SparseInputs& inputs) {
     const Span span(Phase::kLookup);
     const Rows pending = tables_->compute_and_output_dist(inputs.of(*tables_));
@@ -520,13 +566,61 @@ class Training final : public trainer::Workload<ClickBatch> {
 
 }  // namespace
 
+namespace {
+
+// Two logs of one model.
+void check_same_schema(const std::string& first, const ClickSchema& one, const std::string& second,
+                       const ClickSchema& other) {
+  if (one == other) return;
+  throw DataError(second + ": has other columns or tables than " + first +
+                  ". Convert both with the same schema.");
+}
+
+std::unique_ptr<Training> make(const std::string& verb, const Settings& settings,
+                               const comm::Group& world, const std::string& data, Purpose purpose) {
+  OpenedLog log = open_log(data, log_options(settings));
+  std::shared_ptr<const ClickLog> other;
+  if (!settings.eval_data.empty() && purpose == Purpose::kTrain) {
+    other = open_log(settings.eval_data, log_options(settings)).log;
+    check_same_schema(data, log.log->schema(), settings.eval_data, other->schema());
+  }
+  auto tables = tables_of(log.log->schema(), settings.embedding_dim);
+  auto laid = lay_tables(verb, settings, log.log->schema(), tables, world);
+  return std::make_unique<Training>(settings, std::move(log), std::move(other), purpose,
+                                    std::move(tables), std::move(laid), world);
+}
+
+}  // namespace
+
 std::unique_ptr<trainer::AnyWorkload> make_workload(const Settings& settings,
                                                     const comm::Group& world) {
-  OpenedLog log = open_log(settings.data, log_options(settings));
-  auto tables = tables_of(log.log->schema(), settings.embedding_dim);
-  auto laid = lay_tables(settings, log.log->schema(), tables, world);
-  return std::make_unique<Training>(settings, std::move(log), std::move(tables), std::move(laid),
-                                    world);
+  return make("train", settings, world, settings.data, Purpose::kTrain);
+}
+
+Judged judge(const Settings& settings, const std::string& data, const std::string& checkpoints,
+             std::int64_t step, const std::string& schema, const comm::Group& world) {
+  Settings own = settings;
+  // Speeds and statistics shape a plan alone, and their files need not be there any more.
+  own.profile.clear();
+  own.stats.clear();
+  const auto model = make("eval", own, world, data.empty() ? settings.data : data,
+                          data.empty() ? Purpose::kTrain : Purpose::kJudge);
+  const std::string& origin = model->log_schema().origin;
+  if (!schema.empty() && !origin.empty() && schema != origin) {
+    throw DataError(data +
+                    ": was made by another schema than the log of the run. Convert it with " +
+                    std::string(kSchemaFile) + " of the run folder.");
+  }
+  checkpoint::State state;
+  model->add_state(state);
+  checkpoint::LoadOptions options;
+  if (step >= 0) options.step = step;
+  const checkpoint::LoadReport report = checkpoint::load(checkpoints, state, world, options);
+  Judged judged;
+  judged.figures = model->evaluate(&judged.scores);
+  judged.step = report.step;
+  judged.checkpoint = report.folder;
+  return judged;
 }
 
 }  // namespace tessera::workloads::dlrm

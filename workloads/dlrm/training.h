@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "dlrm/click_log.h"
@@ -43,5 +44,23 @@ std::vector<double> bytes_per_rank(const sharding::ModulePlan& plan, int num_ran
 /// DataError for a log that is too short. `settings` must outlive it.
 std::unique_ptr<trainer::AnyWorkload> make_workload(const Settings& settings,
                                                     const comm::Group& world);
+
+/// Where a run keeps the schema of its log, if that has one.
+inline constexpr const char* kSchemaFile = "schema.toml";
+
+struct Judged {
+  std::vector<std::pair<std::string, double>> figures;  // as evaluation has them
+  std::int64_t step = 0;                                // of the checkpoint
+  std::string checkpoint;                               // its folder
+  std::vector<float> scores;  // logits in the order of the log, on every rank
+};
+
+/// Judges the model of a run: the checkpoint of `step` (-1: the newest) in the folder
+/// `checkpoints`, on all samples of the log `data`, or without one on those that the run was judged
+/// on. Collective. Throws DataError for a log of another schema than `schema`, if both have one,
+/// ValueError for settings that make no sense, checkpoint::Error for a checkpoint that cannot be
+/// used, among them one whose tables or layers are others than the log's.
+Judged judge(const Settings& settings, const std::string& data, const std::string& checkpoints,
+             std::int64_t step, const std::string& schema, const comm::Group& world);
 
 }  // namespace tessera::workloads::dlrm

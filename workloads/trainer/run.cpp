@@ -337,6 +337,9 @@ int train_rank(Settings& settings, const Maker& make, const comm::Group& world) 
   std::unique_ptr<Speaker> speaker;
   Listener listener;
   if (world.rank() == 0) {
+    for (const auto& [name, text] : workload->files()) {
+      report::write_text(folder + "/" + name, text);
+    }
     speaker = std::make_unique<Speaker>(*workload, world, folder);
     listener.started = [&](std::int64_t step) { speaker->start(step); };
     listener.stepped = [&](const Progress& progress) { speaker->step(progress); };

@@ -93,6 +93,8 @@ class TESSERA_API AnyWorkload {
   /// More of the `run` line of metrics.jsonl, and lines after it, as JSON.
   virtual Figures facts() { return {}; }
   virtual std::vector<std::string> records() { return {}; }
+  /// More files of the run folder: names and texts.
+  virtual std::vector<std::pair<std::string, std::string>> files() const { return {}; }
   virtual Figures running() const { return {}; }  // in the progress line
   virtual std::string verdict(const Figures& /*evaluation*/) const { return ""; }
   virtual Figures results() const { return {}; }  // more of --json

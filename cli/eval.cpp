@@ -1,0 +1,117 @@
+// tessera eval, tessera predict — use the model of a run: measure it, and score a log with it.
+
+#include <filesystem>
+#include <fstream>
+
+#include "eval_flags.h"
+#include "report/run_folder.h"
+#include "tessera/launch/exit_code.h"
+#include "tessera/launch/job.h"
+#include "tessera/launch/launch_error.h"
+#include "verb.h"
+#include "worker_program.h"
+
+namespace tessera::cli {
+namespace {
+
+using launch::LaunchError;
+
+constexpr std::string_view kEvalHelp =
+    R"(tessera eval RUN [flags]
+
+  tessera eval runs/2026-11-15-1 --data day_2.click    the final model on another log
+  tessera eval runs/2026-11-15-1                       on the samples it was judged on
+  tessera eval runs/2026-11-15-1 --best --json         the best by evaluation
+
+Measures the model of a finished tessera train dlrm: log loss, AUC, normalised entropy, calibration.
+
+  --data LOG      a log of the same schema (the run's own samples for evaluation)
+  --best          the best checkpoint by evaluation, not the final one
+  --step N        this checkpoint
+  -n, --ranks N   processes, which hold the tables together (1)
+  --batch N       samples per rank at a time (the run's)
+  --json          one JSON object
+
+Exit codes: 0 good, 2 wrong usage, 65 no such run, log or checkpoint, or one that does not fit.
+More: docs/your_data.md
+)";
+
+constexpr std::string_view kPredictHelp =
+    R"(tessera predict RUN --data LOG --out scores.csv [flags]
+
+  tessera predict runs/2026-11-15-1 --data day_2.click --out scores.csv
+  tessera predict runs/2026-11-15-1 --best -n 2 --data day_2.click --out scores.csv
+
+Scores every sample of a log with the model of a finished tessera train dlrm. The file has a line of
+names, then one line per sample in the order of the log: its number from 0, and the probability that
+its label is 1. It appears when it is whole.
+
+  --data LOG      a log of the same schema as the run's
+  --out FILE      the file to write
+  --best          the best checkpoint by evaluation, not the final one
+  --step N        this checkpoint
+  -n, --ranks N   processes, which hold the tables together (1)
+  --batch N       samples per rank at a time (the run's)
+  --json          one JSON object
+
+Exit codes: 0 good, 2 wrong usage, 65 no such run, log or checkpoint, or one that does not fit.
+More: docs/your_data.md
+)";
+
+void check_run(const std::string& verb, const EvalWords& words) {
+  std::ifstream metrics(words.run + "/" + workloads::report::kMetricsFile);
+  std::string line;
+  std::getline(metrics, line);
+  if (!std::filesystem::exists(words.run + "/" + workloads::report::kConfigFile) || line.empty()) {
+    throw LaunchError(launch::kExitData, verb + ": there is no run in " + words.run,
+                      "config.toml or metrics.jsonl, which every run writes, is missing",
+                      "name a folder that tessera train dlrm has made");
+  }
+  if (line.find(R"("workload":"dlrm")") == std::string::npos) {
+    throw LaunchError(launch::kExitData, verb + ": " + words.run + " is no run of dlrm",
+                      "other workloads have no such evaluation yet",
+                      "name a folder that tessera train dlrm has made");
+  }
+  if (!words.data.empty() && words.data != "synthetic" && !std::filesystem::exists(words.data)) {
+    throw LaunchError(launch::kExitData, verb + ": there is no file " + words.data,
+                      "--data names it", "name a log, as tessera data convert makes it");
+  }
+}
+
+int run(const std::string& verb, std::string_view help, const std::vector<std::string>& words) {
+  const EvalWords given = read_eval_words(verb, words);
+  if (given.wants_help) return print_help(help);
+  if (verb == "predict" && (given.data.empty() || given.out.empty())) {
+    throw UsageError("predict: needs --data LOG and --out FILE");
+  }
+  check_run(verb, given);
+  launch::RunOptions options;
+  options.num_local_ranks = given.ranks;
+  options.prefix_lines = false;
+  options.use_python = false;
+  options.command = {worker_program(verb), verb};
+  options.command.insert(options.command.end(), words.begin(), words.end());
+  return launch::run_job(options);
+}
+
+int run_eval(const std::vector<std::string>& words) { return run("eval", kEvalHelp, words); }
+int run_predict(const std::vector<std::string>& words) {
+  return run("predict", kPredictHelp, words);
+}
+
+template <bool predicts>
+std::vector<std::string> flags() {
+  CLI::App app("", "eval");
+  EvalWords words;
+  define_flags(app, words, predicts);
+  return long_flags(app);
+}
+
+}  // namespace
+
+const Verb kEvalVerb{"eval", "measure the model of a run on a log", kEvalHelp, run_eval,
+                     flags<false>};
+const Verb kPredictVerb{"predict", "score the samples of a log with the model of a run",
+                        kPredictHelp, run_predict, flags<true>};
+
+}  // namespace tessera::cli

@@ -1,0 +1,142 @@
+// tessera-worker eval, predict — one rank of `tessera eval` and `tessera predict`.
+
+#include <unistd.h>
+
+#include <charconv>
+#include <cmath>
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+
+#include <ATen/Parallel.h>
+#include <nlohmann/json.hpp>
+
+#include "dlrm/settings.h"
+#include "dlrm/training.h"
+#include "eval_flags.h"
+#include "report/run_folder.h"
+#include "tessera/checkpoint/error.h"
+#include "tessera/checkpoint/folder.h"
+#include "tessera/comm/failure.h"
+#include "tessera/launch/exit_code.h"
+#include "tessera/launch/launch_error.h"
+#include "trainer/train.h"
+#include "worker_verb.h"
+
+namespace tessera::cli {
+namespace {
+
+namespace dlrm = workloads::dlrm;
+namespace report = workloads::report;
+using Json = nlohmann::ordered_json;
+
+// The settings of the run, for this many ranks.
+dlrm::Settings settings_of(const std::string& verb, const EvalWords& words) {
+  dlrm::Settings settings;
+  read(verb, settings.table(), {"--config", words.run + "/" + report::kConfigFile});
+  settings.num_ranks = words.ranks;
+  if (words.batch > 0) settings.batch = words.batch;
+  // A plan is of the ranks that it was made for.
+  settings.plan.clear();
+  return settings;
+}
+
+// The folder of the checkpoint that is asked for.
+std::string checkpoints_of(const EvalWords& words) {
+  const std::string best = words.run + "/" + trainer::kBestFolder;
+  if (!words.takes_best) return words.run + "/checkpoints";
+  if (checkpoint::list_steps(best).empty()) {
+    throw checkpoint::Error(checkpoint::ErrorKind::kMissing,
+                            words.run + ": keeps no best checkpoint. Leave --best out.");
+  }
+  return best;
+}
+
+// Whole or not at all: a long file that was cut off looks like a short one.
+void write_scores(const std::string& path, const std::vector<float>& logits) {
+  const std::string draft = path + ".partial-" + std::to_string(::getpid());
+  std::ofstream file(draft, std::ios::binary);
+  std::string text = "sample,probability\n";
+  char number[64];
+  const auto put = [&](auto value) {
+    text.append(number, std::to_chars(number, number + sizeof(number), value).ptr);
+  };
+  for (std::size_t i = 0; i < logits.size(); ++i) {
+    put(i);
+    text += ',';
+    put(static_cast<float>(1 / (1 + std::exp(-static_cast<double>(logits[i])))));
+    text += '\n';
+    if (text.size() > (1U << 20)) {
+      file << text;
+      text.clear();
+    }
+  }
+  file << text;
+  file.close();
+  std::error_code error;
+  if (file) std::filesystem::rename(draft, path, error);
+  if (file && !error) return;
+  std::filesystem::remove(draft, error);
+  throw dlrm::DataError(path + ": cannot be written.");
+}
+
+void say(const EvalWords& words, const dlrm::Judged& judged) {
+  if (words.wants_json) {
+    Json answer{{"run", words.run}, {"checkpoint", judged.checkpoint}, {"step", judged.step}};
+    for (const auto& [name, value] : judged.figures) answer[name] = value;
+    answer["samples"] = judged.scores.size();
+    if (!words.out.empty()) answer["out"] = words.out;
+    std::printf("%s\n", answer.dump().c_str());
+    return;
+  }
+  std::printf("model    %s\n", judged.checkpoint.c_str());
+  std::printf("judged   log loss %.4f | auc %.4f | normalised entropy %.4f | calibration %.3f\n",
+              judged.figures[0].second, judged.figures[1].second, judged.figures[2].second,
+              judged.figures[3].second);
+  std::printf("samples  %zu%s%s\n", judged.scores.size(), words.out.empty() ? "" : ", written to ",
+              words.out.c_str());
+}
+
+int run_rank(const std::string& verb, const EvalWords& words, const comm::Group& world) {
+  const dlrm::Settings settings = settings_of(verb, words);
+  const std::string schema = words.run + "/" + dlrm::kSchemaFile;
+  const dlrm::Judged judged =
+      dlrm::judge(settings, words.data, checkpoints_of(words), words.step,
+                  std::filesystem::exists(schema) ? report::read_text(schema) : "", world);
+  if (world.rank() != 0) return 0;
+  if (!words.out.empty()) write_scores(words.out, judged.scores);
+  say(words, judged);
+  return 0;
+}
+
+int run(const std::string& verb, const std::vector<std::string>& all) {
+  const EvalWords words = read_eval_words(verb, all);
+  const comm::Group world = comm::init();
+  const auto fail = [&](const char* text, int code) {
+    if (world.rank() == 0) std::fprintf(stderr, "error: %s: %s\n", verb.c_str(), text);
+    return code;
+  };
+  try {
+    return comm::guarded([&] { return run_rank(verb, words, world); });
+  } catch (const dlrm::DataError& error) {
+    return fail(error.what(), launch::kExitData);
+  } catch (const report::Error& error) {
+    return fail(error.what(), launch::kExitData);
+  } catch (const checkpoint::Error& error) {
+    return fail(error.what(), launch::kExitData);
+  } catch (const launch::LaunchError& error) {
+    return fail(error.what(), error.exit_code());
+  } catch (const c10::ValueError& error) {
+    return fail(error.what_without_backtrace(), launch::kExitConfiguration);
+  }
+}
+
+int run_eval(const std::vector<std::string>& words) { return run("eval", words); }
+int run_predict(const std::vector<std::string>& words) { return run("predict", words); }
+
+}  // namespace
+
+const WorkerVerb kEvalVerb{"eval", run_eval};
+const WorkerVerb kPredictVerb{"predict", run_predict};
+
+}  // namespace tessera::cli
