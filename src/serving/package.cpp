@@ -32,6 +32,7 @@ class Mapping {
   Mapping(const checkpoint::OpenFolder& folder, const std::string& name, std::uint64_t num_bytes)
       : num_bytes_(num_bytes) {
     const checkpoint::Descriptor file(
+        checkpoint::Disk::real(),
         ::openat(folder.fd(), name.c_str(), O_RDONLY | O_NOFOLLOW | O_CLOEXEC));
     struct stat facts{};
     if (file.get() < 0 || ::fstat(file.get(), &facts) != 0) fail(folder, name);
