@@ -299,3 +299,20 @@ def test_rows_can_change_between_forward_and_backward():
     both(batch(f=[[3]]))
     first.backward()
     assert bags.embedding_bags["t"].weight.grad.sum() == 2
+
+
+def test_copies_of_collections_map_and_look_up_alike():
+    configs = [
+        EmbeddingBagConfig(4, 2, "a", feature_names=["f"]),
+        EmbeddingBagConfig(6, 3, "b", feature_names=["f"]),
+    ]
+    ids = ManagedCollisionCollection({"a": module(4), "b": module(6)}, configs)
+    both = ManagedCollisionEmbeddingBagCollection(EmbeddingBagCollection(configs), ids, True)
+    both(batch(f=[[7, 7], [8]]))
+    wanted = copy.deepcopy(both).eval()(batch(f=[[7, 7], [8]]))[0].values()
+    other = ManagedCollisionEmbeddingBagCollection(
+        EmbeddingBagCollection(configs), ManagedCollisionCollection({"a": module(4), "b": module(6)}, configs)
+    )
+    other.load_state_dict(copy.deepcopy(both).state_dict())
+    for found in (pickle.loads(pickle.dumps(both)), other):
+        assert torch.equal(found.eval()(batch(f=[[7, 7], [8]]))[0].values(), wanted)
