@@ -185,13 +185,13 @@ def test_strangers_are_dropped_after_their_time(leader):
 
 def test_random_requests_while_the_job_runs_change_nothing():
     port = free_port()
-    program = ("sh", "-c", "echo $TESSERA_STORE; exec sleep 300")
+    seconds = float(os.environ.get("TESSERA_FUZZ_SECONDS", "2"))
+    program = ("sh", "-c", f"echo $TESSERA_STORE; exec sleep {300 + seconds}")
     jobs = [Job(*node_words(port, node=node, program=program)) for node in (0, 1)]
     try:
         lines = [job.process.stdout.readline().decode() for job in jobs]
         ports = [port, int(lines[0].rpartition(":")[2])]  # of the launchers and of the store
         learned = []
-        seconds = float(os.environ.get("TESSERA_FUZZ_SECONDS", "2"))
         counts = [0, 0]
 
         def attack(which):
