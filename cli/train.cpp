@@ -1,5 +1,6 @@
 // tessera train — trains a built-in workload, starting its own ranks.
 
+#include <sys/ioctl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -74,7 +75,9 @@ int run(const std::vector<std::string>& words) {
   if (given->print_config) return print_help(given->table().config());
   // The ranks see a pipe whatever this program writes to.
   if (isatty(STDOUT_FILENO) == 1) {
-    setenv(trainer::kTerminalVariable, "1", /*overwrite=*/1);
+    winsize size{};
+    ::ioctl(STDOUT_FILENO, TIOCGWINSZ, &size);
+    setenv(trainer::kTerminalVariable, std::to_string(size.ws_col).c_str(), /*overwrite=*/1);
   } else {
     unsetenv(trainer::kTerminalVariable);
   }
@@ -101,6 +104,7 @@ std::vector<std::string> flags() {
 
 }  // namespace
 
-const Verb kTrainVerb{"train", "train a built-in workload: dlrm, lm, gnn", kHelp, run, flags};
+const Verb kTrainVerb{"train",      "train a built-in workload: dlrm, lm, gnn", kHelp, run, flags,
+                      "dlrm lm gnn"};
 
 }  // namespace tessera::cli

@@ -69,6 +69,9 @@ def test_patience_ends_a_run_that_gets_no_better(tmp_path):
     assert f"after 3 evaluations that were not better than that of step {best}\n" in text
     assert f"model    {run}/checkpoints/step-{last:012}, the best of step {best} in {run}/best\n" in text
     assert steps_in(run / "best") == [best] and max(steps_in(run / "checkpoints")) == last
+    page = (run / "report.html").read_text()
+    assert f"stopped early at step {last}, best evaluation at step {best} (log loss " in page
+    assert f"last at step {last}" in page and f"tessera train dlrm --resume {run}" in page
 
 
 def test_resuming_a_finished_run_says_so_and_goes_on_if_asked_to(tmp_path):

@@ -291,7 +291,9 @@ def test_prints_placement_progress_and_report(tmp_path):
     lines = train(tmp_path, "-n", "2", "--steps", "5", "--batch", "64").stdout.splitlines()
     assert lines[0] == "tables   5 on 2 ranks, largest 6.40 kB, imbalance 1.00"
     assert re.search(r"cat_0 +table_wise +fused +0", "\n".join(lines))
-    step = r"step +5/5 \| loss [\d.]+ \| auc [\d.]+ \| \S+ samples/s \| [\d.]+ ms \(exposed comm [\d.]+\)"
+    step = (
+        r"step +5/5 \| loss [\d.]+ \| train auc [\d.]+ \| \S+ samples/s \| [\d.]+ ms \(exposed comm [\d.]+\)"
+    )
     assert re.fullmatch(step + r" \| mem \d+ MB \| eta 0s", lines[-4])
     assert re.fullmatch(r"judged   log loss [\d.]+ \| auc [\d.]+, best possible 0\.\d+", lines[-3])
     report = pathlib.Path(re.fullmatch(r"report   (\S+)", lines[-1])[1])

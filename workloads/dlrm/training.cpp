@@ -380,9 +380,9 @@ class Training final : public trainer::Workload<ClickBatch> {
     const at::Tensor all_labels = comm::all_gather_v(at::cat(labels), group_);
     const bool is_broken = has_nan(all_scores);
     if (in_order != nullptr) *in_order = judged_in_order(floats(all_scores));
-    auc_ = is_broken ? kNaN : exact_auc(floats(all_scores), floats(all_labels));
+    const double auc = is_broken ? kNaN : exact_auc(floats(all_scores), floats(all_labels));
     return {{"log_loss", is_broken ? kNaN : sums.log_loss()},
-            {"auc", auc_},
+            {"auc", auc},
             {"normalized_entropy", is_broken ? kNaN : sums.normalised_entropy()},
             {"calibration", is_broken ? kNaN : sums.calibration()},
             {"samples", static_cast<double>(sums.num_samples())}};
@@ -412,8 +412,7 @@ class Training final : public trainer::Workload<ClickBatch> {
     char head[160];
     std::snprintf(head, sizeof(head), "tables   %zu on %d ranks, largest %s, imbalance %.2f\n",
                   configs_.size(), group_.size(), report::bytes_text(largest).c_str(), imbalance);
-    return log_.notes + head + plan_lines() +
-           sharding::ShardingPlan{{{kModule, laid_.plan}}}.str(100);
+    return log_.notes + head + plan_lines() + largest_tables();
   }
   trainer::Figures facts() override { return results(); }
   trainer::Figures results() const override {
@@ -428,9 +427,7 @@ class Training final : public trainer::Workload<ClickBatch> {
     }
     return lines;
   }
-  trainer::Figures running() const override {
-    return {{"auc", std::isfinite(auc_) ? auc_ : running_.value()}};
-  }
+  trainer::Figures running() const override { return {{"train auc", running_.value()}}; }
   std::string verdict(const trainer::Figures& evaluation) const override {
     char text[160];
     std::snprintf(text, sizeof(text), "judged   log loss %.4f | auc %.4f", evaluation[0].second,
@@ -514,6 +511,26 @@ class Training final : public trainer::Workload<ClickBatch> {
     return text;
   }
 
+  // Where the largest tables lie; the others are counted.
+  std::string largest_tables() const {
+    constexpr std::size_t kShown = 10;
+    std::vector<const embedding::EmbeddingTableConfig*> order;
+    for (const auto& table : configs_) order.push_back(&table);
+    std::stable_sort(order.begin(), order.end(), [](const auto* a, const auto* b) {
+      return a->num_embeddings * a->embedding_dim > b->num_embeddings * b->embedding_dim;
+    });
+    sharding::ModulePlan shown;
+    for (std::size_t i = 0; i < std::min(kShown, order.size()); ++i) {
+      shown[order[i]->name] = laid_.plan.at(order[i]->name);
+    }
+    std::string text = sharding::ShardingPlan{{{kModule, shown}}}.str(80);
+    if (order.size() > kShown) {
+      text += "  and " + std::to_string(order.size() - kShown) +
+              " tables that are not larger; tessera plan tables shows all\n";
+    }
+    return text;
+  }
+
   // Gathered are the samples of all steps of rank 0, then those of rank 1, and so on.
   std::vector<float> judged_in_order(std::span<const float> gathered) const {
     const std::int64_t total = judged_.options().end - judged_.options().begin;
@@ -560,7 +577,6 @@ class Training final : public trainer::Workload<ClickBatch> {
   std::chrono::steady_clock::time_point last_step_;
   std::vector<double> step_seconds_;
   std::optional<planner::StepTime> predicted_;  // rank 0, of a measured machine
-  double auc_ = kNaN;                           // of the last evaluation
   std::optional<double> ceiling_;
 };
 

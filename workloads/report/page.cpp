@@ -137,8 +137,8 @@ std::string fixed(double value, int digits) {
 
 std::string auc_figure(const RunRecord& run) {
   if (run.evals.empty() || !std::isfinite(run.evals.back().auc)) return "";
-  std::string small = "at step " + count_text(run.evals.back().step);
-  if (run.auc_ceiling) small = "ceiling " + fixed(*run.auc_ceiling, 4);
+  std::string small = "evaluation at step " + count_text(run.evals.back().step);
+  if (run.auc_ceiling) small += ", ceiling " + fixed(*run.auc_ceiling, 4);
   return figure("AUC", fixed(run.evals.back().auc, 4), small);
 }
 
@@ -300,6 +300,26 @@ std::string plan_section(const RunRecord& run) {
   return html + "</div></section>";
 }
 
+// How the run ended, its best evaluation beside its last, and how to go on.
+std::string banner(const RunRecord& run) {
+  if (!run.has_ended) return "";
+  std::string text = run.status + " at step " + count_text(run.total_steps);
+  if (run.best_step > 0 && !run.evals.empty()) {
+    text += ", best evaluation at step " + count_text(run.best_step);
+    for (const EvalRow& row : run.evals) {
+      if (row.step != run.best_step) continue;
+      const bool is_other = !row.others.empty();
+      text += " (" + (is_other ? heading(row.others[0].first) : std::string("log loss")) + " " +
+              number(is_other ? row.others[0].second : row.log_loss) + ")";
+      break;
+    }
+    text += ", last at step " + count_text(run.evals.back().step);
+  }
+  std::string html = "<p id=\"status\"><strong>" + escape(text) + "</strong>";
+  if (!run.resume.empty()) html += "; <code>" + escape(run.resume) + "</code> goes on";
+  return html + "</p>";
+}
+
 std::string head(const RunRecord& run) {
   std::string line = run.workload.empty() ? "" : run.workload + " · ";
   line += std::to_string(run.num_ranks) + (run.num_ranks == 1 ? " rank" : " ranks");
@@ -308,8 +328,8 @@ std::string head(const RunRecord& run) {
   if (run.total_seconds > 0) line += " · " + seconds_text(run.total_seconds);
   if (!run.started.empty()) line += " · started " + run.started;
   if (!run.has_ended) line += " · not finished";
-  return "<header><h1>" + escape(run.name) + "</h1><p>" + escape(line) + "</p>" + figures(run) +
-         "</header>";
+  return "<header><h1>" + escape(run.name) + "</h1><p>" + escape(line) + "</p>" + banner(run) +
+         figures(run) + "</header>";
 }
 
 }  // namespace

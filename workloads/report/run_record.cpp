@@ -120,6 +120,9 @@ void read_line(const Json& line, RunRecord& run) {
     run.total_seconds = line.at("seconds").get<double>();
     run.total_samples = line.at("samples").get<double>();
     run.peak_memory_bytes = line.value("peak_memory_bytes", std::vector<double>{});
+    run.status = line.value("status", std::string("finished"));
+    run.best_step = line.value("best_step", std::int64_t{0});
+    run.resume = line.value("resume", std::string());
   }  // kinds of later versions are left alone
 }
 

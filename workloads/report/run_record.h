@@ -12,7 +12,7 @@
 //              the workload by their names
 //   breakdown  rank, steps, seconds, phases {name: {seconds, waited}}; seconds of all steps; of
 //              each of the last steps: exposed_comm_us [], data_us []
-//   end        steps, seconds, samples, peak_memory_bytes [per rank]
+//   end        steps, seconds, samples, peak_memory_bytes [per rank], status, best_step, resume
 
 #pragma once
 
@@ -119,6 +119,9 @@ struct RunRecord {
   double total_samples = 0;
   std::vector<double> peak_memory_bytes;
   bool has_ended = false;
+  std::string status;          // finished, stopped, stopped early, diverged
+  std::int64_t best_step = 0;  // of the evaluation that was the best; 0: none
+  std::string resume;          // the command that goes on
 };
 
 /// Reads a run folder. metrics.jsonl must be there; the others may be missing. Half a line at the

@@ -10,8 +10,12 @@
 namespace tessera::trainer {
 
 /// Set by `tessera train` for its ranks, whose output goes through a pipe, if its own goes to a
-/// terminal.
+/// terminal: the number of its columns.
 inline constexpr const char* kTerminalVariable = "TESSERA_TERMINAL";
+
+/// The text without its least important parts (memory, waiting, time per step), so that it has at
+/// most `width` columns; cut if it must be. Parts stand between " | ".
+std::string fitted(std::string text, std::size_t width);
 
 class ProgressLine {
  public:
@@ -21,12 +25,16 @@ class ProgressLine {
   /// tenth of a second on a terminal, every two seconds elsewhere.
   bool is_due(std::int64_t step) const;
   void show(std::int64_t step, const std::string& text);
+  /// Before anything else is printed: what comes next begins on a line of its own.
+  void end();
 
  private:
   using Clock = std::chrono::steady_clock;
 
   std::int64_t num_steps_;
   bool is_terminal_;
+  bool is_open_ = false;  // the cursor is behind a text
+  std::size_t width_ = 0;
   Clock::time_point last_;
 };
 

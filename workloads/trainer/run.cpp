@@ -38,6 +38,7 @@ namespace report = workloads::report;
 using Json = nlohmann::ordered_json;
 
 constexpr int kDiverged = 1;
+constexpr const char* kVerdict = "judged   ";  // before what an evaluation says
 constexpr int kUsage = 2;
 
 std::atomic<bool> is_told_to_stop{false};
@@ -128,6 +129,11 @@ class Speaker {
     Json line{{"kind", "eval"}, {"step", step}};
     add_to(line, figures);
     metrics_->add(line);
+    std::string text = workload_.verdict(figures);
+    if (settings_.as_json || text.empty() || step == num_steps_) return;  // said at the end
+    line_.end();
+    if (text.starts_with(kVerdict)) text.erase(0, std::string_view(kVerdict).size());
+    say(kVerdict + ("step " + std::to_string(step) + ": ") + text);
   }
 
   void finish(const Summary& summary, const std::vector<std::string>& memory,
@@ -143,9 +149,13 @@ class Speaker {
              {"steps", summary.last_step},
              {"seconds", seconds},
              {"samples", num_steps * workload_.units_per_step()},
-             {"peak_memory_bytes", numbers(memory)}};
+             {"peak_memory_bytes", numbers(memory)},
+             {"status", status_of(summary)},
+             {"best_step", summary.best_step},
+             {"resume", workload_.command() + " --resume " + folder_}};
     if (device_) end["peak_device_bytes"] = numbers(device_memory);
     metrics_->add(end);
+    line_.end();
     const std::string page = report::write_report(folder_);
     if (summary.has_diverged) complain(summary);
     if (settings_.as_json) {
@@ -209,6 +219,13 @@ class Speaker {
     if (summary.best_step > 0) json["best_step"] = summary.best_step;
     add_to(json, workload_.results());
     std::printf("%s\n", json.dump().c_str());
+  }
+
+  static const char* status_of(const Summary& summary) {
+    return summary.has_diverged  ? "diverged"
+           : summary.was_stopped ? "stopped"
+           : summary.ended_early ? "stopped early"
+                                 : "finished";
   }
 
   // What a finished run leaves to be used.
