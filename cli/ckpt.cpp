@@ -39,8 +39,9 @@ constexpr std::string_view kHelp =
   tessera ckpt import runs/a --from model.safetensors     a plain file or folder as a checkpoint
   tessera ckpt compact runs/a                             make a delta whole
 
-DIR holds folders step-... as tessera::checkpoint saves them. Without --step, the newest that is
-whole is taken (verify: all of them).
+DIR holds folders step-... as tessera::checkpoint saves them, or is the run
+folder of a training. Without --step, the newest that is whole is taken
+(verify: all of them).
 
   --step N                  which checkpoint
   --ranks N                 reshard: number of ranks
@@ -130,7 +131,21 @@ const char* state_of(const checkpoint::Error& error) {
   return error.kind() == checkpoint::ErrorKind::kRead ? "unknown" : "damaged";
 }
 
+// A run folder stands for the checkpoints in it.
+std::string root_of(const std::string& folder) {
+  const std::string inside = folder + "/checkpoints";
+  const bool has_some =
+      checkpoint::list_steps(folder).empty() && !checkpoint::list_steps(inside).empty();
+  return has_some ? inside : folder;
+}
+
+void check_has_some(const std::string& root) {
+  if (!checkpoint::list_steps(root).empty()) return;
+  throw checkpoint::Error(checkpoint::ErrorKind::kMissing, root + ": there is no checkpoint.");
+}
+
 int list(const std::string& root, const CkptWords& words) {
+  check_has_some(root);
   Json answer = {{"root", root}, {"latest", checkpoint::latest_folder(root)}};
   answer["checkpoints"] = Json::array();
   int code = launch::kExitOk;
@@ -176,9 +191,7 @@ int list(const std::string& root, const CkptWords& words) {
 int verify(const std::string& root, const CkptWords& words) {
   std::vector<std::int64_t> steps = checkpoint::list_steps(root);
   if (words.step >= 0) steps = {words.step};
-  if (steps.empty()) {
-    throw checkpoint::Error(checkpoint::ErrorKind::kMissing, root + ": there is no checkpoint.");
-  }
+  if (steps.empty()) check_has_some(root);
   Json answer = {{"root", root}, {"checkpoints", Json::array()}};
   int code = launch::kExitOk;
   for (const std::int64_t step : steps) {
@@ -373,7 +386,7 @@ int run(const std::vector<std::string>& words) {
     throw UsageError("ckpt: name one folder, as in tessera ckpt " + words[0] + " DIR");
   }
   try {
-    return action->second(names[0], given);
+    return action->second(words[0] == "import" ? names[0] : root_of(names[0]), given);
   } catch (const checkpoint::Error& error) {
     throw launch::LaunchError(launch::kExitData, "ckpt: " + words[0] + " " + names[0], error.what(),
                               "tessera ckpt ls " + names[0] + " shows what is there");
@@ -389,6 +402,7 @@ std::vector<std::string> flags() {
 
 }  // namespace
 
-const Verb kCkptVerb{"ckpt", "list, verify, show, reshard, export checkpoints", kHelp, run, flags};
+const Verb kCkptVerb{"ckpt", "list, verify, show, reshard, export checkpoints", kHelp, run,
+                     flags,  "ls verify show reshard export import compact"};
 
 }  // namespace tessera::cli

@@ -42,8 +42,12 @@ std::string bash_script() {
       "    help) words='" +
       verb_names() + "' ;;\n";
   for (const Verb* verb : verbs()) {
-    text += "    " + std::string(verb->name) + ") [[ $word == -* ]] && words='" +
-            joined(verb->flags()) + "' ;;\n";
+    text += "    " + std::string(verb->name) + ") if [[ $word == -* ]]; then words='" +
+            joined(verb->flags()) + "'";
+    if (!verb->subjects.empty()) {
+      text += "; elif [[ $COMP_CWORD == 2 ]]; then words='" + std::string(verb->subjects) + "'";
+    }
+    text += "; fi ;;\n";
   }
   return text +
          "  esac; fi\n"
@@ -55,6 +59,10 @@ std::string bash_script() {
 std::string fish_script() {
   std::string text = "complete -c tessera -n __fish_use_subcommand -f -a '" + verb_names() + "'\n";
   for (const Verb* verb : verbs()) {
+    if (!verb->subjects.empty()) {
+      text += "complete -c tessera -n '__fish_seen_subcommand_from " + std::string(verb->name) +
+              "' -a '" + std::string(verb->subjects) + "'\n";
+    }
     for (const std::string& flag : verb->flags()) {
       text += "complete -c tessera -n '__fish_seen_subcommand_from " + std::string(verb->name) +
               "' -l " + flag.substr(2) + "\n";
@@ -85,7 +93,8 @@ std::vector<std::string> flags() { return {"--help"}; }
 
 }  // namespace
 
-const Verb kCompletionVerb{"completion", "print a completion script for bash, zsh or fish", kHelp,
-                           run, flags};
+const Verb kCompletionVerb{"completion", "print a completion script for bash, zsh or fish",
+                           kHelp,        run,
+                           flags,        "bash zsh fish"};
 
 }  // namespace tessera::cli

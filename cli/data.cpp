@@ -425,6 +425,7 @@ std::vector<std::string> flags() {
 
 }  // namespace
 
-const Verb kDataVerb{"data", "convert, show, check and make click logs", kHelp, run, flags};
+const Verb kDataVerb{"data", "convert, show, check and make click logs", kHelp, run,
+                     flags,  "schema convert show check synth"};
 
 }  // namespace tessera::cli

@@ -53,6 +53,7 @@ std::vector<std::string> flags() {
 
 }  // namespace
 
-const Verb kPlanVerb{"plan", "explain how tables or a graph would be split", kHelp, run, flags};
+const Verb kPlanVerb{
+    "plan", "explain how tables or a graph would be split", kHelp, run, flags, "tables graph"};
 
 }  // namespace tessera::cli

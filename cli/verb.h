@@ -20,6 +20,8 @@ struct Verb {
   int (*run)(const std::vector<std::string>& words);
   /// Returns the long flags with their dashes, for completion and suggestions.
   std::vector<std::string> (*flags)();
+  /// What may stand after the verb, for completion: workloads, sub-verbs.
+  std::string_view subjects = "";
 };
 
 extern const Verb kBenchVerb;

@@ -154,10 +154,10 @@ def test_mistakes_are_named(tmp_path):
     assert result.returncode == 78
     assert "4 ranks cannot form a mesh of 3 data and 0 vocabulary ranks" in result.stderr
     result = train("--file", str(tmp_path / "none.txt"), "--steps", "1")
-    assert result.returncode == 78
-    assert f"lm: the file '{tmp_path}/none.txt' cannot be read." in result.stderr
+    assert result.returncode == 65
+    assert f"train: there is no file {tmp_path}/none.txt\n" in result.stderr
     result = train("--file", str(tmp_path), "--steps", "1")
-    assert f"lm: the file '{tmp_path}' cannot be read." in result.stderr
+    assert f"train: there is no file {tmp_path}\n" in result.stderr
     empty = tmp_path / "empty.txt"
     empty.write_bytes(b"")
     result = train("--file", str(empty), "--steps", "1", "--length", "8")

@@ -13,6 +13,10 @@
 namespace tessera::workloads::gnn {
 namespace {
 
+// Nodes without edges are allowed, up to so many.
+constexpr std::int64_t kManyNodes = std::int64_t{1} << 24;
+constexpr std::int64_t kNodesPerEdge = 64;
+
 class Lines {
  public:
   explicit Lines(const std::string& path) : path_(path), file_(path) {
@@ -117,6 +121,13 @@ GraphFile read_edges(Lines& lines) {
     sources.push_back(source);
     targets.push_back(target);
     graph.num_nodes = std::max({graph.num_nodes, source + 1, target + 1});
+  }
+  // A number that is out of all proportion is a mistake, and would ask for all memory there is.
+  const auto most = std::max<std::int64_t>(kManyNodes, kNodesPerEdge * std::ssize(sources));
+  if (graph.num_nodes > most) {
+    lines.refuse("the file ends, and " + std::to_string(sources.size()) + " edges name node " +
+                 std::to_string(graph.num_nodes - 1) +
+                 ". Nodes are numbered from 0, without large gaps.");
   }
   graph.edge_index = at::stack({at::tensor(sources, at::kLong), at::tensor(targets, at::kLong)});
   return graph;

@@ -1,5 +1,7 @@
 #include "lm/settings.h"
 
+#include <filesystem>
+
 #include "tessera/launch/exit_code.h"
 #include "tessera/launch/launch_error.h"
 
@@ -56,6 +58,10 @@ settings::Table Settings::table() {
 
 void Settings::check() const {
   trainer::Settings::check();
+  if (!file.empty() && (!std::filesystem::exists(file) || std::filesystem::is_directory(file))) {
+    throw launch::LaunchError(launch::kExitData, "train: there is no file " + file,
+                              "--file names it", "name a text, or leave --file out");
+  }
   const int data = data_ranks_wanted;
   const int vocab = vocab_ranks_wanted;
   const int one = data > 0 ? data : vocab > 0 ? vocab : 1;

@@ -187,7 +187,13 @@ void read_flags(CLI::App& app, std::vector<std::string> flags) {
   std::vector<FileSetting> file;
   if (!path.empty()) file = read_config(app.get_name(), path);
   std::vector<std::string> words;
-  for (const FileSetting& setting : file) {
+  for (FileSetting& setting : file) {
+    // As on the command line, where --snake_case is understood too.
+    if (app.get_option_no_throw("--" + setting.key) == nullptr) {
+      std::string dashed = setting.key;
+      std::replace(dashed.begin(), dashed.end(), '_', '-');
+      if (app.get_option_no_throw("--" + dashed) != nullptr) setting.key = dashed;
+    }
     check_key(app, path, setting);
     if (is_given(app, flags, setting.key)) continue;
     const std::string flag = "--" + setting.key;
