@@ -251,12 +251,12 @@ void print_report(const serving::ExportReport& report, const std::string& out) {
   std::printf("%-20s %-5s %10s %9s %9s  %-10s %-10s %s\n", "table", "type", "rows", "before",
               "after", "mean error", "worst", "at risk");
   for (const auto& table : report.tables) {
+    const std::int64_t at_risk = table.num_constant + table.num_clamped;
     std::printf("%-20s %-5s %10lld %9s %9s  %-10.2e %-10.2e %lld\n", table.table.name.c_str(),
                 std::string(embedding::name_of(table.table.type)).c_str(),
                 static_cast<long long>(table.table.num_rows),
                 bytes_text(table.bytes_before).c_str(), bytes_text(table.bytes_after).c_str(),
-                table.mean_error, table.worst_error,
-                static_cast<long long>(table.num_constant + table.num_clamped));
+                table.mean_error, table.worst_error, static_cast<long long>(at_risk));
   }
   std::printf("package  %s: step %lld, %s of %s (%.3f)\n", out.c_str(),
               static_cast<long long>(report.model.step), bytes_text(report.bytes_after).c_str(),

@@ -40,6 +40,9 @@ endif()
 install(TARGETS tessera EXPORT tesseraTargets
   LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR}
   ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR})
+if(TARGET tessera_serving_shared)
+  install(TARGETS tessera_serving_shared EXPORT tesseraTargets LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
+endif()
 install(DIRECTORY ${CMAKE_CURRENT_SOURCE_DIR}/include/tessera
   DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} FILES_MATCHING PATTERN "*.h")
 if(TARGET tessera_worker)

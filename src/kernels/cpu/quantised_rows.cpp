@@ -15,10 +15,28 @@ constexpr int kVectors = kGroup / kLanes;
 typedef std::uint8_t Bytes __attribute__((vector_size(16)));
 typedef std::uint8_t LaneBytes __attribute__((vector_size(kLanes)));
 
-inline Bytes load_bytes(const std::uint8_t* from, int count) {
-  Bytes bytes{};
-  __builtin_memcpy(&bytes, from, static_cast<unsigned long>(count));
+typedef std::uint64_t LongPair __attribute__((vector_size(16)));
+
+// Into a register at once: bytes that pass through memory wait there for each other.
+inline Bytes load_16(const std::uint8_t* from) {
+  Bytes bytes;
+  __builtin_memcpy(&bytes, from, sizeof(bytes));
   return bytes;
+}
+inline Bytes load_8(const std::uint8_t* from) {
+  std::uint64_t word;
+  __builtin_memcpy(&word, from, sizeof(word));
+  return bits_as<Bytes>(LongPair{word, 0});
+}
+inline Bytes load_4(const std::uint8_t* from) {
+  std::uint32_t word;
+  __builtin_memcpy(&word, from, sizeof(word));
+  return bits_as<Bytes>(LongPair{word, 0});
+}
+
+/// a[0], b[0], a[1], b[1], ... of the first eight.
+inline Bytes in_turns(Bytes a, Bytes b) {
+  return __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
 }
 
 inline void widen_bytes(Bytes bytes, Floats* to) {
@@ -66,24 +84,18 @@ struct CodeForm {
 };
 
 struct ByteCodes : CodeForm {
-  static constexpr int kBits = 8;
   static constexpr int kGroupBytes = 16;
-  static void load(const std::uint8_t* from, Floats* to) { widen_bytes(load_bytes(from, 16), to); }
+  static void load(const std::uint8_t* from, Floats* to) { widen_bytes(load_16(from), to); }
   static float at(const std::uint8_t* codes, std::int64_t c) {
     return static_cast<float>(static_cast<std::int32_t>(codes[c]));
   }
 };
 
 struct NibbleCodes : CodeForm {
-  static constexpr int kBits = 4;
   static constexpr int kGroupBytes = 8;
   static void load(const std::uint8_t* from, Floats* to) {
-    const Bytes bytes = load_bytes(from, 8);
-    const Bytes low = bytes & 15;
-    const Bytes high = bytes >> 4;
-    widen_bytes(
-        __builtin_shufflevector(low, high, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23),
-        to);
+    const Bytes bytes = load_8(from);
+    widen_bytes(in_turns(bytes & 15, bytes >> 4), to);
   }
   static float at(const std::uint8_t* codes, std::int64_t c) {
     return static_cast<float>((codes[c / 2] >> (c % 2 * 4)) & 15);
@@ -91,14 +103,13 @@ struct NibbleCodes : CodeForm {
 };
 
 struct PairCodes : CodeForm {
-  static constexpr int kBits = 2;
   static constexpr int kGroupBytes = 4;
   static void load(const std::uint8_t* from, Floats* to) {
-    const Bytes bytes = load_bytes(from, 4);
-    const Bytes spread =
-        __builtin_shufflevector(bytes, bytes, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
-    constexpr Bytes kShifts = {0, 2, 4, 6, 0, 2, 4, 6, 0, 2, 4, 6, 0, 2, 4, 6};
-    widen_bytes((spread >> kShifts) & 3, to);
+    const Bytes bytes = load_4(from);
+    // Codes 0 and 2 of each byte, and 1 and 3: their turns are those of all four.
+    const Bytes even = in_turns(bytes & 3, (bytes >> 4) & 3);
+    const Bytes odd = in_turns((bytes >> 2) & 3, bytes >> 6);
+    widen_bytes(in_turns(even, odd), to);
   }
   static float at(const std::uint8_t* codes, std::int64_t c) {
     return static_cast<float>((codes[c / 4] >> (c % 4 * 2)) & 3);
