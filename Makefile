@@ -69,11 +69,11 @@ demo: build  ## Run the main job from nothing
 	bash examples/demo.sh
 
 # A test that fails is run once more, and both runs are shown: the fault tests race real signals against
-# real time limits, and a busy machine can lose such a race. One that fails twice is red, and one that
-# needed its second try is named at the end and in $(BUILD)/second_tries.txt.
+# real time limits, and a busy machine can lose such a race; most run alone. One that fails twice is red,
+# and one that needed its second try is named at the end and in $(BUILD)/second_tries.txt.
 test: everything lint  ## Build and run all tests, C++ and Python
 	$(MAKE) --no-print-directory peers || echo "peers: not installed; the comparisons with them are skipped" >&2
-	ctest --preset full -j 1 --repeat until-pass:2 | $(VENV)/bin/python tests/support/second_tries.py $(BUILD)/second_tries.txt
+	ctest --preset full -j $(JOBS) --repeat until-pass:2 | $(VENV)/bin/python tests/support/second_tries.py $(BUILD)/second_tries.txt
 
 peers: $(PEERS)/.ready  ## Install the projects that tests and benchmarks compare with
 

@@ -1,6 +1,8 @@
 // The `tessera` program: finds the verb and hands over.
 
 #include <unistd.h>
+#include <algorithm>
+#include <iterator>
 
 #include <cstdio>
 #include <cstdlib>
@@ -24,6 +26,19 @@ std::span<const Verb* const> verbs() {
 
 namespace {
 
+// Verbs that share a line of the help, so that it fits a screen.
+struct VerbPair {
+  std::string_view first;
+  std::string_view second;
+  std::string_view summary;
+};
+constexpr VerbPair kPairs[] = {
+    {"ps", "inspect", "list this user's live jobs; show what the ranks of one are doing"},
+    {"eval", "predict", "measure the model of a run on a log; score the samples of one"},
+    {"report", "trace", "make the page of a run; merge and summarise the traces of ranks"},
+    {"export", "serve", "make a package out of a checkpoint; answer HTTP requests with it"},
+};
+
 std::string program_help() {
   std::string text =
       "tessera: one training job over many processes\n"
@@ -32,18 +47,25 @@ std::string program_help() {
       "  tessera train dlrm --ranks 2                 train a built-in workload: dlrm, lm, gnn\n"
       "\n"
       "verbs\n";
-  char line[160];
+  const auto add = [&text](const std::string& names, std::string_view summary) {
+    text += "  " + names + std::string(15 - names.size(), ' ') + std::string(summary) + "\n";
+  };
   for (const Verb* verb : verbs()) {
-    std::snprintf(line, sizeof(line), "  %-12.*s %.*s\n", static_cast<int>(verb->name.size()),
-                  verb->name.data(), static_cast<int>(verb->summary.size()), verb->summary.data());
-    text += line;
+    const auto is_of = [verb](const VerbPair& pair) {
+      return pair.first == verb->name || pair.second == verb->name;
+    };
+    const auto pair = std::find_if(std::begin(kPairs), std::end(kPairs), is_of);
+    if (pair == std::end(kPairs)) {
+      add(std::string(verb->name), verb->summary);
+    } else if (pair->first == verb->name) {
+      add(std::string(pair->first) + ", " + std::string(pair->second), pair->summary);
+    }
   }
+  add("help", "show the help of a verb: tessera help run");
   return text +
-         "  help         show the help of a verb: tessera help run\n"
          "\n"
          "flags\n"
          "  -h, --help, --version   this text, or after a verb the verb's own; the version\n"
-         "\n"
          "exit codes: 0 good, 2 wrong usage, 65 bad file, 69 hosts not reached, 70 internal, 78\n"
          "impossible, 128+n signal n; a rank's own is passed through. More: docs/launch.md\n";
 }

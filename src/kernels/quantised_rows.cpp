@@ -2,30 +2,6 @@
 
 namespace tessera::kernels {
 
-// Defined by the copies of cpu/quantised_rows.cpp, one per instruction set.
-extern const QuantisedRowKernels kQuantisedRowsDefault;
-#if defined(TESSERA_HAVE_ISA_AVX2)
-extern const QuantisedRowKernels kQuantisedRowsAvx2;
-#endif
-#if defined(TESSERA_HAVE_ISA_AVX512)
-extern const QuantisedRowKernels kQuantisedRowsAvx512;
-#endif
-
-const QuantisedRowKernels* quantised_row_kernels(Isa isa) noexcept {
-#if defined(TESSERA_HAVE_ISA_AVX2)
-  if (isa == Isa::kAvx2) return &kQuantisedRowsAvx2;
-#endif
-#if defined(TESSERA_HAVE_ISA_AVX512)
-  if (isa == Isa::kAvx512) return &kQuantisedRowsAvx512;
-#endif
-  return isa == Isa::kDefault ? &kQuantisedRowsDefault : nullptr;
-}
-
-const QuantisedRowKernels& quantised_row_kernels() noexcept {
-  static const QuantisedRowKernels& kernels = *quantised_row_kernels(active_isa());
-  return kernels;
-}
-
 std::int64_t code_bytes(RowType type, std::int64_t num_columns) noexcept {
   switch (type) {
     case RowType::kFloat32:

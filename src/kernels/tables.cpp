@@ -2,9 +2,12 @@
 
 #include "kernels/byte_rows.h"
 #include "kernels/combine.h"
+#include "kernels/dense_layer.h"
+#include "kernels/id_lines.h"
 #include "kernels/levels.h"
 #include "kernels/neighbour_sum.h"
 #include "kernels/pair_products.h"
+#include "kernels/quantised_rows.h"
 #include "kernels/table_lookup.h"
 #include "kernels/table_update.h"
 
@@ -21,7 +24,10 @@ namespace tessera::kernels {
 
 TESSERA_KERNEL_CHOICE(ByteRowKernels, kByteRows, byte_row_kernels)
 TESSERA_KERNEL_CHOICE(CombineKernels, kCombine, combine_kernels)
+TESSERA_KERNEL_CHOICE(DenseLayerKernels, kDenseLayer, dense_layer_kernels)
+TESSERA_KERNEL_CHOICE(IdLineKernels, kIdLines, id_line_kernels)
 TESSERA_KERNEL_CHOICE(PairProductKernels, kPairProducts, pair_product_kernels)
+TESSERA_KERNEL_CHOICE(QuantisedRowKernels, kQuantisedRows, quantised_row_kernels)
 TESSERA_KERNEL_CHOICE(TableLookupKernels, kTableLookup, table_lookup_kernels)
 TESSERA_KERNEL_CHOICE(TableUpdateKernels, kTableUpdate, table_update_kernels)
 

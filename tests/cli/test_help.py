@@ -23,7 +23,8 @@ def verbs():
         return []
     text = tessera("--help").stdout
     part = text[text.index("verbs\n") : text.index("flags\n")]
-    return [name for name in re.findall(r"^  (\w+) ", part, re.MULTILINE) if name != "help"]
+    lines = re.findall(r"^  (\w+(?:, \w+)?)  ", part, re.MULTILINE)
+    return [name for line in lines for name in line.split(", ") if name != "help"]
 
 
 VERBS = verbs()
@@ -35,6 +36,10 @@ def test_the_program_names_its_verbs():
         "ps",
         "inspect",
         "train",
+        "eval",
+        "predict",
+        "export",
+        "serve",
         "plan",
         "report",
         "trace",

@@ -235,6 +235,7 @@ def test_a_plan_of_other_tables_is_refused(tmp_path):
 
 def test_bad_lines_of_a_log_are_told(tmp_path):
     data = tmp_path / "day.tsv"
-    data.write_text("not a sample\n")
+    sample = "\t".join(["1"] + ["3"] * 13 + ["0a1b2c3d"] * 26)
+    data.write_text(f"{sample}\nnot a sample\n")
     told = plan("--data", data)
-    assert told.stderr.startswith(f"data     1 bad lines of 1 in {data} are left out\n")
+    assert told.stderr.startswith(f"data     1 bad lines of 2 in {data} are left out\n")

@@ -9,6 +9,7 @@
 #include "tessera/checkpoint/load.h"
 #include "tessera/checkpoint/modules.h"
 #include "tessera/checkpoint/save.h"
+#include "tessera/collision/id_table.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/failure.h"
 #include "tessera/comm/mesh.h"
@@ -26,6 +27,7 @@
 #include "tessera/pipeline/read_ahead.h"
 #include "tessera/pipeline/train_pipeline.h"
 #include "tessera/regions/regions.h"
+#include "tessera/serving/model.h"
 #include "tessera/sharding/distributed_model_parallel.h"
 #include "tessera/sharding/sharded_embedding_bag_collection.h"
 #include "tessera/vocab_parallel/cross_entropy.h"
@@ -212,6 +214,24 @@ void model_parallel(const sharding::ShardingPlan& plan, const comm::Group& group
   torch::optim::SGD dense(sharding::dense_parameters_of(model.parts()), 0.1);
   loss(model(batch)).backward();
   dense.step();
+}
+
+void id_table(std::span<const std::int64_t> ids, std::int64_t step, std::span<std::int64_t> rows) {
+  using collision::AdmissionKind;
+  using collision::EvictionKind;
+  collision::IdTable table({.name = "user",
+                            .capacity = 1'000'000,
+                            .admission = {.kind = AdmissionKind::kFrequency, .sightings = 3},
+                            .eviction = {.kind = EvictionKind::kLfu},
+                            .refuse_when_full = true});
+  collision::IdChanges changes = table.admit(ids, /*counts=*/{}, step, rows);
+  table.find(ids, rows);
+}
+
+void served(const serving::Request& request, std::span<float> logits) {
+  tessera::serving::Model model("pkg");
+  auto lease = model.lease();
+  lease.predict(request, logits);
 }
 
 void table_batch(const at::Tensor& user, const at::Tensor& item, const at::Tensor& ids,

@@ -35,7 +35,8 @@ def test_headers_library_and_programs_are_installed(prefix):
         if path.is_file()
     }
     source = HERE.parents[1] / "include"
-    trainer = {f"tessera/trainer/{name}.h" for name in ("data_error", "run", "settings", "train", "workload")}
+    names = ("data_error", "device", "host_copy", "run", "settings", "train", "workload")
+    trainer = {f"tessera/trainer/{name}.h" for name in names}
     trainer.add("tessera/settings/table.h")
     assert installed == {str(path.relative_to(source)) for path in source.rglob("*.h")} | trainer
     assert (prefix / "lib/libtessera.so").exists()

@@ -217,7 +217,7 @@ class Speaker {
     }
     add_to(json, summary.evaluation);
     if (summary.best_step > 0) json["best_step"] = summary.best_step;
-    add_to(json, workload_.results());
+    if (!summary.was_finished) add_to(json, workload_.results());  // of steps that were done
     std::printf("%s\n", json.dump().c_str());
   }
 

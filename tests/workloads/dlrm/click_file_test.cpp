@@ -226,7 +226,8 @@ TEST_F(ClickFiles, ReaderNamesWhatIsWrong) {
                 std::to_string(good.size()) + ". It is cut short or something was added.");
   std::string changed = good;
   changed[8] = 9;
-  EXPECT_EQ(problem(changed), "a: has version 9 of the format; this program reads versions 1 to 2.");
+  EXPECT_EQ(problem(changed),
+            "a: has version 9 of the format; this program reads versions 1 to 2.");
   changed = good;
   changed[16] ^= 1;
   EXPECT_EQ(problem(changed), "a: the header is damaged: its sum is wrong.");
