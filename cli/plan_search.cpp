@@ -166,11 +166,9 @@ std::string moves_text(const planner::Replan& found) {
   std::string text = line;
   for (std::size_t i = 0; i < std::min(kMost, found.moves.size()); ++i) {
     const planner::Move& move = found.moves[i];
-    std::snprintf(line, sizeof line, "  %-20.20s rows [%lld, %lld) columns [%lld, %lld) %d -> %d\n",
-                  move.table.c_str(), static_cast<long long>(move.part.row),
-                  static_cast<long long>(move.part.row + move.part.rows),
-                  static_cast<long long>(move.part.column),
-                  static_cast<long long>(move.part.column + move.part.columns), move.from,
+    std::snprintf(line, sizeof line, "  %-20.20s rows [%ld, %ld) columns [%ld, %ld) %d -> %d\n",
+                  move.table.c_str(), move.part.row, move.part.row + move.part.rows,
+                  move.part.column, move.part.column + move.part.columns, move.from,
                   move.part.rank);
     text += line;
   }
