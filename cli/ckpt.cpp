@@ -12,6 +12,7 @@
 #include <nlohmann/json.hpp>
 
 #include "flags.h"
+#include "newest_checkpoint.h"
 #include "tessera/checkpoint/convert.h"
 #include "tessera/checkpoint/error.h"
 #include "tessera/checkpoint/folder.h"
@@ -113,30 +114,9 @@ std::string time_of(const std::string& path, const std::string& saved) {
 
 void print(const Json& answer) { std::printf("%s\n", answer.dump(2).c_str()); }
 
-std::unique_ptr<Reader> newest(const std::string& root, std::int64_t step) {
-  if (step >= 0) return std::make_unique<Reader>(root, step);
-  auto found = checkpoint::find_newest(root);
-  for (const std::string& warning : found.warnings) {
-    std::fprintf(stderr, "warning: %s\n", warning.c_str());
-  }
-  if (found.reader == nullptr) {
-    throw checkpoint::Error(checkpoint::ErrorKind::kMissing,
-                            root + ": there is no checkpoint that can be read.");
-  }
-  return std::move(found.reader);
-}
-
 // A disk that does not answer says nothing about the checkpoint.
 const char* state_of(const checkpoint::Error& error) {
   return error.kind() == checkpoint::ErrorKind::kRead ? "unknown" : "damaged";
-}
-
-// A run folder stands for the checkpoints in it.
-std::string root_of(const std::string& folder) {
-  const std::string inside = folder + "/checkpoints";
-  const bool has_some =
-      checkpoint::list_steps(folder).empty() && !checkpoint::list_steps(inside).empty();
-  return has_some ? inside : folder;
 }
 
 void check_has_some(const std::string& root) {
@@ -237,7 +217,7 @@ Json json_of(const checkpoint::Values& values) {
 }
 
 int show(const std::string& root, const CkptWords& words) {
-  const auto opened = newest(root, words.step);
+  const auto opened = open_newest(root, words.step);
   const Reader& reader = *opened;
   const Manifest& manifest = reader.manifest();
   Json answer = {{"folder", reader.folder()},
@@ -322,7 +302,7 @@ int cut_anew(const std::string& root, const CkptWords& words) {
   if (cut == cuts.end()) {
     throw UsageError("ckpt: --cut is rows, columns or whole, not '" + words.cut + "'");
   }
-  const auto opened = newest(root, words.step);
+  const auto opened = open_newest(root, words.step);
   const Reader& reader = *opened;
   say_saved(checkpoint::reshard(reader, to, words.ranks, cut->second, checkpoint::Disk::real(),
                                 words.replaces),
@@ -332,7 +312,7 @@ int cut_anew(const std::string& root, const CkptWords& words) {
 
 int export_file(const std::string& root, const CkptWords& words) {
   const std::string& to = needed(words.to, "--to", "export");
-  const auto opened = newest(root, words.step);
+  const auto opened = open_newest(root, words.step);
   const Reader& reader = *opened;
   checkpoint::export_plain(reader, to);
   say_saved(reader.manifest(), to, words);
@@ -349,7 +329,7 @@ int import_file(const std::string& root, const CkptWords& words) {
 
 int compact_delta(const std::string& root, const CkptWords& words) {
   const std::int64_t step =
-      words.step >= 0 ? words.step : newest(root, words.step)->manifest().step;
+      words.step >= 0 ? words.step : open_newest(root, words.step)->manifest().step;
   say_saved(checkpoint::compact(root, step), root, words);
   return launch::kExitOk;
 }

@@ -13,6 +13,7 @@
 #include "dlrm/metrics.h"
 #include "dlrm/open_log.h"
 #include "flags.h"
+#include "newest_checkpoint.h"
 #include "tessera/checkpoint/error.h"
 #include "tessera/checkpoint/folder.h"
 #include "tessera/checkpoint/reader.h"
@@ -129,23 +130,11 @@ serving::ExportOptions options_of(const ExportWords& words) {
 std::unique_ptr<Reader> open_checkpoint(std::string path, std::int64_t step) {
   while (path.size() > 1 && path.back() == '/') path.pop_back();
   const std::filesystem::path given(path);
-  std::string root = path;
-  if (std::filesystem::is_directory(given / "checkpoints")) {
-    root = (given / "checkpoints").string();
-  } else if (step < 0 && checkpoint::step_of(given.filename().string()) >= 0) {
+  if (step < 0 && checkpoint::step_of(given.filename().string()) >= 0) {
     step = checkpoint::step_of(given.filename().string());
-    root = given.parent_path().empty() ? "." : given.parent_path().string();
+    path = given.parent_path().empty() ? "." : given.parent_path().string();
   }
-  if (step >= 0) return std::make_unique<Reader>(root, step);
-  auto found = checkpoint::find_newest(root);
-  for (const std::string& warning : found.warnings) {
-    std::fprintf(stderr, "warning: %s\n", warning.c_str());
-  }
-  if (found.reader == nullptr) {
-    throw checkpoint::Error(checkpoint::ErrorKind::kMissing,
-                            root + ": there is no checkpoint that can be read.");
-  }
-  return std::move(found.reader);
+  return open_newest(root_of(path), step);
 }
 
 struct Figures {
