@@ -34,10 +34,10 @@ from tessera.distributed.types import (
     ShardingEnv,
     ShardingType,
 )
+from tessera.modules._mc_base import LARGEST
 from tessera.modules.embedding_configs import BaseEmbeddingConfig
 from tessera.modules.embedding_modules import TableDict
 from tessera.modules.mc_modules import (
-    _LARGEST,
     ManagedCollisionCollection,
     MCHManagedCollisionModule,
     _renamed,
@@ -142,7 +142,7 @@ def _owners(table: str, sharding: ParameterSharding, module: MCHManagedCollision
     shards = [shard for shard in sharding.sharding_spec.shards if shard.shard_sizes[0] > 0]
     shards.sort(key=lambda shard: shard.shard_offsets[0])
     bounds = [shard.shard_offsets[0] for shard in shards] + [module.output_size()]
-    by_range = module._input_hash_func is not None and module.input_size() != _LARGEST
+    by_range = module._input_hash_func is not None and module.input_size() != LARGEST
     return _Owners([shard.placement.rank() for shard in shards], bounds, by_range, module.input_size())
 
 

@@ -12,15 +12,31 @@ tensor([1, 1, 2])
 
 from __future__ import annotations
 
-import abc
-import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from tessera import _C
+from tessera.modules._mc_base import (
+    LARGEST,
+    Features,
+    ManagedCollisionModule,
+    apply_mc_method_to_jt_dict,
+    with_values,
+)
+from tessera.modules._mc_growing import GrowingManagedCollisionModule
+from tessera.modules._mc_policies import (
+    DistanceLFU_EvictionPolicy,
+    LFU_EvictionPolicy,
+    LRU_EvictionPolicy,
+    MCHEvictionPolicy,
+    MCHEvictionPolicyMetadataInfo,
+    average_threshold_filter,
+    dynamic_threshold_filter,
+    probabilistic_threshold_filter,
+)
 from tessera.modules.embedding_configs import BaseEmbeddingConfig
 from tessera.modules.embedding_modules import TableDict
 from tessera.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
@@ -42,322 +58,6 @@ __all__ = [
 ]
 
 _engine = _C.collision
-_LARGEST = torch.iinfo(torch.int64).max
-_MOST_SHARDS = 1024
-
-Features = dict[str, JaggedTensor]
-Filter = Callable[[torch.Tensor], tuple[torch.Tensor, "float | torch.Tensor"]]
-
-
-def apply_mc_method_to_jt_dict(mc_module: nn.Module, method: str, features_dict: Features) -> Features:
-    """Return what the method of the module makes of the features, in the same order."""
-    return getattr(mc_module, method)(features_dict)
-
-
-@torch.no_grad()
-def dynamic_threshold_filter(
-    id_counts: torch.Tensor, threshold_skew_multiplier: float = 10.0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which ids came more often than a multiple of the mean, and that threshold.
-
-    >>> dynamic_threshold_filter(torch.tensor([1, 1, 40]), 2.0)
-    (tensor([False, False,  True]), tensor(28.))
-    """
-    threshold = id_counts.sum() * (threshold_skew_multiplier / max(id_counts.numel(), 1))
-    return id_counts > threshold, threshold
-
-
-@torch.no_grad()
-def average_threshold_filter(id_counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which ids came more often than the mean, and the mean.
-
-    >>> average_threshold_filter(torch.tensor([1, 2, 6]))
-    (tensor([False, False,  True]), tensor(3.))
-    """
-    threshold = id_counts.float().mean()
-    return id_counts > threshold, threshold
-
-
-@torch.no_grad()
-def probabilistic_threshold_filter(
-    id_counts: torch.Tensor, per_id_probability: float = 0.01
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a draw in which each sighting of an id counts with a probability, and the drawn numbers."""
-    scores = 1 - torch.pow(torch.full_like(id_counts, 1 - per_id_probability, dtype=torch.float), id_counts)
-    threshold = torch.rand(id_counts.size(), device=id_counts.device)
-    return scores > threshold, threshold
-
-
-def _with_values(feature: JaggedTensor, values: torch.Tensor) -> JaggedTensor:
-    return JaggedTensor(
-        values, lengths=feature.lengths(), offsets=feature.offsets(), weights=feature.weights_or_none()
-    )
-
-
-def _validate(module: nn.Module, _: object) -> None:
-    module.validate_state()
-
-
-class ManagedCollisionModule(nn.Module):
-    """Map ids to rows of one table. A base class; `output_segments` are the bounds of its shards."""
-
-    def __init__(
-        self, device: torch.device, output_segments: list[int], skip_state_validation: bool = False
-    ) -> None:
-        super().__init__()
-        self._device = torch.device(device)
-        if skip_state_validation:
-            return
-        if len(output_segments) > _MOST_SHARDS + 1:
-            raise AssertionError(
-                f"ManagedCollisionModule limited to {_MOST_SHARDS} shards; {len(output_segments) - 1} given."
-            )
-        padding = [-1] * (_MOST_SHARDS + 1 - len(output_segments))
-        segments = torch.tensor([*output_segments, *padding], dtype=torch.int64, device=self._device)
-        self.register_buffer("_output_segments_tensor", segments)
-        self.register_buffer("_current_iter_tensor", torch.zeros(1, dtype=torch.int64, device=self._device))
-        self.register_load_state_dict_post_hook(_validate)
-
-    @property
-    def device(self) -> torch.device:
-        """Return the device the module was made on."""
-        return self._device
-
-    @abc.abstractmethod
-    def preprocess(self, features: Features) -> Features:
-        """Return the features as `profile` and `remap` want them."""
-
-    @abc.abstractmethod
-    def profile(self, features: Features) -> Features:
-        """Learn from the features in train mode; they are returned as they are."""
-
-    @abc.abstractmethod
-    def remap(
-        self,
-        features: Features,
-        mutate_miss_lengths: bool = True,
-        write_weights: torch.Tensor | None = None,
-    ) -> Features:
-        """Return the rows in place of the ids."""
-
-    @abc.abstractmethod
-    def evict(self) -> torch.Tensor | None:
-        """Return the rows that got another id since the last call, to be reset; None if none did."""
-
-    @abc.abstractmethod
-    def output_size(self) -> int:
-        """Return the number of rows."""
-
-    @abc.abstractmethod
-    def input_size(self) -> int:
-        """Return the bound of the ids."""
-
-    @abc.abstractmethod
-    def buckets(self) -> int:
-        """Return the number of equal parts that shards are made of."""
-
-    @abc.abstractmethod
-    def open_slots(self) -> torch.Tensor:
-        """Return how many ids can still come without one going, as a tensor of one element."""
-
-    @abc.abstractmethod
-    def validate_state(self) -> None:
-        """Check, and bring into order, what was loaded."""
-
-    @abc.abstractmethod
-    def rebuild_with_output_id_range(
-        self,
-        output_id_range: tuple[int, int],
-        output_segments: list[int],
-        device: torch.device | None = None,
-    ) -> ManagedCollisionModule:
-        """Return an empty module for a range of the rows: a shard."""
-
-    def forward(self, features: Features, mutate_miss_lengths: bool = True) -> Features:
-        """Return the rows in place of the ids; learn from them first, in train mode."""
-        features = self.profile(self.preprocess(features))
-        return self.remap(features, mutate_miss_lengths)
-
-
-class MCHEvictionPolicyMetadataInfo(NamedTuple):
-    """Name a tensor that a policy keeps: of the slots, of the history, or both."""
-
-    metadata_name: str
-    is_mch_metadata: bool
-    is_history_metadata: bool
-
-
-class MCHEvictionPolicy(abc.ABC):
-    """Decide which ids have slots. `threshold_filtering_func` sees the counts of the ids first.
-
-    It returns a mask, or the places, of those that may come, and a threshold.
-    """
-
-    def __init__(
-        self,
-        metadata_info: list[MCHEvictionPolicyMetadataInfo],
-        threshold_filtering_func: Filter | None = None,
-    ) -> None:
-        self._metadata_info = metadata_info
-        self._threshold_filtering_func = threshold_filtering_func
-
-    @property
-    def metadata_info(self) -> list[MCHEvictionPolicyMetadataInfo]:
-        """Return what the policy keeps."""
-        return self._metadata_info
-
-    @abc.abstractmethod
-    def record_history_metadata(
-        self, current_iter: int, incoming_ids: torch.Tensor, history_metadata: dict[str, torch.Tensor]
-    ) -> None:
-        """Write what is to be remembered of the ids, one element for each."""
-
-    @abc.abstractmethod
-    def coalesce_history_metadata(
-        self,
-        current_iter: int,
-        history_metadata: dict[str, torch.Tensor],
-        unique_ids_counts: torch.Tensor,
-        unique_inverse_mapping: torch.Tensor,
-        additional_ids: torch.Tensor | None = None,
-        threshold_mask: torch.Tensor | None = None,
-    ) -> dict[str, torch.Tensor]:
-        """Return what is remembered of the different ids, of those in the mask."""
-
-    @abc.abstractmethod
-    def update_metadata_and_generate_eviction_scores(
-        self,
-        current_iter: int,
-        mch_size: int,
-        coalesced_history_argsort_mapping: torch.Tensor,
-        coalesced_history_sorted_unique_ids_counts: torch.Tensor,
-        coalesced_history_mch_matching_elements_mask: torch.Tensor,
-        coalesced_history_mch_matching_indices: torch.Tensor,
-        mch_metadata: dict[str, torch.Tensor],
-        coalesced_history_metadata: dict[str, torch.Tensor],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the slots whose ids go, and which of the new ids come, after the metadata is updated."""
-
-    def _compute_selected_eviction_and_replacement_indices(
-        self, pivot: int, eviction_scores: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return _engine.mch_select(eviction_scores, pivot)
-
-
-class _ScoredPolicy(MCHEvictionPolicy):
-    """What the three policies share: keep counts or last iterations, and score by them."""
-
-    _keeps_counts = False
-    _keeps_iterations = False
-
-    def __init__(self, threshold_filtering_func: Filter | None = None) -> None:
-        info = []
-        if self._keeps_counts:
-            info.append(MCHEvictionPolicyMetadataInfo("counts", True, False))
-        if self._keeps_iterations:
-            info.append(MCHEvictionPolicyMetadataInfo("last_access_iter", True, True))
-        super().__init__(info, threshold_filtering_func)
-
-    def _scores(self, current_iter: int, metadata: dict[str, torch.Tensor]) -> torch.Tensor:
-        raise NotImplementedError
-
-    def record_history_metadata(
-        self, current_iter: int, incoming_ids: torch.Tensor, history_metadata: dict[str, torch.Tensor]
-    ) -> None:
-        """Write the iteration."""
-        if self._keeps_iterations:
-            history_metadata["last_access_iter"].fill_(current_iter)
-
-    def coalesce_history_metadata(
-        self,
-        current_iter: int,
-        history_metadata: dict[str, torch.Tensor],
-        unique_ids_counts: torch.Tensor,
-        unique_inverse_mapping: torch.Tensor,
-        additional_ids: torch.Tensor | None = None,
-        threshold_mask: torch.Tensor | None = None,
-    ) -> dict[str, torch.Tensor]:
-        """Return the newest iteration of every id."""
-        if not self._keeps_iterations:
-            return {}
-        iterations = history_metadata["last_access_iter"]
-        if additional_ids is not None:
-            iterations = torch.cat([iterations, torch.full_like(additional_ids, current_iter)])
-        newest = torch.zeros_like(unique_ids_counts).scatter_reduce_(
-            0, unique_inverse_mapping, iterations, reduce="amax", include_self=False
-        )
-        return {"last_access_iter": newest if threshold_mask is None else newest[threshold_mask]}
-
-    def update_metadata_and_generate_eviction_scores(
-        self,
-        current_iter: int,
-        mch_size: int,
-        coalesced_history_argsort_mapping: torch.Tensor,
-        coalesced_history_sorted_unique_ids_counts: torch.Tensor,
-        coalesced_history_mch_matching_elements_mask: torch.Tensor,
-        coalesced_history_mch_matching_indices: torch.Tensor,
-        mch_metadata: dict[str, torch.Tensor],
-        coalesced_history_metadata: dict[str, torch.Tensor],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Count known ids, and let the best of all stay; the last slot is never given up."""
-        is_known, slots = coalesced_history_mch_matching_elements_mask, coalesced_history_mch_matching_indices
-        new, merged = {}, {}
-        for name, kept in mch_metadata.items():
-            if name == "counts":
-                seen = coalesced_history_sorted_unique_ids_counts
-                kept[slots] += seen[is_known]
-                kept[mch_size - 1] = _LARGEST
-            else:
-                seen = coalesced_history_metadata[name][coalesced_history_argsort_mapping]
-                kept[slots] = seen[is_known]
-                kept[mch_size - 1] = current_iter
-            new[name] = seen[~is_known]
-            merged[name] = torch.cat([kept, new[name]])
-        evicted, selected = self._compute_selected_eviction_and_replacement_indices(
-            mch_size, self._scores(current_iter, merged)
-        )
-        for name, kept in mch_metadata.items():
-            kept[evicted] = new[name][selected]
-        return evicted, selected
-
-
-class LFU_EvictionPolicy(_ScoredPolicy):
-    """Keep the ids that came most often."""
-
-    _keeps_counts = True
-
-    def _scores(self, current_iter, metadata):
-        return metadata["counts"]
-
-
-class LRU_EvictionPolicy(_ScoredPolicy):
-    """Keep the ids that came last."""
-
-    _keeps_iterations = True
-
-    def __init__(self, decay_exponent: float = 1.0, threshold_filtering_func: Filter | None = None) -> None:
-        super().__init__(threshold_filtering_func)
-        self._decay_exponent = decay_exponent
-
-    def _scores(self, current_iter, metadata):
-        return -torch.pow(current_iter - metadata["last_access_iter"] + 1, self._decay_exponent)
-
-
-class DistanceLFU_EvictionPolicy(_ScoredPolicy):
-    """Keep the ids with the most sightings for each iteration since the last, to a power."""
-
-    _keeps_counts = True
-    _keeps_iterations = True
-
-    def __init__(self, decay_exponent: float = 1.0, threshold_filtering_func: Filter | None = None) -> None:
-        super().__init__(threshold_filtering_func)
-        self._decay_exponent = decay_exponent
-
-    def _scores(self, current_iter, metadata):
-        distance = torch.pow(current_iter - metadata["last_access_iter"] + 1, self._decay_exponent)
-        return metadata["counts"] / distance
-
-
 _HISTORY_IDS = "_tessera_history_ids"
 _HISTORY_ITER = "_tessera_history_iter"
 _NUM_IDS = "_tessera_num_ids"
@@ -382,7 +82,7 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
         device: torch.device,
         eviction_policy: MCHEvictionPolicy,
         eviction_interval: int,
-        input_hash_size: int = _LARGEST,
+        input_hash_size: int = LARGEST,
         input_hash_func: Callable[[torch.Tensor, int], torch.Tensor] | None = None,
         mch_size: int | None = None,
         mch_hash_func: Callable[[torch.Tensor, int], torch.Tensor] | None = None,
@@ -417,7 +117,7 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
         self._output_global_offset = output_global_offset
         self._buckets = buckets
         self._out_of_range = out_of_range
-        full = torch.full((zch_size,), _LARGEST, dtype=torch.int64, device=self._device)
+        full = torch.full((zch_size,), LARGEST, dtype=torch.int64, device=self._device)
         self.register_buffer("_mch_sorted_raw_ids", full)
         rows = torch.arange(*bounds, dtype=torch.int64, device=self._device)
         self.register_buffer("_mch_remapped_ids_mapping", rows)
@@ -442,10 +142,10 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
         if self._input_hash_func is not None:
             hashed = self._input_hash_func
             return {
-                name: _with_values(feature, hashed(feature.values(), self._input_hash_size))
+                name: with_values(feature, hashed(feature.values(), self._input_hash_size))
                 for name, feature in features.items()
             }
-        if self._input_hash_size == _LARGEST:
+        if self._input_hash_size == LARGEST:
             return features
         return {name: self._within_bounds(name, feature) for name, feature in features.items()}
 
@@ -456,7 +156,7 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
             return feature
         if self._out_of_range == "fold":
             folded = _engine.hash_ids(values).to(values.device) % self._input_hash_size
-            return _with_values(feature, torch.where(is_wrong, folded, values))
+            return with_values(feature, torch.where(is_wrong, folded, values))
         position = int(is_wrong.nonzero()[0])
         raise ValueError(
             f"collision.mch: id {int(values[position])} at position {position} of '{name}' is not within "
@@ -553,7 +253,7 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
         """Return the rows in place of the ids; unknown ids get the last row."""
         index = self._find()
         return {
-            name: _with_values(feature, index.remap(feature.values(), self._unknown_row))
+            name: with_values(feature, index.remap(feature.values(), self._unknown_row))
             for name, feature in features.items()
         }
 
@@ -618,7 +318,7 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
                 f"are {bounds}."
             )
         self._output_segments_tensor.copy_(self._own_segments)
-        is_id = self._mch_sorted_raw_ids != _LARGEST
+        is_id = self._mch_sorted_raw_ids != LARGEST
         num_ids = int(is_id.sum())
         if self._loaded_num_ids > num_ids:  # 2**63 - 1 is one of the ids
             last = (~is_id).nonzero().flatten()[: self._loaded_num_ids - num_ids]
@@ -641,7 +341,7 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
             iterations = [torch.full_like(ids, iteration) for iteration, ids, _ in self._history]
             destination[prefix + _HISTORY_IDS] = history
             destination[prefix + _HISTORY_ITER] = torch.cat(iterations)
-        if self._num_ids > 0 and int(self._mch_sorted_raw_ids[self._num_ids - 1]) == _LARGEST:
+        if self._num_ids > 0 and int(self._mch_sorted_raw_ids[self._num_ids - 1]) == LARGEST:
             destination[prefix + _NUM_IDS] = torch.tensor([self._num_ids])
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
@@ -664,298 +364,6 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
         state = self.__dict__.copy()
         state["_index"] = state["_indexed"] = None
         return state
-
-
-def _admission(text: str, seed: int) -> _C.collision.Admission:
-    """Read `always`, `freq:N` or `prob:P`."""
-    admission = _engine.Admission()
-    admission.seed = seed
-    kind, _, number = text.partition(":")
-    try:
-        if kind == "freq":
-            admission.kind, admission.sightings = _engine.AdmissionKind.FREQUENCY, int(number)
-        elif kind == "prob":
-            admission.kind, admission.probability = _engine.AdmissionKind.PROBABILITY, float(number)
-        elif text != "always":
-            raise ValueError
-    except ValueError:
-        raise ValueError(
-            f"collision.growing: admission is '{text}'; use 'always', 'freq:N' or 'prob:P'."
-        ) from None
-    return admission
-
-
-def _eviction(text: str, decay_exponent: float, interval: int) -> _C.collision.Eviction:
-    """Read `none`, `lfu`, `lru`, `distance-lfu` or `ttl:N`."""
-    eviction = _engine.Eviction()
-    eviction.decay_exponent = decay_exponent
-    eviction.interval = interval
-    kinds = {
-        "none": "NONE",
-        "lfu": "LFU",
-        "lru": "LRU",
-        "distance-lfu": "DISTANCE_LFU",
-        "ttl": "TIME_TO_LIVE",
-    }
-    kind, _, number = text.partition(":")
-    if kind not in kinds or (kind == "ttl") != number.isdigit():
-        raise ValueError(
-            f"collision.growing: eviction is '{text}'; use 'none', 'lfu', 'lru', 'distance-lfu' or 'ttl:N'."
-        )
-    eviction.kind = getattr(_engine.EvictionKind, kinds[kind])
-    if number:
-        eviction.time_to_live = int(number)
-    return eviction
-
-
-class GrowingManagedCollisionModule(ManagedCollisionModule):
-    """Give every id a row of its own; the table grows with them.
-
-    `capacity` is the most ids, None for no limit; each of 1024 buckets of ids has its part of it, rounded
-    up. `admission` says which unknown ids get a row: `always`, `freq:N` from the n-th sighting on, `prob:P`
-    each sighting with a probability. `eviction` says which go when a bucket is full: `none` (then
-    `when_full`: `error` or `refuse`), `lfu`, `lru`, `distance-lfu`, or `ttl:N`, those not seen for N calls.
-
-    Row 0 is for ids without a row. `default` says what they read: `row`, a row that trains; `zero`;
-    `init`, what their row would begin with. A row's first values depend on `seed`, the table's name and the
-    id alone.
-
-    >>> ids = GrowingManagedCollisionModule()
-    >>> batch = {"t": JaggedTensor(torch.tensor([-5, 2**62, -5]), lengths=torch.tensor([3]))}
-    >>> ids(batch)["t"].values(), len(ids)
-    (tensor([1, 2, 1]), 2)
-    """
-
-    def __init__(
-        self,
-        capacity: int | None = None,
-        device: torch.device | None = None,
-        *,
-        admission: str = "always",
-        eviction: str = "none",
-        default: str = "row",
-        when_full: str = "error",
-        decay_exponent: float = 1.0,
-        eviction_interval: int = 1,
-        protect: Sequence[int] = (),
-        seed: int = 0,
-        name: str = "",
-    ) -> None:
-        super().__init__(device or torch.device("cpu"), [], skip_state_validation=True)
-        if capacity is not None and capacity < 1:
-            raise ValueError(
-                f"collision.growing: a capacity of {capacity} cannot be. Give at least 1, or None."
-            )
-        if default not in ("row", "zero", "init"):
-            raise ValueError(f"collision.growing: default is '{default}'; use 'row', 'zero' or 'init'.")
-        if when_full not in ("error", "refuse"):
-            raise ValueError(f"collision.growing: when_full is '{when_full}'; use 'error' or 'refuse'.")
-        self.register_buffer("_current_iter_tensor", torch.zeros(1, dtype=torch.int64))
-        self.register_load_state_dict_post_hook(_validate)
-        self._capacity = capacity
-        self._default = default
-        self._seed = seed
-        self._settings = (admission, eviction, when_full, decay_exponent, eviction_interval, list(protect))
-        self._evicted: list[torch.Tensor] = []
-        self.begin(name)
-
-    def begin(self, name: str) -> None:
-        """Take the name of the table; before the first ids."""
-        self._name = name
-        # Tables of one seed begin with different rows.
-        digest = hashlib.sha256(name.encode()).digest()
-        self._row_seed = self._seed ^ int.from_bytes(digest[:8], "little") if name else self._seed
-        self._ids = self._new_table()
-        self._forget_changes()
-
-    def _new_table(self) -> _C.collision.IdTable:
-        admission, eviction, when_full, decay_exponent, interval, protect = self._settings
-        options = _engine.IdTableOptions()
-        options.name = self._name or "ids"
-        options.capacity = self._capacity or 0
-        options.admission = _admission(admission, self._seed)
-        options.eviction = _eviction(eviction, decay_exponent, interval)
-        options.refuse_when_full = when_full == "refuse"
-        options.protect = protect
-        return _engine.IdTable(options)
-
-    def _forget_changes(self) -> None:
-        nothing = torch.empty(0, dtype=torch.int64)
-        self._fresh = (nothing, nothing)  # ids, and the rows to fill for them
-        self._gone: list[torch.Tensor] = []
-        self._num_scratch = 0
-
-    # ---- one batch ----
-
-    def preprocess(self, features: Features) -> Features:
-        """Return the features as they are: all ids are legal."""
-        return features
-
-    def profile(self, features: Features) -> Features:
-        """Return the features as they are: `remap` counts them."""
-        return features
-
-    @torch.no_grad()
-    def remap(
-        self,
-        features: Features,
-        mutate_miss_lengths: bool = True,
-        write_weights: torch.Tensor | None = None,
-    ) -> Features:
-        """Return the rows in place of the ids; in train mode unknown ids may get one."""
-        values = torch.cat([feature.values() for feature in features.values()]).cpu().to(torch.int64)
-        self._num_scratch = 0
-        if self.training:
-            step = int(self._current_iter_tensor) + 1
-            rows, changes = self._ids.admit(values, None, step)
-            self._current_iter_tensor += 1
-            self._take_changes(*changes)
-        else:
-            rows = self._ids.find(values)
-        rows += 1
-        if self._default == "init":
-            self._add_scratch(values, rows)
-        sizes = [feature.values().numel() for feature in features.values()]
-        parts = rows.to(self._device).split(sizes)
-        pairs = zip(features.items(), parts, strict=True)
-        return {name: _with_values(feature, part) for (name, feature), part in pairs}
-
-    def _take_changes(self, new_ids, new_rows, evicted_ids, evicted_rows, num_refused) -> None:
-        self.num_refused += num_refused
-        self.num_evicted += evicted_ids.numel()
-        self.num_admitted += new_ids.numel()
-        if evicted_ids.numel() > 0:
-            self._gone.append(evicted_ids)
-        ids, rows = self._fresh
-        self._fresh = (torch.cat([ids, new_ids]), torch.cat([rows, new_rows + 1]))
-
-    def _add_scratch(self, values: torch.Tensor, rows: torch.Tensor) -> None:
-        """Let unknown ids read rows behind all others, which hold what their own would begin with."""
-        is_unknown = rows == 0
-        if not bool(is_unknown.any()):
-            return
-        unknown, places = torch.unique(values[is_unknown], return_inverse=True)
-        first = self._ids.num_rows() + 1
-        rows[is_unknown] = places + first
-        self._num_scratch = unknown.numel()
-        ids, fresh = self._fresh
-        self._fresh = (torch.cat([ids, unknown]), torch.cat([fresh, torch.arange(unknown.numel()) + first]))
-
-    def take_fresh_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ids and rows that must be filled before the next lookup, once."""
-        fresh = self._fresh
-        nothing = torch.empty(0, dtype=torch.int64)
-        self._fresh = (nothing, nothing)
-        return fresh
-
-    def take_removed_ids(self) -> torch.Tensor:
-        """Return the ids that lost their row since the last call, for those who keep copies."""
-        gone, self._gone = self._gone, []
-        return torch.cat(gone) if gone else torch.empty(0, dtype=torch.int64)
-
-    def first_values(self, ids: torch.Tensor, columns: int, low: float, high: float) -> torch.Tensor:
-        """Return what the rows of these ids begin with."""
-        return _engine.init_rows(ids, self._row_seed & (2**64 - 1), columns, low, high)
-
-    def evict(self) -> torch.Tensor | None:
-        """Return the rows that got an id since they were last filled; None if none did."""
-        rows = self._fresh[1]
-        return rows.to(self._device) if rows.numel() > 0 else None
-
-    # ---- what others ask ----
-
-    num_admitted = 0
-    num_refused = 0
-    num_evicted = 0
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    def __bool__(self) -> bool:
-        return True
-
-    def num_table_rows(self) -> int:
-        """Return how many rows the table must have for the next lookup."""
-        return 1 + self._ids.num_rows() + self._num_scratch
-
-    def output_size(self) -> int | None:
-        """Return the most ids; None if there is no limit."""
-        return self._capacity
-
-    def input_size(self) -> int:
-        """Return 2**63 - 1: all ids are legal."""
-        return _LARGEST
-
-    def buckets(self) -> int:
-        """Return 1024."""
-        return _engine.NUM_BUCKETS
-
-    def open_slots(self) -> torch.Tensor:
-        """Return how many ids can still come without one going; 2**63 - 1 without a limit."""
-        most = _LARGEST if self._capacity is None else max(self._capacity - len(self._ids), 0)
-        return torch.tensor([most], device=self._device)
-
-    def export_ids(self) -> dict[str, torch.Tensor]:
-        """Return all ids with their rows, counts and last calls, in order of bucket and row."""
-        ids, rows, counts, last_steps = self._ids.export_ids()
-        return {"ids": ids, "rows": rows + 1, "counts": counts, "last_steps": last_steps}
-
-    def rebuild_with_output_id_range(
-        self,
-        output_id_range: tuple[int, int],
-        output_segments: list[int],
-        device: torch.device | None = None,
-    ) -> ManagedCollisionModule:
-        """Refuse: rows of a growing table have no ranges."""
-        raise ValueError("collision.growing: the rows of a growing table are not cut by ranges.")
-
-    # ---- state: rows are numbered anew, in the order of the file ----
-
-    _STATE = ("ids", "counts", "last_steps", "sketch_buckets", "sketch_counters", "sketch_sightings")
-
-    def validate_state(self) -> None:
-        """Do nothing: what was loaded has been checked."""
-
-    def get_extra_state(self) -> dict[str, Any]:
-        """Return what the ids mean."""
-        return {"id_hash": _engine.ID_HASH, "seed": self._seed, "name": self._name}
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Check that the saved ids were hashed as here; take their seed."""
-        if state["id_hash"] != _engine.ID_HASH:
-            raise ValueError(
-                f"collision.growing: table '{self._name}' was saved with the hash '{state['id_hash']}'; this "
-                f"is '{_engine.ID_HASH}'."
-            )
-        self._seed = state["seed"]
-        digest = hashlib.sha256(self._name.encode()).digest()
-        self._row_seed = self._seed ^ int.from_bytes(digest[:8], "little") if self._name else self._seed
-
-    def _save_to_state_dict(self, destination, prefix, keep_vars):
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        ids, _, counts, last_steps = self._ids.export_ids()
-        values = (ids, counts, last_steps, *self._ids.export_sketch())
-        destination.update({f"{prefix}_{n}": v for n, v in zip(self._STATE, values, strict=True)})
-
-    def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
-        own = {f"{prefix}_{name}" for name in self._STATE}
-        known = {name: value for name, value in state_dict.items() if name not in own}
-        super()._load_from_state_dict(known, prefix, metadata, strict, missing, unexpected, errors)
-        missing.extend(sorted(own - set(state_dict)))
-        if own - set(state_dict):
-            return
-        ids, counts, last_steps, *sketch = (state_dict[f"{prefix}_{name}"] for name in self._STATE)
-        table = self._new_table()
-        table.load(ids, counts, last_steps)
-        table.load_sketch(*sketch)
-        self._ids = table
-        self._forget_changes()
-
-    def __getstate__(self):
-        raise TypeError(
-            "collision.growing: a growing table is not copied, as its rows would be numbered anew. Make "
-            "another module and load the state dict."
-        )
 
 
 class ManagedCollisionCollection(nn.Module):

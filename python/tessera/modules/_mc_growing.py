@@ -1,0 +1,307 @@
+"""Tables of ids that grow."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tessera import _C
+from tessera.modules._mc_base import LARGEST, Features, ManagedCollisionModule, validate, with_values
+
+_engine = _C.collision
+
+
+def _admission(text: str, seed: int) -> _C.collision.Admission:
+    """Read `always`, `freq:N` or `prob:P`."""
+    admission = _engine.Admission()
+    admission.seed = seed
+    kind, _, number = text.partition(":")
+    try:
+        if kind == "freq":
+            admission.kind, admission.sightings = _engine.AdmissionKind.FREQUENCY, int(number)
+        elif kind == "prob":
+            admission.kind, admission.probability = _engine.AdmissionKind.PROBABILITY, float(number)
+        elif text != "always":
+            raise ValueError
+    except ValueError:
+        raise ValueError(
+            f"collision.growing: admission is '{text}'; use 'always', 'freq:N' or 'prob:P'."
+        ) from None
+    return admission
+
+
+def _eviction(text: str, decay_exponent: float, interval: int) -> _C.collision.Eviction:
+    """Read `none`, `lfu`, `lru`, `distance-lfu` or `ttl:N`."""
+    eviction = _engine.Eviction()
+    eviction.decay_exponent = decay_exponent
+    eviction.interval = interval
+    kinds = {
+        "none": "NONE",
+        "lfu": "LFU",
+        "lru": "LRU",
+        "distance-lfu": "DISTANCE_LFU",
+        "ttl": "TIME_TO_LIVE",
+    }
+    kind, _, number = text.partition(":")
+    if kind not in kinds or (kind == "ttl") != number.isdigit():
+        raise ValueError(
+            f"collision.growing: eviction is '{text}'; use 'none', 'lfu', 'lru', 'distance-lfu' or 'ttl:N'."
+        )
+    eviction.kind = getattr(_engine.EvictionKind, kinds[kind])
+    if number:
+        eviction.time_to_live = int(number)
+    return eviction
+
+
+class GrowingManagedCollisionModule(ManagedCollisionModule):
+    """Give every id a row of its own; the table grows with them.
+
+    `capacity` is the most ids, None for no limit; each of 1024 buckets of ids has its part of it, rounded
+    up. `admission` says which unknown ids get a row: `always`, `freq:N` from the n-th sighting on, `prob:P`
+    each sighting with a probability. `eviction` says which go when a bucket is full: `none` (then
+    `when_full`: `error` or `refuse`), `lfu`, `lru`, `distance-lfu`, or `ttl:N`, those not seen for N calls.
+
+    Row 0 is for ids without a row. `default` says what they read: `row`, a row that trains; `zero`;
+    `init`, what their row would begin with. A row's first values depend on `seed`, the table's name and the
+    id alone.
+
+    >>> from tessera.sparse.jagged_tensor import JaggedTensor
+    >>> ids = GrowingManagedCollisionModule()
+    >>> batch = {"t": JaggedTensor(torch.tensor([-5, 2**62, -5]), lengths=torch.tensor([3]))}
+    >>> ids(batch)["t"].values(), len(ids)
+    (tensor([1, 2, 1]), 2)
+    """
+
+    def __init__(
+        self,
+        capacity: int | None = None,
+        device: torch.device | None = None,
+        *,
+        admission: str = "always",
+        eviction: str = "none",
+        default: str = "row",
+        when_full: str = "error",
+        decay_exponent: float = 1.0,
+        eviction_interval: int = 1,
+        protect: Sequence[int] = (),
+        seed: int = 0,
+        name: str = "",
+    ) -> None:
+        super().__init__(device or torch.device("cpu"), [], skip_state_validation=True)
+        if capacity is not None and capacity < 1:
+            raise ValueError(
+                f"collision.growing: a capacity of {capacity} cannot be. Give at least 1, or None."
+            )
+        if default not in ("row", "zero", "init"):
+            raise ValueError(f"collision.growing: default is '{default}'; use 'row', 'zero' or 'init'.")
+        if when_full not in ("error", "refuse"):
+            raise ValueError(f"collision.growing: when_full is '{when_full}'; use 'error' or 'refuse'.")
+        self.register_buffer("_current_iter_tensor", torch.zeros(1, dtype=torch.int64))
+        self.register_load_state_dict_post_hook(validate)
+        self._capacity = capacity
+        self._default = default
+        self._seed = seed
+        self._settings = (admission, eviction, when_full, decay_exponent, eviction_interval, list(protect))
+        self._evicted: list[torch.Tensor] = []
+        self.begin(name)
+
+    def begin(self, name: str) -> None:
+        """Take the name of the table; before the first ids."""
+        self._name = name
+        # Tables of one seed begin with different rows.
+        digest = hashlib.sha256(name.encode()).digest()
+        self._row_seed = self._seed ^ int.from_bytes(digest[:8], "little") if name else self._seed
+        self._ids = self._new_table()
+        self._forget_changes()
+
+    def _new_table(self) -> _C.collision.IdTable:
+        admission, eviction, when_full, decay_exponent, interval, protect = self._settings
+        options = _engine.IdTableOptions()
+        options.name = self._name or "ids"
+        options.capacity = self._capacity or 0
+        options.admission = _admission(admission, self._seed)
+        options.eviction = _eviction(eviction, decay_exponent, interval)
+        options.refuse_when_full = when_full == "refuse"
+        options.protect = protect
+        return _engine.IdTable(options)
+
+    def _forget_changes(self) -> None:
+        nothing = torch.empty(0, dtype=torch.int64)
+        self._fresh = (nothing, nothing)  # ids, and the rows to fill for them
+        self._gone: list[torch.Tensor] = []
+        self._num_scratch = 0
+
+    # ---- one batch ----
+
+    def preprocess(self, features: Features) -> Features:
+        """Return the features as they are: all ids are legal."""
+        return features
+
+    def profile(self, features: Features) -> Features:
+        """Return the features as they are: `remap` counts them."""
+        return features
+
+    @torch.no_grad()
+    def remap(
+        self,
+        features: Features,
+        mutate_miss_lengths: bool = True,
+        write_weights: torch.Tensor | None = None,
+    ) -> Features:
+        """Return the rows in place of the ids; in train mode unknown ids may get one."""
+        values = torch.cat([feature.values() for feature in features.values()]).cpu().to(torch.int64)
+        self._num_scratch = 0
+        if self.training:
+            step = int(self._current_iter_tensor) + 1
+            rows, changes = self._ids.admit(values, None, step)
+            self._current_iter_tensor += 1
+            self._take_changes(*changes)
+        else:
+            rows = self._ids.find(values)
+        rows += 1
+        if self._default == "init":
+            self._add_scratch(values, rows)
+        sizes = [feature.values().numel() for feature in features.values()]
+        parts = rows.to(self._device).split(sizes)
+        pairs = zip(features.items(), parts, strict=True)
+        return {name: with_values(feature, part) for (name, feature), part in pairs}
+
+    def _take_changes(self, new_ids, new_rows, evicted_ids, evicted_rows, num_refused) -> None:
+        self.num_refused += num_refused
+        self.num_evicted += evicted_ids.numel()
+        self.num_admitted += new_ids.numel()
+        if evicted_ids.numel() > 0:
+            self._gone.append(evicted_ids)
+        ids, rows = self._fresh
+        self._fresh = (torch.cat([ids, new_ids]), torch.cat([rows, new_rows + 1]))
+
+    def _add_scratch(self, values: torch.Tensor, rows: torch.Tensor) -> None:
+        """Let unknown ids read rows behind all others, which hold what their own would begin with."""
+        is_unknown = rows == 0
+        if not bool(is_unknown.any()):
+            return
+        unknown, places = torch.unique(values[is_unknown], return_inverse=True)
+        first = self._ids.num_rows() + 1
+        rows[is_unknown] = places + first
+        self._num_scratch = unknown.numel()
+        ids, fresh = self._fresh
+        self._fresh = (torch.cat([ids, unknown]), torch.cat([fresh, torch.arange(unknown.numel()) + first]))
+
+    def take_fresh_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ids and rows that must be filled before the next lookup, once."""
+        fresh = self._fresh
+        nothing = torch.empty(0, dtype=torch.int64)
+        self._fresh = (nothing, nothing)
+        return fresh
+
+    def take_removed_ids(self) -> torch.Tensor:
+        """Return the ids that lost their row since the last call, for those who keep copies."""
+        gone, self._gone = self._gone, []
+        return torch.cat(gone) if gone else torch.empty(0, dtype=torch.int64)
+
+    def first_values(self, ids: torch.Tensor, columns: int, low: float, high: float) -> torch.Tensor:
+        """Return what the rows of these ids begin with."""
+        return _engine.init_rows(ids, self._row_seed & (2**64 - 1), columns, low, high)
+
+    def evict(self) -> torch.Tensor | None:
+        """Return the rows that got an id since they were last filled; None if none did."""
+        rows = self._fresh[1]
+        return rows.to(self._device) if rows.numel() > 0 else None
+
+    # ---- what others ask ----
+
+    num_admitted = 0
+    num_refused = 0
+    num_evicted = 0
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def num_table_rows(self) -> int:
+        """Return how many rows the table must have for the next lookup."""
+        return 1 + self._ids.num_rows() + self._num_scratch
+
+    def output_size(self) -> int | None:
+        """Return the most ids; None if there is no limit."""
+        return self._capacity
+
+    def input_size(self) -> int:
+        """Return 2**63 - 1: all ids are legal."""
+        return LARGEST
+
+    def buckets(self) -> int:
+        """Return 1024."""
+        return _engine.NUM_BUCKETS
+
+    def open_slots(self) -> torch.Tensor:
+        """Return how many ids can still come without one going; 2**63 - 1 without a limit."""
+        most = LARGEST if self._capacity is None else max(self._capacity - len(self._ids), 0)
+        return torch.tensor([most], device=self._device)
+
+    def export_ids(self) -> dict[str, torch.Tensor]:
+        """Return all ids with their rows, counts and last calls, in order of bucket and row."""
+        ids, rows, counts, last_steps = self._ids.export_ids()
+        return {"ids": ids, "rows": rows + 1, "counts": counts, "last_steps": last_steps}
+
+    def rebuild_with_output_id_range(
+        self,
+        output_id_range: tuple[int, int],
+        output_segments: list[int],
+        device: torch.device | None = None,
+    ) -> ManagedCollisionModule:
+        """Refuse: rows of a growing table have no ranges."""
+        raise ValueError("collision.growing: the rows of a growing table are not cut by ranges.")
+
+    # ---- state: rows are numbered anew, in the order of the file ----
+
+    _STATE = ("ids", "counts", "last_steps", "sketch_buckets", "sketch_counters", "sketch_sightings")
+
+    def validate_state(self) -> None:
+        """Do nothing: what was loaded has been checked."""
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Return what the ids mean."""
+        return {"id_hash": _engine.ID_HASH, "seed": self._seed, "name": self._name}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Check that the saved ids were hashed as here; take their seed."""
+        if state["id_hash"] != _engine.ID_HASH:
+            raise ValueError(
+                f"collision.growing: table '{self._name}' was saved with the hash '{state['id_hash']}'; this "
+                f"is '{_engine.ID_HASH}'."
+            )
+        self._seed = state["seed"]
+        digest = hashlib.sha256(self._name.encode()).digest()
+        self._row_seed = self._seed ^ int.from_bytes(digest[:8], "little") if self._name else self._seed
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        ids, _, counts, last_steps = self._ids.export_ids()
+        values = (ids, counts, last_steps, *self._ids.export_sketch())
+        destination.update({f"{prefix}_{n}": v for n, v in zip(self._STATE, values, strict=True)})
+
+    def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
+        own = {f"{prefix}_{name}" for name in self._STATE}
+        known = {name: value for name, value in state_dict.items() if name not in own}
+        super()._load_from_state_dict(known, prefix, metadata, strict, missing, unexpected, errors)
+        missing.extend(sorted(own - set(state_dict)))
+        if own - set(state_dict):
+            return
+        ids, counts, last_steps, *sketch = (state_dict[f"{prefix}_{name}"] for name in self._STATE)
+        table = self._new_table()
+        table.load(ids, counts, last_steps)
+        table.load_sketch(*sketch)
+        self._ids = table
+        self._forget_changes()
+
+    def __getstate__(self):
+        raise TypeError(
+            "collision.growing: a growing table is not copied, as its rows would be numbered anew. Make "
+            "another module and load the state dict."
+        )
