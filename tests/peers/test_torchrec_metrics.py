@@ -48,6 +48,129 @@ def compare(rank, world):
                 )
 
 
+# Module, class, options; the state that is ours alone or theirs alone is named where it differs.
+FURTHER = [
+    ("accuracy", "AccuracyMetric", {}),
+    ("accuracy", "AccuracyMetric", {"threshold": 0.2}),
+    ("precision", "PrecisionMetric", {}),
+    ("recall", "RecallMetric", {"threshold": 0.7}),
+    ("mae", "MAEMetric", {}),
+    ("nmse", "NMSEMetric", {}),
+    ("average", "AverageMetric", {}),
+    ("weighted_avg", "WeightedAvgMetric", {}),
+    ("sum_weights", "SumWeightsMetric", {}),
+    ("num_positive_samples", "NumPositiveSamplesMetric", {}),
+    ("num_missing_labels", "NumMissingLabelsMetric", {}),
+    ("weighted_sum_predictions", "WeightedSumPredictionsMetric", {}),
+    ("xauc", "XAUCMetric", {}),
+    ("unweighted_ne", "UnweightedNEMetric", {}),
+    ("ne", "NEMetric", {"include_logloss": True}),
+    ("ne_positive", "NEPositiveMetric", {}),
+    ("cali_free_ne", "CaliFreeNEMetric", {}),
+    ("ne_with_recalibration", "RecalibratedNEMetric", {"recalibration_coefficient": 2.5}),
+    ("calibration_with_recalibration", "RecalibratedCalibrationMetric", {"recalibration_coefficient": 0.3}),
+    ("serving_ne", "ServingNEMetric", {}),
+    ("serving_calibration", "ServingCalibrationMetric", {}),
+    ("multi_label_precision", "MultiLabelPrecisionMetric", {"num_labels": 3}),
+    ("multiclass_recall", "MulticlassRecallMetric", {"number_of_classes": 5}),
+    ("segmented_ne", "SegmentedNEMetric", {"num_groups": 2}),
+    ("segmented_ne", "SegmentedNEMetric", {"grouping_keys": ["grouping_keys", "session_id"], "num_groups": 3,
+                                           "include_logloss": True}),
+    ("ndcg", "NDCGMetric", {}),
+    ("ndcg", "NDCGMetric", {"exponential_gain": True, "remove_single_length_sessions": True, "k": 2}),
+    ("ndcg", "NDCGMetric", {"report_ndcg_as_decreasing_curve": False, "scale_by_weights_tensor": True}),
+    ("tensor_weighted_avg", "TensorWeightedAvgMetric", {}),
+    ("recall_session", "RecallSessionMetric", {}),
+    ("precision_session", "PrecisionSessionMetric", {}),
+    ("rauc", "RAUCMetric", {}),
+    ("auprc", "AUPRCMetric", {}),
+]  # fmt: skip
+
+
+def further_batch(seed, module, count=4):
+    given = batch(seed, count)
+    generator = torch.Generator().manual_seed(seed + 77)
+    if module == "multiclass_recall":
+        given["predictions"] = {name: torch.rand(count, 5, generator=generator) for name in "TU"}
+        given["labels"] = {name: torch.randint(0, 5, (count,), generator=generator) for name in "TU"}
+    if module == "multi_label_precision":
+        for kind in ("predictions", "labels"):
+            given[kind] = {name: torch.randint(0, 8, (count,), generator=generator) for name in "TU"}
+    if module == "rauc":
+        given["labels"] = {name: torch.rand(count, generator=generator) for name in "TU"}
+    if module == "num_missing_labels":
+        given["labels"]["T"][1] = torch.nan
+    given["required_inputs"] = {
+        "grouping_keys": torch.randint(0, 2, (count,), generator=generator),
+        "session_id": torch.tensor([0, 1, 0, 2])[:count],
+        "extra": torch.rand(count, generator=generator),
+    }
+    return given
+
+
+def further_metric(side, module, name, options, rank, world, window):
+    config = side("metrics.metrics_config")
+    session = config.SessionMetricDef("session_id", top_threshold=1)
+    tasks = [
+        config.RecTaskInfo(
+            task, "l", "p", "w", session_metric_def=session, tensor_name="extra", weighted=task == "T"
+        )
+        for task in "TU"
+    ]
+    if module == "tensor_weighted_avg":
+        tasks = tasks[:1]
+    return getattr(side(f"metrics.{module}"), name)(
+        world_size=world, my_rank=rank, batch_size=4, tasks=tasks, window_size=window, **options
+    )
+
+
+def compare_further(rank, world):
+    for module, name, options in FURTHER:
+        found = []
+        for side in SIDES:
+            # A window that always holds all: torchrec's counts batches of some metrics as samples.
+            metric = further_metric(side, module, name, options, rank, world, 1000)
+            for step in range(5):
+                metric.update(**further_batch(10 * step + rank, module))
+            numbers = {key: value.double() for key, value in metric.compute().items()}
+            found.append((numbers, sorted(metric.state_dict())))
+        (ours, our_state), (theirs, their_state) = found
+        # Ours is of the window alone: a mean over the calls of compute is no metric of samples.
+        if module == "auprc":
+            theirs = {key: value for key, value in theirs.items() if "lifetime" not in key}
+        assert sorted(ours) == sorted(theirs), (module, options)
+        assert bool(ours) == (rank == 0), module
+        assert our_state == their_state, (module, options)
+        for key, value in ours.items():
+            torch.testing.assert_close(
+                value.reshape(-1),
+                theirs[key].reshape(-1),
+                rtol=1e-5,
+                atol=1e-6,
+                equal_nan=True,
+                msg=lambda t, k=key: f"{k}: {t}",
+            )
+
+
+def test_further_metrics_on_one_rank():
+    compare_further(0, 1)
+
+
+def test_further_metrics_on_two_ranks():
+    run_ranks(2, compare_further, 2, backend="gloo")
+
+
+def test_every_metric_of_the_config_is_made():
+    """A config that names a metric by torchrec's enum finds ours."""
+    made = OURS("metrics.metric_module").REC_METRICS_MAPPING
+    theirs = SIDES[1]("metrics.metrics_config").RecMetricEnum
+    missing = {one.name for one in theirs} - {one.name for one in made}
+    assert missing == {
+        "LOG_LOSS", "SERVING_AE_LOSS",  # torchrec has no metric for these either
+        "HINDSIGHT_TARGET_PR", "OUTPUT", "SCALAR", "TOWER_QPS",
+    }  # fmt: skip
+
+
 def test_one_rank():
     compare(0, 1)
 
@@ -131,3 +254,49 @@ def test_says_what_is_wrong():
     metric = OURS("metrics.ne").NEMetric(1, 0, 2, [task])
     with pytest.raises(OURS("metrics.rec_metric").RecMetricException, match="2 predictions and 1 labels"):
         metric.update(predictions=torch.ones(2), labels=torch.ones(1), weights=None)
+
+
+def one(module, name, task=None, **options):
+    tasks = [OURS("metrics.metrics_config").RecTaskInfo("T", **(task or {}))]
+    return getattr(OURS(f"metrics.{module}"), name)(1, 0, 2, tasks, **options)
+
+
+def test_further_metrics_say_what_is_wrong():
+    wrong = OURS("metrics.rec_metric").RecMetricException
+    two = {"predictions": torch.ones(2), "labels": torch.ones(2), "weights": None}
+    with pytest.raises(wrong, match="'T' needs 'session_id' among required_inputs"):
+        one("ndcg", "NDCGMetric").update(**two)
+    with pytest.raises(wrong, match="'T' has no session_metric_def"):
+        one("recall_session", "RecallSessionMetric")
+    with pytest.raises(wrong, match="'T' has no tensor_name"):
+        one("tensor_weighted_avg", "TensorWeightedAvgMetric")
+    with pytest.raises(wrong, match="2 predictions for 2 labels and 3 classes"):
+        one("multiclass_recall", "MulticlassRecallMetric", number_of_classes=3).update(**two)
+    with pytest.raises(wrong, match="'grouping_keys' has group 5; there are 2"):
+        metric = one("segmented_ne", "SegmentedNEMetric", num_groups=2)
+        metric.update(**two, required_inputs={"grouping_keys": torch.tensor([0, 5])})
+    with pytest.raises(wrong, match=r"'grouping_keys' is torch\.float32; integers"):
+        metric.update(**two, required_inputs={"grouping_keys": torch.tensor([0.0, 1.0])})
+    with pytest.raises(wrong, match="2 names for 3 labels"):
+        one("multi_label_precision", "MultiLabelPrecisionMetric", num_labels=3, label_names=["a", "b"])
+
+
+def test_groups_of_samples():
+    """The mean over groups of the area of each."""
+    for module, name, option in (
+        ("auc", "AUCMetric", "grouped_auc"),
+        ("auprc", "AUPRCMetric", "grouped_auprc"),
+        ("rauc", "RAUCMetric", "grouped_rauc"),
+    ):
+        metric = one(module, name, window_size=100, **{option: True})
+        given = {
+            "predictions": torch.tensor([0.1, 0.9, 0.8, 0.3]),
+            "labels": torch.tensor([0.0, 1.0, 0.0, 1.0]),
+            "weights": None,
+            "required_inputs": {"grouping_keys": torch.tensor([4, 4, 9, 9])},
+        }
+        metric.update(**given)
+        numbers = metric.compute()
+        # The first group is in the right order, the second in the wrong one.
+        expected = {"auc": 0.5, "auprc": 0.75, "rauc": 0.5}[module]
+        assert numbers[f"{module}-T|window_grouped_{module}"].item() == pytest.approx(expected)

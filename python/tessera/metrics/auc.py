@@ -7,15 +7,12 @@
 
 from __future__ import annotations
 
-from collections import deque
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
-from tessera import comm
-from tessera.metrics.metrics_namespace import MetricName, MetricNamespace, MetricPrefix
-from tessera.metrics.rec_metric import MetricComputationReport, RecMetric
+from tessera.metrics._samples import SampledComputation, SampledMetric
+from tessera.metrics.metrics_namespace import MetricName, MetricNamespace
 
 __all__ = ["AUCMetric", "AUCMetricComputation", "compute_auc"]
 
@@ -47,64 +44,28 @@ def compute_auc(
     return torch.stack([_area(*(part[task] for part in parts)) for task in range(n_tasks)]).float()
 
 
-class AUCMetricComputation(nn.Module):
+class AUCMetricComputation(SampledComputation):
     """Keep the last samples of one task."""
 
-    def __init__(
-        self, my_rank: int, window_size: int, compute_on_all_ranks: bool, group, **options: Any
-    ) -> None:
-        super().__init__()
+    NAME: ClassVar = MetricName.AUC
+    GROUPED_NAME: ClassVar = MetricName.GROUPED_AUC
+
+    def __init__(self, *args: Any, grouped: bool = False, **options: Any) -> None:
         wrong = [name for name, value in options.items() if value]
         if wrong:
             raise ValueError(f"metrics.auc: there is no {wrong[0]}.")
-        self._my_rank = my_rank
-        self._on_all_ranks = compute_on_all_ranks
-        self._group = group
-        self._size = window_size
-        self._count = 0
-        self._batches: deque[torch.Tensor] = deque()
+        super().__init__(*args, grouped=grouped)
 
-    def update(self, predictions: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> None:
-        """Add a batch."""
-        batch = torch.stack([part.detach().double() for part in (predictions, labels, weights)])
-        self._batches.append(batch)
-        self._count += batch.size(1)
-        while self._count - self._batches[0].size(1) >= self._size:
-            self._count -= self._batches.popleft().size(1)
-
-    def _samples(self) -> torch.Tensor:
-        if not self._batches:
-            return torch.zeros(3, 0, dtype=torch.float64)
-        return torch.cat(list(self._batches), dim=1)[:, -self._size :]
-
-    def _report(self, samples: torch.Tensor) -> list[MetricComputationReport]:
-        area = _area(*samples) if samples.size(1) else torch.tensor(0.5)
-        return [MetricComputationReport(MetricName.AUC, MetricPrefix.WINDOW, area.float().reshape(1))]
-
-    def local_compute(self) -> list[MetricComputationReport]:
-        """Return the area of this rank's samples."""
-        return self._report(self._samples())
-
-    def compute(self) -> list[MetricComputationReport]:
-        """Return the area of all ranks' samples: on rank 0, or on all if asked for. Collective."""
-        samples = self._samples()
-        if self._group is not None and self._group.size() > 1:
-            samples = comm.all_gather_v(samples.T.contiguous(), self._group).T
-        if self._my_rank != 0 and not self._on_all_ranks:
-            return []
-        return self._report(samples)
-
-    def reset(self) -> None:
-        """Forget everything."""
-        self._batches.clear()
-        self._count = 0
+    def _number(self, predictions, labels, weights) -> torch.Tensor:
+        return _area(predictions, labels, weights)
 
 
-class AUCMetric(RecMetric):
+class AUCMetric(SampledMetric):
     """Compute the area under the ROC curve of the last `window_size` samples of all ranks.
 
     Equal scores count half, whatever their order.
     """
 
+    GROUPED: ClassVar = "grouped_auc"
     _namespace = MetricNamespace.AUC
     _computation_class = AUCMetricComputation

@@ -10,23 +10,79 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tessera.metrics.accuracy import AccuracyMetric
 from tessera.metrics.auc import AUCMetric
+from tessera.metrics.auprc import AUPRCMetric
+from tessera.metrics.average import AverageMetric
+from tessera.metrics.cali_free_ne import CaliFreeNEMetric
 from tessera.metrics.calibration import CalibrationMetric
+from tessera.metrics.calibration_with_recalibration import RecalibratedCalibrationMetric
 from tessera.metrics.ctr import CTRMetric
+from tessera.metrics.mae import MAEMetric
 from tessera.metrics.metrics_config import MetricsConfig, RecMetricEnum, RecTaskInfo
 from tessera.metrics.mse import MSEMetric
+from tessera.metrics.multi_label_precision import MultiLabelPrecisionMetric
+from tessera.metrics.multiclass_recall import MulticlassRecallMetric
+from tessera.metrics.ndcg import NDCGMetric
 from tessera.metrics.ne import NEMetric
+from tessera.metrics.ne_positive import NEPositiveMetric
+from tessera.metrics.ne_with_recalibration import RecalibratedNEMetric
+from tessera.metrics.nmse import NMSEMetric
+from tessera.metrics.num_missing_labels import NumMissingLabelsMetric
+from tessera.metrics.num_positive_samples import NumPositiveSamplesMetric
+from tessera.metrics.precision import PrecisionMetric
+from tessera.metrics.precision_session import PrecisionSessionMetric
+from tessera.metrics.rauc import RAUCMetric
 from tessera.metrics.rec_metric import RecMetricException, RecMetricList
+from tessera.metrics.recall import RecallMetric
+from tessera.metrics.recall_session import RecallSessionMetric
+from tessera.metrics.segmented_ne import SegmentedNEMetric
+from tessera.metrics.serving_calibration import ServingCalibrationMetric
+from tessera.metrics.serving_ne import ServingNEMetric
+from tessera.metrics.sum_weights import SumWeightsMetric
+from tessera.metrics.tensor_weighted_avg import TensorWeightedAvgMetric
 from tessera.metrics.throughput import ThroughputMetric
+from tessera.metrics.unweighted_ne import UnweightedNEMetric
+from tessera.metrics.weighted_avg import WeightedAvgMetric
+from tessera.metrics.weighted_sum_predictions import WeightedSumPredictionsMetric
+from tessera.metrics.xauc import XAUCMetric
 
 __all__ = ["REC_METRICS_MAPPING", "DeferrableMetrics", "RecMetricModule", "generate_metric_module"]
 
 REC_METRICS_MAPPING = {
     RecMetricEnum.NE: NEMetric,
-    RecMetricEnum.AUC: AUCMetric,
-    RecMetricEnum.CALIBRATION: CalibrationMetric,
+    RecMetricEnum.NE_POSITIVE: NEPositiveMetric,
+    RecMetricEnum.RECALIBRATED_NE: RecalibratedNEMetric,
+    RecMetricEnum.RECALIBRATED_CALIBRATION: RecalibratedCalibrationMetric,
+    RecMetricEnum.SEGMENTED_NE: SegmentedNEMetric,
     RecMetricEnum.CTR: CTRMetric,
+    RecMetricEnum.AUC: AUCMetric,
+    RecMetricEnum.AUPRC: AUPRCMetric,
+    RecMetricEnum.RAUC: RAUCMetric,
+    RecMetricEnum.CALIBRATION: CalibrationMetric,
     RecMetricEnum.MSE: MSEMetric,
+    RecMetricEnum.MAE: MAEMetric,
+    RecMetricEnum.MULTICLASS_RECALL: MulticlassRecallMetric,
+    RecMetricEnum.RECALL_SESSION_LEVEL: RecallSessionMetric,
+    RecMetricEnum.PRECISION_SESSION_LEVEL: PrecisionSessionMetric,
+    RecMetricEnum.WEIGHTED_AVG: WeightedAvgMetric,
+    RecMetricEnum.ACCURACY: AccuracyMetric,
+    RecMetricEnum.NDCG: NDCGMetric,
+    RecMetricEnum.XAUC: XAUCMetric,
+    RecMetricEnum.PRECISION: PrecisionMetric,
+    RecMetricEnum.RECALL: RecallMetric,
+    RecMetricEnum.SERVING_NE: ServingNEMetric,
+    RecMetricEnum.SERVING_CALIBRATION: ServingCalibrationMetric,
+    RecMetricEnum.TENSOR_WEIGHTED_AVG: TensorWeightedAvgMetric,
+    RecMetricEnum.CALI_FREE_NE: CaliFreeNEMetric,
+    RecMetricEnum.UNWEIGHTED_NE: UnweightedNEMetric,
+    RecMetricEnum.NMSE: NMSEMetric,
+    RecMetricEnum.AVERAGE: AverageMetric,
+    RecMetricEnum.MULTI_LABEL_PRECISION: MultiLabelPrecisionMetric,
+    RecMetricEnum.NUM_POSITIVE_SAMPLES: NumPositiveSamplesMetric,
+    RecMetricEnum.SUM_WEIGHTS: SumWeightsMetric,
+    RecMetricEnum.NUM_MISSING_LABELS: NumMissingLabelsMetric,
+    RecMetricEnum.WEIGHTED_SUM_PREDICTIONS: WeightedSumPredictionsMetric,
 }
 
 
@@ -87,7 +143,11 @@ class RecMetricModule(nn.Module):
             predictions[task.name] = model_out[task.prediction_name]
             if task.weighted and task.weight_name in model_out:
                 weights[task.name] = model_out[task.weight_name]
-        self.rec_metrics.update(predictions=predictions, labels=labels, weights=weights, **kwargs)
+        needed = {name: model_out[name] for name in self.get_required_inputs() if name in model_out}
+        needed |= kwargs.pop("required_inputs", {})
+        self.rec_metrics.update(
+            predictions=predictions, labels=labels, weights=weights, required_inputs=needed, **kwargs
+        )
         if self.throughput_metric is not None:
             self.throughput_metric.update()
         self.trained_batches += 1
@@ -117,7 +177,7 @@ class RecMetricModule(nn.Module):
         self.rec_metrics.reset()
 
     def get_required_inputs(self) -> list[str]:
-        """Return the names of further tensors that are needed: none."""
+        """Return the names of further tensors of the output that are needed."""
         return self.rec_metrics.get_required_inputs()
 
 

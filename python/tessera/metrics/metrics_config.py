@@ -15,6 +15,7 @@ __all__ = [
     "RecMetricDef",
     "RecMetricEnum",
     "RecTaskInfo",
+    "SessionMetricDef",
     "ThroughputDef",
 ]
 
@@ -23,10 +24,38 @@ class RecMetricEnum(Enum):
     """Name the metrics that there are."""
 
     NE = "ne"
-    AUC = "auc"
-    CALIBRATION = "calibration"
+    NE_POSITIVE = "ne_positive"
+    RECALIBRATED_NE = "recalibrated_ne"
+    RECALIBRATED_CALIBRATION = "recalibrated_calibration"
+    SEGMENTED_NE = "segmented_ne"
     CTR = "ctr"
+    AUC = "auc"
+    AUPRC = "auprc"
+    RAUC = "rauc"
+    CALIBRATION = "calibration"
     MSE = "mse"
+    MAE = "mae"
+    MULTICLASS_RECALL = "multiclass_recall"
+    RECALL_SESSION_LEVEL = "recall_session_level"
+    PRECISION_SESSION_LEVEL = "precision_session_level"
+    WEIGHTED_AVG = "weighted_avg"
+    ACCURACY = "accuracy"
+    NDCG = "ndcg"
+    XAUC = "xauc"
+    PRECISION = "precision"
+    RECALL = "recall"
+    SERVING_NE = "serving_ne"
+    SERVING_CALIBRATION = "serving_calibration"
+    TENSOR_WEIGHTED_AVG = "tensor_weighted_avg"
+    CALI_FREE_NE = "cali_free_ne"
+    UNWEIGHTED_NE = "unweighted_ne"
+    NMSE = "nmse"
+    AVERAGE = "average"
+    MULTI_LABEL_PRECISION = "multi_label_precision"
+    NUM_POSITIVE_SAMPLES = "num_positive_samples"
+    SUM_WEIGHTS = "sum_weights"
+    NUM_MISSING_LABELS = "num_missing_labels"
+    WEIGHTED_SUM_PREDICTIONS = "weighted_sum_predictions"
 
 
 class RecComputeMode(Enum):
@@ -38,6 +67,18 @@ class RecComputeMode(Enum):
 
 
 @dataclass(unsafe_hash=True)
+class SessionMetricDef:
+    """Say how answers within a session are judged: its `top_threshold` first predictions are positive.
+
+    With `run_ranking_of_labels` its first labels are, too.
+    """
+
+    session_var_name: str
+    top_threshold: int | None = None
+    run_ranking_of_labels: bool = False
+
+
+@dataclass(unsafe_hash=True)
 class RecTaskInfo:
     """Name a task and its tensors in the output of a model. Without `weighted` all samples weigh 1."""
 
@@ -45,7 +86,7 @@ class RecTaskInfo:
     label_name: str = "label"
     prediction_name: str = "prediction"
     weight_name: str = "weight"
-    session_metric_def: Any = None
+    session_metric_def: SessionMetricDef | None = None
     is_negative_task: bool = False
     tensor_name: str | None = None
     weighted: bool = True

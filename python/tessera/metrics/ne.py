@@ -11,16 +11,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from tessera.metrics.metrics_namespace import MetricName, MetricNamespace
 from tessera.metrics.rec_metric import RecMetric, RecMetricComputation
 
-__all__ = ["NEMetric", "NEMetricComputation", "compute_cross_entropy", "compute_ne", "get_ne_states"]
+__all__ = [
+    "ETA",
+    "NEMetric",
+    "NEMetricComputation",
+    "compute_cross_entropy",
+    "compute_logloss",
+    "compute_ne",
+    "get_ne_states",
+]
 
-_ETA = 1e-12
+ETA = 1e-12  # predictions and mean labels stay this far off 0 and 1
 
 
 def compute_cross_entropy(
@@ -58,16 +66,35 @@ def get_ne_states(
     }
 
 
+def compute_logloss(
+    ce_sum: torch.Tensor, pos_labels: torch.Tensor, neg_labels: torch.Tensor, eta: float
+) -> torch.Tensor:
+    """Return the mean cross entropy of a sample, in bits."""
+    return ce_sum / (pos_labels + neg_labels).clamp(min=eta)
+
+
 class NEMetricComputation(RecMetricComputation):
-    """Add up cross entropies and labels."""
+    """Add up cross entropies and labels. With `include_logloss` the mean cross entropy is told, too."""
 
     SUMS: ClassVar = ("cross_entropy_sum", "weighted_num_samples", "pos_labels", "neg_labels")
+    NAME: ClassVar = MetricName.NE
+
+    def __init__(
+        self, *args: Any, include_logloss: bool = False, allow_missing_label_with_zero_weight: bool = False
+    ) -> None:
+        super().__init__(*args)
+        self._include_logloss = include_logloss
+        self._allow_missing = allow_missing_label_with_zero_weight
 
     def _sums(self, predictions, labels, weights) -> Mapping[str, torch.Tensor]:
-        return get_ne_states(labels, predictions, weights, _ETA)
+        return get_ne_states(labels, predictions, weights, ETA)
 
     def _numbers(self, sums) -> dict[MetricName, torch.Tensor]:
-        return {MetricName.NE: compute_ne(*(sums[name] for name in self.SUMS), _ETA)}
+        entropy, count, positive, negative = (sums[name] for name in NEMetricComputation.SUMS)
+        found = {self.NAME: compute_ne(entropy, count, positive, negative, ETA, self._allow_missing)}
+        if self._include_logloss:
+            found[MetricName.LOG_LOSS] = compute_logloss(entropy, positive, negative, ETA)
+        return found
 
 
 class NEMetric(RecMetric):

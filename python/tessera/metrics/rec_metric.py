@@ -75,84 +75,111 @@ class Window:
 class RecMetricComputation(nn.Module, abc.ABC):
     """Add up the numbers of one task, in double precision, and make metrics of the sums.
 
-    Sums over all samples are state, of one element each.
+    Sums over all samples are state: of one element each, or of the shape that `shapes` names.
     """
 
     SUMS: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, my_rank: int, window_size: int, compute_on_all_ranks: bool, group) -> None:
+    def __init__(
+        self,
+        my_rank: int,
+        window_size: int,
+        compute_on_all_ranks: bool,
+        group,
+        *,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
         super().__init__()
         self._my_rank = my_rank
         self._on_all_ranks = compute_on_all_ranks
         self._group = group
         self._window = Window(window_size)
-        for name in self.SUMS:
-            self.register_buffer(name, torch.zeros(1, dtype=torch.float64))
+        self._shapes = {name: tuple((shapes or {}).get(name, (1,))) for name in self.sums()}
+        self._sizes = [math.prod(shape) for shape in self._shapes.values()]
+        for name, shape in self._shapes.items():
+            self.register_buffer(name, torch.zeros(shape, dtype=torch.float64))
         self.register_buffer(
-            "_window_sums", torch.zeros(len(self.SUMS), dtype=torch.float64), persistent=False
+            "_window_sums", torch.zeros(sum(self._sizes), dtype=torch.float64), persistent=False
         )
+
+    def sums(self) -> tuple[str, ...]:
+        """Return the names of the sums."""
+        return self.SUMS
 
     @abc.abstractmethod
     def _sums(
         self, predictions: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor
     ) -> Mapping[str, torch.Tensor]:
-        """Return what a batch adds, by the names of SUMS."""
+        """Return what a batch adds, by the names of the sums."""
+
+    def _sums_with(
+        self,
+        predictions: torch.Tensor,
+        labels: torch.Tensor,
+        weights: torch.Tensor,
+        inputs: Mapping[str, torch.Tensor],
+    ) -> Mapping[str, torch.Tensor]:
+        """Return what a batch adds where further tensors are needed."""
+        return self._sums(predictions, labels, weights)
 
     @abc.abstractmethod
-    def _numbers(self, sums: Mapping[str, torch.Tensor]) -> dict[MetricNameBase, torch.Tensor]:
-        """Return the metrics of sums."""
+    def _numbers(self, sums: Mapping[str, torch.Tensor]) -> dict[Any, torch.Tensor]:
+        """Return the metrics of sums, by name or by (name, description)."""
 
-    def update(self, predictions: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> None:
+    def update(
+        self,
+        predictions: torch.Tensor,
+        labels: torch.Tensor,
+        weights: torch.Tensor,
+        inputs: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
         """Add a batch."""
-        given = (predictions.double(), labels.double(), weights.double())
-        added = self._sums(*given)
-        batch = torch.stack([added[name].reshape(()) for name in self.SUMS]).to(self._window_sums.device)
-        for place, name in enumerate(self.SUMS):
-            getattr(self, name).add_(batch[place])
+        added = self._sums_with(predictions.double(), labels.double(), weights.double(), inputs or {})
+        if not added:
+            return
+        batch = torch.cat([added[name].double().reshape(-1) for name in self._shapes])
+        batch = batch.to(self._window_sums.device)
+        for (name, shape), part in zip(self._shapes.items(), batch.split(self._sizes), strict=True):
+            getattr(self, name).add_(part.reshape(shape))
         self._window_sums.add_(batch)
-        for old in self._window.add(predictions.numel(), batch):
+        for old in self._window.add(labels.size(-1), batch):
             self._window_sums.sub_(old)
         if not self._window.batches:
             self._window_sums.zero_()
 
-    def _state(self, is_window: bool) -> dict[str, torch.Tensor]:
-        parts = [
-            self._window_sums[i : i + 1] if is_window else getattr(self, n) for i, n in enumerate(self.SUMS)
-        ]
-        return dict(zip(self.SUMS, parts, strict=True))
+    def _parts(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        parts = zip(self._shapes.items(), flat.split(self._sizes), strict=True)
+        return {name: part.reshape(shape) for (name, shape), part in parts}
 
-    def _reports(self, sums: Mapping[str, Mapping[str, torch.Tensor]]) -> list[MetricComputationReport]:
-        return [
-            MetricComputationReport(name, prefix, value)
-            for prefix in (MetricPrefix.LIFETIME, MetricPrefix.WINDOW)
-            for name, value in self._numbers(sums[prefix.name]).items()
-        ]
+    def _flat(self) -> torch.Tensor:
+        return torch.cat([getattr(self, name).reshape(-1) for name in self._shapes])
+
+    def _reports(self, totals: torch.Tensor, last: torch.Tensor) -> list[MetricComputationReport]:
+        found = []
+        for prefix, flat in ((MetricPrefix.LIFETIME, totals), (MetricPrefix.WINDOW, last)):
+            for key, value in self._numbers(self._parts(flat)).items():
+                name, description = key if isinstance(key, tuple) else (key, None)
+                found.append(MetricComputationReport(name, prefix, value, description))
+        return found
 
     def local_compute(self) -> list[MetricComputationReport]:
         """Return the metrics of this rank's samples."""
-        return self._reports({"LIFETIME": self._state(False), "WINDOW": self._state(True)})
+        return self._reports(self._flat(), self._window_sums)
 
     def compute(self) -> list[MetricComputationReport]:
         """Return the metrics of all ranks' samples: on rank 0, or on all if asked for. Collective."""
-        flat = torch.cat([*self._state(False).values(), self._window_sums])
+        flat = torch.cat([self._flat(), self._window_sums])
         if self._group is not None and self._group.size() > 1:
             flat = comm.all_reduce(flat, self._group)
         if self._my_rank != 0 and not self._on_all_ranks:
             return []
-        count = len(self.SUMS)
-        totals, last = flat[:count].split(1), flat[count:].split(1)
-        return self._reports(
-            {
-                "LIFETIME": dict(zip(self.SUMS, totals, strict=True)),
-                "WINDOW": dict(zip(self.SUMS, last, strict=True)),
-            }
-        )
+        return self._reports(*flat.split(sum(self._sizes)))
 
     def reset(self) -> None:
         """Forget everything."""
         self._window.clear()
         self._window_sums.zero_()
-        for name in self.SUMS:
+        for name in self._shapes:
             getattr(self, name).zero_()
 
 
@@ -188,16 +215,39 @@ class RecMetric(nn.Module, abc.ABC):
         super().__init__()
         self._tasks = tasks
         self._batch_size = batch_size
+        self._options = kwargs
         self._metrics_computations = nn.ModuleList(
             self._computation_class(
                 my_rank,
                 math.ceil(window_size / world_size),
                 compute_on_all_ranks,
                 _group_of(process_group, world_size),
+                **self._task_options(task),
                 **kwargs,
             )
-            for _ in tasks
+            for task in tasks
         )
+
+    def _task_options(self, task: RecTaskInfo) -> dict[str, Any]:
+        """Return what the computation of a task is made with besides the options of all."""
+        return {}
+
+    def _check_sizes(self, task: RecTaskInfo, predictions: torch.Tensor, labels: torch.Tensor | None) -> None:
+        count = 0 if labels is None else labels.numel()
+        if count != predictions.numel() or labels is None:
+            raise RecMetricException(
+                f"metrics.{self._namespace}: task {task.name!r} has {predictions.numel()} predictions and "
+                f"{count} labels."
+            )
+
+    def _inputs(self, given: Mapping[str, torch.Tensor], task: RecTaskInfo) -> dict[str, torch.Tensor]:
+        needed = self.get_required_inputs()
+        missing = sorted(name for name in needed if given.get(name) is None)
+        if missing:
+            raise RecMetricException(
+                f"metrics.{self._namespace}: task {task.name!r} needs {missing[0]!r} among required_inputs."
+            )
+        return {name: given[name].reshape(-1) for name in needed}
 
     def _of_task(self, values: Values | None, task: RecTaskInfo, place: int) -> torch.Tensor | None:
         if values is None or isinstance(values, Mapping):
@@ -213,16 +263,15 @@ class RecMetric(nn.Module, abc.ABC):
             if given is None:
                 continue
             marks = self._of_task(labels, task, place)
-            if marks is None or marks.numel() != given.numel():
-                count = 0 if marks is None else marks.numel()
-                raise RecMetricException(
-                    f"metrics.{self._namespace}: task {task.name!r} has {given.numel()} predictions and "
-                    f"{count} labels."
-                )
+            self._check_sizes(task, given, marks)
             counts = self._of_task(weights, task, place)
-            counts = torch.ones_like(given) if counts is None else counts
+            counts = torch.ones_like(marks, dtype=given.dtype) if counts is None else counts
+            inputs = self._inputs(kwargs.get("required_inputs") or {}, task)
             with torch.no_grad():
-                computation.update(given.reshape(-1), marks.reshape(-1), counts.reshape(-1))
+                computation.update(self._flat(given), marks.reshape(-1), counts.reshape(-1), inputs)
+
+    def _flat(self, predictions: torch.Tensor) -> torch.Tensor:
+        return predictions.reshape(-1)
 
     def _named(self, reports: list[list[MetricComputationReport]]) -> dict[str, torch.Tensor]:
         return {
@@ -247,7 +296,7 @@ class RecMetric(nn.Module, abc.ABC):
             computation.reset()
 
     def get_required_inputs(self) -> set[str]:
-        """Return the names of further tensors that are needed: none."""
+        """Return the names of further tensors of a batch that are needed, as `required_inputs` of update."""
         return set()
 
 
@@ -265,8 +314,8 @@ class RecMetricList(nn.Module):
         return self.rec_metrics[place]
 
     def get_required_inputs(self) -> list[str]:
-        """Return the names of further tensors that are needed: none."""
-        return []
+        """Return the names of further tensors of a batch that are needed."""
+        return sorted({name for metric in self.rec_metrics for name in metric.get_required_inputs()})
 
     def update(self, *, predictions: Values, labels: Values, weights: Values | None, **kwargs: Any) -> None:
         """Add a batch to all."""
