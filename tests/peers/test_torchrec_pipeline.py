@@ -135,6 +135,102 @@ def test_pipelines():
     run_ranks(2, compare, backend="gloo", env={"LOCAL_WORLD_SIZE": "2"}, limit=120)
 
 
+def accumulated(rank, side, count, steps):
+    """Train with several batches per step; return the outputs and what the dense layer has become."""
+    dmp = make(side)
+    optimizer = torch.optim.SGD(dmp.parameters(), lr=0.5)
+    pipeline = side("distributed.train_pipeline.train_pipelines").TrainPipelineSparseDist(
+        dmp, optimizer, torch.device("cpu")
+    )
+    module = side("distributed.train_pipeline.gradient_accumulation")
+    config = module.GradientAccumulationConfig(num_steps=steps)
+    wrapped = module.GradientAccumulationWrapper(pipeline, optimizer, dmp, config)
+    outputs = train(wrapped, batches(side, rank, count))
+    weight = next(value for name, value in dmp.named_parameters() if name.endswith("over.weight"))
+    return outputs, weight.detach().clone()
+
+
+def compare_accumulated(rank):
+    for count, steps in ((6, 3), (4, 2), (4, 1)):
+        (ours, weight), (theirs, their_weight) = [accumulated(rank, side, count, steps) for side in SIDES]
+        same(ours, theirs)
+        torch.testing.assert_close(weight, their_weight, rtol=1e-5, atol=1e-5)
+    # A rest of one batch. torchrec steps what each rank has alone, and the ranks part; here they agree.
+    for side, agrees in zip(SIDES, (True, False), strict=True):
+        _, weight = accumulated(rank, side, 7, 3)
+        both = [torch.empty_like(weight) for _ in range(2)]
+        dist.all_gather(both, weight)
+        assert torch.equal(*both) == agrees
+
+
+def test_gradient_accumulation():
+    run_ranks(2, compare_accumulated, backend="gloo", env={"LOCAL_WORLD_SIZE": "2"}, limit=120)
+    for wrong in ({"num_steps": 0}, {"num_warmup_steps": 0}):
+        for side in SIDES:
+            with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be >= 1, got 0"):
+                side("distributed.train_pipeline.gradient_accumulation").GradientAccumulationConfig(**wrong)
+
+
+class Dense(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def forward(self, batch):
+        output = self.layer(batch)
+        return output.square().mean(), output.detach()
+
+
+def test_a_compiled_step():
+    found = []
+    for side in SIDES:
+        torch.manual_seed(0)
+        model, calls = Dense(), []
+        module = side("distributed.train_pipeline.train_pipelines")
+        pipeline = module.TrainPipelinePT2(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            torch.device("cpu"),
+            compile_configs=module.TorchCompileConfig(backend="eager", compile_on_iter=1),
+            pre_compile_fn=lambda _, calls=calls: calls.append("before"),
+            post_compile_fn=lambda _, calls=calls: calls.append("after"),
+            input_transformer=lambda batch: 2 * batch,
+        )
+        outputs = train(pipeline, iter([torch.full((3, 2), float(i)) for i in range(4)]))
+        found.append((outputs, calls))
+    (ours, calls), (theirs, their_calls) = found
+    same(ours, theirs)
+    assert calls == their_calls == ["before", "after"]
+
+
+def towers(side):
+    module = side("modules.embedding_tower")
+    first, second = tables(side), tables(side)
+    for seed, bags in enumerate((first, second)):
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name in ("t_f", "t_g"):
+                bags.embedding_bags[name].weight.copy_(torch.randn(10, 4, generator=generator))
+    sides = [module.EmbeddingTower(bags, Joined()) for bags in (first, second)]
+    return module.EmbeddingTowerCollection(sides)
+
+
+class Joined(torch.nn.Module):
+    def forward(self, pooled):
+        return pooled.values().cumsum(1)
+
+
+def test_towers():
+    found = []
+    for side in SIDES:
+        kjt = side("sparse.jagged_tensor").KeyedJaggedTensor
+        features = kjt.from_lengths_sync(KEYS, torch.tensor([1, 2, 3]), torch.tensor([1, 0, 1, 1]))
+        found.append(towers(side)(features))
+    torch.testing.assert_close(*found)
+    with pytest.raises(ValueError, match="tower 0 needs features"):
+        towers(OURS)()
+
+
 def pooled_by_shard(rank):
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     found = []

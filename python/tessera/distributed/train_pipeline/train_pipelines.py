@@ -63,10 +63,12 @@ __all__ = [
     "PrefetchTrainPipelineSparseDist",
     "SplitsAllToAllAwaitable",
     "StepReport",
+    "TorchCompileConfig",
     "Tracer",
     "TrainPipeline",
     "TrainPipelineBase",
     "TrainPipelineContext",
+    "TrainPipelinePT2",
     "TrainPipelineSparseDist",
     "TrainPipelineSparseDistLite",
 ]
@@ -243,6 +245,13 @@ class _Pipeline(TrainPipeline[In, Out]):
         """Read and send what the first `progress` would. Collective."""
         self._fill(dataloader_iter, StepReport())
 
+    def has_another_after(self, dataloader_iter: Iterator[In]) -> bool:
+        """Tell whether a batch will be trained on after that of the next `progress`. Reads ahead."""
+        needed = 2 if self._execute_all_batches else self._lead + 3
+        while len(self._slots) < needed and not self._ended:
+            self._load(dataloader_iter, StepReport())
+        return len(self._slots) >= needed
+
     def progress(self, dataloader_iter: Iterator[In]) -> Out:
         """Train on one batch and return the model's output. Raise StopIteration at the end. Collective."""
         if self._has_failed:
@@ -390,6 +399,56 @@ class TrainPipelineBase(_Pipeline[In, Out]):
         modules: Mapping[str, Extractor] | None = None,
     ) -> None:
         super().__init__(model, optimizer, device, custom_model_fwd=custom_model_fwd, modules=modules)
+
+
+@dataclass
+class TorchCompileConfig:
+    """Say how torch.compile is called; `compile_on_iter` is the first step that runs compiled."""
+
+    fullgraph: bool = False
+    dynamic: bool | None = None
+    backend: str = "inductor"
+    compile_on_iter: int = 3
+
+
+class TrainPipelinePT2(TrainPipelineBase[In, Out]):
+    """As TrainPipelineBase, with the model compiled by torch.compile from step `compile_on_iter` on.
+
+    `pre_compile_fn` is called with the model before that; `input_transformer` makes what the model takes
+    out of a batch.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        device: torch.device,
+        compile_configs: TorchCompileConfig | None = None,
+        pre_compile_fn: Callable[[nn.Module], None] | None = None,
+        post_compile_fn: Callable[[nn.Module], None] | None = None,
+        input_transformer: Callable[[In], In] | None = None,
+    ) -> None:
+        super().__init__(model, optimizer, device)
+        self._compile_config = compile_configs or TorchCompileConfig()
+        self._before, self._after = pre_compile_fn, post_compile_fn
+        self._transform = input_transformer
+        self._iteration = 0
+
+    def _compile(self) -> None:
+        config = self._compile_config
+        if self._before is not None:
+            self._before(self._model)
+        self._model.compile(backend=config.backend, fullgraph=config.fullgraph, dynamic=config.dynamic)
+        if self._after is not None:
+            self._after(self._model)
+
+    def _call(self, slot: _Slot) -> tuple[torch.Tensor, Out]:
+        if self._iteration == self._compile_config.compile_on_iter:
+            self._compile()
+        self._iteration += 1
+        if self._transform is not None:
+            slot.batch = self._transform(slot.batch)
+        return super()._call(slot)
 
 
 class TrainPipelineSparseDist(_Pipeline[In, Out]):
