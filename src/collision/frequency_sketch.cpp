@@ -12,12 +12,10 @@ namespace {
 // Any odd number does: places in the sketch must not follow from the bits that chose the bucket.
 constexpr std::uint64_t kOther = 0x9e3779b97f4a7c15U;
 
-int bucket_of_hash(std::uint64_t hash) { return static_cast<int>(hash >> 10 & (kNumBuckets - 1)); }
-
 }  // namespace
 
 int FrequencySketch::add(std::uint64_t hash, std::int64_t count) {
-  const int number = bucket_of_hash(hash);
+  const int number = kernels::bucket_of_hash(hash);
   Bucket& bucket = buckets_[static_cast<std::size_t>(number)];
   if (!bucket.counters) bucket.counters = std::make_unique<Counters>();
   Undo undo{.bucket = number, .sightings = bucket.sightings};

@@ -17,6 +17,7 @@
 namespace tessera::collision {
 namespace {
 
+using kernels::bucket_of_hash;
 using kernels::hash_id;
 using kernels::RowRecord;
 using kernels::TouchedRecord;
@@ -25,8 +26,6 @@ constexpr std::int64_t kMostRows = 0xffffffff;
 constexpr std::int64_t kMostStep = 0xffffffff;
 
 std::size_t index(std::int64_t number) { return static_cast<std::size_t>(number); }
-
-int bucket_of_hash(std::uint64_t hash) { return static_cast<int>(hash >> 10 & (kNumBuckets - 1)); }
 
 void check(bool is_good, const std::string& name, const std::string& text) {
   if (!is_good) throw std::invalid_argument("id table '" + name + "': " + text);
@@ -106,6 +105,15 @@ class Misses {
   std::size_t mask_ = 0;
 };
 
+/// A batch that was admitted, but is neither kept nor undone.
+struct Plan {
+  bool is_open = false;
+  bool changes_rows = false;
+  std::int64_t step = 0;
+  std::vector<std::int64_t> found;    // the row of every id as it was; -1: none
+  std::vector<std::int64_t> new_ids;  // in the lines already
+};
+
 }  // namespace
 
 std::uint64_t id_hash(std::int64_t id) noexcept { return hash_id(id); }
@@ -160,7 +168,8 @@ struct IdTable::State {
   void expire(std::int64_t step);
   bool may_go(const RowRecord& record, std::int64_t step) const;
   void plan_rows();
-  void apply(std::int64_t step, IdChanges& changes) noexcept;
+  void place(std::int64_t step, IdChanges& changes);
+  void apply(std::int64_t step) noexcept;
   void drop_victims() noexcept;
 
   IdTableOptions options;
@@ -177,6 +186,7 @@ struct IdTable::State {
 
   // Of the batch at hand; kept for the next one's use of the memory.
   Misses misses;
+  Plan plan;
   std::vector<TouchedRecord> before;
   std::vector<std::uint32_t> victims;     // rows
   std::vector<std::uint32_t> free_after;  // the heap as it will be
@@ -388,7 +398,7 @@ void IdTable::State::drop_victims() noexcept {
 }
 
 /// Makes the batch's plan true. The new ids are in the lines already.
-void IdTable::State::apply(std::int64_t step, IdChanges& changes) noexcept {
+void IdTable::State::apply(std::int64_t step) noexcept {
   drop_victims();
   constexpr std::int64_t kMostCount = std::numeric_limits<std::uint32_t>::max();
   for (const Misses::Entry& miss : misses.entries()) {
@@ -401,7 +411,7 @@ void IdTable::State::apply(std::int64_t step, IdChanges& changes) noexcept {
       bucket_rows[index(bucket)].push_back(static_cast<std::uint32_t>(miss.row));
     }
   }
-  size += static_cast<std::int64_t>(changes.new_ids.size());
+  size += static_cast<std::int64_t>(plan.new_ids.size());
   free_rows.swap(free_after);
   num_rows = rows_after;
   last_step = step;
@@ -436,8 +446,17 @@ void IdTable::find(std::span<const std::int64_t> ids, std::span<std::int64_t> ro
 
 IdChanges IdTable::admit(std::span<const std::int64_t> ids, std::span<const std::int64_t> counts,
                          std::int64_t step, std::span<std::int64_t> rows) {
+  IdChanges changes = plan_admit(ids, counts, step, rows);
+  keep_admitted();
+  return changes;
+}
+
+IdChanges IdTable::plan_admit(std::span<const std::int64_t> ids,
+                              std::span<const std::int64_t> counts, std::int64_t step,
+                              std::span<std::int64_t> rows) {
   State& state = *state_;
   const std::string& name = state.options.name;
+  check(!state.plan.is_open, name, "the ids admitted last are neither kept nor undone.");
   check(ids.size() == rows.size() && (counts.empty() || counts.size() == ids.size()), name,
         std::to_string(ids.size()) + " ids, but " + std::to_string(counts.size()) +
             " counts and room for " + std::to_string(rows.size()) + " rows.");
@@ -450,68 +469,97 @@ IdChanges IdTable::admit(std::span<const std::int64_t> ids, std::span<const std:
               std::to_string(counts[i]) + " times. Leave it out, or give at least 1.");
   }
   IdChanges changes;
+  Plan& plan = state.plan;
   if (state.before.size() < ids.size()) state.before.resize(ids.size());
+  plan.found.resize(ids.size());
+  state.misses.start(0);
+  state.victims.clear();
+  plan.step = step;
+  plan.new_ids.clear();
+  plan.changes_rows = false;
   kernels::id_line_kernels().touch_rows(
       state.lines.view(), state.record(0), ids.data(), counts.empty() ? nullptr : counts.data(),
-      static_cast<std::int64_t>(ids.size()), static_cast<std::uint32_t>(step), rows.data(),
+      static_cast<std::int64_t>(ids.size()), static_cast<std::uint32_t>(step), plan.found.data(),
       state.before.data());
-  std::size_t num_placed = 0;
+  plan.is_open = true;
   try {
-    const auto num_missing = std::count(rows.begin(), rows.end(), -1);
+    const auto num_missing = std::count(plan.found.begin(), plan.found.end(), -1);
+    changes.num_found = static_cast<std::int64_t>(ids.size()) - num_missing;
     const bool expires = state.options.eviction.kind == EvictionKind::kTimeToLive &&
                          step % state.options.eviction.interval == 0;
-    if (num_missing == 0 && !expires) {
-      state.last_step = step;
-      return changes;
-    }
-    state.victims.clear();
-    state.misses.start(index(num_missing));
-    for (std::size_t i = 0; i < ids.size(); ++i) {
-      if (rows[i] >= 0) continue;
-      state.misses.add(ids[i], counts.empty() ? 1 : counts[i]);
-    }
-    const bool has_all = state.options.first_bucket == 0 && state.options.end_bucket == kNumBuckets;
-    for (const Misses::Entry& miss : state.misses.entries()) {
-      if (!has_all) state.check_bucket(miss.id);
-    }
-    state.decide(step);
-    state.make_room(step);
-    state.plan_rows();
-    changes.new_ids.reserve(state.misses.entries().size());
-    changes.new_rows.reserve(state.misses.entries().size());
-    for (const Misses::Entry& miss : state.misses.entries()) {
-      if (miss.row < 0) continue;
-      changes.new_ids.push_back(miss.id);
-      changes.new_rows.push_back(miss.row);
-    }
-    for (const std::uint32_t row : state.victims) {
-      changes.evicted_ids.push_back(state.record(row)->id);
-      changes.evicted_rows.push_back(row);
-    }
-    changes.num_refused = state.num_refused;
-    constexpr std::size_t kAhead = 16;
-    for (; num_placed < changes.new_ids.size(); ++num_placed) {
-      if (num_placed + kAhead < changes.new_ids.size()) {
-        state.lines.prefetch(changes.new_ids[num_placed + kAhead]);
+    if (num_missing > 0 || expires) {
+      plan.changes_rows = true;
+      state.misses.start(index(num_missing));
+      for (std::size_t i = 0; i < ids.size(); ++i) {
+        if (plan.found[i] >= 0) continue;
+        state.misses.add(ids[i], counts.empty() ? 1 : counts[i]);
       }
-      state.insert(changes.new_ids[num_placed], changes.new_rows[num_placed]);
+      state.place(step, changes);
+    }
+    std::copy(plan.found.begin(), plan.found.end(), rows.begin());
+    for (std::size_t i = 0; i < ids.size() && num_missing > 0; ++i) {
+      if (rows[i] < 0) rows[i] = state.misses.row_of(ids[i]);
     }
   } catch (...) {
-    while (num_placed > 0) state.lines.erase(changes.new_ids[--num_placed]);
-    state.sketch.undo();
-    for (std::size_t i = ids.size(); i-- > 0;) {
-      if (rows[i] < 0) continue;
-      RowRecord& record = *state.record(rows[i]);
-      record.count = state.before[i].count;
-      record.last_step = state.before[i].last_step;
-    }
+    undo_admitted();
     throw;
   }
-  state.apply(step, changes);
-  for (std::size_t i = 0; i < ids.size(); ++i) {
-    if (rows[i] < 0) rows[i] = state.misses.row_of(ids[i]);
-  }
   return changes;
+}
+
+/// Decides about the misses and puts the new ids into the lines.
+void IdTable::State::place(std::int64_t step, IdChanges& changes) {
+  const bool has_all = options.first_bucket == 0 && options.end_bucket == kNumBuckets;
+  for (const Misses::Entry& miss : misses.entries()) {
+    if (!has_all) check_bucket(miss.id);
+  }
+  decide(step);
+  make_room(step);
+  plan_rows();
+  changes.new_ids.reserve(misses.entries().size());
+  changes.new_rows.reserve(misses.entries().size());
+  for (const Misses::Entry& miss : misses.entries()) {
+    if (miss.row < 0) continue;
+    changes.new_ids.push_back(miss.id);
+    changes.new_rows.push_back(miss.row);
+  }
+  for (const std::uint32_t row : victims) {
+    changes.evicted_ids.push_back(record(row)->id);
+    changes.evicted_rows.push_back(row);
+  }
+  changes.num_refused = num_refused;
+  plan.new_ids.reserve(changes.new_ids.size());
+  constexpr std::size_t kAhead = 16;
+  for (std::size_t i = 0; i < changes.new_ids.size(); ++i) {
+    if (i + kAhead < changes.new_ids.size()) lines.prefetch(changes.new_ids[i + kAhead]);
+    insert(changes.new_ids[i], changes.new_rows[i]);
+    plan.new_ids.push_back(changes.new_ids[i]);
+  }
+}
+
+void IdTable::keep_admitted() noexcept {
+  State& state = *state_;
+  if (!state.plan.is_open) return;
+  state.plan.is_open = false;
+  if (state.plan.changes_rows) {
+    state.apply(state.plan.step);
+  } else {
+    state.last_step = state.plan.step;
+  }
+}
+
+void IdTable::undo_admitted() noexcept {
+  State& state = *state_;
+  if (!state.plan.is_open) return;
+  state.plan.is_open = false;
+  for (const std::int64_t id : state.plan.new_ids) state.lines.erase(id);
+  state.sketch.undo();
+  for (std::size_t i = state.plan.found.size(); i-- > 0;) {
+    if (state.plan.found[i] < 0) continue;
+    RowRecord& record = *state.record(state.plan.found[i]);
+    record.count = state.before[i].count;
+    record.last_step = state.before[i].last_step;
+  }
 }
 
 IdChanges IdTable::erase(std::span<const std::int64_t> ids) {

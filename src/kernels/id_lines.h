@@ -65,6 +65,11 @@ inline std::uint64_t hash_id(std::int64_t id) noexcept {
   return x;
 }
 
+/// The shard bucket of a hash, 0 to 1023.
+inline int bucket_of_hash(std::uint64_t hash) noexcept {
+  return static_cast<int>(hash >> kLineBits & 1023U);
+}
+
 /// Segments of 1024 lines, and which one the top bits of a hash belong to.
 struct IdLines {
   const IdLine* lines;

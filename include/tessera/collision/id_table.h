@@ -96,6 +96,8 @@ struct IdChanges {
   /// Ids that lost theirs. The rows may be among `new_rows`.
   std::vector<std::int64_t> evicted_ids;
   std::vector<std::int64_t> evicted_rows;
+  /// Positions whose id had a row before the call.
+  std::int64_t num_found = 0;
   /// Different ids that were admitted but found no room.
   std::int64_t num_refused = 0;
 };
@@ -171,6 +173,15 @@ class TESSERA_API IdTable {
   /// `step` is 0 to 2^32 - 1 and does not fall. On an error nothing has changed.
   IdChanges admit(std::span<const std::int64_t> ids, std::span<const std::int64_t> counts,
                   std::int64_t step, std::span<std::int64_t> rows);
+
+  /// `admit` in two halves, for callers who must hear from others first: the same rows and changes
+  /// as told by `admit`, of which nothing is true until `keep_admitted`. `undo_admitted` takes
+  /// everything back, counts included. One of the two comes before any other call that changes the
+  /// table.
+  IdChanges plan_admit(std::span<const std::int64_t> ids, std::span<const std::int64_t> counts,
+                       std::int64_t step, std::span<std::int64_t> rows);
+  void keep_admitted() noexcept;
+  void undo_admitted() noexcept;
 
   /// Takes the rows of these ids away; those without one are skipped.
   IdChanges erase(std::span<const std::int64_t> ids);
