@@ -10,13 +10,28 @@
 #include <ATen/core/grad_mode.h>
 
 #include "core/kept_memory.h"
+#include "kernels/id_lines.h"
 #include "kernels/row_cut.h"
 
 namespace tessera::sharding {
 
 using jagged::KeyedJaggedTensor;
 
-Arrangement::Arrangement(const TableLayout& layout) : num_ranks_(layout.routes.size()) {
+namespace {
+
+template <typename Id>
+std::vector<Id> buckets_of(const Id* ids, std::int64_t count) {
+  std::vector<Id> buckets(static_cast<std::size_t>(count));
+  for (std::size_t i = 0; i < buckets.size(); ++i) {
+    buckets[i] = static_cast<Id>(kernels::bucket_of_hash(kernels::hash_id(ids[i])));
+  }
+  return buckets;
+}
+
+}  // namespace
+
+Arrangement::Arrangement(const TableLayout& layout)
+    : num_ranks_(layout.routes.size()), cuts_by_hash_(layout.cuts_by_hash) {
   std::map<std::tuple<std::size_t, std::size_t, std::int64_t>, std::size_t> known;
   struct Part {
     std::int64_t row;
@@ -84,16 +99,24 @@ void Arrangement::fill(const KeyedJaggedTensor& features, const std::vector<std:
     const std::size_t key = places[segments_[s].feature];
     std::copy(lengths + first_bag[key], lengths + first_bag[key + 1], sent_lengths + bag_place[s]);
   }
-  const auto cut_of = [&](const Cut& cut) {
+  // What decides about the part of an id: the id, or its bucket.
+  std::vector<std::vector<Id>> buckets(cuts_by_hash_ ? cuts_.size() : 0);
+  for (std::size_t c = 0; c < buckets.size(); ++c) {
+    const std::size_t key = places[cuts_[c].feature];
+    buckets[c] = buckets_of(ids + first_id[key], first_id[key + 1] - first_id[key]);
+  }
+  const auto cut_of = [&](std::size_t c) {
+    const Cut& cut = cuts_[c];
     const std::size_t key = places[cut.feature];
-    return kernels::RowCut<Id>{ids + first_id[key], first_id[key + 1] - first_id[key],
-                               cut.starts.data(), static_cast<std::int64_t>(cut.segments.size())};
+    return kernels::RowCut<Id>{cuts_by_hash_ ? buckets[c].data() : ids + first_id[key],
+                               first_id[key + 1] - first_id[key], cut.starts.data(),
+                               static_cast<std::int64_t>(cut.segments.size())};
   };
-  for (const Cut& cut : cuts_) {
-    const std::size_t key = places[cut.feature];
+  for (std::size_t c = 0; c < cuts_.size(); ++c) {
+    const std::size_t key = places[cuts_[c].feature];
     std::vector<std::int32_t*> parts;
-    for (const std::size_t s : cut.segments) parts.push_back(sent_lengths + bag_place[s]);
-    kernels::count_parts(cut_of(cut), lengths + first_bag[key], num_bags(key), parts.data());
+    for (const std::size_t s : cuts_[c].segments) parts.push_back(sent_lengths + bag_place[s]);
+    kernels::count_parts(cut_of(c), lengths + first_bag[key], num_bags(key), parts.data());
   }
 
   std::vector<std::int64_t> id_place(segments_.size() + 1, 0);
@@ -127,7 +150,8 @@ void Arrangement::fill(const KeyedJaggedTensor& features, const std::vector<std:
       std::iota(source, source + count, first);
     }
   }
-  for (const Cut& cut : cuts_) {
+  for (std::size_t c = 0; c < cuts_.size(); ++c) {
+    const Cut& cut = cuts_[c];
     std::vector<std::int64_t> cursor;
     for (const std::size_t s : cut.segments) cursor.push_back(id_place[s]);
     kernels::RowCutExtras extras;
@@ -137,7 +161,12 @@ void Arrangement::fill(const KeyedJaggedTensor& features, const std::vector<std:
       extras.weights_out = result.weights.data_ptr<float>();
     }
     if (has_source) extras.source = result.source.data_ptr<std::int64_t>();
-    kernels::fill_parts(cut_of(cut), extras, cursor.data(), sent_ids);
+    kernels::fill_parts(cut_of(c), extras, cursor.data(), sent_ids);
+    if (!cuts_by_hash_) continue;
+    const auto* source = result.source.const_data_ptr<std::int64_t>();
+    for (const std::size_t s : cut.segments) {
+      for (std::int64_t i = id_place[s]; i < id_place[s + 1]; ++i) sent_ids[i] = ids[source[i]];
+    }
   }
 }
 

@@ -31,7 +31,8 @@ class Arrangement {
 
   /// `places[f]` is where feature f of the layout lies among the keys. Copies nothing if the ids
   /// lie as they are sent. Ids of row-cut tables become numbers inside their shard; those outside
-  /// the table become row 0 of the table. Not collective, no gradient.
+  /// the table become row 0 of the table. Ids that are cut by their hash stay as they are, and need
+  /// their source. Not collective, no gradient.
   ArrangedIds arrange(const jagged::KeyedJaggedTensor& features,
                       const std::vector<std::size_t>& places, bool is_weighted,
                       bool needs_source) const;
@@ -58,6 +59,7 @@ class Arrangement {
                bool is_weighted, bool needs_source, ArrangedIds& result) const;
 
   std::size_t num_ranks_;
+  bool cuts_by_hash_;
   std::vector<Segment> segments_;
   std::vector<Cut> cuts_;
 };

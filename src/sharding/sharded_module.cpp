@@ -43,6 +43,16 @@ TablesState::TablesState(const char* operation, std::vector<embedding::Embedding
                                                  is_pooled && options.codecs.forward.is_linear())) {
 }
 
+TablesState::TablesState(const comm::Group& own_group,
+                         std::shared_ptr<const TableLayout> own_layout)
+    : group(own_group), layout(std::move(own_layout)) {}
+
+LocalTables& TablesState::fixed_rows(const char* call) const {
+  TESSERA_CHECK_VALUE(local != nullptr, layout->operation, ": ", call,
+                      " is for tables with a fixed number of rows.");
+  return *local;
+}
+
 void TablesState::make_tables(const ShardedOptions& options, InputDistOptions input,
                               const std::string& words) {
   const at::Device device = numbered(options.device);
@@ -59,32 +69,31 @@ ShardedTables::~ShardedTables() = default;
 
 const comm::Group& ShardedTables::group() const noexcept { return tables_state_->group; }
 const ModulePlan& ShardedTables::plan() const noexcept { return tables_state_->layout->plan; }
-std::vector<LocalShard> ShardedTables::local_shards() const {
-  return tables_state_->local->shards();
-}
+std::vector<LocalShard> ShardedTables::local_shards() const { return tables_state_->shards(); }
 std::vector<std::shared_ptr<embedding::RowOptimizer>> ShardedTables::optimizers() const {
-  return tables_state_->local->optimizers();
+  return tables_state_->optimizers();
 }
 void ShardedTables::load_tables(const std::map<std::string, at::Tensor>& tables) {
   tables_state_->read_unread();
-  load_shards(*tables_state_->layout, tables_state_->local->weights(), tables);
+  load_shards(*tables_state_->layout, tables_state_->fixed_rows("load_tables").weights(), tables);
 }
 std::map<std::string, at::Tensor> ShardedTables::gather_tables() const {
-  return gather_shards(*tables_state_->layout, tables_state_->local->weights(), group());
+  return gather_shards(*tables_state_->layout, tables_state_->fixed_rows("gather_tables").weights(),
+                       group());
 }
 void ShardedTables::step() {
   tables_state_->read_unread();
-  tables_state_->local->step();
+  tables_state_->fixed_rows("step").step();
 }
-void ShardedTables::zero_grad_rows() { tables_state_->local->zero_grad(); }
+void ShardedTables::zero_grad_rows() { tables_state_->fixed_rows("zero_grad_rows").zero_grad(); }
 double ShardedTables::clip_grad_norm(double max_norm) {
-  return tables_state_->local->clip_grad_norm(max_norm);
+  return tables_state_->fixed_rows("clip_grad_norm").clip_grad_norm(max_norm);
 }
 void ShardedTables::set_learning_rate(double learning_rate) {
-  tables_state_->local->set_learning_rate(learning_rate);
+  tables_state_->set_learning_rate(learning_rate);
 }
 bool ShardedTables::keep_local_gradients(bool is_kept) {
-  return tables_state_->local->keep_local_gradients(is_kept);
+  return tables_state_->fixed_rows("keep_local_gradients").keep_local_gradients(is_kept);
 }
 
 InputDist ShardedTables::input_dist(const KeyedJaggedTensor& features) {

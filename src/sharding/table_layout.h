@@ -55,6 +55,9 @@ struct TableLayout {
   bool sums_in_hosts = false;
   bool has_hosted = false;
   bool has_routes = false;  // whether anything travels at all
+  /// Rows are shard buckets (kernels/id_lines.h): any id is legal, goes to the shard that has the
+  /// bucket of its hash, and arrives as it is.
+  bool cuts_by_hash = false;
   std::vector<embedding::EmbeddingTableConfig> tables;
   ModulePlan plan;
   std::vector<const ParameterSharding*> shardings;  // of each table
