@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <functional>
 
+#include "tessera/checkpoint/growing_tables.h"
 #include "tessera/checkpoint/tables.h"
 #include "tessera/core/check.h"
 #include "tessera/embedding/embedding_bag_collection.h"
@@ -238,6 +239,10 @@ void add_sharded(State& state, const std::shared_ptr<torch::nn::Module>& module,
                  const std::string& optimizer_prefix) {
   const auto tables = sharded_tables_of(module);
   if (!tables) return;
+  if (auto growing = std::dynamic_pointer_cast<collision::GrowingTables>(tables)) {
+    add_growing_tables(state, std::move(growing), prefix + path, optimizer_prefix + path);
+    return;
+  }
   const bool is_sequence =
       std::dynamic_pointer_cast<sharding::ShardedEmbeddingCollection>(tables) != nullptr;
   add_tables(state,

@@ -1,0 +1,31 @@
+// tessera/checkpoint/growing_tables.h — tables that grow in a State.
+//
+// A table is saved as lists in order of its 1024 buckets, so that any number of ranks loads what
+// any other has saved and goes on to the same bits. Beside `<name>.weight`, [ids, columns]:
+//
+//   <name>.ids, .counts, .last_step   int64, one per row
+//   <name>.bucket_rows                int64 [1024]: how many rows each bucket has
+//   <name>.sketch, .sketch_buckets, .sketch_sightings   of ids that wait for admission, if there
+//   are <name>.unknown                    [1, columns]: the row of ids without one, if it trains
+
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "tessera/checkpoint/state.h"
+#include "tessera/collision/growing_tables.h"
+#include "tessera/core/export.h"
+
+namespace tessera::checkpoint {
+
+/// Adds growing tables: `<prefix>embedding_bags.<table>` or `embeddings.<table>`, and the state of
+/// their optimizer under `optimizer_prefix`. Saves and loads are collective over the tables' group.
+///
+/// A load throws Error, and changes nothing, for tables of another id hash, seed or width, and for
+/// lists that no table has written: an id twice, or in a bucket that is not its own.
+TESSERA_API void add_growing_tables(State& state, std::shared_ptr<collision::GrowingTables> tables,
+                                    const std::string& prefix = "model.",
+                                    const std::string& optimizer_prefix = "optimizer.");
+
+}  // namespace tessera::checkpoint

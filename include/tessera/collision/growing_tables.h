@@ -1,0 +1,137 @@
+// tessera/collision/growing_tables.h — tables without a number of rows, over the ranks of a group.
+//
+// Every id gets a row of its own when it is first seen, and the tables grow. An id belongs to one
+// of 1024 buckets by its hash, for ever; ranks own runs of buckets, and a row lies where its id
+// does: ids travel to their owner, rows travel back, nothing else. Admission, eviction and first
+// values depend on the ids, their order in the batch of all ranks, and the number of the call; so
+// tables, ids and counts have the same bits for any number of ranks, if the ranks' batches together
+// are the same and their gradients are.
+
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <torch/nn/module.h>
+
+#include "tessera/collision/id_table.h"
+#include "tessera/comm/codec.h"
+#include "tessera/core/export.h"
+#include "tessera/embedding/collection_lookup.h"
+#include "tessera/embedding/config.h"
+#include "tessera/embedding/optimizer.h"
+#include "tessera/jagged/keyed_tensor.h"
+#include "tessera/sharding/plan.h"
+#include "tessera/sharding/sharded_module.h"
+
+namespace tessera::collision {
+
+/// What an id without a row reads: one that was not admitted, or is unknown in evaluation.
+enum class UnknownIds : std::uint8_t {
+  kRow,   // one row per table, the same on all ranks, that trains; zero at first
+  kZero,  // zeros
+  kInit,  // what its row would begin with
+};
+
+struct GrowingTable {
+  /// `num_embeddings` is not read, and there may be no `init_fn`: rows begin with uniform numbers
+  /// within the bounds, by default ±sqrt(1 / embedding_dim), from `seed` and the id (row_init.h).
+  embedding::EmbeddingTableConfig config;
+  /// Capacity, admission, eviction. Name and buckets are filled in.
+  IdTableOptions ids = {};
+  UnknownIds unknown = UnknownIds::kRow;
+  /// Tables with one seed begin with the same rows for the same ids.
+  std::uint64_t seed = 0;
+};
+
+struct GrowingOptions {
+  embedding::OptimizerOptions optimizer = {};
+  /// What rows become on the wire, forward and backward.
+  comm::Codecs codecs = {};
+  int local_size = 0;  // ranks per host; 0: as many as the environment says
+};
+
+/// How a table has grown; on this rank, since the start of the process where not said otherwise.
+struct Growth {
+  std::string table;
+  std::int64_t ids = 0;  // that have a row, now
+  std::int64_t admitted = 0;
+  std::int64_t refused = 0;  // different ids per call that found no room
+  std::int64_t evicted = 0;
+  std::int64_t sightings = 0;  // ids of training calls
+  std::int64_t hits = 0;       // of them, had a row before the call
+  std::int64_t bytes = 0;      // of ids and rows, with the optimizer's state
+};
+
+struct GrowingState;
+
+/// What both kinds of growing collections are. Tables lie row_wise() (ids over all ranks) or
+/// table_wise(rank); row_wise() where nothing is said.
+///
+/// In training (is_training(), and a record for backward is made) a call counts, admits and evicts,
+/// in compute_and_output_dist: call it in order of the batches, and backward before the next.
+/// Otherwise ids are found and nothing changes. What a rank cannot admit (IdTableFull, no memory)
+/// is the same ValueError on all ranks, and no table has changed.
+class TESSERA_API GrowingTables : public torch::nn::Module, public sharding::ShardedTables {
+ public:
+  ~GrowingTables() override;
+
+  const std::vector<GrowingTable>& growing_tables() const noexcept;
+  /// Of this rank's parts, in order of the tables; tables that have no part here are left out.
+  std::vector<Growth> growth() const;
+  /// The same over all ranks, every table. Collective.
+  std::vector<Growth> total_growth() const;
+  /// Training calls so far: the last step of ids seen in the last one.
+  std::int64_t num_calls() const noexcept;
+
+  /// Ids of this rank's part of a table: in order of bucket, then as they came. Empty if it has no
+  /// part. `rows` are those of `weights_of`.
+  IdList export_ids(const std::string& table) const;
+  /// This rank's rows, by the numbers of `export_ids`. Do not keep it over a training call.
+  at::Tensor weights_of(const std::string& table) const;
+  /// The row of all ids without one, [embedding_dim]. Undefined unless UnknownIds::kRow.
+  at::Tensor unknown_row(const std::string& table) const;
+  /// The ids that lost their row since the last call, for those who keep copies; this rank's.
+  std::vector<std::int64_t> take_removed_ids(const std::string& table);
+
+  const std::shared_ptr<GrowingState>& growing_state() const noexcept { return state_; }
+
+ protected:
+  GrowingTables(const char* name, std::vector<GrowingTable> tables,
+                const std::map<std::string, sharding::Placement>& wishes, const comm::Group& group,
+                const GrowingOptions& options, bool is_pooled);
+
+  std::shared_ptr<GrowingState> state_;
+};
+
+/// Pooled rows of growing tables. Unlike fixed tables, bags are pooled at home, in order of their
+/// ids, so that their sums do not depend on the number of ranks. Collective: construction, forward,
+/// backward.
+class TESSERA_API GrowingEmbeddingBagCollection : public GrowingTables {
+ public:
+  /// Throws ValueError for tables or placements that cannot be, and if the ranks' differ.
+  GrowingEmbeddingBagCollection(std::vector<GrowingTable> tables, const comm::Group& group,
+                                const GrowingOptions& options = {},
+                                const std::map<std::string, sharding::Placement>& wishes = {});
+
+  jagged::KeyedTensor forward(const jagged::KeyedJaggedTensor& features);
+  comm::LazyAwaitable<jagged::KeyedTensor> compute_and_output_dist(
+      const sharding::DistributedInput& input);
+};
+
+/// Rows of single ids of growing tables, by name.
+class TESSERA_API GrowingEmbeddingCollection : public GrowingTables {
+ public:
+  GrowingEmbeddingCollection(std::vector<GrowingTable> tables, const comm::Group& group,
+                             const GrowingOptions& options = {},
+                             const std::map<std::string, sharding::Placement>& wishes = {});
+
+  embedding::NamedRows forward(const jagged::KeyedJaggedTensor& features);
+  comm::LazyAwaitable<embedding::NamedRows> compute_and_output_dist(
+      const sharding::DistributedInput& input);
+};
+
+}  // namespace tessera::collision

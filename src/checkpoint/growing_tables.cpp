@@ -1,0 +1,381 @@
+#include "tessera/checkpoint/growing_tables.h"
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+#include <vector>
+
+#include <ATen/Functions.h>
+#include <ATen/core/grad_mode.h>
+
+#include "collision/growing_state.h"
+#include "embedding/row_state.h"
+#include "tessera/checkpoint/error.h"
+#include "tessera/comm/collectives.h"
+
+namespace tessera::checkpoint {
+namespace {
+
+using collision::GrowingPart;
+using collision::GrowingState;
+using collision::GrowingTable;
+using collision::IdList;
+using collision::IdSketch;
+using collision::IdTable;
+using collision::kNumBuckets;
+
+constexpr std::int64_t kSketchBytes = 4 * 4096;
+
+at::Tensor tensor_of(const std::vector<std::int64_t>& numbers) {
+  return at::tensor(numbers, at::kLong);
+}
+
+/// A part of the first dimension.
+std::vector<std::int64_t> read_numbers(const Reader& source, const std::string& name,
+                                       std::int64_t begin, std::int64_t end) {
+  std::vector<std::int64_t> numbers(static_cast<std::size_t>(end - begin));
+  if (numbers.empty()) return numbers;
+  source.read(name, {{begin}, {end - begin}}, reinterpret_cast<std::byte*>(numbers.data()));
+  return numbers;
+}
+
+const TensorInfo& found(const Reader& source, const std::string& name) {
+  const TensorInfo* info = source.find(name);
+  if (info == nullptr) {
+    throw Error(ErrorKind::kMissing, source.folder() + ": there is no tensor '" + name +
+                                         "'. It is not a checkpoint of tables that grow.");
+  }
+  return *info;
+}
+
+/// A table of the checkpoint, cut to the buckets of a part.
+struct Loaded {
+  IdTable ids{};
+  at::Tensor weight;
+  std::map<std::string, at::Tensor> state;
+};
+
+class GrowingStateful final : public Stateful {
+ public:
+  GrowingStateful(std::shared_ptr<collision::GrowingTables> tables, std::string prefix,
+                  std::string optimizer_prefix)
+      : tables_(std::move(tables)),
+        prefix_(std::move(prefix)),
+        optimizer_prefix_(std::move(optimizer_prefix)) {
+    const bool is_pooled =
+        dynamic_cast<collision::GrowingEmbeddingBagCollection*>(tables_.get()) != nullptr;
+    group_ = is_pooled ? "embedding_bags." : "embeddings.";
+  }
+
+  void collect(std::vector<PlacedTensor>& tensors, Values& values) override;
+  void prepare(const Reader& source, std::vector<PlacedTensor>& tensors) override;
+  void finish(const Values& values) override;
+
+ private:
+  GrowingState& state() const { return *tables_->growing_state(); }
+  std::string name_of(std::size_t table) const {
+    return prefix_ + group_ + state().tables[table].config.name;
+  }
+  std::string state_name(std::size_t table) const {
+    return optimizer_prefix_ + group_ + state().tables[table].config.name + ".weight.";
+  }
+  void collect_part(const GrowingPart& part, std::int64_t first_id, std::int64_t num_ids,
+                    std::int64_t first_sketch, std::int64_t num_sketches,
+                    std::vector<PlacedTensor>& tensors) const;
+  void collect_unknown(std::vector<PlacedTensor>& tensors) const;
+  void check_values(const Reader& source) const;
+  Loaded prepare_part(const Reader& source, const GrowingPart& part,
+                      std::vector<PlacedTensor>& tensors) const;
+  void load_sketch(const Reader& source, const GrowingPart& part, IdTable& ids) const;
+
+  std::shared_ptr<collision::GrowingTables> tables_;
+  std::string prefix_;
+  std::string optimizer_prefix_;
+  std::string group_;
+  std::vector<Loaded> loaded_;                              // of every part, until a load is done
+  std::vector<std::pair<at::Tensor, at::Tensor>> unknown_;  // where it goes, what was loaded
+};
+
+// ---- saving ----
+
+void GrowingStateful::collect(std::vector<PlacedTensor>& tensors, Values& values) {
+  const at::NoGradGuard no_grad;
+  GrowingState& own = state();
+  const auto num_tables = static_cast<std::int64_t>(own.tables.size());
+  // Ranks own runs of buckets in order of the ranks, so their lists lie behind each other.
+  at::Tensor counts = at::zeros({1, num_tables, 2}, at::kLong);
+  auto count = counts.accessor<std::int64_t, 3>();
+  for (const auto& part : own.parts) {
+    const auto table = static_cast<std::int64_t>(part->table);
+    count[0][table][0] = part->ids.size();
+    count[0][table][1] = static_cast<std::int64_t>(part->ids.export_sketch().buckets.size());
+  }
+  if (own.group.size() > 1) counts = comm::all_gather(counts, own.group);
+  const at::Tensor before = counts.narrow(0, 0, own.group.rank()).sum(0);
+  const at::Tensor all = counts.sum(0);
+  for (const auto& part : own.parts) {
+    const auto table = static_cast<std::int64_t>(part->table);
+    const auto number = [&](const at::Tensor& sums, std::int64_t which) {
+      return sums[table][which].item<std::int64_t>();
+    };
+    collect_part(*part, number(before, 0), number(all, 0), number(before, 1), number(all, 1),
+                 tensors);
+  }
+  collect_unknown(tensors);
+  values[prefix_ + group_ + "id_hash"] = std::string(collision::kIdHashName);
+  values[prefix_ + group_ + "calls"] = own.num_calls;
+  for (std::size_t t = 0; t < own.tables.size(); ++t) {
+    values[name_of(t) + ".seed"] = static_cast<std::int64_t>(own.tables[t].seed);
+  }
+  if (own.batch != nullptr) {
+    values[optimizer_prefix_ + group_ + "step"] = own.batch->optimizer()->num_steps();
+  }
+  if (own.unknown_rows) {
+    values[optimizer_prefix_ + group_ + "unknown.step"] = own.unknown_rows->optimizer().num_steps();
+  }
+}
+
+void GrowingStateful::collect_part(const GrowingPart& part, std::int64_t first_id,
+                                   std::int64_t num_ids, std::int64_t first_sketch,
+                                   std::int64_t num_sketches,
+                                   std::vector<PlacedTensor>& tensors) const {
+  const auto add = [&](const std::string& name, std::int64_t rows, std::int64_t first,
+                       const at::Tensor& tensor) {
+    PlacedTensor placed;
+    placed.name = name;
+    placed.shape = tensor.sizes().vec();
+    placed.shape[0] = rows;
+    std::vector<std::int64_t> offsets(placed.shape.size(), 0);
+    offsets[0] = first;
+    // Of a table without ids, its first owner writes the shape.
+    const bool is_first = rows == 0 && part.ids.options().first_bucket == 0;
+    if (tensor.size(0) > 0 || is_first) placed.pieces.push_back({offsets, tensor, {}});
+    tensors.push_back(std::move(placed));
+  };
+  const std::string name = name_of(part.table);
+  const IdList list = part.ids.export_ids();
+  const at::Tensor rows = tensor_of(list.rows) + 1;
+  add(name + ".ids", num_ids, first_id, tensor_of(list.ids));
+  add(name + ".counts", num_ids, first_id, tensor_of(list.counts));
+  add(name + ".last_step", num_ids, first_id, tensor_of(list.last_steps));
+  add(name + ".weight", num_ids, first_id, part.weight->tensor().index_select(0, rows));
+  for (const auto& [slot, tensor] : part.state) {
+    add(state_name(part.table) + slot, num_ids, first_id, tensor->tensor().index_select(0, rows));
+  }
+  const auto& options = part.ids.options();
+  std::vector<std::int64_t> bucket_rows(
+      static_cast<std::size_t>(options.end_bucket - options.first_bucket));
+  for (const std::int64_t id : list.ids) {
+    ++bucket_rows[static_cast<std::size_t>(collision::bucket_of(id) - options.first_bucket)];
+  }
+  add(name + ".bucket_rows", kNumBuckets, options.first_bucket, tensor_of(bucket_rows));
+  if (num_sketches == 0) return;
+  const IdSketch sketch = part.ids.export_sketch();
+  const auto own = static_cast<std::int64_t>(sketch.buckets.size());
+  at::Tensor counters = at::empty({own, kSketchBytes}, at::kByte);
+  std::copy(sketch.counters.begin(), sketch.counters.end(), counters.data_ptr<std::uint8_t>());
+  add(name + ".sketch", num_sketches, first_sketch, counters);
+  add(name + ".sketch_buckets", num_sketches, first_sketch, tensor_of(sketch.buckets));
+  add(name + ".sketch_sightings", num_sketches, first_sketch, tensor_of(sketch.sightings));
+}
+
+void GrowingStateful::collect_unknown(std::vector<PlacedTensor>& tensors) const {
+  GrowingState& own = state();
+  if (!own.unknown_rows) return;
+  const auto slots = own.unknown_rows->optimizer().state_dict();
+  for (std::size_t t = 0; t < own.tables.size(); ++t) {
+    if (own.tables[t].unknown != collision::UnknownIds::kRow) continue;
+    const auto add = [&](const std::string& name, const at::Tensor& tensor) {
+      tensors.push_back(
+          {name,
+           tensor.sizes().vec(),
+           {{std::vector<std::int64_t>(static_cast<std::size_t>(tensor.dim()), 0), tensor, {}}},
+           /*is_replicated=*/true});
+    };
+    add(name_of(t) + ".unknown", own.unknown_rows->row(t));
+    for (const char* slot : {"momentum1", "momentum2"}) {
+      const auto kept = slots.find(own.tables[t].config.name + "." + slot);
+      if (kept != slots.end()) add(state_name(t) + "unknown." + slot, kept->second);
+    }
+  }
+}
+
+// ---- loading ----
+
+void GrowingStateful::check_values(const Reader& source) const {
+  const Values& values = source.manifest().values;
+  const auto hash = values.find(prefix_ + group_ + "id_hash");
+  if (hash == values.end()) {
+    throw Error(ErrorKind::kMissing, source.folder() + ": does not say how ids are hashed ('" +
+                                         prefix_ + group_ +
+                                         "id_hash'). It is not a checkpoint of tables that grow.");
+  }
+  const auto* name = std::get_if<std::string>(&hash->second);
+  if (name == nullptr || *name != collision::kIdHashName) {
+    throw Error(ErrorKind::kInvalid,
+                source.folder() + ": ids were hashed by '" + (name == nullptr ? "?" : *name) +
+                    "'; this program hashes them by '" + std::string(collision::kIdHashName) +
+                    "'. Load it with the program that saved it.");
+  }
+  for (std::size_t t = 0; t < state().tables.size(); ++t) {
+    const auto seed = values.find(name_of(t) + ".seed");
+    const auto own = static_cast<std::int64_t>(state().tables[t].seed);
+    if (seed == values.end() || std::get<std::int64_t>(seed->second) == own) continue;
+    throw Error(ErrorKind::kInvalid,
+                source.folder() + ": rows of '" + name_of(t) + "' begin from seed " +
+                    std::to_string(std::get<std::int64_t>(seed->second)) + "; here it is " +
+                    std::to_string(own) + ". Give the same seed.");
+  }
+}
+
+void GrowingStateful::prepare(const Reader& source, std::vector<PlacedTensor>& tensors) {
+  loaded_.clear();
+  unknown_.clear();
+  check_values(source);
+  GrowingState& own = state();
+  for (const auto& part : own.parts) loaded_.push_back(prepare_part(source, *part, tensors));
+  std::vector<PlacedTensor> unknown;
+  collect_unknown(unknown);
+  for (PlacedTensor& placed : unknown) {
+    const at::Tensor target = placed.pieces[0].tensor;
+    placed.pieces[0].tensor = at::empty_like(target);
+    unknown_.emplace_back(target, placed.pieces[0].tensor);
+    placed.is_replicated = false;  // each rank reads it by itself
+    tensors.push_back(std::move(placed));
+  }
+}
+
+Loaded GrowingStateful::prepare_part(const Reader& source, const GrowingPart& part,
+                                     std::vector<PlacedTensor>& tensors) const {
+  const std::string name = name_of(part.table);
+  const TensorInfo& weight = found(source, name + ".weight");
+  const auto& options = part.ids.options();
+  const auto fail = [&](const std::string& what) {
+    throw Error(ErrorKind::kCorrupt, source.folder() + ": table '" + name + "' " + what);
+  };
+  for (const char* list : {".ids", ".counts", ".last_step"}) {
+    const TensorInfo& info = found(source, name + list);
+    if (info.shape == std::vector<std::int64_t>{weight.shape[0]} && info.dtype == Dtype::kI64) {
+      continue;
+    }
+    fail("has " + std::to_string(weight.shape[0]) + " rows, but '" + list + "' is not as long.");
+  }
+  if (found(source, name + ".bucket_rows").shape != std::vector<std::int64_t>{kNumBuckets}) {
+    fail("does not say how many rows each of its 1024 buckets has.");
+  }
+  const auto bucket_rows = read_numbers(source, name + ".bucket_rows", 0, kNumBuckets);
+  const bool is_whole =
+      std::all_of(bucket_rows.begin(), bucket_rows.end(), [](auto rows) { return rows >= 0; }) &&
+      std::accumulate(bucket_rows.begin(), bucket_rows.end(), std::int64_t{0}) == weight.shape[0];
+  if (!is_whole) {
+    fail("has " + std::to_string(weight.shape[0]) +
+         " rows, but its buckets overlap, or leave some out.");
+  }
+  const auto begin = std::accumulate(bucket_rows.begin(),
+                                     bucket_rows.begin() + options.first_bucket, std::int64_t{0});
+  const auto end = std::accumulate(bucket_rows.begin(), bucket_rows.begin() + options.end_bucket,
+                                   std::int64_t{0});
+
+  Loaded loaded{.ids = IdTable(options)};
+  const auto ids = read_numbers(source, name + ".ids", begin, end);
+  std::size_t next = 0;
+  for (int bucket = options.first_bucket; bucket < options.end_bucket; ++bucket) {
+    for (std::int64_t i = 0; i < bucket_rows[static_cast<std::size_t>(bucket)]; ++i, ++next) {
+      const int own = collision::bucket_of(ids[next]);
+      if (own == bucket) continue;
+      fail("has id " + std::to_string(ids[next]) + " in row " +
+           std::to_string(begin + static_cast<std::int64_t>(next)) + ", which is of bucket " +
+           std::to_string(bucket) + "; the id is of bucket " + std::to_string(own) + ".");
+    }
+  }
+  try {
+    loaded.ids.load(ids, read_numbers(source, name + ".counts", begin, end),
+                    read_numbers(source, name + ".last_step", begin, end));
+    load_sketch(source, part, loaded.ids);
+  } catch (const collision::IdListError& error) {
+    fail("cannot be loaded, its rows counted from " + std::to_string(begin) + ": " + error.what());
+  }
+  const auto stage = [&](const std::string& tensor_name, const at::Tensor& like) {
+    std::vector<std::int64_t> shape = like.sizes().vec();
+    shape[0] = end - begin;
+    at::Tensor memory = at::empty(shape, like.options().requires_grad(false));
+    std::vector<std::int64_t> offsets(shape.size(), 0);
+    offsets[0] = begin;
+    shape[0] = weight.shape[0];
+    tensors.push_back({tensor_name, shape, {{offsets, memory, {}}}});
+    return memory;
+  };
+  loaded.weight = stage(name + ".weight", part.weight->tensor());
+  for (const auto& [slot, tensor] : part.state) {
+    loaded.state[slot] = stage(state_name(part.table) + slot, tensor->tensor());
+  }
+  return loaded;
+}
+
+void GrowingStateful::load_sketch(const Reader& source, const GrowingPart& part,
+                                  IdTable& ids) const {
+  const std::string name = name_of(part.table);
+  const TensorInfo* info = source.find(name + ".sketch_buckets");
+  if (info == nullptr) return;
+  const auto buckets = read_numbers(source, name + ".sketch_buckets", 0, info->shape[0]);
+  const auto place = [&](int bucket) {
+    return std::lower_bound(buckets.begin(), buckets.end(), bucket) - buckets.begin();
+  };
+  const std::int64_t begin = place(ids.options().first_bucket);
+  const std::int64_t end = place(ids.options().end_bucket);
+  IdSketch sketch;
+  sketch.buckets.assign(buckets.begin() + begin, buckets.begin() + end);
+  sketch.sightings = read_numbers(source, name + ".sketch_sightings", begin, end);
+  sketch.counters.resize(static_cast<std::size_t>((end - begin) * kSketchBytes));
+  if (begin < end) {
+    source.read(name + ".sketch", {{begin, 0}, {end - begin, kSketchBytes}},
+                reinterpret_cast<std::byte*>(sketch.counters.data()));
+  }
+  ids.load_sketch(sketch);
+}
+
+void GrowingStateful::finish(const Values& values) {
+  const at::NoGradGuard no_grad;
+  GrowingState& own = state();
+  for (std::size_t p = 0; p < loaded_.size(); ++p) {
+    GrowingPart& part = *own.parts[p];
+    Loaded& loaded = loaded_[p];
+    if (!part.reserve(loaded.ids.num_rows())) {
+      throw Error(ErrorKind::kRead, "checkpoint.load: no memory for " +
+                                        std::to_string(loaded.ids.num_rows()) + " rows of table '" +
+                                        part.config->config.name + "'.");
+    }
+    const std::int64_t count = loaded.ids.num_rows();
+    part.ids = std::move(loaded.ids);
+    part.resize();
+    part.weight->tensor().narrow(0, 1, count).copy_(loaded.weight);
+    for (auto& [slot, tensor] : part.state) {
+      tensor->tensor().narrow(0, 1, count).copy_(loaded.state.at(slot));
+    }
+    part.removed.clear();
+  }
+  for (const auto& [target, value] : unknown_) at::Tensor(target).copy_(value);
+  loaded_.clear();
+  unknown_.clear();
+  const auto number = [&](const std::string& name, std::int64_t otherwise) {
+    const auto value = values.find(name);
+    return value == values.end() ? otherwise : std::get<std::int64_t>(value->second);
+  };
+  own.num_calls = number(prefix_ + group_ + "calls", 0);
+  if (own.batch != nullptr) {
+    own.batch->optimizer()->state().num_steps = number(optimizer_prefix_ + group_ + "step", 0);
+  }
+  if (own.unknown_rows) {
+    own.unknown_rows->optimizer().state().num_steps =
+        number(optimizer_prefix_ + group_ + "unknown.step", 0);
+  }
+}
+
+}  // namespace
+
+void add_growing_tables(State& state, std::shared_ptr<collision::GrowingTables> tables,
+                        const std::string& prefix, const std::string& optimizer_prefix) {
+  state.add(std::make_shared<GrowingStateful>(std::move(tables), prefix, optimizer_prefix));
+}
+
+}  // namespace tessera::checkpoint

@@ -1,0 +1,209 @@
+// Ids that have arrived become rows, and rows are sent home.
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+#include <ATen/Functions.h>
+
+#include "collision/growing_state.h"
+#include "sharding/flat_exchange.h"
+#include "tessera/jagged/operators.h"
+
+namespace tessera::collision {
+namespace {
+
+using sharding::DistContext;
+using sharding::Route;
+using sharding::Sizes;
+
+/// How many ids the bags of each segment hold; `bags` are their numbers of bags.
+Sizes ids_of_segments(const at::Tensor& lengths, const Sizes& bags) {
+  const auto* next = lengths.const_data_ptr<std::int32_t>();
+  Sizes counts;
+  counts.reserve(bags.size());
+  for (const std::int64_t count : bags) {
+    counts.push_back(std::accumulate(next, next + count, std::int64_t{0}));
+    next += count;
+  }
+  return counts;
+}
+
+/// The batch of every segment that arrived: rank by rank, route by route.
+Sizes bags_of(const DistContext& context) {
+  Sizes bags;
+  for (const Sizes& rank : context.batches) bags.insert(bags.end(), rank.begin(), rank.end());
+  return bags;
+}
+
+}  // namespace
+
+/// What arrived: segment s of [source rank][route], and where its ids and rows begin.
+struct GrowingState::Segments {
+  Sizes ids;          // of every segment
+  Sizes first_id;     // among the ids that arrived
+  Sizes first_value;  // of the rows that are sent back
+  Sizes sent;         // values for every rank
+};
+
+GrowingState::Sent GrowingState::look_up(const DistContext& context, bool admits) {
+  const auto& own = layout->routes[index(group.rank())];
+  const auto world = index(group.size());
+  Segments segments;
+  segments.ids = ids_of_segments(context.lengths, bags_of(context));
+  std::int64_t id = 0;
+  std::int64_t value = 0;
+  for (std::size_t rank = 0; rank < world; ++rank) {
+    const std::int64_t before = value;
+    for (std::size_t r = 0; r < own.size(); ++r) {
+      segments.first_id.push_back(id);
+      segments.first_value.push_back(value);
+      id += segments.ids[rank * own.size() + r];
+      value += segments.ids[rank * own.size() + r] * layout->tables[own[r].table].embedding_dim;
+    }
+    segments.sent.push_back(value - before);
+  }
+
+  // Ids of each table by feature, then by rank: the order in which one rank would have them.
+  const at::Tensor all_ids = context.ids.to(at::kLong).contiguous();
+  const auto* from = all_ids.const_data_ptr<std::int64_t>();
+  std::vector<std::vector<std::int64_t>> ids(parts.size());
+  std::vector<std::vector<std::int64_t>> rows(parts.size());
+  for (std::size_t p = 0; p < parts.size(); ++p) {
+    for (const std::size_t r : parts[p]->routes) {
+      for (std::size_t rank = 0; rank < world; ++rank) {
+        const std::size_t s = rank * own.size() + r;
+        const auto* first = from + segments.first_id[s];
+        ids[p].insert(ids[p].end(), first, first + segments.ids[s]);
+      }
+    }
+    rows[p].resize(ids[p].size());
+  }
+  admit(ids, rows, admits);
+
+  const at::Tensor numbers = at::empty_like(all_ids);
+  auto* to = numbers.data_ptr<std::int64_t>();
+  std::vector<UnknownPlaces> unknown;
+  std::vector<at::Tensor> values;
+  for (std::size_t p = 0; p < parts.size(); ++p) {
+    GrowingPart& part = *parts[p];
+    const std::int64_t columns = part.config->config.embedding_dim;
+    UnknownPlaces places{.table = part.table, .columns = columns};
+    std::vector<std::int64_t> unknown_ids;
+    std::size_t next = 0;
+    for (const std::size_t r : part.routes) {
+      for (std::size_t rank = 0; rank < world; ++rank) {
+        const std::size_t s = rank * own.size() + r;
+        for (std::int64_t i = 0; i < segments.ids[s]; ++i, ++next) {
+          to[segments.first_id[s] + i] = rows[p][next] + 1;
+          if (rows[p][next] >= 0) continue;
+          places.places.push_back(segments.first_value[s] + i * columns);
+          unknown_ids.push_back(ids[p][next]);
+          places.buckets.push_back(bucket_of(ids[p][next]));
+        }
+      }
+    }
+    if (admits) part.growth.sightings += static_cast<std::int64_t>(next);
+    if (unknown_ids.empty()) continue;
+    const auto count = static_cast<std::int64_t>(unknown_ids.size());
+    at::Tensor read;
+    switch (part.config->unknown) {
+      case UnknownIds::kRow:
+        read = unknown_rows->row(part.table).expand({count, columns}).contiguous();
+        break;
+      case UnknownIds::kZero:
+        read = at::zeros({count, columns}, at::kFloat);
+        break;
+      case UnknownIds::kInit:
+        read = part.first_values(unknown_ids);
+        break;
+    }
+    unknown.push_back(std::move(places));
+    values.push_back(std::move(read));
+  }
+
+  // A rank without rows still takes part.
+  at::Tensor read = at::empty({0}, at::kFloat);
+  if (batch != nullptr) {
+    embedding::LookupInput input = context.lookup_input();
+    input.ids = numbers;
+    read = is_by_route ? sequence_by_route(context, numbers) : batch->sequence(input);
+  }
+  const bool trains = admits && trains_unknown;
+  if (trains || !unknown.empty()) {
+    read = with_unknown(read, std::move(unknown), values, trains ? unknown_rows : nullptr);
+  }
+
+  Sizes bags;
+  for (const Route& route : routes) bags.push_back(context.strides[route.feature]);
+  Sizes sent_ids = ids_of_segments(context.sent.lengths, bags);
+  Sizes received;
+  std::size_t next = 0;
+  for (const auto& theirs : layout->routes) {
+    received.push_back(0);
+    for (const Route& route : theirs) {
+      received.back() += sent_ids[next++] * layout->tables[route.table].embedding_dim;
+    }
+  }
+  return {sharding::exchange_flat(read, segments.sent, std::move(received), group, options.codecs,
+                                  sharding::gradient_factor(group)),
+          std::move(sent_ids)};
+}
+
+// Segments lie rank by rank, as they came and go; rows that several features share are summed and
+// stepped in the order of one rank: feature by feature.
+at::Tensor GrowingState::sequence_by_route(const DistContext& context,
+                                           const at::Tensor& numbers) const {
+  const auto& own = layout->routes[index(group.rank())];
+  const auto world = index(group.size());
+  const Sizes bags = bags_of(context);
+  const Sizes ids = ids_of_segments(context.lengths, bags);
+  const auto id_parts = numbers.split_with_sizes(ids);
+  const auto length_parts = context.lengths.split_with_sizes(bags);
+  std::vector<at::Tensor> ordered_ids;
+  std::vector<at::Tensor> ordered_lengths;
+  Sizes num_values;
+  embedding::LookupInput input;
+  for (std::size_t r = 0; r < own.size(); ++r) {
+    for (std::size_t rank = 0; rank < world; ++rank) {
+      const std::size_t s = rank * own.size() + r;
+      ordered_ids.push_back(id_parts[s]);
+      ordered_lengths.push_back(length_parts[s]);
+      input.batch_sizes.push_back(bags[s]);
+      num_values.push_back(ids[s] * layout->tables[own[r].table].embedding_dim);
+    }
+  }
+  input.ids = at::cat(ordered_ids);
+  input.offsets = jagged::lengths_to_offsets(at::cat(ordered_lengths));
+  const auto found = batch->sequence(input).split_with_sizes(num_values);
+  std::vector<at::Tensor> sent;
+  for (std::size_t rank = 0; rank < world; ++rank) {
+    for (std::size_t r = 0; r < own.size(); ++r) sent.push_back(found[r * world + rank]);
+  }
+  return at::cat(sent);
+}
+
+std::vector<std::int64_t> GrowingState::places_of(const DistContext& context, std::size_t output,
+                                                  const Sizes& ids) const {
+  const std::size_t place = context.places[layout->outputs[output].feature];
+  const std::int64_t first = context.features.offset_per_key()[place];
+  std::vector<std::int64_t> places(index(context.features.length_per_key()[place]));
+  const auto* source =
+      context.sent.source.defined() ? context.sent.source.const_data_ptr<std::int64_t>() : nullptr;
+  std::int64_t id = 0;
+  std::int64_t value = 0;
+  for (std::size_t s = 0; s < routes.size(); ++s) {
+    const std::int64_t columns = layout->tables[routes[s].table].embedding_dim;
+    if (routes[s].output == output) {
+      for (std::int64_t i = 0; i < ids[s]; ++i) {
+        const std::int64_t given = source == nullptr ? id + i : source[id + i];
+        places[index(given - first)] = value + i * columns;
+      }
+    }
+    id += ids[s];
+    value += ids[s] * columns;
+  }
+  return places;
+}
+
+}  // namespace tessera::collision

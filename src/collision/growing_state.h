@@ -1,0 +1,92 @@
+// src/collision/growing_state.h — what growing collections keep: ids, rows, and who owns them.
+
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "collision/growing_tensor.h"
+#include "collision/unknown_rows.h"
+#include "sharding/tables_state.h"
+#include "tessera/collision/growing_tables.h"
+
+namespace tessera::collision {
+
+inline std::size_t index(std::int64_t number) { return static_cast<std::size_t>(number); }
+
+/// A table's ids and rows on this rank. Row r of the id table is row r + 1 of the tensors; row 0 is
+/// read by ids that have none, and what it holds is replaced.
+struct GrowingPart {
+  GrowingPart(std::size_t number, const GrowingTable& table, int first_bucket, int end_bucket);
+
+  /// Memory for so many ids; false if it cannot be had.
+  [[nodiscard]] bool reserve(std::int64_t ids) noexcept;
+  /// As many rows as the id table has, and one.
+  void resize();
+  /// What the rows of these ids begin with, float32.
+  at::Tensor first_values(const std::vector<std::int64_t>& ids) const;
+  /// Begins the rows of new ids.
+  void fill(const std::vector<std::int64_t>& ids, const std::vector<std::int64_t>& rows);
+  std::int64_t bytes() const;
+
+  std::size_t table;  // its number
+  const GrowingTable* config;
+  IdTable ids;
+  std::unique_ptr<GrowingTensor> weight;
+  std::map<std::string, std::unique_ptr<GrowingTensor>> state;  // "momentum1", "momentum2"
+  double first_state = 0;                                       // of "momentum1"
+  std::vector<std::size_t> routes;                              // of this rank's, by feature
+  std::vector<std::int64_t> removed;                            // since somebody asked
+  Growth growth;
+};
+
+struct GrowingState : sharding::TablesState {
+  GrowingState(std::vector<GrowingTable> tables, const std::map<std::string, sharding::Placement>&,
+               const comm::Group& group, const GrowingOptions& options, bool is_pooled);
+
+  std::vector<sharding::LocalShard> shards() const override;
+  std::vector<std::shared_ptr<embedding::RowOptimizer>> optimizers() const override;
+  void set_learning_rate(double learning_rate) override;
+
+  /// Finds the rows of a batch that has arrived, reads them and starts sending them home.
+  /// Collective.
+  struct Sent {
+    comm::Awaitable<at::Tensor> arrived;
+    sharding::Sizes ids;  // of every segment of `routes`
+  };
+  Sent look_up(const sharding::DistContext& context, bool admits);
+  /// Where the rows of one output begin among those that arrived, in order of its ids.
+  std::vector<std::int64_t> places_of(const sharding::DistContext& context, std::size_t output,
+                                      const sharding::Sizes& ids) const;
+
+  GrowingPart* part_of(const std::string& table);
+  std::size_t number_of(const std::string& table) const;
+
+  std::vector<GrowingTable> tables;
+  GrowingOptions options;
+  std::vector<std::unique_ptr<GrowingPart>> parts;  // on this rank, in order of the tables
+  std::shared_ptr<UnknownRows> unknown_rows;        // null if no table trains one
+  std::unique_ptr<embedding::TableBatch> batch;     // null without parts
+  std::vector<sharding::Route> routes;              // all that is sent, rank by rank
+  std::int64_t num_calls = 0;
+  /// Whether training calls may leave ids without a row that trains, on any rank.
+  bool trains_unknown = false;
+  /// Features share tables: segments are looked up by route, then by rank, as one rank would.
+  bool is_by_route = false;
+
+ private:
+  struct Segments;
+  void check_tables() const;
+  void make_parts();
+  void admit(std::vector<std::vector<std::int64_t>>& ids,
+             std::vector<std::vector<std::int64_t>>& rows, bool admits);
+  void keep(const std::vector<IdChanges>& changes);
+  at::Tensor sequence_by_route(const sharding::DistContext& context,
+                               const at::Tensor& numbers) const;
+};
+
+}  // namespace tessera::collision

@@ -1,0 +1,213 @@
+#include "tessera/collision/growing_tables.h"
+
+#include <algorithm>
+#include <utility>
+
+#include <ATen/Functions.h>
+#include <ATen/core/grad_mode.h>
+
+#include "collision/growing_state.h"
+#include "collision/home_rows.h"
+#include "tessera/comm/collectives.h"
+#include "tessera/core/check.h"
+
+namespace tessera::collision {
+namespace {
+
+using jagged::JaggedTensor;
+using jagged::KeyedJaggedTensor;
+using jagged::KeyedTensor;
+using sharding::DistContext;
+
+std::vector<std::int64_t> offsets_of(const KeyedJaggedTensor& features, std::size_t place) {
+  const at::Tensor lengths = features.feature(place).lengths().to(at::kLong).contiguous();
+  const auto* length = lengths.const_data_ptr<std::int64_t>();
+  std::vector<std::int64_t> offsets(static_cast<std::size_t>(lengths.numel()) + 1);
+  for (std::size_t b = 0; b + 1 < offsets.size(); ++b) offsets[b + 1] = offsets[b] + length[b];
+  return offsets;
+}
+
+std::vector<std::int64_t> one_by_one(std::size_t count) {
+  std::vector<std::int64_t> offsets(count + 1);
+  for (std::size_t i = 0; i < offsets.size(); ++i) offsets[i] = static_cast<std::int64_t>(i);
+  return offsets;
+}
+
+void check_batch(const DistContext& context) {
+  TESSERA_CHECK_VALUE(!context.features.variable_stride_per_key(),
+                      "collision.growing_tables: features with batches of their own are not for "
+                      "growing tables. Give all features one batch.");
+}
+
+}  // namespace
+
+GrowingTables::GrowingTables(const char* name, std::vector<GrowingTable> tables,
+                             const std::map<std::string, sharding::Placement>& wishes,
+                             const comm::Group& group, const GrowingOptions& options,
+                             bool is_pooled)
+    : torch::nn::Module(name),
+      state_(std::make_shared<GrowingState>(std::move(tables), wishes, group, options, is_pooled)) {
+  tables_state_ = state_;
+}
+
+GrowingTables::~GrowingTables() = default;
+
+const std::vector<GrowingTable>& GrowingTables::growing_tables() const noexcept {
+  return state_->tables;
+}
+
+std::int64_t GrowingTables::num_calls() const noexcept { return state_->num_calls; }
+
+std::vector<Growth> GrowingTables::growth() const {
+  std::vector<Growth> all;
+  for (const auto& part : state_->parts) {
+    Growth one = part->growth;
+    one.ids = part->ids.size();
+    one.bytes = part->bytes();
+    all.push_back(std::move(one));
+  }
+  return all;
+}
+
+std::vector<Growth> GrowingTables::total_growth() const {
+  constexpr std::int64_t kNumbers = 7;
+  const auto num_tables = static_cast<std::int64_t>(state_->tables.size());
+  at::Tensor sums = at::zeros({num_tables, kNumbers}, at::kLong);
+  auto* sum = sums.data_ptr<std::int64_t>();
+  const auto own = growth();
+  for (std::size_t p = 0; p < own.size(); ++p) {
+    const std::int64_t numbers[kNumbers] = {own[p].ids,     own[p].admitted,  own[p].refused,
+                                            own[p].evicted, own[p].sightings, own[p].hits,
+                                            own[p].bytes};
+    std::copy_n(numbers, kNumbers,
+                sum + static_cast<std::int64_t>(state_->parts[p]->table) * kNumbers);
+  }
+  if (group().size() > 1) comm::all_reduce_(sums, group());
+  std::vector<Growth> all;
+  for (const GrowingTable& table : state_->tables) {
+    all.push_back({table.config.name, sum[0], sum[1], sum[2], sum[3], sum[4], sum[5], sum[6]});
+    sum += kNumbers;
+  }
+  return all;
+}
+
+IdList GrowingTables::export_ids(const std::string& table) const {
+  const GrowingPart* part = state_->part_of(table);
+  if (part == nullptr) return {};
+  IdList list = part->ids.export_ids();
+  for (std::int64_t& row : list.rows) ++row;  // row 0 is nobody's
+  return list;
+}
+
+at::Tensor GrowingTables::weights_of(const std::string& table) const {
+  const GrowingPart* part = state_->part_of(table);
+  if (part != nullptr) return part->weight->tensor();
+  return at::empty({0, state_->tables[state_->number_of(table)].config.embedding_dim}, at::kFloat);
+}
+
+at::Tensor GrowingTables::unknown_row(const std::string& table) const {
+  const std::size_t number = state_->number_of(table);
+  if (state_->tables[number].unknown != UnknownIds::kRow) return {};
+  return state_->unknown_rows->row(number).squeeze(0);
+}
+
+std::vector<std::int64_t> GrowingTables::take_removed_ids(const std::string& table) {
+  GrowingPart* part = state_->part_of(table);
+  return part == nullptr ? std::vector<std::int64_t>{} : std::exchange(part->removed, {});
+}
+
+GrowingEmbeddingBagCollection::GrowingEmbeddingBagCollection(
+    std::vector<GrowingTable> tables, const comm::Group& group, const GrowingOptions& options,
+    const std::map<std::string, sharding::Placement>& wishes)
+    : GrowingTables("GrowingEmbeddingBagCollection", std::move(tables), wishes, group, options,
+                    /*is_pooled=*/true) {}
+
+KeyedTensor GrowingEmbeddingBagCollection::forward(const KeyedJaggedTensor& features) {
+  return compute_and_output_dist(input_dist(features).wait().wait()).wait();
+}
+
+comm::LazyAwaitable<KeyedTensor> GrowingEmbeddingBagCollection::compute_and_output_dist(
+    const sharding::DistributedInput& input) {
+  const auto context = input.context;
+  const auto state = state_;
+  check_batch(*context);
+  const bool is_recorded = at::GradMode::is_enabled();
+  const auto sent = state->look_up(*context, is_training() && is_recorded);
+  return comm::LazyAwaitable<KeyedTensor>([=] {
+    const at::AutoGradMode recorded(is_recorded);
+    const auto& outputs = state->layout->outputs;
+    HomePlan plan;
+    plan.num_bags = context->strides.front();
+    std::vector<std::string> names;
+    std::vector<std::int64_t> columns;
+    for (std::size_t o = 0; o < outputs.size(); ++o) {
+      HomeBlock block;
+      block.first_column = plan.num_columns;
+      block.num_columns = outputs[o].columns;
+      block.is_mean =
+          state->layout->tables[outputs[o].table].pooling == embedding::PoolingType::kMean;
+      block.places = state->places_of(*context, o, sent.ids);
+      block.offsets = offsets_of(context->features, context->places[outputs[o].feature]);
+      plan.num_columns += block.num_columns;
+      plan.blocks.push_back(std::move(block));
+      names.push_back(outputs[o].name);
+      columns.push_back(outputs[o].columns);
+    }
+    return KeyedTensor(std::move(names), std::move(columns),
+                       rows_at_home(sent.arrived.wait(), std::move(plan)));
+  });
+}
+
+GrowingEmbeddingCollection::GrowingEmbeddingCollection(
+    std::vector<GrowingTable> tables, const comm::Group& group, const GrowingOptions& options,
+    const std::map<std::string, sharding::Placement>& wishes)
+    : GrowingTables("GrowingEmbeddingCollection", std::move(tables), wishes, group, options,
+                    /*is_pooled=*/false) {}
+
+embedding::NamedRows GrowingEmbeddingCollection::forward(const KeyedJaggedTensor& features) {
+  return compute_and_output_dist(input_dist(features).wait().wait()).wait();
+}
+
+comm::LazyAwaitable<embedding::NamedRows> GrowingEmbeddingCollection::compute_and_output_dist(
+    const sharding::DistributedInput& input) {
+  const auto context = input.context;
+  const auto state = state_;
+  check_batch(*context);
+  const bool is_recorded = at::GradMode::is_enabled();
+  const auto sent = state->look_up(*context, is_training() && is_recorded);
+  return comm::LazyAwaitable<embedding::NamedRows>([=] {
+    const at::AutoGradMode recorded(is_recorded);
+    const auto& outputs = state->layout->outputs;
+    // One pass for all outputs of equally many columns.
+    std::map<std::int64_t, std::vector<std::size_t>> by_columns;
+    for (std::size_t o = 0; o < outputs.size(); ++o) by_columns[outputs[o].columns].push_back(o);
+    const at::Tensor arrived = sent.arrived.wait();
+    std::vector<at::Tensor> rows(outputs.size());
+    for (const auto& [columns, members] : by_columns) {
+      HomeBlock block;
+      block.num_columns = columns;
+      std::vector<std::int64_t> counts;
+      for (const std::size_t o : members) {
+        const auto places = state->places_of(*context, o, sent.ids);
+        counts.push_back(static_cast<std::int64_t>(places.size()));
+        block.places.insert(block.places.end(), places.begin(), places.end());
+      }
+      block.offsets = one_by_one(block.places.size());
+      HomePlan plan;
+      plan.num_bags = static_cast<std::int64_t>(block.places.size());
+      plan.num_columns = columns;
+      plan.is_whole = by_columns.size() == 1;
+      plan.blocks.push_back(std::move(block));
+      const auto parts = rows_at_home(arrived, std::move(plan)).split_with_sizes(counts);
+      for (std::size_t i = 0; i < members.size(); ++i) rows[members[i]] = parts[i];
+    }
+    embedding::NamedRows named;
+    for (std::size_t o = 0; o < outputs.size(); ++o) {
+      const JaggedTensor given = context->features.feature(context->places[outputs[o].feature]);
+      named.emplace_back(outputs[o].name, JaggedTensor(rows[o], at::Tensor(), given.lengths()));
+    }
+    return named;
+  });
+}
+
+}  // namespace tessera::collision

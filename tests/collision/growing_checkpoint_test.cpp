@@ -1,0 +1,193 @@
+// Growing tables saved by some ranks and loaded by others: they go on to the same bits.
+
+#include <gtest/gtest.h>
+
+#include <filesystem>
+
+#include "checkpoint/quiet.h"
+#include "collision/growing_world.h"
+#include "support/ranks.h"
+#include "tessera/checkpoint/growing_tables.h"
+#include "tessera/checkpoint/load.h"
+#include "tessera/checkpoint/modules.h"
+#include "tessera/checkpoint/save.h"
+
+namespace tessera::testing {
+namespace {
+
+using checkpoint::State;
+using checkpoint::testing::quiet_load;
+using checkpoint::testing::quiet;
+using collision::AdmissionKind;
+using collision::EvictionKind;
+
+class Folder {
+ public:
+  Folder() {
+    std::string path = (std::filesystem::temp_directory_path() / "growing-XXXXXX").string();
+    path_ = mkdtemp(path.data());
+  }
+  ~Folder() { std::filesystem::remove_all(path_); }
+  const std::string& path() const { return path_; }
+
+ private:
+  std::string path_;
+};
+
+std::vector<GrowingTable> counted_tables() {
+  auto tables = two_tables();
+  tables[0].ids.admission = {.kind = AdmissionKind::kFrequency, .sightings = 2};
+  tables[1].ids.capacity = 1;
+  tables[1].ids.eviction.kind = EvictionKind::kDistanceLfu;
+  tables[1].ids.refuse_when_full = true;
+  return tables;
+}
+
+/// Trains steps [begin, end), after what was saved before `begin`, and saves.
+void go_on(int world, std::int64_t begin, std::int64_t end, const std::string& root,
+           const std::vector<GrowingTable>& tables,
+           const std::map<std::string, sharding::Placement>& wishes, Remains* remains = nullptr) {
+  run_ranks(world, [&](const comm::Group& group) {
+    auto growing =
+        std::make_shared<GrowingEmbeddingBagCollection>(tables, group, adagrad(), wishes);
+    State state;
+    checkpoint::add_module(state, growing, "tables.", "optimizer.");
+    if (begin > 0) checkpoint::load(root, state, group, quiet_load());
+    EXPECT_EQ(growing->num_calls(), begin);
+    for (std::int64_t step = begin; step < end; ++step) train(*growing, step);
+    checkpoint::save(root, end, state, group, quiet());
+    if (remains != nullptr) add_remains(*growing, *remains);
+  });
+}
+
+TEST(GrowingCheckpoint, EveryWorldGoesOnToTheSameBits) {
+  for (const auto& tables : {two_tables(), counted_tables()}) {
+    Remains straight;
+    go_on(1, 0, 12, Folder().path(), tables, {}, &straight);
+    const Folder folder;
+    Remains cut;
+    go_on(2, 0, 4, folder.path(), tables, {});
+    go_on(3, 4, 8, folder.path(), tables, {{"b", sharding::table_wise(2)}});
+    go_on(1, 8, 10, folder.path(), tables, {});
+    go_on(4, 10, 12, folder.path(), tables, {}, &cut);
+    EXPECT_EQ(straight, cut);
+  }
+}
+
+TEST(GrowingCheckpoint, TablesWithoutIdsAreSavedToo) {
+  const Folder folder;
+  go_on(2, 0, 0, folder.path(), counted_tables(), {});
+  Remains straight;
+  go_on(1, 0, 3, Folder().path(), counted_tables(), {}, &straight);
+  run_ranks(3, [&](const comm::Group& group) {
+    auto growing =
+        std::make_shared<GrowingEmbeddingBagCollection>(counted_tables(), group, adagrad());
+    train(*growing, 7);  // what a load must undo
+    State state;
+    checkpoint::add_module(state, growing, "tables.", "optimizer.");
+    checkpoint::load(folder.path(), state, group, quiet_load());
+    for (std::int64_t step = 0; step < 3; ++step) train(*growing, step);
+    Remains own;
+    add_remains(*growing, own);
+    for (const auto& [table, ids] : own) {
+      for (const auto& [id, left] : ids) EXPECT_EQ(left, straight.at(table).at(id)) << table << id;
+    }
+  });
+}
+
+/// A checkpoint of one table "a" with these ids in these buckets, as a program of another kind
+/// wrote it.
+void write_foreign(const std::string& root, const std::vector<std::int64_t>& ids,
+                   std::vector<std::int64_t> bucket_rows, const std::string& hash,
+                   std::int64_t seed = 11) {
+  State state;
+  const auto count = static_cast<std::int64_t>(ids.size());
+  const std::string name = "tables.embedding_bags.a";
+  state.add_replicated(name + ".ids", at::tensor(ids, at::kLong));
+  state.add_replicated(name + ".counts", at::ones({count}, at::kLong));
+  state.add_replicated(name + ".last_step", at::ones({count}, at::kLong));
+  state.add_replicated(name + ".weight", at::ones({count, 3}));
+  state.add_replicated(name + ".unknown", at::zeros({1, 3}));
+  state.add_replicated(name + ".bucket_rows", at::tensor(bucket_rows, at::kLong));
+  state.add_replicated("optimizer.embedding_bags.a.weight.momentum1", at::zeros({count}));
+  state.add_replicated("optimizer.embedding_bags.a.weight.unknown.momentum1", at::zeros({1}));
+  state.values["tables.embedding_bags.id_hash"] = hash;
+  state.values["tables.embedding_bags.calls"] = std::int64_t{1};
+  state.values[name + ".seed"] = seed;
+  checkpoint::save(root, 1, state, std::nullopt, quiet());
+}
+
+std::string load_error(const std::string& root) {
+  const auto errors = run_ranks_collecting(2, [&](const comm::Group& group) {
+    auto growing = std::make_shared<GrowingEmbeddingBagCollection>(
+        std::vector<GrowingTable>{two_tables()[0]}, group, adagrad());
+    Samples one;
+    one.f = {{4, 5}};
+    const auto count = group.rank() == 0 ? 1 : 0;
+    jagged::KeyedJaggedFields fields;
+    fields.lengths = at::full({count}, 2, at::kInt);
+    fields.stride = count;
+    const jagged::KeyedJaggedTensor features({"f"}, at::arange(4, 4 + 2 * count, at::kLong),
+                                             fields);
+    growing->forward(features).values().sum().backward();
+    Remains before;
+    add_remains(*growing, before);
+    State state;
+    checkpoint::add_growing_tables(state, growing, "tables.", "optimizer.");
+    try {
+      checkpoint::load(root, state, group, quiet_load());
+    } catch (...) {
+      Remains after;
+      add_remains(*growing, after);
+      EXPECT_EQ(before, after);
+      throw;
+    }
+  });
+  EXPECT_EQ(text_of(errors[0]), text_of(errors[1]));
+  return text_of(errors[0]);
+}
+
+TEST(GrowingCheckpoint, WhatNoTableWroteIsRefused) {
+  const auto rows_of = [](const std::vector<std::int64_t>& ids) {
+    std::vector<std::int64_t> rows(1024);
+    for (const std::int64_t id : ids) ++rows[static_cast<std::size_t>(collision::bucket_of(id))];
+    return rows;
+  };
+  const auto expect = [](const std::string& text, const std::vector<std::string>& parts) {
+    for (const std::string& part : parts) EXPECT_NE(text.find(part), std::string::npos) << text;
+  };
+  {
+    const Folder folder;
+    write_foreign(folder.path(), {7}, rows_of({7}), "murmur-3");
+    expect(load_error(folder.path()), {"'murmur-3'", "'xmx64-1'"});
+  }
+  {
+    const Folder folder;
+    write_foreign(folder.path(), {7}, rows_of({7}), "xmx64-1", 99);
+    expect(load_error(folder.path()), {"seed 99", "11"});
+  }
+  {
+    const Folder folder;
+    write_foreign(folder.path(), {7, 7}, rows_of({7, 7}), "xmx64-1");
+    expect(load_error(folder.path()), {"embedding_bags.a", "rows 0 and 1 both have id 7"});
+  }
+  {
+    const Folder folder;
+    auto rows = rows_of({7});
+    rows[static_cast<std::size_t>(collision::bucket_of(7))] = 0;
+    rows[static_cast<std::size_t>((collision::bucket_of(7) + 1) % 1024)] = 1;
+    write_foreign(folder.path(), {7}, rows, "xmx64-1");
+    expect(load_error(folder.path()),
+           {"id 7 in row 0", "the id is of bucket " + std::to_string(collision::bucket_of(7))});
+  }
+  {
+    const Folder folder;
+    auto rows = rows_of({7});
+    rows[5] += 1;
+    write_foreign(folder.path(), {7}, rows, "xmx64-1");
+    expect(load_error(folder.path()), {"its buckets overlap, or leave some out"});
+  }
+}
+
+}  // namespace
+}  // namespace tessera::testing

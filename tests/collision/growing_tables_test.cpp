@@ -1,0 +1,354 @@
+// Growing tables over ranks: the same bits for every number of them.
+
+#include "tessera/collision/growing_tables.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <set>
+
+#include "collision/growing_world.h"
+#include "support/ranks.h"
+#include "tessera/collision/row_init.h"
+
+namespace tessera::testing {
+namespace {
+
+using collision::AdmissionKind;
+using collision::EvictionKind;
+using collision::GrowingEmbeddingCollection;
+using collision::GrowingOptions;
+using collision::UnknownIds;
+using Wishes = std::map<std::string, sharding::Placement>;
+
+constexpr std::int64_t kSteps = 12;
+
+struct Ran {
+  Remains remains;
+  std::vector<at::Tensor> outputs;  // of every step, all samples
+};
+
+Ran run(int world, const std::vector<GrowingTable>& tables, const Wishes& wishes = {},
+        const GrowingOptions& options = adagrad(),
+        const comm::GroupOptions& group_options = test_options()) {
+  Ran ran;
+  std::vector<std::vector<at::Tensor>> outputs(static_cast<std::size_t>(world));
+  run_ranks(
+      world,
+      [&](const comm::Group& group) {
+        GrowingEmbeddingBagCollection growing(tables, group, options, wishes);
+        for (std::int64_t step = 0; step < kSteps; ++step) {
+          outputs[static_cast<std::size_t>(group.rank())].push_back(train(growing, step));
+        }
+        add_remains(growing, ran.remains);
+      },
+      group_options);
+  for (std::size_t step = 0; step < kSteps; ++step) {
+    std::vector<at::Tensor> parts;
+    for (const auto& own : outputs) parts.push_back(own[step]);
+    ran.outputs.push_back(at::cat(parts));
+  }
+  return ran;
+}
+
+void expect_same(const Ran& one, const Ran& other, const std::string& which) {
+  EXPECT_EQ(one.remains, other.remains) << which;
+  for (std::size_t step = 0; step < one.outputs.size(); ++step) {
+    EXPECT_TRUE(at::equal(one.outputs[step], other.outputs[step])) << which << ", step " << step;
+  }
+}
+
+std::vector<GrowingTable> seldom_admitted() {
+  auto tables = two_tables();
+  for (GrowingTable& table : tables) {
+    table.ids.admission = {.kind = AdmissionKind::kFrequency, .sightings = 2};
+  }
+  return tables;
+}
+
+std::vector<GrowingTable> small() {
+  auto tables = two_tables();
+  for (GrowingTable& table : tables) {
+    table.ids.capacity = 1;  // one id a bucket
+    table.ids.eviction.kind = EvictionKind::kLfu;
+    table.ids.refuse_when_full = true;
+  }
+  tables[0].unknown = UnknownIds::kInit;
+  return tables;
+}
+
+TEST(GrowingTables, EveryWorldGivesTheSameBits) {
+  const std::vector<std::pair<std::string, std::vector<GrowingTable>>> cases = {
+      {"always", two_tables()},
+      {"from the second sighting", seldom_admitted()},
+      {"small", small()}};
+  for (const auto& [name, tables] : cases) {
+    const Ran alone = run(1, tables);
+    ASSERT_GT(alone.remains.at("a").size(), 10U);
+    for (const int world : {2, 3, 4}) {
+      expect_same(alone, run(world, tables), name + " on " + std::to_string(world) + " ranks");
+    }
+    const Wishes by_table = {{"a", sharding::table_wise(1)}, {"b", sharding::row_wise()}};
+    expect_same(alone, run(3, tables, by_table), name + " with a whole table");
+  }
+}
+
+TEST(GrowingTables, EveryEngineGivesTheSameBits) {
+  const Ran alone = run(1, seldom_admitted());
+  expect_same(alone, run(2, seldom_admitted(), {}, adagrad(), test_options(comm::Engine::kGloo)),
+              "gloo");
+}
+
+TEST(GrowingTables, EveryOptimizerGivesTheSameBits) {
+  using embedding::OptimizerKind;
+  for (const OptimizerKind kind : {OptimizerKind::kSgd, OptimizerKind::kAdagrad,
+                                   OptimizerKind::kAdam, OptimizerKind::kPartialRowWiseAdam}) {
+    GrowingOptions options = adagrad();
+    options.optimizer.kind = kind;
+    const Ran alone = run(1, seldom_admitted(), {}, options);
+    expect_same(alone, run(3, seldom_admitted(), {}, options),
+                std::string(embedding::name_of(kind)));
+  }
+}
+
+// A plain map of rows, stepped by hand.
+TEST(GrowingTables, StepsRowsAsAPlainMapDoes) {
+  GrowingOptions options;
+  options.optimizer.learning_rate = 0.5;  // SGD
+  const auto tables = two_tables();
+  const Ran ran = run(2, tables, {}, options);
+  std::map<std::string, std::map<std::int64_t, std::vector<float>>> plain;
+  const auto row_of = [&](const GrowingTable& table, std::int64_t id) -> std::vector<float>& {
+    std::vector<float>& row = plain[table.config.name][id];
+    if (row.empty()) {
+      row.resize(static_cast<std::size_t>(table.config.embedding_dim));
+      const float bound = std::sqrt(1.0F / static_cast<float>(row.size()));
+      collision::init_rows(std::vector<std::int64_t>{id}, table.seed, table.config.embedding_dim,
+                           -bound, bound, row);
+    }
+    return row;
+  };
+  for (std::int64_t step = 0; step < kSteps; ++step) {
+    const Samples samples = samples_of(step);
+    const auto gradient = samples.gradient.accessor<float, 2>();
+    const at::Tensor wanted = at::zeros({static_cast<std::int64_t>(samples.g.size()), 7});
+    auto out = wanted.accessor<float, 2>();
+    std::vector<std::tuple<std::vector<float>*, int, float>> changes;
+    const auto look_up = [&](const GrowingTable& table, std::int64_t id, std::size_t sample,
+                             int column) {
+      std::vector<float>& row = row_of(table, id);
+      for (int c = 0; c < static_cast<int>(row.size()); ++c) {
+        const auto s = static_cast<std::int64_t>(sample);
+        out[s][column + c] += row[static_cast<std::size_t>(c)];
+        changes.emplace_back(&row, c, gradient[s][column + c]);
+      }
+    };
+    for (std::size_t s = 0; s < samples.g.size(); ++s) {
+      for (const std::int64_t id : samples.f[s]) look_up(tables[0], id, s, 0);
+      look_up(tables[1], samples.g[s], s, 3);
+      look_up(tables[1], samples.h[s], s, 5);
+    }
+    EXPECT_TRUE(at::allclose(ran.outputs[static_cast<std::size_t>(step)], wanted, 1e-5, 1e-5));
+    for (const auto& [row, c, amount] : changes)
+      (*row)[static_cast<std::size_t>(c)] -= 0.5F * amount;
+  }
+  for (const GrowingTable& table : tables) {
+    const auto& left = ran.remains.at(table.config.name);
+    ASSERT_EQ(left.size(), plain.at(table.config.name).size());
+    for (const auto& [id, row] : plain.at(table.config.name)) {
+      for (std::size_t c = 0; c < row.size(); ++c) EXPECT_NEAR(left.at(id).weight[c], row[c], 2e-5);
+    }
+  }
+}
+
+TEST(GrowingTables, EvaluationChangesNothing) {
+  run_ranks(2, [](const comm::Group& group) {
+    auto tables = two_tables();
+    tables[0].unknown = UnknownIds::kInit;
+    tables[1].unknown = UnknownIds::kZero;
+    GrowingEmbeddingBagCollection growing(tables, group, adagrad());
+    train(growing, 0);
+    Remains before;
+    add_remains(growing, before);
+    const std::int64_t calls = growing.num_calls();
+    const Samples unseen = samples_of(900);
+    const auto [begin, end] = part_of(unseen, group);
+    {
+      const at::NoGradGuard no_grad;
+      growing.forward(features_of(unseen, begin, end));
+    }
+    growing.eval();
+    growing.forward(features_of(unseen, begin, end));
+    Remains after;
+    add_remains(growing, after);
+    EXPECT_EQ(before, after);
+    EXPECT_EQ(growing.num_calls(), calls);
+  });
+}
+
+TEST(GrowingTables, UnknownIdsReadWhatWasChosen) {
+  run_ranks(2, [](const comm::Group& group) {
+    auto tables = two_tables();
+    tables[0].unknown = UnknownIds::kInit;
+    tables[1].unknown = UnknownIds::kZero;
+    GrowingEmbeddingBagCollection growing(tables, group, adagrad());
+    growing.eval();
+    Samples one;
+    one.f = {{77}};
+    one.g = {77};
+    one.h = {78};
+    const auto pooled = growing.forward(features_of(one, 0, 1));
+    std::vector<float> first(3);
+    const float bound = std::sqrt(1.0F / 3);
+    collision::init_rows(std::vector<std::int64_t>{77}, 11, 3, -bound, bound, first);
+    EXPECT_EQ(floats_of(pooled["f"]), first);
+    EXPECT_EQ(floats_of(pooled["g"]), std::vector<float>(2, 0.0F));
+  });
+}
+
+// Ranks get empty batches, or all of them do.
+TEST(GrowingTables, BatchesMayBeEmpty) {
+  run_ranks(3, [](const comm::Group& group) {
+    GrowingEmbeddingBagCollection growing(seldom_admitted(), group, adagrad());
+    const Samples samples = samples_of(3, 5);
+    for (const int owner : {0, 2, 7}) {
+      const std::size_t end = group.rank() == owner ? 5 : 0;
+      const auto pooled = growing.forward(features_of(samples, 0, end));
+      EXPECT_EQ(pooled.values().size(0), static_cast<std::int64_t>(end));
+      pooled.values().sum().backward();
+    }
+    EXPECT_EQ(growing.num_calls(), 3);
+  });
+}
+
+TEST(GrowingTables, SequencesAreTheRowsOfTheirIds) {
+  for (const int world : {1, 3}) {
+    run_ranks(world, [](const comm::Group& group) {
+      sharding::set_gradient_division(false);
+      GrowingEmbeddingCollection growing(two_tables(), group, adagrad());
+      const Samples samples = samples_of(1);
+      const auto [begin, end] = part_of(samples, group);
+      const auto rows = growing.forward(features_of(samples, begin, end));
+      std::map<std::string, jagged::JaggedTensor> named(rows.begin(), rows.end());
+      std::vector<std::int64_t> ids;
+      for (std::size_t i = begin; i < end; ++i) {
+        ids.insert(ids.end(), samples.f[i].begin(), samples.f[i].end());
+      }
+      std::vector<float> first(3 * ids.size());
+      const float bound = std::sqrt(1.0F / 3);
+      collision::init_rows(ids, 11, 3, -bound, bound, first);
+      EXPECT_EQ(floats_of(named.at("f").values()), first);
+      (named.at("f").values().sum() + named.at("h").values().sum()).backward();
+    });
+  }
+}
+
+TEST(GrowingTables, AFullTableIsTheSameErrorOnAllRanksAndChangesNothing) {
+  Remains before;
+  Remains after;
+  const auto errors = run_ranks_collecting(3, [&](const comm::Group& group) {
+    auto tables = two_tables();
+    tables[1].ids.capacity = 1;
+    GrowingEmbeddingBagCollection growing(tables, group, adagrad());
+    Samples few = samples_of(0, 3);
+    for (auto& bag : few.f) bag.clear();
+    few.g = {1, 1, 1};
+    few.h = {1, 1, 1};
+    const auto own = static_cast<std::size_t>(group.rank());
+    growing.forward(features_of(few, own, own + 1)).values().sum().backward();
+    add_remains(growing, before);
+    // Two new ids of one bucket, from two ranks; and new ones of table a, which have room.
+    const std::uint64_t hash = std::uint64_t{77} << 10;
+    few.g = {collision::id_of_hash(hash), collision::id_of_hash(hash | std::uint64_t{1} << 20), 1};
+    few.f = {{5}, {6, 7}, {8}};
+    try {
+      growing.forward(features_of(few, own, own + 1));
+    } catch (...) {
+      add_remains(growing, after);
+      EXPECT_EQ(growing.num_calls(), 1);
+      few.g = {1, 1, 1};
+      growing.forward(features_of(few, own, own + 1)).values().sum().backward();  // goes on
+      throw;
+    }
+  });
+  EXPECT_EQ(before, after);
+  std::set<std::string> texts;
+  for (const auto& error : errors) texts.insert(text_of(error));
+  ASSERT_EQ(texts.size(), 1U);
+  for (const char* part : {"table 'b'", "bucket 77", "capacity of 1", "on rank "}) {
+    EXPECT_NE(texts.begin()->find(part), std::string::npos) << *texts.begin();
+  }
+}
+
+TEST(GrowingTables, WhatCannotBeIsAnError) {
+  const auto text = [](const std::function<void(const comm::Group&)>& body) {
+    return text_of(run_ranks_collecting(1, body).front());
+  };
+  const auto has = [](const std::string& all, const char* part) {
+    EXPECT_NE(all.find(part), std::string::npos) << all;
+  };
+  has(text([](const comm::Group& group) {
+        GrowingEmbeddingBagCollection growing(two_tables(), group, {},
+                                              {{"a", sharding::column_wise({0})}});
+      }),
+      "growing tables lie row_wise or table_wise");
+  has(text([](const comm::Group& group) {
+        auto tables = two_tables();
+        tables[0].config.init_fn = [](at::Tensor) {};
+        GrowingEmbeddingBagCollection growing(tables, group);
+      }),
+      "init_fn");
+  has(text([](const comm::Group& group) {
+        GrowingOptions options;
+        options.optimizer.stochastic_rounding = true;
+        GrowingEmbeddingBagCollection growing(two_tables(), group, options);
+      }),
+      "stochastic_rounding");
+  has(text([](const comm::Group& group) {
+        auto tables = two_tables();
+        tables[0].ids.capacity = -1;
+        GrowingEmbeddingBagCollection growing(tables, group);
+      }),
+      "capacity of -1");
+  has(text([](const comm::Group& group) {
+        GrowingEmbeddingBagCollection growing(two_tables(), group);
+        growing.gather_tables();
+      }),
+      "fixed number of rows");
+  const auto errors = run_ranks_collecting(2, [](const comm::Group& group) {
+    auto tables = two_tables();
+    tables[0].ids.capacity = group.rank() == 0 ? 0 : 5;
+    GrowingEmbeddingBagCollection growing(tables, group);
+  });
+  for (const auto& error : errors) has(text_of(error), "same tables, plan and options");
+}
+
+TEST(GrowingTables, TellHowTheyGrow) {
+  run_ranks(2, [](const comm::Group& group) {
+    GrowingEmbeddingBagCollection growing(small(), group, adagrad());
+    for (std::int64_t step = 0; step < 6; ++step) train(growing, step);
+    std::int64_t sightings = 0;
+    for (std::int64_t step = 0; step < 6; ++step) {
+      for (const auto& bag : samples_of(step).f) sightings += static_cast<std::int64_t>(bag.size());
+    }
+    const auto all = growing.total_growth();
+    ASSERT_EQ(all.size(), 2U);
+    EXPECT_EQ(all[0].table, "a");
+    EXPECT_EQ(all[0].sightings, sightings);
+    EXPECT_EQ(all[0].ids, all[0].admitted - all[0].evicted);
+    EXPECT_LT(all[0].hits, sightings);
+    EXPECT_GT(all[0].hits, 0);
+    EXPECT_GT(all[1].bytes, 0);
+    std::int64_t removed = 0;
+    for (const auto& table : {"a", "b"}) {
+      removed += static_cast<std::int64_t>(growing.take_removed_ids(table).size());
+      EXPECT_TRUE(growing.take_removed_ids(table).empty());
+    }
+    std::int64_t evicted = 0;
+    for (const auto& one : growing.growth()) evicted += one.evicted;
+    EXPECT_EQ(removed, evicted);
+  });
+}
+
+}  // namespace
+}  // namespace tessera::testing
