@@ -4,6 +4,7 @@
 
 #include "bindings.h"
 #include "tessera/planner/explain.h"
+#include "tessera/planner/machine_profile.h"
 #include "tessera/planner/planner.h"
 
 namespace tessera::python {
@@ -86,6 +87,19 @@ void bind_planner(py::module_& module) {
     });
   });
   sub.def("shard_costs", &shard_costs);
+  sub.def("profile_path", &planner::profile_path);
+  sub.def("profile_speeds", [](const std::string& text) {
+    try {
+      const planner::Speeds speeds = planner::speeds_of(planner::profile_from_json(text));
+      return std::map<std::string, double>{
+          {"memory_speed", speeds.memory},      {"host_speed", speeds.host},
+          {"network_speed", speeds.network},    {"step_speed", speeds.step},
+          {"row_seconds", speeds.row_seconds},  {"id_seconds", speeds.id_seconds},
+          {"part_seconds", speeds.part_seconds}};
+    } catch (const planner::PlanError& error) {
+      throw py::value_error(error.what());
+    }
+  });
   sub.def("text", [](const std::string& problem, const std::string& table) {
     return answer([&] {
       const planner::Problem read = planner::problem_from_json(problem);

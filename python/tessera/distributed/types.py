@@ -52,6 +52,7 @@ __all__ = [
     "NullShardingContext",
     "ParameterSharding",
     "ParameterStorage",
+    "PipelineType",
     "QuantizationContext",
     "QuantizedCommCodec",
     "QuantizedCommCodecs",
@@ -115,6 +116,16 @@ class ParameterStorage(Enum):
 
     HBM = "hbm"
     DDR = "ddr"
+
+
+@unique
+class PipelineType(Enum):
+    """Name the pipelines of training whose batches on their way take memory."""
+
+    NONE = "none"
+    TRAIN_BASE = "train_base"
+    TRAIN_SPARSE_DIST = "train_sparse_dist"
+    TRAIN_PREFETCH_SPARSE_DIST = "train_prefetch_sparse_dist"
 
 
 @unique

@@ -1,5 +1,7 @@
 """Numbers that are assumed where nothing is said. Bandwidths are bytes per millisecond."""
 
+from __future__ import annotations
+
 _GIB = 1024**3
 
 MAX_SIZE = (1 << 63) - 1
@@ -19,3 +21,35 @@ HBM_TO_DDR_MEM_BW = 32 * _GIB / 1000
 BATCH_SIZE = 512
 BWD_COMPUTE_MULTIPLIER = 2
 WEIGHTED_FEATURE_BWD_COMPUTE_MULTIPLIER = 1
+UVM_CACHING_RATIO = 0.2
+KV_CACHING_RATIO = 0.2
+
+
+def kernel_bw_lookup(
+    compute_device: str,
+    compute_kernel: str,
+    hbm_mem_bw: float,
+    ddr_mem_bw: float,
+    hbm_to_ddr_mem_bw: float,
+    caching_ratio: float | None = None,
+    prefetch_pipeline: bool = False,
+    ssd_mem_bw: float = SSD_MEM_BW,
+) -> float | None:
+    """Return how fast a kernel reads rows on a device; None for a kernel that the device does not have.
+
+    >>> kernel_bw_lookup("cpu", "fused", 8.0, 2.0, 4.0), kernel_bw_lookup("cuda", "dense", 8.0, 2.0, 4.0)
+    (2.0, 4.0)
+    """
+    ratio = UVM_CACHING_RATIO if caching_ratio is None else caching_ratio
+    own = ddr_mem_bw if compute_device == "cpu" else hbm_mem_bw
+    speeds = {"dense": own / 2, "fused": own, "quant": own}
+    if compute_device == "cuda":
+        managed = hbm_to_ddr_mem_bw / 10
+        cached = (ratio * hbm_mem_bw + (1 - ratio) * hbm_to_ddr_mem_bw) / 10
+        speeds |= {"fused_uvm": managed, "quant_uvm": managed, "quant_uvm_caching": cached}
+        speeds["fused_uvm_caching"] = hbm_mem_bw if prefetch_pipeline else cached
+        speeds["key_value"] = ssd_mem_bw
+        speeds |= dict.fromkeys(
+            ("ssd_virtual_table", "dram_virtual_table", "dram_ssd_virtual_table"), hbm_to_ddr_mem_bw
+        )
+    return speeds.get(compute_kernel)

@@ -2,165 +2,78 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import logging
 import os
 import time
-import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from tessera import _C
 from tessera.distributed.collective_utils import invoke_on_rank_and_broadcast_result
 from tessera.distributed.comm import get_local_size
+from tessera.distributed.planner._certified import PlanResult, options_of, problem_of, solve
+from tessera.distributed.planner._plan_checks import (
+    extract_plan,
+    to_sharding_plan,
+    validate_compute_kernels,
+    validate_modules_inclusion_in_sharding_plan,
+    validate_rank_assignment,
+)
+from tessera.distributed.planner._profile import measured_speeds
+from tessera.distributed.planner._tables import tables_of
 from tessera.distributed.planner.constants import BATCH_SIZE
+from tessera.distributed.planner.enumerators import EmbeddingEnumerator
+from tessera.distributed.planner.partitioners import GreedyPerfPartitioner
+from tessera.distributed.planner.perf_models import NoopPerfModel
+from tessera.distributed.planner.proposers import GreedyProposer, GridSearchProposer, UniformProposer
 from tessera.distributed.planner.stats import EmbeddingStats
 from tessera.distributed.planner.storage_reservations import HeuristicalStorageReservation
 from tessera.distributed.planner.types import (
     Enumerator,
     ParameterConstraints,
-    PartitionByType,
     Partitioner,
-    Perf,
     PerfModel,
+    PlanDebugStats,
+    PlanLoader,
     PlannerError,
     PlannerErrorType,
     Proposer,
-    Shard,
     ShardingOption,
     Stats,
     Storage,
     StorageReservation,
     Topology,
+    hash_planner_context_inputs,
+    hash_planner_context_inputs_str,
 )
-from tessera.distributed.sharding_plan import _steps_in_backward, get_default_sharders, plan_from_json
-from tessera.distributed.types import (
-    EmbeddingModuleShardingPlan,
-    ModuleSharder,
-    ShardingPlan,
-    ShardingPlanner,
-)
+from tessera.distributed.planner.utils import reset_shard_rank, storage_repr_in_gb
+from tessera.distributed.sharding_plan import get_default_sharders
+from tessera.distributed.types import ModuleSharder, ShardingPlan, ShardingPlanner
 
-__all__ = ["EmbeddingPlannerBase", "EmbeddingShardingPlanner", "PlanResult", "default_planner"]
+__all__ = [
+    "EmbeddingPlannerBase",
+    "EmbeddingShardingPlanner",
+    "PlanResult",
+    "default_planner",
+    "extract_plan",
+    "to_sharding_plan",
+    "validate_compute_kernels",
+    "validate_modules_inclusion_in_sharding_plan",
+    "validate_rank_assignment",
+]
 
 logger = logging.getLogger(__name__)
 
-_ERRORS = {
-    "too_large": PlannerErrorType.INSUFFICIENT_STORAGE,
-    "rules": PlannerErrorType.STRICT_CONSTRAINTS,
-    "bad_problem": PlannerErrorType.INPUT_VALIDATION,
-    "bad_evidence": PlannerErrorType.OTHER,
-}
-# Bytes of optimizer state a row and a number, by the name of the rule.
-_STATES = {
-    "sgd": (0, 0),
-    "exact_sgd": (0, 0),
-    "rowwiseadagrad": (4, 0),
-    "exact_row_wise_adagrad": (4, 0),
-    "adagrad": (0, 4),
-    "exact_adagrad": (0, 4),
-    "larssgd": (0, 4),
-    "lars_sgd": (0, 4),
-    "partialrowwiseadam": (4, 4),
-    "partial_row_wise_adam": (4, 4),
-    "partialrowwiselamb": (4, 4),
-    "partial_row_wise_lamb": (4, 4),
-    "adam": (0, 8),
-    "adamw": (0, 8),
-    "lamb": (0, 8),
-}
-_PARTITIONS = {
-    "table_wise": PartitionByType.DEVICE,
-    "column_wise": PartitionByType.DEVICE,
-    "table_row_wise": PartitionByType.HOST,
-    "table_column_wise": PartitionByType.HOST,
-    "row_wise": PartitionByType.UNIFORM,
-    "data_parallel": PartitionByType.UNIFORM,
-    "grid_shard": PartitionByType.MULTI_HOST,
-}
 
-
-@dataclass
-class PlanResult:
-    """Tell how good a plan is: its step, what no plan can be under, and the proof, as the engine wrote it."""
-
-    plan_seconds: float
-    bound_seconds: float
-    gap: float
-    certificate: dict[str, Any]
-    problem: str
-    json: str
-
-    def explain(self, table: str = "") -> str:
-        """Return why a table ("path.name") lies where it does, or a table of all."""
-        kind, text = _C.planner.text(self.problem, table)
-        if kind:
-            raise PlannerError(text, _ERRORS[kind])
-        return text
-
-    def check(self) -> None:
-        """Raise PlannerError unless the plan fits and the proof holds."""
-        kind, text = _C.planner.check(self.problem, self.json)
-        if kind:
-            raise PlannerError(text, _ERRORS[kind])
-
-
-@dataclass
-class _Table:
-    path: str
-    name: str
-    module: nn.Module
-    sharder: ModuleSharder[nn.Module]
-    tensor: torch.Tensor
-    config: Any
-    is_weighted: bool
-    is_pooled: bool
-
-    @property
-    def key(self) -> str:
-        return f"{self.path}.{self.name}" if self.path else self.name
-
-
-def _configs_of(module: nn.Module) -> tuple[list[Any], bool, bool]:
-    """Return the tables' configurations, whether ids have weights, and whether bags are pooled."""
-    for part in module.modules():
-        if hasattr(part, "embedding_bag_configs"):
-            return part.embedding_bag_configs(), bool(part.is_weighted()), True
-        if hasattr(part, "embedding_configs"):
-            return part.embedding_configs(), False, False
-    return [], False, True
-
-
-def _tables_of(module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> Iterator[_Table]:
-    kinds = {sharder.module_type: sharder for sharder in sharders}
-
-    def walk(part: nn.Module, path: str) -> Iterator[_Table]:
-        sharder = kinds.get(type(part))
-        if sharder is None:
-            for name, child in part.named_children():
-                yield from walk(child, f"{path}.{name}" if path else name)
-            return
-        configs, is_weighted, is_pooled = _configs_of(part)
-        by_name = {config.name: config for config in configs}
-        for name, tensor in sharder.shardable_parameters(part).items():
-            yield _Table(path, name, part, sharder, tensor, by_name.get(name), is_weighted, is_pooled)
-
-    yield from walk(module, "")
-
-
-def _state_of(table: _Table) -> tuple[float, float]:
-    classes = getattr(table.tensor, "_optimizer_classes", None)
-    name = classes[0].__name__ if classes else None
-    if name is None:
-        optimizer = (getattr(table.sharder, "fused_params", None) or {}).get("optimizer")
-        name = getattr(optimizer, "value", None) or "rowwiseadagrad"
-    return _STATES.get(str(name).lower(), (0, 8))
+def _measured_here(topology: Topology) -> dict[str, float]:
+    """Return the speeds that were measured on this machine, for ranks that work on its processors."""
+    return measured_speeds() if topology.compute_device == "cpu" else {}
 
 
 class EmbeddingPlannerBase(ShardingPlanner):
@@ -189,7 +102,9 @@ class EmbeddingPlannerBase(ShardingPlanner):
         self._topology = topology
         self._batch_size = batch_size or BATCH_SIZE
         self._constraints = constraints
-        self._enumerator = enumerator
+        self._enumerator = enumerator or EmbeddingEnumerator(
+            topology=topology, batch_size=self._batch_size, constraints=constraints
+        )
         self._storage_reservation = storage_reservation or HeuristicalStorageReservation(percentage=0.15)
         self._stats = stats if isinstance(stats, list) else [stats or EmbeddingStats()]
         self._debug = debug
@@ -218,6 +133,18 @@ class EmbeddingPlannerBase(ShardingPlanner):
         self._check_agreement(module, sharders, pg)
         return invoke_on_rank_and_broadcast_result(pg, 0, self.plan, module, sharders)
 
+    def hash_planner_context_inputs(self) -> int:
+        """Return a hash of what the last plan was made for."""
+        return hash_planner_context_inputs(
+            self._topology, self._batch_size, self._enumerator, self._storage_reservation, self._constraints
+        )
+
+    def hash_planner_context_inputs_str(self) -> str:
+        """Return the same in hexadecimal digits."""
+        return hash_planner_context_inputs_str(
+            self._topology, self._batch_size, self._enumerator, self._storage_reservation, self._constraints
+        )
+
     def _inputs(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> dict[str, str]:
         raise NotImplementedError
 
@@ -228,8 +155,12 @@ class EmbeddingPlannerBase(ShardingPlanner):
             part: hashlib.sha256(text.encode()).hexdigest()
             for part, text in self._inputs(module, sharders).items()
         }
-        given: list[Any] = [None] * pg.size()
-        dist.all_gather_object(given, own, group=pg)
+        gathered: list[Any] = [None] * pg.size()
+        dist.all_gather_object(gathered, (own, _measured_here(self._topology)), group=pg)
+        # Ranks whose machines were measured differently are ranks of different kinds.
+        if pg.size() == self._topology.world_size:
+            self._topology.use_measured([measured for _, measured in gathered])
+        given = [parts for parts, _ in gathered]
         for rank, other in enumerate(given):
             parts = [part for part in given[0] if other.get(part) != given[0][part]]
             if parts:
@@ -243,8 +174,10 @@ class EmbeddingPlannerBase(ShardingPlanner):
 class EmbeddingShardingPlanner(EmbeddingPlannerBase):
     """Find a plan, and prove how far it is at most from the best one.
 
-    Constraints are by the name of the table. With a proposer, partitioner or performance model of one's
-    own, proposals are placed and rated by those, and there is no proof.
+    Constraints are by the name of the table. With a proposer, partitioner, performance model, enumerator or
+    plan loader of one's own, proposals are laid and rated by those: there is no proof, and `last_result` is
+    None. What is left out of them is as in torchrec: a grid search, two greedy ones and uniform plans, laid
+    by GreedyPerfPartitioner, rated by the slowest rank.
     """
 
     def __init__(
@@ -261,7 +194,7 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
         debug: bool = True,
         callbacks: list[Callable[[list[ShardingOption]], list[ShardingOption]]] | None = None,
         timeout_seconds: int | None = None,
-        plan_loader: Any = None,
+        plan_loader: PlanLoader | None = None,
         *,
         objective: str = "sum",
         effort: str = "normal",
@@ -270,14 +203,15 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
             topology, batch_size, enumerator, storage_reservation, stats, constraints, debug, callbacks,
             timeout_seconds,
         )  # fmt: skip
-        parts = {"proposer": proposer, "partitioner": partitioner, "performance_model": performance_model,
-                 "enumerator": enumerator, "plan_loader": plan_loader}  # fmt: skip
-        given = [name for name, part in parts.items() if part is not None]
-        if given:
-            raise NotImplementedError(
-                f"EmbeddingShardingPlanner: {' and '.join(given)} of one's own are not supported yet. "
-                "Leave them out: the planner then proves how good its plan is."
-            )
+        parts = (enumerator, proposer, partitioner, performance_model, plan_loader)
+        self._is_certified = all(part is None for part in parts)
+        if proposer is None:
+            proposer = [GridSearchProposer(), GreedyProposer(), GreedyProposer(False), UniformProposer()]
+        self._proposers = list(proposer) if isinstance(proposer, list) else [proposer]
+        self._partitioner = partitioner or GreedyPerfPartitioner()
+        self._perf_model = performance_model or NoopPerfModel(self._topology)
+        self.plan_loader = plan_loader
+        self._num_proposals = self._num_plans = 0
         efforts = {"low": 8, "normal": 64, "high": 4096}
         if objective not in ("sum", "phases") or effort not in efforts:
             raise ValueError(
@@ -291,231 +225,153 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
         """Return a plan for all tables that the sharders take. Not collective."""
         begin = time.perf_counter()
         sharders = get_default_sharders() if sharders is None else sharders
-        tables = list(_tables_of(module, sharders))
-        if not tables:
+        if not any(True for _ in tables_of(module, sharders)):
             return ShardingPlan({})
-        problem = json.dumps(self._problem(module, sharders, tables))
-        kind, text = _C.planner.plan(problem)
-        if kind:
-            raise PlannerError(text, _ERRORS[kind])
-        result = json.loads(text)
-        keep = ("plan_seconds", "bound_seconds", "gap", "certificate")
-        self.last_result = PlanResult(**{key: result[key] for key in keep}, problem=problem, json=text)
-        options = self._options(tables, result, problem)
+        if self._topology._measured is None:
+            self._topology.use_measured([_measured_here(self._topology)] * self._topology.world_size)
+        left = self._storage_reservation.reserve(
+            topology=self._topology,
+            batch_size=self._batch_size,
+            module=module,
+            sharders=sharders,
+            constraints=self._constraints,
+        )
+        self._num_proposals = self._num_plans = 0
+        find = self._find_certified if self._is_certified else self._find_proposed
+        options = find(module, sharders, left)
         for callback in self._callbacks:
             options = callback(options)
-        plan = self._sharding_plan(options)
+        plan = to_sharding_plan(options, self._topology)
+        validate_modules_inclusion_in_sharding_plan(plan, module, sharders)
+        validate_rank_assignment(plan, self._topology)
+        validate_compute_kernels(options)
         if self._debug:
-            for stats in self._stats:
-                stats.log(
-                    sharding_plan=plan,
-                    topology=self._topology,
-                    batch_size=self._batch_size,
-                    storage_reservation=self._storage_reservation,
-                    num_proposals=result["tries"],
-                    num_plans=1,
-                    run_time=time.perf_counter() - begin,
-                    best_plan=options,
-                    constraints=self._constraints,
-                    sharders=sharders,
-                    enumerator=self._enumerator,
-                    debug=self._debug,
-                )
+            self._tell(plan, options, sharders, time.perf_counter() - begin)
         return plan
 
+    def _tell(
+        self,
+        plan: ShardingPlan,
+        options: list[ShardingOption],
+        sharders: list[ModuleSharder[nn.Module]],
+        run_time: float,
+    ) -> None:
+        for stats in self._stats:
+            stats.log(
+                sharding_plan=plan,
+                topology=self._topology,
+                batch_size=self._batch_size,
+                storage_reservation=self._storage_reservation,
+                num_proposals=self._num_proposals,
+                num_plans=self._num_plans,
+                run_time=run_time,
+                best_plan=options,
+                constraints=self._constraints,
+                sharders=sharders,
+                enumerator=self._enumerator,
+                debug=self._debug,
+                debug_stats=PlanDebugStats(type(self).__name__, self._timeout_seconds),
+            )
+
+    def _find_certified(
+        self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]], left: Topology
+    ) -> list[ShardingOption]:
+        tables = list(tables_of(module, sharders))
+        problem = problem_of(tables, self._constraints, left, self._batch_size, self._objective, self._tries)
+        result, self.last_result = solve(problem)
+        self._num_proposals, self._num_plans = result["tries"], 1
+        return options_of(tables, result, self._constraints, self._topology, self._batch_size)
+
+    def _find_proposed(
+        self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]], left: Topology
+    ) -> list[ShardingOption]:
+        space = self._enumerator.enumerate(module=module, sharders=sharders)
+        if self.plan_loader is not None and (kept := self._load_plan(space)):
+            return kept
+        for proposer in self._proposers:
+            proposer.load(search_space=space, enumerator=self._enumerator)
+        begin = time.monotonic()
+        best: list[ShardingOption] | None = None
+        best_rating = float("inf")
+        leanest: Storage | None = None
+        last_error: PlannerError | None = None
+        seen: dict[tuple[int, ...], tuple[bool, list[ShardingOption], float | None]] = {}
+        for proposer in self._proposers:
+            while proposal := proposer.propose():
+                if self._timeout_seconds and time.monotonic() - begin > self._timeout_seconds:
+                    logger.warning("plan: cut short after %s s", self._timeout_seconds)
+                    break
+                key = tuple(sorted(map(hash, proposal)))
+                if key not in seen:
+                    self._num_proposals += 1
+                    try:
+                        laid = self._partitioner.partition(proposal=proposal, storage_constraint=left)
+                        rating = self._perf_model.rate(plan=laid)
+                        self._num_plans += 1
+                        seen[key] = (True, laid, rating)
+                        if rating < best_rating:
+                            best, best_rating = copy.deepcopy(laid), rating
+                    except PlannerError as error:
+                        last_error = error
+                        asked = sum((option.total_storage for option in proposal), Storage(0, 0))
+                        leanest = asked if leanest is None else min(leanest, asked)
+                        seen[key] = (False, proposal, None)
+                fits, laid, rating = seen[key]
+                proposer.feedback(partitionable=fits, plan=laid, perf_rating=rating, storage_constraint=left)
+                reset_shard_rank(proposal)
+        if best is None:
+            raise self._no_plan(left, leanest, last_error)
+        return best
+
+    def _load_plan(self, space: list[ShardingOption]) -> list[ShardingOption]:
+        """Return the options of the plan that was kept, nothing if there is none."""
+        assert self.plan_loader is not None
+        kept_for = self.plan_loader.plan_context_hash()
+        if kept_for is not None and kept_for != self.hash_planner_context_inputs_str():
+            raise PlannerError(
+                "plan: the plan that was kept was made for other tables, ranks, batches or constraints "
+                f"({kept_for} is not {self.hash_planner_context_inputs_str()}).",
+                PlannerErrorType.PLANNER_INPUT_CONTEXT_MISMATCH,
+            )
+        loaded = self.plan_loader.load()
+        return copy.deepcopy(extract_plan(space, loaded)) if loaded else []
+
+    def _no_plan(self, left: Topology, leanest: Storage | None, last: PlannerError | None) -> PlannerError:
+        room = sum((device.storage for device in left.devices), Storage(0, 0))
+        if leanest is None:
+            return PlannerError("plan: nothing was proposed.", PlannerErrorType.OTHER)
+        is_short = not leanest.fits_in(room)
+        kind = PlannerErrorType.INSUFFICIENT_STORAGE if is_short else PlannerErrorType.STRICT_CONSTRAINTS
+        return PlannerError(
+            f"plan: none of {self._num_proposals} proposals fits. The leanest needs "
+            f"{storage_repr_in_gb(leanest)}; {left.world_size} ranks have {storage_repr_in_gb(room)} for "
+            f"tables.\nThe last error: {last}\ntry: more ranks, smaller batches than {self._batch_size}, "
+            "fewer constraints, or no parts of one's own: the planner then computes what would help",
+            kind,
+        )
+
     def _inputs(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> dict[str, str]:
-        problem = self._problem(module, sharders, list(_tables_of(module, sharders)))
+        topology = copy.deepcopy(self._topology)
+        topology._measured = None  # hosts may be different machines
+        left = self._storage_reservation.reserve(
+            topology=topology, batch_size=self._batch_size, module=module, sharders=sharders,
+            constraints=self._constraints,
+        )  # fmt: skip
+        problem = problem_of(
+            list(tables_of(module, sharders)), self._constraints, left, self._batch_size, self._objective,
+            self._tries,
+        )  # fmt: skip
         return {
             "tables": json.dumps(problem["tables"]),
             "constraints": json.dumps(problem["rules"]),
             "topology": json.dumps([problem["ranks"], problem["ranks_per_host"]]),
             "batch size": json.dumps(problem["batch"]),
-            "options": json.dumps([problem["objective"], problem["tries"]]),
+            "options": json.dumps([problem["objective"], problem["tries"], self._is_certified]),
         }
-
-    def _problem(
-        self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]], tables: list[_Table]
-    ) -> dict[str, Any]:
-        topology, constraints = self._topology, self._constraints or {}
-        unknown = set(constraints) - {table.name for table in tables} - {table.key for table in tables}
-        if unknown:
-            raise PlannerError(
-                f"plan: there are constraints for {', '.join(sorted(unknown))}, and no such table.",
-                PlannerErrorType.INPUT_VALIDATION,
-            )
-        left = self._storage_reservation.reserve(
-            topology, self._batch_size, module, sharders, self._constraints
-        )
-        on_device = topology.compute_device != "cpu"
-        speeds = {
-            "memory_speed": 1000 * (topology.hbm_mem_bw if on_device else topology.ddr_mem_bw),
-            "host_speed": 1000 * topology.intra_host_bw,
-            "network_speed": 1000 * topology.inter_host_bw,
-        }
-        listed, rules = [], {}
-        for table in tables:
-            own = constraints.get(table.key) or constraints.get(table.name) or ParameterConstraints()
-            listed.append(self._listed(table, own))
-            rules[table.key] = self._rules(table, own)
-        return {
-            "tables": listed,
-            "rules": rules,
-            "batch": self._batch_size,
-            "ranks": [
-                {"memory": device.storage.hbm if on_device else device.storage.ddr, **speeds}
-                for device in left.devices
-            ],
-            "ranks_per_host": topology.local_world_size,
-            "reserved_percent": 0,
-            "objective": self._objective,
-            "tries": self._tries,
-        }
-
-    def _listed(self, table: _Table, own: ParameterConstraints) -> dict[str, Any]:
-        names = own.feature_names or getattr(table.config, "feature_names", None) or [table.name]
-
-        def per_feature(values: list[Any] | None, default: float) -> list[float]:
-            values = list(values or [default])
-            if len(values) not in (1, len(names)):
-                raise PlannerError(
-                    f"plan: table {table.name!r} has {len(names)} features, and its constraints have "
-                    f"{len(values)} numbers.",
-                    PlannerErrorType.INPUT_VALIDATION,
-                )
-            return [float(value) for value in (values * len(names) if len(values) == 1 else values)]
-
-        # Features with batches or poolings of their own look up so much more.
-        ids = per_feature(own.pooling_factors, 1.0)
-        poolings = per_feature(own.num_poolings, 1.0)
-        batches = per_feature(own.batch_sizes, float(self._batch_size))
-        lookups = [i * n * b / self._batch_size for i, n, b in zip(ids, poolings, batches, strict=True)]
-        per_row, per_element = _state_of(table)
-        is_stepped = bool(own.compute_kernels) or _steps_in_backward(table.tensor, table.sharder)
-        if not is_stepped or set(own.compute_kernels or ()) == {"dense"}:
-            per_element += 4  # the gradient
-        weighted = table.is_weighted or own.is_weighted
-        return {
-            "name": table.key,
-            "rows": table.tensor.shape[0],
-            "dim": table.tensor.shape[1],
-            "element_bytes": table.tensor.element_size(),
-            "pooled": table.is_pooled,
-            "features": [{"ids": lookup, "weighted": weighted} for lookup in lookups],
-            "state_bytes_per_row": per_row,
-            "state_bytes_per_element": per_element,
-        }
-
-    def _rules(self, table: _Table, own: ParameterConstraints) -> dict[str, Any]:
-        device = self._topology.compute_device
-        if own.device_group is not None and own.device_group != device:
-            raise PlannerError(
-                f"plan: table {table.name!r} may lie on {own.device_group} only; the ranks have {device}.",
-                PlannerErrorType.STRICT_CONSTRAINTS,
-            )
-        if own.key_value_params is not None or own.use_virtual_table or own.cache_params is not None:
-            warnings.warn(
-                f"plan: caches and virtual tables are not priced; {table.name!r} is planned as if all of its "
-                "rows were in memory.",
-                stacklevel=4,
-            )
-        offered = table.sharder.sharding_types(device)
-        cuts = [cut for cut in offered if not own.sharding_types or cut in own.sharding_types]
-        kernels = {kernel for cut in cuts for kernel in table.sharder.compute_kernels(cut, device)}
-        if own.compute_kernels:
-            kernels = {kernel for kernel in own.compute_kernels if kernel in kernels or "uvm" in kernel}
-        if "data_parallel" in cuts and not own.sharding_types and "fused" in kernels:
-            # Its gradients would be somebody else's to step; only whoever asks for it gets it.
-            cuts.remove("data_parallel")
-        if not cuts or not kernels:
-            raise PlannerError(
-                f"plan: table {table.name!r} may be {own.sharding_types} with kernels {own.compute_kernels}, "
-                f"and its sharder offers {offered} on {device}.",
-                PlannerErrorType.STRICT_CONSTRAINTS,
-            )
-        engine = sorted({"dense" if kernel == "dense" else "fused" for kernel in kernels})
-        if engine == ["dense"] and cuts != ["data_parallel"]:
-            engine = ["dense", "fused"]  # shards with gradients of their own are priced as fused ones
-        rules: dict[str, Any] = {"cuts": cuts, "kernels": engine}
-        if own.min_partition:
-            rules["min_columns"] = own.min_partition
-        return rules
-
-    def _options(self, tables: list[_Table], result: dict[str, Any], problem: str) -> list[ShardingOption]:
-        by_key = {table.key: table for table in tables}
-        costs = _C.planner.shard_costs(
-            problem,
-            [
-                (one["name"], one["type"], one["kernel"], [(s[2], s[3], s[4]) for s in one["shards"]])
-                for one in result["tables"]
-            ],
-        )
-        on_device = self._topology.compute_device != "cpu"
-        constraints = self._constraints or {}
-        options = []
-        for one, numbers in zip(result["tables"], costs, strict=True):
-            table = by_key[one["name"]]
-            own = constraints.get(table.key) or constraints.get(table.name) or ParameterConstraints()
-            shards = []
-            for (row, column, rows, columns, rank), cost in zip(one["shards"], numbers, strict=True):
-                ids, lookup, out, grads, step, held = cost
-                perf = Perf(1e3 * lookup, 1e3 * out, 1e3 * step, 1e3 * grads, 0.0, 1e3 * ids)
-                storage = Storage(int(held), 0) if on_device else Storage(0, int(held))
-                shards.append(Shard([rows, columns], [row, column], storage, perf, rank))
-            # Without an optimizer for backward its rows are the user's own to step, as in plans made by hand.
-            is_stepped = _steps_in_backward(table.tensor, table.sharder)
-            asked = own.compute_kernels or [one["kernel"] if is_stepped else "dense"]
-            named = [k for k in asked if (k == "dense") == (one["kernel"] == "dense")] or asked
-            options.append(
-                ShardingOption(
-                    name=table.name,
-                    tensor=table.tensor,
-                    module=(table.path, table.module),
-                    input_lengths=list(own.pooling_factors),
-                    batch_size=self._batch_size,
-                    sharding_type=one["type"],
-                    partition_by=_PARTITIONS[one["type"]].value,
-                    compute_kernel=named[0],
-                    shards=shards,
-                    cache_params=own.cache_params,
-                    enforce_hbm=own.enforce_hbm,
-                    stochastic_rounding=own.stochastic_rounding,
-                    bounds_check_mode=own.bounds_check_mode,
-                    is_pooled=table.is_pooled,
-                    feature_names=own.feature_names,
-                    output_dtype=own.output_dtype,
-                    key_value_params=own.key_value_params,
-                    num_poolings=own.num_poolings,
-                )
-            )
-        return options
-
-    def _sharding_plan(self, options: list[ShardingOption]) -> ShardingPlan:
-        modules: dict[str, dict[str, Any]] = {}
-        for option in options:
-            modules.setdefault(option.path, {})[option.name] = {
-                "type": option.sharding_type,
-                "kernel": "dense" if option.compute_kernel == "dense" else "fused",
-                "ranks": [shard.rank for shard in option.shards],
-                "shards": [[*shard.offset, *shard.size, shard.rank] for shard in option.shards],
-            }
-        topology = self._topology
-        plan = plan_from_json(
-            json.dumps({"version": 1, "modules": modules}), topology.compute_device, topology.local_world_size
-        )
-        for option in options:
-            tables = plan.plan[option.path]
-            assert isinstance(tables, EmbeddingModuleShardingPlan)
-            sharding = tables[option.name]
-            sharding.compute_kernel = option.compute_kernel
-            sharding.cache_params = option.cache_params
-            sharding.enforce_hbm = option.enforce_hbm
-            sharding.stochastic_rounding = option.stochastic_rounding
-            sharding.bounds_check_mode = option.bounds_check_mode
-        return plan
 
 
 def default_planner(world_size: int, local_size: int, device: torch.device) -> EmbeddingShardingPlanner:
-    """Return the planner of a model without a plan: this machine's memory, and assumed speeds.
+    """Return the planner of a model without a plan: this machine's memory, and its speeds if measured.
 
     Ranks that have different memory plan for different machines, and hear of it in `collective_plan`; so
     memory is counted in whole GiB.
@@ -527,8 +383,11 @@ def default_planner(world_size: int, local_size: int, device: torch.device) -> E
         pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         memory = {"ddr_cap": max(1, pages // local_size // 1024**3) * 1024**3}
         speeds = {"ddr_mem_bw": 51e6, "intra_host_bw": 25e6, "inter_host_bw": 12.5e6}
+        if measured_speeds():
+            speeds = {}
     logger.info(
-        "DistributedModelParallel: no plan was given; speeds of this machine are assumed, not measured"
+        "DistributedModelParallel: no plan was given; speeds of this machine are %s",
+        "assumed (tessera doctor --profile measures them)" if speeds or device.type == "cuda" else "measured",
     )
     topology = Topology(
         world_size=world_size,
