@@ -90,14 +90,4 @@ std::string seconds_text(double seconds) {
   return print("%ld h %ld min", whole / 3600, whole / 60 % 60);
 }
 
-std::string percent(double share) { return print("%.3f%%", 100 * share); }
-
-std::string count_text(long long count) {
-  std::string digits = std::to_string(count);
-  for (int at = static_cast<int>(digits.size()) - 3; at > (count < 0 ? 1 : 0); at -= 3) {
-    digits.insert(static_cast<std::size_t>(at), "\u202f");
-  }
-  return digits;
-}
-
 }  // namespace tessera::workloads::report

@@ -21,9 +21,5 @@ std::string short_number(double value);
 std::string bytes_text(double bytes);
 /// "850 µs", "12.3 ms", "4.1 s", "5 min 20 s".
 std::string seconds_text(double seconds);
-/// "12.500%", as styles want it.
-std::string percent(double share);
-/// With a space between thousands.
-std::string count_text(long long count);
 
 }  // namespace tessera::workloads::report

@@ -34,6 +34,12 @@ void read_head(const Json& line, RunRecord& run) {
   run.started = line.value("started", "");
   run.num_ranks = line.value("ranks", 1);
   run.unit = line.value("unit", "samples");
+  run.planned_steps = line.value("planned_steps", std::int64_t{0});
+  run.command = line.value("command", "");
+  run.data.clear();
+  for (const Json& file : line.value("data", Json::array())) {
+    run.data.push_back({file.at("path").get<std::string>(), number_of(file, "bytes")});
+  }
   const double ceiling = number_of(line, "auc_ceiling");
   if (ceiling == ceiling) run.auc_ceiling = ceiling;
   run.facts.clear();
@@ -49,10 +55,11 @@ Table read_table(const Json& line) {
   table.bytes = line.at("bytes").get<double>();
   table.sharding = line.value("sharding", "");
   for (const Json& shard : line.at("shards")) {
-    table.shards.push_back(
-        {shard.at("rank").get<int>(), shard.at("row").get<std::int64_t>(),
-         shard.at("rows").get<std::int64_t>(), shard.at("column").get<std::int64_t>(),
-         shard.at("columns").get<std::int64_t>(), shard.at("bytes").get<double>()});
+    table.shards.push_back({shard.at("rank").get<int>(), shard.at("row").get<std::int64_t>(),
+                            shard.at("rows").get<std::int64_t>(),
+                            shard.at("column").get<std::int64_t>(),
+                            shard.at("columns").get<std::int64_t>(),
+                            shard.at("bytes").get<double>(), number_of(shard, "traffic")});
   }
   return table;
 }
@@ -112,6 +119,14 @@ void read_line(const Json& line, RunRecord& run) {
                          number_of(line, "exposed_comm_seconds")});
   } else if (kind == "eval") {
     run.evals.push_back(read_eval(line));
+  } else if (kind == "calibration") {
+    run.calibration = {line.at("step").get<std::int64_t>(),
+                       line.at("predicted").get<std::vector<double>>(),
+                       line.at("observed").get<std::vector<double>>()};
+  } else if (kind == "resume") {
+    run.resumed.push_back(line.at("step").get<std::int64_t>());
+    run.planned_steps = line.value("planned_steps", run.planned_steps);
+    run.command = line.value("command", run.command);
   } else if (kind == "breakdown") {
     run.breakdowns.push_back(read_breakdown(line));
   } else if (kind == "end") {
@@ -120,6 +135,7 @@ void read_line(const Json& line, RunRecord& run) {
     run.total_seconds = line.at("seconds").get<double>();
     run.total_samples = line.at("samples").get<double>();
     run.peak_memory_bytes = line.value("peak_memory_bytes", std::vector<double>{});
+    run.peak_device_bytes = line.value("peak_device_bytes", std::vector<double>{});
     run.status = line.value("status", std::string("finished"));
     run.best_step = line.value("best_step", std::int64_t{0});
     run.resume = line.value("resume", std::string());

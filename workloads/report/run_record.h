@@ -2,17 +2,21 @@
 //
 // metrics.jsonl holds one JSON object per line, told apart by "kind":
 //
-//   run        name, workload, ranks, unit, started, auc_ceiling, versions {}, machine {}
+//   run        name, workload, ranks, unit, started, planned_steps, command, data [{path, bytes}],
+//              auc_ceiling, versions {}, machine {}
+//   resume     step, started, planned_steps, command
 //   table      name, rows, columns, bytes, sharding, shards [{rank, row, rows, column, columns,
-//              bytes}]
+//              bytes, traffic: bytes that a step reads of it}]
 //   plan       sharding, seconds, bound, speeds, ranks [{part: seconds, bytes}], predicted {part:
 //              seconds, total} if the machine was measured
 //   step       step, loss, seconds, samples_per_second, learning_rate, exposed_comm_seconds
 //   eval       step, log_loss, auc, normalized_entropy, calibration, samples; or other figures of
 //              the workload by their names
+//   calibration  step; of parts of equally many samples, by prediction: predicted [], observed []
 //   breakdown  rank, steps, seconds, phases {name: {seconds, waited}}; seconds of all steps; of
 //              each of the last steps: exposed_comm_us [], data_us []
-//   end        steps, seconds, samples, peak_memory_bytes [per rank], status, best_step, resume
+//   end        steps, seconds, samples, peak_memory_bytes [per rank], peak_device_bytes [], status,
+//              best_step, resume
 
 #pragma once
 
@@ -54,6 +58,7 @@ struct Shard {
   std::int64_t column = 0;
   std::int64_t columns = 0;
   double bytes = 0;
+  double traffic = kMissing;  // bytes that a step reads of it
 };
 
 struct Table {
@@ -75,6 +80,18 @@ struct Breakdown {
   std::int64_t steps = 0;
   double seconds = 0;
   std::map<std::string, PhaseTime> phases;
+};
+
+/// Predicted against observed: means of parts of equally many samples, by prediction.
+struct CalibrationRow {
+  std::int64_t step = 0;
+  std::vector<double> predicted;
+  std::vector<double> observed;
+};
+
+struct DataFile {
+  std::string path;
+  double bytes = 0;
 };
 
 /// What the planner thinks of where the tables lie.
@@ -105,19 +122,25 @@ struct RunRecord {
   std::string unit = "samples";  // what is counted per second
   std::string started;
   int num_ranks = 1;
+  std::int64_t planned_steps = 0;  // 0: not known
+  std::string command;             // as it was typed
+  std::vector<DataFile> data;
+  std::vector<std::int64_t> resumed;  // steps that were done when it went on
   std::optional<double> auc_ceiling;
   std::vector<std::pair<std::string, std::string>> facts;  // versions and machine
   std::vector<Table> tables;
   std::optional<PlanRow> plan;
   std::vector<StepRow> steps;
   std::vector<EvalRow> evals;
-  std::vector<Breakdown> breakdowns;  // by rank
-  std::vector<TraceSpan> spans;       // by begin
+  std::optional<CalibrationRow> calibration;  // the last one
+  std::vector<Breakdown> breakdowns;          // by rank
+  std::vector<TraceSpan> spans;               // by begin
   std::string config;
   std::int64_t total_steps = 0;
   double total_seconds = 0;
   double total_samples = 0;
-  std::vector<double> peak_memory_bytes;
+  std::vector<double> peak_memory_bytes;  // per rank
+  std::vector<double> peak_device_bytes;  // per rank; empty without a GPU
   bool has_ended = false;
   std::string status;          // finished, stopped, stopped early, diverged
   std::int64_t best_step = 0;  // of the evaluation that was the best; 0: none

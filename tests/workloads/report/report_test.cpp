@@ -1,5 +1,6 @@
 // The page of a run: text, curves, tiles, and what is read from a folder.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <filesystem>
@@ -7,10 +8,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "report/chart.h"
+#include "report/curves.h"
 #include "report/html.h"
 #include "report/page.h"
-#include "report/placement_picture.h"
+#include "report/run_facts.h"
 #include "report/run_folder.h"
 
 namespace tessera::workloads::report {
@@ -54,79 +55,58 @@ TEST(Html, WritesNumbersForPeople) {
   EXPECT_EQ(bytes_text(102.4e6), "102 MB");
   EXPECT_EQ(seconds_text(0.0193), "19.3 ms");
   EXPECT_EQ(seconds_text(320), "5 min 20 s");
-  EXPECT_EQ(count_text(1234567), "1\u202f234\u202f567");
-  EXPECT_EQ(count_text(999), "999");
 }
 
-TEST(Chart, TicksAreRoundAndCover) {
-  EXPECT_EQ(ticks(0, 10, 5), (std::vector<double>{0, 2, 4, 6, 8, 10}));
-  const auto fine = ticks(0.681, 0.811, 5);
-  EXPECT_LE(fine.front(), 0.681);
-  EXPECT_GE(fine.back(), 0.811);
-  EXPECT_EQ(ticks(3, 3, 5), std::vector<double>{3});
-}
-
-TEST(Chart, SmoothIsTheMeanOfAConstant) {
-  const auto smoothed = smooth({{1, 2}, {2, std::nan("")}, {3, 2}, {4, 2}}, 10);
-  ASSERT_EQ(smoothed.size(), 3U);  // a gap has no mean
-  for (const auto& [x, y] : smoothed) EXPECT_DOUBLE_EQ(y, 2);
-}
-
-TEST(Chart, KeepsThePeaksOfManyPoints) {
-  Chart chart;
-  chart.id = "c";
-  chart.x_name = "step";
-  chart.curves.push_back({"loss", "c-mean", {}, false});
-  for (int i = 0; i < 100'000; ++i) chart.curves[0].points.emplace_back(i, i == 54'321 ? 7 : 0);
-  const std::string html = chart_figure(chart, "");
-  EXPECT_LT(html.size(), 60'000U);
-  EXPECT_THAT(html, HasSubstr("[54321.0,7.0]"));
-  chart.curves[0].points = {{1, std::nan("")}};
-  EXPECT_EQ(chart_figure(chart, ""), "");
-}
-
-TEST(Chart, ShowsPointsThatNoLineReaches) {
-  Chart chart;
-  chart.id = "c";
-  chart.x_name = "step";
-  const auto num_dots = [&](std::vector<double> values) {
-    chart.curves = {{"loss", "c-mean", {}, false}};
-    for (std::size_t i = 0; i < values.size(); ++i)
-      chart.curves[0].points.emplace_back(i, values[i]);
-    const std::string html = chart_figure(chart, "");
-    std::size_t count = 0;
-    for (auto at = html.find("h0"); at != std::string::npos; at = html.find("h0", at + 1)) ++count;
-    return count;
-  };
+TEST(Curves, SmoothIsCentredAndKeepsAConstant) {
   const double none = std::nan("");
-  EXPECT_EQ(num_dots({0.7}), 1);
-  EXPECT_EQ(num_dots({0.7, none}), 1);
-  EXPECT_EQ(num_dots({0.7, 0.6, none}), 0);
-  EXPECT_EQ(num_dots({0.7, none, 0.5, none, 0.6, 0.7}), 2);
+  const auto constant = smooth({2, none, 2, 2}, 10);
+  ASSERT_EQ(constant.size(), 4U);
+  EXPECT_TRUE(std::isnan(constant[1]));  // a gap has no mean
+  for (const std::size_t i : {0, 2, 3}) EXPECT_DOUBLE_EQ(constant[i], 2);
+  // The same from both sides: a peak stays where it is, and a straight line a straight line inside.
+  std::vector<double> peak(101, 0.0);
+  peak[50] = 1;
+  const auto smoothed = smooth(peak, 5);
+  for (std::size_t i = 1; i <= 20; ++i) {
+    EXPECT_DOUBLE_EQ(smoothed[50 - i], smoothed[50 + i]);
+    EXPECT_LT(smoothed[50 + i], smoothed[50 + i - 1]);
+  }
+  std::vector<double> line(401);
+  for (std::size_t i = 0; i < line.size(); ++i) line[i] = static_cast<double>(i);
+  EXPECT_NEAR(smooth(line, 5)[200], 200, 1e-9);
+  EXPECT_TRUE(smooth({}, 5).empty());
 }
 
-TEST(Placement, TilesFillTheSquareByTheirSizes) {
-  const std::vector<double> sizes{60, 25, 10, 3, 1, 1};
-  for (const double aspect : {0.5, 1.25, 4.0}) {
-    const auto tiles = squarify(sizes, aspect);
-    ASSERT_EQ(tiles.size(), sizes.size());
-    for (std::size_t i = 0; i < tiles.size(); ++i) {
-      EXPECT_NEAR(tiles[i].width * tiles[i].height, sizes[i] / 100, 1e-9);
-      EXPECT_GE(tiles[i].left, -1e-9);
-      EXPECT_LE(tiles[i].left + tiles[i].width, 1 + 1e-9);
-      EXPECT_LE(tiles[i].top + tiles[i].height, 1 + 1e-9);
-      for (std::size_t j = 0; j < i; ++j) {
-        const double across =
-            std::min(tiles[i].left + tiles[i].width, tiles[j].left + tiles[j].width) -
-            std::max(tiles[i].left, tiles[j].left);
-        const double down =
-            std::min(tiles[i].top + tiles[i].height, tiles[j].top + tiles[j].height) -
-            std::max(tiles[i].top, tiles[j].top);
-        EXPECT_FALSE(across > 1e-9 && down > 1e-9) << "tiles " << i << " and " << j << " overlap";
-      }
-    }
+TEST(Curves, KeepThePeaksOfManySteps) {
+  std::vector<StepRow> steps(100'000);
+  for (std::size_t i = 0; i < steps.size(); ++i) {
+    steps[i] = {static_cast<std::int64_t>(i + 1),
+                i == 54'321 ? 7.0 : 0.5,
+                i == 777 ? 3.0 : 0.01,
+                100,
+                0.1,
+                0};
   }
-  EXPECT_TRUE(squarify({}, 1).empty());
+  const auto shown = shown_steps(steps);
+  EXPECT_LE(shown.size(), 1602U);
+  EXPECT_TRUE(std::is_sorted(shown.begin(), shown.end()));
+  for (const std::size_t i :
+       {std::size_t{0}, std::size_t{777}, std::size_t{54'321}, steps.size() - 1}) {
+    EXPECT_TRUE(std::binary_search(shown.begin(), shown.end(), i)) << i;
+  }
+  steps.resize(1500);
+  EXPECT_EQ(shown_steps(steps).size(), 1500U);
+  EXPECT_TRUE(shown_steps({}).empty());
+}
+
+TEST(Curves, MedianIsOfWhatIsThere) {
+  EXPECT_EQ(median({3, std::nan(""), 1, 2}), 2);
+  EXPECT_TRUE(std::isnan(median({})));
+}
+
+TEST(RunFacts, CommandsCanBeTypedAgain) {
+  EXPECT_EQ(command_text({"tessera", "train", "--data", "a b.tsv", "it's", ""}),
+            "tessera train --data 'a b.tsv' 'it'\\''s' ''");
 }
 
 TEST(RunFolder, NamesAreOfTheDayAndFree) {
@@ -180,11 +160,11 @@ TEST(ReadRun, NamesFileAndLine) {
 
 TEST(Page, OfAnEmptyRunIsStillAPage) {
   const std::string page = make_page(RunRecord{});
-  EXPECT_THAT(page, HasSubstr("No step was logged."));
   EXPECT_THAT(page, HasSubstr("</html>"));
+  EXPECT_THAT(page, Not(HasSubstr("{{")));  // every place is filled
 }
 
-TEST(Page, ShowsTheFiguresOfAnyWorkload) {
+TEST(Page, HoldsTheFiguresOfAnyWorkload) {
   const Folder folder;
   MetricsFile metrics(folder.file(kMetricsFile));
   metrics.add({{"kind", "run"}, {"workload", "gnn"}, {"ranks", 2}, {"unit", "atoms"}});
@@ -196,11 +176,30 @@ TEST(Page, ShowsTheFiguresOfAnyWorkload) {
   ASSERT_EQ(run.evals.size(), 2U);
   EXPECT_THAT(run.evals[1].others, testing::ElementsAre(testing::Pair("energy_error", 0.25),
                                                         testing::Pair("force_error", 0.5)));
-  const std::string page = make_page(run);
-  for (const char* text : {"Atoms per second", "Energy error", "Force error", "<td>0.25</td>"}) {
-    EXPECT_THAT(page, HasSubstr(text));
-  }
-  for (const char* text : {"Log loss", "Samples", "AUC"}) EXPECT_THAT(page, Not(HasSubstr(text)));
+  const auto data = page_data(run);
+  EXPECT_EQ(data["unit"], "atoms");
+  EXPECT_EQ(data["evals"][1].dump(), R"({"step":2,"energy_error":0.25,"force_error":0.5})");
+  EXPECT_TRUE(data["series"]["seconds"][0].is_null());  // not known
+  EXPECT_FALSE(data["has_ended"].get<bool>());
+}
+
+TEST(Page, KnowsWhereARunWasResumedAndWhatItRead) {
+  const Folder folder;
+  MetricsFile metrics(folder.file(kMetricsFile));
+  metrics.add({{"kind", "run"},
+               {"ranks", 1},
+               {"planned_steps", 5},
+               {"command", "tessera train dlrm"},
+               {"data", {{{"path", "clicks.bin"}, {"bytes", 42}}, {{"path", "pipe"}}}}});
+  metrics.add({{"kind", "calibration"}, {"step", 1}, {"predicted", {0.1}}, {"observed", {0.2}}});
+  metrics.add({{"kind", "resume"}, {"step", 3}, {"planned_steps", 9}, {"command", "again"}});
+  const auto data = page_data(read_run(folder.path));
+  EXPECT_EQ(data["resumed"].dump(), "[3]");
+  EXPECT_EQ(data["planned_steps"], 9);
+  EXPECT_EQ(data["command"], "again");
+  EXPECT_EQ(data["data"].dump(),
+            R"([{"path":"clicks.bin","bytes":42},{"path":"pipe","bytes":null}])");
+  EXPECT_EQ(data["calibration"].dump(), R"({"step":1,"predicted":[0.1],"observed":[0.2]})");
 }
 
 TEST(Page, BelievesNoName) {
@@ -211,10 +210,12 @@ TEST(Page, BelievesNoName) {
   run.workload = "<b>";
   run.config = "</pre><script>2</script>";
   run.facts = {{"<i>", "<script>3</script>"}};
-  run.tables = {{"<script>4</script>", 2, 2, 16, "<script>5</script>", {{0, 0, 2, 0, 2, 16}}}};
+  run.tables = {{"<script>4</script>", 2, 2, 16, "<script>5</script>", {{0, 0, 2, 0, 2, 16, 8}}}};
   run.steps = {{1, 0.5, 0.1, 10, 0.1, 0.01}};
   run.breakdowns = {{0, 1, 0.1, {{"<script>6</script>", {0.1, 0}}}}};
   run.spans = {{0, 0, "<script>7</script>", "<script>8</script>", 1, false, 0, 5}};
+  run.command = run.resume = run.status = "<script>9</script>";
+  run.data = {{"</script><script>9</script>", 1}};
   const std::string page = make_page(run);
   for (int i = 1; i <= 9; ++i) {
     EXPECT_THAT(page, Not(HasSubstr("<script>" + std::to_string(i))));

@@ -47,7 +47,14 @@ def tables(num_ranks: int) -> list[dict]:
                 "columns": columns,
                 "bytes": rows * columns * 4,
                 "sharding": kind,
-                "shards": [dict(zip(keys, s, strict=True), bytes=s[2] * s[4] * 4) for s in shards],
+                "shards": [
+                    dict(
+                        zip(keys, s, strict=True),
+                        bytes=s[2] * s[4] * 4,
+                        traffic=2048 * (1 + i % 4) * s[2] / rows * s[4] * 4,
+                    )
+                    for s in shards
+                ],
             }
         )
     return lines
@@ -87,9 +94,12 @@ def write(folder: pathlib.Path, num_ranks: int = 2, num_steps: int = 300) -> lis
             "workload": "dlrm",
             "ranks": num_ranks,
             "started": "2026-11-15 20:14:03",
+            "planned_steps": num_steps,
+            "command": "tessera train dlrm --ranks 2 --data '<clicks>.bin'",
+            "data": [{"path": "/data/<clicks>.bin", "bytes": 123456789}],
             "auc_ceiling": 0.8113,
             "versions": {"tessera": "0.1.0", "LibTorch": "2.13.0"},
-            "machine": {"host": "<host>", "cores": 2, "engine": "shm"},
+            "machine": {"host": "<host>", "cpu": "A CPU of some kind", "cores": 2, "engine": "shm"},
         },
         *tables(num_ranks),
     ]
@@ -102,13 +112,24 @@ def write(folder: pathlib.Path, num_ranks: int = 2, num_steps: int = 300) -> lis
                 "loss": 0.44 + 0.25 * math.exp(-step / 60) + 0.012 * random.gauss(0, 1),
                 "seconds": seconds,
                 "samples_per_second": 4096 / seconds,
-                "learning_rate": 0.02,
+                "learning_rate": 0.02 * min(1, step / 30),
                 "exposed_comm_seconds": 0.0006 * (1 + random.random()),
             }
         )
+        if step == num_steps // 2 and step > 1:
+            lines.append({"kind": "resume", "step": step, "started": "2026-11-15 20:20:00"})
         if step % 50 == 0:
             auc = 0.8113 - 0.2 * math.exp(-step / 80) - 0.01
             loss = 0.445 + 0.25 * math.exp(-step / 60)
+            bins = [0.02 * (i + 1) ** 1.5 for i in range(10)]
+            lines.append(
+                {
+                    "kind": "calibration",
+                    "step": step,
+                    "predicted": bins,
+                    "observed": [p * (1 + 0.2 * math.sin(9 * p)) for p in bins],
+                }
+            )
             lines.append(
                 {
                     "kind": "eval",
@@ -140,7 +161,10 @@ def write(folder: pathlib.Path, num_ranks: int = 2, num_steps: int = 300) -> lis
             "steps": num_steps,
             "seconds": total * 1.2,
             "samples": 4096 * num_steps,
-            "peak_memory_bytes": [812e6 + rank for rank in range(num_ranks)],
+            "peak_memory_bytes": [812e6 + 1e7 * rank for rank in range(num_ranks)],
+            "status": "finished",
+            "best_step": num_steps // 50 * 50,
+            "resume": f"tessera train dlrm --resume {folder}",
         }
     )
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,57 +1,20 @@
-"""report.html holds the numbers of metrics.jsonl and opens without a complaint of the browser."""
+"""report.html holds the numbers of metrics.jsonl as JSON, and a browser draws them."""
 
 from __future__ import annotations
 
-import html.parser
+import json
 import os
 import pathlib
 import re
-import shutil
 import subprocess
 
 import pytest
 import sample_run
+from browser import needs_browser
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 TESSERA = os.environ.get("TESSERA_BIN", str(ROOT / "build/release/bin/tessera"))
-BROWSERS = ["chromium", "chromium-browser", "google-chrome"]
-BROWSER = next((found for name in BROWSERS if (found := shutil.which(name))), None)
-EMPTY = {"meta", "link", "br", "path", "rect", "input", "img", "hr"}  # elements without an end
-
-
-class Page(html.parser.HTMLParser):
-    """Tables by id, and whether every element that begins also ends."""
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.open: list[str] = []
-        self.tables: dict[str, list[list[str]]] = {}
-        self.rows: list[list[str]] | None = None
-        self.outside: list[str] = []
-        self.feed(text)
-        assert self.open == []
-
-    def handle_starttag(self, tag, attributes):
-        values = dict(attributes)
-        for key in ("src", "href", "action"):
-            if key in values and not values[key].startswith("data:"):
-                self.outside.append(values[key])
-        if tag not in EMPTY:
-            self.open.append(tag)
-        if tag == "table":
-            self.rows = self.tables.setdefault(values.get("id", ""), [])
-        elif tag == "tr":
-            self.rows.append([])
-        elif tag in ("td", "th"):
-            self.rows[-1].append("")
-
-    def handle_endtag(self, tag):
-        if tag not in EMPTY:
-            assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if self.open and self.open[-1] in ("td", "th"):
-            self.rows[-1][-1] += data
+LOOKS = [(width, dark) for width in (390, 768, 1280) for dark in (False, True)]
 
 
 def make_report(folder: pathlib.Path, **shape) -> tuple[list[dict], str]:
@@ -62,49 +25,56 @@ def make_report(folder: pathlib.Path, **shape) -> tuple[list[dict], str]:
     return lines, (folder / "report.html").read_text()
 
 
+def data_of(text: str) -> dict:
+    (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text)
+    return json.loads(found)
+
+
 def of_kind(lines: list[dict], kind: str) -> list[dict]:
     return [line for line in lines if line["kind"] == kind]
 
 
-def check_numbers(lines: list[dict], page: Page):
-    steps = of_kind(lines, "step")
-    for table, key, factor in [
-        ("steps", "loss", 1),
-        ("speeds", "samples_per_second", 1),
-        ("seconds", "seconds", 1e3),
-    ]:
-        shown = {int(row[0]): float(row[1]) for row in page.tables[table][1:]}
-        assert len(shown) == min(len(steps), 400)
-        assert {steps[0]["step"], steps[-1]["step"]} <= set(shown)
-        for step in steps:
-            if step["step"] in shown:
-                assert shown[step["step"]] == pytest.approx(step[key] * factor, rel=1e-5)
-    evals = of_kind(lines, "eval")
-    assert len(page.tables["evals"]) == len(evals) + 1
-    for row, line in zip(page.tables["evals"][1:], evals, strict=True):
-        keys = ["step", "log_loss", "auc", "normalized_entropy", "calibration", "samples"]
-        assert [float(cell) for cell in row] == pytest.approx([line[key] for key in keys], rel=1e-5)
-    head, *rows = page.tables["breakdown"]
-    names = {"input dist": "input_dist", "output dist": "output_dist", "all-reduce": "all_reduce"}
-    for row, line in zip(rows, of_kind(lines, "breakdown"), strict=True):
-        for title, cell in zip(head[1:-2], row[1:-2], strict=True):
-            expected = line["phases"][names.get(title, title)]["seconds"] / line["steps"] * 1e3
-            assert float(cell) == pytest.approx(expected, abs=5.1e-4)
-        waited = sum(time["waited"] for time in line["phases"].values()) / line["steps"] * 1e3
-        assert float(row[-1]) == pytest.approx(waited, abs=5.1e-4)
-    shards = [(t["name"], s["rank"], s["bytes"]) for t in of_kind(lines, "table") for s in t["shards"]]
-    plain = [[cell.replace("\u202f", "") for cell in row] for row in page.tables["placement"][1:]]
-    assert [(row[0], int(row[2]), int(row[5])) for row in plain] == shards
-
-
 @pytest.mark.parametrize(("num_ranks", "num_steps"), [(2, 300), (5, 3000), (1, 1)])
-def test_the_page_shows_the_numbers(tmp_path, num_ranks, num_steps):
+def test_the_page_holds_the_numbers(tmp_path, num_ranks, num_steps):
     lines, text = make_report(tmp_path, num_ranks=num_ranks, num_steps=num_steps)
-    page = Page(text)
-    check_numbers(lines, page) if num_steps > 1 else None
-    assert page.outside == []  # nothing is fetched
-    assert "http" not in re.sub(r"http-equiv", "", text)
-    assert "<b>user" not in text and "alert(&quot;no&quot;)" in text
+    data = data_of(text)
+    steps = {line["step"]: line for line in of_kind(lines, "step")}
+    series = data["series"]
+    assert len(series["step"]) == num_steps if num_steps <= 1600 else 800 <= len(series["step"]) <= 1602
+    assert {1, num_steps} <= set(series["step"])
+    names = {
+        "loss": "loss",
+        "speed": "samples_per_second",
+        "seconds": "seconds",
+        "exposed": "exposed_comm_seconds",
+    }
+    for shown, name in names.items():
+        expected = [steps[step][name] for step in series["step"]]
+        assert series[shown] == pytest.approx(expected, rel=1e-5), name
+    if num_steps > 100:
+        # Smooth: between the extremes, with the mean of what it smooths, and not moved to the right.
+        losses, smooth = series["loss"], series["loss_mean"]
+        assert min(losses) < min(smooth) and max(smooth) < max(losses)
+    for row, line in zip(data["evals"], of_kind(lines, "eval"), strict=True):
+        assert row == pytest.approx({key: value for key, value in line.items() if key != "kind"}, rel=1e-5)
+    for row, line in zip(data["breakdowns"], of_kind(lines, "breakdown"), strict=True):
+        for phase, time in line["phases"].items():
+            assert row["phases"][phase] == [time["seconds"], time["waited"]]
+    for row, line in zip(data["tables"], of_kind(lines, "table"), strict=True):
+        assert row["name"] == line["name"]
+        for shown, shard in zip(row["shards"], line["shards"], strict=True):
+            assert shown == pytest.approx(shard, rel=1e-5)
+    assert data["config"] == (tmp_path / "config.toml").read_text()
+    assert data["num_logged"] == num_steps
+    if num_steps > 1:
+        assert data["resumed"] == [num_steps // 2]
+        assert data["timeline"]["lanes"] == [[rank, 0] for rank in range(num_ranks)]
+
+
+def test_nothing_of_the_run_becomes_markup(tmp_path):
+    _, text = make_report(tmp_path)
+    assert "<b>user" not in text and "<host>" not in text and "alert(" in text
+    assert text.count("<script") == 2 and "http://" not in text and "https://" not in text
 
 
 def test_a_killed_run_has_a_page(tmp_path):
@@ -113,9 +83,8 @@ def test_a_killed_run_has_a_page(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(whole[: len(whole) // 2])
     (tmp_path / "trace.json").unlink()
     subprocess.run([TESSERA, "report", tmp_path], check=True, timeout=60)
-    text = (tmp_path / "report.html").read_text()
-    Page(text)
-    assert "not finished" in text and "Timeline" not in text
+    data = data_of((tmp_path / "report.html").read_text())
+    assert not data["has_ended"] and data["timeline"] is None and data["steps"] > 50
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
@@ -127,39 +96,174 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
     assert result.stderr == "error: report: name a run folder, as in runs/2026-11-15-1\n"
 
 
-def browse(path: pathlib.Path, width: int, scheme: int) -> tuple[str, list[str]]:
-    """The page after its scripts have run, and what the browser said about it."""
-    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
-    flags += [f"--window-size={width},900", f"--blink-settings=preferredColorScheme={scheme}"]
-    flags += [f"--user-data-dir={path.parent / 'browser'}"]
-    result = subprocess.run([BROWSER, *flags, f"file://{path}"], capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-    return result.stdout, [line for line in result.stderr.splitlines() if "CONSOLE" in line]
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> pathlib.Path:
+    folder = tmp_path_factory.mktemp("run")
+    make_report(folder, num_ranks=3)
+    return folder
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium here; the page is judged by its text alone")
+def cells(page, table: str) -> list[list[str]]:
+    rows = page.evaluate(f"""[...document.querySelectorAll("#{table} tbody tr")].map(
+        row => [...row.children].map(cell => cell.textContent.replaceAll("\\u202f", "")))""")
+    assert rows, table
+    return rows
+
+
+@needs_browser
 class TestInChromium:
-    def test_complaints_would_be_seen(self, tmp_path):
-        (tmp_path / "broken.html").write_text("<script>throw new Error('seen')</script>")
-        _, complaints = browse(tmp_path / "broken.html", 800, 1)
-        assert any("seen" in line for line in complaints)
+    def test_complaints_would_be_seen(self, browser, tmp_path):
+        (tmp_path / "broken.html").write_text(
+            "<script>throw new Error('seen')</script><p style='width:2000px'>x"
+        )
+        page = browser.open(f"file://{tmp_path}/broken.html", 800)
+        assert any("seen" in line for line in page.complaints)
+        assert page.overflow() == ["P."]
 
-    @pytest.mark.parametrize(("width", "scheme"), [(1280, 1), (1280, 0), (500, 1), (500, 0)])
-    def test_opens_without_complaints_and_fits(self, tmp_path, width, scheme):
-        lines, text = make_report(tmp_path)
-        dark = "matchMedia('(prefers-color-scheme: dark)').matches"
-        seen = [
-            "document.documentElement.scrollWidth",
-            "innerWidth",
-            dark,
-            "document.querySelectorAll('.tip').length",
+    @pytest.mark.parametrize(("width", "dark"), LOOKS)
+    def test_fits_and_says_nothing_against_the_page(self, browser, folder, width, dark):
+        page = browser.open(f"file://{folder}/report.html", width, dark)
+        assert page.complaints == [] and page.overflow() == []
+        assert page.requests == [f"file://{folder}/report.html", "data:,"] or len(page.requests) == 1
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (paper == "rgb(255, 255, 255)") != dark
+        # No bare block: the figures fill their row, whatever the width.
+        ends = page.evaluate("""(() => {
+          const box = document.querySelector(".figures").getBoundingClientRect();
+          const rows = new Map();
+          for (const cell of document.querySelectorAll(".figures div")) {
+            const at = cell.getBoundingClientRect();
+            rows.set(Math.round(at.top), Math.max(rows.get(Math.round(at.top)) ?? 0, at.right));
+          }
+          return [...rows.values()].map(right => Math.abs(right - box.right));
+        })()""")
+        assert max(ends) < 2
+
+    def test_every_chart_is_there_with_one_axis_of_steps(self, browser, folder):
+        page = browser.open(f"file://{folder}/report.html")
+        ids = page.evaluate("""[...document.querySelectorAll("figure.chart")].map(figure => figure.id)""")
+        assert ids == [
+            "loss",
+            "auc",
+            "normalized_entropy",
+            "calibration",
+            "reliability",
+            "speed",
+            "time",
+            "rate",
         ]
-        probe = f"<script>document.title = [{', '.join(seen)}].join(' ')</script></body>"
-        (tmp_path / "probed.html").write_text(text.replace("</body>", probe))
-        shown, complaints = browse(tmp_path / "probed.html", width, scheme)
-        assert complaints == []
-        title = re.search(r"<title>(\d+) (\d+) (\w+) (\d+)</title>", shown)
-        assert int(title[1]) <= int(title[2])  # nothing stands out at the side
-        assert (title[3] == "true") == (scheme == 0)
-        assert int(title[4]) == 4  # the script ran on every chart
-        check_numbers(lines, Page(shown))
+        axes = page.evaluate("""Object.fromEntries([...document.querySelectorAll("figure.chart")].map(
+            figure => [figure.id, [...figure.querySelectorAll(".x-name, .xs span")].map(
+            one => one.textContent)]))""")
+        assert axes.pop("reliability")[-1] == "predicted chance of a click"
+        assert set(map(tuple, axes.values())) == {("0", "100", "200", "300", "step")}
+
+    def test_evaluation_is_never_cut_off(self, browser, tmp_path):
+        lines = sample_run.write(tmp_path)
+        for line in lines:
+            if line["kind"] == "eval":
+                line["log_loss"] = 9.0 if line["step"] == 100 else 0.01
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        subprocess.run([TESSERA, "report", tmp_path], check=True, timeout=60, capture_output=True)
+        page = browser.open(f"file://{tmp_path}/report.html")
+        path = page.evaluate("""document.querySelector("#loss .curve.c-eval").getAttribute("d")""")
+        heights = [float(y) for _, y in re.findall(r"[ML]([\d.-]+) ([\d.-]+)", path)]
+        assert len(heights) == 6 and all(0 <= y <= 1000 for y in heights)
+
+    def test_the_numbers_are_tables_too(self, browser, folder):
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        page = browser.open(f"file://{folder}/report.html")
+        steps = of_kind(lines, "step")
+        rows = cells(page, "steps")
+        assert [int(row[0]) for row in rows] == [step["step"] for step in steps]
+        assert [float(row[1]) for row in rows] == pytest.approx([step["loss"] for step in steps], rel=1e-5)
+        assert [float(row[4]) for row in rows] == pytest.approx(
+            [1e3 * step["seconds"] for step in steps], rel=1e-5
+        )
+        keys = ["step", "log_loss", "auc", "normalized_entropy", "calibration", "samples"]
+        for row, line in zip(cells(page, "evals"), of_kind(lines, "eval"), strict=True):
+            assert [float(cell) for cell in row] == pytest.approx([line[key] for key in keys], rel=1e-5)
+        titles = page.evaluate(
+            """[...document.querySelectorAll("#breakdown thead th")].map(cell => cell.textContent)"""
+        )
+        for row, line in zip(cells(page, "breakdown"), of_kind(lines, "breakdown"), strict=True):
+            for title, cell in zip(titles[1:-2], row[1:-2], strict=True):
+                phase = title.replace("-", "_").replace(" ", "_")
+                assert float(cell) == pytest.approx(
+                    line["phases"][phase]["seconds"] / line["steps"] * 1e3, abs=5.1e-4
+                )
+        shards = [(t["name"], s["rank"], s["bytes"]) for t in of_kind(lines, "table") for s in t["shards"]]
+        assert [(row[0], int(row[2]), int(row[5])) for row in cells(page, "placement")] == shards
+
+    def test_says_how_it_ended_and_what_it_was(self, browser, folder):
+        page = browser.open(f"file://{folder}/report.html")
+        status = page.evaluate("""document.getElementById("status").innerText""")
+        assert status.startswith("Finished at step 300")
+        assert "Resumed at step 150" in status and f"tessera train dlrm --resume {folder}" in status
+        text = page.text()
+        for words in [
+            "tessera train dlrm --ranks 2 --data '<clicks>.bin'",
+            "/data/<clicks>.bin, 123 MB",
+            "A CPU of some kind",
+            'alert("no")',
+            "last and best, step 300",
+            "best possible 0.8113",
+        ]:
+            assert words in text, words
+        assert page.evaluate("""document.querySelector("#timeline a").getAttribute("href")""") == "trace.json"
+        assert cells(page, "facts")[0][0] == "command"
+        memory = page.evaluate("""[...document.querySelectorAll("#memory em")].map(one => one.textContent)""")
+        assert memory == ["812 MB", "822 MB", "832 MB"]
+
+    @pytest.mark.parametrize(
+        ("status", "words"),
+        [("stopped", "Stopped at step 20 of 90"), ("diverged", "Diverged"), (None, "Not finished")],
+    )
+    def test_other_ends_are_told(self, browser, tmp_path, status, words):
+        lines = sample_run.write(tmp_path, num_steps=20)
+        lines[0]["planned_steps"] = 90
+        if status is None:
+            lines.pop()
+        else:
+            lines[-1]["status"] = status
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        subprocess.run([TESSERA, "report", tmp_path], check=True, timeout=60, capture_output=True)
+        page = browser.open(f"file://{tmp_path}/report.html")
+        assert page.complaints == []
+        assert page.evaluate("""document.getElementById("status").innerText""").startswith(words)
+
+    def test_tables_fill_the_width_and_have_the_colour_of_their_traffic(self, browser, folder):
+        page = browser.open(f"file://{folder}/report.html", 768)
+        rooms = page.evaluate("""[...document.querySelectorAll(".room")].map(room => [
+            room.offsetWidth, room.closest("main").clientWidth - 48, [...room.children].map(tile =>
+            [tile.offsetWidth * tile.offsetHeight, tile.style.getPropertyValue("--heat"), tile.title])])""")
+        assert len(rooms) == 3
+        sizes = {}
+        for width, whole, tiles in rooms:
+            assert width == whole
+            for area, heat, title in tiles:
+                name = title.split(":")[0]
+                sizes.setdefault(name, []).append(area)
+                assert heat.endswith("%") and "read in a step" in title
+        # Areas are bytes, on one scale: two tables of one kind are as their rows are.
+        assert sizes["cat_1"][0] / sizes["cat_2"][0] == pytest.approx(
+            (100_000 / 2**1.4 + 50) / (100_000 / 3**1.4 + 50), rel=0.05
+        )
+
+    def test_the_pointer_shows_numbers(self, browser, folder):
+        page = browser.open(f"file://{folder}/report.html")
+        box = page.evaluate(
+            """(({left, top, width, height}) => [left, top, width, height])(
+            document.querySelector("#loss .area").getBoundingClientRect())"""
+        )
+        assert page.evaluate("""document.querySelector("#loss .tip").hidden""")
+        page.move(box[0] + box[2] / 2, box[1] + box[3] / 2)
+        tip = page.evaluate("""document.querySelector("#loss .tip").innerText""")
+        assert tip.startswith("step 150") and "evaluation " in tip and "training, smooth" in tip
+
+    def test_an_empty_run_is_a_page(self, browser, tmp_path):
+        (tmp_path / "metrics.jsonl").write_text('{"kind":"run","workload":"lm","ranks":1}\n')
+        subprocess.run([TESSERA, "report", tmp_path], check=True, timeout=60, capture_output=True)
+        page = browser.open(f"file://{tmp_path}/report.html")
+        assert page.complaints == [] and "No step was logged." in page.text()
