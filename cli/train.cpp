@@ -10,9 +10,11 @@
 #include <set>
 
 #include "dlrm/settings.h"
+#include "doctor/machine.h"
 #include "flags.h"
 #include "gnn/settings.h"
 #include "lm/settings.h"
+#include "report/run_facts.h"
 #include "tessera/launch/exit_code.h"
 #include "tessera/launch/job.h"
 #include "trainer/progress_line.h"
@@ -81,6 +83,13 @@ int run(const std::vector<std::string>& words) {
   } else {
     unsetenv(trainer::kTerminalVariable);
   }
+  std::vector<std::string> typed{"tessera", "train"};
+  typed.insert(typed.end(), words.begin(), words.end());
+  setenv(workloads::report::kCommandVariable, workloads::report::command_text(typed).c_str(),
+         /*overwrite=*/1);
+  // What the user says counts; otherwise ranks share the cores that this process may use.
+  const int share = std::max(1, cores_left(read_machine()) / given->num_ranks);
+  setenv("OMP_NUM_THREADS", std::to_string(share).c_str(), /*overwrite=*/0);
   launch::RunOptions options;
   options.num_local_ranks = given->num_ranks;
   options.prefix_lines = false;

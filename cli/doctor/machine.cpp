@@ -175,6 +175,11 @@ void read_shm(Machine& machine) {
 
 }  // namespace
 
+int cores_left(const Machine& machine) {
+  const double allowed = machine.cgroup_cores.value_or(machine.usable_cores);
+  return std::max(1, std::min(machine.usable_cores, static_cast<int>(allowed)));
+}
+
 Machine read_machine() {
   Machine machine;
   utsname system{};

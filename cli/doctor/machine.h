@@ -41,4 +41,7 @@ struct Machine {
 
 Machine read_machine();
 
+/// How many threads may compute at once: what affinity and control group leave, at least one.
+int cores_left(const Machine& machine);
+
 }  // namespace tessera::cli

@@ -6,6 +6,7 @@
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace tessera::workloads::dlrm {
 namespace {
@@ -91,6 +92,29 @@ double exact_auc(std::span<const float> scores, std::span<const float> labels) {
   if (others == 0 || clicks == 0) return kNaN;
   return static_cast<double>(twice_ordered) / 2 / static_cast<double>(clicks) /
          static_cast<double>(others);
+}
+
+std::vector<CalibrationPart> calibration_parts(std::span<const float> logits,
+                                               std::span<const float> labels,
+                                               std::size_t num_parts) {
+  check_sizes(logits.size(), labels.size(), "calibration");
+  std::vector<std::size_t> order(logits.size());
+  for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
+  std::ranges::sort(order, {}, [&](std::size_t i) { return std::pair(key_of(logits[i]), i); });
+  num_parts = std::min(num_parts, order.size());
+  std::vector<CalibrationPart> parts(num_parts);
+  for (std::size_t p = 0; p < num_parts; ++p) {
+    const std::size_t begin = p * order.size() / num_parts;
+    const std::size_t end = (p + 1) * order.size() / num_parts;
+    for (std::size_t i = begin; i < end; ++i) {
+      parts[p].predicted += 1 / (1 + std::exp(-static_cast<double>(logits[order[i]])));
+      parts[p].observed += labels[order[i]] > 0.5F ? 1 : 0;
+    }
+    parts[p].num_samples = static_cast<std::int64_t>(end - begin);
+    parts[p].predicted /= static_cast<double>(end - begin);
+    parts[p].observed /= static_cast<double>(end - begin);
+  }
+  return parts;
 }
 
 void StreamingAuc::add(std::span<const float> logits, std::span<const float> labels) {

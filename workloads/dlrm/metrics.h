@@ -43,6 +43,20 @@ class ClickSums {
 /// all labels are alike. For several ranks: over all their scores together, in any order.
 double exact_auc(std::span<const float> scores, std::span<const float> labels);
 
+/// Predictions and clicks of one part of the samples.
+struct CalibrationPart {
+  double predicted = 0;  // mean chance
+  double observed = 0;   // share of clicks
+  std::int64_t num_samples = 0;
+};
+
+/// Sorts the samples by prediction and cuts them into `num_parts` of nearly as many samples: where
+/// a model is sure of itself too much or too little. Equal predictions may fall into two parts.
+/// Fewer parts than asked if there are fewer samples. `logits` as for ClickSums.
+std::vector<CalibrationPart> calibration_parts(std::span<const float> logits,
+                                               std::span<const float> labels,
+                                               std::size_t num_parts);
+
 /// AUC while training: logits in bins of 1/128 in [-16, 16], what lies outside in the outermost.
 /// Pairs in one bin count half, so the value is off by at most `error()`, which is known exactly
 /// from the counts (about 1e-3 or less for a spread of logits near 1).

@@ -44,6 +44,9 @@ constexpr std::int64_t kJudgedBegin = std::int64_t{1} << 40;
 // Predictions of so many steps make the running AUC.
 constexpr std::int64_t kAucWindow = 50;
 
+// Points of the calibration curve.
+constexpr std::size_t kCalibrationParts = 20;
+
 // Times of so many steps make the measured one.
 constexpr std::size_t kTimedSteps = 1000;
 
@@ -176,16 +179,23 @@ std::shared_ptr<Dlrm> make_model(const Settings& settings, const ClickSchema& sc
   return model;
 }
 
+// `lookups` is the number of rows that all ranks ask for in a step, spread evenly over the table; a
+// copy of a whole table answers its own rank.
 Json table_line(const embedding::EmbeddingTableConfig& table,
-                const sharding::ParameterSharding& sharding) {
+                const sharding::ParameterSharding& sharding, double lookups) {
   Json shards = Json::array();
+  const bool is_copied = sharding.type == sharding::ShardingType::kDataParallel;
   for (const sharding::Shard& shard : sharding.shards) {
+    const double share =
+        is_copied ? 1.0 / static_cast<double>(sharding.shards.size())
+                  : static_cast<double>(shard.rows) / static_cast<double>(table.num_embeddings);
     shards.push_back({{"rank", shard.rank},
                       {"row", shard.row},
                       {"rows", shard.rows},
                       {"column", shard.column},
                       {"columns", shard.columns},
-                      {"bytes", 4 * shard.rows * shard.columns}});
+                      {"bytes", 4 * shard.rows * shard.columns},
+                      {"traffic", 4 * lookups * share * static_cast<double>(shard.columns)}});
   }
   return {{"kind", "table"},
           {"name", table.name},
@@ -380,6 +390,9 @@ class Training final : public trainer::Workload<ClickBatch> {
     const at::Tensor all_labels = comm::all_gather_v(at::cat(labels), group_);
     const bool is_broken = has_nan(all_scores);
     if (in_order != nullptr) *in_order = judged_in_order(floats(all_scores));
+    if (group_.rank() == 0 && !is_broken) {
+      calibration_ = calibration_parts(floats(all_scores), floats(all_labels), kCalibrationParts);
+    }
     const double auc = is_broken ? kNaN : exact_auc(floats(all_scores), floats(all_labels));
     return {{"log_loss", is_broken ? kNaN : sums.log_loss()},
             {"auc", auc},
@@ -388,6 +401,21 @@ class Training final : public trainer::Workload<ClickBatch> {
             {"samples", static_cast<double>(sums.num_samples())}};
   }
 
+  std::vector<std::string> evaluation_records() override {
+    if (calibration_.empty()) return {};
+    Json line{{"kind", "calibration"}};
+    for (const CalibrationPart& part : calibration_) {
+      line["predicted"].push_back(part.predicted);
+      line["observed"].push_back(part.observed);
+    }
+    return {line.dump()};
+  }
+  std::vector<std::string> data_files() const override {
+    std::vector<std::string> files;
+    if (settings_.data != "synthetic") files.push_back(settings_.data);
+    if (!settings_.eval_data.empty()) files.push_back(settings_.eval_data);
+    return files;
+  }
   std::vector<std::pair<std::string, std::string>> files() const override {
     const std::string& origin = log_.log->schema().origin;
     if (origin.empty()) return {};
@@ -421,8 +449,11 @@ class Training final : public trainer::Workload<ClickBatch> {
   }
   std::vector<std::string> records() override {
     std::vector<std::string> lines{plan_record().dump()};
-    for (const auto& table : configs_) {
-      lines.push_back(table_line(table, laid_.plan.at(table.name))
+    for (std::size_t i = 0; i < configs_.size(); ++i) {  // one per feature
+      const std::int64_t bag = log_.log->schema().features[i].bag_size;
+      const double lookups =
+          units_per_step() * static_cast<double>(bag > 0 ? bag : settings_.bag_size);
+      lines.push_back(table_line(configs_[i], laid_.plan.at(configs_[i].name), lookups)
                           .dump(-1, ' ', false, Json::error_handler_t::replace));
     }
     return lines;
@@ -578,6 +609,7 @@ class Training final : public trainer::Workload<ClickBatch> {
   std::vector<double> step_seconds_;
   std::optional<planner::StepTime> predicted_;  // rank 0, of a measured machine
   std::optional<double> ceiling_;
+  std::vector<CalibrationPart> calibration_;  // rank 0, of the last evaluation
 };
 
 }  // namespace

@@ -68,6 +68,10 @@ class Training final : public trainer::Workload<at::Tensor> {
         optimizer_(model_.parameters(), torch::optim::AdamWOptions(settings.learning_rate)) {}
 
   std::string name() const override { return "lm"; }
+  std::vector<std::string> data_files() const override {
+    if (settings_.file.empty()) return {};
+    return {settings_.file};
+  }
   const trainer::Settings& settings() const override { return settings_; }
 
   torch::optim::Optimizer& optimizer() override { return optimizer_; }

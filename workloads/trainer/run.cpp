@@ -18,11 +18,13 @@
 #include "report/html.h"
 #include "report/page.h"
 #include "report/rank_log.h"
+#include "report/run_facts.h"
 #include "settings/flags.h"
 #include "settings/usage.h"
 #include "tessera/checkpoint/error.h"
 #include "tessera/checkpoint/folder.h"
 #include "tessera/comm/failure.h"
+#include "tessera/comm/topology.h"
 #include "tessera/core/version.h"
 #include "tessera/launch/exit_code.h"
 #include "tessera/launch/launch_error.h"
@@ -96,6 +98,11 @@ class Speaker {
     metrics_ =
         std::make_unique<report::MetricsFile>(folder_ + "/" + report::kMetricsFile, first_step);
     if (first_step > 0) {
+      metrics_->add({{"kind", "resume"},
+                     {"step", first_step},
+                     {"started", now_text()},
+                     {"planned_steps", num_steps_},
+                     {"command", report::typed_command()}});
       say("resumed  at step " + std::to_string(first_step) + "\n");
       return;
     }
@@ -129,6 +136,11 @@ class Speaker {
     Json line{{"kind", "eval"}, {"step", step}};
     add_to(line, figures);
     metrics_->add(line);
+    for (const std::string& record : workload_.evaluation_records()) {
+      Json more = Json::parse(record);
+      more["step"] = step;
+      metrics_->add(more);
+    }
     std::string text = workload_.verdict(figures);
     if (settings_.as_json || text.empty() || step == num_steps_) return;  // said at the end
     line_.end();
@@ -304,10 +316,14 @@ class Speaker {
               {"workload", workload_.name()},
               {"ranks", world_.size()},
               {"unit", workload_.unit()},
-              {"started", now_text()}};
+              {"started", now_text()},
+              {"planned_steps", num_steps_},
+              {"command", report::typed_command()},
+              {"data", report::described(workload_.data_files())}};
     add_to(head, workload_.facts());
     head["versions"] = {{"tessera", version()}, {"LibTorch", torch_version()}};
     head["machine"] = {{"host", host},
+                       {"cpu", report::processor_name()},
                        {"cores", std::thread::hardware_concurrency()},
                        {"threads per rank", at::get_num_threads()},
                        {"engine", world_.engine()}};
@@ -344,10 +360,20 @@ std::string run_folder(Settings& settings, const comm::Group& world) {
   return report::gather_texts(mine, world)[0];
 }
 
+// MKL makes LibTorch take no more threads than cores, whatever OMP_NUM_THREADS says: it is obeyed
+// here. Without it ranks of one host share the cores.
+void use_threads(const Settings& settings, const comm::Group& world) {
+  const char* wanted = std::getenv("OMP_NUM_THREADS");
+  int threads = settings.threads > 0 ? settings.threads : wanted != nullptr ? std::atoi(wanted) : 0;
+  if (threads <= 0) {
+    const auto num_cores = static_cast<int>(std::thread::hardware_concurrency());
+    threads = num_cores / comm::get_local_size(world.size());
+  }
+  at::set_num_threads(std::max(1, threads));
+}
+
 int train_rank(Settings& settings, const Maker& make, const comm::Group& world) {
-  // Ranks of one host share its cores.
-  const auto num_cores = static_cast<int>(std::thread::hardware_concurrency());
-  at::set_num_threads(std::max(1, num_cores / world.size()));
+  use_threads(settings, world);
   use_device(settings, world);
   const std::unique_ptr<AnyWorkload> workload = make(world);
   const std::string folder = run_folder(settings, world);

@@ -78,6 +78,9 @@ settings::Setting& Settings::add_ranks(Table& table) {
 void Settings::add_device(Table& table) {
   table.add("device", device, "D", "where to train").one_of({"cpu", "cuda"}).told();
   table.add("share-gpus", share_gpus, "", "several ranks per GPU").beside();
+  table.add("threads", threads, "N", "of each rank (0: OMP_NUM_THREADS, or a share of the cores)")
+      .range(0, 4096)
+      .shown("");
 }
 
 void Settings::add_schedule(Table& table) {

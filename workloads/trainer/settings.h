@@ -18,6 +18,7 @@ struct TESSERA_API Settings {
   int num_ranks = 1;
   std::string device = "cpu";  // or "cuda": a GPU per rank, chosen by LOCAL_RANK
   bool share_gpus = false;     // more ranks than GPUs are no mistake
+  int threads = 0;             // of each rank; 0: OMP_NUM_THREADS, or its share of the cores
   std::int64_t batch = 1;      // samples per step and data-parallel rank
   std::int64_t num_steps = 200;
   double learning_rate = 0.001;
@@ -52,7 +53,7 @@ struct TESSERA_API Settings {
  protected:
   // Parts of a table.
   settings::Setting& add_ranks(settings::Table& table);
-  void add_device(settings::Table& table);       // --device, --share-gpus
+  void add_device(settings::Table& table);       // --device, --share-gpus, --threads
   void add_schedule(settings::Table& table);     // --warmup, --decay
   void add_checkpoints(settings::Table& table);  // --checkpoint-every, --keep, --keep-model
   void add_seed(settings::Table& table, const std::string& help);

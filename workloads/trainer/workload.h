@@ -93,6 +93,10 @@ class TESSERA_API AnyWorkload {
   /// More of the `run` line of metrics.jsonl, and lines after it, as JSON.
   virtual Figures facts() { return {}; }
   virtual std::vector<std::string> records() { return {}; }
+  /// Lines of metrics.jsonl after an evaluation, as JSON; the trainer adds the step.
+  virtual std::vector<std::string> evaluation_records() { return {}; }
+  /// What it reads, for the report.
+  virtual std::vector<std::string> data_files() const { return {}; }
   /// More files of the run folder: names and texts.
   virtual std::vector<std::pair<std::string, std::string>> files() const { return {}; }
   virtual Figures running() const { return {}; }  // in the progress line

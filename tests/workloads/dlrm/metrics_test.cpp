@@ -81,6 +81,22 @@ TEST(Auc, RefusesWhatIsNoNumber) {
   }
 }
 
+TEST(Calibration, PartsAreByPredictionAndAddUp) {
+  // Chances 0.5 and about 0.731, in no order; of the larger ones two of three were clicks.
+  const std::vector<float> logits{1, 0, 1, 0, 0, 1};
+  const std::vector<float> labels{1, 0, 0, 1, 0, 1};
+  const auto parts = calibration_parts(logits, labels, 2);
+  ASSERT_EQ(parts.size(), 2U);
+  EXPECT_DOUBLE_EQ(parts[0].predicted, 0.5);
+  EXPECT_DOUBLE_EQ(parts[0].observed, 1.0 / 3);
+  EXPECT_DOUBLE_EQ(parts[1].predicted, 1 / (1 + std::exp(-1.0)));
+  EXPECT_DOUBLE_EQ(parts[1].observed, 2.0 / 3);
+  EXPECT_EQ(parts[0].num_samples + parts[1].num_samples, 6);
+  EXPECT_EQ(calibration_parts(logits, labels, 10).size(), 6U);  // as many as there are samples
+  EXPECT_TRUE(calibration_parts({}, {}, 10).empty());
+  EXPECT_THROW(calibration_parts(logits, {}, 2), std::invalid_argument);
+}
+
 TEST(StreamingAuc, IsOffByAtMostItsError) {
   for (const unsigned seed : {1U, 2U, 3U}) {
     const Sample sample = make_sample(20000, 0, seed);
