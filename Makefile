@@ -8,6 +8,8 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 PEERS := .venv-peers
+TRAINERS := .venv-trainers
+DOCS := .venv-docs
 BUILD := build/release
 SINGLE := build/single
 JOBS ?= $(shell nproc)
@@ -23,10 +25,18 @@ PEER_PACKAGES := torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 tensordict==0.15.3 torchm
                  pyre-extensions==0.0.32 typing-inspect==0.9.0 mypy-extensions==1.2.0 cloudpickle==3.1.2 \
                  lightning-utilities==0.15.3 pyvers==0.2.3
 
+# Trainers of others, for the recipes of docs/recipes.md. No dependencies are followed here either.
+TRAINER_PACKAGES := lightning==2.6.6 accelerate==1.15.0 transformers==5.23.0 lightning-utilities==0.15.3 \
+                    torchmetrics==1.9.0 tqdm==4.70.1 psutil==7.2.2 pyyaml==6.0.3 rich==15.0.0 \
+                    huggingface-hub==2.4.0 tokenizers==0.23.3 regex==2026.11.9 httpx2==2.16.0 httpcore2==2.16.0 \
+                    h11==0.16.0 anyio==4.16.0 idna==3.20 sniffio==1.3.1 truststore==0.10.5 packaging==26.3
+# The documentation site.
+DOCS_PACKAGES := mkdocs==1.6.1 mkdocs-material==9.8.1
+
 export CCACHE_SLOPPINESS := pch_defines,time_macros,include_file_mtime,include_file_ctime
 export CCACHE_BASEDIR := $(CURDIR)
 
-.PHONY: build everything demo test peers compat lint tidy single format bench clean sanitize packages headers cuda-build cuda-test cuda-bench help
+.PHONY: build everything demo test peers trainers browser docs wheel compat lint tidy single format bench clean sanitize packages headers cuda-build cuda-test cuda-bench help
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -73,6 +83,9 @@ demo: build  ## Run the main job from nothing
 # and one that needed its second try is named at the end and in $(BUILD)/second_tries.txt.
 test: everything lint  ## Build and run all tests, C++ and Python
 	$(MAKE) --no-print-directory peers || echo "peers: not installed; the comparisons with them are skipped" >&2
+	$(MAKE) --no-print-directory trainers || echo "trainers: not installed; the recipes for them are skipped" >&2
+	$(MAKE) --no-print-directory browser || echo "browser: not installed; pages are judged by their text alone" >&2
+	$(MAKE) --no-print-directory $(DOCS)/.ready || echo "mkdocs: not installed; the site is not built" >&2
 	ctest --preset full -j $(JOBS) --repeat until-pass:2 | $(VENV)/bin/python tests/support/second_tries.py $(BUILD)/second_tries.txt
 
 peers: $(PEERS)/.ready  ## Install the projects that tests and benchmarks compare with
@@ -86,6 +99,38 @@ $(PEERS)/.ready: $(VENV)/.ready
 	$(PEERS)/bin/pip install --quiet --no-deps $(PEER_PACKAGES)
 	$(PEERS)/bin/python -W ignore -c 'import torchrec'
 	touch $@
+
+trainers: $(TRAINERS)/.ready  ## Install Lightning, accelerate and transformers, for the recipes
+
+$(TRAINERS)/.ready: $(VENV)/.ready
+	rm -rf $(TRAINERS)
+	$(PYTHON) -m venv $(TRAINERS)
+	site=$$($(TRAINERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+	$(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$site/tessera.pth
+	echo "$(CURDIR)/python" >> $$site/tessera.pth
+	$(TRAINERS)/bin/pip install --quiet --no-deps $(TRAINER_PACKAGES)
+	touch $@
+
+# Only tests of pages want it.
+browser:  ## Install Chromium, for the tests of report and site
+	@command -v chromium chromium-browser google-chrome >/dev/null || \
+	  { [ "$$(id -u)" = 0 ] && apt-get update -qq && \
+	    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null; }
+
+$(DOCS)/.ready: Makefile
+	rm -rf $(DOCS)
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/pip install --quiet $(DOCS_PACKAGES)
+	touch $@
+
+docs: $(DOCS)/.ready  ## Build the documentation site into build/site
+	$(DOCS)/bin/python docs/site/build.py build/site
+
+# Against the torch of $(VENV), which the wheel then asks for. CMake finds objects in the compiler cache.
+wheel: build  ## Build a wheel into build/wheels
+	CXX=c++ $(VENV)/bin/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheels \
+	  --config-settings=cmake.define.CMAKE_CXX_COMPILER_LAUNCHER=ccache .
+	ls build/wheels/*.whl
 
 compat: everything peers  ## Run the peers' own tests and programs, and write docs/compatibility.md
 	$(VENV)/bin/python tests/peers/compatibility.py
@@ -108,8 +153,8 @@ run_tidy = git ls-files $(1) | grep -v 'gloo/gloo_backend.cpp' | \
 
 lint: single  ## Check formatting and style
 	git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' | xargs $(VENV)/bin/clang-format --dry-run -Werror
-	$(VENV)/bin/ruff format --quiet --check python tests bench examples
-	$(VENV)/bin/ruff check --quiet python tests bench examples
+	$(VENV)/bin/ruff format --quiet --check python tests bench examples docs
+	$(VENV)/bin/ruff check --quiet python tests bench examples docs
 	$(call run_tidy,$(TIDY_QUICK))
 
 tidy: single  ## Run clang-tidy over everything
@@ -143,7 +188,7 @@ sanitize: $(VENV)/.ready  ## Run tests under the address, undefined and thread s
 
 format: $(VENV)/.ready  ## Rewrite sources to the house format
 	git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' | xargs $(VENV)/bin/clang-format -i
-	$(VENV)/bin/ruff format --quiet python tests bench examples
+	$(VENV)/bin/ruff format --quiet python tests bench examples docs
 
 bench: everything peers  ## Measure beside the peers; writes bench/results and docs/performance.md
 	$(VENV)/bin/python bench/run.py

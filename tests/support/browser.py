@@ -117,6 +117,9 @@ class Page:
         self.call("Emulation.setDeviceMetricsOverride", **metrics)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
+        # Whoever opens a page comes for the first time.
+        forget = "try { localStorage.clear(); } catch (error) {}"
+        self.call("Page.addScriptToEvaluateOnNewDocument", source=forget)
         self.call("Page.navigate", url=url)
         while not any(event["method"] == "Page.loadEventFired" for event in self.events):
             self._take(json.loads(self.stream.receive()))
@@ -167,9 +170,11 @@ class Page:
     def move(self, x: float, y: float):
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
-    def screenshot(self, path: pathlib.Path):
-        size = self.evaluate("({width: innerWidth, height: document.documentElement.scrollHeight})")
-        clip = {"x": 0, "y": 0, "scale": 1, **size}
+    def screenshot(self, path: pathlib.Path, part: str = "html", height: int | None = None):
+        """A picture of an element, or of its first `height` pixels."""
+        box = self.evaluate(f"""(({{x, y, width, height}}) => ({{x, y, width, height}}))(
+            document.querySelector({json.dumps(part)}).getBoundingClientRect())""")
+        clip = {**box, "scale": 1, "height": min(box["height"], height or box["height"])}
         shot = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
         path.write_bytes(base64.b64decode(shot["data"]))
 
