@@ -39,7 +39,7 @@ Channel::Channel(EventLoop& loop, FileDescriptor socket, core::Handshake handsha
       events_(std::move(events)),
       longest_(kLongestGreeting),
       unsent_(handshake_.opening()),
-      last_received_(Clock::now()) {
+      last_received_(loop.now()) {
   write_some();
 }
 
@@ -57,7 +57,7 @@ void Channel::trust() {
 }
 
 void Channel::beat() {
-  if (Clock::now() - last_received_ > kSilenceLimit) {
+  if (loop_.now() - last_received_ > kSilenceLimit) {
     fail("no sign of life for " + std::to_string(kSilenceLimit.count()) + " s");
     return;
   }
@@ -110,7 +110,7 @@ void Channel::read_some() {
     fail(size == 0 ? "the connection was closed" : std::strerror(errno));
     return;
   }
-  last_received_ = Clock::now();
+  last_received_ = loop_.now();
   received_.append(buffer, static_cast<size_t>(size));
   if (!reader_) shake_hands();
   if (reader_) serve_frames();

@@ -1,7 +1,5 @@
 #include "event_loop.h"
 
-#include <poll.h>
-
 #include <algorithm>
 #include <cerrno>
 #include <system_error>
@@ -18,7 +16,7 @@ void EventLoop::unwatch(int fd) { watches_.erase(fd); }
 EventLoop::TimerId EventLoop::after(std::chrono::nanoseconds delay,
                                     std::function<void()> callback) {
   const TimerId id = next_id_++;
-  const Clock::time_point moment = Clock::now() + delay;
+  const Clock::time_point moment = now() + delay;
   timers_.emplace(std::pair(moment, id), std::move(callback));
   timer_moments_.emplace(id, moment);
   return id;
@@ -31,6 +29,16 @@ void EventLoop::cancel(TimerId id) {
   timer_moments_.erase(found);
 }
 
+std::optional<Clock::time_point> EventLoop::next_moment() const {
+  if (timers_.empty()) return std::nullopt;
+  return timers_.begin()->first.first;
+}
+
+int EventLoop::wait_for_files(std::vector<pollfd>& files, std::chrono::nanoseconds limit) {
+  const timespec timeout{limit.count() / 1'000'000'000, limit.count() % 1'000'000'000};
+  return ppoll(files.data(), files.size(), &timeout, nullptr);
+}
+
 void EventLoop::run_once(std::chrono::nanoseconds limit) {
   std::vector<pollfd> files;
   std::vector<uint64_t> generations;
@@ -41,10 +49,9 @@ void EventLoop::run_once(std::chrono::nanoseconds limit) {
     generations.push_back(watch.generation);
   }
   std::chrono::nanoseconds wait = limit;
-  if (!timers_.empty()) wait = std::min(wait, timers_.begin()->first.first - Clock::now());
+  if (!timers_.empty()) wait = std::min(wait, timers_.begin()->first.first - now());
   wait = std::max(wait, std::chrono::nanoseconds(0));
-  const timespec timeout{wait.count() / 1'000'000'000, wait.count() % 1'000'000'000};
-  if (ppoll(files.data(), files.size(), &timeout, nullptr) < 0) {
+  if (wait_for_files(files, wait) < 0) {
     if (errno == EINTR) return;
     throw std::system_error(errno, std::generic_category(), "launch.poll");
   }
@@ -56,8 +63,8 @@ void EventLoop::run_once(std::chrono::nanoseconds limit) {
     const FileCallback callback = found->second.callback;
     callback(files[i].revents);
   }
-  const Clock::time_point now = Clock::now();
-  while (!timers_.empty() && timers_.begin()->first.first <= now) {
+  const Clock::time_point moment = now();
+  while (!timers_.empty() && timers_.begin()->first.first <= moment) {
     auto timer = timers_.extract(timers_.begin());
     timer_moments_.erase(timer.key().second);
     timer.mapped()();

@@ -14,6 +14,7 @@
 #include "output.h"
 #include "process.h"
 #include "program.h"
+#include "ranks.h"
 #include "tessera/launch/failure.h"
 #include "tessera/launch/options.h"
 
@@ -21,18 +22,13 @@ namespace tessera::launch {
 
 /// Starts the ranks, follows their ends, and stops them when told to. Gone means: every rank has
 /// been reaped and no process it has started is left.
-class RankGroup {
+class RankGroup final : public Ranks {
  public:
-  struct Events {
-    std::function<void()> on_failure;  // the first rank that ended badly; at most once
-    std::function<void()> on_gone;     // once
-  };
-
   RankGroup(EventLoop& loop, Guard& guard, const SignalState& signals, const RunOptions& options,
             Console& out, Console& err, Events events);
   RankGroup(const RankGroup&) = delete;
   RankGroup& operator=(const RankGroup&) = delete;
-  ~RankGroup();
+  ~RankGroup() override;
 
   /// Starts all ranks. `folder` gets one folder per rank; `keep_files` says whether it outlives the
   /// job. Throws LaunchError if a rank cannot be started.
@@ -43,25 +39,15 @@ class RankGroup {
   /// launcher's own children, which do not keep the group alive.
   void on_child_exit(pid_t pid, int status, const std::set<pid_t>& helpers);
 
-  /// Stops the ranks that still run: SIGTERM after `grace`, SIGKILL after the shutdown timeout.
-  void stop(std::chrono::milliseconds grace);
-
-  /// Sends `signal_number` now, SIGKILL after the shutdown timeout.
-  void forward(int signal_number);
-
-  /// Kills everything at once.
-  void kill_all();
-
-  bool is_gone() const noexcept { return is_gone_; }
+  void stop(std::chrono::milliseconds grace) override;
+  void forward(int signal_number) override;
+  void kill_all() override;
+  bool is_gone() const noexcept override { return is_gone_; }
+  std::vector<RankFailure> failures() const override;
+  const std::vector<int>& killed_ranks() const noexcept override { return killed_ranks_; }
 
   /// Returns the processes of the ranks, by local rank.
   std::vector<pid_t> pids() const;
-
-  /// Returns how the ranks that did not end with 0 ended; valid once gone.
-  std::vector<RankFailure> failures() const;
-
-  /// Ranks that had to be killed after the shutdown timeout.
-  const std::vector<int>& killed_ranks() const noexcept { return killed_ranks_; }
 
  private:
   struct Rank {

@@ -35,17 +35,18 @@ std::string own_host_name() {
 
 }  // namespace
 
-Coordinator::Coordinator(EventLoop& loop, const RunOptions& options, const core::Secret& secret,
-                         Message identity, Events events)
+Coordinator::Coordinator(EventLoop& loop, Wire& wire, const RunOptions& options,
+                         const core::Secret& secret, Message identity, Events events)
     : loop_(loop),
+      wire_(wire),
       options_(options),
       endpoint_(options.endpoint.value()),
       secret_(secret),
       identity_(std::move(identity)),
       events_(std::move(events)),
-      listener_(listen_on(resolve(endpoint_))),
+      listener_(wire.listen(resolve(endpoint_))),
       stranger_log_(loop, [this](const std::string& line) { events_.note(line); }),
-      begin_(Clock::now()) {
+      begin_(loop.now()) {
   loop_.watch(listener_.fd.get(), POLLIN, [this](short) { accept_guests(); });
   reminder_ = loop_.after(kFirstReminder, [this] { remind(); });
   deadline_ = loop_.after(options_.rendezvous_timeout, [this] { time_out(); });
@@ -71,10 +72,8 @@ void Coordinator::accept_guests() {
 
 // Returns whether there may be more.
 bool Coordinator::accept_guest() {
-  SocketAddress peer;
-  peer.length = sizeof(peer.storage);
-  FileDescriptor socket(accept4(listener_.fd.get(), reinterpret_cast<sockaddr*>(&peer.storage),
-                                &peer.length, SOCK_CLOEXEC | SOCK_NONBLOCK));
+  std::string address;
+  FileDescriptor socket = wire_.accept(listener_.fd.get(), address);
   if (!socket.is_open()) {
     // Out of files: whoever waits longest without a proof has had its chance.
     if (errno == EMFILE || errno == ENFILE) evict_stranger();
@@ -83,7 +82,7 @@ bool Coordinator::accept_guest() {
   if (strangers_.size() >= kMostStrangers) evict_stranger();
   const int id = next_guest_++;
   Guest& guest = guests_[id];
-  guest.address = peer.host();
+  guest.address = address;
   guest.deadline = loop_.after(kGreetingLimit, [this, id] { drop(id); });
   strangers_.insert(id);
   Channel::Events events;
@@ -144,9 +143,11 @@ void Coordinator::on_hello(Guest& guest, const Message& hello) {
     return refuse(
         guest, who + " does not exist: nodes are 1 to " + std::to_string(options_.num_nodes - 1));
   }
-  if (guest_of_node_.count(node) != 0) {
-    return refuse(guest,
-                  who + " is here already, from " + guests_.at(guest_of_node_[node]).address);
+  if (const auto place = guest_of_node_.find(node); place != guest_of_node_.end()) {
+    const auto other = guests_.find(place->second);
+    return refuse(guest, who + (other != guests_.end()
+                                    ? " is here already, from " + other->second.address
+                                    : " was here and is lost to this job; start the job again"));
   }
   loop_.cancel(guest.deadline);
   guest.node = node;
@@ -202,7 +203,7 @@ std::string Coordinator::missing_nodes() const {
 
 void Coordinator::remind() {
   events_.note("waiting for " + missing_nodes() + " at " + address().text() + " (" +
-               seconds_text(Clock::now() - begin_) + " of " +
+               seconds_text(loop_.now() - begin_) + " of " +
                seconds_text(options_.rendezvous_timeout) + ")");
   reminder_ = loop_.after(kReminder, [this] { remind(); });
 }
@@ -234,14 +235,15 @@ bool Coordinator::has_unsent() const {
   return false;
 }
 
-Member::Member(EventLoop& loop, const RunOptions& options, const core::Secret& secret,
+Member::Member(EventLoop& loop, Wire& wire, const RunOptions& options, const core::Secret& secret,
                Events events)
     : loop_(loop),
+      wire_(wire),
       options_(options),
       secret_(secret),
       events_(std::move(events)),
       address_(resolve(options.endpoint.value())),
-      begin_(Clock::now()) {
+      begin_(loop.now()) {
   deadline_ = loop_.after(options_.rendezvous_timeout, [this] {
     give_up(LaunchError(
         kExitRendezvous,
@@ -263,14 +265,9 @@ Member::~Member() {
 
 void Member::knock() {
   finished_.reset();
-  connecting_ = FileDescriptor(
-      socket(address_.storage.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  const int fd = connecting_.get();
-  if (connect(fd, reinterpret_cast<const sockaddr*>(&address_.storage), address_.length) != 0 &&
-      errno != EINPROGRESS) {
-    return try_again(std::strerror(errno));
-  }
-  loop_.watch(fd, POLLOUT, [this](short) { on_connected(); });
+  connecting_ = wire_.connect(address_);
+  if (!connecting_.is_open()) return try_again(std::strerror(errno));
+  loop_.watch(connecting_.get(), POLLOUT, [this](short) { on_connected(); });
 }
 
 void Member::try_again(const std::string& why) {
@@ -281,9 +278,7 @@ void Member::try_again(const std::string& why) {
 }
 
 void Member::on_connected() {
-  int error = 0;
-  socklen_t length = sizeof(error);
-  getsockopt(connecting_.get(), SOL_SOCKET, SO_ERROR, &error, &length);
+  const int error = wire_.outcome(connecting_.get());
   if (error != 0) return try_again(std::strerror(error));
   loop_.unwatch(connecting_.get());
   last_reason_ = "connected, but it has not answered";

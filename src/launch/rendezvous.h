@@ -35,7 +35,7 @@ class Coordinator {
   };
 
   /// Listens at once. `identity` is sent to every node that is taken in.
-  Coordinator(EventLoop& loop, const RunOptions& options, const core::Secret& secret,
+  Coordinator(EventLoop& loop, Wire& wire, const RunOptions& options, const core::Secret& secret,
               Message identity, Events events);
   Coordinator(const Coordinator&) = delete;
   Coordinator& operator=(const Coordinator&) = delete;
@@ -66,6 +66,7 @@ class Coordinator {
   void time_out();
 
   EventLoop& loop_;
+  Wire& wire_;
   const RunOptions& options_;
   const Endpoint endpoint_;
   const core::Secret secret_;
@@ -96,7 +97,8 @@ class Member {
   };
 
   /// Begins to knock; keeps trying until the rendezvous timeout.
-  Member(EventLoop& loop, const RunOptions& options, const core::Secret& secret, Events events);
+  Member(EventLoop& loop, Wire& wire, const RunOptions& options, const core::Secret& secret,
+         Events events);
   Member(const Member&) = delete;
   Member& operator=(const Member&) = delete;
   ~Member();
@@ -114,6 +116,7 @@ class Member {
   void on_message(const Message& message);
 
   EventLoop& loop_;
+  Wire& wire_;
   const RunOptions& options_;
   const core::Secret secret_;
   Events events_;

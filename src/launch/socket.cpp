@@ -127,6 +127,37 @@ Listener listen_on(const SocketAddress& address) {
   return listener;
 }
 
+Listener Wire::listen(const SocketAddress& address) { return listen_on(address); }
+
+FileDescriptor Wire::accept(int listener, std::string& host) {
+  SocketAddress peer;
+  peer.length = sizeof(peer.storage);
+  FileDescriptor socket(accept4(listener, reinterpret_cast<sockaddr*>(&peer.storage), &peer.length,
+                                SOCK_CLOEXEC | SOCK_NONBLOCK));
+  if (socket.is_open()) host = peer.host();
+  return socket;
+}
+
+FileDescriptor Wire::connect(const SocketAddress& address) {
+  FileDescriptor connecting(
+      socket(address.storage.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  const auto* raw = reinterpret_cast<const sockaddr*>(&address.storage);
+  if (::connect(connecting.get(), raw, address.length) == 0 || errno == EINPROGRESS) {
+    return connecting;
+  }
+  const int error = errno;
+  connecting.reset();
+  errno = error;
+  return connecting;
+}
+
+int Wire::outcome(int socket) {
+  int error = 0;
+  socklen_t length = sizeof(error);
+  getsockopt(socket, SOL_SOCKET, SO_ERROR, &error, &length);
+  return error;
+}
+
 bool fits_socket(const std::string& path) { return path.size() < sizeof(sockaddr_un::sun_path); }
 
 FileDescriptor listen_on_path(const std::string& path) {

@@ -38,6 +38,25 @@ struct Listener {
 /// the address is not one of this host, or it is a wildcard.
 Listener listen_on(const SocketAddress& address);
 
+/// How launchers reach each other: TCP, or what a simulator puts in its place. Descriptors can be
+/// polled, and do not block.
+class Wire {
+ public:
+  Wire() = default;
+  Wire(const Wire&) = delete;
+  Wire& operator=(const Wire&) = delete;
+  virtual ~Wire() = default;
+
+  /// As listen_on.
+  virtual Listener listen(const SocketAddress& address);
+  /// A connection that waits at `listener`, and from where; none and errno if there is none.
+  virtual FileDescriptor accept(int listener, std::string& host);
+  /// Begins to connect; none and errno if that failed at once.
+  virtual FileDescriptor connect(const SocketAddress& address);
+  /// Once it can be written to: 0 if the connection stands, else the error.
+  virtual int outcome(int socket);
+};
+
 /// Listens on a Unix socket at `path`, for this user alone. Throws LaunchError (internal).
 FileDescriptor listen_on_path(const std::string& path);
 /// Whether a Unix socket can have this path.

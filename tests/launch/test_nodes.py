@@ -165,6 +165,32 @@ def test_duplicate_node_is_refused_and_the_job_goes_on():
     assert "is here already" in results[2].err
 
 
+def test_a_host_that_comes_back_is_refused():
+    # Node 0 still waits for ranks that ignore its signal.
+    port = free_port()
+    script = "trap '' TERM; echo ready; while :; do sleep 0.05; done"
+    flags = ("--shutdown-timeout", 4)
+
+    def start(node):
+        words = ("--nnodes", 2, "--node-rank", node, "--rdzv-endpoint", f"127.0.0.1:{port}", *flags)
+        return Job("run", "-n", 1, *words, "--", "sh", "-c", script)
+
+    jobs = [start(0), start(1)]
+    try:
+        for job in jobs:
+            assert "ready" in job.process.stdout.readline().decode()
+        jobs[1].send(signal.SIGKILL)
+        time.sleep(1)  # of the four seconds that node 0 waits
+        jobs.append(start(1))
+        results = [jobs[0].wait(), jobs[2].wait()]
+    finally:
+        for job in jobs:
+            job.end()
+    assert [r.code for r in results] == [75, 69], [r.err for r in results]
+    assert "was here and is lost to this job; start the job again" in results[0].err
+    assert "was here and is lost to this job; start the job again" in results[1].err
+
+
 @pytest.mark.parametrize("victim, survivor", [(1, 0), (0, 1)])
 def test_lost_launcher_ends_the_others_with_75(victim, survivor):
     jobs = start_nodes("echo ready; exec sleep 300")
