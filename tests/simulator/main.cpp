@@ -4,6 +4,7 @@
 //   simulator --seed 4711          one, telling what happens
 //   simulator --first 1 --count 1000000
 //   simulator --world checkpoints  one of them only
+//   simulator --list               their names
 
 #include <algorithm>
 #include <chrono>
@@ -24,7 +25,10 @@ struct World {
   const char* name;
   void (*run)(std::uint64_t seed, bool tells);
 };
-constexpr World kWorlds[] = {{"checkpoints", run_checkpoints}, {"channels", run_channels}};
+constexpr World kWorlds[] = {{"checkpoints", run_checkpoints},
+                             {"channels", run_channels},
+                             {"agreement", run_agreement},
+                             {"launchers", run_launchers}};
 
 struct Words {
   std::uint64_t first = 1;
@@ -34,8 +38,7 @@ struct Words {
 };
 
 [[noreturn]] void fail_usage() {
-  std::fputs("usage: simulator [--seed N | --first N --count N] [--world checkpoints|channels]\n",
-             stderr);
+  std::fputs("usage: simulator [--seed N | --first N --count N] [--world NAME] | --list\n", stderr);
   std::exit(2);
 }
 
@@ -86,6 +89,10 @@ bool run(const World& world, std::uint64_t seed, bool tells) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  if (argc == 2 && std::string_view(argv[1]) == "--list") {
+    for (const World& world : kWorlds) std::printf("%s\n", world.name);
+    return 0;
+  }
   const Words words = read_words(argc, argv);
   const std::uint64_t first = words.seed.value_or(words.first);
   const std::uint64_t count = words.seed ? 1 : words.count;
@@ -95,13 +102,14 @@ int main(int argc, char** argv) {
     const auto begin = std::chrono::steady_clock::now();
     std::uint64_t num_bad = 0;
     // After ten the reason is known.
-    for (std::uint64_t i = 0; i < count && num_bad < 10; ++i) {
+    std::uint64_t num_run = 0;
+    for (; num_run < count && num_bad < 10; ++num_run) {
       if (words.seed) std::printf("%s, seed %llu\n", world.name, (unsigned long long)first);
-      num_bad += run(world, first + i, words.seed.has_value()) ? 0 : 1;
+      num_bad += run(world, first + num_run, words.seed.has_value()) ? 0 : 1;
     }
     const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - begin;
     std::printf("%s: %llu seeds from %llu, %llu failed, %.1f s\n", world.name,
-                (unsigned long long)count, (unsigned long long)first, (unsigned long long)num_bad,
+                (unsigned long long)num_run, (unsigned long long)first, (unsigned long long)num_bad,
                 taken.count());
     num_failed += num_bad;
   }

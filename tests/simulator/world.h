@@ -21,5 +21,7 @@ inline void require(bool holds, const std::string& promise) {
 /// Each runs one seed, and throws Broken. `tells` prints what happens.
 void run_checkpoints(std::uint64_t seed, bool tells);
 void run_channels(std::uint64_t seed, bool tells);
+void run_agreement(std::uint64_t seed, bool tells);
+void run_launchers(std::uint64_t seed, bool tells);
 
 }  // namespace tessera::simulator
