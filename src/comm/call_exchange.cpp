@@ -8,10 +8,12 @@
 #include <cstdint>
 #include <cstring>
 #include <sstream>
+#include <string_view>
 #include <thread>
 #include <utility>
 
 #include "comm/member.h"
+#include "core/handshake.h"
 #include "tessera/comm/error.h"
 
 namespace tessera::comm {
@@ -19,16 +21,21 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 constexpr auto kLookEvery = std::chrono::milliseconds(20);
-constexpr std::uint64_t kMagic = 0x736c6c6163737374;
 
-/// The first that is said on a connection. Whoever does not know the token of the one who listens
-/// is not of the group.
+constexpr std::size_t kMostGuests = 256;  // connections that have not said who they are
+constexpr std::chrono::seconds kGreetingLimit{core::kHandshakeSeconds};
+
+/// Who connects, and for which round.
 struct Hello {
-  std::uint64_t magic = kMagic;
-  char token[32] = {};
   std::int32_t rank = -1;
   std::uint32_t round = 0;
 };
+// Without a secret: this word first, then the token of the one who listens, then the hello.
+constexpr std::string_view kMagic("tsscalls", 8);
+constexpr std::size_t kToken = 32;
+// With one: what each side of the handshake says, and the frame that holds the hello.
+constexpr std::size_t kProof = 8 + 32 + 32;
+constexpr std::size_t kFrame = 4 + 16 + sizeof(Hello);
 
 std::string key_of(int rank) { return "calls/" + std::to_string(rank); }
 
@@ -51,8 +58,206 @@ std::size_t read_some(const Socket& socket, int peer, void* data, std::size_t by
 
 }  // namespace
 
+// How the ranks of one exchange come to be connected: this one calls those it writes to, and is
+// called by those it reads from, at the same time.
+class CallExchange::Meeting {
+ public:
+  Meeting(CallExchange& exchange, std::string token, const std::optional<core::Secret>& secret)
+      : exchange_(exchange), token_(std::move(token)), secret_(secret) {}
+
+  // Connections stand before they are accepted, so all ranks may connect first.
+  void call(c10d::Store& store, Moment deadline) {
+    for (std::size_t round = 0; round < exchange_.targets_.size(); ++round) {
+      const int peer = exchange_.target_of(round);
+      auto pause = std::chrono::microseconds(50);
+      while (!store.check({key_of(peer)})) {
+        if (Clock::now() >= deadline) exchange_.throw_missing({peer});
+        std::this_thread::sleep_for(pause);
+        pause = std::min<std::chrono::microseconds>(pause * 2, std::chrono::milliseconds(10));
+      }
+      std::istringstream place(store.get_to_str(key_of(peer)));
+      std::string host;
+      std::uint16_t port = 0;
+      std::string token;
+      place >> host >> port >> token;
+      Line line{.socket = connect_to(host, port, deadline), .peer = peer};
+      line.hello = {exchange_.rank_, static_cast<std::uint32_t>(round)};
+      if (secret_) {
+        line.handshake.emplace(core::Handshake::Side::kConnects, *secret_, purpose(token));
+      } else {
+        token.resize(kToken, '\0');
+        line.unsent.append(kMagic).append(token).append(hello_bytes(line.hello));
+        line.is_done = true;
+      }
+      calls_.push_back(std::move(line));
+    }
+  }
+
+  void finish(const Socket& listener, Moment deadline) {
+    while (true) {
+      const std::vector<int> missing = missing_ranks();
+      if (missing.empty()) return;
+      if (Clock::now() >= deadline) exchange_.throw_missing(missing);
+      std::vector<pollfd> requests{{.fd = listener.get(), .events = POLLIN, .revents = 0}};
+      for (const auto* lines : {&calls_, &guests_}) {
+        for (const Line& line : *lines) {
+          const short events = line.unsent.empty() ? POLLIN : POLLIN | POLLOUT;
+          if (!line.is_over()) {
+            requests.push_back({.fd = line.socket.get(), .events = events, .revents = 0});
+          }
+        }
+      }
+      ::poll(requests.data(), requests.size(), static_cast<int>(kLookEvery.count()));
+      for (Line& line : calls_) advance_call(line);
+      std::erase_if(guests_, [&](Line& line) { return !advance_guest(line); });
+      accept(listener);
+    }
+  }
+
+ private:
+  struct Line {
+    Socket socket;
+    int peer = -1;
+    Hello hello;
+    std::optional<core::Handshake> handshake = std::nullopt;
+    std::string received = {};
+    std::size_t num_received = 0;
+    std::string unsent = {};
+    bool is_done = false;  // nothing more has to be said; some of it may not have gone yet
+    Moment deadline{};
+
+    bool is_over() const { return is_done && unsent.empty(); }
+  };
+
+  // A proof serves for one listener only.
+  static std::string purpose(const std::string& token) { return "calls, " + token; }
+
+  static std::string hello_bytes(const Hello& hello) {
+    return {reinterpret_cast<const char*>(&hello), sizeof(hello)};
+  }
+
+  // Reads, but nothing that comes after `most` bytes. False: the other side has gone.
+  static bool hear(Line& line, std::size_t most) {
+    char buffer[kProof + kFrame];
+    while (line.num_received < most) {
+      const ssize_t count =
+          ::recv(line.socket.get(), buffer, most - line.num_received, MSG_DONTWAIT);
+      if (count < 0) return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR;
+      if (count == 0) return false;
+      line.num_received += static_cast<std::size_t>(count);
+      line.received.append(buffer, static_cast<std::size_t>(count));
+    }
+    return true;
+  }
+
+  static bool say(Line& line) {
+    const ssize_t count = ::send(line.socket.get(), line.unsent.data(), line.unsent.size(),
+                                 MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (count >= 0) line.unsent.erase(0, static_cast<std::size_t>(count));
+    return count >= 0 || errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR;
+  }
+
+  void advance_call(Line& line) {
+    if (!line.is_done) {
+      const bool is_there = hear(line, kProof);
+      const auto state = line.handshake->advance(line.received, line.unsent);
+      if (state == core::Handshake::State::kProven) {
+        line.unsent += line.handshake->writer().frame(hello_bytes(line.hello));
+        line.is_done = true;
+      } else if (state != core::Handshake::State::kOpen || !is_there) {
+        // Whoever listens there is not the rank, or has another secret.
+        exchange_.throw_missing({line.peer});
+      }
+    }
+    if (!line.unsent.empty() && !say(line)) exchange_.throw_missing({line.peer});
+    if (line.is_over() && line.socket) {
+      exchange_.targets_[line.hello.round].socket = std::move(line.socket);
+    }
+  }
+
+  // Whether the guest may stay: it has more to say.
+  bool advance_guest(Line& line) {
+    const bool is_there =
+        hear(line, secret_ ? kProof + kFrame : kMagic.size() + kToken + sizeof(Hello));
+    const std::optional<Hello> hello = secret_ ? proven_hello(line) : plain_hello(line);
+    if (!line.unsent.empty() && !say(line)) return false;
+    if (!hello) return is_there && !line.is_done && Clock::now() < line.deadline;
+    auto& sources = exchange_.sources_;
+    if (hello->round < sources.size() && hello->rank == exchange_.source_of(hello->round) &&
+        !sources[hello->round]) {
+      send_without_delay(line.socket);
+      sources[hello->round] = std::move(line.socket);
+    }
+    return false;
+  }
+
+  // `is_done` says that nothing it may say changes anything.
+  static std::optional<Hello> proven_hello(Line& line) {
+    const auto state = line.handshake->advance(line.received, line.unsent);
+    if (state == core::Handshake::State::kOpen) return std::nullopt;
+    line.is_done = state != core::Handshake::State::kProven;
+    if (line.is_done) return std::nullopt;
+    try {
+      const auto text = line.handshake->reader().next(line.received, sizeof(Hello));
+      if (!text || text->size() != sizeof(Hello)) return std::nullopt;
+      Hello hello;
+      std::memcpy(&hello, text->data(), sizeof(hello));
+      return hello;
+    } catch (const core::FrameError&) {
+      line.is_done = true;
+      return std::nullopt;
+    }
+  }
+
+  std::optional<Hello> plain_hello(Line& line) const {
+    if (line.received.size() < kMagic.size() + kToken + sizeof(Hello)) return std::nullopt;
+    line.is_done = true;
+    std::string expected(kMagic);
+    expected.append(token_).resize(kMagic.size() + kToken, '\0');
+    if (!core::same_bytes(std::string_view(line.received).substr(0, expected.size()), expected)) {
+      return std::nullopt;
+    }
+    Hello hello;
+    std::memcpy(&hello, line.received.data() + expected.size(), sizeof(hello));
+    return hello;
+  }
+
+  void accept(const Socket& listener) {
+    while (true) {
+      Socket socket(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+      if (!socket) return;
+      if (guests_.size() == kMostGuests) guests_.erase(guests_.begin());  // the oldest
+      Line line{.socket = std::move(socket)};
+      line.deadline = Clock::now() + kGreetingLimit;
+      if (secret_) {
+        line.handshake.emplace(core::Handshake::Side::kListens, *secret_, purpose(token_));
+        line.unsent = line.handshake->opening();
+      }
+      guests_.push_back(std::move(line));
+    }
+  }
+
+  std::vector<int> missing_ranks() const {
+    std::vector<int> missing;
+    for (std::size_t round = 0; round < exchange_.sources_.size(); ++round) {
+      if (!exchange_.sources_[round]) missing.push_back(exchange_.source_of(round));
+      if (!exchange_.targets_[round].socket) missing.push_back(exchange_.target_of(round));
+    }
+    std::sort(missing.begin(), missing.end());
+    missing.erase(std::unique(missing.begin(), missing.end()), missing.end());
+    return missing;
+  }
+
+  CallExchange& exchange_;
+  const std::string token_;
+  const std::optional<core::Secret> secret_;
+  std::vector<Line> calls_;
+  std::vector<Line> guests_;  // oldest first
+};
+
 CallExchange::CallExchange(c10d::Store& store, int rank, int size, const std::string& address,
-                           std::chrono::milliseconds limit)
+                           std::chrono::milliseconds limit,
+                           const std::optional<core::Secret>& secret)
     : rank_(rank), size_(size), limit_(limit) {
   std::size_t num_rounds = 0;
   while ((1 << num_rounds) < size_) ++num_rounds;
@@ -65,9 +270,9 @@ CallExchange::CallExchange(c10d::Store& store, int rank, int size, const std::st
   std::ostringstream place;
   place << address << ' ' << port_of(listener) << ' ' << token;
   store.set(key_of(rank_), place.str());
-  // A connection stands before it is accepted, so all ranks may connect first.
-  connect(store, deadline);
-  accept(listener, token, deadline);
+  Meeting meeting(*this, token, secret);
+  meeting.call(store, deadline);
+  meeting.finish(listener, deadline);
 }
 
 void CallExchange::throw_missing(std::vector<int> missing) const {
@@ -79,90 +284,6 @@ void CallExchange::throw_missing(std::vector<int> missing) const {
                   " did not connect to rank " + std::to_string(rank_) + " within " + seconds.str() +
                   " s. Look whether they live, whether all have the same "
                   "TESSERA_CHECK_COLLECTIVES, and whether the network lets them through.");
-}
-
-void CallExchange::connect(c10d::Store& store, Moment deadline) {
-  for (std::size_t round = 0; round < targets_.size(); ++round) {
-    const int peer = target_of(round);
-    auto pause = std::chrono::microseconds(50);
-    while (!store.check({key_of(peer)})) {
-      if (Clock::now() >= deadline) throw_missing({peer});
-      std::this_thread::sleep_for(pause);
-      pause = std::min<std::chrono::microseconds>(pause * 2, std::chrono::milliseconds(10));
-    }
-    std::istringstream place(store.get_to_str(key_of(peer)));
-    std::string host;
-    std::uint16_t port = 0;
-    std::string token;
-    place >> host >> port >> token;
-    targets_[round].socket = connect_to(host, port, deadline);
-    Hello hello;
-    hello.rank = rank_;
-    hello.round = static_cast<std::uint32_t>(round);
-    token.copy(hello.token, sizeof(hello.token));
-    // Nothing has been sent yet, so there is room for all of it.
-    if (::send(targets_[round].socket.get(), &hello, sizeof(hello), MSG_NOSIGNAL) !=
-        sizeof(hello)) {
-      throw_missing({peer});
-    }
-  }
-}
-
-void CallExchange::accept(const Socket& listener, const std::string& token, Moment deadline) {
-  Hello expected;
-  token.copy(expected.token, sizeof(expected.token));
-  struct Guest {
-    Socket socket;
-    Hello hello;
-    std::size_t num_read = 0;
-  };
-  std::vector<Guest> guests;
-  std::size_t num_missing = sources_.size();
-  // Whether the guest may stay: it has more to say, or is somebody we wait for.
-  const auto hear = [&](Guest& guest) {
-    auto* const place = reinterpret_cast<char*>(&guest.hello) + guest.num_read;
-    const ssize_t read =
-        ::recv(guest.socket.get(), place, sizeof(Hello) - guest.num_read, MSG_DONTWAIT);
-    if (read < 0) return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR;
-    guest.num_read += static_cast<std::size_t>(read);
-    if (read == 0) return false;
-    if (guest.num_read < sizeof(Hello)) return true;
-    const Hello& hello = guest.hello;
-    const bool is_known = hello.magic == kMagic &&
-                          std::equal(hello.token, std::end(hello.token), expected.token) &&
-                          hello.round < sources_.size() && hello.rank == source_of(hello.round) &&
-                          !sources_[hello.round];
-    if (is_known) {
-      send_without_delay(guest.socket);
-      sources_[hello.round] = std::move(guest.socket);
-      --num_missing;
-    }
-    return false;
-  };
-  while (num_missing > 0) {
-    if (Clock::now() >= deadline) {
-      std::vector<int> missing;
-      for (std::size_t round = 0; round < sources_.size(); ++round) {
-        if (!sources_[round]) missing.push_back(source_of(round));
-      }
-      throw_missing(std::move(missing));
-    }
-    std::vector<pollfd> requests{{.fd = listener.get(), .events = POLLIN, .revents = 0}};
-    for (const Guest& guest : guests) {
-      requests.push_back({.fd = guest.socket.get(), .events = POLLIN, .revents = 0});
-    }
-    ::poll(requests.data(), requests.size(), static_cast<int>(kLookEvery.count()));
-    std::vector<Guest> staying;
-    for (Guest& guest : guests) {
-      if (hear(guest)) staying.push_back(std::move(guest));
-    }
-    guests = std::move(staying);
-    while (true) {
-      Socket socket(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
-      if (!socket) break;
-      guests.push_back({std::move(socket), {}, 0});
-    }
-  }
 }
 
 void CallExchange::announce(std::span<const std::byte> mine) noexcept {

@@ -12,6 +12,7 @@
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <stdexcept>
 #include <string>
@@ -20,6 +21,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "comm/network.h"
+#include "core/secret.h"
 
 namespace tessera::comm {
 
@@ -37,10 +39,12 @@ class CallExchange {
   using Look = std::function<void(std::span<const int> late)>;
 
   /// Collective over the group, whose ranks find each other on `store`. Listens on `address` until
-  /// all are connected, and on nothing else. Throws Error(kRendezvous) that names the ranks which
-  /// are not, after `limit`.
+  /// all are connected, and on nothing else. With a `secret`, both sides of every connection prove
+  /// it; without, the one who connects says a word from the store. Throws Error(kRendezvous) that
+  /// names the ranks which are not connected, after `limit`.
   CallExchange(c10d::Store& store, int rank, int size, const std::string& address,
-               std::chrono::milliseconds limit);
+               std::chrono::milliseconds limit,
+               const std::optional<core::Secret>& secret = std::nullopt);
 
   /// Sends `mine` before its exchange begins, as far as it goes without waiting, so that peers need
   /// not wait for the thread that will run it. The next exchanges take over what was announced, in
@@ -67,8 +71,7 @@ class CallExchange {
     std::deque<std::uint64_t> ends;  // where announced records end, counted as num_put
   };
 
-  void connect(c10d::Store& store, Moment deadline);
-  void accept(const Socket& listener, const std::string& token, Moment deadline);
+  class Meeting;
   [[noreturn]] void throw_missing(std::vector<int> missing) const;
   /// Puts bytes behind those that wait, unless they were announced; returns where they end.
   std::uint64_t put(std::size_t round, std::span<const std::byte> bytes);

@@ -12,6 +12,8 @@
 
 #include "comm/broken_pipe.h"
 #include "comm/gloo/gloo_backend.h"
+#include "comm/network.h"
+#include "comm/pair_proofs.h"
 #include "comm/piece_tensor.h"
 #include "comm/shm/element_types.h"
 #include "comm/short_slice.h"
@@ -96,7 +98,10 @@ GlooTransport::GlooTransport(const c10::intrusive_ptr<c10d::Store>& store,
   const ShortSliceGuard short_slices;
   gloo_ = make_gloo_backend(c10::make_intrusive<c10d::PrefixStore>("gloo", store), monitor_->rank(),
                             size(), timeout + kGlooSlack, address);
-  if (check_calls && size() > 1) calls_.emplace(*store, rank(), size(), address, timeout);
+  if (size() == 1) return;
+  const auto secret = job_secret();
+  if (secret) prove_pairs(*gloo_, *store, *secret, timeout);
+  if (check_calls) calls_.emplace(*store, rank(), size(), address, timeout, secret);
 }
 
 GlooTransport::~GlooTransport() {

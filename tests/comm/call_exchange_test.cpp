@@ -38,11 +38,15 @@ void run_threads(int size, const std::function<void(int rank)>& body) {
   for (auto& end : ends) end.get();
 }
 
-Exchanges connected(int size) {
+core::Secret secret_of(char letter) {
+  return core::Secret::from_text(std::string(40, letter), "the test");
+}
+
+Exchanges connected(int size, const std::optional<core::Secret>& secret = std::nullopt) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   Exchanges exchanges(size);
   run_threads(size, [&](int rank) {
-    exchanges[rank] = std::make_unique<CallExchange>(*store, rank, size, kHere, 20s);
+    exchanges[rank] = std::make_unique<CallExchange>(*store, rank, size, kHere, 20s, secret);
   });
   return exchanges;
 }
@@ -185,24 +189,31 @@ TEST(CallExchange, MissingRanksAreNamed) {
   });
 }
 
-TEST(CallExchange, StrangersAreRefusedAndNobodyListensAfterwards) {
+class CallExchangeStrangers : public testing::TestWithParam<bool> {};
+
+TEST_P(CallExchangeStrangers, AreRefusedAndNobodyListensAfterwards) {
+  const std::optional<core::Secret> secret =
+      GetParam() ? std::optional(secret_of('s')) : std::nullopt;
   const auto store = c10::make_intrusive<c10d::HashStore>();
   Exchanges exchanges(2);
   std::thread first(
-      [&] { exchanges[0] = std::make_unique<CallExchange>(*store, 0, 2, kHere, 20s); });
+      [&] { exchanges[0] = std::make_unique<CallExchange>(*store, 0, 2, kHere, 20s, secret); });
   const auto [host, port] = place_of_first(*store);
   const auto deadline = std::chrono::steady_clock::now() + 5s;
   const Socket silent = connect_to(host, port, deadline);
   const Socket loud = connect_to(host, port, deadline);
   const std::string words(48, 'x');
   ASSERT_EQ(::send(loud.get(), words.data(), words.size(), MSG_NOSIGNAL), 48);
-  exchanges[1] = std::make_unique<CallExchange>(*store, 1, 2, kHere, 20s);
+  exchanges[1] = std::make_unique<CallExchange>(*store, 1, 2, kHere, 20s, secret);
   first.join();
   run_threads(
       2, [&](int rank) { EXPECT_EQ(gathered(*exchanges[rank], {rank + 7}, 2), (Words{7, 8})); });
   for (const Socket* stranger : {&silent, &loud}) {
+    // Told at most a number, and that it is not the right one.
+    std::string told;
     char letter = 0;
-    EXPECT_LE(::recv(stranger->get(), &letter, 1, 0), 0);
+    while (::recv(stranger->get(), &letter, 1, 0) > 0) told += letter;
+    EXPECT_LE(told.size(), GetParam() ? 72U : 0U);
   }
   try {
     connect_to(host, port, deadline);
@@ -211,6 +222,34 @@ TEST(CallExchange, StrangersAreRefusedAndNobodyListensAfterwards) {
     EXPECT_EQ(std::string(error.what()), "comm.init: no connection to 127.0.0.1:" +
                                              std::to_string(port) + ": Connection refused.");
   }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, CallExchangeStrangers, testing::Bool(), [](const auto& info) {
+  return info.param ? "WithASecret" : "WithoutASecret";
+});
+
+TEST(CallExchange, RanksProveTheSecretToEachOther) {
+  for (const int size : {2, 3, 5, 8}) {
+    const Exchanges exchanges = connected(size, secret_of('s'));
+    Words expected(size);
+    std::iota(expected.begin(), expected.end(), 7);
+    run_threads(size, [&](int rank) {
+      for (int i = 0; i < 3; ++i) EXPECT_EQ(gathered(*exchanges[rank], {rank + 7}, size), expected);
+    });
+  }
+}
+
+TEST(CallExchange, ARankWithAnotherSecretIsNotConnected) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  run_threads(2, [&](int rank) {
+    try {
+      CallExchange(*store, rank, 2, kHere, 1s, secret_of(rank == 0 ? 's' : 't'));
+      ADD_FAILURE() << "nothing was thrown";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::kRendezvous);
+      EXPECT_EQ(error.ranks(), (std::vector<int>{1 - rank}));
+    }
+  });
 }
 
 TEST(CallExchange, LooksAtThoseWhoseRecordsHaveNotCome) {
