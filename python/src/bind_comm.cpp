@@ -48,6 +48,8 @@ is a world of one. Raises ValueError naming the variable that makes no sense.
 >>> read_environment().world_size
 1
 )");
+  module.def("check_open_store", &comm::check_open_store, py::arg("environment"),
+             "Warn once of a store that asks for no secret; refuse it at a public address.");
   module.def("connect_store", &comm::connect_store, py::arg("environment"), py::arg("timeout"),
              Release(), "Connect to the store of the job that `environment` describes.");
 }

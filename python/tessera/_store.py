@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 from urllib.parse import parse_qsl, urlparse
 
 from tessera import _C
@@ -12,23 +13,29 @@ from tessera import _C
 rendezvous = importlib.import_module("torch.distributed.rendezvous")
 
 
-def _own_environment(url: str):
-    """The environment of this process, if `tessera run` gave its job a store and `url` means it."""
+def _environment_of(url: str):
+    """The environment of this process, if a launcher gave it one and `url` means it."""
     try:
         environment = _C.read_environment()
     except ValueError:
         return None  # torch says what is wrong with it
     query = dict(parse_qsl(urlparse(url).query))
     asked = (int(query.get("rank", environment.rank)), int(query.get("world_size", environment.world_size)))
-    is_own = bool(environment.store) and asked == (environment.rank, environment.world_size)
-    return environment if is_own else None
+    is_meant = environment.launcher == "torchrun" and asked == (environment.rank, environment.world_size)
+    return environment if is_meant else None
+
+
+def _has_secret() -> bool:
+    return any(os.environ.get(name) for name in ("TESSERA_JOB_SECRET_FILE", "TESSERA_JOB_SECRET"))
 
 
 def _prefer_own_store(torch_handler):
     @functools.wraps(torch_handler)
     def handler(url, timeout=rendezvous.default_pg_timeout, **kwargs):
-        environment = _own_environment(url)
-        if environment is None:
+        environment = _environment_of(url)
+        if environment is None or not (environment.store or _has_secret()):
+            if environment is not None:
+                _C.check_open_store(environment)
             yield from torch_handler(url, timeout, **kwargs)
             return
         yield _C.connect_store(environment, timeout), environment.rank, environment.world_size

@@ -1,5 +1,6 @@
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <future>
@@ -44,13 +45,12 @@ bool hosts_store(const Environment& environment) {
 }
 
 // The store that asks for the job's secret: the launcher's, or rank 0's.
-c10::intrusive_ptr<c10d::Store> connect_own_store(const Environment& environment,
-                                                  const core::Secret& secret,
-                                                  std::chrono::milliseconds timeout) {
+c10::intrusive_ptr<c10d::Store> connect_own_store(
+    const Environment& environment, const core::Secret& secret, std::chrono::milliseconds timeout,
+    std::shared_ptr<store::HostedServer> server = nullptr) {
   store::Place place{.path = "", .host = environment.master_addr, .port = environment.master_port};
   if (!environment.store.empty()) place = store::Place::parse(environment.store);
-  std::shared_ptr<store::HostedServer> server;
-  if (hosts_store(environment)) {
+  if (!server && hosts_store(environment)) {
     server = std::make_shared<store::HostedServer>(
         listen_on(environment.master_addr, environment.master_port), secret);
   }
@@ -68,16 +68,6 @@ c10::intrusive_ptr<c10d::Store> connect_own_store(const Environment& environment
                     place.text() + " within " + std::to_string(timeout.count() / 1000) +
                     " s: " + error.what() + ". Check that the launcher of the job runs.");
   }
-}
-
-void warn_of_open_store(const Environment& environment) {
-  if (environment.rank != 0 || environment.world_size == 1) return;
-  std::fprintf(
-      stderr,
-      "[tessera] the store of this job at %s:%d asks for no secret: whoever reaches it can "
-      "change what the ranks agree on. Start the job with tessera run%s.\n",
-      environment.master_addr.c_str(), static_cast<int>(environment.master_port),
-      environment.agent_store ? "" : ", or give all ranks a TESSERA_JOB_SECRET_FILE");
 }
 
 c10::intrusive_ptr<c10d::Store> connect_tcp_store(const Environment& environment,
@@ -109,7 +99,71 @@ c10::intrusive_ptr<c10d::Store> connect_tcp_store(const Environment& environment
   throw_no_store(environment, timeout);
 }
 
+// Under torchrun the agent hosts a store that asks for nothing. With a secret it serves for one
+// word: where rank 0 hosts the job's own. That word is signed, so whoever changes it ends the job,
+// and no more.
+c10::intrusive_ptr<c10d::Store> connect_beside_agent(const Environment& environment,
+                                                     const std::string& prefix,
+                                                     const core::Secret& secret,
+                                                     std::chrono::milliseconds timeout) {
+  static std::atomic<int> num_made{0};  // the same on all ranks: each time is collective
+  const std::string key = prefix + "/place/" + std::to_string(num_made++);
+  const auto agent = connect_tcp_store(environment, timeout);
+  const auto seal_of = [&](const std::string& place) {
+    return core::hex_of(core::bytes_of(secret.sign("store of " + key + ": " + place)));
+  };
+  std::shared_ptr<store::HostedServer> server;
+  if (environment.rank == 0) {
+    const bool is_one_host = environment.local_world_size == environment.world_size;
+    const std::string address = is_one_host ? "127.0.0.1" : address_towards_peers();
+    Socket listener = listen_on_free_port(address);
+    const std::string place = "tcp:" + address + ":" + std::to_string(port_of(listener));
+    server = std::make_shared<store::HostedServer>(::dup(listener.get()), secret);
+    set_text(*agent, key, place + " " + seal_of(place));
+  }
+  std::string said;
+  try {
+    said = get_text(*agent, key);
+  } catch (const c10::Error&) {
+    throw_no_store(environment, timeout);
+  }
+  const std::string place = said.substr(0, said.find(' '));
+  if (!core::same_bytes(said, place + " " + seal_of(place))) {
+    throw Error(
+        ErrorKind::kRendezvous, {0},
+        "comm.init: what torchrun's store says of the job's own store was not written by a "
+        "process with the secret of rank " +
+            std::to_string(environment.rank) +
+            ". Give every process of the job the same TESSERA_JOB_SECRET_FILE, and look who "
+            "else reaches " +
+            environment.master_addr + ":" + std::to_string(environment.master_port) + ".");
+  }
+  Environment own = environment;
+  own.store = place;
+  return connect_own_store(own, secret, timeout, std::move(server));
+}
+
 }  // namespace
+
+void check_open_store(const Environment& environment) {
+  if (environment.world_size == 1) return;
+  const std::string place = environment.master_addr + ":" + std::to_string(environment.master_port);
+  const char* wish = std::getenv("TESSERA_INSECURE_NO_AUTH");
+  TESSERA_CHECK_VALUE(
+      (wish != nullptr && std::string(wish) == "1") || is_private(environment.master_addr),
+      "comm.init: the store of this job at ", place,
+      " asks for no secret, and MASTER_ADDR is a public address. Give all ranks a "
+      "TESSERA_JOB_SECRET_FILE, use an address of a private network, or set "
+      "TESSERA_INSECURE_NO_AUTH=1.");
+  static std::atomic<bool> is_told{false};
+  if (environment.rank != 0 || is_told.exchange(true)) return;
+  std::fprintf(
+      stderr,
+      "[tessera] the store of this job at %s asks for no secret: whoever reaches it can "
+      "change what the ranks agree on. Start the job with tessera run, or give all ranks a "
+      "TESSERA_JOB_SECRET_FILE.\n",
+      place.c_str());
+}
 
 c10::intrusive_ptr<c10d::Store> connect_store(const Environment& environment,
                                               std::chrono::milliseconds timeout) {
@@ -121,12 +175,13 @@ c10::intrusive_ptr<c10d::Store> connect_store(const Environment& environment,
   TESSERA_CHECK_VALUE(environment.store.empty() || secret,
                       "comm.init: TESSERA_STORE is set but TESSERA_JOB_SECRET_FILE is not. Pass "
                       "both on to the ranks; `tessera run` sets them.");
-  // torchrun's agent has a store of LibTorch's kind, secret or not.
-  if (secret && (!environment.store.empty() || !environment.agent_store)) {
-    return c10::make_intrusive<c10d::PrefixStore>(prefix,
-                                                  connect_own_store(environment, *secret, timeout));
+  if (secret) {
+    const bool is_own = !environment.store.empty() || !environment.agent_store;
+    return c10::make_intrusive<c10d::PrefixStore>(
+        prefix, is_own ? connect_own_store(environment, *secret, timeout)
+                       : connect_beside_agent(environment, prefix, *secret, timeout));
   }
-  warn_of_open_store(environment);
+  check_open_store(environment);
   return c10::make_intrusive<c10d::PrefixStore>(prefix, connect_tcp_store(environment, timeout));
 }
 
@@ -137,7 +192,7 @@ Group init(const GroupOptions& options) {
   try {
     return make_group(store, environment.rank, environment.world_size, options);
   } catch (const Error&) {
-    if (hosts_store(environment)) {
+    if (hosts_store(environment) || (environment.rank == 0 && environment.agent_store)) {
       await_farewells(*store, Clock::now() + kFarewellLimit);
     }
     throw;

@@ -21,6 +21,7 @@
 #include <sstream>
 #include <system_error>
 
+#include "core/private_address.h"
 #include "tessera/comm/error.h"
 #include "tessera/core/check.h"
 
@@ -150,6 +151,14 @@ std::string address_towards_peers() {
   }
   TESSERA_CHECK_VALUE(false, "comm.init: this host has no route to MASTER_ADDR '", master,
                       "'. Name the network interface in TESSERA_INTERFACE.");
+}
+
+bool is_private(const std::string& host) {
+  const auto list = resolve(host, SOCK_STREAM);
+  for (const addrinfo* entry = list.get(); entry != nullptr; entry = entry->ai_next) {
+    if (!core::is_private(*entry->ai_addr)) return false;
+  }
+  return true;
 }
 
 int listen_on(const std::string& address, std::uint16_t port) {

@@ -38,6 +38,11 @@ class Socket {
 /// Throws ValueError if neither leads to an address.
 std::string address_towards_peers();
 
+/// Whether `host` (a name or number) is this host alone or an address of a network that the
+/// internet does not reach: loopback, link-local, private (RFC 1918, RFC 4193) or shared (RFC
+/// 6598). Throws Error(kRendezvous) if it has no address.
+bool is_private(const std::string& host);
+
 /// A listening socket bound to `address` (a name or number) and `port`, and to nothing else.
 /// Throws Error(kRendezvous) saying so if the port is in use or the address is not of this host.
 int listen_on(const std::string& address, std::uint16_t port);

@@ -270,6 +270,37 @@ def test_a_job_without_a_secret_is_warned_once():
         assert "secret" not in fleet.err()
 
 
+def test_a_store_that_asks_for_nothing_is_not_used_at_a_public_address():
+    env = {**NO_SECRET, "TESSERA_TIMEOUT": "3"}
+    with Fleet("join", env=env).bare(2, MASTER_ADDR="192.0.2.7") as fleet:
+        fleet.wait()
+        for error in fleet.by_rank("error").values():
+            assert re.match(
+                r"comm\.init: the store of this job at 192\.0\.2\.7:\d+ asks for no secret, and MASTER_ADDR "
+                r"is a public address\. Give all ranks a TESSERA_JOB_SECRET_FILE, ",
+                error["text"],
+            ), error["text"]
+        assert sorted(fleet.by_rank("error")) == [0, 1]
+    # Asked for, it is tried: 192.0.2.7 is nobody's address.
+    with Fleet("join", env={**env, "TESSERA_INSECURE_NO_AUTH": "1"}) as fleet:
+        fleet.bare(2, ranks=[0], MASTER_ADDR="192.0.2.7")
+        fleet.wait()
+        assert "cannot listen on 192.0.2.7" in fleet.by_rank("error")[0]["text"]
+
+
+def test_under_torchrun_a_job_with_a_secret_meets_on_a_store_of_its_own():
+    with Fleet("join").torchrun(3) as fleet:
+        assert fleet.wait() == [0], fleet.err()
+        assert "asks for no secret" not in fleet.err()
+        assert len(fleet.events("done")) == 3
+
+
+def test_under_torchrun_a_job_without_a_secret_is_warned_once():
+    with Fleet("join", env=NO_SECRET).torchrun(3) as fleet:
+        assert fleet.wait() == [0], fleet.err()
+        assert fleet.err().count("asks for no secret") == 1
+
+
 def test_interrupted_while_the_ranks_meet():
     with Fleet("join", env={"TESSERA_TIMEOUT": "60"}).bare(2, ranks=[0]) as fleet:
         time.sleep(1)
