@@ -56,6 +56,12 @@ struct Group::State {
   // Left to itself, NCCL's engine does the same with a warning that nobody has told it to.
   ~State() {
     if (!nccl) return;
+    if (engine && engine->is_inherited()) {
+      // A child of the rank by fork. NCCL would wait for threads that only the rank has, and even
+      // its destructor does, so it is left alone for good.
+      static_cast<void>(nccl.release());
+      return;
+    }
     try {
       nccl->shutdown();
     } catch (const std::exception&) {
