@@ -1,6 +1,8 @@
 #include "doctor/security.h"
 
 #include <arpa/inet.h>
+#include <ifaddrs.h>
+#include <net/if.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -11,11 +13,13 @@
 #include <filesystem>
 #include <fstream>
 #include <map>
+#include <memory>
 #include <set>
 #include <sstream>
 #include <thread>
 
 #include "captured_program.h"
+#include "core/private_address.h"
 #include "core/secret.h"
 #include "launch/scratch.h"
 #include "launch/store_host.h"
@@ -195,6 +199,48 @@ void read_secret(Security& security) {
   }
 }
 
+void read_addresses(Security& security) {
+  std::string chosen;
+  for (const char* name : {"TESSERA_INTERFACE", "GLOO_SOCKET_IFNAME"}) {
+    const char* value = std::getenv(name);
+    if (chosen.empty() && value != nullptr) chosen = value;
+  }
+  ifaddrs* list = nullptr;
+  if (getifaddrs(&list) != 0) return;
+  const std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> guard(list, &freeifaddrs);
+  for (const ifaddrs* entry = list; entry != nullptr; entry = entry->ifa_next) {
+    const sockaddr* address = entry->ifa_addr;
+    const bool is_up = (entry->ifa_flags & IFF_UP) != 0 && (entry->ifa_flags & IFF_LOOPBACK) == 0;
+    // Link-local addresses of IPv6 are on every interface and say nothing.
+    if (!is_up || address == nullptr) continue;
+    const void* bytes = nullptr;
+    if (address->sa_family == AF_INET) {
+      bytes = &reinterpret_cast<const sockaddr_in*>(address)->sin_addr;
+    } else if (address->sa_family == AF_INET6) {
+      const auto* place = &reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr;
+      if (!IN6_IS_ADDR_LINKLOCAL(place)) bytes = place;
+    }
+    if (bytes == nullptr) continue;
+    char text[INET6_ADDRSTRLEN] = "";
+    inet_ntop(address->sa_family, bytes, text, sizeof(text));
+    security.addresses.push_back(
+        {entry->ifa_name, text, core::is_private(*address), entry->ifa_name == chosen});
+  }
+  const bool is_found = std::any_of(security.addresses.begin(), security.addresses.end(),
+                                    [](const HostAddress& address) { return address.is_chosen; });
+  if (!chosen.empty() && !is_found) {
+    security.problems.push_back("the interface '" + chosen +
+                                "' that the environment names has no address on this host");
+  }
+  for (const HostAddress& address : security.addresses) {
+    if (address.is_chosen && !address.is_private) {
+      security.problems.push_back(
+          address.interface + " has the public address " + address.address +
+          ": tensors between hosts would be open to whoever can read that network");
+    }
+  }
+}
+
 std::string octal(int mode) {
   char text[8];
   std::snprintf(text, sizeof(text), "%04o", static_cast<unsigned>(mode));
@@ -207,7 +253,8 @@ std::string meaning_of(const OpenSocket& socket) {
   if (socket.holder == "launcher") return "torch's own store; served only if a program asks for it";
   if (socket.holder == "store") return "asks for the job's secret";
   if (socket.protocol == "udp") return "failure reports, signed with the job's secret";
-  return "Gloo, and the comparison of calls; trust their network";
+  return "the comparison of calls, which asks for the job's secret, and Gloo, whose pairs prove it "
+         "once and then trust their network";
 }
 
 }  // namespace
@@ -224,6 +271,7 @@ Security examine_security() {
   run_job(security);
   read_folder(security);
   read_secret(security);
+  read_addresses(security);
   for (const OpenSocket& socket : security.sockets) {
     if (socket.is_open_to_hosts()) {
       security.problems.push_back("a " + socket.holder + " listens on " + socket.address +
@@ -250,13 +298,23 @@ std::string as_text(const Security& security) {
   text << "\nfolder     " << security.folder << ", mode " << octal(security.folder_mode) << '\n';
   const char* label = "listens    ";
   for (const OpenSocket& socket : security.sockets) {
-    text << label << socket.holder << ", " << socket.protocol << ' ' << socket.address << ": "
-         << meaning_of(socket) << '\n';
+    const char* who = socket.is_open_to_hosts()   ? "other hosts"
+                      : socket.is_open_to_users() ? "users of this host"
+                                                  : "this user";
+    text << label << socket.holder << ", " << socket.protocol << ' ' << socket.address
+         << ", reached by " << who << ": " << meaning_of(socket) << '\n';
     label = "           ";
   }
   text << "reach      other hosts: " << count(&OpenSocket::is_open_to_hosts)
        << " kinds of sockets; other users of this host: " << count(&OpenSocket::is_open_to_users)
        << '\n';
+  label = "networks   ";
+  for (const HostAddress& address : security.addresses) {
+    text << label << address.interface << ' ' << address.address << ", "
+         << (address.is_private ? "private" : "public")
+         << (address.is_chosen ? "; for jobs over several hosts" : "") << '\n';
+    label = "           ";
+  }
   for (const std::string& problem : security.problems) text << "WARN       " << problem << '\n';
   text << "More: docs/security.md\n";
   return text.str();
@@ -271,11 +329,19 @@ nlohmann::ordered_json as_json(const Security& security) {
                        {"other_hosts", socket.is_open_to_hosts()},
                        {"other_users", socket.is_open_to_users()}});
   }
+  nlohmann::ordered_json addresses = nlohmann::ordered_json::array();
+  for (const HostAddress& address : security.addresses) {
+    addresses.push_back({{"interface", address.interface},
+                         {"address", address.address},
+                         {"private", address.is_private},
+                         {"chosen", address.is_chosen}});
+  }
   return {{"ok", security.problems.empty()},
           {"job_ran", security.job_ran},
           {"secret", {{"from", security.secret}, {"error", security.secret_error}}},
           {"folder", {{"path", security.folder}, {"mode", octal(security.folder_mode)}}},
           {"sockets", sockets},
+          {"addresses", addresses},
           {"problems", security.problems}};
 }
 

@@ -22,8 +22,17 @@ struct OpenSocket {
   bool is_open_to_users() const;
 };
 
+/// An address of this host beside loopback, on which a job over several hosts may meet the others.
+struct HostAddress {
+  std::string interface;
+  std::string address;
+  bool is_private = false;  // the internet does not reach it
+  bool is_chosen = false;   // by TESSERA_INTERFACE or GLOO_SOCKET_IFNAME
+};
+
 struct Security {
   bool job_ran = false;
+  std::vector<HostAddress> addresses;
   std::vector<OpenSocket> sockets;  // each kind once
   std::string folder;               // of all launchers of this user
   int folder_mode = 0;

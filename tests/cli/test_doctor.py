@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import pathlib
@@ -191,6 +192,19 @@ def test_security_shows_that_nothing_is_open_to_other_hosts(short_folder):
     assert kinds["rank", "tcp"]["address"] == "127.0.0.1"
     assert found["folder"] == {"path": f"{short_folder}/tessera-{os.geteuid()}", "mode": "0700"}
     assert found["secret"] == {"from": "", "error": ""}
+
+
+def test_security_tells_private_networks_from_public_ones(short_folder):
+    result = doctor(
+        "--security", "--json", env={"TMPDIR": short_folder, "TESSERA_INTERFACE": "no-such-interface"}
+    )
+    report = json.loads(result.stdout)
+    assert any("'no-such-interface' that the environment names" in p for p in report["problems"])
+    for address in report["addresses"]:
+        number = ipaddress.ip_address(address["address"])
+        shared = number in ipaddress.ip_network("100.64.0.0/10") if number.version == 4 else False
+        assert address["private"] == (number.is_private or shared), address
+        assert not address["chosen"] and not number.is_loopback
 
 
 def test_security_names_what_is_wrong(tmp_path):
