@@ -1,5 +1,6 @@
 """Whoever does not know the job's secret learns nothing, changes nothing, and costs little."""
 
+import concurrent.futures
 import contextlib
 import hashlib
 import hmac
@@ -10,7 +11,6 @@ import signal
 import socket
 import struct
 import subprocess
-import threading
 import time
 
 import pytest
@@ -183,46 +183,55 @@ def test_strangers_are_dropped_after_their_time(leader):
     finish(job, port)
 
 
+def attack(port, count, seed):
+    """Requests of one stranger; how many were made, how many of them dropped unheard, and what came back
+    that must not."""
+    dice = random.Random(seed)
+    made, dropped, learned = 0, 0, []
+    while made < count:
+        length = dice.choice([0, 1, 7, 8, 9, 71, 72, 73, 92, 500, 5000])
+        body = dice.randbytes(length)
+        if dice.random() < 0.7:
+            body = MAGIC + body[8:]
+        with socket.socket() as stranger:
+            stranger.settimeout(30)
+            # From many addresses: a port of one cannot be used again for a minute.
+            stranger.bind((f"127.{dice.randrange(1, 250)}.{dice.randrange(250)}.{dice.randrange(1, 250)}", 0))
+            stranger.connect(("127.0.0.1", port))
+            made += 1
+            answer = b""
+            try:
+                stranger.sendall(body)
+                stranger.shutdown(socket.SHUT_WR)
+                while chunk := stranger.recv(4096):
+                    answer += chunk
+            except OSError:
+                dropped += 1
+        if len(answer) > 72 or answer[40:].strip(b"\0"):
+            learned.append(answer)
+    return made, dropped, learned
+
+
 def test_random_requests_while_the_job_runs_change_nothing():
     port = free_port()
-    seconds = float(os.environ.get("TESSERA_FUZZ_SECONDS", "2"))
-    program = ("sh", "-c", f"echo $TESSERA_STORE; exec sleep {300 + seconds}")
+    count = int(os.environ.get("TESSERA_FUZZ_REQUESTS", "2000"))  # a million in a longer run
+    program = ("sh", "-c", "echo $TESSERA_STORE; exec sleep 3600")
     jobs = [Job(*node_words(port, node=node, program=program)) for node in (0, 1)]
     try:
         lines = [job.process.stdout.readline().decode() for job in jobs]
         ports = [port, int(lines[0].rpartition(":")[2])]  # of the launchers and of the store
-        learned = []
-        counts = [0, 0]
-
-        def attack(which):
-            dice = random.Random(which)
-            end = time.monotonic() + seconds
-            while time.monotonic() < end:
-                counts[which] += 1
-                length = dice.choice([0, 1, 7, 8, 9, 71, 72, 73, 92, 500, 5000])
-                body = dice.randbytes(length)
-                if dice.random() < 0.7:
-                    body = MAGIC + body[8:]
-                with (
-                    contextlib.suppress(OSError),
-                    socket.create_connection(("127.0.0.1", ports[which]), timeout=10) as stranger,
-                ):
-                    stranger.sendall(body)
-                    stranger.shutdown(socket.SHUT_WR)
-                    answer = b""
-                    while chunk := stranger.recv(4096):
-                        answer += chunk
-                    if len(answer) > 72 or answer[40:].strip(b"\0"):
-                        learned.append(answer)
-
-        threads = [threading.Thread(target=attack, args=(i,)) for i in (0, 1)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        print(f"{counts[0]} requests to the launcher, {counts[1]} to the store")
-        assert min(counts) > 50
-        assert learned == []
+        num_strangers = max(2, min(len(os.sched_getaffinity(0)) - 2, 12)) // 2 * 2
+        shares = [count // num_strangers + (i < count % num_strangers) for i in range(num_strangers)]
+        with concurrent.futures.ProcessPoolExecutor(num_strangers) as pool:
+            told = list(
+                pool.map(attack, [ports[i % 2] for i in range(num_strangers)], shares, range(num_strangers))
+            )
+        made = [sum(t[0] for t in told[which::2]) for which in (0, 1)]
+        dropped = sum(t[1] for t in told)
+        print(f"{made[0]} requests to the launcher, {made[1]} to the store, {dropped} dropped unheard")
+        assert sum(made) == count
+        assert dropped < count / 2
+        assert [answer for t in told for answer in t[2]] == []
         for job in jobs:
             assert job.process.poll() is None
         jobs[0].send(signal.SIGTERM)

@@ -23,6 +23,8 @@ int main(int argc, char** argv) {
       {"claim", run_claim},
       {"groups", run_groups},
       {"forks", run_forks},
+      {"kills", run_kills},
+      {"fork-places", run_fork_places},
   };
   const std::string wanted = argc > 1 ? argv[1] : "";
   for (const auto& mode : modes) {

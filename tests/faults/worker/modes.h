@@ -29,6 +29,10 @@ int run_claim(const Options& options);
 int run_groups(const Options& options);
 /// Two ranks; the first forks a child that tries everything with its parent's group.
 int run_forks(const Options& options);
+/// Kills a rank of each of many short jobs; see short_jobs.h.
+int run_kills(const Options& options);
+/// Two ranks that work while they fork at any moment.
+int run_fork_places(const Options& options);
 
 /// From now on the system refuses this process descriptors of other processes.
 void refuse_pidfds();
