@@ -248,6 +248,7 @@ std::string octal(int mode) {
 }
 
 std::string meaning_of(const OpenSocket& socket) {
+  if (socket.is_abstract()) return "hands segments of memory to processes of this user alone";
   if (socket.protocol == "unix")
     return "mode " + octal(socket.mode) + ", asks for the job's secret";
   if (socket.holder == "launcher") return "torch's own store; served only if a program asks for it";
@@ -264,7 +265,12 @@ bool OpenSocket::is_open_to_hosts() const {
          !address.starts_with("::ffff:127.");
 }
 
-bool OpenSocket::is_open_to_users() const { return protocol != "unix" || (mode & 077) != 0; }
+// A name that is in no file system has no mode: everybody may connect, and is told to leave.
+bool OpenSocket::is_abstract() const { return protocol == "unix" && address.starts_with("@"); }
+
+bool OpenSocket::is_open_to_users() const {
+  return protocol != "unix" || is_abstract() || (mode & 077) != 0;
+}
 
 Security examine_security() {
   Security security;

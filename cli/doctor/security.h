@@ -20,6 +20,8 @@ struct OpenSocket {
   bool is_open_to_hosts() const;
   /// Whether other users of this host could.
   bool is_open_to_users() const;
+  /// Whether it has a name that is in no file system.
+  bool is_abstract() const;
 };
 
 /// An address of this host beside loopback, on which a job over several hosts may meet the others.

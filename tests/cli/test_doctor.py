@@ -200,10 +200,20 @@ def test_security_tells_private_networks_from_public_ones(short_folder):
     )
     report = json.loads(result.stdout)
     assert any("'no-such-interface' that the environment names" in p for p in report["problems"])
+    private = [
+        ipaddress.ip_network(text)
+        for text in (
+            "10.0.0.0/8",
+            "172.16.0.0/12",
+            "192.168.0.0/16",
+            "169.254.0.0/16",
+            "100.64.0.0/10",
+            "fc00::/7",
+        )
+    ]
     for address in report["addresses"]:
         number = ipaddress.ip_address(address["address"])
-        shared = number in ipaddress.ip_network("100.64.0.0/10") if number.version == 4 else False
-        assert address["private"] == (number.is_private or shared), address
+        assert address["private"] == any(number in network for network in private), address
         assert not address["chosen"] and not number.is_loopback
 
 
