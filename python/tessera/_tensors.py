@@ -24,6 +24,28 @@ class _Wait(torch.autograd.Function):
         return gradients[0]
 
 
+class _OwnPart(torch.autograd.Function):
+    """This rank's part of a DTensor; its gradient is laid out as the DTensor is.
+
+    `to_local` derives the strides of the gradient from this rank's part, which are not the DTensor's if it
+    is cut unevenly. A leaf then gets a copy with its own strides, which torch 2.11 lays out whole on every
+    rank: the gradient's local part had another shape than the leaf's.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any) -> Tensor:
+        ctx.layout = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
+        local = tensor._local_tensor
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        from torch.distributed.tensor import DTensor
+
+        mesh, placements, shape, stride = ctx.layout
+        return DTensor.from_local(gradients[0], mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
 def with_memory(tensor: Tensor) -> Tensor:
     """Return the tensor whose memory the engine may read; the bindings ask for it if there is none.
 
@@ -58,7 +80,15 @@ def is_part_of_mesh(tensor: Any) -> bool:
 
 def local_part(tensor: Any) -> Any:
     """Return this rank's part of a DTensor; anything else is that part already."""
-    return tensor.to_local() if is_part_of_mesh(tensor) else tensor
+    return _part_of(tensor) if is_part_of_mesh(tensor) else tensor
+
+
+def _part_of(tensor: Any) -> Tensor:
+    # Addends have a gradient of another placement than their own, and without one nothing is laid out.
+    differs = any(placement.is_partial() for placement in tensor.placements)
+    if differs or not (tensor.requires_grad and torch.is_grad_enabled()):
+        return tensor.to_local()
+    return _OwnPart.apply(tensor)
 
 
 def whole_on_group(tensor: Tensor) -> Tensor:
@@ -111,7 +141,7 @@ def vocab_part(
             )
         if placement.is_shard() and placement.dim % tensor.dim() == dim and mesh.size(place) > 1:
             places.append(place)
-    local = tensor.to_local()
+    local = _part_of(tensor)
     extent = tensor.shape[dim]
     if not places:
         return local, None, (0, extent)
