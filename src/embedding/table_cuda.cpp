@@ -28,11 +28,16 @@ at::Tensor bytes_on(c10::Device device, std::size_t count) {
                    at::TensorOptions().dtype(at::kByte).device(device));
 }
 
-/// Copies `count` bytes to the device. They are staged before this returns.
-void upload(const void* from, std::size_t count, const at::Tensor& to) {
-  check(cudaMemcpyAsync(to.data_ptr(), from, count, cudaMemcpyHostToDevice,
-                        static_cast<cudaStream_t>(stream())),
-        "upload");
+/// Copies `count` bytes to place `at` of the device's memory. They are staged in pinned memory, of
+/// which LibTorch keeps blocks: the host does not wait for the stream, which it may for other
+/// memory.
+void upload(const void* from, std::size_t count, const at::Tensor& to, std::size_t at = 0) {
+  if (count == 0) return;
+  const auto size = static_cast<std::int64_t>(count);
+  const at::Tensor staged =
+      at::empty({size}, at::TensorOptions().dtype(at::kByte).pinned_memory(true));
+  std::memcpy(staged.data_ptr(), from, count);
+  to.narrow(0, static_cast<std::int64_t>(at), size).copy_(staged, /*non_blocking=*/true);
 }
 
 /// The call with its features on the device. They are the same in most calls, and are sent again
@@ -87,10 +92,9 @@ char* work(Workspace& workspace, c10::Device device, std::size_t count) {
 
 std::size_t rounded(std::size_t bytes) { return (bytes + 255) / 256 * 256; }
 
-void upload_steps(const std::vector<cuda::TableSteps>& steps, char* device_steps) {
-  check(cudaMemcpyAsync(device_steps, steps.data(), steps.size() * sizeof(steps[0]),
-                        cudaMemcpyHostToDevice, static_cast<cudaStream_t>(stream())),
-        "upload");
+void upload_steps(const std::vector<cuda::TableSteps>& steps, const Workspace& workspace,
+                  std::size_t at) {
+  upload(steps.data(), steps.size() * sizeof(steps[0]), workspace.device_bytes, at);
 }
 
 void hand_over(const cuda::TableCall& call, const cuda::SortedRows& sorted,
@@ -163,13 +167,7 @@ void cuda_backward(const TablePass& pass, const at::Tensor& gradient, float limi
 
   const std::size_t key_bytes = rounded(first_keys.size() * 4);
   const std::size_t step_bytes = rounded(steps.size() * sizeof(cuda::TableSteps));
-  const std::size_t work_bytes = rounded(cuda::step_bytes(pass.num_positions, max_columns));
-  char* const base =
-      work(workspace, device,
-           key_bytes + step_bytes + work_bytes + cuda::sort_bytes(pass.num_positions));
-  check(cudaMemcpyAsync(base, first_keys.data(), first_keys.size() * 4, cudaMemcpyHostToDevice,
-                        static_cast<cudaStream_t>(stream())),
-        "upload");
+  const bool keeps_bags = pass.is_weighted && !pass.is_sequence;
   // Sparse gradients: where each table's runs begin must be known here.
   const bool has_sparse = std::any_of(
       targets.begin(), targets.end(),
@@ -206,14 +204,30 @@ void cuda_backward(const TablePass& pass, const at::Tensor& gradient, float limi
           break;
       }
     }
-    upload_steps(steps, base + key_bytes);
   };
-  // Copies from here wait for the stream, so they come before its work where they can.
   if (!has_sparse) describe();
+  const bool is_apart =
+      !has_sparse && cuda::steps_apart(call, steps.data(), static_cast<int>(steps.size()));
+  const std::size_t work_bytes =
+      is_apart ? 0 : rounded(cuda::step_bytes(pass.num_positions, max_columns));
+  const std::size_t rest_bytes = is_apart
+                                     ? cuda::apart_bytes(pass.num_positions, num_keys, max_columns)
+                                     : cuda::sort_bytes(pass.num_positions);
+  char* const base = work(workspace, device, key_bytes + step_bytes + work_bytes + rest_bytes);
+  upload(first_keys.data(), first_keys.size() * 4, workspace.device_bytes);
+  if (!has_sparse) upload_steps(steps, workspace, key_bytes);
+  if (is_apart) {
+    check(cuda::step_rows_apart(
+              call, tables_of(pass, workspace), reinterpret_cast<const std::uint32_t*>(base),
+              num_keys, keeps_bags, reinterpret_cast<const cuda::TableSteps*>(base + key_bytes),
+              steps.data(), static_cast<int>(steps.size()), gradient.const_data_ptr<float>(), limit,
+              base + key_bytes + step_bytes, stream()),
+          "step rows");
+    return;
+  }
   cuda::SortedRows sorted;
   check(cuda::sort_rows(call, tables_of(pass, workspace),
-                        reinterpret_cast<const std::uint32_t*>(base), num_keys,
-                        pass.is_weighted && !pass.is_sequence,
+                        reinterpret_cast<const std::uint32_t*>(base), num_keys, keeps_bags,
                         base + key_bytes + step_bytes + work_bytes, &sorted, stream()),
         "sort rows");
 
@@ -236,7 +250,10 @@ void cuda_backward(const TablePass& pass, const at::Tensor& gradient, float limi
       first_runs[i] = found[static_cast<std::int64_t>(i)].item<std::int64_t>();
     }
   }
-  if (has_sparse) describe();
+  if (has_sparse) {
+    describe();
+    upload_steps(steps, workspace, key_bytes);
+  }
   hand_over(call, sorted, steps, base + key_bytes, base + key_bytes + step_bytes,
             gradient.const_data_ptr<float>(), limit);
 }
@@ -272,6 +289,7 @@ void cuda_step_rows(const kernels::TableRows& table, const kernels::RowState& st
   sorted.run_starts = numbers(order);
   sorted.num_runs = numbers(num_runs);
   sorted.num_entries = count;
+  sorted.count = sorted.num_runs;
   const at::Tensor spare = at::empty({count / 2 + 1}, ints);
   sorted.spare = reinterpret_cast<std::uint32_t*>(spare.data_ptr<std::int32_t>());
   std::vector<cuda::TableSteps> steps(1);
@@ -281,7 +299,7 @@ void cuda_step_rows(const kernels::TableRows& table, const kernels::RowState& st
   const std::size_t step_bytes = rounded(sizeof(cuda::TableSteps));
   char* const base =
       work(workspace, device, step_bytes + cuda::step_bytes(count, table.num_columns));
-  upload_steps(steps, base);
+  upload_steps(steps, workspace, 0);
   hand_over(call, sorted, steps, base, base + step_bytes, gradients.const_data_ptr<float>(), limit);
 }
 

@@ -220,6 +220,45 @@ TEST(TableCuda, RowsOfEveryNumberOfEntriesAreStepped) {
   }
 }
 
+TEST(TableCuda, BagsOfManyIdsAreSteppedAsTheirRowsAre) {
+  // Rows that occur once take another way than the others, and share it with rows that a coarse
+  // mark takes for repeated (the largest table). Gradients are small whole numbers, exact in all
+  // types, in bags of 20 ids; an empty bag is among them.
+  constexpr std::int64_t kBags = 500;
+  constexpr std::int64_t kIds = 20 * kBags;
+  const auto on_device = at::TensorOptions().device(at::kCUDA);
+  at::manual_seed(6);
+  for (const auto type : {at::kFloat, at::kHalf, at::kBFloat16}) {
+    for (const std::int64_t num_rows : {700, 40'000, 3'000'000}) {
+      for (const std::int64_t columns : {8, 24, 128, 256}) {
+        SCOPED_TRACE(columns);
+        const Tensor weight = at::zeros({num_rows, columns}, on_device.dtype(type));
+        const TableBatch batch({{"t", weight}, {"other", at::zeros({9, 3}, on_device)}},
+                               {{"f", 0}, {"g", 0}, {"h", 1}},
+                               {.gradients = GradientForm::kFused,
+                                .optimizer = {.kind = OptimizerKind::kSgd, .learning_rate = 1.0}});
+        LookupInput input;
+        input.ids = at::randint(num_rows, {2 * kIds}, on_device.dtype(at::kLong));
+        input.ids = at::cat({input.ids, at::randint(9, {kIds}, on_device.dtype(at::kLong))});
+        input.offsets = at::arange(0, 3 * kIds + 1, 20, on_device.dtype(at::kLong));
+        input.offsets[1] = 0;
+        const Tensor grad =
+            at::randint(-2, 3, {kBags, 2 * columns + 3}, on_device.dtype(at::kFloat));
+        batch.pooled(input).backward(grad);
+        const Tensor bags = at::arange(kBags, on_device.dtype(at::kLong)).repeat_interleave(20);
+        Tensor wanted = at::zeros({num_rows, columns}, on_device);
+        for (int f = 0; f < 2; ++f) {
+          Tensor own = bags.clone();
+          if (f == 0) own.narrow(0, 0, 20).fill_(1);  // the first bag is empty: they are the next's
+          wanted.index_add_(0, input.ids.narrow(0, f * kIds, kIds),
+                            -grad.narrow(1, f * columns, columns).index_select(0, own));
+        }
+        EXPECT_TRUE(weight.to(at::kFloat).equal(wanted));
+      }
+    }
+  }
+}
+
 TEST(TableCuda, UnfusedStepsAreTheFusedOnes) {
   for (const OptimizerKind kind : kEveryOptimizer) {
     const OptimizerOptions options{

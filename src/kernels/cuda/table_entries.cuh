@@ -186,7 +186,7 @@ __host__ __device__ bool is_light_kind(const TableSteps& table) {
 /// Entries of a run that a light kernel steps among others; one with more gets a warp.
 constexpr std::uint32_t kShortRun = 8;
 /// Entries that a warp adds; a run with more of them is cut.
-constexpr std::uint32_t kSegment = 256;
+constexpr std::uint32_t kSegment = 128;
 /// Entries of a run of another table that get a block.
 constexpr std::uint32_t kLongRun = 64;
 

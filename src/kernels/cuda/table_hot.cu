@@ -170,8 +170,7 @@ __device__ __forceinline__ Task task_of(const SortedRows& sorted, const TableSte
                                         int num_tables, std::uint32_t run) {
   Task task;
   task.begin = sorted.run_starts[run];
-  task.end = run + 1 < *sorted.num_runs ? sorted.run_starts[run + 1]
-                                        : static_cast<std::uint32_t>(sorted.num_entries);
+  task.end = run + 1 < *sorted.num_runs ? sorted.run_starts[run + 1] : *sorted.count;
   const std::uint32_t key = sorted.keys[task.begin];
   const int owner = table_of_steps(tables, num_tables, key);
   if (!is_light_kind<kElement, kCount, kPacks>(tables[owner])) return task;

@@ -54,9 +54,11 @@ struct SortedRows {
   const std::uint32_t* values = nullptr;
   const std::uint32_t* run_starts = nullptr;  // where each row's entries begin
   const std::uint32_t* num_runs = nullptr;    // one number
-  std::int64_t num_entries = 0;
-  const std::uint32_t* bag_of = nullptr;  // if set, values are positions
-  std::uint32_t* spare = nullptr;         // num_entries / 2 + 1 numbers to work with
+  std::int64_t num_entries = 0;               // at most
+  const std::uint32_t* count = nullptr;       // on the device: how many there are
+  bool is_picked = false;                     // far fewer than num_entries, few of them alone
+  const std::uint32_t* bag_of = nullptr;      // if set, values are positions
+  std::uint32_t* spare = nullptr;             // num_entries / 2 + 1 numbers to work with
 };
 
 /// Bytes of the work memory of sort_rows.
@@ -66,6 +68,19 @@ std::size_t sort_bytes(std::int64_t num_positions);
 /// With `keep_bags`, values are positions and bag_of is filled.
 int sort_rows(const TableCall& call, const std::int32_t* table_of, const std::uint32_t* first_keys,
               std::int64_t num_keys, bool keep_bags, void* work, SortedRows* sorted, void* stream);
+
+/// Whether step_rows_apart can do a call, and is faster than sort_rows and step_sorted_rows:
+/// pooled, with several ids a bag, and tables that are stepped.
+bool steps_apart(const TableCall& call, const TableSteps* host_tables, int num_tables);
+/// Bytes of its work memory.
+std::size_t apart_bytes(std::int64_t num_positions, std::int64_t num_keys,
+                        std::int64_t max_columns);
+/// As sort_rows and step_sorted_rows after each other. Rows that occur once, most of them, are
+/// stepped where they are looked up; only the others are sorted, on a stream beside.
+int step_rows_apart(const TableCall& call, const std::int32_t* table_of,
+                    const std::uint32_t* first_keys, std::int64_t num_keys, bool keep_bags,
+                    const TableSteps* tables, const TableSteps* host_tables, int num_tables,
+                    const float* gradient, float limit, void* work, void* stream);
 
 /// Bytes of the work memory of step_sorted_rows, for tables of at most `max_columns`.
 std::size_t step_bytes(std::int64_t num_entries, std::int64_t max_columns);

@@ -307,8 +307,7 @@ __device__ __forceinline__ Place place_of_item(const SortedRows& sorted, const s
   if (item >= num_items) return place;
   const std::uint32_t run = kSeveral ? list[1 + item] : item;
   place.begin = sorted.run_starts[run];
-  place.end = run + 1 < num_runs ? sorted.run_starts[run + 1]
-                                 : static_cast<std::uint32_t>(sorted.num_entries);
+  place.end = run + 1 < num_runs ? sorted.run_starts[run + 1] : *sorted.count;
   return place;
 }
 
@@ -328,6 +327,9 @@ __global__ void __launch_bounds__(kThreads, kResident<kElement, kPlain, kSeveral
   constexpr int kRuns = (kPlain ? 4 : 2) / kPacks;
   __shared__ Keys keys;
   __shared__ std::conditional_t<kSeveral, SeveralRuns, Runs> all_runs[kWarps];
+  const std::uint32_t num_runs = *sorted.num_runs;
+  const std::uint32_t num_items = kSeveral ? several[0] : num_runs;
+  if (blockIdx.x * kThreads >= num_items) return;
   const bool is_shared = num_tables <= kSharedTables;
   if (is_shared) {
     for (int i = static_cast<int>(threadIdx.x); i < num_tables; i += kThreads) {
@@ -337,8 +339,6 @@ __global__ void __launch_bounds__(kThreads, kResident<kElement, kPlain, kSeveral
   }
   __syncthreads();
   auto& runs = all_runs[threadIdx.x / 32];
-  const std::uint32_t num_runs = *sorted.num_runs;
-  const std::uint32_t num_items = kSeveral ? several[0] : num_runs;
   const int in_warp = static_cast<int>(threadIdx.x % 32);
   const unsigned below = (1U << in_warp) - 1U;
   const std::uint32_t stride = gridDim.x * kThreads;
@@ -424,9 +424,9 @@ int step_light_rows(const TableCall& call, const SortedRows& sorted, const Table
   const std::int64_t needed = (sorted.num_entries + kThreads - 1) / kThreads;
   // Blocks stay and take run after run: what they read of the tables they read once. Many rounds of
   // them, so that those at work at the same time are at rows and gradients near each other.
-  constexpr std::int64_t kRounds = 64;
+  const std::int64_t rounds = sorted.is_picked ? 8 : 64;
   const auto blocks = [&](int resident) {
-    return static_cast<int>(std::min(needed, num_multiprocessors() * resident * kRounds));
+    return static_cast<int>(std::min(needed, num_multiprocessors() * resident * rounds));
   };
   int error = 0;
   const auto start = [&]<Element kElement, int kCount, int kPacks, bool kPlain>() {

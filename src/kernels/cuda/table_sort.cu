@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <bit>
 
-#include "kernels/cuda/table_pack.cuh"
+#include "kernels/cuda/table_marks.cuh"
 
 namespace tessera::kernels::cuda {
 
@@ -43,14 +43,21 @@ namespace {
 constexpr int kThreads = 256;
 
 constexpr int kBagsPerWarp = 8;
+/// Places of a call that are filled at the same time.
+constexpr int kApart = 64;
 
 /// A warp takes the positions of a few bags that follow each other, so that its lanes are busy even
 /// if bags are short. Positions and rows fit in 32 bits, as the keys do.
 __global__ void __launch_bounds__(kThreads)
     fill_kernel(TableCall call, const std::int32_t* table_of, const std::uint32_t* first_keys,
-                bool keep_bags, std::uint32_t* keys, std::uint32_t* values, std::uint32_t* bag_of) {
-  const std::int64_t first_bag =
-      (static_cast<std::int64_t>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32) * kBagsPerWarp;
+                bool keep_bags, std::uint32_t* keys, std::uint32_t* values, std::uint32_t* bag_of,
+                RowMarks marks, const TableSteps* tables) {
+  // Blocks at work at the same time are at different places: marks of one hot row would wait for
+  // each other.
+  const std::int64_t block =
+      static_cast<std::int64_t>(blockIdx.x) % kApart * ((gridDim.x + kApart - 1) / kApart) +
+      blockIdx.x / kApart;
+  const std::int64_t first_bag = (block * (kThreads / 32) + threadIdx.x / 32) * kBagsPerWarp;
   if (first_bag >= call.num_bags) return;
   const int lane = static_cast<int>(threadIdx.x % 32);
   // Lane i knows bag i: where it begins, and its table. Bags past the last one are empty.
@@ -59,6 +66,13 @@ __global__ void __launch_bounds__(kThreads)
   const int f = feature_of_bag(call, min(own_bag, call.num_bags - 1));
   const auto own_rows = static_cast<std::uint32_t>(call.features[f].rows.num_rows);
   const std::uint32_t own_key = first_keys[table_of[f]];
+  const bool is_marked = marks.seen != nullptr;
+  // 0: not stepped, 1: stepped, 2: rows that occur once are stepped apart
+  int own_kind = 1;
+  if (is_marked) {
+    const TableSteps& table = tables[table_of[f]];
+    own_kind = table.rows.num_rows == 0 ? 0 : (is_once(table) ? 2 : 1);
+  }
   std::uint32_t begins[kBagsPerWarp + 1];
 #pragma unroll
   for (int i = 0; i <= kBagsPerWarp; ++i) begins[i] = __shfl_sync(~0U, own_begin, i);
@@ -69,16 +83,22 @@ __global__ void __launch_bounds__(kThreads)
     for (int j = 1; j < kBagsPerWarp; ++j) i += k >= begins[j] ? 1 : 0;
     const std::uint32_t num_rows = __shfl_sync(~0U, own_rows, i);
     const std::uint32_t first_key = __shfl_sync(~0U, own_key, i);
+    const int kind = __shfl_sync(~0U, own_kind, i);
     if (k >= begins[kBagsPerWarp]) continue;
     const auto bag = static_cast<std::uint32_t>(first_bag + i);
     auto id = static_cast<std::uint64_t>(call.ids.id(k));
     if (id >= num_rows) id = 0;
     // Without rows there is nothing to step: such a key is that of no table's row.
-    keys[k] = num_rows == 0 ? ~0U : first_key + static_cast<std::uint32_t>(id);
+    const std::uint32_t key =
+        num_rows == 0 || kind == 0 ? ~0U : first_key + static_cast<std::uint32_t>(id);
+    keys[k] = key;
+    if (is_marked && key != ~0U) marks.mark(key, kind == 1);
     values[k] = keep_bags || call.is_sequence ? k : bag;
     if (keep_bags) bag_of[k] = bag;
   }
 }
+
+__global__ void set_kernel(std::uint32_t* to, std::uint32_t value) { *to = value; }
 
 struct Pairs {
   std::uint32_t* keys = nullptr;
@@ -143,13 +163,23 @@ struct SortMemory {
     sorted_values = take(array);
     bag_of = take(array);
     starts = take(array);
-    count = take(4);
+    count = take(8);
     temporary = take(std::max(sort_bytes, select_bytes));
     bytes = next;
   }
 };
 
 }  // namespace
+
+int fill_keys(const TableCall& call, const std::int32_t* table_of, const std::uint32_t* first_keys,
+              bool keep_bags, std::uint32_t* keys, std::uint32_t* values, std::uint32_t* bag_of,
+              const RowMarks& marks, const TableSteps* tables, cudaStream_t stream) {
+  const std::int64_t blocks = call.num_bags / (kThreads / 32 * kBagsPerWarp) + 1;
+  const auto grid = static_cast<unsigned>((blocks + kApart - 1) / kApart * kApart);
+  fill_kernel<<<grid, kThreads, 0, stream>>>(call, table_of, first_keys, keep_bags, keys, values,
+                                             bag_of, marks, tables);
+  return cudaGetLastError();
+}
 
 std::size_t sort_bytes(std::int64_t num_positions) {
   return SortMemory(std::max<std::int64_t>(num_positions, 1)).bytes;
@@ -162,9 +192,12 @@ int sort_rows(const TableCall& call, const std::int32_t* table_of, const std::ui
   char* const base = static_cast<char*>(work);
   const auto array = [&](std::size_t at) { return reinterpret_cast<std::uint32_t*>(base + at); };
   const auto n = static_cast<int>(call.num_positions);
-  fill_kernel<<<static_cast<unsigned>(call.num_bags / (kThreads / 32 * kBagsPerWarp) + 1), kThreads,
-                0, queue>>>(call, table_of, first_keys, keep_bags, array(memory.keys),
-                            array(memory.values), array(memory.bag_of));
+  if (const int error = fill_keys(call, table_of, first_keys, keep_bags, array(memory.keys),
+                                  array(memory.values), array(memory.bag_of), {}, nullptr, queue);
+      error != 0) {
+    return error;
+  }
+  set_kernel<<<1, 1, 0, queue>>>(array(memory.count) + 1, static_cast<std::uint32_t>(n));
   std::size_t bytes = memory.sort_bytes;
   // One bit more than the keys have, for the key of no row.
   const int bits =
@@ -189,6 +222,7 @@ int sort_rows(const TableCall& call, const std::int32_t* table_of, const std::ui
   sorted->run_starts = array(memory.starts);
   sorted->num_runs = array(memory.count);
   sorted->num_entries = call.num_positions;
+  sorted->count = array(memory.count) + 1;
   sorted->spare = array(memory.keys);
   sorted->bag_of = keep_bags ? array(memory.bag_of) : nullptr;
   return cudaGetLastError();

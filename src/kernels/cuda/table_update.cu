@@ -287,8 +287,7 @@ __global__ void __launch_bounds__(kStepThreads, kCount > 1 ? 2 : 3)
     int owner = 0;
     if (own < num_runs) {
       begin = sorted.run_starts[own];
-      end = own + 1 < num_runs ? sorted.run_starts[own + 1]
-                               : static_cast<std::uint32_t>(sorted.num_entries);
+      end = own + 1 < num_runs ? sorted.run_starts[own + 1] : *sorted.count;
       key = sorted.keys[begin];
       owner = is_shared ? table_of_key(shared_keys, num_tables, key)
                         : table_of_steps(tables, num_tables, key);
@@ -333,8 +332,7 @@ __global__ void __launch_bounds__(kStepThreads, 1)
   for (std::uint32_t i = blockIdx.x; i < count; i += gridDim.x) {
     const std::uint32_t run = lists.heavy[i];
     const std::uint32_t begin = sorted.run_starts[run];
-    const std::uint32_t end = run + 1 < num_runs ? sorted.run_starts[run + 1]
-                                                 : static_cast<std::uint32_t>(sorted.num_entries);
+    const std::uint32_t end = run + 1 < num_runs ? sorted.run_starts[run + 1] : *sorted.count;
     const std::uint32_t key = sorted.keys[begin];
     int owner = num_tables - 1;
     while (tables[owner].first_key > key) --owner;
