@@ -83,6 +83,17 @@ DeviceFacts device_facts(c10::Device device) {
   return facts;
 }
 
+std::string device_fault(std::string_view text) {
+  for (const std::string_view begin : {"CUDA error: ", "CUDA driver error: "}) {
+    const std::size_t found = text.find(begin);
+    if (found == std::string_view::npos) continue;
+    std::string line(text.substr(found + begin.size()));
+    line = line.substr(0, line.find('\n'));
+    return line.empty() ? "unknown error" : line;
+  }
+  return "";
+}
+
 DeviceUse device_use(c10::Device device) {
   DeviceUse use;
   if (!device.is_cuda()) return use;

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
 
 #include <c10/core/Device.h>
 
@@ -40,6 +41,10 @@ struct DeviceFacts {
   int percent = -1;             // of the last moments in which something ran; -1: not told
 };
 TESSERA_API DeviceFacts device_facts(c10::Device device);
+
+/// The line of an error's text in which CUDA tells a fault of the device (it is lost, its memory is
+/// damaged, a kernel failed): nothing more can be done on it by this process. Empty: no such line.
+TESSERA_API std::string device_fault(std::string_view text);
 
 /// "NVIDIA H200, 150 GB"; without NVML the device's number alone.
 TESSERA_API std::string device_name(c10::Device device);

@@ -410,10 +410,13 @@ int train_rank(Settings& settings, const Maker& make, const comm::Group& world) 
 struct NoMemoryLeft : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
+struct DeviceLost : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
 
 // LibTorch's text has a GPU's number, what was asked for and what is held, on several lines or one;
 // what to do about it is ours to say.
-int train_in_memory(Settings& settings, const Maker& make, const comm::Group& world) {
+int train_on_device(Settings& settings, const Maker& make, const comm::Group& world) {
   try {
     return train_rank(settings, make, world);
   } catch (const c10::OutOfMemoryError& error) {
@@ -424,6 +427,14 @@ int train_in_memory(Settings& settings, const Maker& make, const comm::Group& wo
                        device.str() + " (" + device_name(device) + "), of which it holds " +
                        report::bytes_text(static_cast<double>(device_use(device).own_bytes)) +
                        ": " + text + " Use more ranks, a smaller --batch or a smaller model.");
+  } catch (const c10::Error& error) {
+    const c10::Device device = device_of(settings);
+    const std::string fault = device.is_cuda() ? device_fault(error.what_without_backtrace()) : "";
+    if (fault.empty()) throw;
+    throw DeviceLost("train: rank " + std::to_string(world.rank()) + " lost " + device.str() +
+                     " (" + device_name(device) + "): " + fault +
+                     ". Ask tessera doctor; the run goes on from its last checkpoint with "
+                     "--resume.");
   }
 }
 
@@ -439,10 +450,13 @@ int run(Settings& settings, const Maker& make) {
     return code;
   };
   try {
-    return comm::guarded([&] { return train_in_memory(settings, make, world); });
+    return comm::guarded([&] { return train_on_device(settings, make, world); });
   } catch (const NoMemoryLeft& error) {
     std::fprintf(stderr, "error: %s\n", error.what());  // of this rank; the others are told
     return launch::kExitConfiguration;
+  } catch (const DeviceLost& error) {
+    std::fprintf(stderr, "error: %s\n", error.what());
+    return launch::kExitLostPeer;
   } catch (const DataError& error) {
     return fail(error.what(), launch::kExitData);
   } catch (const report::Error& error) {

@@ -197,6 +197,16 @@ TEST(TrainerDevice, WhatCannotBeHadIsTheSameErrorOnAllRanks) {
   });
 }
 
+TEST(TrainerDevice, AFaultOfTheDeviceIsFoundInLibTorchsText) {
+  EXPECT_EQ(device_fault("CUDA error: an illegal memory access was encountered\nSearch for it"),
+            "an illegal memory access was encountered");
+  EXPECT_EQ(device_fault("in step: CUDA driver error: device not available"),
+            "device not available");
+  EXPECT_EQ(device_fault("CUDA error: "), "unknown error");
+  EXPECT_EQ(device_fault("CUDA out of memory. Tried to allocate 2.00 GiB"), "");
+  EXPECT_EQ(device_fault(""), "");
+}
+
 TEST(TrainerDevice, ACopyIsOfTheTimeItWasAskedFor) {
   HostCopy copy;
   EXPECT_FALSE(copy.is_started());
