@@ -4,3 +4,4 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 build/cuda/bin/vocab_cuda_bench
 build/cuda/bin/table_cuda_bench
+PYTHONPATH=python "${PYTHON:-python3}" bench/cuda/steps_bench.py

@@ -234,3 +234,77 @@ def copy_and_run(rank):
 
 def test_a_model_on_two_kinds_of_device_is_refused():
     assert on_ranks(TOGETHER, copy_and_run) == [(1, 5), (1, 5)]
+
+
+def host_waits(profile):
+    """Return the calls inside "step" that make the host wait for the device, by name."""
+    events = profile.events()
+    begin, end = next((e.time_range.start, e.time_range.end) for e in events if e.name == "step")
+    waits = (
+        "Synchronize",
+        "Memcpy HtoD (Pageable",
+        "Memcpy DtoH (Device -> Pageable",
+        "cudaMalloc",
+        "cudaFree",
+    )
+    return [
+        e.name for e in events if begin <= e.time_range.start <= end and any(name in e.name for name in waits)
+    ]
+
+
+def test_a_step_never_waits_for_the_device():
+    from tessera import _C
+    from tessera.modules.embedding_configs import BoundsCheckMode
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    optimizer = _C.embedding.OptimizerOptions()
+    optimizer.kind = _C.embedding.OptimizerKind.ROWWISE_ADAGRAD
+    tables = EmbeddingBagCollection(
+        four_tables(EmbeddingBagConfig),
+        device=CUDA,
+        bounds_check_mode=BoundsCheckMode.IGNORE,
+        optimizer=optimizer,
+    )
+    layer = torch.nn.Linear(20, 1).to(CUDA)
+    dense = torch.optim.SGD(layer.parameters(), 0.1, momentum=0.9)
+    batches = [batch(number, samples=64).to(CUDA) for number in range(3)]
+
+    def step(features):
+        pooled = tables(features)
+        layer(torch.cat([pooled[name] for name in NAMES], 1)).square().mean().backward()
+        dense.step()
+        dense.zero_grad(set_to_none=True)
+
+    for features in batches:  # memory is asked for by the first steps
+        step(features)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+        with record_function("step"):
+            step(batches[0])
+        torch.cuda.synchronize()
+    assert host_waits(recorded) == []
+    # What would be counted is: the same step with its loss read at once.
+    both = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with profile(activities=both) as recorded, record_function("step"):
+        step(batches[1])
+        layer.weight.sum().item()
+    assert host_waits(recorded) != []
+
+
+def test_ids_of_another_device_and_ids_outside_are_errors():
+    tables = EmbeddingBagCollection(four_tables(EmbeddingBagConfig), device=CUDA)
+    with pytest.raises(ValueError, match=r"are on cpu, the tables are on cuda:0"):
+        tables(batch(1))
+    outside = batch(1).to(CUDA)
+    outside.values().fill_(1000)
+    with pytest.raises(IndexError, match=r"1000"):
+        tables(outside)
+    # The device works on: the check comes before the rows are read.
+    assert tables(batch(1).to(CUDA)).values().isfinite().all()
+
+
+def test_memory_that_is_not_there_names_what_asked():
+    free = torch.cuda.mem_get_info()[0]
+    config = EmbeddingBagConfig(free // 4 + 1, 4, "huge", feature_names=["f"])
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+        EmbeddingBagCollection([config], device=CUDA)
