@@ -305,6 +305,6 @@ def test_ids_of_another_device_and_ids_outside_are_errors():
 
 def test_memory_that_is_not_there_names_what_asked():
     free = torch.cuda.mem_get_info()[0]
-    config = EmbeddingBagConfig(free // 4 + 1, 4, "huge", feature_names=["f"])
+    config = EmbeddingBagConfig(free // 16384 + 1, 4096, "huge", feature_names=["f"])
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
         EmbeddingBagCollection([config], device=CUDA)

@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kThreads, kResident<kPacks, kRandom>)
                 RowMarks marks, const TableSteps* tables, const float* gradient, float limit,
                 bool is_aligned, int lanes) {
   constexpr int kCount = kWide<kElement>;
-  constexpr int kFlight = 8 / kPacks;  // rows of a share on their way at once
+  constexpr int kFlight = 8 / kPacks;  // rows of a bag on their way at once
   constexpr int kBytes = kElement == Element::kFloat32 ? 4 : 2;
   __shared__ uint4 flight[kFlight][kPacks][kThreads];
   __shared__ Round rounds[kWarps];
@@ -223,10 +223,9 @@ __global__ void __launch_bounds__(kThreads, kResident<kPacks, kRandom>)
           if constexpr (kRandom) {
             const std::uint32_t seed = row_seed(step.key, rows_here[i]);
             const int column = (p * lanes + lane) * kCount;
-            *reinterpret_cast<uint4*>(address(i, p)) =
-                (narrow_at_random<kElement>(w, seed, column));
+            *reinterpret_cast<uint4*>(address(i, p)) = narrow_at_random<kElement>(w, seed, column);
           } else {
-            *reinterpret_cast<uint4*>(address(i, p)) = (narrow_pack<kElement>(w));
+            *reinterpret_cast<uint4*>(address(i, p)) = narrow_pack<kElement>(w);
           }
         }
         // The next row is on its way while those behind this one are stepped.
