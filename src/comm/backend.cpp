@@ -11,6 +11,7 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/record_function.h>
 
+#include "comm/engines.h"
 #include "tessera/comm/failure.h"
 #include "tessera/core/check.h"
 
@@ -268,6 +269,12 @@ at::Tensor EngineBackend::allocateTensor(long size, at::TensorOptions options) {
   return at::from_blob(
       data, {size}, [memory = std::move(memory)](void*) mutable { memory.reset(); },
       options.device(at::kCPU));
+}
+
+EngineBackend* engine_of(const Group& group) {
+  if (!has_engine_for(*group.process_group(), c10::DeviceType::CPU)) return nullptr;
+  return dynamic_cast<EngineBackend*>(
+      group.process_group()->getBackend(c10::DeviceType::CPU).get());
 }
 
 }  // namespace tessera::comm

@@ -6,7 +6,11 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "tessera/comm/group.h"
+
 namespace tessera::comm {
+
+class EngineBackend;
 
 inline bool has_engine_for(const c10d::ProcessGroup& group, c10::DeviceType device) {
   const auto devices = group.getDeviceTypes();
@@ -19,5 +23,9 @@ inline bool has_engine_for(const c10d::ProcessGroup& group, c10::DeviceType devi
 inline c10::Device message_device(const c10d::ProcessGroup& group) {
   return has_engine_for(group, c10::DeviceType::CPU) ? c10::DeviceType::CPU : c10::DeviceType::CUDA;
 }
+
+/// The engine that carries tensors in host memory, if it is one of ours: those compare what the
+/// ranks call. Null otherwise.
+EngineBackend* engine_of(const Group& group);
 
 }  // namespace tessera::comm

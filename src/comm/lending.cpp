@@ -28,12 +28,6 @@ struct Offer {
 };
 constexpr std::size_t kWords = sizeof(Offer) / sizeof(std::int64_t);
 
-EngineBackend* engine_of(const Group& group) {
-  if (!has_engine_for(*group.process_group(), c10::DeviceType::CPU)) return nullptr;
-  return dynamic_cast<EngineBackend*>(
-      group.process_group()->getBackend(c10::DeviceType::CPU).get());
-}
-
 [[noreturn]] void fail_all(Transport& transport, FailureKind kind, const std::vector<int>& ranks,
                            const std::string& text) {
   transport.abort(kind, ranks, text);

@@ -1,109 +1,175 @@
-// src/data_parallel/bucket_reducer.h — LibTorch's Reducer, and what a wrapper has to know of it.
+// src/data_parallel/bucket_reducer.h — takes gradients over as backward computes them, and has each
+// bucket reduced when it is full.
+//
+// Note [An iteration of the reducer]
+// Between iterations gradients stay with their parameters (kIdle). `expect` says that the next
+// backward reduces: gradients are then copied to their buckets as they arrive (kReducing), each
+// bucket is reduced when it and those before it are full, and when all have begun (kBegun), the end
+// of backward waits for them and hands the averages out. The first such backward of a static graph
+// only counts how often each gradient arrives (kLearning); all buckets are reduced at its end.
 
 #pragma once
 
-#include <algorithm>
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include <torch/csrc/distributed/c10d/logger.hpp>
-#include <torch/csrc/distributed/c10d/reducer.hpp>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include "tessera/comm/group.h"
-#include "tessera/data_parallel/model_parts.h"
-#include "tessera/data_parallel/options.h"
+#include "data_parallel/gradient_buckets.h"
+
+namespace torch::distributed::autograd {
+class DistAutogradContext;
+}
 
 namespace tessera::data_parallel {
 
-/// Where a bucket that a hook is given sits among all buckets.
-struct BucketPlace {
-  std::size_t index = 0;
-  bool is_last = false;
-  std::vector<std::size_t> parameters;  // indices, in the order of the buffer
-};
+class ReplicaLog;
 
-/// c10d::Reducer with its cures: buckets that know their place in the first iteration of a static
-/// graph, static graphs that begin without synchronisation or with unused parameters, and the
-/// names of what is missing.
-class BucketReducer final : public c10d::Reducer {
+class BucketReducer {
  public:
-  using c10d::Reducer::Reducer;
-
-  /// Some gradients of the current backward have been taken over, but not all.
-  bool is_unfinished() const { return require_finalize_; }
-  /// Starts to watch which gradients arrive.
-  void watch_arrivals() { std::fill(backward_stats_.begin(), backward_stats_.end(), -1); }
-  /// Indices of parameters whose gradients have not arrived since.
-  std::vector<std::size_t> missing() const;
-  /// When the first and the last bucket had all their gradients, as time since
-  /// prepare_for_backward; nothing if one has not.
-  struct Readiness {
-    std::chrono::nanoseconds first{}, last{};
+  /// What the owner does for the reducer, on the thread of backward.
+  struct Calls {
+    /// Starts the reduction of bucket `index`, whose gradients are in `buffer`. A future of the
+    /// averages.
+    std::function<FuturePtr(std::size_t index, at::Tensor& buffer)> reduce;
+    /// A gradient has arrived, before anything is done with it.
+    std::function<void()> on_arrival;
   };
-  std::optional<Readiness> readiness() const;
 
-  /// Where `bucket` sits. During a hook, on its thread.
-  BucketPlace place_of(const c10d::GradBucket& bucket) const;
-  /// For every bucket, in the order of reduction, the indices of its parameters.
-  std::vector<std::vector<std::size_t>> assignment() const;
-  /// How many buckets the current backward has begun to reduce.
-  std::size_t num_begun() const { return next_bucket_; }
-  /// Bytes of every bucket.
-  std::vector<std::int64_t> bucket_bytes() const;
+  /// `parameters`, `options` and `log` outlive this. Hooks sit on the parameters while it lives.
+  BucketReducer(const std::vector<NamedParameter>& parameters, const Options& options,
+                const comm::Group& group, ReplicaLog& log, Calls calls, bool is_alone);
+  ~BucketReducer() { remove_hooks(); }
+  BucketReducer(const BucketReducer&) = delete;
+  BucketReducer& operator=(const BucketReducer&) = delete;
 
-  /// Where the gradient of parameter `index` lies in its bucket; undefined if it is sparse.
-  const at::Tensor& view_of(std::size_t index) const;
-  /// Whether the gradients of both lie in one bucket.
-  bool are_together(std::size_t index, std::size_t other) const {
-    return variable_locators_[index].bucket_index == variable_locators_[other].bucket_index;
+  /// The next backward reduces. With find_unused_parameters, parameters that none of `outputs`
+  /// depends on count as arrived. Gradients are divided by `divisor` as they are copied, if given.
+  void expect(const std::vector<at::Tensor>& outputs, std::optional<double> divisor);
+  /// At the end of a static graph's first backward: reduces everything. Not if no gradient came.
+  void finish_learning();
+  /// One iteration of a rank without a batch: its gradients are zeros. Collective.
+  void shadow();
+  /// Puts buckets into the order in which gradients arrive, once that is known; true if it did.
+  /// Collective then.
+  bool rebuild();
+  /// Forgets a backward that was cut short, and the order of the buckets.
+  void reset();
+
+  /// The next backward is a static graph's first.
+  bool is_learning() const { return options_.static_graph && !has_learned_; }
+  /// Some gradients of the current backward have been taken over, but not handed out.
+  bool is_unfinished() const {
+    return pass_.phase == Phase::kReducing || pass_.phase == Phase::kBegun;
   }
-  /// How many tensors see the memory of the bucket of parameter `index`: the reducer's and the
-  /// gradients of its parameters.
-  std::size_t num_owners(std::size_t index) const;
-  /// Gives the bucket of parameter `index` other memory with the same contents. Gradients that are
-  /// pieces of it move with it.
-  void move_bucket_of(std::size_t index);
-  /// Gives buckets whose reduction has not ended other memory, where a backward was given up: the
-  /// reduction may write to the old one yet. Gradients that are pieces of them are let go of.
-  void leave_buckets_in_flight();
-
-  /// What the next backward divides sums by, where no hook does.
-  void set_divisor(int divisor) { div_factor_ = divisor; }
-  /// Forgets how often each gradient arrived in backwards without synchronisation, so that the
-  /// first synchronised one of a static graph counts alone.
-  void restart_hook_counts();
-  /// Whether a gradient has arrived since, in a static graph that learns.
-  bool has_counted_hooks() const;
-  /// Learns from `used`, how many ranks used each parameter, what a static graph shows in its first
-  /// synchronised backward: for a rank that had no batch then. Each gradient arrives once.
-  void learn_static_graph(const at::Tensor& used);
-  /// Parameters that a static graph never uses have no place in the order of arrival; puts them at
-  /// its end, so that buckets can be rebuilt.
-  void complete_arrival_order();
+  /// Indices of parameters whose gradients have not arrived in it.
+  std::vector<std::size_t> missing() const;
+  /// How many buckets it has begun to reduce, and how many of them somebody needed.
+  std::size_t num_begun() const { return pass_.num_begun; }
+  std::size_t num_reduced() const { return pass_.num_reduced; }
+  /// Parameters in the order in which their gradients came.
+  const std::vector<std::size_t>& order() const { return pass_.order; }
+  /// Parameters that the current graph does not use on this rank.
+  const std::vector<std::size_t>& unused() const { return unused_; }
+  /// Whether it has been the same parameters in every backward.
+  bool is_graph_static() const { return is_graph_static_; }
+  bool has_rebuilt() const { return has_rebuilt_; }
 
   /// Which parameters have got gradients since the last synchronised backward, 0 or 1 each. Only
-  /// kept with find_unused_parameters, and before the end of the backward.
-  at::Tensor used_map() const { return local_used_map_.clone(); }
+  /// kept where unused parameters are looked for, and before the end of the backward.
+  at::Tensor used_here() const { return usage_.here.clone(); }
+  /// On how many ranks the last backward used each parameter.
+  at::Tensor used_by_ranks() const { return usage_.by_ranks; }
+
+  GradientBuckets& buckets() { return buckets_; }
+  const GradientBuckets& buckets() const { return buckets_; }
+  void set_group(const comm::Group& group);
+  /// A hook uses the gradients up: averages need not be handed out.
+  void set_consumed() { are_consumed_ = true; }
+  /// Waited for at the end of the next backward.
+  void wait_also_for(const std::vector<FuturePtr>& futures);
+  /// The rows of sparse gradients that can occur in the next backward, by parameter.
+  void set_sparse_rows(std::map<std::string, at::Tensor> rows) { sparse_rows_ = std::move(rows); }
+  /// Leaves gradients alone from now on.
+  void remove_hooks();
 
  private:
-  void move(Bucket& bucket);
-};
+  enum class Phase { kIdle, kLearning, kExpecting, kReducing, kBegun };
+  /// One backward that reduces.
+  struct Pass {
+    Phase phase = Phase::kIdle;
+    std::optional<double> divisor;
+    std::vector<bool> has_arrived;  // by parameter
+    std::vector<int> num_left;      // arrivals that a static graph's parameter waits for
+    std::vector<std::size_t> order;
+    std::size_t num_begun = 0;
+    std::size_t num_reduced = 0;
+    bool has_taken_unused = false;
+  };
+  /// Who uses which parameter. Ranks exchange it where a parameter may be used on some only.
+  struct Usage {
+    at::Tensor here;      // on the CPU
+    at::Tensor by_ranks;  // where the group's tensors live
+    c10::intrusive_ptr<c10d::Work> work;
+    bool is_by_ranks = false;  // `here` holds the ranks' counts by now
+  };
+  using NodePtr =
+      decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
+  struct Hook {
+    NodePtr accumulator;
+    std::uintptr_t key;
+  };
 
-/// Sizes of buckets in bytes, as torch's options mean them.
-struct BucketLimits {
-  std::int64_t cap = 0;
-  std::int64_t first_cap = 0;
-  std::vector<std::int64_t> list;
-};
-BucketLimits bucket_limits(const Options& options);
+  bool finds_unused() const { return options_.find_unused_parameters && !options_.static_graph; }
+  bool can_rebuild() const {
+    return !has_rebuilt_ && (options_.static_graph || !options_.find_unused_parameters);
+  }
+  void arrive(std::size_t index);
+  void search_unused(const std::vector<at::Tensor>& outputs);
+  /// Takes the gradient of a parameter into its bucket, and begins what can begin.
+  void take(std::size_t index);
+  void copy_in(std::size_t index);
+  void take_sparse(std::size_t index);
+  void copy_late(GradientBucket& bucket);
+  void begin_full_buckets();
+  bool is_skipped(const GradientBucket& bucket) const;
+  void start_usage();
+  bool is_used_anywhere(std::size_t index);
+  void finish();
+  void hand_out(GradientBucket& bucket);
+  /// Calls `change` with the gradient of a parameter, which lies elsewhere under torch's
+  /// distributed autograd. `change` says whether it did change it.
+  void with_gradient(std::size_t index, const std::function<bool(at::Tensor&)>& change);
+  [[noreturn]] void fail(const std::string& text) const;
 
-/// Cuts the parameters into buckets and makes the reducer.
-std::shared_ptr<BucketReducer> make_reducer(const std::vector<NamedParameter>& parameters,
-                                            const comm::Group& group, const Options& options);
+  std::mutex mutex_;  // devices have a thread of backward each
+  const std::vector<NamedParameter>& parameters_;
+  const Options& options_;
+  comm::Group group_;
+  ReplicaLog& log_;
+  Calls calls_;
+  GradientBuckets buckets_;
+  std::vector<Hook> hooks_;
+  Pass pass_;
+  Usage usage_;
+  std::vector<std::size_t> unused_;
+  std::vector<int> num_arrivals_;  // of a static graph's parameters, in every backward
+  std::vector<std::size_t> arrival_order_;
+  std::vector<FuturePtr> others_;
+  std::map<std::string, at::Tensor> sparse_rows_;
+  std::shared_ptr<torch::distributed::autograd::DistAutogradContext> context_;
+  bool has_learned_ = false;
+  bool has_rebuilt_ = false;
+  bool is_graph_static_ = true;
+  bool are_consumed_ = false;
+};
 
 }  // namespace tessera::data_parallel

@@ -62,11 +62,20 @@ void Bucket::set_buffer(at::Tensor buffer) {
 std::vector<at::Tensor> Bucket::gradients() const { return views_of(buffer_); }
 
 std::vector<at::Tensor> Bucket::slices_of(const at::Tensor& flat) const {
+  return data_parallel::slices_of(flat, parameters_);
+}
+
+std::vector<at::Tensor> Bucket::views_of(const at::Tensor& flat) const {
+  return data_parallel::views_of(flat, parameters_);
+}
+
+std::vector<at::Tensor> slices_of(const at::Tensor& flat,
+                                  const std::vector<at::Tensor>& parameters) {
   if (flat.is_sparse()) return {flat};
   std::vector<at::Tensor> slices;
-  slices.reserve(parameters_.size());
+  slices.reserve(parameters.size());
   std::int64_t offset = 0;
-  for (const at::Tensor& parameter : parameters_) {
+  for (const at::Tensor& parameter : parameters) {
     const std::int64_t length = parameter.numel() * elements_per(parameter, flat);
     slices.push_back(flat.narrow(0, offset, length));
     offset += length;
@@ -74,11 +83,12 @@ std::vector<at::Tensor> Bucket::slices_of(const at::Tensor& flat) const {
   return slices;
 }
 
-std::vector<at::Tensor> Bucket::views_of(const at::Tensor& flat) const {
+std::vector<at::Tensor> views_of(const at::Tensor& flat,
+                                 const std::vector<at::Tensor>& parameters) {
   if (flat.is_sparse()) return {flat};
-  std::vector<at::Tensor> views = slices_of(flat);
+  std::vector<at::Tensor> views = slices_of(flat, parameters);
   for (std::size_t i = 0; i < views.size(); ++i) {
-    const at::Tensor& parameter = parameters_[i];
+    const at::Tensor& parameter = parameters[i];
     if (elements_per(parameter, flat) == 2) {
       views[i] = at::view_as_complex(views[i].view({parameter.numel(), 2}));
     }

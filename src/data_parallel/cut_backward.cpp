@@ -7,7 +7,7 @@
 
 #include <ATen/ops/tensor.h>
 
-#include "comm/backend.h"
+#include "comm/engines.h"
 #include "data_parallel/replica_state.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/error.h"
@@ -71,10 +71,11 @@ std::vector<std::int64_t> told_through_group(std::int64_t mine, const comm::Grou
 
 void Replica::State::drop_cut_backward() {
   if (group.size() > 1) {
-    const auto num_buckets = static_cast<std::int64_t>(reducer->bucket_bytes().size());
+    const auto num_buckets = static_cast<std::int64_t>(reducer->buckets().size());
     const auto mine = static_cast<std::int64_t>(reducer->num_begun());
     const std::string place = place_text(mine, num_buckets);
-    const auto all = engine_of(group, kept.front().tensor.device()) != nullptr
+    // Engines of ours compare what the ranks call.
+    const auto all = kept.front().tensor.is_cpu() && comm::engine_of(group) != nullptr
                          ? told_through_group(mine, group, place)
                          : told_through_store(mine, group, place);
     if (std::any_of(all.begin(), all.end(), [&](auto num_begun) { return num_begun != mine; })) {

@@ -1,98 +1,84 @@
-// Parameters whose gradients are reduced together, when that of one chosen parameter is there.
+#include "data_parallel/delayed_parameters.h"
 
 #include <algorithm>
-#include <map>
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
-#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include "data_parallel/replica_state.h"
 #include "tessera/core/check.h"
 
 namespace tessera::data_parallel {
 
-using torch::autograd::Engine;
-
-void Replica::State::delay_parameters() {
-  if (options.delay_all_reduce_named_params.empty()) return;
-  std::map<std::pair<c10::ScalarType, c10::Device>, std::vector<at::Tensor>,
-           decltype([](const auto& a, const auto& b) {
-             return std::make_pair(a.first, a.second.str()) <
-                    std::make_pair(b.first, b.second.str());
-           })>
-      groups;
-  for (const std::string& name : options.delay_all_reduce_named_params) {
+DelayedParameters::DelayedParameters(const ModelParts& parts, const Options& options,
+                                     std::function<void()> on_trigger) {
+  const auto named = [&](const std::string& name, const char* option) -> const at::Tensor& {
     const auto place = std::find_if(parts.parameters.begin(), parts.parameters.end(),
                                     [&](const NamedParameter& p) { return p.name == name; });
-    TESSERA_CHECK_VALUE(place != parts.parameters.end(),
-                        "DistributedDataParallel: delay_all_reduce_named_params names '", name,
-                        "', which is no parameter.");
-    groups[{place->tensor.scalar_type(), place->tensor.device()}].push_back(place->tensor);
+    TESSERA_CHECK_VALUE(place != parts.parameters.end(), "DistributedDataParallel: ", option,
+                        " names '", name, "', which is no parameter.");
+    return place->tensor;
+  };
+  for (const std::string& name : options.delay_all_reduce_named_params) {
+    const at::Tensor& tensor = named(name, "delay_all_reduce_named_params");
+    auto batch = std::find_if(batches_.begin(), batches_.end(), [&](const Batch& other) {
+      return other.parameters.front().options().type_equal(tensor.options()) &&
+             other.parameters.front().device() == tensor.device();
+    });
+    if (batch == batches_.end()) batch = batches_.emplace(batches_.end());
+    batch->parameters.push_back(tensor);
   }
-  for (auto& [key, parameters] : groups) {
-    DelayedGroup delayed;
+  for (Batch& batch : batches_) {
     std::int64_t count = 0;
-    for (const at::Tensor& parameter : parameters) count += parameter.numel();
-    delayed.buffer = at::zeros({count}, parameters.front().options().requires_grad(false));
+    for (const at::Tensor& parameter : batch.parameters) count += parameter.numel();
+    batch.buffer = at::zeros({count}, batch.parameters.front().options().requires_grad(false));
     std::int64_t first = 0;
-    for (const at::Tensor& parameter : parameters) {
-      delayed.views.push_back(
-          delayed.buffer.narrow(0, first, parameter.numel()).view(parameter.sizes()));
+    for (const at::Tensor& parameter : batch.parameters) {
+      batch.views.push_back(
+          batch.buffer.narrow(0, first, parameter.numel()).view(parameter.sizes()));
       first += parameter.numel();
     }
-    delayed.parameters = std::move(parameters);
-    delayed_.push_back(std::move(delayed));
   }
-  const auto trigger = std::find_if(
-      parts.parameters.begin(), parts.parameters.end(),
-      [&](const NamedParameter& p) { return p.name == *options.param_to_hook_all_reduce; });
-  TESSERA_CHECK_VALUE(trigger != parts.parameters.end(),
-                      "DistributedDataParallel: param_to_hook_all_reduce names '",
-                      *options.param_to_hook_all_reduce, "', which is no parameter.");
-  delayed_trigger_.emplace(trigger->tensor, [weak = weak_from_this()] {
-    if (const auto self = weak.lock()) {
-      // At the end of this node, the gradient of the trigger itself may be one of them.
-      Engine::get_default_engine().queue_callback([self] { self->reduce_delayed(); });
-    }
-  });
+  trigger_.emplace(named(*options.param_to_hook_all_reduce, "param_to_hook_all_reduce"),
+                   std::move(on_trigger));
 }
 
-void Replica::State::point_delayed_gradients() {
-  for (DelayedGroup& delayed : delayed_) {
-    for (std::size_t i = 0; i < delayed.parameters.size(); ++i) {
-      if (delayed.parameters[i].grad().defined()) continue;
-      delayed.views[i].zero_();
-      delayed.parameters[i].mutable_grad() = delayed.views[i];
+void DelayedParameters::expect_backward(bool has_sync) {
+  has_sync_ = has_sync;
+  for (Batch& batch : batches_) {
+    for (std::size_t i = 0; i < batch.parameters.size(); ++i) {
+      if (batch.parameters[i].grad().defined()) continue;
+      batch.views[i].zero_();
+      batch.parameters[i].mutable_grad() = batch.views[i];
     }
   }
 }
 
-void Replica::State::reduce_delayed() {
-  if (!has_delayed_sync_) return;
+void DelayedParameters::reduce(const comm::Group& group, double divisor) {
+  if (!has_sync_) return;
   at::NoGradGuard no_grad;
   std::vector<c10::intrusive_ptr<c10d::Work>> works;
-  for (DelayedGroup& delayed : delayed_) {
-    for (std::size_t i = 0; i < delayed.parameters.size(); ++i) {
-      const at::Tensor& gradient = delayed.parameters[i].grad();
+  for (Batch& batch : batches_) {
+    for (std::size_t i = 0; i < batch.parameters.size(); ++i) {
+      const at::Tensor& gradient = batch.parameters[i].grad();
       // Accumulation may have made a tensor of its own.
-      if (gradient.defined() && !gradient.is_alias_of(delayed.buffer)) {
-        delayed.views[i].copy_(gradient);
+      if (gradient.defined() && !gradient.is_alias_of(batch.buffer)) {
+        batch.views[i].copy_(gradient);
       }
     }
-    delayed.buffer.div_(divisor());
-    std::vector<at::Tensor> tensors{delayed.buffer};
+    batch.buffer.div_(divisor);
+    std::vector<at::Tensor> tensors{batch.buffer};
     works.push_back(group.process_group()->allreduce(tensors));
   }
   for (const auto& work : works) work->wait();
-  for (DelayedGroup& delayed : delayed_) {
-    for (std::size_t i = 0; i < delayed.parameters.size(); ++i) {
-      at::Tensor& gradient = delayed.parameters[i].mutable_grad();
-      if (gradient.defined() && !gradient.is_alias_of(delayed.buffer)) {
-        gradient.copy_(delayed.views[i]);
+  for (Batch& batch : batches_) {
+    for (std::size_t i = 0; i < batch.parameters.size(); ++i) {
+      at::Tensor& gradient = batch.parameters[i].mutable_grad();
+      if (gradient.defined() && !gradient.is_alias_of(batch.buffer)) {
+        gradient.copy_(batch.views[i]);
       } else {
-        gradient = delayed.views[i];
+        gradient = batch.views[i];
       }
     }
   }

@@ -60,13 +60,22 @@ class GradientPlaces::ArrivalHook final : public torch::autograd::FunctionPostHo
 /// of a backward, while some replica watches one.
 class PlacingAllocator final : public c10::Allocator {
  public:
+  /// While there are places, in the whole process.
   static void install() {
-    static std::once_flag once;
-    std::call_once(once, [] {
-      // Never removed: tensors remember their allocator. With the lowest priority: whoever has set
-      // another, or does so later, has the last word, and gradients are copied.
-      c10::SetCPUAllocator(new PlacingAllocator(c10::GetCPUAllocator()), /*priority=*/0);
-    });
+    const std::lock_guard lock(mutex());
+    if (num_users++ > 0 || is_installed) return;
+    // With the lowest priority: whoever has set another, or does so later, has the last word, and
+    // gradients are copied.
+    instance().inner_ = c10::GetCPUAllocator();
+    c10::SetCPUAllocator(&instance(), /*priority=*/0);
+    is_installed = c10::GetCPUAllocator() == &instance();
+  }
+  static void remove() {
+    const std::lock_guard lock(mutex());
+    // Where another one came since, it may stand before this one.
+    if (--num_users > 0 || c10::GetCPUAllocator() != &instance()) return;
+    c10::SetCPUAllocator(instance().inner_, /*priority=*/0);
+    is_installed = false;
   }
 
   c10::DataPtr allocate(std::size_t bytes) override {
@@ -88,7 +97,15 @@ class PlacingAllocator final : public c10::Allocator {
   }
 
  private:
-  explicit PlacingAllocator(c10::Allocator* inner) : inner_(inner) {}
+  /// Never destroyed: tensors remember their allocator.
+  static PlacingAllocator& instance() {
+    static auto* allocator = new PlacingAllocator;
+    return *allocator;
+  }
+  static std::mutex& mutex() {
+    static auto* mutex = new std::mutex;
+    return *mutex;
+  }
 
   c10::DataPtr allocate_for(const Node& node, std::size_t bytes) {
     std::shared_ptr<Lease> lease;
@@ -135,7 +152,9 @@ class PlacingAllocator final : public c10::Allocator {
     delete lease;
   }
 
-  c10::Allocator* inner_;
+  static inline int num_users = 0;
+  static inline bool is_installed = false;
+  c10::Allocator* inner_ = nullptr;
 };
 
 GradientPlaces::GradientPlaces(const std::vector<NamedParameter>& parameters) {
@@ -163,6 +182,7 @@ GradientPlaces::GradientPlaces(const std::vector<NamedParameter>& parameters) {
 GradientPlaces::~GradientPlaces() {
   close();
   for (const Place& place : places_) place.accumulator->del_post_hook(place.hook);
+  if (!places_.empty()) PlacingAllocator::remove();
 }
 
 void GradientPlaces::open() {
@@ -192,7 +212,7 @@ std::shared_ptr<Lease> GradientPlaces::make(Place& place) {
 // very backward; then nothing is written before the reducer would write.
 std::shared_ptr<Lease> GradientPlaces::lease(Place& place) {
   if (place.parameter.grad().defined() || is_alive(place.lease)) return nullptr;
-  const at::Tensor& home = reducer_->view_of(place.index);
+  const at::Tensor& home = buckets_->view_of(place.index);
   if (!home.defined() || home.nbytes() != place.bytes ||
       home.strides() != place.parameter.strides()) {
     return nullptr;
@@ -201,16 +221,16 @@ std::shared_ptr<Lease> GradientPlaces::lease(Place& place) {
   if (reinterpret_cast<std::uintptr_t>(data) % kAlignment != 0) return nullptr;
   const c10::Storage& storage = home.storage();
   const auto num_leases = std::count_if(places_.begin(), places_.end(), [&](const Place& other) {
-    return is_alive(other.lease) && reducer_->are_together(other.index, place.index);
+    return is_alive(other.lease) && buckets_->are_together(other.index, place.index);
   });
-  if (storage.use_count() != reducer_->num_owners(place.index) + num_leases) return nullptr;
+  if (storage.use_count() != buckets_->num_owners(place.index) + num_leases) return nullptr;
   place.lease = std::make_shared<Lease>(storage, data);
   return place.lease;
 }
 
 void GradientPlaces::arrive(Place& place, const variable_list& inputs) {
   if (!is_open_ && !place.lease) return;
-  const at::Tensor& home = reducer_->view_of(place.index);
+  const at::Tensor& home = buckets_->view_of(place.index);
   const at::Tensor& gradient = place.parameter.grad();
   const bool is_first = !place.has_arrived;
   place.has_arrived = true;
@@ -258,10 +278,10 @@ bool GradientPlaces::is_only_here(const Place& place, const variable_list& input
 }
 
 void GradientPlaces::move_bucket(const Place& place) {
-  reducer_->move_bucket_of(place.index);
+  buckets_->move_bucket_of(place.index);
   ++num_moved_;
   for (Place& other : places_) {
-    if (reducer_->are_together(other.index, place.index)) other.lease.reset();
+    if (buckets_->are_together(other.index, place.index)) other.lease.reset();
   }
 }
 

@@ -18,7 +18,7 @@
 
 #include <torch/csrc/autograd/variable.h>
 
-#include "data_parallel/bucket_reducer.h"
+#include "data_parallel/gradient_buckets.h"
 
 namespace tessera::data_parallel {
 
@@ -44,7 +44,7 @@ class GradientPlaces {
   GradientPlaces(const GradientPlaces&) = delete;
   GradientPlaces& operator=(const GradientPlaces&) = delete;
 
-  void attach(BucketReducer* reducer) { reducer_ = reducer; }
+  void attach(GradientBuckets* buckets) { buckets_ = buckets; }
 
   /// A backward begins that will give every parameter a gradient and reduce it.
   void open();
@@ -92,7 +92,7 @@ class GradientPlaces {
   static bool is_only_here(const Place& place, const torch::autograd::variable_list& inputs);
   void move_bucket(const Place& place);
 
-  BucketReducer* reducer_ = nullptr;
+  GradientBuckets* buckets_ = nullptr;
   std::vector<Place> places_;  // hooks point into it
   bool is_open_ = false;
   std::int64_t num_in_place_ = 0;

@@ -30,6 +30,12 @@ at::Tensor tensor_in(const c10::IValue& value);
 FuturePtr then(const FuturePtr& future, const at::Tensor& like,
                std::function<at::Tensor(at::Tensor)> step);
 
+/// Pieces of a flat tensor, one per parameter: one-dimensional, or as the parameters see them. See
+/// Bucket.
+std::vector<at::Tensor> slices_of(const at::Tensor& flat,
+                                  const std::vector<at::Tensor>& parameters);
+std::vector<at::Tensor> views_of(const at::Tensor& flat, const std::vector<at::Tensor>& parameters);
+
 /// Tells the allocator that a GPU tensor made elsewhere is used on this thread's stream, as
 /// callbacks do with what they captured.
 void use_here(const at::Tensor& tensor);

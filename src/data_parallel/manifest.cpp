@@ -11,7 +11,7 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/tensor.h>
 
-#include "data_parallel/bucket_reducer.h"
+#include "data_parallel/gradient_buckets.h"
 #include "data_parallel/names.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/error.h"
@@ -146,10 +146,10 @@ Manifest manifest_of(const ModelParts& parts, const Options& options) {
     manifest.options.push_back(std::string(name).append(" = ").append(value));
   };
   const auto yes = [](bool value) { return std::string(value ? "true" : "false"); };
-  const BucketLimits limits = bucket_limits(options);
-  std::string caps =
-      std::to_string(limits.first_cap).append(", ").append(std::to_string(limits.cap));
-  for (const std::int64_t cap : limits.list) caps.append(" ").append(std::to_string(cap));
+  std::string caps;
+  for (const std::size_t size : bucket_limits(options).sizes) {
+    caps.append(caps.empty() ? "" : ", ").append(std::to_string(size));
+  }
   say("tessera", version());
   say("bucket bytes", caps);
   say("broadcast_buffers", yes(options.broadcast_buffers.value_or(true)));

@@ -6,15 +6,14 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <cstdlib>
 #include <mutex>
 #include <unordered_map>
 #include <utility>
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
-#include "comm/backend.h"
 #include "data_parallel/names.h"
 #include "data_parallel/replica_state.h"
 #include "tessera/core/check.h"
@@ -36,13 +35,6 @@ int num_cores() {
   return ::sched_getaffinity(0, sizeof(cores), &cores) == 0 ? CPU_COUNT(&cores) : 1;
 }
 
-// LibTorch's Reducer puts buckets into memory of the backend only if this variable says so, and it
-// asks for the variable each time. Whoever sets it has the last word.
-void put_buckets_into_shared_memory() {
-  static std::once_flag once;
-  std::call_once(once, [] { ::setenv("DDP_DISABLE_COMM_MEM", "0", /*overwrite=*/0); });
-}
-
 // Parameters that some Replica of this process reduces.
 struct LiveParameters {
   std::mutex mutex;
@@ -53,37 +45,7 @@ LiveParameters& live_parameters() {
   return *instance;
 }
 
-// Whether an engine of ours carries the gradients through shared memory. It then divides while it
-// adds. Gloo does not, ours as little as LibTorch's: there the Reducer divides while it copies.
-bool uses_shared_memory(const comm::Group& group, c10::Device device) {
-  const auto* engine = engine_of(group, device);
-  return engine != nullptr && engine->getBackendName() != "gloo";
-}
-
-// The reducer's only hook: which hook runs, and on which group, is decided anew for each bucket.
-class ForwardingHook final : public c10d::CommHookInterface {
- public:
-  explicit ForwardingHook(Replica::State* state) : state_(state) {}
-  FuturePtr runHook(c10d::GradBucket& bucket) override { return state_->reduce(bucket); }
-  at::Tensor parseHookResult(const c10::IValue& result) override {
-    return c10d::detail::parseCppCommHookResult(result);
-  }
-
- private:
-  Replica::State* state_;  // owns the reducer, which owns this
-};
-
 }  // namespace
-
-const comm::EngineBackend* engine_of(const comm::Group& group, c10::Device device) {
-  if (!device.is_cpu()) return nullptr;
-  try {
-    const auto backend = group.process_group()->getBackend(c10::DeviceType::CPU);
-    return dynamic_cast<const comm::EngineBackend*>(backend.get());
-  } catch (const c10::Error&) {
-    return nullptr;  // a group without an engine for CPU tensors
-  }
-}
 
 Replica::State::State(ModelParts model, const comm::Group& ranks, Options wishes)
     : options(std::move(wishes)), group(ranks), parts(std::move(model)) {
@@ -99,7 +61,6 @@ Replica::State::State(ModelParts model, const comm::Group& ranks, Options wishes
   // with collectives of the model's own.
   has_overlap_ =
       options.overlap.value_or(options.find_unused_parameters || num_cores() >= 2 * group.size());
-  if (has_shared_memory_) put_buckets_into_shared_memory();
 
   const bool with_buffers =
       options.forward_sync_buffers ? true : options.broadcast_buffers.value_or(true);
@@ -112,8 +73,6 @@ Replica::State::State(ModelParts model, const comm::Group& ranks, Options wishes
 }
 
 Replica::State::~State() {
-  places.reset();
-  logger.reset();
   reducer.reset();
   std::lock_guard lock(live_parameters().mutex);
   for (const NamedParameter& parameter : reduced) {
@@ -124,7 +83,15 @@ Replica::State::~State() {
 }
 
 void Replica::State::start() {
-  delay_parameters();
+  if (!options.delay_all_reduce_named_params.empty()) {
+    delayed_.emplace(parts, options, [weak = weak_from_this()] {
+      // At the end of the backward: the gradient of the trigger itself may be one of them.
+      if (const auto self = weak.lock()) {
+        torch::autograd::Engine::get_default_engine().queue_callback(
+            [self] { self->delayed_->reduce(self->group, self->divisor()); });
+      }
+    });
+  }
   if (!reduced.empty()) build();
 }
 
@@ -143,46 +110,29 @@ void Replica::State::register_parameters() {
 }
 
 void Replica::State::build() {
+  reducer.reset();
+  places.reset();
+  log = std::make_unique<ReplicaLog>(parts, reduced, group, options, syncs_forward_buffers());
   // Parameters that prove unused get zeros without anybody's asking, and batched copies come late.
   const bool can_place = options.direct_gradients && options.gradient_as_bucket_view &&
                          !options.find_unused_parameters && !options.batched_grad_copy &&
                          !is_alone_;
-  places = can_place ? std::make_unique<GradientPlaces>(reduced) : nullptr;
-  reducer = make_reducer(reduced, group, options);
-  if (places) places->attach(reducer.get());
-  logger = std::make_shared<c10d::Logger>(reducer);
-  reducer->set_logger(logger);
-  std::vector<int> device_ids;
-  for (const c10::Device& device : options.device_ids) device_ids.push_back(device.index());
-  const int output_device = options.output_device ? options.output_device->index()
-                                                  : (device_ids.empty() ? -1 : device_ids.front());
-  logger->set_construction_data_and_log(parts.name, device_ids, output_device,
-                                        syncs_forward_buffers(), parts.has_sync_batch_norm,
-                                        options.static_graph);
-  if (options.static_graph) {
-    reducer->set_static_graph();
-    logger->set_static_graph();
-  }
-  has_hook_ = false;
-  is_first_static_done_ = false;
-  if (has_shared_memory_ || options.divisor || user_hook_) attach_hook();
+  if (can_place) places = std::make_unique<GradientPlaces>(reduced);
+  BucketReducer::Calls calls;
+  calls.reduce = [this](std::size_t index, at::Tensor& buffer) { return reduce(index, buffer); };
+  calls.on_arrival = [this] {
+    if (iteration_ && iteration_->begins_with_arrival) begin_backward(iteration_);
+  };
+  reducer =
+      std::make_unique<BucketReducer>(reduced, options, group, *log, std::move(calls), is_alone_);
+  if (places) places->attach(&reducer->buckets());
+  log->set_buckets(reducer->buckets().bytes());
   if (user_hook_) announce_user_hook();
-  // A hook per gradient that has nothing to do would be most of what one rank alone pays.
-  if (is_alone_) reducer->remove_autograd_hooks();
   hide_views();
 }
 
-void Replica::State::rebuild() {
-  places.reset();
-  logger.reset();
-  reducer.reset();
-  build();
-}
-
-void Replica::State::attach_hook() {
-  if (has_hook_) return;
-  reducer->register_comm_hook(std::make_unique<ForwardingHook>(this));
-  has_hook_ = true;
+bool Replica::State::divides_while_copying() const {
+  return !has_shared_memory_ && !options.divisor && !user_hook_;
 }
 
 void Replica::State::register_comm_hook(std::shared_ptr<CommHook> hook) {
@@ -196,15 +146,14 @@ void Replica::State::register_comm_hook(std::shared_ptr<CommHook> hook) {
   user_hook_ = std::move(hook);
   if (is_alone_) {
     is_alone_ = false;
-    return rebuild();
+    return build();
   }
-  attach_hook();
   announce_user_hook();
 }
 
 void Replica::State::announce_user_hook() {
-  if (user_hook_->consumes_gradients()) reducer->set_optimizer_in_backward();
-  logger->set_comm_hook(user_hook_->name());
+  if (user_hook_->consumes_gradients()) reducer->set_consumed();
+  log->set("comm_hook", user_hook_->name());
 }
 
 void Replica::State::register_buffer_hook(BufferHook hook, BufferHookPlace place) {
@@ -220,9 +169,7 @@ void Replica::State::set_static_graph() {
               "construction, before the first forward.");
   options.static_graph = true;
   options.automatic_graph = false;
-  if (!reducer) return;
-  reducer->set_static_graph();
-  logger->set_static_graph();
+  if (log) log->set("static_graph", 1);
 }
 
 void Replica::State::update_process_group(const comm::Group& ranks) {
@@ -232,8 +179,8 @@ void Replica::State::update_process_group(const comm::Group& ranks) {
   if (!reducer) return;
   const bool was_alone = is_alone_;
   is_alone_ = group.size() == 1 && options.divisor.value_or(1) == 1 && !user_hook_;
-  if (was_alone && !is_alone_) return rebuild();
-  reducer->update_process_group(group.process_group());
+  if (was_alone && !is_alone_) return build();
+  reducer->set_group(group);
 }
 
 void Replica::State::reset() {
@@ -243,9 +190,7 @@ void Replica::State::reset() {
   is_hook_step_open_ = false;
   if (places) places->close();
   if (user_hook_) user_hook_->reset();
-  if (!reducer) return;
-  reducer->leave_buckets_in_flight();
-  reducer->reset_state();
+  if (reducer) reducer->reset();
 }
 
 double Replica::State::divisor() const noexcept {
@@ -307,9 +252,7 @@ void Replica::State::run_buffer_hook(bool is_shadow) {
     for (const auto& future : futures) future->waitAndThrow();
     return;
   }
-  c10::List<FuturePtr> list(c10::FutureType::create(c10::TensorType::get()));
-  for (const auto& future : futures) list.push_back(future);
-  reducer->install_futures(list);
+  reducer->wait_also_for(futures);
 }
 
 OverlapReport Replica::State::overlap_report() const {
@@ -322,7 +265,7 @@ OverlapReport Replica::State::overlap_report() const {
   report.exposed_comm = seconds(timeline_.last_bucket, timeline_.end);
   report.comm = seconds(timeline_.first_bucket, timeline_.end);
   report.num_buckets = timeline_.num_buckets;
-  const std::vector<std::int64_t> bytes = reducer->bucket_bytes();
+  const std::vector<std::int64_t> bytes = reducer->buckets().bytes();
   for (const std::int64_t bucket : bytes) report.bytes += bucket;
   const double step = report.forward + report.backward + report.exposed_comm;
   if (report.exposed_comm < 0.1 * step || bytes.empty()) return report;

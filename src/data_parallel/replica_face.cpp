@@ -69,17 +69,17 @@ void Replica::update_process_group(const comm::Group& group) {
 void Replica::reset() { state_->reset(); }
 void Replica::set_sparse_metadata(std::map<std::string, at::Tensor> metadata) {
   TORCH_CHECK(state_->reducer, "set_sparse_metadata: all parameters are delayed.");
-  state_->reducer->setSparseMetadata(metadata);
+  state_->reducer->set_sparse_rows(std::move(metadata));
 }
 void Replica::check_finalized() { state_->check_finalized(); }
 void Replica::remove_autograd_hooks() {
   state_->places.reset();
-  if (state_->reducer) state_->reducer->remove_autograd_hooks();
+  if (state_->reducer) state_->reducer->remove_hooks();
 }
 void Replica::set_sample_rate(int sample_rate) {
   TESSERA_CHECK_VALUE(sample_rate >= 1,
                       "DDP runtime logging sample rate should be equal or greater than 1");
-  if (state_->reducer) state_->reducer->set_ddp_runtime_logging_sample_rate(sample_rate);
+  if (state_->log) state_->log->set_sample_rate(sample_rate);
 }
 const comm::Group& Replica::group() const noexcept { return state_->group; }
 const Options& Replica::options() const noexcept { return state_->options; }
@@ -87,10 +87,8 @@ const std::vector<NamedParameter>& Replica::parameters() const noexcept { return
 double Replica::divisor() const noexcept { return state_->divisor(); }
 
 LoggingData Replica::logging_data() {
-  if (!state_->logger) return {};
-  const at::DDPLoggingData data = state_->logger->get_ddp_logging_data();
-  LoggingData result{{data.strs_map.begin(), data.strs_map.end()},
-                     {data.ints_map.begin(), data.ints_map.end()}};
+  if (!state_->log) return {};
+  LoggingData result = state_->log->data();
   if (state_->places) {
     result.integers["num_gradients_in_place"] = state_->places->num_in_place();
     result.integers["num_buckets_moved"] = state_->places->num_moved();
@@ -100,21 +98,21 @@ LoggingData Replica::logging_data() {
 OverlapReport Replica::overlap_report() { return state_->overlap_report(); }
 
 bool Replica::is_graph_static() const {
-  return !state_->reducer || state_->reducer->ddp_graph_static();
+  return !state_->reducer || state_->reducer->is_graph_static();
 }
 
 at::Tensor Replica::used_map() const {
-  return state_->reducer ? state_->reducer->get_local_used_map_on_device() : at::Tensor();
+  return state_->reducer ? state_->reducer->used_by_ranks() : at::Tensor();
 }
 
 void Replica::log_error(const std::string& text) {
-  if (state_->logger) state_->logger->set_error_and_log(text);
+  if (state_->log) state_->log->set_error(text);
 }
 
 std::vector<std::vector<std::string>> Replica::buckets() const {
   std::vector<std::vector<std::string>> result;
   if (!state_->reducer) return result;
-  for (const auto& bucket : state_->reducer->assignment()) {
+  for (const auto& bucket : state_->reducer->buckets().cut()) {
     std::vector<std::string> names;
     for (const std::size_t index : bucket) names.push_back(state_->reduced[index].name);
     result.push_back(std::move(names));

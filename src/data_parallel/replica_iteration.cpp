@@ -1,5 +1,7 @@
 // One iteration: what happens before a forward, after it, and while backward runs.
 
+#include <algorithm>
+
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/tensor.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -50,7 +52,7 @@ void Replica::State::before_forward(const JoinOptions* join) {
   if (has_gradients) {
     // A backward that an exception ended has not failed us.
     const bool is_unfinished = iteration_ && reducer->is_unfinished();
-    const bool is_cut = is_unfinished && iteration_->has_begun && !iteration_->has_ended;
+    const bool is_cut = is_unfinished && iteration_->progress == Iteration::Progress::kRunning;
     if (has_failed_ || is_cut) {
       drop_cut_backward();
     } else if (is_unfinished) {
@@ -60,10 +62,7 @@ void Replica::State::before_forward(const JoinOptions* join) {
   if (has_gradients) check_frozen();
   if (is_alone_ && join == nullptr) return;
   timeline_.forward_begin = now();
-  if (has_sync) {
-    logger->set_runtime_stats_and_log();
-    reducer->prepare_for_forward();
-  }
+  if (has_sync) log->begin_iteration(*reducer);
   // Buffers are left alone without gradients, so that one rank may evaluate by itself.
   const bool has_buffers = has_gradients && require_forward_param_sync &&
                            (buffer_hook_ ? buffer_hook_place_ == BufferHookPlace::kPreForward
@@ -71,15 +70,14 @@ void Replica::State::before_forward(const JoinOptions* join) {
   join_divisor_.reset();
   int source = 0;
   if (join != nullptr) {
-    logger->set_uneven_input_join();
+    log->set("join_uneven_inputs", 1);
     const Control control = exchange_control(/*is_active=*/true, has_buffers);
     set_join_divisor(control.num_active, *join);
     source = control.source;
   }
   if (has_gradients) {
-    if (options.automatic_graph && num_watched_ == kWatchedIterations) choose_graph();
-    reducer->complete_arrival_order();
-    if (reducer->rebuild_buckets()) hide_views();
+    if (options.automatic_graph && graph_.num_backwards == kWatchedIterations) choose_graph();
+    if (reducer->rebuild()) hide_views();
   }
   if (has_buffers) {
     if (buffer_hook_) {
@@ -101,10 +99,8 @@ void Replica::State::check_frozen() const {
 std::vector<at::Tensor> Replica::State::after_forward(std::vector<at::Tensor> outputs) {
   const bool has_gradients = at::GradMode::is_enabled();
   const bool has_sync = has_gradients && require_backward_grad_sync;
-  has_delayed_sync_ = has_sync;
-  if (has_gradients && !delayed_.empty()) point_delayed_gradients();
-  if (!reducer) return outputs;
-  if (is_alone_) return outputs;
+  if (has_gradients && delayed_) delayed_->expect_backward(has_sync);
+  if (!reducer || is_alone_) return outputs;
 
   if (has_gradients && buffer_hook_ && buffer_hook_place_ == BufferHookPlace::kPostForward) {
     run_buffer_hook(/*is_shadow=*/false);
@@ -118,15 +114,14 @@ std::vector<at::Tensor> Replica::State::after_forward(std::vector<at::Tensor> ou
 
 void Replica::State::prepare_for_backward(std::vector<at::Tensor> outputs) {
   if (!reducer || is_alone_) return;
-  has_delayed_sync_ = true;
+  if (delayed_) delayed_->expect_backward(/*has_sync=*/true);
   expect_backward(std::move(outputs), /*can_replace=*/false);
 }
 
 std::vector<at::Tensor> Replica::State::expect_backward(std::vector<at::Tensor> outputs,
                                                         bool can_replace) {
   require_forward_param_sync = true;
-  const bool is_first_static = options.static_graph && !is_first_static_done_;
-  if (is_first_static) reducer->restart_hook_counts();
+  const bool is_first_static = reducer->is_learning();
   const bool finds_unused = options.find_unused_parameters && !options.static_graph;
   std::vector<at::Tensor> searched;
   if (finds_unused) {
@@ -141,9 +136,7 @@ std::vector<at::Tensor> Replica::State::expect_backward(std::vector<at::Tensor> 
       }
     }
   }
-  reducer->prepare_for_backward(searched);
-  if (!has_hook_ && join_divisor_) reducer->set_divisor(static_cast<int>(*join_divisor_));
-  reducer->watch_arrivals();
+  reducer->expect(searched, divides_while_copying() ? std::optional(divisor()) : std::nullopt);
   if (places && !is_first_static) places->open();
   has_had_sync_ = true;
   timeline_.forward_end = now();
@@ -173,52 +166,35 @@ void Replica::State::watch(std::vector<at::Tensor>& outputs, bool is_first_stati
   iteration_ = iteration;
   for (at::Tensor& output : outputs) {
     if (!output.defined() || !output.grad_fn()) continue;
-    const std::size_t index = iteration->num_outputs++;
+    const std::size_t index = iteration->has_gradient.size();
+    iteration->has_gradient.push_back(false);
     // Whoever holds an output may still run backward, with or without the wrapper.
     output.register_hook([self = shared_from_this(), iteration, index](const at::Tensor&) {
-      if (!iteration->has_gradient[index]) {
-        iteration->has_gradient[index] = true;
-        ++iteration->num_with_gradient;
-      }
+      iteration->has_gradient[index] = true;
       self->begin_backward(iteration);
     });
   }
-  iteration->has_gradient.assign(iteration->num_outputs, false);
   // The loss may come from where we do not see it: out of an object, or kept by the module. A
   // static graph that missed its first backward would never reduce anything.
-  is_watching_parameters_ = false;
-  if (iteration->num_outputs == 0 || is_first_static) watch_parameters();
-}
-
-void Replica::State::watch_parameters() {
-  is_watching_parameters_ = true;
-  if (!parameter_watches_.empty()) return;
-  for (const NamedParameter& parameter : reduced) {
-    if (!parameter.tensor.requires_grad()) continue;
-    parameter_watches_.emplace_back(parameter.tensor, [weak = weak_from_this()] {
-      const auto self = weak.lock();
-      if (self && self->is_watching_parameters_ && self->iteration_) {
-        self->begin_backward(self->iteration_);
-      }
-    });
-  }
+  iteration->begins_with_arrival = iteration->has_gradient.empty() || is_first_static;
 }
 
 void Replica::State::begin_backward(const std::shared_ptr<Iteration>& iteration) {
-  if (iteration->is_watched) return;
-  iteration->is_watched = true;
-  iteration->has_begun = true;
-  iteration->has_ended = false;
-  if (iteration->is_first_static) end_first_static_backward();
+  if (iteration->progress == Iteration::Progress::kRunning) return;
+  iteration->progress = Iteration::Progress::kRunning;
+  Engine& engine = Engine::get_default_engine();
+  if (iteration->is_first_static) {
+    engine.queue_callback([self = shared_from_this()] { self->reducer->finish_learning(); });
+  }
   // Twice, to come after the reducer's callback.
-  Engine::get_default_engine().queue_callback([self = shared_from_this(), iteration] {
+  engine.queue_callback([self = shared_from_this(), iteration] {
     if (self->options.automatic_graph) self->note_usage();
     Engine::get_default_engine().queue_callback(
         [self, iteration] { self->end_backward(iteration); });
   });
 }
 
-FuturePtr Replica::State::reduce(c10d::GradBucket& grad_bucket) {
+FuturePtr Replica::State::reduce(std::size_t index, at::Tensor& buffer) {
   try {
     timeline_.last_bucket = now();
     if (timeline_.num_buckets++ == 0) {
@@ -229,20 +205,20 @@ FuturePtr Replica::State::reduce(c10d::GradBucket& grad_bucket) {
             [self = shared_from_this()] { self->wait_for_buckets(); });
       }
     }
-    if (!user_hook_) return average(grad_bucket.getBufferRef());
+    if (!user_hook_) return average(buffer);
 
-    const BucketPlace place = reducer->place_of(grad_bucket);
     std::vector<std::string> names;
     std::vector<at::Tensor> parameters;
-    for (const std::size_t index : place.parameters) {
-      names.push_back(reduced[index].name);
-      parameters.push_back(reduced[index].tensor);
+    for (const std::size_t parameter : reducer->buckets()[index].parameters) {
+      names.push_back(reduced[parameter].name);
+      parameters.push_back(reduced[parameter].tensor);
     }
-    Bucket bucket(place.index, place.is_last, grad_bucket.getBuffer(), std::move(names),
-                  std::move(parameters), group, divisor());
+    const bool is_last = index + 1 == reducer->buckets().size();
+    Bucket bucket(index, is_last, buffer, std::move(names), std::move(parameters), group,
+                  divisor());
     is_hook_step_open_ = true;
     FuturePtr future = user_hook_->reduce(bucket);
-    if (place.is_last) end_hook_step();
+    if (is_last) end_hook_step();
     return future;
   } catch (...) {
     has_failed_ = true;
@@ -257,7 +233,7 @@ FuturePtr Replica::State::average(at::Tensor& buffer) {
   if (has_shared_memory_ && ranks == group.size() && !buffer.is_sparse() &&
       buffer.is_floating_point()) {
     call.reduceOp = c10d::ReduceOp::AVG;
-  } else {
+  } else if (!divides_while_copying()) {
     buffer.div_(ranks);
   }
   call.asyncOp = has_overlap_ || !has_shared_memory_;
@@ -283,27 +259,16 @@ void Replica::State::wait_for_buckets() {
   works_.clear();
 }
 
-void Replica::State::end_first_static_backward() {
-  Engine::get_default_engine().queue_callback([self = shared_from_this()] {
-    // A gradient of inputs alone, as torch::autograd::grad computes it, is no iteration.
-    if (self->is_first_static_done_ || !self->reducer->has_counted_hooks()) return;
-    self->is_first_static_done_ = true;
-    self->reducer->delay_all_reduce();
-  });
-}
-
 void Replica::State::end_backward(const std::shared_ptr<Iteration>& iteration) {
-  iteration->is_watched = false;
-  iteration->has_ended = true;
+  iteration->progress = Iteration::Progress::kEnded;
   timeline_.end = now();
-  if (!has_hook_) note_buckets();
   works_.clear();
   if (places) places->close();
   if (has_had_sync_) hide_views();
   if (iteration != iteration_ || !options.check_finalized) return;
-  if (reducer->is_unfinished() && iteration->num_with_gradient == iteration->num_outputs) {
-    throw_unfinished();
-  }
+  const bool has_all = std::all_of(iteration->has_gradient.begin(), iteration->has_gradient.end(),
+                                   [](bool has_gradient) { return has_gradient; });
+  if (reducer->is_unfinished() && has_all) throw_unfinished();
 }
 
 void Replica::State::hide_views() const {
@@ -314,14 +279,6 @@ void Replica::State::hide_views() const {
     at::Tensor& gradient = parameter.tensor.mutable_grad();
     if (gradient.defined() && gradient.is_view()) gradient = gradient.tensor_data();
   }
-}
-
-void Replica::State::note_buckets() {
-  const auto readiness = reducer->readiness();
-  if (!readiness) return;
-  timeline_.first_bucket = timeline_.forward_end + readiness->first;
-  timeline_.last_bucket = timeline_.forward_end + readiness->last;
-  timeline_.num_buckets = static_cast<std::int64_t>(reducer->bucket_bytes().size());
 }
 
 void Replica::State::check_finalized() {
@@ -369,23 +326,23 @@ void Replica::State::throw_unfinished() {
         "are the same in every iteration; otherwise ";
   }
   text += "make sure that all `forward` function outputs participate in calculating loss.";
-  logger->set_error_and_log(text);
+  log->set_error(text);
   has_failed_ = true;
   TORCH_CHECK(false, text);
 }
 
 void Replica::State::note_usage() {
-  if (!options.find_unused_parameters || num_watched_ >= kWatchedIterations) return;
-  const at::Tensor used = reducer->used_map();
-  if (!used.all().item<bool>()) has_unused_ = true;
-  if (last_used_.defined() && !last_used_.equal(used)) has_changed_ = true;
-  last_used_ = used;
-  ++num_watched_;
+  if (!options.find_unused_parameters || graph_.num_backwards >= kWatchedIterations) return;
+  const at::Tensor used = reducer->used_here();
+  if (!used.all().item<bool>()) graph_.has_unused = true;
+  if (graph_.last_used.defined() && !graph_.last_used.equal(used)) graph_.has_changed = true;
+  graph_.last_used = used;
+  ++graph_.num_backwards;
 }
 
 void Replica::State::choose_graph() {
-  ++num_watched_;  // once
-  const std::vector<std::int64_t> words{has_unused_ ? 1 : 0, has_changed_ ? 1 : 0};
+  ++graph_.num_backwards;  // once
+  const std::vector<std::int64_t> words{graph_.has_unused ? 1 : 0, graph_.has_changed ? 1 : 0};
   at::Tensor flags = at::tensor(words, at::kLong).to(kept.front().tensor.device());
   comm::all_reduce_(flags, group, comm::Reduction::kMax);
   const bool has_unused = flags[0].item<std::int64_t>() != 0;
@@ -393,7 +350,7 @@ void Replica::State::choose_graph() {
   if (has_unused && has_changed) return;  // has to be looked for each time
   options.find_unused_parameters = false;
   options.static_graph = has_unused;
-  rebuild();
+  build();
 }
 
 }  // namespace tessera::data_parallel

@@ -50,10 +50,7 @@ void Replica::State::shadow_iteration(const JoinOptions& join) {
   timeline_.num_buckets = 0;
   const Control control = exchange_control(/*is_active=*/false, false);
   set_join_divisor(control.num_active, join);
-  if (control.has_gradients) {
-    reducer->complete_arrival_order();
-    reducer->rebuild_buckets();
-  }
+  if (control.has_gradients) reducer->rebuild();
   if (control.has_buffers) {
     if (buffer_hook_) {
       run_buffer_hook(/*is_shadow=*/true);
@@ -66,31 +63,8 @@ void Replica::State::shadow_iteration(const JoinOptions& join) {
     run_buffer_hook(/*is_shadow=*/true);
   }
   require_forward_param_sync = control.has_sync;
-  if (control.has_sync) {
-    // Active ranks learn which parameters anybody has used: after the buckets, or before them where
-    // a static graph is seen for the first time.
-    const auto add_nothing_to_used_map = [&] {
-      std::vector<at::Tensor> map{reducer->get_local_used_map_on_device()};
-      map[0].zero_();
-      group.process_group()->allreduce(map)->wait();
-      return map[0];
-    };
-    const bool is_first_static = options.static_graph && !is_first_static_done_;
-    if (is_first_static) {
-      is_first_static_done_ = true;
-      reducer->learn_static_graph(add_nothing_to_used_map());
-    }
-    std::vector<FuturePtr> futures;
-    for (c10d::GradBucket& bucket : reducer->get_grad_buckets(/*return_zero_tensors=*/true)) {
-      futures.push_back(reducer->run_comm_hook(bucket));
-    }
-    for (const FuturePtr& future : futures) future->waitAndThrow();
-    works_.clear();
-    if (options.find_unused_parameters && !options.static_graph) add_nothing_to_used_map();
-    // The first iteration of a static graph says nothing about the order of gradients; active ranks
-    // rebuild their buckets after the second.
-    if (!is_first_static) reducer->push_rebuilt_params_for_all_indices();
-  }
+  if (control.has_sync) reducer->shadow();
+  works_.clear();
   is_shadowing_ = false;
 }
 

@@ -7,7 +7,6 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include "comm/backend.h"
 #include "comm/engines.h"
 #include "graph_parallel/halo_rows.h"
 #include "regions/together.h"
@@ -51,12 +50,10 @@ std::string describe(const Words& words) {
 // Our engines compare what the ranks bring to a collective; others trust them. Not on a GPU, where
 // the host would have to wait for it.
 bool must_compare(const HaloPlan& plan, const at::Tensor& rows) {
-  const c10d::ProcessGroup& group = *plan.group().process_group();
   if (!plan.options().check || plan.group().size() == 1) return false;
   if (rows.defined() && !rows.is_cpu()) return false;
-  return comm::has_engine_for(group, c10::DeviceType::CPU) &&
-         dynamic_cast<comm::EngineBackend*>(
-             plan.group().process_group()->getBackend(c10::DeviceType::CPU).get()) == nullptr;
+  return comm::has_engine_for(*plan.group().process_group(), c10::DeviceType::CPU) &&
+         comm::engine_of(plan.group()) == nullptr;
 }
 
 void compare_rows(const char* operation, const at::Tensor& rows, const std::string& fault,

@@ -20,4 +20,9 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10
   return c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, std::move(options));
 }
 
+std::optional<int> num_gloo_threads(const c10::intrusive_ptr<c10d::Backend>& engine) {
+  auto* gloo = dynamic_cast<c10d::ProcessGroupGloo*>(engine.get());
+  return gloo != nullptr ? std::optional(gloo->getNumThreads()) : std::nullopt;
+}
+
 }  // namespace tessera::comm

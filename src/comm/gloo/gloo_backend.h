@@ -3,6 +3,7 @@
 #pragma once
 
 #include <chrono>
+#include <optional>
 #include <string>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -15,5 +16,8 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10
                                                     int rank, int size,
                                                     std::chrono::milliseconds timeout,
                                                     const std::string& address);
+
+/// How many threads LibTorch's Gloo engine works with; nothing for another engine.
+std::optional<int> num_gloo_threads(const c10::intrusive_ptr<c10d::Backend>& engine);
 
 }  // namespace tessera::comm
