@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "planner/advice.h"
+#include "planner/phases_bound.h"
 #include "tessera/planner/plan_error.h"
 
 namespace tessera::planner {
@@ -569,6 +570,10 @@ bool holds(const Certificate& certificate, const Problem& problem) {
                           prices[g].second < kInfinity && prices[g].byte < kInfinity;
     if (!is_right) return false;
     seconds += prices[g].second * prices[g].num_ranks;
+  }
+  if (!certificate.phases.empty()) {
+    return problem.objective == Objective::kPhases && certificate.table.empty() &&
+           phases_hold(options, certificate);
   }
   if (!certificate.table.empty()) {
     for (std::size_t t = 0; t < options.tables.size(); ++t) {

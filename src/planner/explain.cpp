@@ -132,6 +132,16 @@ std::string to_json(const Problem& problem, const PlanResult& result) {
                       {"second", price.second},
                       {"byte", price.byte}});
   }
+  Json certificate{{"seconds", result.certificate.seconds},
+                   {"table", result.certificate.table},
+                   {"prices", std::move(prices)}};
+  for (const PhasePrices& piece : result.certificate.phases) {
+    certificate["phases"].push_back({{"from", piece.from},
+                                     {"to", piece.to},
+                                     {"links", piece.links},
+                                     {"local", piece.local},
+                                     {"byte", piece.byte}});
+  }
   Json list = Json::array();
   for (std::size_t t = 0; t < result.plan.size(); ++t) {
     const TablePlan& one = result.plan[t];
@@ -163,10 +173,7 @@ std::string to_json(const Problem& problem, const PlanResult& result) {
                {"bound_seconds", result.certificate.seconds},
                {"gap", result.gap()},
                {"tries", result.tries},
-               {"certificate",
-                {{"seconds", result.certificate.seconds},
-                 {"table", result.certificate.table},
-                 {"prices", std::move(prices)}}},
+               {"certificate", std::move(certificate)},
                {"tables", std::move(list)},
                {"per_rank", std::move(ranks)}});
 }
@@ -178,7 +185,7 @@ PlanResult result_from_json(std::string_view text) {
   root["version"].whole(2, 2);
   result.seconds = root["plan_seconds"].number(0, 1e12);
   const Place certificate = root["certificate"];
-  certificate.check_keys({"seconds", "table", "prices"});
+  certificate.check_keys({"seconds", "table", "prices", "phases"});
   result.certificate.seconds = certificate["seconds"].number(0, 1e12);
   result.certificate.table = certificate["table"].text();
   const Place prices = certificate["prices"];
@@ -192,6 +199,13 @@ PlanResult result_from_json(std::string_view text) {
     price.second = one["second"].number(0, 1e12);
     price.byte = one["byte"].number(0, 1e12);
     result.certificate.prices.push_back(price);
+  }
+  for (std::size_t i = 0; certificate.has("phases") && i < certificate["phases"].size(); ++i) {
+    const Place one = certificate["phases"][i];
+    one.check_keys({"from", "to", "links", "local", "byte"});
+    result.certificate.phases.push_back({one["from"].number(0, 1e12), one["to"].number(0, 1e12),
+                                         one["links"].number(0, 1e12), one["local"].number(0, 1e12),
+                                         one["byte"].number(0, 1e12)});
   }
   const Place tables = root["tables"];
   constexpr std::int64_t kMost = std::int64_t{1} << 44;

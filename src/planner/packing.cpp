@@ -224,25 +224,30 @@ bool Packing::fill_parts(std::vector<Item> items, const PackingOptions& how) {
     Item item;
     double seconds;
     double bytes;
+    double key;  // the largest is laid first
   };
   const double room = *std::max_element(capacities_.begin(), capacities_.end());
   std::vector<Sized> order;
   for (const Item& item : items) {
     const Load& load = class_of(item.table).parts[0][at(item.units)];
-    order.push_back({item, how.target.fullness(load), room > 0 ? load.bytes / room : 0});
+    order.push_back({item, how.target.fullness(load), room > 0 ? load.bytes / room : 0, 0});
   }
   const auto is_heavy = [&](const Sized& one) {
     return how.order == Order::kMemoryFirst && one.bytes > one.seconds;
   };
+  std::uint64_t state = how.seed;
+  for (Sized& one : order) {
+    one.key = is_heavy(one)                      ? one.bytes
+              : how.order == Order::kMemoryFirst ? one.seconds
+                                                 : std::max(one.seconds, one.bytes);
+    if (how.seed != 0) {
+      constexpr double kJitter = 0.25;
+      one.key *= 1 + kJitter * static_cast<double>(next_random(state) >> 11) / 9007199254740992.0;
+    }
+  }
   std::sort(order.begin(), order.end(), [&](const Sized& a, const Sized& b) {
     if (is_heavy(a) != is_heavy(b)) return is_heavy(a);
-    const double x = is_heavy(a)                        ? a.bytes
-                     : how.order == Order::kMemoryFirst ? a.seconds
-                                                        : std::max(a.seconds, a.bytes);
-    const double y = is_heavy(b)                        ? b.bytes
-                     : how.order == Order::kMemoryFirst ? b.seconds
-                                                        : std::max(b.seconds, b.bytes);
-    if (x != y) return x > y;
+    if (a.key != b.key) return a.key > b.key;
     if (a.item.table != b.item.table) return a.item.table < b.item.table;
     return a.item.units > b.item.units;
   });
@@ -250,10 +255,74 @@ bool Packing::fill_parts(std::vector<Item> items, const PackingOptions& how) {
   std::stable_partition(order.begin(), order.end(), [&](const Sized& one) {
     return class_of(one.item.table).num_ranks_allowed < options_->num_ranks();
   });
+  if (how.target.measure == Measure::kPhases) {
+    std::vector<Item> heavy;
+    std::vector<Item> others;
+    for (const Sized& one : order) (is_heavy(one) ? heavy : others).push_back(one.item);
+    return fill_phases(heavy, others, how);
+  }
   for (const Sized& one : order) {
     if (!lay_or_cut(one.item, how, is_heavy(one))) return false;
   }
   return true;
+}
+
+// Links and memory are waited for apart, so both must be even. Parts that are rather work in memory
+// are laid first, such that the others, which then fill up the links, bring the same to every rank.
+bool Packing::fill_phases(const std::vector<Item>& heavy, const std::vector<Item>& others,
+                          const PackingOptions& how) {
+  const auto load_of = [&](const Item& item) -> const Load& {
+    return class_of(item.table).parts[0][at(item.units)];
+  };
+  const auto is_work = [&](const Item& item) { return !how.target.is_by_links(load_of(item)); };
+  Load all;
+  Load company;  // all that is rather on links
+  for (const Load& load : loads_) all = plus(all, load);
+  for (const auto* items : {&heavy, &others}) {
+    for (const Item& item : *items) {
+      all = plus(all, load_of(item));
+      if (!is_work(item)) company = plus(company, load_of(item));
+    }
+  }
+  const double world = options_->num_ranks();
+  PackingOptions work = how;
+  work.target.measure = Measure::kLocal;
+  work.target.company = company.links > 0 ? company.local / company.links : 0;
+  work.target.local =
+      (all.local * (1 + how.memory_slack) - work.target.company * all.links) / world;
+  if (!(work.target.local > 0)) return false;
+  PackingOptions rest = how;
+  rest.target.measure = Measure::kLinks;
+  rest.target.links = all.links / world;
+  for (const Item& item : heavy) {
+    if (!lay_or_cut(item, is_work(item) ? work : rest, true)) return false;
+  }
+  for (const Item& item : others) {
+    if (is_work(item) && !lay_or_cut(item, work, false)) return false;
+  }
+  level(work.target, 4 * options_->num_ranks());
+  Load sum;
+  for (const Load& load : loads_) sum = plus(sum, load);
+  for (const Item& item : others) {
+    if (!is_work(item)) sum = plus(sum, load_of(item));
+  }
+  rest.target.links = sum.links / world;
+  for (const Item& item : others) {
+    if (!is_work(item) && !lay_or_cut(item, rest, false)) return false;
+  }
+  return true;
+}
+
+Target Packing::mean_target(double memory_slack) const {
+  Load sum;
+  for (const Load& load : loads_) sum = plus(sum, load);
+  const double world = options_->num_ranks();
+  Target target;
+  target.measure = Measure::kPhases;
+  target.links = std::max(sum.links / world, 1e-300);
+  target.local = std::max(sum.local / world * (1 + memory_slack), 1e-300);
+  target.seconds = target.links + target.local;
+  return target;
 }
 
 bool Packing::lay_or_cut(Item item, const PackingOptions& how, bool by_bytes) {
@@ -362,7 +431,11 @@ void Packing::find_emptiest(const Target& target, const Load& fullest) {
   emptiest_.clear();
   for (int r = 0; r < options_->num_ranks(); ++r) {
     const Load& load = loads_[at(r)];
-    emptiest_.emplace_back(target.is_sum ? load.seconds() : by_links ? load.links : load.local, r);
+    const bool is_phases = target.measure == Measure::kPhases;
+    emptiest_.emplace_back(!is_phases ? target.fullness(load)
+                           : by_links ? load.links
+                                      : load.local,
+                           r);
   }
   if (emptiest_.size() > kMostRanks) {
     std::nth_element(emptiest_.begin(), emptiest_.begin() + kMostRanks, emptiest_.end());

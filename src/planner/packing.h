@@ -30,20 +30,40 @@ struct Uniform {
   int option = 0;
 };
 
-/// Seconds that a rank should not pass: their sum, or links and memory each.
+/// What of a rank's load counts while parts are laid.
+enum class Measure : std::uint8_t {
+  kSum,     // links and memory together
+  kPhases,  // the fuller of the two
+  kLinks,   // links alone
+  kLocal,   // memory, less what the parts bring that will fill up the links
+};
+
+/// Seconds that a rank should not pass.
 struct Target {
-  bool is_sum = true;
+  Measure measure = Measure::kSum;
   double seconds = 0;
   double links = 0;
   double local = 0;
+  double company = 0;  // of kLocal: seconds in memory that come with a second on links
 
+  bool is_sum() const { return measure == Measure::kSum; }
   /// Whether links are what is full.
   bool is_by_links(const Load& load) const {
-    return !is_sum && load.links / links > load.local / local;
+    return measure == Measure::kLinks ||
+           (measure == Measure::kPhases && load.links / links > load.local / local);
   }
   /// 1: at the target.
   double fullness(const Load& load) const {
-    if (is_sum) return (load.links + load.local) / seconds;
+    switch (measure) {
+      case Measure::kSum:
+        return (load.links + load.local) / seconds;
+      case Measure::kLinks:
+        return load.links / links;
+      case Measure::kLocal:
+        return (load.local - company * load.links) / local;
+      case Measure::kPhases:
+        break;
+    }
     const double by_links = load.links / links;
     const double by_local = load.local / local;
     return by_links > by_local ? by_links : by_local;
@@ -60,7 +80,18 @@ struct PackingOptions {
   double part_share = 1;  // tables are cut beforehand into parts of at most this share of a rank …
   bool fills_ranks = false;  // … or, if wider than a rank, into parts that fill ranks, and a rest;
   double cut_budget = 0;     // cuts of a class cost at most this share of all ranks' time
+  double memory_slack = 0;  // how far above the mean memory may be where it is waited for by itself
+  std::uint64_t seed = 0;   // of another order of parts that are about alike; 0: exact
 };
+
+/// The next of a row of numbers that looks random and is the same everywhere (splitmix64).
+inline std::uint64_t next_random(std::uint64_t& state) {
+  state += 0x9e3779b97f4a7c15;
+  std::uint64_t z = state;
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111eb;
+  return z ^ (z >> 31);
+}
 
 class Packing {
  public:
@@ -70,6 +101,8 @@ class Packing {
   bool fill(const std::vector<Choice>& choices, const PackingOptions& how);
   /// Moves, exchanges and cuts parts of the fullest rank while that helps; `limit` steps at most.
   void level(const Target& target, int limit);
+  /// The mean of all ranks as a target of links and memory apart; memory may be so much above it.
+  Target mean_target(double memory_slack) const;
 
   const std::vector<Load>& loads() const { return loads_; }
   /// Slowest rank; or slowest links and slowest memory together.
@@ -99,6 +132,8 @@ class Packing {
   void change(int part, int units);
   bool fill_hosts(const std::vector<Choice>& choices, const PackingOptions& how);
   bool fill_parts(std::vector<Item> items, const PackingOptions& how);
+  bool fill_phases(const std::vector<Item>& heavy, const std::vector<Item>& others,
+                   const PackingOptions& how);
   bool lay_or_cut(Item item, const PackingOptions& how, bool by_bytes);
   bool improve_once(const Target& target, int fullest, double most);
   bool exchange_once(const Target& target, int fullest, double most);

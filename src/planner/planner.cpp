@@ -7,6 +7,7 @@
 #include "planner/advice.h"
 #include "planner/exhaustive.h"
 #include "planner/packing.h"
+#include "planner/phases_bound.h"
 #include "planner/places.h"
 
 namespace tessera::planner {
@@ -19,6 +20,8 @@ struct Cutting {
   double budget;
 };
 constexpr Cutting kCuttings[] = {{1, 0}, {0.25, 0.0003}, {0.125, 0.001}};
+constexpr double kMemorySlacks[] = {0, 0.02, 0.04, 0.07, 0.11, 0.16, 0.25};
+constexpr double kFairGap = 0.005;
 constexpr double kDearest = 0.02;  // other choices are tried that cost this share of all time more
 
 // What each table does at the bound's prices; where memory binds, as many as needed are lean.
@@ -45,7 +48,7 @@ std::vector<Choice> choices_of(const Options& options, const Bound& bound) {
 Target target_of(const Options& options, const std::vector<Choice>& choices, Objective objective,
                  double seconds) {
   Target target;
-  target.is_sum = objective == Objective::kSum;
+  target.measure = objective == Objective::kSum ? Measure::kSum : Measure::kPhases;
   target.seconds = seconds;
   // Links and memory share the time as all tables together do.
   double links = 0;
@@ -82,7 +85,23 @@ class Search {
   std::optional<Packing> run() {
     std::vector<Choice> choices = choices_of(options_, bound_);
     aim(choices);
+    if (!target_.is_sum()) {
+      // Cuts that make memory even cost links: how even it should be is tried.
+      for (const double slack : {0.001, 0.01}) {
+        for (const double memory_slack : kMemorySlacks) {
+          for (const Cutting& cutting : {kCuttings[0], kCuttings[1]}) {
+            PackingOptions how{target_,       slack, Order::kMemoryFirst,
+                               cutting.share, false, cutting.budget};
+            how.memory_slack = memory_slack;
+            attempt(choices, how);
+          }
+        }
+      }
+    }
+    spread_over_hosts(choices);
+    refine_slack(choices);
     for (const double slack : kSlacks) {
+      if (!target_.is_sum() && slack > 0.001) break;
       for (const bool fills : {false, true}) {
         for (const Cutting& cutting : kCuttings) {
           attempt(choices,
@@ -92,7 +111,8 @@ class Search {
     }
     attempt(choices, {target_, 0.004, Order::kLargestFirst, 1, false, 0});
     attempt(choices, {target_, 0.01, Order::kLargestFirst, 0.125, true, 0.001});
-    change_choices(std::move(choices));
+    change_choices(choices);
+    search_randomly(choices);
     return std::move(best_);
   }
 
@@ -103,7 +123,7 @@ class Search {
     double extra;
     std::size_t table_class;
     Choice choice;
-    bool is_half;  // of the class's tables
+    std::size_t count;  // of the class's tables
   };
 
   void aim(const std::vector<Choice>& choices) {
@@ -111,7 +131,7 @@ class Search {
     target_ = target_of(options_, choices, problem_.objective, floor_);
     // Small problems are quick, and need more.
     most_tries_ =
-        problem_.tries * std::clamp(4000 / static_cast<int>(options_.tables.size()), 1, 16);
+        problem_.tries * std::clamp(4000 / static_cast<int>(options_.tables.size()), 1, 32);
   }
 
   bool is_done() const { return tries >= most_tries_ || least_ <= floor_ * (1 + kGoodGap); }
@@ -121,7 +141,13 @@ class Search {
     ++tries;
     Packing packing(options_);
     if (!packing.fill(choices, how)) return false;
-    packing.level(how.target, 40 * options_.num_ranks() + 400);
+    const int steps = 40 * options_.num_ranks() + 400;
+    if (how.target.is_sum()) {
+      packing.level(how.target, steps);
+    } else {
+      // Cuts add to what all ranks do together, so the aim is renewed.
+      for (int i = 0; i < 3; ++i) packing.level(packing.mean_target(how.memory_slack), steps);
+    }
     const double seconds = packing.seconds(problem_.objective == Objective::kSum);
     if (seconds >= least_) return false;
     least_ = seconds;
@@ -132,7 +158,7 @@ class Search {
 
   // What is cheapest by itself may leave too little that evens out the ranks: other choices of one
   // class, cheapest first, as long as one helps.
-  void change_choices(std::vector<Choice> choices) {
+  void change_choices(std::vector<Choice>& choices) {
     if (options_.kinds.size() > 1) return;
     const double all = floor_ * options_.num_ranks();
     for (bool is_better = true; is_better && !is_done();) {
@@ -152,29 +178,41 @@ class Search {
           if (other.way == now.way && other.count == now.count && other.uniform == now.uniform) {
             continue;
           }
-          const double extra =
-              (other.seconds - now.seconds) * static_cast<double>(one.tables.size());
-          if (extra <= kDearest * all) changes.push_back({extra, c, other, false});
-          if (one.tables.size() > 1 && extra / 2 <= kDearest * all) {
-            changes.push_back({extra / 2, c, other, true});
+          const double extra = other.seconds - now.seconds;
+          const std::size_t all_tables = one.tables.size();
+          for (const std::size_t count : {all_tables, all_tables / 2}) {
+            const double cost = extra * static_cast<double>(count);
+            if (count > 0 && cost <= kDearest * all) changes.push_back({cost, c, other, count});
           }
         }
       }
-      std::stable_sort(changes.begin(), changes.end(),
-                       [](const Change& a, const Change& b) { return a.extra < b.extra; });
+      std::stable_sort(changes.begin(), changes.end(), [&](const Change& a, const Change& b) {
+        // Links are made even by cheap cuts; what is rather work is what has to change.
+        const bool x = is_work(a.table_class);
+        const bool y = is_work(b.table_class);
+        return x != y ? x : a.extra < b.extra;
+      });
       for (const Change& change : changes) {
         if (is_done()) return;
         std::vector<Choice> changed = choices;
         const std::vector<int>& tables = options_.classes[change.table_class].tables;
-        const std::size_t count = change.is_half ? tables.size() / 2 : tables.size();
-        for (std::size_t i = 0; i < count; ++i) changed[at(tables[i])] = change.choice;
+        for (std::size_t i = 0; i < change.count; ++i) changed[at(tables[i])] = change.choice;
         bool helps = attempt(changed, best_how_);
+        const bool is_sum = target_.is_sum();
         for (const double slack : {0.004, 0.01, 0.02}) {
+          if (!is_sum) break;
           PackingOptions how = best_how_;
           how.slack = slack;
           helps = attempt(changed, how) || helps;
           how.fills_ranks = !how.fills_ranks;
           helps = attempt(changed, how) || helps;
+        }
+        if (!is_sum) {
+          for (const double memory_slack : {0.0, 0.04, 0.11}) {
+            PackingOptions how = best_how_;
+            how.memory_slack = memory_slack;
+            helps = attempt(changed, how) || helps;
+          }
         }
         if (helps) {
           choices = std::move(changed);
@@ -183,6 +221,115 @@ class Search {
         }
       }
     }
+  }
+
+  // A table cut by rows over a host is even work for all of its ranks: some of a class that is
+  // rather work may be cheaper so than cut into columns, where memory is waited for by itself.
+  void spread_over_hosts(std::vector<Choice>& choices) {
+    if (options_.kinds.size() > 1) return;
+    std::vector<std::size_t> order;  // the largest tables first
+    for (std::size_t c = 0; c < options_.classes.size(); ++c) {
+      const TableClass& one = options_.classes[c];
+      if (is_work(c) && one.has_hosts && one.tables.size() > 1) order.push_back(c);
+    }
+    const auto work_of = [&](std::size_t c) {
+      const TableClass& one = options_.classes[c];
+      return one.parts[0][at(one.units)].local;
+    };
+    std::stable_sort(order.begin(), order.end(),
+                     [&](std::size_t a, std::size_t b) { return work_of(a) > work_of(b); });
+    if (order.size() > 4) order.resize(4);
+    for (const std::size_t c : order) {
+      const TableClass& one = options_.classes[c];
+      const std::vector<Choice> ways = choices_within(options_, one, floor_);
+      const auto host = std::find_if(ways.begin(), ways.end(),
+                                     [](const Choice& way) { return way.way == Way::kHosts; });
+      if (host == ways.end()) continue;
+      std::vector<Choice> best = choices;
+      for (std::size_t twelfths = 1; twelfths <= 12; ++twelfths) {
+        const std::size_t count = one.tables.size() * twelfths / 12;
+        if (count == 0) continue;
+        std::vector<Choice> changed = choices;
+        for (std::size_t i = 0; i < count; ++i) changed[at(one.tables[i])] = *host;
+        for (const double memory_slack : {0.0, 0.03, 0.06, 0.09}) {
+          PackingOptions how = best_how_;
+          how.memory_slack = memory_slack;
+          if (attempt(changed, how)) best = changed;
+        }
+      }
+      choices = std::move(best);
+    }
+  }
+
+  // How even memory should be, more finely.
+  void refine_slack(const std::vector<Choice>& choices) {
+    if (target_.is_sum()) return;
+    const double around = best_how_.memory_slack;
+    for (const double share : {-0.02, -0.015, -0.01, -0.005, 0.0, 0.005, 0.01, 0.015, 0.02}) {
+      for (const double slack : {0.0005, 0.003}) {
+        PackingOptions how = best_how_;
+        how.memory_slack = std::max(0.0, around + share);
+        how.slack = slack;
+        attempt(choices, how);
+      }
+    }
+  }
+
+  bool is_work(std::size_t table_class) const {
+    const TableClass& one = options_.classes[table_class];
+    return one.has_parts && !target_.is_sum() && !target_.is_by_links(one.parts[0][at(one.units)]);
+  }
+
+  // What is left of the tries: one class at random takes another way, for some of its tables, and
+  // is packed in another manner.
+  void search_randomly(std::vector<Choice> choices) {
+    if (options_.kinds.size() > 1 || !best_) return;
+    std::uint64_t state = 0;
+    const auto random = [&](std::size_t limit) {
+      return static_cast<std::size_t>(next_random(state) % limit);
+    };
+    constexpr double kShares[] = {1, 0.5, 0.25, 0.125, 0.06};
+    constexpr double kBudgets[] = {0, 0.0003, 0.001, 0.003};
+    while (!is_done() && least_ > floor_ * (1 + kFairGap)) {
+      std::vector<Choice> changed = choices;
+      for (std::size_t i = random(3); i > 0; --i) change_one(changed, random);
+      PackingOptions how = best_how_;
+      how.seed = random(4) == 0 ? 0 : 1 + random(1 << 20);
+      if (random(2) == 0) how.slack = 0.0005 * static_cast<double>(1 + random(40));
+      if (random(4) == 0) how.fills_ranks = !how.fills_ranks;
+      if (random(4) == 0) how.part_share = kShares[random(std::size(kShares))];
+      if (random(4) == 0) how.cut_budget = kBudgets[random(std::size(kBudgets))];
+      if (random(8) == 0) how.order = random(2) == 0 ? Order::kMemoryFirst : Order::kLargestFirst;
+      if (!how.target.is_sum() && random(3) == 0) {
+        how.memory_slack = 0.005 * static_cast<double>(random(40));
+      }
+      if (attempt(changed, how)) choices = std::move(changed);
+    }
+  }
+
+  template <class Random>
+  void change_one(std::vector<Choice>& choices, const Random& random) const {
+    const TableClass& one = options_.classes[random(options_.classes.size())];
+    const std::size_t first = random(one.tables.size());
+    const Choice now = choices[at(one.tables[first])];
+    std::vector<Choice> others = choices_within(options_, one, floor_ * 1.02);
+    if (now.way == Way::kParts && one.can_cut) {
+      for (const int count : {now.count + 1, now.count + 2}) {
+        if (count > one.units) break;
+        Choice finer = now;
+        finer.count = count;
+        finer.seconds = even_parts(one.parts, one.units, count).seconds();
+        others.push_back(finer);
+      }
+    }
+    if (others.empty()) return;
+    const Choice other = others[random(others.size())];
+    const std::size_t most = one.tables.size() - first;
+    const std::size_t count =
+        random(2) == 0 ? 1 + random(most) : std::min<std::size_t>(most, 1 + random(3));
+    const double dearer = (other.seconds - now.seconds) * static_cast<double>(count);
+    if (dearer > 2 * kDearest * floor_ * options_.num_ranks()) return;
+    for (std::size_t i = 0; i < count; ++i) choices[at(one.tables[first + i])] = other;
   }
 
   const Problem& problem_;
@@ -327,7 +474,8 @@ std::vector<Reason> reasons_of(const Options& options, const Bound& bound, const
 
 PlanResult plan_once(const Problem& problem) {
   const Options options = enumerate(problem);
-  const Bound bound = lower_bound(options);
+  Bound bound = lower_bound(options);
+  if (problem.objective == Objective::kPhases) sharpen_for_phases(options, bound);
   Search search(problem, options, bound);
   std::optional<Packing> packing = search.run();
   const bool is_sum = problem.objective == Objective::kSum;

@@ -83,8 +83,8 @@ class Checker:
         for kind, p in zip(self.kinds, self.prices, strict=True):
             if rows and (kinds is None or kind in kinds):
                 links, local, held = self.cost(t, cut, kernel, rows, columns, kind)
-                if links + local <= self.limit and held <= kind["room"]:
-                    best = min(best, p["second"] * (links + local) + p["byte"] * held)
+                if self.counted(links, local) <= self.limit and held <= kind["room"]:
+                    best = min(best, p["links"] * links + p["local"] * local + p["byte"] * held)
         return best
 
     def cheapest(self, t, rule):
@@ -134,23 +134,52 @@ class Checker:
 
     def proves(self, certificate):
         """Return whether no plan is faster than the certificate says."""
-        self.prices, self.limit = certificate["prices"], certificate["seconds"] * (1 - 1e-9)
-        if [p["ranks"] for p in self.prices] != [self.ranks.count(k) for k in self.kinds]:
+        seconds = certificate["seconds"] * (1 - 1e-9)
+        prices = [{**p, "links": p["second"], "local": p["second"]} for p in certificate["prices"]]
+        if [p["ranks"] for p in prices] != [self.ranks.count(k) for k in self.kinds]:
             return False
-        total, memo = 0.0, {}
-        for p, kind in zip(self.prices, self.kinds, strict=True):
+        for p, kind in zip(prices, self.kinds, strict=True):
             room = INF if p["capacity"] is None else p["capacity"]
             if p["second"] < 0 or p["byte"] < 0 or not math.isclose(room, kind["room"], abs_tol=1):
                 return False
-            total -= p["byte"] * p["ranks"] * kind["room"] if p["byte"] else 0
+        if "phases" in certificate:
+            return not certificate["table"] and self.refutes(certificate["phases"], seconds)
+        self.counted = lambda links, local: links + local
+        total, of_table = self.total(prices, seconds)
+        if certificate["table"]:
+            return of_table.get(certificate["table"]) == INF
+        given = sum(p["second"] * p["ranks"] for p in prices)
+        return given > 0 and total > seconds * given * (1 - 1e-9)
+
+    def total(self, prices, limit):
+        """Return the least that all tables cost, less the price of all memory; and that of each table."""
+        self.prices, self.limit, memo, of_table = prices, limit, {}, {}
         for name, t in self.tables.items():
             key = json.dumps([{**t, "name": ""}, self.rules.get(name)], sort_keys=True)
             memo[key] = memo[key] if key in memo else self.cheapest(t, self.rules.get(name, {}))
-            total += memo[key]
-            if name == certificate["table"]:
-                return memo[key] == INF
-        given = sum(p["second"] * p["ranks"] for p in self.prices)
-        return not certificate["table"] and given > 0 and total > self.limit * given * (1 - 1e-9)
+            of_table[name] = memo[key]
+        memory = sum(
+            p["byte"] * self.ranks.count(k) * k["room"]
+            for p, k in zip(prices, self.kinds, strict=True)
+            if p["byte"]
+        )
+        return math.fsum(of_table.values()) - memory, of_table
+
+    def refutes(self, pieces, seconds):
+        """Return whether no plan is faster, whatever its slowest memory takes: a piece for every case."""
+        reached, self.counted = 0.0, lambda links, local: local
+        if not self.phases or len(self.kinds) > 1:
+            return False
+        for p in pieces:
+            if p["from"] > reached or p["links"] <= 0 or p["local"] < 0 or p["byte"] < 0:
+                return False
+            reached = max(reached, p["to"])
+            total, _ = self.total([p], p["to"])
+            for memory in (p["from"], min(p["to"], seconds)):  # linear between them
+                given = self.world * (p["links"] * (seconds - memory) + p["local"] * memory)
+                if p["from"] < seconds and not total > given - 1e-9 * abs(total):
+                    return False
+        return reached >= seconds
 
     def seconds(self, plan):
         """Return the time of the plan's step, after checking that it covers every table and fits."""

@@ -22,9 +22,21 @@ struct Price {
   double byte = 0;
 };
 
+/// Where links and memory are waited for apart: prices that refute plans whose slowest memory takes
+/// from `from` to `to` seconds, so that no part asks more than `to` of memory.
+struct PhasePrices {
+  double from = 0;
+  double to = 0;
+  double links = 1;  // of a second
+  double local = 1;  // of a second
+  double byte = 0;
+};
+
 struct Certificate {
   double seconds = 0;         // no plan is faster
   std::vector<Price> prices;  // by kind of rank, in order of their first ranks
+  /// If there are any, they are the proof: together they cover 0 to `seconds`.
+  std::vector<PhasePrices> phases;
   /// The table that no allowed cut makes small enough for `seconds`; empty if prices refute it.
   std::string table;
 };
