@@ -17,7 +17,7 @@ TORCH_VERSION := 2.13.0
 APT_PACKAGES := libgtest-dev libgmock-dev libcli11-dev nlohmann-json3-dev libtomlplusplus-dev ccache \
                 ninja-build cmake g++ git python3-venv iproute2 libmetis-dev zlib1g-dev libzstd-dev \
                 libboost-dev
-TOOLS := clang-format==23.1.3 clang-tidy==23.1.4 ruff==0.17.4 pytest==9.2.0 pytest-timeout==2.4.0 \
+TOOLS := clang-format==23.1.3 clang-tidy==23.1.4 ruff==0.17.4 mypy==1.18.2 pytest==9.2.0 pytest-timeout==2.4.0 \
          hypothesis==6.170.15 safetensors==0.8.0 numpy scikit-build-core==1.1.1
 
 # What the tests compare with. No dependencies are followed: torch and numpy are those of $(VENV).
@@ -155,6 +155,7 @@ lint: single  ## Check formatting and style
 	git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' | xargs $(VENV)/bin/clang-format --dry-run -Werror
 	$(VENV)/bin/ruff format --quiet --check python tests bench examples docs
 	$(VENV)/bin/ruff check --quiet python tests bench examples docs
+	$(VENV)/bin/mypy --no-error-summary
 	$(call run_tidy,$(TIDY_QUICK))
 
 tidy: single  ## Run clang-tidy over everything
