@@ -340,19 +340,11 @@ void GrowingStateful::finish(const Values& values) {
   for (std::size_t p = 0; p < loaded_.size(); ++p) {
     GrowingPart& part = *own.parts[p];
     Loaded& loaded = loaded_[p];
-    if (!part.reserve(loaded.ids.num_rows())) {
-      throw Error(ErrorKind::kRead, "checkpoint.load: no memory for " +
-                                        std::to_string(loaded.ids.num_rows()) + " rows of table '" +
-                                        part.config->config.name + "'.");
-    }
     const std::int64_t count = loaded.ids.num_rows();
-    part.ids = std::move(loaded.ids);
-    part.resize();
-    part.weight->tensor().narrow(0, 1, count).copy_(loaded.weight);
-    for (auto& [slot, tensor] : part.state) {
-      tensor->tensor().narrow(0, 1, count).copy_(loaded.state.at(slot));
+    if (!part.take(std::move(loaded.ids), loaded.weight, loaded.state)) {
+      throw Error(ErrorKind::kRead, "checkpoint.load: no memory for " + std::to_string(count) +
+                                        " rows of table '" + part.config->config.name + "'.");
     }
-    part.removed.clear();
   }
   for (const auto& [target, value] : unknown_) at::Tensor(target).copy_(value);
   loaded_.clear();

@@ -136,6 +136,21 @@ void GrowingPart::fill(const std::vector<std::int64_t>& new_ids,
   }
 }
 
+bool GrowingPart::take(IdTable loaded, const at::Tensor& rows,
+                       const std::map<std::string, at::Tensor>& states) {
+  const std::int64_t count = loaded.num_rows();
+  if (!reserve(count)) return false;
+  const at::NoGradGuard no_grad;
+  ids = std::move(loaded);
+  resize();
+  weight->tensor().narrow(0, 1, count).copy_(rows);
+  for (auto& [name, tensor] : state) {
+    tensor->tensor().narrow(0, 1, count).copy_(states.at(name));
+  }
+  removed.clear();
+  return true;
+}
+
 std::int64_t GrowingPart::bytes() const {
   const std::int64_t rows = ids.num_rows() + 1;
   const auto row_bytes = [](const at::Tensor& tensor) {

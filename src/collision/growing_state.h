@@ -31,6 +31,9 @@ struct GrowingPart {
   at::Tensor first_values(const std::vector<std::int64_t>& ids) const;
   /// Begins the rows of new ids.
   void fill(const std::vector<std::int64_t>& ids, const std::vector<std::int64_t>& rows);
+  /// Takes the place of what is here: row i is that of id i. False if there is no memory.
+  [[nodiscard]] bool take(IdTable loaded, const at::Tensor& rows,
+                          const std::map<std::string, at::Tensor>& states);
   std::int64_t bytes() const;
 
   std::size_t table;  // its number

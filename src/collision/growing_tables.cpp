@@ -8,6 +8,7 @@
 
 #include "collision/growing_state.h"
 #include "collision/home_rows.h"
+#include "embedding/row_state.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/core/check.h"
 
@@ -114,6 +115,104 @@ at::Tensor GrowingTables::unknown_row(const std::string& table) const {
 std::vector<std::int64_t> GrowingTables::take_removed_ids(const std::string& table) {
   GrowingPart* part = state_->part_of(table);
   return part == nullptr ? std::vector<std::int64_t>{} : std::exchange(part->removed, {});
+}
+
+GrowingRows GrowingTables::export_rows(const std::string& table) const {
+  const at::NoGradGuard no_grad;
+  GrowingRows rows;
+  const GrowingPart* part = state_->part_of(table);
+  rows.ids = export_ids(table);
+  const at::Tensor places = at::tensor(rows.ids.rows, at::kLong);
+  if (part == nullptr) {
+    rows.weight = weights_of(table);
+    return rows;
+  }
+  rows.sketch = part->ids.export_sketch();
+  rows.weight = part->weight->tensor().index_select(0, places);
+  for (const auto& [name, tensor] : part->state) {
+    rows.state[name] = tensor->tensor().index_select(0, places);
+  }
+  return rows;
+}
+
+void GrowingTables::load_rows(const std::string& table, const GrowingRows& rows) {
+  GrowingPart* part = state_->part_of(table);
+  if (part == nullptr) return;
+  const auto count = static_cast<std::int64_t>(rows.ids.ids.size());
+  const auto fits = [&](const at::Tensor& given, const at::Tensor& own) {
+    return given.defined() && given.dim() == own.dim() && given.size(0) == count &&
+           given.sizes().slice(1) == own.sizes().slice(1);
+  };
+  TESSERA_CHECK_VALUE(fits(rows.weight, part->weight->tensor()),
+                      "collision.growing_tables: table '", table, "' has ", count,
+                      " ids, but its rows are not as many, or of another ", "width than ",
+                      part->config->config.embedding_dim, ".");
+  for (const auto& [name, tensor] : part->state) {
+    const auto found = rows.state.find(name);
+    TESSERA_CHECK_VALUE(found != rows.state.end() && fits(found->second, tensor->tensor()),
+                        "collision.growing_tables: table '", table, "' has ", count,
+                        " ids, but not as much of ", name, " of its optimizer.");
+  }
+  const IdTableOptions& options = part->ids.options();
+  const auto is_own = [&](std::int64_t bucket) {
+    return options.first_bucket <= bucket && bucket < options.end_bucket;
+  };
+  IdList own;
+  for (std::size_t i = 0; i < rows.ids.ids.size(); ++i) {
+    if (!is_own(bucket_of(rows.ids.ids[i]))) continue;
+    own.rows.push_back(static_cast<std::int64_t>(i));
+    own.ids.push_back(rows.ids.ids[i]);
+    own.counts.push_back(rows.ids.counts.at(i));
+    own.last_steps.push_back(rows.ids.last_steps.at(i));
+  }
+  constexpr std::size_t kCounters = 4 * 4096;
+  IdSketch sketch;
+  for (std::size_t i = 0; i < rows.sketch.buckets.size(); ++i) {
+    if (!is_own(rows.sketch.buckets[i])) continue;
+    sketch.buckets.push_back(rows.sketch.buckets[i]);
+    sketch.sightings.push_back(rows.sketch.sightings.at(i));
+    const auto first = rows.sketch.counters.begin() + static_cast<std::ptrdiff_t>(i * kCounters);
+    sketch.counters.insert(sketch.counters.end(), first, first + kCounters);
+  }
+  IdTable ids(options);
+  try {
+    ids.load(own.ids, own.counts, own.last_steps);
+    ids.load_sketch(sketch);
+  } catch (const IdTableError& error) {
+    TESSERA_CHECK_VALUE(false, "collision.growing_tables: ", error.what());
+  }
+  const at::Tensor places = at::tensor(own.rows, at::kLong);
+  std::map<std::string, at::Tensor> states;
+  for (const auto& [name, tensor] : part->state) {
+    states[name] = rows.state.at(name).index_select(0, places);
+  }
+  TESSERA_CHECK_VALUE(part->take(std::move(ids), rows.weight.index_select(0, places), states),
+                      "collision.growing_tables: no memory for ", own.ids.size(),
+                      " rows of table '", table, "'.");
+}
+
+std::map<std::string, at::Tensor> GrowingTables::unknown_state(const std::string& table) const {
+  std::map<std::string, at::Tensor> found;
+  if (!unknown_row(table).defined()) return found;
+  const auto all = state_->unknown_rows->optimizer().state_dict();
+  for (const char* name : {"momentum1", "momentum2"}) {
+    const auto kept = all.find(table + "." + name);
+    if (kept != all.end()) found[name] = kept->second;
+  }
+  return found;
+}
+
+GrowingSteps GrowingTables::num_steps() const {
+  GrowingSteps steps;
+  if (state_->batch != nullptr) steps.rows = state_->batch->optimizer()->num_steps();
+  if (state_->unknown_rows) steps.unknown = state_->unknown_rows->optimizer().num_steps();
+  return steps;
+}
+
+void GrowingTables::set_progress(std::int64_t num_calls, const GrowingSteps& steps) {
+  state_->num_calls = num_calls;
+  if (state_->batch != nullptr) state_->batch->optimizer()->state().num_steps = steps.rows;
+  if (state_->unknown_rows) state_->unknown_rows->optimizer().state().num_steps = steps.unknown;
 }
 
 GrowingEmbeddingBagCollection::GrowingEmbeddingBagCollection(

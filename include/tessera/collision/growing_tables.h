@@ -66,6 +66,20 @@ struct Growth {
   std::int64_t bytes = 0;      // of ids and rows, with the optimizer's state
 };
 
+/// Rows of a table and all that goes on with them.
+struct GrowingRows {
+  IdList ids;  // `rows` is not read by a load
+  IdSketch sketch;
+  at::Tensor weight;                        // [ids, columns]
+  std::map<std::string, at::Tensor> state;  // of the optimizer, "momentum1" and "momentum2"
+};
+
+/// How often rows were stepped: those of ids, and those of ids without one.
+struct GrowingSteps {
+  std::int64_t rows = 0;
+  std::int64_t unknown = 0;
+};
+
 struct GrowingState;
 
 /// What both kinds of growing collections are. Tables lie row_wise() (ids over all ranks) or
@@ -96,6 +110,18 @@ class TESSERA_API GrowingTables : public torch::nn::Module, public sharding::Sha
   at::Tensor unknown_row(const std::string& table) const;
   /// The ids that lost their row since the last call, for those who keep copies; this rank's.
   std::vector<std::int64_t> take_removed_ids(const std::string& table);
+
+  // ---- State, for those who save by themselves; checkpoint/growing_tables.h does all of it
+  /// This rank's rows, in order of bucket.
+  GrowingRows export_rows(const std::string& table) const;
+  /// Replaces this rank's rows by those of its buckets among the rows given. Throws ValueError for
+  /// lists that no table has written, and changes nothing.
+  void load_rows(const std::string& table, const GrowingRows& rows);
+  /// State of the optimizer of `unknown_row`, itself.
+  std::map<std::string, at::Tensor> unknown_state(const std::string& table) const;
+  GrowingSteps num_steps() const;
+  /// Goes on after so many calls and steps.
+  void set_progress(std::int64_t num_calls, const GrowingSteps& steps);
 
   const std::shared_ptr<GrowingState>& growing_state() const noexcept { return state_; }
 
