@@ -2,12 +2,16 @@
 
 #include <fcntl.h>
 #include <glob.h>
+#include <poll.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
+#include <thread>
+#include <utility>
 
 #ifdef TESSERA_HAS_ZLIB
 #include <zlib.h>
@@ -150,7 +154,8 @@ struct Input::Zstd : Input::Unpacker {
 };
 #endif
 
-Input::Input(const std::string& path) : name_(path == "-" ? "standard input" : path) {
+Input::Input(const std::string& path, std::function<bool()> goes_on)
+    : goes_on_(std::move(goes_on)), name_(path == "-" ? "standard input" : path) {
   fd_ = path == "-" ? ::dup(STDIN_FILENO) : ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
   if (fd_ < 0) throw DataError(name_ + ": cannot be opened: " + system_text());
   try {
@@ -158,12 +163,15 @@ Input::Input(const std::string& path) : name_(path == "-" ? "standard input" : p
     if (::fstat(fd_, &facts) == 0 && S_ISDIR(facts.st_mode)) {
       throw DataError(name_ + ": is a folder, not a file.");
     }
+    is_file_ = S_ISREG(facts.st_mode);
     front_.resize(kFrontBytes);
     std::size_t size = 0;
     while (size < front_.size()) {  // a pipe may give less at a time
-      const std::size_t more = read_some(fd_, name_, front_.data() + size, front_.size() - size);
+      const std::size_t more = read_or_wait(front_.data() + size, front_.size() - size);
       if (more == 0) break;
       size += more;
+      // Of a text that still grows, its first line is enough to know what it is.
+      if (goes_on_ && std::memchr(front_.data(), '\n', size) != nullptr) break;
     }
     front_.resize(size);
     num_bytes_ = static_cast<std::int64_t>(size);
@@ -188,6 +196,23 @@ Input::Input(const std::string& path) : name_(path == "-" ? "standard input" : p
 
 Input::~Input() { ::close(fd_); }
 
+std::size_t Input::read_or_wait(char* to, std::size_t room) {
+  constexpr int kPauseMs = 100;
+  for (;;) {
+    if (goes_on_) {
+      // A file is always ready, a pipe when there is something, or when it was closed.
+      pollfd ready{fd_, POLLIN, 0};
+      if (::poll(&ready, 1, kPauseMs) == 0) {
+        if (goes_on_()) continue;
+        return 0;
+      }
+    }
+    const std::size_t done = read_some(fd_, name_, to, room);
+    if (done > 0 || !goes_on_ || !is_file_ || !goes_on_()) return done;
+    std::this_thread::sleep_for(std::chrono::milliseconds(kPauseMs));
+  }
+}
+
 std::size_t Input::read_packed(char* to, std::size_t room) {
   const std::size_t ready = std::min(room, front_.size() - front_taken_);
   if (ready > 0) {
@@ -195,7 +220,7 @@ std::size_t Input::read_packed(char* to, std::size_t room) {
     front_taken_ += ready;
     return ready;
   }
-  const std::size_t done = read_some(fd_, name_, to, room);
+  const std::size_t done = read_or_wait(to, room);
   num_bytes_ += static_cast<std::int64_t>(done);
   return done;
 }

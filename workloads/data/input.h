@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -25,7 +26,10 @@ void check_apart(const std::vector<std::string>& inputs, const std::string& out)
 /// something else than text.
 class Input {
  public:
-  explicit Input(const std::string& path);
+  /// With `goes_on`, the end of a file is not the end: it is asked several times a second, and as
+  /// long as it says true, reading waits for more; when it says false, the text ends there, also
+  /// that of a pipe nobody closes. Packed files end as they do.
+  explicit Input(const std::string& path, std::function<bool()> goes_on = nullptr);
   ~Input();
   Input(const Input&) = delete;
   Input& operator=(const Input&) = delete;
@@ -42,9 +46,12 @@ class Input {
   struct Gzip;
   struct Zstd;
   std::size_t read_packed(char* to, std::size_t room);
+  std::size_t read_or_wait(char* to, std::size_t room);
 
+  std::function<bool()> goes_on_;
   std::string name_;
   int fd_ = -1;
+  bool is_file_ = false;  // not a pipe
   std::int64_t num_bytes_ = 0;
   std::string front_;            // read to know what it is
   std::size_t front_taken_ = 0;  // of it, handed over

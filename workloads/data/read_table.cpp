@@ -16,9 +16,6 @@ namespace {
 using dlrm::SampleBlock;
 using Json = nlohmann::json;
 
-// Samples handed over at a time.
-constexpr std::int64_t kBlockSamples = 8192;
-
 // What a file holds, fit for a terminal.
 std::string shown(std::string_view cell) {
   std::string text = "'";
@@ -50,8 +47,9 @@ float logarithm(double value) {
 /// Cells become parts of a sample; samples gather until a block is full.
 class Samples {
  public:
-  Samples(const Schema& schema, const std::function<void(SampleBlock&)>& take)
-      : schema_(schema), take_(take), features_(schema.features.size()) {
+  Samples(const Schema& schema, const TableOptions& options,
+          const std::function<void(SampleBlock&)>& take)
+      : schema_(schema), options_(options), take_(take), features_(schema.features.size()) {
     dense_.resize(schema.dense.size());
     for (std::size_t f = 0; f < features_.size(); ++f) {
       const auto& values = schema.features[f].values;
@@ -90,7 +88,7 @@ class Samples {
       bags.kept = bags.ids.size();
     }
     ++num_samples_;
-    if (++block_.num_samples == kBlockSamples) flush();
+    if (++block_.num_samples == options_.block_samples) flush();
   }
   /// Takes back what has been set since the last one.
   void drop() {
@@ -123,6 +121,7 @@ class Samples {
   };
 
   const Schema& schema_;
+  const TableOptions& options_;
   const std::function<void(SampleBlock&)>& take_;
   std::size_t longest_missing_ = 0;
   float label_ = 0;
@@ -188,13 +187,19 @@ bool Samples::add_value(std::size_t feature, std::string_view value) {
     return true;
   }
   std::int64_t row = 0;
-  if (column.kind == IdKind::kHash) {
+  if (options_.raw_ids && column.kind != IdKind::kInteger) {
+    row = raw_id(value);
+  } else if (column.kind == IdKind::kHash) {
     row = hashed_row(value, column.rows);
   } else if (column.kind == IdKind::kVocabulary) {
     const auto found = bags.rows.find(value);
     row = found == bags.rows.end() ? column.rows - 1 : found->second;
   } else {
     if (!parse_whole(value, row)) return fail(shown(value) + " is not a whole number");
+    if (options_.raw_ids) {
+      bags.ids.push_back(row);
+      return true;
+    }
     if (column.wraps) {
       row %= column.rows;
       if (row < 0) row += column.rows;
@@ -283,10 +288,10 @@ class TableReader {
  public:
   TableReader(const Schema& schema, const TableOptions& options,
               const std::function<void(SampleBlock&)>& take)
-      : schema_(schema), options_(options), samples_(schema, take) {}
+      : schema_(schema), options_(options), samples_(schema, options, take) {}
 
-  void read(const std::string& path) {
-    Input input(path);
+  void read(const std::string& path, bool is_last) {
+    Input input(path, is_last ? options_.goes_on : nullptr);
     const TextFormat format = text_format(schema_, input.front());
     if (format.format == Format::kJsonLines) {
       read_lines(input);
@@ -452,7 +457,7 @@ TableReport read_tables(const std::vector<std::string>& paths, const Schema& sch
                         const TableOptions& options,
                         const std::function<void(SampleBlock&)>& take) {
   TableReader reader(schema, options, take);
-  for (const std::string& path : paths) reader.read(path);
+  for (const std::string& path : paths) reader.read(path, &path == &paths.back());
   return reader.finish();
 }
 

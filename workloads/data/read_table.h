@@ -21,6 +21,13 @@ struct TableOptions {
   std::int64_t num_named = 5;
   /// Records to read at most; -1 for all.
   std::int64_t most = -1;
+  /// Ids of all 64 bits: whole numbers as they are, all other values by `raw_id`. Rows of the
+  /// schema are not read.
+  bool raw_ids = false;
+  /// Samples handed over at a time.
+  std::int64_t block_samples = 8192;
+  /// The end of the last file is not the end; see Input.
+  std::function<bool()> goes_on = nullptr;
 };
 
 /// What was read and what was left out.
