@@ -95,6 +95,7 @@ int run(const std::vector<std::string>& words) {
   options.prefix_lines = false;
   options.use_python = false;
   options.shutdown_timeout = kTimeToSave;
+  options.passes_stdin = given->reads_stdin();
   options.command = {worker_program("train"), "train-" + words[0]};
   options.command.insert(options.command.end(), flags.begin(), flags.end());
   return launch::run_job(options);

@@ -171,8 +171,9 @@ void RankGroup::start_rank(Rank& rank, const Program& program, const Attempt& at
   spec.stderr_fd = err_end.get();
   // A terminal would stop a rank that reads from it in the background, so only a file or pipe is
   // passed on, and only if one rank takes it.
-  if (options_.num_nodes * options_.num_local_ranks == 1 && isatty(STDIN_FILENO) == 0 &&
-      fcntl(STDIN_FILENO, F_GETFD) >= 0) {
+  const bool takes_stdin = options_.num_nodes * options_.num_local_ranks == 1 ||
+                           (options_.passes_stdin && rank.local_rank == 0);
+  if (takes_stdin && isatty(STDIN_FILENO) == 0 && fcntl(STDIN_FILENO, F_GETFD) >= 0) {
     spec.stdin_fd = STDIN_FILENO;
   }
   rank.pid = spawn(spec, signals_, guard_);

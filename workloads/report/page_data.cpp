@@ -89,6 +89,20 @@ Json table(const Table& table) {
           {"sharding", table.sharding}, {"shards", shards}};
 }
 
+Json growth(const GrowthRow& row) {
+  Json tables = Json::array();
+  for (const GrowthRow::Table& table : row.tables) {
+    tables.push_back({{"name", table.name},
+                      {"ids", table.ids},
+                      {"admitted", table.admitted},
+                      {"refused", table.refused},
+                      {"evicted", table.evicted},
+                      {"hit_rate", rounded(table.hit_rate)},
+                      {"bytes", rounded(table.bytes)}});
+  }
+  return {{"step", row.step}, {"ids", rounded(row.ids)}, {"tables", tables}};
+}
+
 Json breakdown(const Breakdown& one) {
   Json phases = Json::object();
   for (const auto& [name, time] : one.phases) phases[name] = {time.seconds, time.waited};
@@ -200,6 +214,7 @@ Json page_data(const RunRecord& run) {
             {"timeline", timeline(run)},
             {"plan", run.plan ? plan(run) : Json(nullptr)},
             {"tables", Json::array()},
+            {"growth", Json::array()},
             {"facts", run.facts},
             {"config", run.config}};
   for (const DataFile& file : run.data) {
@@ -208,6 +223,7 @@ Json page_data(const RunRecord& run) {
   for (const EvalRow& row : run.evals) data["evals"].push_back(evaluation(row));
   for (const Breakdown& one : run.breakdowns) data["breakdowns"].push_back(breakdown(one));
   for (const Table& one : run.tables) data["tables"].push_back(table(one));
+  for (const GrowthRow& row : run.growth) data["growth"].push_back(growth(row));
   if (run.calibration) {
     data["calibration"] = {{"step", run.calibration->step},
                            {"predicted", run.calibration->predicted},

@@ -104,6 +104,20 @@ EvalRow read_eval(const Json& line) {
   return row;
 }
 
+GrowthRow read_growth(const Json& line) {
+  GrowthRow row;
+  row.step = line.at("step").get<std::int64_t>();
+  row.ids = line.at("ids").get<double>();
+  for (const Json& table : line.value("tables", Json::array())) {
+    row.tables.push_back({table.at("name").get<std::string>(), table.at("ids").get<std::int64_t>(),
+                          table.value("admitted", std::int64_t{0}),
+                          table.value("refused", std::int64_t{0}),
+                          table.value("evicted", std::int64_t{0}), table.value("hit_rate", 0.0),
+                          table.value("bytes", 0.0)});
+  }
+  return row;
+}
+
 void read_line(const Json& line, RunRecord& run) {
   const std::string kind = line.at("kind").get<std::string>();
   if (kind == "run") {
@@ -127,6 +141,8 @@ void read_line(const Json& line, RunRecord& run) {
     run.resumed.push_back(line.at("step").get<std::int64_t>());
     run.planned_steps = line.value("planned_steps", run.planned_steps);
     run.command = line.value("command", run.command);
+  } else if (kind == "growth") {
+    run.growth.push_back(read_growth(line));
   } else if (kind == "breakdown") {
     run.breakdowns.push_back(read_breakdown(line));
   } else if (kind == "end") {

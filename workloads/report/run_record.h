@@ -5,6 +5,7 @@
 //   run        name, workload, ranks, unit, started, planned_steps, command, data [{path, bytes}],
 //              auc_ceiling, versions {}, machine {}
 //   resume     step, started, planned_steps, command
+//   growth     step, ids, tables [{name, ids, admitted, refused, evicted, hit_rate, bytes}]
 //   table      name, rows, columns, bytes, sharding, shards [{rank, row, rows, column, columns,
 //              bytes, traffic: bytes that a step reads of it}]
 //   plan       sharding, seconds, bound, speeds, ranks [{part: seconds, bytes}], predicted {part:
@@ -116,6 +117,22 @@ struct TraceSpan {
   double duration = 0;
 };
 
+/// How tables that grow stood at a step.
+struct GrowthRow {
+  struct Table {
+    std::string name;
+    std::int64_t ids = 0;
+    std::int64_t admitted = 0;  // since the process began, as all below
+    std::int64_t refused = 0;
+    std::int64_t evicted = 0;
+    double hit_rate = 0;
+    double bytes = 0;
+  };
+  std::int64_t step = 0;
+  double ids = 0;  // of all tables
+  std::vector<Table> tables;
+};
+
 struct RunRecord {
   std::string name;
   std::string workload;
@@ -133,8 +150,9 @@ struct RunRecord {
   std::vector<StepRow> steps;
   std::vector<EvalRow> evals;
   std::optional<CalibrationRow> calibration;  // the last one
-  std::vector<Breakdown> breakdowns;          // by rank
-  std::vector<TraceSpan> spans;               // by begin
+  std::vector<GrowthRow> growth;
+  std::vector<Breakdown> breakdowns;  // by rank
+  std::vector<TraceSpan> spans;       // by begin
   std::string config;
   std::int64_t total_steps = 0;
   double total_seconds = 0;

@@ -23,6 +23,7 @@
 #include "settings/usage.h"
 #include "tessera/checkpoint/error.h"
 #include "tessera/checkpoint/folder.h"
+#include "tessera/collision/id_table.h"
 #include "tessera/comm/failure.h"
 #include "tessera/comm/topology.h"
 #include "tessera/core/version.h"
@@ -101,7 +102,7 @@ class Speaker {
       metrics_->add({{"kind", "resume"},
                      {"step", first_step},
                      {"started", now_text()},
-                     {"planned_steps", num_steps_},
+                     {"planned_steps", planned_steps()},
                      {"command", report::typed_command()}});
       say("resumed  at step " + std::to_string(first_step) + "\n");
       return;
@@ -166,6 +167,11 @@ class Speaker {
              {"best_step", summary.best_step},
              {"resume", workload_.command() + " --resume " + folder_}};
     if (device_) end["peak_device_bytes"] = numbers(device_memory);
+    for (const std::string& record : workload_.final_records()) {
+      Json more = Json::parse(record);
+      more["step"] = summary.last_step;
+      metrics_->add(more);
+    }
     metrics_->add(end);
     line_.end();
     const std::string page = report::write_report(folder_);
@@ -287,27 +293,36 @@ class Speaker {
   }
 
   std::string text_of(const Progress& progress) const {
+    const bool has_end = num_steps_ < kEndless;
     const auto left = static_cast<double>(num_steps_ - progress.step);
-    const auto width = static_cast<int>(std::to_string(num_steps_).size());
+    const int width = has_end ? static_cast<int>(std::to_string(num_steps_).size()) : 1;
+    const std::string of = has_end ? "/" + std::to_string(num_steps_) : "";
+    const std::string eta = has_end ? " | eta " + eta_text(left * mean_seconds_) : "";
     std::string figures;
     for (const auto& [name, value] : workload_.running()) {
       char one[64];
       std::snprintf(one, sizeof(one), " | %s %.3f", name.c_str(), value);
       figures += one;
     }
+    if (const std::string words = workload_.running_text(); !words.empty()) {
+      figures += " | " + words;
+    }
     char text[256];
     std::snprintf(
         text, sizeof(text),
-        progress.loss < 0.1 ? "step %*ld/%ld | loss %.4g%s | %s %s/s | %.1f ms (exposed comm %.1f) "
-                              "| mem %s | eta %s"
-                            : "step %*ld/%ld | loss %.4f%s | %s %s/s | %.1f ms (exposed comm %.1f) "
-                              "| mem %s | eta %s",
-        width, static_cast<long>(progress.step), static_cast<long>(num_steps_), progress.loss,
-        figures.c_str(), report::short_number(workload_.units_per_step() / mean_seconds_).c_str(),
+        progress.loss < 0.1 ? "step %*ld%s | loss %.4g%s | %s %s/s | %.1f ms (exposed comm %.1f) "
+                              "| mem %s%s"
+                            : "step %*ld%s | loss %.4f%s | %s %s/s | %.1f ms (exposed comm %.1f) "
+                              "| mem %s%s",
+        width, static_cast<long>(progress.step), of.c_str(), progress.loss, figures.c_str(),
+        report::short_number(workload_.units_per_step() / mean_seconds_).c_str(),
         workload_.unit().c_str(), 1e3 * mean_seconds_, 1e3 * mean_exposed_, memory_text().c_str(),
-        eta_text(left * mean_seconds_).c_str());
+        eta.c_str());
     return text;
   }
+
+  // 0: nobody knows.
+  std::int64_t planned_steps() const { return num_steps_ < kEndless ? num_steps_ : 0; }
 
   void write_head() {
     char host[256] = "";
@@ -317,7 +332,7 @@ class Speaker {
               {"ranks", world_.size()},
               {"unit", workload_.unit()},
               {"started", now_text()},
-              {"planned_steps", num_steps_},
+              {"planned_steps", planned_steps()},
               {"command", report::typed_command()},
               {"data", report::described(workload_.data_files())}};
     add_to(head, workload_.facts());
@@ -440,6 +455,8 @@ int train_on_device(Settings& settings, const Maker& make, const comm::Group& wo
 
 }  // namespace
 
+bool told_to_stop() noexcept { return is_told_to_stop; }
+
 int run(Settings& settings, const Maker& make) {
   std::signal(SIGTERM, [](int) { is_told_to_stop = true; });
   std::signal(SIGINT, [](int) { is_told_to_stop = true; });
@@ -463,6 +480,8 @@ int run(Settings& settings, const Maker& make) {
     return fail(error.what(), launch::kExitData);
   } catch (const checkpoint::Error& error) {
     return fail(error.what(), launch::kExitData);
+  } catch (const collision::IdTableError& error) {
+    return fail(("train: " + std::string(error.what())).c_str(), launch::kExitConfiguration);
   } catch (const c10::ValueError& error) {
     return fail(error.what_without_backtrace(), launch::kExitConfiguration);
   }

@@ -25,6 +25,10 @@ using Maker = std::function<std::unique_ptr<AnyWorkload>(const comm::Group& worl
 /// What another rank has caused is thrown as comm::Error.
 TESSERA_API int run(Settings& settings, const Maker& make);
 
+/// Whether this process was told to stop, by SIGTERM or SIGINT: for workloads that wait for
+/// samples.
+TESSERA_API bool told_to_stop() noexcept;
+
 /// The same for a program of its own, started by `tessera run` or torchrun: `words` are its flags.
 /// `saved` is another object of the kind of `settings`. Prints help and configuration if asked to;
 /// mistakes are exit code 2 or 78.

@@ -47,6 +47,8 @@ struct TESSERA_API Settings {
   virtual settings::Table table() = 0;
   /// Throws settings::UsageError or launch::LaunchError for values that do not fit together.
   virtual void check() const;
+  /// Whether rank 0 takes this program's standard input.
+  virtual bool reads_stdin() const { return false; }
   /// Ranks that see different samples.
   virtual std::int64_t data_ranks() const { return num_ranks; }
 

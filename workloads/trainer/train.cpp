@@ -198,7 +198,11 @@ class Steps {
         schedule_factor(step, workload_.num_steps(), settings_.warmup, settings_.decay);
     progress.learning_rate = factor * settings_.learning_rate;
     workload_.scale_rates(factor);
-    workload_.step();
+    if (!workload_.step()) {
+      has_ended_ = true;
+      recorder_.end_step();
+      return std::nullopt;
+    }
     std::optional<Progress> known = is_late_ ? std::exchange(waiting_, progress) : progress;
     if (known) finish(*known);
     if (!known || std::isfinite(known->loss)) workload_.follow();
@@ -217,6 +221,8 @@ class Steps {
   }
 
   bool is_stopping() const noexcept { return is_stopping_; }
+  /// The samples have ended: the last step was none.
+  bool has_ended() const noexcept { return has_ended_; }
 
  private:
   void computed(const at::Tensor& loss) {
@@ -257,6 +263,7 @@ class Steps {
   std::optional<comm::Awaitable<at::Tensor>> agreed_;  // loss, wish to stop, waiting
   double last_exposed_ = 0;
   bool is_stopping_ = false;
+  bool has_ended_ = false;
 };
 
 std::uint64_t fingerprint_of(const AnyWorkload& workload, const comm::Group& world) {
@@ -366,8 +373,12 @@ Summary train(AnyWorkload& workload, const comm::Group& world, const std::string
     summary.last_step = step + 1;
     tell(steps.step(step));
     bool is_last = summary.last_step == num_steps;
+    if (steps.has_ended()) {
+      summary.last_step = step;
+      is_last = true;
+    }
     const bool judges = is_due(step + 1, settings.eval_every) || is_last;
-    const bool saves = is_due(step + 1, settings.checkpoint_every);
+    const bool saves = is_due(step + 1, settings.checkpoint_every) && !steps.has_ended();
     const bool stops = steps.is_stopping() && !is_last;
     // What is judged, saved or left must be known to be sound.
     if (!summary.has_diverged && (judges || saves || stops)) tell(steps.rest());
@@ -389,6 +400,7 @@ Summary train(AnyWorkload& workload, const comm::Group& world, const std::string
     if (saves || saves_last || saves_best) save(is_last);
     if (is_last) break;
   }
+  workload.finish();
   if (saved) saved->finish();
   summary.fingerprint = fingerprint_of(workload, world);
   return summary;

@@ -26,6 +26,9 @@
 
 namespace tessera::trainer {
 
+/// A number of steps that means: as long as there are samples.
+inline constexpr std::int64_t kEndless = std::int64_t{1} << 40;
+
 /// Numbers with names, in order.
 using Figures = std::vector<std::pair<std::string, double>>;
 
@@ -82,6 +85,8 @@ class TESSERA_API AnyWorkload {
   virtual void begin() {}
   /// After a step with a finite loss, inside its time.
   virtual void follow() {}
+  /// After the last step, before its figures are told.
+  virtual void finish() {}
   /// Judges the model; the first number decides whether it has broken, and which is the best: the
   /// lower, the better. None: nothing is judged.
   virtual Figures evaluate() { return {}; }
@@ -95,11 +100,14 @@ class TESSERA_API AnyWorkload {
   virtual std::vector<std::string> records() { return {}; }
   /// Lines of metrics.jsonl after an evaluation, as JSON; the trainer adds the step.
   virtual std::vector<std::string> evaluation_records() { return {}; }
+  /// The same at the end.
+  virtual std::vector<std::string> final_records() { return {}; }
   /// What it reads, for the report.
   virtual std::vector<std::string> data_files() const { return {}; }
   /// More files of the run folder: names and texts.
   virtual std::vector<std::pair<std::string, std::string>> files() const { return {}; }
-  virtual Figures running() const { return {}; }  // in the progress line
+  virtual Figures running() const { return {}; }           // in the progress line
+  virtual std::string running_text() const { return ""; }  // the same in words
   virtual std::string verdict(const Figures& /*evaluation*/) const { return ""; }
   virtual Figures results() const { return {}; }  // more of --json
   virtual std::string rates() const;              // "--lr 0.1", for a loss that is not a number
@@ -108,7 +116,8 @@ class TESSERA_API AnyWorkload {
 
   // ---- Steps, which Workload does
   virtual void start(const Run& run) = 0;
-  virtual void step() = 0;
+  /// False, and nothing was done, if the samples have ended: on all ranks at the same step.
+  virtual bool step() = 0;
   /// No batch is read any more when it returns.
   virtual void stop() noexcept = 0;
 };
@@ -125,6 +134,10 @@ class Workload : public AnyWorkload {
   /// The batch of this rank for step `step`, from 0, on the host. Called for one step after the
   /// other, by a thread of its own, ahead of the steps: it must not use what `forward` changes.
   virtual Batch read(std::int64_t step) = 0;
+  /// The same where samples may end before the steps do: nothing then, on all ranks.
+  virtual std::optional<Batch> read_or_end(std::int64_t step) { return read(step); }
+  /// Batches are no longer wanted: a read that waits for samples must return.
+  virtual void stop_reading() noexcept {}
   /// Loss and output; the trainer does backward and the optimizer's step.
   virtual Result forward(const Batch& batch, const Inputs& inputs) = 0;
   /// Sharded tables whose ids travel ahead of their step; `inputs` of forward holds them.
@@ -149,13 +162,14 @@ class Workload : public AnyWorkload {
     reader_.emplace([this] { return read_next(); });
   }
 
-  void step() final {
+  bool step() final {
     const auto output = pipeline_->progress([this] { return reader_->next(); });
-    TESSERA_INTERNAL_ASSERT(output, "every step has a batch");
-    output_ = *output;
+    if (output) output_ = *output;
+    return output.has_value();
   }
 
   void stop() noexcept final {
+    stop_reading();
     reader_.reset();
     pipeline_.reset();
   }
@@ -169,9 +183,9 @@ class Workload : public AnyWorkload {
   // knows nothing of what was read ahead.
   std::optional<Batch> read_next() {
     if (next_read_ >= run_.num_steps) return std::nullopt;
-    Batch batch = read(next_read_++);
-    if constexpr (requires { Batch(batch.pin_memory()); }) {
-      if (is_pinned_) return batch.pin_memory();
+    std::optional<Batch> batch = read_or_end(next_read_++);
+    if constexpr (requires { Batch(batch->pin_memory()); }) {
+      if (is_pinned_ && batch) return batch->pin_memory();
     }
     return batch;
   }

@@ -36,6 +36,9 @@ struct StreamRule {
 /// One job on this host, and its place among the other hosts.
 struct RunOptions {
   int num_local_ranks = 1;
+  /// The first rank of a host gets this program's standard input though there are several; one rank
+  /// alone always does. A terminal is never passed on.
+  bool passes_stdin = false;
   int num_nodes = 1;
   int node_rank = 0;
 

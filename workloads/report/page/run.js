@@ -112,6 +112,20 @@ function planSection(run) {
     `no plan can be under ${ms(plan.bound)} ms (${fixed(gap, 2)} %).`, two);
 }
 
+// Tables that grow: their ids over the steps, and each of them at the end.
+function growthSection(run) {
+  const last = run.growth[run.growth.length - 1];
+  if (!last) return null;
+  const rows = last.tables.map(one => [one.name, countText(one.ids), countText(one.admitted), countText(one.refused), countText(one.evicted),
+                                       fixed(100 * one.hit_rate, 1) + " %", bytesText(one.bytes)]);
+  const drawn = run.growth.length > 1 ? make("div", {class: "charts"}, chartFigure({id: "ids", title: "Ids", xName: "step", x: [0, Math.max(1, run.steps)],
+    xIsWhole: true, fromZero: true, marks: run.resumed, curves: [
+      {name: "all tables", style: "c-eval", points: run.growth.map(row => [row.step, row.ids]), isWhole: true, hasDots: true}]})) : null;
+  return section("growing", "Growing tables", `${countText(last.ids)} ids in ${plural(last.tables.length, "table")} at step ${countText(last.step)}. ` +
+    "Admissions, refusals, evictions and hits are counted since the run was last started.", drawn,
+    table("growth", ["table", "ids", "admitted", "refused", "evicted", "hit rate", "memory"], rows));
+}
+
 function memorySection(run) {
   if (run.memory.length === 0) return null;
   const bars = make("div", {class: "bars memory"});
@@ -154,7 +168,7 @@ function showRun(run) {
   const drawn = charts(run);
   document.getElementById("main").append(...[
     drawn.length > 0 ? make("div", {class: "charts"}, ...drawn) : make("p", {}, "No step was logged."),
-    breakdownSection(run), timelineSection(run), planSection(run), tableSection(run), memorySection(run), numbersSection(run),
+    breakdownSection(run), timelineSection(run), growthSection(run), planSection(run), tableSection(run), memorySection(run), numbersSection(run),
     ...settingsSection(run)].filter(Boolean));
 }
 
