@@ -4,6 +4,7 @@
 #include <filesystem>
 #include <stdexcept>
 
+#include "tessera/collision/id_policy.h"
 #include "tessera/launch/exit_code.h"
 #include "tessera/launch/launch_error.h"
 
@@ -30,6 +31,22 @@ std::string wrong_with_widths(const std::string& text) {
     return error.what();
   }
   return "";
+}
+
+template <class Read>
+std::string wrong_with(const std::string& text, const Read& read) {
+  try {
+    read(text);
+  } catch (const std::invalid_argument& error) {
+    return error.what();
+  }
+  return "";
+}
+std::string wrong_with_admission(const std::string& text) {
+  return wrong_with(text, collision::admission_of);
+}
+std::string wrong_with_eviction(const std::string& text) {
+  return wrong_with(text, collision::eviction_of);
 }
 
 }  // namespace
@@ -69,12 +86,27 @@ settings::Table Settings::table() {
   table.add("stats", stats, "FILE", "of tessera data stats").beside();
   table.group("data");
   table.add("data", data, "D", "synthetic, or a file").told();
+  table.add("schema", schema, "FILE", "of CSV, Parquet, ...").told().beside();
   table.add("tables", num_tables, "N", "of synthetic data").range(1, 10000).fixed();
-  table.add("rows", num_rows, "N", "of each of its tables, or a Criteo file's")
-      .range(1, kLarge)
+  table.add("rows", num_rows, "N", "of each, or Criteo's").range(1, kLarge).fixed().beside();
+  table.add("bag", bag_size, "N", "ids per feature, synthetic").range(1, 1000).told();
+  table.add("follow", follow, "", "wait for more at the end of the file").told().beside();
+  table.add("ids", ids, "I", "").one_of({"rows", "unlimited"}).fixed();
+  table.add("id-default", id_default, "D", "unknown")
+      .one_of({"row", "zero", "init"})
       .fixed()
       .beside();
-  table.add("bag", bag_size, "N", "ids per feature, synthetic").range(1, 1000).told();
+  table.add("id-capacity", id_capacity, "N", "ids of a table (0: all)")
+      .range(0, kLarge)
+      .shown("")
+      .told();
+  table.add("id-admission", id_admission, "A", "or freq:N, prob:P")
+      .check(wrong_with_admission)
+      .told()
+      .beside();
+  table.add("id-eviction", id_eviction, "E", "or lfu, lru, distance-lfu, ttl:N")
+      .check(wrong_with_eviction)
+      .told();
   table.group("model");
   table.add("dim", embedding_dim, "N", "width of embeddings").range(1, 4096).fixed();
   table.add("interaction", interaction, "I", "").one_of({"dot", "cross"}).fixed().beside();
@@ -99,19 +131,70 @@ settings::Table Settings::table() {
   table.add("eval-every", eval_every, "N", "steps").range(0, kLarge);
   table.add("eval-samples", eval_samples, "N", "to judge").range(1, kLarge).told().beside();
   table.add("eval-data", eval_data, "FILE", "another log to judge on").told();
-  table.add("patience", patience, "N", "evaluations without a better one end it (0: never)")
+  table.add("patience", patience, "N", "evaluations not better that end it")
       .range(0, kLarge)
-      .shown("");
+      .shown("")
+      .beside();
   add_checkpoints(table);
-  add_seed(table, "of data and parameters");
+  table.add("seed", seed, "N", "of data and parameters")
+      .not_negative()
+      .range(0, std::int64_t{1} << 62)
+      .fixed()
+      .beside();
   add_output(table);
   return table;
+}
+
+void Settings::check_ids() const {
+  const auto refuse = [](const std::string& what, const std::string& why,
+                         const std::string& advice) {
+    throw launch::LaunchError(launch::kExitConfiguration, "train: " + what, why, advice);
+  };
+  if (!is_unlimited()) {
+    if (is_stream()) {
+      refuse(data == "-" ? "--data - is for --ids unlimited" : "--follow is for --ids unlimited",
+             "a stream is not looked through for its ids before it is trained on",
+             "add --ids unlimited, or convert the log with tessera data convert");
+    }
+    return;
+  }
+  if (!plan.empty()) {
+    refuse("--ids unlimited does not go with --plan " + plan,
+           "the plan is made for tables with a fixed number of rows",
+           "leave --plan out; --sharding is row_wise or table_wise");
+  }
+  if (sharding != "auto" && sharding != "row_wise" && sharding != "table_wise") {
+    refuse("--ids unlimited does not go with --sharding " + sharding,
+           "rows of growing tables lie where the hash of their id says",
+           "--sharding row_wise or table_wise");
+  }
+  if (device != "cpu") {
+    refuse("--ids unlimited does not go with --device " + device, "growing tables are on the CPU",
+           "leave --device out");
+  }
+  if (follow && data == "-") {
+    refuse("--follow does not go with --data -", "a pipe ends when it is closed",
+           "leave --follow out");
+  }
+  if (is_stream() && schema.empty() && data == "-") {
+    refuse("--data - needs --schema", "a stream cannot be looked at twice",
+           "make one with tessera data schema FILE --out log.toml");
+  }
+  if (is_stream() && (data == "synthetic" || shuffle || epochs > 1)) {
+    refuse("a stream does not go with synthetic data, --shuffle or more than one epoch",
+           "its samples come once, one after the other", "leave these flags out");
+  }
+  if (is_stream() && epochs > 0 && decay != "none") {
+    refuse("--decay " + decay + " needs to know the last step",
+           "a stream that is trained on to its end has none", "leave --decay out, or give --steps");
+  }
 }
 
 void Settings::check() const {
   using launch::LaunchError;
   trainer::Settings::check();
-  if (data != "synthetic" && !std::filesystem::exists(data)) {
+  check_ids();
+  if (data != "synthetic" && data != "-" && !std::filesystem::exists(data)) {
     throw LaunchError(launch::kExitData, "train: there is no file " + data, "--data names it",
                       "name a file, or leave --data out");
   }

@@ -16,6 +16,7 @@ struct Settings : trainer::Settings {
   std::string profile;  // of the machine: a file, "assume", or empty: the one that is kept
   std::string stats;    // of the ids
   std::string data = "synthetic";
+  std::string schema;  // of `data` and `eval_data`, if these are tables and no logs
   std::int64_t num_tables = 26;
   std::int64_t num_rows = 100000;
   std::int64_t bag_size = 1;
@@ -28,13 +29,27 @@ struct Settings : trainer::Settings {
   std::string table_optimizer = "rowwise_adagrad";
   std::string precision = "float32";  // bfloat16: dense layers compute in it
   std::int64_t eval_samples = 65536;
-  std::string eval_data;    // another log to judge on; none: the end of `data`
-  std::int64_t epochs = 0;  // times through the log, instead of num_steps
-  bool shuffle = false;     // another order of samples in every epoch
+  std::string eval_data;         // another log to judge on; none: the end of `data`
+  std::int64_t epochs = 0;       // times through the log, instead of num_steps
+  bool shuffle = false;          // another order of samples in every epoch
+  std::string ids = "rows";      // of the tables; "unlimited": any id, and tables that grow
+  std::int64_t id_capacity = 0;  // of each table; 0: none
+  std::string id_admission = "always";
+  std::string id_eviction = "none";
+  std::string id_default = "row";
+  bool follow = false;  // the end of the file is not the end
 
   Settings();
   settings::Table table() override;
   void check() const override;
+  bool reads_stdin() const override { return data == "-"; }
+  /// Whether ids are any and tables grow.
+  bool is_unlimited() const { return ids == "unlimited"; }
+  /// Whether samples come one after the other, from a pipe or a file that grows.
+  bool is_stream() const { return data == "-" || follow; }
+
+ private:
+  void check_ids() const;
 };
 
 /// A list of widths, "128,32". Throws std::invalid_argument.

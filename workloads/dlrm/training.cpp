@@ -11,10 +11,14 @@
 #include <ATen/autocast_mode.h>
 #include <nlohmann/json.hpp>
 
+#include "data/raw_log.h"
 #include "dlrm/batch.h"
 #include "dlrm/from_settings.h"
+#include "dlrm/growing.h"
 #include "dlrm/metrics.h"
 #include "dlrm/model.h"
+#include "dlrm/open_raw.h"
+#include "dlrm/stream_batches.h"
 #include "report/html.h"
 #include "tessera/checkpoint/load.h"
 #include "tessera/checkpoint/modules.h"
@@ -28,6 +32,7 @@
 #include "tessera/sharding/sharded_embedding_bag_collection.h"
 #include "trainer/device.h"
 #include "trainer/host_copy.h"
+#include "trainer/run.h"
 #include "trainer/train.h"
 
 namespace tessera::workloads::dlrm {
@@ -252,13 +257,15 @@ LaidTables lay_tables(const std::string& verb, const Settings& settings, const C
 
 class Training final : public trainer::Workload<ClickBatch> {
  public:
-  /// Judges on `other`, if there is one.
+  /// Judges on `other`, if there is one. Trains on `stream`, if there is one.
   Training(const Settings& settings, OpenedLog log, std::shared_ptr<const ClickLog> other,
            Purpose purpose, std::vector<embedding::EmbeddingTableConfig> configs, LaidTables laid,
-           const comm::Group& group)
+           const comm::Group& group, std::unique_ptr<StreamBatches> stream = nullptr)
       : settings_(settings),
         group_(group),
         log_(std::move(log)),
+        stream_(std::move(stream)),
+        judges_(stream_ == nullptr || other != nullptr),
         configs_(std::move(configs)),
         laid_(std::move(laid)),
         source_(log_.log, ranges_of(settings, *log_.log, group, purpose, other.get()).training),
@@ -267,13 +274,11 @@ class Training final : public trainer::Workload<ClickBatch> {
         model_(make_model(settings, log_.log->schema()), group,
                // Beside the step of the tables, the longest part of backward.
                {.gradient_as_bucket_view = true, .overlap = true}),
-        tables_(std::make_shared<ShardedEmbeddingBagCollection>(
-            configs_, laid_.plan, group, /*is_weighted=*/false, table_options(settings))),
         optimizer_(trainer::make_optimizer("dlrm.train", settings.optimizer, model_.parameters(),
                                            settings.learning_rate)),
         is_bfloat16_(settings.precision == "bfloat16"),
         device_(trainer::device_of(settings)) {
-    fill_tables(*tables_, static_cast<std::uint64_t>(settings.seed));
+    make_tables();
     if (group.rank() == 0 && laid_.known.is_measured) {
       predicted_ = planner::predict(laid_.known.profile, laid_.figures.per_rank, dense_load());
     }
@@ -283,6 +288,7 @@ class Training final : public trainer::Workload<ClickBatch> {
   const ClickSchema& log_schema() const { return log_.log->schema(); }
   const trainer::Settings& settings() const override { return settings_; }
   std::int64_t num_steps() const override {
+    if (stream_ != nullptr && settings_.epochs > 0) return trainer::kEndless;
     return settings_.epochs > 0 ? settings_.epochs * source_.num_steps() : settings_.num_steps;
   }
 
@@ -292,7 +298,7 @@ class Training final : public trainer::Workload<ClickBatch> {
     tables_->set_learning_rate(factor * settings_.table_learning_rate);
   }
   void add_state(checkpoint::State& state) override {
-    checkpoint::add_module(state, tables_, "tables.", "optimizer.tables.");
+    checkpoint::add_module(state, tables_module_, "tables.", "optimizer.tables.");
     checkpoint::add_module(state, model_.module());
     checkpoint::add_optimizer(state, *optimizer_, *model_.module());
     // The order in which they are mixed: names alone do not tell it.
@@ -314,6 +320,15 @@ class Training final : public trainer::Workload<ClickBatch> {
             {"seed", settings_.seed, "seed "}};
   }
 
+  std::optional<ClickBatch> read_or_end(std::int64_t step) override {
+    if (stream_ == nullptr) return read(step);
+    if (next_streamed_ != step) stream_->skip(step - next_streamed_, trainer::told_to_stop);
+    next_streamed_ = step + 1;
+    return stream_->next(trainer::told_to_stop);
+  }
+  void stop_reading() noexcept override {
+    if (stream_ != nullptr) stream_->stop();
+  }
   ClickBatch read(std::int64_t step) override {
     const std::int64_t length = source_.num_steps();
     source_.seek(length < 0 ? step : step % length);
@@ -343,6 +358,7 @@ class Training final : public trainer::Workload<ClickBatch> {
       step_seconds_[static_cast<std::size_t>(num_followed_) % step_seconds_.size()] = seconds;
     }
     last_step_ = now;
+    if (growth_) growth_->follow();
     const Span span(Phase::kOther, "running AUC");
     if (++num_followed_ % kAucWindow == 0) running_.clear();
     // Of a GPU what the step before has left, so that nobody waits for this one.
@@ -357,7 +373,18 @@ class Training final : public trainer::Workload<ClickBatch> {
     if (device_.is_cpu()) add();
   }
 
-  trainer::Figures evaluate() override { return evaluate(nullptr); }
+  trainer::Figures evaluate() override {
+    if (growth_) growth_->count();
+    return judges_ ? evaluate(nullptr) : trainer::Figures{};
+  }
+  void finish() override {
+    if (growth_) growth_->count();
+  }
+  std::string running_text() const override { return growth_ ? growth_->text() : ""; }
+  std::vector<std::string> final_records() override {
+    if (!growth_) return {};
+    return {growth_->record()};
+  }
 
   /// The same, and all logits in the order of the log.
   trainer::Figures evaluate(std::vector<float>* in_order) {
@@ -402,17 +429,19 @@ class Training final : public trainer::Workload<ClickBatch> {
   }
 
   std::vector<std::string> evaluation_records() override {
-    if (calibration_.empty()) return {};
+    std::vector<std::string> lines = final_records();
+    if (calibration_.empty()) return lines;
     Json line{{"kind", "calibration"}};
     for (const CalibrationPart& part : calibration_) {
       line["predicted"].push_back(part.predicted);
       line["observed"].push_back(part.observed);
     }
-    return {line.dump()};
+    lines.push_back(line.dump());
+    return lines;
   }
   std::vector<std::string> data_files() const override {
     std::vector<std::string> files;
-    if (settings_.data != "synthetic") files.push_back(settings_.data);
+    if (settings_.data != "synthetic" && settings_.data != "-") files.push_back(settings_.data);
     if (!settings_.eval_data.empty()) files.push_back(settings_.eval_data);
     return files;
   }
@@ -425,6 +454,7 @@ class Training final : public trainer::Workload<ClickBatch> {
     return static_cast<double>(settings_.batch * group_.size());
   }
   std::string introduction() override {
+    if (growing_) return growing_introduction();
     if (log_.synthetic)
       ceiling_ = log_.synthetic->ceiling(settings_.eval_samples, kJudgedBegin).auc;
     const auto bytes = bytes_per_rank(laid_.plan, group_.size());
@@ -444,10 +474,15 @@ class Training final : public trainer::Workload<ClickBatch> {
   }
   trainer::Figures facts() override { return results(); }
   trainer::Figures results() const override {
-    if (!ceiling_) return {};
-    return {{"auc_ceiling", *ceiling_}};
+    trainer::Figures figures;
+    if (ceiling_) figures.emplace_back("auc_ceiling", *ceiling_);
+    if (growth_) {
+      for (auto& figure : growth_->figures()) figures.push_back(std::move(figure));
+    }
+    return figures;
   }
   std::vector<std::string> records() override {
+    if (growing_) return {};
     std::vector<std::string> lines{plan_record().dump()};
     for (std::size_t i = 0; i < configs_.size(); ++i) {  // one per feature
       const std::int64_t bag = log_.log->schema().features[i].bag_size;
@@ -477,6 +512,38 @@ class Training final : public trainer::Workload<ClickBatch> {
 
  private:
   using Rows = comm::LazyAwaitable<jagged::KeyedTensor>;
+
+  void make_tables() {
+    if (settings_.is_unlimited()) {
+      const ClickSchema& schema = log_.log->schema();
+      collision::GrowingOptions options;
+      options.optimizer = table_options(settings_).optimizer;
+      growing_ = std::make_shared<collision::GrowingEmbeddingBagCollection>(
+          growing_tables(settings_, schema), group_, options,
+          growing_placements(settings_, schema, group_.size()));
+      tables_ = growing_;
+      tables_module_ = growing_;
+      growth_.emplace(growing_);
+      return;
+    }
+    fixed_ = std::make_shared<ShardedEmbeddingBagCollection>(
+        configs_, laid_.plan, group_, /*is_weighted=*/false, table_options(settings_));
+    tables_ = fixed_;
+    tables_module_ = fixed_;
+    fill_tables(*fixed_, static_cast<std::uint64_t>(settings_.seed));
+  }
+
+  std::string growing_introduction() const {
+    std::string text = log_.notes + "tables   " + std::to_string(configs_.size()) + " that grow, " +
+                       (settings_.sharding == "table_wise" ? "each on one" : "over all") + " of " +
+                       std::to_string(group_.size()) + " ranks";
+    if (settings_.id_capacity > 0) {
+      text += ", up to " + report::short_number(static_cast<double>(settings_.id_capacity)) +
+              " ids each";
+    }
+    return text + "; admission " + settings_.id_admission + ", eviction " + settings_.id_eviction +
+           "\n";
+  }
 
   // Products of layers, and of every pair of features.
   planner::DenseLoad dense_load() const {
@@ -581,7 +648,9 @@ class Training final : public trainer::Workload<ClickBatch> {
 
   Rows look_up(const SparseInputs& inputs) {
     const Span span(Phase::kLookup);
-    const Rows pending = tables_->compute_and_output_dist(inputs.of(*tables_));
+    const auto& own = inputs.of(*tables_);
+    const Rows pending =
+        growing_ ? growing_->compute_and_output_dist(own) : fixed_->compute_and_output_dist(own);
     return Rows([pending] {
       const Span span(Phase::kOutputDist);
       return pending.wait();
@@ -591,12 +660,19 @@ class Training final : public trainer::Workload<ClickBatch> {
   const Settings& settings_;
   comm::Group group_;
   OpenedLog log_;
+  std::unique_ptr<StreamBatches> stream_;
+  bool judges_;
+  std::int64_t next_streamed_ = 0;  // step; the reader's
   std::vector<embedding::EmbeddingTableConfig> configs_;
   LaidTables laid_;
   BatchSource source_;
   BatchSource judged_;
   data_parallel::DistributedDataParallel<Dlrm> model_;
-  std::shared_ptr<ShardedEmbeddingBagCollection> tables_;
+  std::shared_ptr<sharding::ShardedTables> tables_;  // one of the two
+  std::shared_ptr<ShardedEmbeddingBagCollection> fixed_;
+  std::shared_ptr<collision::GrowingEmbeddingBagCollection> growing_;
+  std::shared_ptr<torch::nn::Module> tables_module_;  // the same
+  std::optional<GrowthWatch> growth_;
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
   bool is_bfloat16_;
   at::Device device_;
@@ -624,8 +700,33 @@ void check_same_schema(const std::string& first, const ClickSchema& one, const s
                   ". Convert both with the same schema.");
 }
 
+// With tables that grow: any ids, no plan.
+std::unique_ptr<Training> make_growing(const Settings& settings, const comm::Group& world,
+                                       const std::string& data, Purpose purpose) {
+  const bool trains = purpose == Purpose::kTrain;
+  OpenedLog log;
+  std::unique_ptr<StreamBatches> stream;
+  if (trains && settings.is_stream()) {
+    stream =
+        std::make_unique<StreamBatches>(StreamBatchesOptions{data, settings.follow, settings.batch},
+                                        data::schema_or_guess(settings.schema, data), world);
+    log.log = std::make_shared<const UnseenLog>(stream->schema());
+  } else {
+    log = open_raw(data, settings.schema, log_options(settings));
+  }
+  std::shared_ptr<const ClickLog> other;
+  if (!settings.eval_data.empty() && trains) {
+    other = open_raw(settings.eval_data, settings.schema, log_options(settings)).log;
+    check_same_schema(data, log.log->schema(), settings.eval_data, other->schema());
+  }
+  auto tables = tables_of(log.log->schema(), settings.embedding_dim);
+  return std::make_unique<Training>(settings, std::move(log), std::move(other), purpose,
+                                    std::move(tables), LaidTables{}, world, std::move(stream));
+}
+
 std::unique_ptr<Training> make(const std::string& verb, const Settings& settings,
                                const comm::Group& world, const std::string& data, Purpose purpose) {
+  if (settings.is_unlimited()) return make_growing(settings, world, data, purpose);
   OpenedLog log = open_log(data, log_options(settings));
   std::shared_ptr<const ClickLog> other;
   if (!settings.eval_data.empty() && purpose == Purpose::kTrain) {
@@ -648,6 +749,13 @@ std::unique_ptr<trainer::AnyWorkload> make_workload(const Settings& settings,
 Judged judge(const Settings& settings, const std::string& data, const std::string& checkpoints,
              std::int64_t step, const std::string& schema, const comm::Group& world) {
   Settings own = settings;
+  if (own.is_stream() && data.empty()) {
+    if (own.eval_data.empty()) {
+      throw DataError(
+          "eval: the run was trained on a stream, which is gone. Name a log with --data.");
+    }
+    return judge(settings, settings.eval_data, checkpoints, step, schema, world);
+  }
   // Speeds and statistics shape a plan alone, and their files need not be there any more.
   own.profile.clear();
   own.stats.clear();

@@ -1,0 +1,193 @@
+"""`tessera train dlrm --ids unlimited`: raw logs, streams, files that grow, other numbers of ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import time
+
+import numpy as np
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+TESSERA = os.environ.get("TESSERA_BIN", str(ROOT / "build/release/bin/tessera"))
+WORDS = ["red", "green", "blue", "ünï", "x9", "große"]
+LIMIT = 180.0  # seconds; for a loaded machine, not a figure
+SMALL = ["--dim", "8", "--bottom", "16,8", "--top", "16,1", "--ids", "unlimited"]
+SCHEMA = """
+[label]
+column = "clicked"
+
+[[dense]]
+column = "price"
+
+[[feature]]
+column = "user"
+kind = "integer"
+rows = 1
+
+[[feature]]
+column = "words"
+kind = "hash"
+rows = 1
+separator = " "
+"""
+
+
+def lines_of(count, seed=5):
+    draw = random.Random(seed)
+    for _ in range(count):
+        user = draw.choice([draw.randrange(40), -draw.randrange(2**63), draw.randrange(2**63)])
+        words = " ".join(
+            draw.choice(["red", "green", "blue", "ünï", "x9", "große"]) for _ in range(draw.randrange(3))
+        )
+        yield f"{int(draw.random() < 0.3)},{draw.random():.3f},{user},{words}\n"
+
+
+@pytest.fixture
+def log(tmp_path):
+    (tmp_path / "log.toml").write_text(SCHEMA)
+    path = tmp_path / "log.csv"
+    path.write_text("clicked,price,user,words\n" + "".join(lines_of(1200)))
+    return path
+
+
+def command(tmp_path, *flags):
+    schema = ["--schema", str(tmp_path / "log.toml")]
+    return [TESSERA, "train", "dlrm", "--runs", str(tmp_path / "runs"), *SMALL, *schema, *flags]
+
+
+def train(tmp_path, *flags, code=0, text=None):
+    result = subprocess.run(
+        command(tmp_path, *flags), capture_output=True, text=True, timeout=LIMIT, input=text
+    )
+    assert result.returncode == code, result.stdout + result.stderr
+    return result
+
+
+def answer(tmp_path, *flags, text=None):
+    return json.loads(train(tmp_path, "--json", *flags, text=text).stdout)
+
+
+def metrics(folder, kind):
+    lines = (pathlib.Path(folder) / "metrics.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, lines) if line["kind"] == kind]
+
+
+def test_trains_on_texts_and_numbers_as_they_are(tmp_path, log):
+    found = answer(tmp_path, "--data", str(log), "--batch", "64", "--steps", "12")
+    assert found["ids"] == found["ids_admitted"] > 400
+    assert 0 < found["id_hit_rate"] < 1
+    folder = pathlib.Path(found["report"]).parent
+    growth = metrics(folder, "growth")
+    assert [table["name"] for table in growth[-1]["tables"]] == ["user", "words"]
+    assert growth[-1]["tables"][1]["ids"] == 6  # the different words
+    page = (folder / "report.html").read_text()
+    assert '"growth":[{"step":' in page and '"hit_rate":' in page
+
+
+def test_every_number_of_ranks_has_the_same_ids(tmp_path, log):
+    flags = ["--data", str(log), "--steps", "6", "--id-admission", "freq:2"]
+    one = answer(tmp_path, *flags, "--batch", "96", "--save", str(tmp_path / "one"))
+    three = answer(tmp_path, *flags, "--batch", "32", "--ranks", "3", "--save", str(tmp_path / "three"))
+    assert one["ids"] == three["ids"] and one["id_hit_rate"] == three["id_hit_rate"]
+    assert three["loss"] == pytest.approx(one["loss"], rel=1e-5)
+
+    # Ids can be had from checkpoints.
+    def ids_of(name, *flags):
+        words = [TESSERA, "ckpt", "ids", str(tmp_path / name), *flags]
+        listed = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT, check=True).stdout
+        return [tuple(map(int, line.split(","))) for line in listed.splitlines()[1:]]
+
+    users = ids_of("one", "--table", "user")
+    assert len(users) == metrics(tmp_path / "one", "growth")[-1]["tables"][0]["ids"]
+    assert [row for _, row, _, _ in users] == list(range(len(users)))
+    as_set = {(one, count, last) for one, _, count, last in users}
+    assert as_set == {(one, count, last) for one, _, count, last in ids_of("three", "--table", "user")}
+    ids_of("one", "--table", "user", "--to", str(tmp_path / "user.npy"))
+    assert np.load(tmp_path / "user.npy").tolist() == [list(row) for row in users]
+    words = [TESSERA, "ckpt", "ids", str(tmp_path / "one")]
+    told = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT)
+    assert told.returncode == 2 and "user, words" in told.stderr
+    # On other ranks it goes on.
+    on = [*flags[:2], "--steps", "9"]
+    again = answer(tmp_path, *on, "--resume", str(tmp_path / "three"), "--ranks", "2", "--batch", "48")
+    straight = answer(tmp_path, *on, "--resume", str(tmp_path / "one"))
+    assert again["steps"] == straight["steps"] == 9
+    assert again["ids"] == straight["ids"]
+    assert again["loss"] == pytest.approx(straight["loss"], rel=1e-5)
+
+
+def test_a_stream_trains_to_its_end(tmp_path, log):
+    text = log.read_text()
+    flags = ["--epochs", "1", "--batch", "50", "--ranks", "2"]
+    piped = answer(tmp_path, "--data", "-", *flags, text=text)
+    assert piped["steps"] == 12  # 1,200 samples, 100 a step
+    line = train(tmp_path, "--data", "-", *flags, text=text).stdout
+    assert "ids " in line and "/12" not in line
+
+
+def test_a_file_that_grows_is_followed_until_told_to_stop(tmp_path, log):
+    folder = tmp_path / "run"
+    flags = ["--data", str(log), "--follow", "--epochs", "1", "--batch", "50", "--save", str(folder)]
+    with subprocess.Popen(
+        command(tmp_path, *flags, "--checkpoint-every", "10"), stdout=subprocess.PIPE, text=True
+    ) as process:
+
+        def wait_for(step):
+            deadline = time.monotonic() + LIMIT
+            while not (folder / "metrics.jsonl").exists() or len(metrics(folder, "step")) < step:
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.05)
+
+        # A step is done when the samples of the next one have come.
+        wait_for(23)
+        with log.open("a") as file:
+            file.writelines(lines_of(200, seed=6))
+        wait_for(27)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(LIMIT) == 0
+    assert len(metrics(folder, "step")) == 28
+    # What was read is not read again.
+    with log.open("a") as file:
+        file.writelines(lines_of(100, seed=7))
+    resumed = answer(tmp_path, "--resume", str(folder), "--steps", "30", "--epochs", "0")
+    assert resumed["first_step"] == 28 and resumed["steps"] == 30
+
+
+def test_evicts_to_its_capacity(tmp_path, log):
+    flags = ["--data", str(log), "--batch", "64", "--steps", "15", "--id-capacity", "1"]
+    found = answer(tmp_path, *flags, "--id-eviction", "lru", "--id-default", "zero")
+    assert found["ids_evicted"] > 0 and found["ids"] <= 2 * 1024
+    full = train(tmp_path, *flags, code=78)
+    assert "bucket" in full.stderr and "capacity of 1" in full.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        (["--sharding", "column_wise"], ["--sharding column_wise", "row_wise or table_wise"]),
+        (["--id-admission", "often"], ["'often'", "freq:N"]),
+        (["--id-eviction", "ttl:0"], ["'ttl:0'", "distance-lfu"]),
+        (["--data", "-", "--follow"], ["--follow"]),
+        (["--data", "-", "--epochs", "2"], ["epoch"]),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(tmp_path, log, flags, parts):
+    data = [] if "--data" in flags else ["--data", str(log)]
+    result = subprocess.run(
+        command(tmp_path, *data, *flags), capture_output=True, text=True, timeout=LIMIT, input=""
+    )
+    assert result.returncode in (2, 78), result.stdout + result.stderr
+    for part in parts:
+        assert part in result.stderr, result.stderr
+
+
+def test_a_stream_without_unlimited_ids_is_refused(tmp_path, log):
+    words = [TESSERA, "train", "dlrm", "--runs", str(tmp_path), "--data", "-"]
+    result = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT, input="")
+    assert result.returncode == 78 and "--ids unlimited" in result.stderr
