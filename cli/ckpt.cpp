@@ -11,6 +11,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "ckpt_ids.h"
 #include "flags.h"
 #include "newest_checkpoint.h"
 #include "tessera/checkpoint/convert.h"
@@ -30,11 +31,12 @@ using checkpoint::Reader;
 using Json = nlohmann::ordered_json;
 
 constexpr std::string_view kHelp =
-    R"(tessera ckpt ls|verify|show|reshard|export|import|compact DIR [flags]
+    R"(tessera ckpt ls|verify|show|ids|reshard|export|import|compact DIR [flags]
 
   tessera ckpt ls runs/a                                  what is there, and whether it opens
   tessera ckpt verify runs/a                              read everything, compare every sum
   tessera ckpt show runs/a --step 300                     tensors, files and values of one
+  tessera ckpt ids runs/a --table user --to user.csv      id, row, count, last step
   tessera ckpt reshard runs/a --ranks 8 --to runs/b       cut for 8 ranks, under another folder
   tessera ckpt export runs/a --to model.safetensors       one plain file
   tessera ckpt import runs/a --from model.safetensors     a plain file or folder as a checkpoint
@@ -45,9 +47,10 @@ folder of a training. Without --step, the newest that is whole is taken
 (verify: all of them).
 
   --step N                  which checkpoint
+  --table T                 ids: of a table that grows; to .csv, .npy, or printed
   --ranks N                 reshard: number of ranks
   --cut rows|columns|whole  reshard: how tensors are cut (rows)
-  --to PATH, --from PATH    where reshard and export write, what import reads
+  --to PATH, --from PATH    where reshard, export and ids write, what import reads
   --replace                 reshard, import: also over a step that is there already
   --json                    one JSON object
 
@@ -61,6 +64,7 @@ struct CkptWords {
   std::string cut = "rows";
   std::string to;
   std::string from;
+  std::string table;
   bool replaces = false;
   bool wants_json = false;
   bool wants_help = false;
@@ -73,6 +77,7 @@ void define_flags(CLI::App& app, CkptWords& words) {
   app.add_option("--cut", words.cut);
   app.add_option("--to", words.to);
   app.add_option("--from", words.from);
+  app.add_option("--table", words.table);
   app.add_flag("--replace", words.replaces);
   app.add_flag("--json", words.wants_json);
   app.add_flag("--help,-h", words.wants_help);
@@ -319,6 +324,11 @@ int export_file(const std::string& root, const CkptWords& words) {
   return launch::kExitOk;
 }
 
+int show_ids(const std::string& root, const CkptWords& words) {
+  list_ids(*open_newest(root, words.step), words.table, words.to);
+  return launch::kExitOk;
+}
+
 int import_file(const std::string& root, const CkptWords& words) {
   const std::string& from = needed(words.from, "--from", "import");
   const std::int64_t step = std::max<std::int64_t>(words.step, 0);
@@ -340,6 +350,7 @@ const std::map<std::string, Action>& actions() {
   static const std::map<std::string, Action> kActions = {{"ls", list},
                                                          {"verify", verify},
                                                          {"show", show},
+                                                         {"ids", show_ids},
                                                          {"reshard", cut_anew},
                                                          {"export", export_file},
                                                          {"import", import_file},
@@ -383,6 +394,6 @@ std::vector<std::string> flags() {
 }  // namespace
 
 const Verb kCkptVerb{"ckpt", "list, verify, show, reshard, export checkpoints", kHelp, run,
-                     flags,  "ls verify show reshard export import compact"};
+                     flags,  "ls verify show ids reshard export import compact"};
 
 }  // namespace tessera::cli
