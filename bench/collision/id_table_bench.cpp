@@ -19,6 +19,13 @@
 #include <vector>
 
 #include <c10/util/flat_hash_map.h>
+#ifdef TESSERA_HAS_ABSL
+#include <absl/container/flat_hash_map.h>
+#endif
+#if __has_include(<boost/unordered/unordered_flat_map.hpp>)
+#include <boost/unordered/unordered_flat_map.hpp>
+#define TESSERA_HAS_BOOST_FLAT_MAP
+#endif
 
 #include "kernels/dispatch.h"
 #include "support/row.h"
@@ -152,6 +159,23 @@ void measure_map(const std::string& name, std::uint64_t count, double seconds) {
           seconds));
 }
 
+/// What a table with a fixed number of rows does: an id modulo its rows, and one number of that
+/// row.
+std::vector<double> fixed_times(std::uint64_t count, double seconds) {
+  std::vector<std::uint32_t> array(count, 1);
+  const auto hits = batches(0, count);
+  Ids rows(kBatch);
+  return repeat(
+      [&](std::size_t round) {
+        const Ids& ids = hits[round % hits.size()];
+        for (std::size_t i = 0; i < kBatch; ++i) {
+          const auto row = static_cast<std::uint64_t>(ids[i]) % count;
+          rows[i] = static_cast<std::int64_t>(row) + array[row];
+        }
+      },
+      seconds);
+}
+
 void measure(std::uint64_t count, double seconds) {
   collision::IdTable table;
   Ids rows(kBatch);
@@ -192,6 +216,13 @@ void measure(std::uint64_t count, double seconds) {
   row("find_and_count", variant, count, two_us,
       repeat([&](std::size_t round) { table.admit(hits[round % hits.size()], {}, 1, rows); },
              seconds));
+  row("find", "fixed_rows", count, 0, fixed_times(count, seconds));
+#ifdef TESSERA_HAS_ABSL
+  measure_map<absl::flat_hash_map<std::int64_t, std::uint32_t>>("absl", count, seconds);
+#endif
+#ifdef TESSERA_HAS_BOOST_FLAT_MAP
+  measure_map<boost::unordered_flat_map<std::int64_t, std::uint32_t>>("boost", count, seconds);
+#endif
   measure_map<ska::flat_hash_map<std::int64_t, std::uint32_t>>("ska", count, seconds);
   if (count <= 10'000'000) {
     measure_map<std::unordered_map<std::int64_t, std::uint32_t>>("std", count, seconds);

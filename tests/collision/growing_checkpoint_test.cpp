@@ -16,8 +16,8 @@ namespace tessera::testing {
 namespace {
 
 using checkpoint::State;
-using checkpoint::testing::quiet_load;
 using checkpoint::testing::quiet;
+using checkpoint::testing::quiet_load;
 using collision::AdmissionKind;
 using collision::EvictionKind;
 
