@@ -27,7 +27,16 @@ BELOW = {
     "planner": {"core", "jagged", "embedding", "comm", "sharding"},
     "pipeline": {"core", "jagged", "embedding", "comm", "sharding"},
     "collision": {"core", "jagged", "embedding", "comm", "sharding"},
-    "checkpoint": {"core", "comm", "regions", "data_parallel", "jagged", "embedding", "sharding", "collision"},
+    "checkpoint": {
+        "core",
+        "comm",
+        "regions",
+        "data_parallel",
+        "jagged",
+        "embedding",
+        "sharding",
+        "collision",
+    },
     "launch": {"core", "comm"},
     "serving": {"core", "embedding", "checkpoint"},
 }
