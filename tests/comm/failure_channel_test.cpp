@@ -51,6 +51,19 @@ TEST_F(Channels, NobodyIsNamedBeforeTheStoreHasTold) {
   EXPECT_EQ(channels_[0]->call_roll(8, true), std::nullopt);
 }
 
+// Whoever asks first is not told that nobody is there: the others have to hear of it first.
+TEST_F(Channels, WhoIsThereIsNeverNamed) {
+  bool is_told = false;
+  for (const auto limit = Clock::now() + 500ms; Clock::now() < limit;) {
+    for (const int rank : {1, 2}) wait_in(rank, 7, false);
+    const std::optional<Ranks> told = wait_in(0, 7, true);
+    if (told) EXPECT_EQ(*told, Ranks{});
+    is_told |= told.has_value();
+    std::this_thread::sleep_for(5ms);
+  }
+  EXPECT_TRUE(is_told);
+}
+
 TEST_F(Channels, WhoCameAMomentAgoAnswersWithoutAsking) {
   EXPECT_EQ(roll({}, {1, 2}), (Ranks{1, 2}));
   EXPECT_EQ(roll({1}, {2}), (Ranks{2}));
