@@ -292,10 +292,12 @@ Failure first_death(const c10::intrusive_ptr<c10d::Store>& store, const Failure&
   auto told = std::make_shared<std::string>();
   auto end = run_beside([=] {
     const std::string text = std::to_string(mine.ranks().at(0)) + " " + mine.what();
-    store->compareSet(kLostKey, std::vector<std::uint8_t>{},
-                      std::vector<std::uint8_t>(text.begin(), text.end()));
-    *told = get_text(*store, kLostKey);
-    say_farewell(*store);
+    // A connection of its own: the thread that makes the group may wait for the dead on the other.
+    const auto own = store->clone();
+    own->compareSet(kLostKey, std::vector<std::uint8_t>{},
+                    std::vector<std::uint8_t>(text.begin(), text.end()));
+    *told = get_text(*own, kLostKey);
+    say_farewell(*own);
   });
   if (end.wait_for(kAgreementLimit) != std::future_status::ready) {
     abandon_side_thread();
