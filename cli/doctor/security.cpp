@@ -266,7 +266,7 @@ bool OpenSocket::is_open_to_hosts() const {
 }
 
 // A name that is in no file system has no mode: everybody may connect, and is told to leave.
-bool OpenSocket::is_abstract() const { return protocol == "unix" && address.starts_with("@"); }
+bool OpenSocket::is_abstract() const { return protocol == "unix" && address.starts_with('@'); }
 
 bool OpenSocket::is_open_to_users() const {
   return protocol != "unix" || is_abstract() || (mode & 077) != 0;

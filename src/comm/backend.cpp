@@ -12,6 +12,7 @@
 #include <ATen/record_function.h>
 
 #include "comm/engines.h"
+#include "comm/obituary.h"
 #include "tessera/comm/failure.h"
 #include "tessera/core/check.h"
 
@@ -180,7 +181,7 @@ c10d::ErrorType EngineBackend::getError() {
 
 void EngineBackend::raise(const Failure& failure) {
   has_failed_.store(true);
-  std::string text = failure.what();
+  std::string text = in_first_words(failure).what();
   if (failure.kind() == FailureKind::kMismatch && monitor_->group_name() != "world") {
     // The transport compares calls by group rank; readers think in world ranks.
     std::vector<int> world_ranks;

@@ -80,7 +80,7 @@ class CallExchange::Meeting {
       std::uint16_t port = 0;
       std::string token;
       place >> host >> port >> token;
-      Line line{.socket = connect_to(host, port, deadline), .peer = peer};
+      Line line{.socket = reach(host, port, deadline), .peer = peer};
       line.hello = {exchange_.rank_, static_cast<std::uint32_t>(round)};
       if (secret_) {
         line.handshake.emplace(core::Handshake::Side::kConnects, *secret_, purpose(token));
@@ -129,6 +129,21 @@ class CallExchange::Meeting {
     bool is_over() const { return is_done && unsent.empty(); }
   };
 
+  // Who does not listen any more has died, or failed, since it told where.
+  static Socket reach(const std::string& host, std::uint16_t port, Moment deadline) {
+    try {
+      return connect_to(host, port, deadline);
+    } catch (const Error& error) {
+      throw ConnectionLost(error.what());
+    }
+  }
+
+  [[noreturn]] void throw_lost(int peer) const {
+    throw ConnectionLost("comm.init: rank " + std::to_string(peer) +
+                         " has closed its connection to rank " + std::to_string(exchange_.rank_) +
+                         ". Look at that rank's own output for the reason.");
+  }
+
   // A proof serves for one listener only.
   static std::string purpose(const std::string& token) { return "calls, " + token; }
 
@@ -164,12 +179,14 @@ class CallExchange::Meeting {
       if (state == core::Handshake::State::kProven) {
         line.unsent += line.handshake->writer().frame(hello_bytes(line.hello));
         line.is_done = true;
-      } else if (state != core::Handshake::State::kOpen || !is_there) {
+      } else if (state != core::Handshake::State::kOpen) {
         // Whoever listens there is not the rank, or has another secret.
         exchange_.throw_missing({line.peer});
+      } else if (!is_there) {
+        throw_lost(line.peer);
       }
     }
-    if (!line.unsent.empty() && !say(line)) exchange_.throw_missing({line.peer});
+    if (!line.unsent.empty() && !say(line)) throw_lost(line.peer);
     if (line.is_over() && line.socket) {
       exchange_.targets_[line.hello.round].socket = std::move(line.socket);
     }

@@ -41,7 +41,8 @@ class CallExchange {
   /// Collective over the group, whose ranks find each other on `store`. Listens on `address` until
   /// all are connected, and on nothing else. With a `secret`, both sides of every connection prove
   /// it; without, the one who connects says a word from the store. Throws Error(kRendezvous) that
-  /// names the ranks which are not connected, after `limit`.
+  /// names the ranks which are not connected, after `limit`, or at once if one has another secret;
+  /// ConnectionLost if one has gone.
   CallExchange(c10d::Store& store, int rank, int size, const std::string& address,
                std::chrono::milliseconds limit,
                const std::optional<core::Secret>& secret = std::nullopt);

@@ -14,9 +14,11 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include "comm/call_exchange.h"
 #include "comm/gloo_transport.h"
 #include "comm/hierarchical_transport.h"
 #include "comm/network.h"
+#include "comm/obituary.h"
 #include "comm/shm/shm_transport.h"
 #include "comm/side_thread.h"
 #include "comm/store/auth_store.h"
@@ -281,7 +283,10 @@ c10::intrusive_ptr<EngineBackend> join(const c10::intrusive_ptr<c10d::Store>& st
   const auto own_store =
       c10::make_intrusive<c10d::PrefixStore>("generation/" + std::to_string(generation), store);
   auto transport = make_transport(own_store, monitor, options);
-  if (options.world_ranks.empty()) Making::set_world(monitor);
+  if (options.world_ranks.empty()) {
+    Making::set_world(monitor);
+    remember_store(store);
+  }
   return c10::make_intrusive<EngineBackend>(std::move(transport), std::move(monitor),
                                             options.timeout);
 }
@@ -422,7 +427,7 @@ c10::intrusive_ptr<EngineBackend> make_engine(const c10::intrusive_ptr<c10d::Sto
     if (auto engine = join_within_limit(store, rank, size, options)) return engine;
   } catch (const Failure& failure) {
     if (failure.kind() == FailureKind::kPeerLost && !failure.ranks().empty()) {
-      const Failure first = first_death(store, failure);
+      const Failure first = in_first_words(first_death(store, failure));
       throw Error(ErrorKind::kPeerLost, first.ranks(), first.what());
     }
     say_farewell(*store);
@@ -430,6 +435,9 @@ c10::intrusive_ptr<EngineBackend> make_engine(const c10::intrusive_ptr<c10d::Sto
   } catch (const Error&) {
     say_farewell(*store);
     throw;
+  } catch (const ConnectionLost& lost) {
+    say_farewell(*store);
+    throw Error(ErrorKind::kRendezvous, {}, lost.what());
   } catch (const c10::DistError&) {
     // What LibTorch throws here is a page of stack that ends in "Broken pipe".
     throw silent_store();
