@@ -16,7 +16,7 @@ JOBS ?= $(shell nproc)
 TORCH_VERSION := 2.13.0
 APT_PACKAGES := libgtest-dev libgmock-dev libcli11-dev nlohmann-json3-dev libtomlplusplus-dev ccache \
                 ninja-build cmake g++ git python3-venv iproute2 libmetis-dev zlib1g-dev libzstd-dev \
-                libboost-dev libxxhash-dev libabsl-dev
+                libboost-dev libxxhash-dev libabsl-dev libssl-dev
 TOOLS := clang-format==23.1.3 clang-tidy==23.1.4 ruff==0.17.4 mypy==1.18.2 pytest==9.2.0 pytest-timeout==2.4.0 \
          hypothesis==6.170.15 safetensors==0.8.0 numpy scikit-build-core==1.1.1
 

@@ -27,18 +27,25 @@ using launch::LaunchError;
 constexpr std::string_view kHelp = R"(tessera serve PKG [flags]
 
   tessera serve pkg                                   on 127.0.0.1:8000, this machine only
-  tessera serve pkg --port 0 --json                   on a free port; prints which
-  tessera serve pkg --listen 10.0.0.5 --token-file token --insecure
+  tessera serve pkg --watch published                 take over what a training publishes
+  tessera serve pkg --listen 10.0.0.5 --token-file token --tls-cert cert.pem --tls-key key.pem
 
 Answers the Open Inference Protocol, version 2, with a package of tessera export: health,
-metadata, POST /v2/models/dlrm/infer in JSON or binary, and /metrics. SIGTERM finishes what was
-accepted and ends with 0; SIGHUP opens the package again.
+metadata, POST /v2/models/dlrm/infer in JSON or binary, and /metrics. The admin port has a page with
+live figures. SIGTERM finishes what was accepted and ends with 0; SIGHUP opens the package again.
 
-  --listen HOST             address (127.0.0.1); another than this machine's own needs a token,
-                            and --insecure because the server itself speaks no TLS
+  --listen HOST             address (127.0.0.1), or unix:PATH; one that other machines reach needs
+                            a token and TLS, or --insecure
   --port N --admin-port N   8000, 8001 on 127.0.0.1; 0: a free one; admin -1: none
   --token-file FILE         who sends another Authorization: Bearer is sent away; mode 0600
-  --insecure                no TLS, and without a token open to everybody who reaches the port
+  --tls-cert F --tls-key F  certificates and key, PEM: TLS 1.2 or later
+  --tls-client-ca FILE      only clients with a certificate of this authority
+  --insecure                no TLS or no token, and other machines reach the port all the same
+  --watch DIR               take over checkpoints that are published there
+  --keep-versions N         earlier versions to go back to (2)
+  --canary FILE             requests, one JSON a line, that a new version must answer with finite
+  --canary-bound X          numbers, moved by no more than this (1)
+  --processes N             that answer, over one copy of the tables (1)
   --verify                  compare all sums of the package first
   --threads N --workers N   for connections (1), to compute (1)
   --max-batch N             samples that are computed together (256)
@@ -54,12 +61,13 @@ accepted and ends with 0; SIGHUP opens the package again.
   --json                    one JSON line when ready
 
 Exit codes: 0 drained, 2 wrong usage, 65 the package cannot be used, 69 the port is taken, 75 not
-drained in time, 78 refused to listen so. More: docs/serving.md
+drained in time, 78 refused to listen so, or with these files. More: docs/serving.md
 )";
 
 struct ServeWords {
   serving::ServerOptions options;
   std::string token_file;
+  int keep_versions = 2;
   std::int64_t batch_wait = 0;
   std::int64_t latency_budget = 100;
   std::int64_t drain_timeout = 10'000;
@@ -79,7 +87,15 @@ void define_flags(CLI::App& app, ServeWords& words) {
   app.add_option("--port", options.port)->check(CLI::Range(0, 65535));
   app.add_option("--admin-port", options.admin_port)->check(CLI::Range(-1, 65535));
   app.add_option("--token-file", words.token_file);
+  app.add_option("--tls-cert", options.tls.certificate);
+  app.add_option("--tls-key", options.tls.key);
+  app.add_option("--tls-client-ca", options.tls.client_authority);
   app.add_flag("--insecure", words.is_insecure);
+  app.add_option("--watch", options.watched);
+  app.add_option("--keep-versions", words.keep_versions)->check(CLI::Range(1, 64));
+  app.add_option("--canary", options.canary);
+  app.add_option("--canary-bound", options.canary_bound)->check(CLI::NonNegativeNumber);
+  app.add_option("--processes", options.processes)->check(CLI::Range(1, 30));
   app.add_flag("--verify", words.verifies);
   app.add_option("--threads", options.io_threads)->check(CLI::Range(1, 256));
   app.add_option("--workers", options.workers)->check(CLI::Range(1, 256));
@@ -127,13 +143,26 @@ std::string read_token(const std::string& path) {
 
 // Who listens to other machines says so: without TLS, tokens and answers can be read on the way.
 void check_doors(const ServeWords& words) {
-  const std::string& host = words.options.host;
-  if (host.starts_with("127.") || host == "::1" || words.is_insecure) return;
-  throw LaunchError(launch::kExitConfiguration,
-                    "serve: --listen " + host + " lets other machines in",
-                    words.options.token.empty() ? "there is no --token-file, and no TLS"
-                                                : "the server itself speaks no TLS",
-                    "listen on 127.0.0.1 behind a proxy that does, or say --insecure");
+  const serving::ServerOptions& options = words.options;
+  const std::string& host = options.host;
+  const bool has_tls = !options.tls.certificate.empty();
+  if (has_tls != !options.tls.key.empty()) {
+    throw UsageError("serve: --tls-cert and --tls-key go together");
+  }
+  if (!has_tls && !options.tls.client_authority.empty()) {
+    throw UsageError("serve: --tls-client-ca needs --tls-cert and --tls-key");
+  }
+  if (has_tls && !serving::has_tls()) {
+    throw LaunchError(launch::kExitConfiguration, "serve: this build speaks no TLS",
+                      "OpenSSL was missing when it was built", "install libssl-dev, build again");
+  }
+  if (host.starts_with("127.") || host == "::1" || host.starts_with("unix:")) return;
+  if (words.is_insecure || (has_tls && !options.token.empty())) return;
+  throw LaunchError(
+      launch::kExitConfiguration, "serve: --listen " + host + " lets other machines in",
+      std::string("there is no ") + (options.token.empty() ? "--token-file" : "") +
+          (options.token.empty() && !has_tls ? ", and no " : "") + (has_tls ? "" : "--tls-cert"),
+      "add what is missing, listen on 127.0.0.1, or say --insecure");
 }
 
 void log_line(const std::string& line) {
@@ -154,22 +183,32 @@ int run_server(const std::string& package, ServeWords& words) {
   options.limits.request_time = milliseconds(words.request_time);
   if (!words.token_file.empty()) options.token = read_token(words.token_file);
   check_doors(words);
-  serving::Model model(package, words.verifies);
+  if (!options.canary.empty() && options.watched.empty()) {
+    throw UsageError("serve: --canary judges what --watch brings; name a folder with it");
+  }
+  options.model = {words.verifies, words.keep_versions};
+  serving::Model model(package, options.model);
   const auto ready = [&](const serving::ServerPorts& ports) {
     auto lease = model.lease();
     const serving::ModelInfo& info = lease.model();
-    const std::string address = "http://" + options.host + ":" + std::to_string(ports.data);
+    const std::string scheme = options.tls.certificate.empty() ? "http://" : "https://";
+    const std::string address = ports.data == 0 ? options.host
+                                                : scheme +
+                                                      (options.host.find(':') == std::string::npos
+                                                           ? options.host
+                                                           : "[" + options.host + "]") +
+                                                      ":" + std::to_string(ports.data);
     if (words.wants_json) {
-      const nlohmann::ordered_json line = {{"address", address},
-                                           {"port", ports.data},
-                                           {"admin_port", ports.admin},
-                                           {"model", info.name},
-                                           {"version", info.step}};
+      const nlohmann::ordered_json line = {
+          {"address", address},        {"port", ports.data},
+          {"admin_port", ports.admin}, {"processes", options.processes},
+          {"model", info.name},        {"version", info.step}};
       std::printf("%s\n", line.dump().c_str());
     } else {
       std::printf("model    %s, step %lld, %zu features, %zu tables\nserving  %s/v2/models/%s\n",
                   info.name.c_str(), static_cast<long long>(info.step), info.features.size(),
                   info.tables.size(), address.c_str(), info.name.c_str());
+      if (!options.watched.empty()) std::printf("updates  %s\n", options.watched.c_str());
       if (ports.admin > 0) std::printf("admin    http://127.0.0.1:%d\n", ports.admin);
     }
     std::fflush(stdout);
@@ -190,6 +229,9 @@ int run(const std::vector<std::string>& words) {
   } catch (const checkpoint::Error& error) {
     throw LaunchError(launch::kExitData, "serve: " + names[0], error.what(),
                       "make a package with tessera export RUN --out PKG");
+  } catch (const std::invalid_argument& error) {
+    throw LaunchError(launch::kExitConfiguration, "serve: cannot start", error.what(),
+                      "name files of this server: PEM for TLS, requests for --canary");
   } catch (const std::system_error& error) {
     throw LaunchError(launch::kExitRendezvous, "serve: cannot listen", error.what(),
                       "name another --port, or 0 for a free one");

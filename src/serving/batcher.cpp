@@ -41,8 +41,8 @@ struct Joined {
 }  // namespace
 
 Batcher::Batcher(Model& model, const ServerOptions& options, Metrics& metrics,
-                 std::function<void(const std::string&)> log)
-    : model_(model), options_(options), metrics_(metrics), log_(std::move(log)) {
+                 ProcessGauges& gauges)
+    : model_(model), options_(options), metrics_(metrics), gauges_(gauges) {
   for (int i = 0; i < std::max(options.workers, 1); ++i) {
     workers_.emplace_back([this] { work(); });
   }
@@ -63,7 +63,7 @@ void Batcher::add(Job job) {
     const std::lock_guard lock(mutex_);
     if (queued_samples_ + job.request.num_samples > options_.queue_samples ||
         queued_bytes_ + job.num_bytes > options_.queue_bytes) {
-      metrics_.refused("queue full");
+      metrics_.refused(Refusal::kQueueFull);
       throw HttpError(429, std::to_string(queued_samples_) + " samples wait already");
     }
     const double wait = seconds_per_sample_ *
@@ -72,13 +72,13 @@ void Batcher::add(Job job) {
     if (Clock::now() +
             std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(wait)) >
         job.deadline) {
-      metrics_.refused("deadline");
+      metrics_.refused(Refusal::kDeadline);
       throw HttpError(
           429, "the deadline cannot be met: " + std::to_string(queued_samples_) + " samples wait");
     }
     queued_samples_ += job.request.num_samples;
     queued_bytes_ += job.num_bytes;
-    metrics_.queued_samples.store(queued_samples_);
+    gauges_.queued_samples.store(queued_samples_);
     queue_.push_back(std::move(job));
   }
   changed_.notify_one();
@@ -98,14 +98,17 @@ std::vector<Job> Batcher::take() {
   std::int64_t num_samples = 0;
   while (!queue_.empty()) {
     const std::int64_t more = queue_.front().request.num_samples;
-    if (!jobs.empty() && num_samples + more > options_.max_batch) break;
+    if (!jobs.empty() &&
+        (num_samples + more > options_.max_batch || queue_.front().step != jobs.front().step)) {
+      break;
+    }
     num_samples += more;
     queued_bytes_ -= queue_.front().num_bytes;
     jobs.push_back(std::move(queue_.front()));
     queue_.pop_front();
   }
   queued_samples_ -= num_samples;
-  metrics_.queued_samples.store(queued_samples_);
+  gauges_.queued_samples.store(queued_samples_);
   return jobs;
 }
 
@@ -122,8 +125,8 @@ void Batcher::work() {
     for (Job& job : jobs) {
       metrics_.queue.add(now - job.arrived);
       if (now > job.deadline) {
-        metrics_.refused("late");
-        finish(job, {504, "the deadline passed while the request waited", "", {}, nullptr});
+        metrics_.refused(Refusal::kLate);
+        finish(job, {504, "the deadline passed while the request waited", "", {}, 0});
       } else {
         in_time.push_back(std::move(job));
       }
@@ -142,7 +145,7 @@ void Batcher::compute(std::vector<Job>& jobs) {
     compute_alone(jobs.front());
   } else {
     std::vector<float> logits;
-    std::shared_ptr<const ModelInfo> model;
+    std::int64_t step = 0;
     try {
       const Joined joined(jobs);
       std::vector<FeatureBags> bags;
@@ -150,9 +153,9 @@ void Batcher::compute(std::vector<Job>& jobs) {
         bags.push_back({own.ids, own.lengths, own.weights});
       }
       logits.resize(static_cast<std::size_t>(joined.num_samples));
-      auto lease = model_.lease();
+      auto lease = lease_for(jobs.front());
       lease.predict({joined.num_samples, joined.dense, bags}, logits);
-      model = std::make_shared<ModelInfo>(lease.model());
+      step = lease.step();
     } catch (const std::exception&) {
       // One of them does not fit the version that is served now: each for itself.
       for (Job& job : jobs) compute_alone(job);
@@ -164,7 +167,7 @@ void Batcher::compute(std::vector<Job>& jobs) {
       Outcome outcome;
       outcome.logits.assign(logits.begin() + static_cast<std::ptrdiff_t>(place),
                             logits.begin() + static_cast<std::ptrdiff_t>(place + count));
-      outcome.model = model;
+      outcome.step = step;
       place += count;
       metrics_.samples += count;
       metrics_.ids += static_cast<std::uint64_t>(job.request.num_ids);
@@ -181,16 +184,26 @@ void Batcher::compute(std::vector<Job>& jobs) {
   seconds_per_sample_ = seconds_per_sample_ == 0 ? own : 0.9 * seconds_per_sample_ + 0.1 * own;
 }
 
+Model::Lease Batcher::lease_for(const Job& job) {
+  if (!job.step) return model_.lease();
+  auto lease = model_.lease(*job.step);
+  if (!lease) throw HttpError(404, "version " + std::to_string(*job.step) + " is gone");
+  return std::move(*lease);
+}
+
 void Batcher::compute_alone(Job& job) {
   Outcome outcome;
   try {
-    auto lease = model_.lease();
+    auto lease = lease_for(job);
     const std::vector<FeatureBags> bags = job.request.bags();
     outcome.logits.resize(static_cast<std::size_t>(job.request.num_samples));
     lease.predict({job.request.num_samples, job.request.dense, bags}, outcome.logits);
-    outcome.model = std::make_shared<ModelInfo>(lease.model());
+    outcome.step = lease.step();
     metrics_.samples += static_cast<std::uint64_t>(job.request.num_samples);
     metrics_.ids += static_cast<std::uint64_t>(job.request.num_ids);
+  } catch (const HttpError& error) {
+    outcome.code = error.code();
+    outcome.error = error.what();
   } catch (const BadRequest& error) {
     outcome.code = error.is_malformed() ? 400 : 422;
     outcome.error = error.what();

@@ -12,6 +12,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -31,11 +32,12 @@ struct Outcome {
   std::string error;
   std::string where;
   std::vector<float> logits;
-  std::shared_ptr<const ModelInfo> model;  // that computed them
+  std::int64_t step = 0;  // of the version that computed them
 };
 
 struct Job {
   InferRequest request;
+  std::optional<std::int64_t> step;  // the version that was asked for; none: the current one
   Clock::time_point arrived;
   Clock::time_point deadline;
   std::uint64_t num_bytes = 0;
@@ -44,8 +46,7 @@ struct Job {
 
 class Batcher {
  public:
-  Batcher(Model& model, const ServerOptions& options, Metrics& metrics,
-          std::function<void(const std::string&)> log);
+  Batcher(Model& model, const ServerOptions& options, Metrics& metrics, ProcessGauges& gauges);
   Batcher(const Batcher&) = delete;
   Batcher& operator=(const Batcher&) = delete;
   ~Batcher() { stop(); }
@@ -60,12 +61,14 @@ class Batcher {
   std::vector<Job> take();
   void compute(std::vector<Job>& jobs);
   void compute_alone(Job& job);
+  /// The version a job asks for. Throws HttpError 404 if it is gone.
+  Model::Lease lease_for(const Job& job);
   void finish(Job& job, Outcome outcome);
 
   Model& model_;
   const ServerOptions& options_;
   Metrics& metrics_;
-  std::function<void(const std::string&)> log_;
+  ProcessGauges& gauges_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Job> queue_;

@@ -1,26 +1,40 @@
 // The one file that sees Boost: connections, timeouts, limits and signals. What is answered is
 // service.h's affair.
 
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
 #include <atomic>
+#include <cerrno>
 #include <csignal>
 #include <functional>
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <string>
-#include <system_error>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 #include <boost/asio/dispatch.hpp>
+#include <boost/asio/generic/stream_protocol.hpp>
 #include <boost/asio/io_context.hpp>
-#include <boost/asio/ip/tcp.hpp>
+#include <boost/asio/posix/stream_descriptor.hpp>
 #include <boost/asio/post.hpp>
 #include <boost/asio/signal_set.hpp>
 #include <boost/asio/steady_timer.hpp>
 #include <boost/asio/strand.hpp>
 #include <boost/beast/core.hpp>
 #include <boost/beast/http.hpp>
+#if TESSERA_HAS_TLS
+#include <boost/asio/ssl/context.hpp>
+#include <boost/beast/ssl.hpp>
+#endif
 
+#include "serving/server_process.h"
 #include "serving/service.h"
 #include "tessera/serving/server.h"
 
@@ -30,42 +44,97 @@ namespace {
 namespace asio = boost::asio;
 namespace beast = boost::beast;
 namespace http = beast::http;
-using asio::ip::tcp;
 using ErrorCode = boost::system::error_code;
+// TCP and Unix sockets alike.
+using Plain = beast::basic_stream<asio::generic::stream_protocol>;
+
+#if TESSERA_HAS_TLS
+namespace ssl = asio::ssl;
+using Tls = beast::ssl_stream<Plain>;
+using TlsContext = ssl::context;
+
+std::shared_ptr<TlsContext> tls_context(const TlsOptions& options) {
+  auto context = std::make_shared<TlsContext>(ssl::context::tls_server);
+  const auto check = [](const ErrorCode& error, const std::string& flag, const std::string& file) {
+    if (error) throw std::invalid_argument(flag + " " + file + ": " + error.message());
+  };
+  ErrorCode error;
+  context->set_options(ssl::context::default_workarounds | ssl::context::no_tlsv1 |
+                       ssl::context::no_tlsv1_1 | ssl::context::no_compression);
+  context->use_certificate_chain_file(options.certificate, error);
+  check(error, "--tls-cert", options.certificate);
+  context->use_private_key_file(options.key, ssl::context::pem, error);
+  check(error, "--tls-key", options.key);
+  if (::SSL_CTX_check_private_key(context->native_handle()) != 1) {
+    throw std::invalid_argument("--tls-key " + options.key + " is not the key of " +
+                                options.certificate);
+  }
+  if (!options.client_authority.empty()) {
+    context->load_verify_file(options.client_authority, error);
+    check(error, "--tls-client-ca", options.client_authority);
+    context->set_verify_mode(ssl::verify_peer | ssl::verify_fail_if_no_peer_cert);
+  }
+  return context;
+}
+#else
+struct TlsContext {};
+std::shared_ptr<TlsContext> tls_context(const TlsOptions&) {
+  throw std::invalid_argument("--tls-cert: this build has no TLS; install libssl-dev");
+}
+#endif
 
 struct Shared {
   Shared(Service& service, const ServerOptions& options) : service(service), options(options) {}
   Service& service;
   const ServerOptions& options;
-  std::atomic<int> num_open{0};  // requests without an answer on its way out
+  std::shared_ptr<TlsContext> tls;  // of the data port
+  std::atomic<int> num_open{0};     // requests without an answer on its way out
 };
 
 std::string text_of(beast::string_view text) { return {text.data(), text.size()}; }
 
-// One connection: a request, its answer, the next request.
-class Session : public std::enable_shared_from_this<Session> {
+// A connection, for whoever ends them all.
+class AnySession {
  public:
-  Session(tcp::socket socket, Shared& shared, bool is_admin)
-      : stream_(std::move(socket)), shared_(shared), is_admin_(is_admin) {
-    ++shared_.service.metrics().connections;
+  AnySession() = default;
+  AnySession(const AnySession&) = delete;
+  AnySession& operator=(const AnySession&) = delete;
+  virtual ~AnySession() = default;
+  virtual void drain() = 0;
+};
+
+// One connection: a request, its answer, the next request.
+template <class Stream>
+class Session : public AnySession, public std::enable_shared_from_this<Session<Stream>> {
+  static constexpr bool kIsTls = !std::is_same_v<Stream, Plain>;
+
+ public:
+  template <class... Arguments>
+  Session(Shared& shared, bool is_admin, Arguments&&... stream)
+      : stream_(std::forward<Arguments>(stream)...),
+        timer_(stream_.get_executor()),
+        shared_(shared),
+        is_admin_(is_admin) {
+    ++shared_.service.gauges().connections;
   }
-  ~Session() { --shared_.service.metrics().connections; }
+  ~Session() override { --shared_.service.gauges().connections; }
 
   void start(bool is_too_many) {
-    asio::dispatch(stream_.get_executor(), [self = shared_from_this(), is_too_many] {
+    asio::dispatch(stream_.get_executor(), [self = this->shared_from_this(), is_too_many] {
       if (is_too_many) {
+        self->shared_.service.metrics().refused(Refusal::kConnections);
+        if (kIsTls) return self->close();  // who has not shaken hands cannot be told
         self->keeps_alive_ = false;
-        self->shared_.service.metrics().refused("connections");
         self->write(self->shared_.service.failure(503, "there are too many connections"));
       } else {
-        self->wait();
+        self->begin();
       }
     });
   }
 
   /// Ends a connection that has no request. Others end after their answer.
-  void drain() {
-    asio::dispatch(stream_.get_executor(), [self = shared_from_this()] {
+  void drain() override {
+    asio::dispatch(stream_.get_executor(), [self = this->shared_from_this()] {
       if (self->is_idle_) self->close();
     });
   }
@@ -73,14 +142,29 @@ class Session : public std::enable_shared_from_this<Session> {
  private:
   const ServerLimits& limits() const { return shared_.options.limits; }
 
+  Plain& lowest() { return beast::get_lowest_layer(stream_); }
+
+  void begin() {
+    if constexpr (kIsTls) {
+      lowest().expires_after(limits().header_time);
+      stream_.async_handshake(ssl::stream_base::server,
+                              [self = this->shared_from_this()](ErrorCode error) {
+                                if (error) return self->close();
+                                self->wait();
+                              });
+    } else {
+      wait();
+    }
+  }
+
   // Idle until a byte comes; from then on the headers have their time.
   void wait() {
     if (buffer_.size() > 0) return read_header();
     if (shared_.service.is_draining()) return close();
     is_idle_ = true;
-    stream_.expires_after(limits().idle_time);
+    lowest().expires_after(limits().idle_time);
     stream_.async_read_some(buffer_.prepare(4096),
-                            [self = shared_from_this()](ErrorCode error, std::size_t count) {
+                            [self = this->shared_from_this()](ErrorCode error, std::size_t count) {
                               self->is_idle_ = false;
                               if (error) return self->close();
                               self->buffer_.commit(count);
@@ -88,13 +172,27 @@ class Session : public std::enable_shared_from_this<Session> {
                             });
   }
 
+  // Time to read a request. The socket stays when it is up, so that the client can be told; what
+  // the stream itself limits is closed.
+  void allow(std::chrono::milliseconds time) {
+    lowest().expires_never();
+    timer_.expires_after(time);
+    timer_.async_wait([weak = this->weak_from_this(), turn = ++turn_](ErrorCode error) {
+      const auto self = weak.lock();
+      if (error || self == nullptr || self->turn_ != turn) return;
+      self->is_late_ = true;
+      self->lowest().cancel();
+    });
+  }
+
   void read_header() {
     parser_.emplace();
     parser_->header_limit(limits().header_bytes);
     parser_->body_limit(limits().body_bytes);
-    stream_.expires_after(limits().header_time);
+    allow(limits().header_time);
     http::async_read_header(stream_, buffer_, *parser_,
-                            [self = shared_from_this()](ErrorCode error, std::size_t) {
+                            [self = this->shared_from_this()](ErrorCode error, std::size_t) {
+                              ++self->turn_;
                               if (error) return self->fail(error);
                               self->take_header();
                             });
@@ -113,9 +211,9 @@ class Session : public std::enable_shared_from_this<Session> {
     }
     if (beast::iequals(head[http::field::expect], "100-continue")) {
       auto answer = std::make_shared<http::response<http::empty_body>>(http::status::continue_, 11);
-      stream_.expires_after(limits().header_time);
+      lowest().expires_after(limits().header_time);
       http::async_write(stream_, *answer,
-                        [self = shared_from_this(), answer](ErrorCode error, std::size_t) {
+                        [self = this->shared_from_this(), answer](ErrorCode error, std::size_t) {
                           if (error) return self->close();
                           self->read_body();
                         });
@@ -125,9 +223,10 @@ class Session : public std::enable_shared_from_this<Session> {
   }
 
   void read_body() {
-    stream_.expires_after(limits().request_time);
+    allow(limits().request_time);
     http::async_read(stream_, buffer_, *parser_,
-                     [self = shared_from_this()](ErrorCode error, std::size_t) {
+                     [self = this->shared_from_this()](ErrorCode error, std::size_t) {
+                       ++self->turn_;
                        if (error) return self->fail(error);
                        self->answer();
                      });
@@ -146,13 +245,14 @@ class Session : public std::enable_shared_from_this<Session> {
     request.body = std::move(message.body());
     is_head_ = message.method() == http::verb::head;
     if (is_head_) request.method = "GET";
-    stream_.expires_never();
+    lowest().expires_never();
     ++shared_.num_open;
-    shared_.service.handle(std::move(request), [self = shared_from_this()](HttpAnswer answer) {
-      asio::post(self->stream_.get_executor(), [self, answer = std::move(answer)]() mutable {
-        self->write(std::move(answer), true);
-      });
-    });
+    shared_.service.handle(
+        std::move(request), [self = this->shared_from_this()](HttpAnswer answer) {
+          asio::post(self->stream_.get_executor(), [self, answer = std::move(answer)]() mutable {
+            self->write(std::move(answer), true);
+          });
+        });
   }
 
   // What could not be read: a limit, a timeout, or no HTTP at all.
@@ -161,7 +261,7 @@ class Session : public std::enable_shared_from_this<Session> {
     if (error == http::error::header_limit || error == http::error::buffer_overflow) {
       return refuse(431, "the headers are too large");
     }
-    if (error == beast::error::timeout) return refuse(408, "the request came too slowly");
+    if (is_late_) return refuse(408, "the request came too slowly");
     if (error.category() == http::make_error_code(http::error::bad_target).category() &&
         error != http::error::end_of_stream && error != http::error::partial_message) {
       return refuse(400, "not an HTTP request: " + error.message());
@@ -173,8 +273,6 @@ class Session : public std::enable_shared_from_this<Session> {
     keeps_alive_ = false;
     ++shared_.service.metrics().received;
     shared_.service.metrics().answered(code);
-    // Beast closes a socket whose time is up; there is nobody to tell then.
-    if (code == 408) return close();
     write(shared_.service.failure(code, what));
   }
 
@@ -188,9 +286,9 @@ class Session : public std::enable_shared_from_this<Session> {
     response_->body() = std::move(answer.body);
     response_->prepare_payload();
     if (is_head_) response_->body().clear();
-    stream_.expires_after(limits().request_time);
+    lowest().expires_after(limits().request_time);
     http::async_write(stream_, *response_,
-                      [self = shared_from_this(), is_counted](ErrorCode error, std::size_t) {
+                      [self = this->shared_from_this(), is_counted](ErrorCode error, std::size_t) {
                         if (is_counted) --self->shared_.num_open;
                         if (error) {
                           if (is_counted) ++self->shared_.service.metrics().cancelled;
@@ -205,15 +303,20 @@ class Session : public std::enable_shared_from_this<Session> {
   // Lets the answer arrive before the socket goes: a client that is still sending would otherwise
   // see a reset in its place.
   void linger() {
+    if constexpr (kIsTls) {
+      lowest().expires_after(std::chrono::milliseconds(500));
+      stream_.async_shutdown([self = this->shared_from_this()](ErrorCode) { self->close(); });
+      return;
+    }
     ErrorCode ignored;
-    stream_.socket().shutdown(tcp::socket::shutdown_send, ignored);
-    stream_.expires_after(std::chrono::milliseconds(500));
+    lowest().socket().shutdown(asio::socket_base::shutdown_send, ignored);
+    lowest().expires_after(std::chrono::milliseconds(500));
     drop();
   }
   void drop() {
     buffer_.clear();
     stream_.async_read_some(buffer_.prepare(16384),
-                            [self = shared_from_this()](ErrorCode error, std::size_t count) {
+                            [self = this->shared_from_this()](ErrorCode error, std::size_t count) {
                               self->dropped_ += count;
                               if (error || self->dropped_ > (std::size_t{64} << 20)) {
                                 return self->close();
@@ -224,11 +327,14 @@ class Session : public std::enable_shared_from_this<Session> {
 
   void close() {
     ErrorCode ignored;
-    stream_.socket().shutdown(tcp::socket::shutdown_both, ignored);
-    stream_.close();
+    lowest().socket().shutdown(asio::socket_base::shutdown_both, ignored);
+    lowest().close();
   }
 
-  beast::tcp_stream stream_;
+  Stream stream_;
+  asio::steady_timer timer_;  // of what is read now
+  int turn_ = 0;              // which reading that is
+  bool is_late_ = false;
   Shared& shared_;
   bool is_admin_;
   beast::flat_buffer buffer_;
@@ -243,47 +349,28 @@ class Session : public std::enable_shared_from_this<Session> {
 // Takes connections on one address.
 class Door : public std::enable_shared_from_this<Door> {
  public:
-  Door(asio::io_context& context, Shared& shared, const std::string& host, int port, bool is_admin)
+  Door(asio::io_context& context, Shared& shared, const Listener& listener, bool is_admin)
       : context_(context),
-        acceptor_(context),
+        // The listener is shared with other processes; this one closes its own number of it.
+        listener_(context, ::fcntl(listener.fd(), F_DUPFD_CLOEXEC, 0)),
         retry_(context),
         shared_(shared),
-        is_admin_(is_admin) {
-    ErrorCode error;
-    const auto address = asio::ip::make_address(host, error);
-    check(error, host, port);
-    const tcp::endpoint endpoint(address, static_cast<unsigned short>(port));
-    acceptor_.open(endpoint.protocol(), error);
-    check(error, host, port);
-    acceptor_.set_option(asio::socket_base::reuse_address(true), error);
-    acceptor_.bind(endpoint, error);
-    check(error, host, port);
-    acceptor_.listen(asio::socket_base::max_listen_connections, error);
-    check(error, host, port);
-  }
-
-  int port() const { return acceptor_.local_endpoint().port(); }
+        is_admin_(is_admin),
+        is_unix_(listener.is_unix()) {}
 
   void accept() {
-    acceptor_.async_accept(asio::make_strand(context_), [self = shared_from_this()](
-                                                            ErrorCode error, tcp::socket socket) {
-      if (error == asio::error::operation_aborted) return;
-      if (error) return self->accept_later();
-      ErrorCode ignored;
-      socket.set_option(tcp::no_delay(true), ignored);
-      const auto num_open = self->shared_.service.metrics().connections.load();
-      auto session = std::make_shared<Session>(std::move(socket), self->shared_, self->is_admin_);
-      self->remember(session);
-      session->start(num_open >= self->shared_.options.limits.connections && !self->is_admin_);
-      self->accept();
-    });
+    listener_.async_wait(asio::posix::stream_descriptor::wait_read,
+                         [self = shared_from_this()](ErrorCode error) {
+                           if (error) return;
+                           self->take();
+                         });
   }
 
   /// No more connections; those without a request end.
   void close() {
-    asio::post(acceptor_.get_executor(), [self = shared_from_this()] {
+    asio::post(listener_.get_executor(), [self = shared_from_this()] {
       ErrorCode ignored;
-      self->acceptor_.close(ignored);
+      self->listener_.close(ignored);
       for (const auto& weak : self->sessions_) {
         if (const auto session = weak.lock()) session->drain();
       }
@@ -291,10 +378,47 @@ class Door : public std::enable_shared_from_this<Door> {
   }
 
  private:
-  static void check(const ErrorCode& error, const std::string& host, int port) {
-    if (!error) return;
-    throw std::system_error(error.value(), std::generic_category(),
-                            "serve: " + host + ":" + std::to_string(port));
+  // A few at a time: the requests of those that are there want their turn.
+  void take() {
+    for (int i = 0; i < 16; ++i) {
+      const int fd =
+          ::accept4(listener_.native_handle(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+      if (fd < 0) {
+        if (errno == ECONNABORTED || errno == EINTR) continue;
+        if (errno == EAGAIN || errno == EWOULDBLOCK) break;
+        return accept_later();
+      }
+      open(fd);
+    }
+    accept();
+  }
+
+  void open(int fd) {
+    const int yes = 1;
+    if (!is_unix_) ::setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &yes, sizeof(yes));
+    ErrorCode error;
+    Plain::socket_type socket(asio::make_strand(context_));
+    socket.assign(asio::generic::stream_protocol(is_unix_ ? AF_UNIX : AF_INET, 0), fd, error);
+    if (error) {
+      ::close(fd);
+      return;
+    }
+    const auto num_open = shared_.service.gauges().connections.load();
+    const bool is_too_many = num_open >= shared_.options.limits.connections && !is_admin_;
+#if TESSERA_HAS_TLS
+    if (shared_.tls != nullptr && !is_admin_) {
+      return start<Tls>(is_too_many, std::move(socket), *shared_.tls);
+    }
+#endif
+    start<Plain>(is_too_many, std::move(socket));
+  }
+
+  template <class Stream, class... Arguments>
+  void start(bool is_too_many, Arguments&&... arguments) {
+    auto session = std::make_shared<Session<Stream>>(shared_, is_admin_,
+                                                     std::forward<Arguments>(arguments)...);
+    remember(session);
+    session->start(is_too_many);
   }
 
   // Out of descriptors: those that wait are taken when others have ended.
@@ -305,7 +429,7 @@ class Door : public std::enable_shared_from_this<Door> {
     });
   }
 
-  void remember(const std::shared_ptr<Session>& session) {
+  void remember(const std::shared_ptr<AnySession>& session) {
     if (sessions_.size() >= 2 * num_kept_) {
       std::erase_if(sessions_, [](const auto& weak) { return weak.expired(); });
       num_kept_ = std::max<std::size_t>(64, sessions_.size());
@@ -314,11 +438,12 @@ class Door : public std::enable_shared_from_this<Door> {
   }
 
   asio::io_context& context_;
-  tcp::acceptor acceptor_;
+  asio::posix::stream_descriptor listener_;
   asio::steady_timer retry_;
   Shared& shared_;
   bool is_admin_;
-  std::vector<std::weak_ptr<Session>> sessions_;
+  bool is_unix_;
+  std::vector<std::weak_ptr<AnySession>> sessions_;
   std::size_t num_kept_ = 64;
 };
 
@@ -363,50 +488,49 @@ class Drain {
 }  // namespace
 
 bool has_server() noexcept { return true; }
+bool has_tls() noexcept { return TESSERA_HAS_TLS != 0; }
 
-int serve(Model& model, const ServerOptions& options,
-          const std::function<void(const ServerPorts&)>& on_ready,
-          const std::function<void(const std::string&)>& log) {
+void check_tls(const TlsOptions& options) { tls_context(options); }
+
+int run_server_process(Model& model, const ServerOptions& options, const ServerProcess& process,
+                       const std::function<void()>& on_ready,
+                       const std::function<void(const std::string&)>& log) {
   const int num_threads = std::max(options.io_threads, 1);
-  Service service(model, options, log);
+  ProcessGauges& gauges = process.metrics.processes[static_cast<std::size_t>(process.number)];
+  gauges.process = ::getpid();
+  Service service(model, options, process.metrics, gauges, log);
   Shared shared(service, options);
-  bool is_late = false;
-  {
-    // Ends before what its connections count in.
-    asio::io_context context(num_threads);
-    std::vector<std::shared_ptr<Door>> doors;
-    doors.push_back(std::make_shared<Door>(context, shared, options.host, options.port, false));
-    if (options.admin_port >= 0) {
-      doors.push_back(
-          std::make_shared<Door>(context, shared, "127.0.0.1", options.admin_port, true));
-    }
-    Drain drain(context, shared, doors);
-    asio::signal_set signals(context, SIGTERM, SIGINT, SIGHUP);
-    std::function<void(ErrorCode, int)> on_signal = [&](ErrorCode error, int number) {
-      if (error) return;
-      if (number == SIGHUP) {
-        service.reload();
-      } else {
-        drain.start();
-      }
-      signals.async_wait(on_signal);
-    };
-    signals.async_wait(on_signal);
-    service.on_drain([&] { asio::post(context, [&] { drain.start(); }); });
-    for (const auto& door : doors) door->accept();
-    on_ready({doors.front()->port(), doors.size() > 1 ? doors.back()->port() : 0});
-    std::vector<std::thread> threads;
-    for (int i = 1; i < num_threads; ++i) threads.emplace_back([&] { context.run(); });
-    context.run();
-    for (std::thread& thread : threads) thread.join();
-    service.stop();  // its workers post to the context
-    is_late = drain.is_late();
+  if (!options.tls.certificate.empty()) shared.tls = tls_context(options.tls);
+  // Ends before what its connections count in.
+  asio::io_context context(num_threads);
+  std::vector<std::shared_ptr<Door>> doors;
+  doors.push_back(std::make_shared<Door>(context, shared, process.data, false));
+  if (process.admin != nullptr) {
+    doors.push_back(std::make_shared<Door>(context, shared, *process.admin, true));
   }
-  const Metrics& metrics = service.metrics();
-  log("answered " + std::to_string(metrics.num_answered()) + " of " +
-      std::to_string(metrics.received.load()) + " requests, " +
-      std::to_string(metrics.cancelled.load()) + " of them to clients that were gone");
-  return is_late ? 75 : 0;
+  Drain drain(context, shared, doors);
+  asio::signal_set signals(context, SIGTERM, SIGINT, SIGHUP);
+  std::function<void(ErrorCode, int)> on_signal = [&](ErrorCode error, int number) {
+    if (error) return;
+    if (number != SIGHUP) {
+      drain.start();
+    } else if (!process.on_reload) {
+      service.reload();
+    }
+    signals.async_wait(on_signal);
+  };
+  signals.async_wait(on_signal);
+  service.on_drain(process.on_drain ? process.on_drain
+                                    : [&] { asio::post(context, [&] { drain.start(); }); });
+  if (process.on_reload) service.on_reload(process.on_reload);
+  for (const auto& door : doors) door->accept();
+  on_ready();
+  std::vector<std::thread> threads;
+  for (int i = 1; i < num_threads; ++i) threads.emplace_back([&] { context.run(); });
+  context.run();
+  for (std::thread& thread : threads) thread.join();
+  service.stop();  // its workers post to the context
+  return drain.is_late() ? 75 : 0;
 }
 
 }  // namespace tessera::serving

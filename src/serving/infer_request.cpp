@@ -354,10 +354,10 @@ InferRequest InferParser::parse(std::string_view body,
   return std::move(parse.request);
 }
 
-InferAnswer encode_answer(const InferRequest& request, const ModelInfo& model,
+InferAnswer encode_answer(const InferRequest& request, const ModelInfo& model, std::int64_t step,
                           std::span<const float> logits) {
   std::string text = "{\"model_name\":" + quoted(model.name) + ",\"model_version\":\"" +
-                     std::to_string(model.step) + "\"";
+                     std::to_string(step) + "\"";
   if (!request.id.empty()) text += ",\"id\":" + quoted(request.id);
   if (!request.request_id.empty()) {
     text += ",\"parameters\":{\"request_id\":" + quoted(request.request_id) + "}";
@@ -402,7 +402,9 @@ std::string encode_error(const std::string& what, const std::string& where) {
   return text + "}\n";
 }
 
-std::string encode_metadata(const ModelInfo& model) {
+std::string encode_metadata(const ModelInfo& model, const std::vector<std::int64_t>& steps) {
+  Json versions = Json::array();
+  for (const std::int64_t step : steps) versions.push_back(std::to_string(step));
   Json inputs = Json::array();
   inputs.push_back({{"name", "dense"}, {"datatype", "FP32"}, {"shape", {-1, model.num_dense}}});
   for (const FeatureInfo& feature : model.features) {
@@ -414,7 +416,7 @@ std::string encode_metadata(const ModelInfo& model) {
     outputs.push_back({{"name", name}, {"datatype", "FP32"}, {"shape", {-1}}});
   }
   const Json metadata = {{"name", model.name},
-                         {"versions", {std::to_string(model.step)}},
+                         {"versions", versions},
                          {"platform", "tessera"},
                          {"inputs", inputs},
                          {"outputs", outputs}};

@@ -82,11 +82,12 @@ struct InferAnswer {
   std::uint64_t json_bytes = 0;  // 0: all of it is JSON
 };
 
-InferAnswer encode_answer(const InferRequest& request, const ModelInfo& model,
+/// Logits of a model's version `step` as an answer.
+InferAnswer encode_answer(const InferRequest& request, const ModelInfo& model, std::int64_t step,
                           std::span<const float> logits);
 /// {"error": ..., "where": ...}
 std::string encode_error(const std::string& what, const std::string& where);
 /// The answer to GET /v2/models/{name}.
-std::string encode_metadata(const ModelInfo& model);
+std::string encode_metadata(const ModelInfo& model, const std::vector<std::int64_t>& steps);
 
 }  // namespace tessera::serving

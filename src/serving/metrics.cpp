@@ -1,6 +1,9 @@
 #include "serving/metrics.h"
 
+#include <algorithm>
 #include <cstdio>
+
+#include <nlohmann/json.hpp>
 
 namespace tessera::serving {
 namespace {
@@ -28,54 +31,96 @@ void Histogram::add(std::chrono::steady_clock::duration time) {
                          std::memory_order_relaxed);
 }
 
+std::array<std::uint64_t, Histogram::kBounds.size() + 1> Histogram::counts() const {
+  std::array<std::uint64_t, kBounds.size() + 1> counts{};
+  for (std::size_t i = 0; i < counts.size(); ++i) {
+    counts[i] = counts_[i].load(std::memory_order_relaxed);
+  }
+  return counts;
+}
+
+double Histogram::seconds() const {
+  return 1e-9 * static_cast<double>(nanoseconds_.load(std::memory_order_relaxed));
+}
+
 void Histogram::write(std::string& text, const std::string& stage) const {
   const std::string name = "tessera_latency_seconds";
   const std::string label = "stage=\"" + stage + "\"";
+  const auto all = counts();
   std::uint64_t sum = 0;
   char number[64];
   for (std::size_t i = 0; i < kBounds.size(); ++i) {
-    sum += counts_[i].load(std::memory_order_relaxed);
+    sum += all[i];
     std::snprintf(number, sizeof(number), "%g", kBounds[i]);
     text += name + "_bucket{" + label + ",le=\"" + number + "\"} " + std::to_string(sum) + "\n";
   }
-  sum += counts_.back().load(std::memory_order_relaxed);
+  sum += all.back();
   text += name + "_bucket{" + label + ",le=\"+Inf\"} " + std::to_string(sum) + "\n";
-  std::snprintf(number, sizeof(number), "%.9g",
-                1e-9 * static_cast<double>(nanoseconds_.load(std::memory_order_relaxed)));
+  std::snprintf(number, sizeof(number), "%.9g", seconds());
   text += name + "_sum{" + label + "} " + number + "\n";
   text += name + "_count{" + label + "} " + std::to_string(sum) + "\n";
 }
 
-void Metrics::answered(int code) {
-  const std::lock_guard lock(mutex_);
-  ++codes_[code];
+void UpdateFigures::set_error(const std::string& text) {
+  turn_.fetch_add(1);
+  const std::size_t count = std::min(text.size(), text_.size() - 1);
+  for (std::size_t i = 0; i < count; ++i) text_[i].store(text[i]);
+  text_[count].store('\0');
+  turn_.fetch_add(1);
 }
 
-void Metrics::refused(const std::string& reason) {
-  const std::lock_guard lock(mutex_);
-  ++reasons_[reason];
+std::string UpdateFigures::error() const {
+  for (int attempt = 0; attempt < 100; ++attempt) {
+    const std::uint32_t before = turn_.load();
+    std::string text;
+    for (const auto& c : text_) {
+      if (c.load() == '\0') break;
+      text += c.load();
+    }
+    if (before % 2 == 0 && turn_.load() == before) return text;
+  }
+  return "";
 }
+
+void Metrics::answered(int code) {
+  const auto found = std::find(kCodes.begin(), kCodes.end(), code);
+  ++codes[static_cast<std::size_t>(
+      std::min<std::ptrdiff_t>(found - kCodes.begin(), kCodes.size() - 1))];
+}
+
+void Metrics::refused(Refusal reason) { ++refusals[static_cast<std::size_t>(reason)]; }
 
 std::uint64_t Metrics::num_answered() const {
-  const std::lock_guard lock(mutex_);
   std::uint64_t sum = 0;
-  for (const auto& [code, count] : codes_) sum += count;
+  for (const auto& count : codes) sum += count.load();
   return sum;
 }
 
-std::string Metrics::text(std::int64_t version, std::int64_t mapped_bytes, bool is_ready) const {
+std::int64_t Metrics::queued_samples() const {
+  std::int64_t sum = 0;
+  for (const ProcessGauges& process : processes) sum += process.queued_samples.load();
+  return sum;
+}
+
+std::int64_t Metrics::connections() const {
+  std::int64_t sum = 0;
+  for (const ProcessGauges& process : processes) sum += process.connections.load();
+  return sum;
+}
+
+std::string Metrics::text(const Model& model) const {
   std::string text;
-  {
-    const std::lock_guard lock(mutex_);
-    head(text, "tessera_requests_total", "counter", "Requests answered, by code.");
-    for (const auto& [code, count] : codes_) {
-      text += "tessera_requests_total{code=\"" + std::to_string(code) + "\"} " +
-              std::to_string(count) + "\n";
-    }
-    head(text, "tessera_refused_total", "counter", "Requests refused, by reason.");
-    for (const auto& [reason, count] : reasons_) {
-      text += "tessera_refused_total{reason=\"" + reason + "\"} " + std::to_string(count) + "\n";
-    }
+  head(text, "tessera_requests_total", "counter", "Requests answered, by code.");
+  for (std::size_t i = 0; i < kCodes.size(); ++i) {
+    if (codes[i].load() == 0) continue;
+    const std::string code = kCodes[i] == 0 ? "other" : std::to_string(kCodes[i]);
+    text +=
+        "tessera_requests_total{code=\"" + code + "\"} " + std::to_string(codes[i].load()) + "\n";
+  }
+  head(text, "tessera_refused_total", "counter", "Requests refused, by reason.");
+  for (std::size_t i = 0; i < kRefusals.size(); ++i) {
+    text += std::string("tessera_refused_total{reason=\"") + kRefusals[i] + "\"} " +
+            std::to_string(refusals[i].load()) + "\n";
   }
   const auto number = [](const auto& value) { return static_cast<double>(value.load()); };
   line(text, "tessera_received_total", "counter", "Requests received.", number(received));
@@ -84,21 +129,75 @@ std::string Metrics::text(std::int64_t version, std::int64_t mapped_bytes, bool 
   line(text, "tessera_samples_total", "counter", "Samples scored.", number(samples));
   line(text, "tessera_ids_total", "counter", "Ids looked up.", number(ids));
   line(text, "tessera_batches_total", "counter", "Batches computed.", number(batches));
-  line(text, "tessera_queued_samples", "gauge", "Samples that wait.", number(queued_samples));
-  line(text, "tessera_connections", "gauge", "Open connections.", number(connections));
+  line(text, "tessera_queued_samples", "gauge", "Samples that wait.",
+       static_cast<double>(queued_samples()));
+  line(text, "tessera_connections", "gauge", "Open connections.",
+       static_cast<double>(connections()));
   line(text, "tessera_reloads_total", "counter", "Packages opened again.", number(reloads));
   line(text, "tessera_reloads_refused_total", "counter", "Packages that were refused.",
        number(reloads_refused));
+  line(text, "tessera_restarts_total", "counter", "Processes that died and were started again.",
+       number(restarts));
+  line(text, "tessera_updates_total", "counter", "Published versions taken over.",
+       number(updates.applied));
+  line(text, "tessera_delta_refused_total", "counter", "Published versions that were refused.",
+       number(updates.refused));
+  line(text, "tessera_updates_whole_total", "counter", "Taken over without deltas, all rows.",
+       number(updates.whole));
+  line(text, "tessera_rows_updated_total", "counter", "Rows that updates have changed.",
+       number(updates.rows));
+  line(text, "tessera_delta_lag_seconds", "gauge", "From the last commit to its first answer.",
+       1e-6 * number(updates.last_lag_us));
+  line(text, "tessera_updates_held", "gauge", "1 after a step back, until told to go on.",
+       number(updates.is_held));
   line(text, "tessera_model_version", "gauge", "Step of the model that answers.",
-       static_cast<double>(version));
+       static_cast<double>(model.version));
+  line(text, "tessera_model_age_seconds", "gauge", "Since that version was made.",
+       static_cast<double>(model.age));
   line(text, "tessera_mapped_bytes", "gauge", "Bytes of tables in the address space.",
-       static_cast<double>(mapped_bytes));
-  line(text, "tessera_ready", "gauge", "1 while requests are taken.", is_ready ? 1 : 0);
+       static_cast<double>(model.mapped_bytes));
+  line(text, "tessera_ready", "gauge", "1 while requests are taken.", model.is_ready ? 1 : 0);
   head(text, "tessera_latency_seconds", "histogram", "Time of requests, by stage.");
   queue.write(text, "queue");
   compute.write(text, "compute");
   total.write(text, "total");
   return text;
+}
+
+std::string Metrics::json(const Model& model) const {
+  nlohmann::ordered_json by_code = nlohmann::ordered_json::object();
+  for (std::size_t i = 0; i < kCodes.size(); ++i) {
+    if (codes[i].load() > 0) by_code[std::to_string(kCodes[i])] = codes[i].load();
+  }
+  nlohmann::ordered_json by_reason = nlohmann::ordered_json::object();
+  for (std::size_t i = 0; i < kRefusals.size(); ++i) by_reason[kRefusals[i]] = refusals[i].load();
+  const nlohmann::ordered_json figures = {{"received", received.load()},
+                                          {"answered", num_answered()},
+                                          {"codes", by_code},
+                                          {"refused", by_reason},
+                                          {"samples", samples.load()},
+                                          {"ids", ids.load()},
+                                          {"batches", batches.load()},
+                                          {"queued_samples", queued_samples()},
+                                          {"connections", connections()},
+                                          {"restarts", restarts.load()},
+                                          {"version", model.version},
+                                          {"age_seconds", model.age},
+                                          {"mapped_bytes", model.mapped_bytes},
+                                          {"ready", model.is_ready},
+                                          {"bounds", Histogram::kBounds},
+                                          {"latency", total.counts()},
+                                          {"latency_seconds", total.seconds()},
+                                          {"updates",
+                                           {{"watching", updates.is_watching.load()},
+                                            {"applied", updates.applied.load()},
+                                            {"refused", updates.refused.load()},
+                                            {"whole", updates.whole.load()},
+                                            {"rows", updates.rows.load()},
+                                            {"lag_seconds", 1e-6 * updates.last_lag_us.load()},
+                                            {"held", updates.is_held.load()},
+                                            {"error", updates.error()}}}};
+  return figures.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n";
 }
 
 }  // namespace tessera::serving

@@ -1,12 +1,15 @@
 #include "tessera/serving/model.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cmath>
 #include <mutex>
 
-#include "kernels/dense_layer.h"
 #include "kernels/pair_products.h"
 #include "serving/model_info.h"
+#include "serving/store.h"
+#include "serving/update.h"
 #include "tessera/checkpoint/error.h"
 
 namespace tessera::serving {
@@ -14,53 +17,6 @@ namespace {
 
 // Samples that are computed at a time: their numbers between two layers stay in the cache.
 constexpr std::int64_t kBlock = 64;
-
-// A linear layer in the layout of its kernel.
-class Layer {
- public:
-  Layer(std::span<const float> weight, std::span<const float> bias, std::int64_t num_inputs,
-        std::int64_t num_outputs, bool has_relu) {
-    layer_.num_inputs = num_inputs;
-    layer_.num_outputs = num_outputs;
-    layer_.has_relu = has_relu;
-    constexpr std::int64_t kWide = kernels::kDenseBlock;
-    const std::int64_t padded = layer_.num_blocks() * kWide;
-    weights_.resize(static_cast<std::size_t>(padded * num_inputs));
-    bias_.resize(static_cast<std::size_t>(padded));
-    std::copy(bias.begin(), bias.end(), bias_.begin());
-    for (std::int64_t o = 0; o < num_outputs; ++o) {
-      float* to = weights_.data() + o / kWide * kWide * num_inputs + o % kWide;
-      const float* from = weight.data() + o * num_inputs;
-      for (std::int64_t i = 0; i < num_inputs; ++i) to[i * kWide] = from[i];
-    }
-  }
-
-  std::int64_t num_outputs() const { return layer_.num_outputs; }
-
-  void apply(const float* input, std::int64_t stride, std::int64_t num_samples, float* output,
-             std::int64_t output_stride) const {
-    kernels::DenseLayer layer = layer_;
-    layer.weights = weights_.data();
-    layer.bias = bias_.data();
-    kernels::dense_layer_kernels().apply(layer, input, stride, num_samples, output, output_stride);
-  }
-
- private:
-  kernels::DenseLayer layer_;
-  std::vector<float> weights_;
-  std::vector<float> bias_;
-};
-
-std::vector<Layer> perceptron(const Package& package, const std::string& name,
-                              const std::vector<std::int64_t>& widths, bool relu_at_end) {
-  std::vector<Layer> layers;
-  for (std::size_t i = 0; i + 1 < widths.size(); ++i) {
-    const std::string layer = name + ".layer_" + std::to_string(i);
-    layers.emplace_back(package.dense(layer + ".weight"), package.dense(layer + ".bias"), widths[i],
-                        widths[i + 1], i + 2 < widths.size() || relu_at_end);
-  }
-  return layers;
-}
 
 [[noreturn]] void refuse(const std::string& what, const std::string& where,
                          bool is_malformed = false) {
@@ -83,44 +39,14 @@ BadRequest::~BadRequest() = default;
 
 float sigmoid(float x) noexcept { return 1.0F / (1.0F + std::exp(-x)); }
 
-struct Model::Version {
-  explicit Version(const std::string& path, bool verifies) : package(path, verifies) {
-    const ModelInfo& model = package.model();
-    bottom = perceptron(package, "bottom", model.bottom, true);
-    top = perceptron(package, "top", model.top, false);
-    const std::int64_t mixed = mixed_width(model);
-    for (std::int64_t i = 0; i < model.cross_layers; ++i) {
-      const std::string number = std::to_string(i);
-      down.emplace_back(package.dense("cross.down_" + number + ".weight"), std::span<float>(),
-                        mixed, model.cross_rank, false);
-      up.emplace_back(package.dense("cross.up_" + number + ".weight"),
-                      package.dense("cross.up_" + number + ".bias"), model.cross_rank, mixed,
-                      false);
-    }
-    const std::int64_t dim = model.bottom.back();
-    for (std::size_t i = 0; i < model.features.size(); ++i) {
-      parts.push_back(static_cast<std::int64_t>(i) * dim);
-      tables.push_back(package.table(model.features[i].table));
-    }
-    widest = std::max({mixed, dim, model.cross_rank});
-    for (const auto* widths : {&model.bottom, &model.top}) {
-      widest = std::max(widest, *std::max_element(widths->begin(), widths->end()));
-    }
-  }
-
-  Package package;
-  std::vector<Layer> bottom;
-  std::vector<Layer> top;
-  std::vector<Layer> down;
-  std::vector<Layer> up;
-  std::vector<std::int64_t> parts;          // where each feature's embedding begins
-  std::vector<embedding::RowTable> tables;  // of each feature
-  std::int64_t widest = 0;
-};
-
 // What one prediction needs besides the model; kept for the next.
 struct Model::Workspace {
+  std::shared_ptr<Store> store;
+  ReaderLine* line = nullptr;
+  int version = -1;                   // that the line holds
   std::vector<std::int64_t> offsets;  // one more than samples, per feature
+  std::vector<std::int64_t> slots;    // of the ids of a block
+  std::vector<std::int64_t> parts;    // where each feature's embedding begins
   std::vector<float> first;           // bottom's output
   std::vector<float> rows;            // embeddings
   std::vector<float> mixed;
@@ -128,34 +54,86 @@ struct Model::Workspace {
   std::vector<float> here;
   std::vector<float> there;
 
-  void make_room(const Version& version, std::int64_t num_samples) {
-    const ModelInfo& model = version.package.model();
+  ~Workspace() { leave(); }
+
+  // Reads versions of `next` from now on.
+  void enter(const std::shared_ptr<Store>& next) {
+    const bool is_own = line != nullptr && line->owner.load() == ::getpid();
+    if (store == next && is_own) return;
+    leave();
+    line = &next->claim_line();
+    store = next;
+  }
+  void leave() noexcept {
+    if (line != nullptr) Store::return_line(*line);
+    line = nullptr;
+    store.reset();
+  }
+
+  void make_room(std::int64_t num_samples) {
+    const ModelInfo& model = store->model();
     const auto count = static_cast<std::int64_t>(model.features.size());
     const auto num_offsets = static_cast<std::size_t>(count * (num_samples + 1));
     if (offsets.size() < num_offsets) offsets.resize(num_offsets);
     const std::int64_t dim = model.bottom.back();
+    if (parts.size() != model.features.size()) {
+      parts.resize(model.features.size());
+      for (std::int64_t f = 0; f < count; ++f) parts[static_cast<std::size_t>(f)] = f * dim;
+    }
     grow(first, kBlock * dim);
     grow(rows, kBlock * dim * count);
-    for (auto* buffer : {&mixed, &crossed, &here, &there}) grow(*buffer, kBlock * version.widest);
+    for (auto* buffer : {&mixed, &crossed, &here, &there}) {
+      grow(*buffer, kBlock * store->plan().widest);
+    }
   }
 };
 
 struct Model::State {
+  ModelOptions options;
+  std::mutex writing;  // one update, reload or step back at a time
   mutable std::mutex mutex;
-  std::shared_ptr<const Version> version;
+  std::shared_ptr<Store> store;                // that later leases have
+  std::vector<std::shared_ptr<Store>> stores;  // packages that were opened, oldest first
   std::vector<std::unique_ptr<Workspace>> workspaces;
+
+  std::unique_ptr<Workspace> take_workspace() {
+    const std::lock_guard lock(mutex);
+    std::unique_ptr<Workspace> workspace;
+    if (workspaces.empty()) {
+      workspace = std::make_unique<Workspace>();
+    } else {
+      workspace = std::move(workspaces.back());
+      workspaces.pop_back();
+    }
+    workspace->enter(store);
+    return workspace;
+  }
+  void return_workspace(std::unique_ptr<Workspace> workspace) {
+    Store::drop(*workspace->line);
+    const std::lock_guard lock(mutex);
+    if (workspace->store != store) workspace->leave();
+    workspaces.push_back(std::move(workspace));
+  }
+  std::shared_ptr<Store> newest() const {
+    const std::lock_guard lock(mutex);
+    return store;
+  }
+  std::vector<std::shared_ptr<Store>> all() const {
+    const std::lock_guard lock(mutex);
+    return stores;
+  }
 };
 
 namespace {
 
 // Applies layers one after the other between two buffers; returns where the result is.
-const float* run_layers(const std::vector<Layer>& layers, const float* input, std::int64_t stride,
-                        std::int64_t num_samples, std::vector<float>& here,
-                        std::vector<float>& there) {
-  for (const Layer& layer : layers) {
-    layer.apply(input, stride, num_samples, here.data(), layer.num_outputs());
+const float* run_layers(const std::vector<PlacedLayer>& layers, const float* block,
+                        const float* input, std::int64_t stride, std::int64_t num_samples,
+                        std::vector<float>& here, std::vector<float>& there) {
+  for (const PlacedLayer& layer : layers) {
+    layer.apply(block, input, stride, num_samples, here.data(), layer.num_outputs);
     input = here.data();
-    stride = layer.num_outputs();
+    stride = layer.num_outputs;
     std::swap(here, there);
   }
   return input;
@@ -163,58 +141,139 @@ const float* run_layers(const std::vector<Layer>& layers, const float* input, st
 
 }  // namespace
 
-Model::Model(const std::string& path, bool verifies) : state_(std::make_unique<State>()) {
-  state_->version = std::make_shared<Version>(path, verifies);
+Model::Model(const std::string& path, bool verifies) : Model(path, ModelOptions{verifies, 0}) {}
+
+Model::Model(const std::string& path, const ModelOptions& options)
+    : state_(std::make_unique<State>()) {
+  state_->options = options;
+  state_->store = std::make_shared<Store>(path, options.verifies, options.keep_versions);
+  state_->stores.push_back(state_->store);
 }
 
 Model::~Model() = default;
 
 Model::Lease Model::lease() {
-  const std::lock_guard lock(state_->mutex);
-  std::unique_ptr<Workspace> workspace;
-  if (state_->workspaces.empty()) {
-    workspace = std::make_unique<Workspace>();
-  } else {
-    workspace = std::move(state_->workspaces.back());
-    state_->workspaces.pop_back();
+  auto workspace = state_->take_workspace();
+  workspace->version = workspace->store->hold(*workspace->line);
+  return Lease(state_.get(), std::move(workspace));
+}
+
+std::optional<Model::Lease> Model::lease(std::int64_t step) {
+  auto workspace = state_->take_workspace();
+  const auto stores = state_->all();
+  for (auto store = stores.rbegin(); store != stores.rend(); ++store) {
+    workspace->enter(*store);
+    if (const auto version = (*store)->hold(*workspace->line, step)) {
+      workspace->version = *version;
+      return Lease(state_.get(), std::move(workspace));
+    }
   }
-  return Lease(state_.get(), state_->version, std::move(workspace));
+  state_->return_workspace(std::move(workspace));
+  return std::nullopt;
 }
 
 void Model::reload(const std::string& path, bool verifies) {
-  auto version = std::make_shared<const Version>(path, verifies);
-  const ModelInfo& next = version->package.model();
-  std::shared_ptr<const Version> old;
+  const std::lock_guard writing(state_->writing);
+  auto store = std::make_shared<Store>(path, verifies, state_->options.keep_versions);
+  std::vector<std::shared_ptr<Store>> gone;  // after the lock
   const std::lock_guard lock(state_->mutex);
-  const ModelInfo& now = state_->version->package.model();
-  bool is_same = now.name == next.name && now.num_dense == next.num_dense &&
-                 now.features.size() == next.features.size();
-  for (std::size_t i = 0; is_same && i < now.features.size(); ++i) {
-    is_same = now.features[i].name == next.features[i].name;
-  }
-  if (!is_same) {
+  if (!has_same_inputs(store->model(), state_->store->model())) {
     throw checkpoint::Error(checkpoint::ErrorKind::kInvalid,
                             path + ": its inputs are not those of the model that is served.");
   }
-  old = std::exchange(state_->version, std::move(version));
+  auto& stores = state_->stores;
+  state_->store = store;
+  stores.push_back(std::move(store));
+  const auto kept = static_cast<std::size_t>(state_->options.keep_versions) + 1;
+  while (stores.size() > kept) {
+    gone.push_back(std::move(stores.front()));
+    stores.erase(stores.begin());
+  }
+}
+
+UpdateReport Model::update(const checkpoint::Reader& reader, const Canary& canary) {
+  const std::lock_guard writing(state_->writing);
+  const auto store = state_->newest();
+  if (!store->takes_updates()) {
+    throw checkpoint::Error(checkpoint::ErrorKind::kInvalid,
+                            "update: the model was opened without room for updates.");
+  }
+  Store::Draft draft(*store);
+  UpdateReport report = write_update(reader, *store, draft);
+  draft.publish(report.step, reader.manifest().commit, reader.manifest().sha256);
+  if (canary) {
+    Lease now = lease();
+    auto workspace = state_->take_workspace();
+    workspace->version = draft.number();
+    workspace->line->version.store(draft.number());
+    Lease next(state_.get(), std::move(workspace));
+    canary(next, now);
+  }
+  draft.commit();
+  return report;
+}
+
+std::vector<VersionInfo> Model::versions() const {
+  std::vector<VersionInfo> versions;
+  const auto current = state_->newest();
+  for (const auto& store : state_->all()) {
+    for (const int number : store->live()) {
+      const VersionLine& line = store->version(number);
+      versions.push_back({line.step, store == current && number == store->current(), line.made,
+                          line.num_rows, line.commit, std::string(line.source.data())});
+    }
+  }
+  return versions;
+}
+
+VersionInfo Model::current() const {
+  const auto store = state_->newest();
+  const VersionLine& line = store->version(store->current());
+  return {line.step, true, line.made, line.num_rows, line.commit, std::string(line.source.data())};
+}
+
+bool Model::roll_back(std::int64_t step) {
+  const std::lock_guard writing(state_->writing);
+  const auto stores = state_->all();
+  for (auto store = stores.rbegin(); store != stores.rend(); ++store) {
+    if (!(*store)->make_current(step)) continue;
+    const std::lock_guard lock(state_->mutex);
+    state_->store = *store;
+    return true;
+  }
+  return false;
 }
 
 std::int64_t Model::mapped_bytes() const {
-  const std::lock_guard lock(state_->mutex);
-  return state_->version->package.mapped_bytes();
+  const auto store = state_->newest();
+  return store->package().mapped_bytes() + store->updated_bytes();
 }
 
-Model::Lease::Lease(State* state, std::shared_ptr<const Version> version,
-                    std::unique_ptr<Workspace> workspace)
-    : state_(state), version_(std::move(version)), workspace_(std::move(workspace)) {}
+void Model::release_process(int process) noexcept {
+  for (const auto& store : state_->all()) store->release_process(process);
+}
+
+void Model::give_up_writing() noexcept {
+  for (const auto& store : state_->all()) store->give_up_writing();
+}
+
+void Model::take_over_writing() {
+  const std::lock_guard writing(state_->writing);
+  state_->newest()->take_over();
+}
+
+Model::Lease::Lease(State* state, std::unique_ptr<Workspace> workspace)
+    : state_(state), workspace_(std::move(workspace)) {}
 Model::Lease::Lease(Lease&&) noexcept = default;
 Model::Lease::~Lease() {
-  if (workspace_ == nullptr) return;
-  const std::lock_guard lock(state_->mutex);
-  state_->workspaces.push_back(std::move(workspace_));
+  if (workspace_ != nullptr) state_->return_workspace(std::move(workspace_));
 }
 
-const ModelInfo& Model::Lease::model() const noexcept { return version_->package.model(); }
+const ModelInfo& Model::Lease::model() const noexcept { return workspace_->store->model(); }
+
+std::int64_t Model::Lease::step() const noexcept {
+  return workspace_->store->version(workspace_->version).step;
+}
 
 void Model::Lease::check(const Request& request) const {
   const ModelInfo& info = model();
@@ -256,7 +315,7 @@ void Model::Lease::check(const Request& request) const {
                  std::to_string(bags.ids.size()) + " values",
              name + ".lengths", true);
     }
-    const std::int64_t num_rows = version_->tables[f].num_rows;
+    const std::int64_t num_rows = info.tables[info.features[f].table].num_rows;
     for (std::size_t k = 0; k < bags.ids.size(); ++k) {
       if (bags.ids[k] < 0 || bags.ids[k] >= num_rows) {
         refuse("id " + std::to_string(bags.ids[k]) + " is not one of the " +
@@ -286,9 +345,11 @@ void Model::Lease::predict(const Request& request, std::span<float> logits) {
            "outputs");
   }
   const ModelInfo& info = model();
-  const Version& version = *version_;
   Workspace& work = *workspace_;
-  work.make_room(version, request.num_samples);
+  const Store& store = *work.store;
+  const DensePlan& plan = store.plan();
+  const float* block = store.dense(work.version);
+  work.make_room(request.num_samples);
   const auto num_features = static_cast<std::int64_t>(info.features.size());
   const std::int64_t dim = info.bottom.back();
   const std::int64_t mixed = info.top.front();
@@ -306,24 +367,35 @@ void Model::Lease::predict(const Request& request, std::span<float> logits) {
     const std::int64_t stride = num_features * dim;
     for (std::size_t f = 0; f < info.features.size(); ++f) {
       const FeatureBags& bags = request.features[f];
+      const std::size_t table = info.features[f].table;
       const std::int64_t* offsets =
           work.offsets.data() + static_cast<std::int64_t>(f) * per_feature + begin;
-      embedding::pool_rows(version.tables[f],
-                           {bags.ids.data(),
+      const std::int64_t* ids = bags.ids.data();
+      if (store.has_slots(work.version, table)) {
+        const auto first_id = static_cast<std::size_t>(offsets[0]);
+        const auto end = static_cast<std::size_t>(offsets[count]);
+        if (work.slots.size() < end) work.slots.resize(end);
+        store.find_slots(work.version, table, bags.ids.subspan(first_id, end - first_id),
+                         work.slots.data() + first_id);
+        ids = work.slots.data();
+      }
+      embedding::pool_rows(store.rows(table),
+                           {ids,
                             {offsets, static_cast<std::size_t>(count + 1)},
                             bags.weights.empty() ? nullptr : bags.weights.data(),
                             info.features[f].is_mean},
-                           work.rows.data() + version.parts[f], stride);
+                           work.rows.data() + static_cast<std::int64_t>(f) * dim, stride);
     }
-    const float* first = run_layers(version.bottom, request.dense.data() + begin * info.num_dense,
-                                    info.num_dense, count, work.here, work.there);
-    if (version.down.empty()) {
+    const float* first =
+        run_layers(plan.bottom, block, request.dense.data() + begin * info.num_dense,
+                   info.num_dense, count, work.here, work.there);
+    if (plan.down.empty()) {
       kernels::SampleVectors vectors;
       vectors.first = first;
       vectors.first_stride = dim;
       vectors.parts = work.rows.data();
       vectors.parts_stride = stride;
-      vectors.offsets = version.parts.data();
+      vectors.offsets = work.parts.data();
       vectors.count = num_features;
       vectors.dim = dim;
       kernels::pair_product_kernels().products(vectors, 0, count, work.mixed.data());
@@ -336,10 +408,10 @@ void Model::Lease::predict(const Request& request, std::span<float> logits) {
       }
       // x' = x0 * (W (V x) + b) + x
       std::copy(work.mixed.begin(), work.mixed.begin() + count * mixed, work.crossed.begin());
-      for (std::size_t i = 0; i < version.down.size(); ++i) {
-        const std::int64_t rank = version.down[i].num_outputs();
-        version.down[i].apply(work.crossed.data(), mixed, count, work.here.data(), rank);
-        version.up[i].apply(work.here.data(), rank, count, work.there.data(), mixed);
+      for (std::size_t i = 0; i < plan.down.size(); ++i) {
+        const std::int64_t rank = plan.down[i].num_outputs;
+        plan.down[i].apply(block, work.crossed.data(), mixed, count, work.here.data(), rank);
+        plan.up[i].apply(block, work.here.data(), rank, count, work.there.data(), mixed);
         for (std::int64_t j = 0; j < count * mixed; ++j) {
           work.crossed[static_cast<std::size_t>(j)] +=
               work.mixed[static_cast<std::size_t>(j)] * work.there[static_cast<std::size_t>(j)];
@@ -348,7 +420,7 @@ void Model::Lease::predict(const Request& request, std::span<float> logits) {
       std::swap(work.mixed, work.crossed);
     }
     const float* result =
-        run_layers(version.top, work.mixed.data(), mixed, count, work.here, work.there);
+        run_layers(plan.top, block, work.mixed.data(), mixed, count, work.here, work.there);
     std::copy(result, result + count, logits.begin() + begin);
   }
 }

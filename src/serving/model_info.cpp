@@ -1,5 +1,6 @@
 #include "serving/model_info.h"
 
+#include <algorithm>
 #include <set>
 
 #include <nlohmann/json.hpp>
@@ -80,6 +81,12 @@ std::string encode_model(const ModelInfo& model) {
                {"top", model.top},
                {"output", "sigmoid"}};
   return text.dump(1) + "\n";
+}
+
+bool has_same_inputs(const ModelInfo& a, const ModelInfo& b) {
+  return a.name == b.name && a.num_dense == b.num_dense &&
+         std::equal(a.features.begin(), a.features.end(), b.features.begin(), b.features.end(),
+                    [](const FeatureInfo& x, const FeatureInfo& y) { return x.name == y.name; });
 }
 
 std::int64_t mixed_width(const ModelInfo& model) {

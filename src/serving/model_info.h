@@ -15,9 +15,17 @@ inline constexpr const char* kModelFile = "model.json";
 inline constexpr const char* kPackageMark = "package";  // a value of the manifest
 inline constexpr std::int64_t kPackageVersion = 1;
 
+// Names of tensors in a checkpoint of `tessera train dlrm`.
+inline constexpr const char* kTablePrefix = "tables.embedding_bags.";
+inline constexpr const char* kWeightSuffix = ".weight";
+inline constexpr const char* kDensePrefix = "model.";
+
 std::string encode_model(const ModelInfo& model);
 /// Throws checkpoint::Error(kCorrupt) that begins with `where` unless everything fits together.
 ModelInfo decode_model(std::string_view text, const std::string& where);
+
+/// Whether a request for the one is a request for the other.
+bool has_same_inputs(const ModelInfo& a, const ModelInfo& b);
 
 /// Names and shapes of the dense tensors.
 std::vector<std::pair<std::string, std::vector<std::int64_t>>> dense_tensors(

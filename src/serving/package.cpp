@@ -13,6 +13,7 @@
 #include "checkpoint/open_file.h"
 #include "checkpoint/stored_region.h"
 #include "serving/model_info.h"
+#include "serving/shared_memory.h"
 #include "tessera/checkpoint/checksum.h"
 #include "tessera/checkpoint/error.h"
 
@@ -26,11 +27,12 @@ using checkpoint::RegionRecord;
 using checkpoint::TensorRecord;
 using checkpoint::json::corrupt;
 
-// A file in memory, as far as it is touched.
+// A file in memory, as far as it is touched, and addresses behind it.
 class Mapping {
  public:
-  Mapping(const checkpoint::OpenFolder& folder, const std::string& name, std::uint64_t num_bytes)
-      : num_bytes_(num_bytes) {
+  Mapping(const checkpoint::OpenFolder& folder, const std::string& name, std::uint64_t num_bytes,
+          std::uint64_t spare_bytes)
+      : file_bytes_(whole_pages(num_bytes)), num_bytes_(file_bytes_ + whole_pages(spare_bytes)) {
     const checkpoint::Descriptor file(
         checkpoint::Disk::real(),
         ::openat(folder.fd(), name.c_str(), O_RDONLY | O_NOFOLLOW | O_CLOEXEC));
@@ -39,20 +41,30 @@ class Mapping {
     if (static_cast<std::uint64_t>(facts.st_size) != num_bytes) {
       corrupt(folder.path() + "/" + name, "changed while it was opened");
     }
-    data_ = ::mmap(nullptr, num_bytes, PROT_READ, MAP_SHARED, file.get(), 0);
-    if (data_ == MAP_FAILED) {
-      data_ = nullptr;
+    void* space =
+        ::mmap(nullptr, num_bytes_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (space == MAP_FAILED) fail(folder, name);
+    data_ = space;
+    if (::mmap(space, num_bytes, PROT_READ, MAP_SHARED | MAP_FIXED, file.get(), 0) == MAP_FAILED) {
+      const int code = errno;
+      ::munmap(space, num_bytes_);
+      errno = code;
       fail(folder, name);
     }
     ::madvise(data_, num_bytes, MADV_RANDOM);
   }
   Mapping(Mapping&& other) noexcept
-      : data_(std::exchange(other.data_, nullptr)), num_bytes_(other.num_bytes_) {}
+      : data_(std::exchange(other.data_, nullptr)),
+        file_bytes_(other.file_bytes_),
+        num_bytes_(other.num_bytes_) {}
   Mapping& operator=(Mapping&&) = delete;
   ~Mapping() {
     if (data_ != nullptr) ::munmap(data_, num_bytes_);
   }
   const std::uint8_t* bytes() const { return static_cast<const std::uint8_t*>(data_); }
+  SpareSpace spare() const {
+    return {static_cast<std::uint8_t*>(data_) + file_bytes_, num_bytes_ - file_bytes_};
+  }
 
  private:
   [[noreturn]] static void fail(const checkpoint::OpenFolder& folder, const std::string& name) {
@@ -61,7 +73,8 @@ class Mapping {
   }
 
   void* data_ = nullptr;
-  std::uint64_t num_bytes_;
+  std::uint64_t file_bytes_;
+  std::uint64_t num_bytes_;  // with what is spare
 };
 
 // The one region that a tensor of a package has.
@@ -90,7 +103,8 @@ struct Package::State {
   std::int64_t mapped_bytes = 0;
 };
 
-Package::Package(const std::string& path, bool verifies) : state_(std::make_unique<State>()) {
+Package::Package(const std::string& path, bool verifies, int spare_copies)
+    : state_(std::make_unique<State>()) {
   State& state = *state_;
   const checkpoint::OpenFolder folder(path, /*follows=*/true);
   state.path = folder.path();
@@ -138,7 +152,12 @@ Package::Package(const std::string& path, bool verifies) : state_(std::make_uniq
     const RegionRecord& region =
         region_of(manifest, name, checkpoint::Dtype::kU8, {table.num_rows, table.row_bytes}, path);
     const checkpoint::FileRecord& file = manifest.files[static_cast<std::size_t>(region.file)];
-    state.mappings.emplace_back(folder, file.name, file.num_bytes);
+    state.mappings.emplace_back(
+        folder, file.name, file.num_bytes,
+        // A row more: the first spare one begins behind the first spare byte.
+        spare_copies == 0 ? 0
+                          : static_cast<std::uint64_t>(spare_copies * table.num_rows + 1) *
+                                static_cast<std::uint64_t>(table.row_bytes));
     state.begins.push_back(region.begin);
     state.mapped_bytes += static_cast<std::int64_t>(file.num_bytes);
     if (!verifies) continue;
@@ -160,6 +179,10 @@ embedding::RowTable Package::table(std::size_t table) const {
   const TableInfo& info = state_->model.tables.at(table);
   return {info.type, state_->mappings[table].bytes() + state_->begins[table], info.num_rows,
           info.num_columns, info.row_bytes};
+}
+
+SpareSpace Package::spare(std::size_t table) const noexcept {
+  return state_->mappings[table].spare();
 }
 
 std::span<const float> Package::dense(const std::string& name) const {

@@ -12,6 +12,7 @@
 
 #include "checkpoint/open_file.h"
 #include "serving/model_info.h"
+#include "serving/published_rows.h"
 #include "tessera/checkpoint/checksum.h"
 #include "tessera/checkpoint/error.h"
 #include "tessera/checkpoint/folder.h"
@@ -31,8 +32,6 @@ using checkpoint::TensorInfo;
 using embedding::RowType;
 
 constexpr std::int64_t kReadBytes = std::int64_t{8} << 20;
-constexpr const char* kTables = "tables.embedding_bags.";
-constexpr const char* kWeight = ".weight";
 
 [[noreturn]] void refuse(const std::string& what) {
   throw Error(ErrorKind::kInvalid, "export: " + what);
@@ -54,31 +53,10 @@ const TensorInfo& needed(const Reader& reader, const std::string& name, std::siz
   return *found;
 }
 
-// Rows [begin, begin + count) of a tensor, as float32.
-std::vector<float> read_rows(const Reader& reader, const TensorInfo& tensor, std::int64_t begin,
-                             std::int64_t count) {
-  checkpoint::Region region;
-  region.offsets.assign(tensor.shape.size(), 0);
-  region.offsets[0] = begin;
-  region.lengths = tensor.shape;
-  region.lengths[0] = count;
-  const std::uint64_t num = checkpoint::num_elements_of(region.lengths, tensor.name);
-  std::vector<float> numbers(num);
-  if (tensor.dtype == Dtype::kF32) {
-    reader.read(tensor.name, region, reinterpret_cast<std::byte*>(numbers.data()));
-    return numbers;
-  }
-  std::vector<std::uint8_t> halves(2 * num);
-  reader.read(tensor.name, region, reinterpret_cast<std::byte*>(halves.data()));
-  embedding::dequantise_row(tensor.dtype == Dtype::kF16 ? RowType::kFp16 : RowType::kBf16,
-                            halves.data(), numbers);
-  return numbers;
-}
-
 std::vector<std::int64_t> widths_of(const Reader& reader, const std::string& name) {
   std::vector<std::int64_t> widths;
   for (int i = 0;; ++i) {
-    const std::string tensor = name + ".layer_" + std::to_string(i) + kWeight;
+    const std::string tensor = name + ".layer_" + std::to_string(i) + kWeightSuffix;
     if (i > 0 && reader.find(tensor) == nullptr) return widths;
     const TensorInfo& weight = needed(reader, tensor, 2);
     if (i == 0) widths.push_back(weight.shape[1]);
@@ -97,9 +75,9 @@ std::vector<std::string> features_of(const Reader& reader, const ExportOptions& 
   std::vector<std::string> tables;
   for (const TensorInfo& tensor : reader.tensors()) {
     const std::string& name = tensor.name;
-    if (!name.starts_with(kTables) || !name.ends_with(kWeight)) continue;
-    const std::size_t begin = std::strlen(kTables);
-    tables.push_back(name.substr(begin, name.size() - begin - std::strlen(kWeight)));
+    if (!name.starts_with(kTablePrefix) || !name.ends_with(kWeightSuffix)) continue;
+    const std::size_t begin = std::strlen(kTablePrefix);
+    tables.push_back(name.substr(begin, name.size() - begin - std::strlen(kWeightSuffix)));
   }
   if (tables.empty()) {
     refuse(reader.folder() + " has no tables: it is not a checkpoint of tessera train dlrm.");
@@ -146,7 +124,7 @@ ModelInfo model_of(const Reader& reader, const ExportOptions& options) {
   model.bottom = widths_of(reader, "model.bottom");
   model.top = widths_of(reader, "model.top");
   model.num_dense = model.bottom.front();
-  while (reader.find("model.cross.down_" + std::to_string(model.cross_layers) + kWeight)) {
+  while (reader.find("model.cross.down_" + std::to_string(model.cross_layers) + kWeightSuffix)) {
     ++model.cross_layers;
   }
   if (model.cross_layers > 0) {
@@ -154,13 +132,13 @@ ModelInfo model_of(const Reader& reader, const ExportOptions& options) {
     model.cross_rank = needed(reader, "model.cross.down_0.weight", 2).shape[0];
   }
   for (const auto& [name, type] : options.tables) {
-    if (reader.find(kTables + name + kWeight) == nullptr) {
+    if (reader.find(kTablePrefix + name + kWeightSuffix) == nullptr) {
       refuse("there is no table '" + name + "' to store as " +
              std::string(embedding::name_of(type)) + ".");
     }
   }
   for (const std::string& name : features_of(reader, options)) {
-    const TensorInfo& weight = needed(reader, kTables + name + kWeight, 2);
+    const TensorInfo& weight = needed(reader, kTablePrefix + name + kWeightSuffix, 2);
     TableInfo table;
     table.name = name;
     const auto own = options.tables.find(name);
@@ -197,7 +175,7 @@ class RowMaker {
  public:
   RowMaker(const Reader& reader, TableReport& report, OnOverflow on_overflow)
       : reader_(reader),
-        tensor_(needed(reader, kTables + report.table.name + kWeight, 2)),
+        tensor_(needed(reader, kTablePrefix + report.table.name + kWeightSuffix, 2)),
         report_(report),
         on_overflow_(on_overflow) {}
 
@@ -216,7 +194,7 @@ class RowMaker {
     const TableInfo& table = report_.table;
     const std::int64_t most = std::max<std::int64_t>(1, kReadBytes / (4 * table.num_columns));
     const std::int64_t count = std::min(most, table.num_rows - next_row_);
-    std::vector<float> numbers = read_rows(reader_, tensor_, next_row_, count);
+    std::vector<float> numbers = read_numbers(reader_, tensor_, next_row_, count);
     made_.assign(static_cast<std::size_t>(count * table.row_bytes), 0);
     place_ = 0;
     const auto width = static_cast<std::size_t>(table.num_columns);
@@ -370,7 +348,7 @@ ExportReport write_package(const Reader& reader, const std::string& path,
       refuse("tensor 'model." + name + "' has shape " + checkpoint::text_of(tensor.shape) +
              "; the layers around it ask for " + checkpoint::text_of(shape) + ".");
     }
-    numbers.push_back(read_rows(reader, tensor, 0, shape[0]));
+    numbers.push_back(read_numbers(reader, tensor, 0, shape[0]));
     for (const float x : numbers.back()) {
       if (!std::isfinite(x))
         refuse("tensor 'model." + name + "' holds a number that is not finite.");
@@ -393,7 +371,7 @@ ExportReport write_package(const Reader& reader, const std::string& path,
     table.bytes_after = table.table.num_rows * table.table.row_bytes;
     RowMaker maker(reader, table, options.on_overflow);
     Part part;
-    part.name = "tables." + table.table.name + kWeight;
+    part.name = "tables." + table.table.name + kWeightSuffix;
     part.dtype = Dtype::kU8;
     part.shape = {table.table.num_rows, table.table.row_bytes};
     part.region = {{0, 0}, part.shape};

@@ -1,9 +1,14 @@
 #include "serving/service.h"
 
+#include <algorithm>
 #include <charconv>
+#include <ctime>
 #include <exception>
 #include <string_view>
 
+#include <nlohmann/json.hpp>
+
+#include "serving/live_page.h"
 #include "tessera/checkpoint/error.h"
 #include "tessera/core/version.h"
 
@@ -33,6 +38,20 @@ std::optional<std::uint64_t> number_in(const std::string& text, const std::strin
 
 std::string path_of(const std::string& target) { return target.substr(0, target.find('?')); }
 
+// The value of a name in the query of an address; empty if it is not there.
+std::string query_of(const std::string& target, const std::string& name) {
+  const std::size_t begin = target.find('?');
+  if (begin == std::string::npos) return "";
+  std::string rest = target.substr(begin + 1);
+  while (!rest.empty()) {
+    const std::size_t end = std::min(rest.find('&'), rest.size());
+    const std::string pair = rest.substr(0, end);
+    if (pair.starts_with(name + "=")) return pair.substr(name.size() + 1);
+    rest = rest.substr(std::min(end + 1, rest.size()));
+  }
+  return "";
+}
+
 void check_method(const HttpRequest& request, std::string_view wanted) {
   if (request.method != wanted) {
     throw HttpError(
@@ -44,15 +63,55 @@ HttpAnswer json_answer(std::string body) { return {200, "application/json", std:
 
 }  // namespace
 
-Service::Service(Model& model, const ServerOptions& options, Log log)
+Service::Service(Model& model, const ServerOptions& options, Metrics& metrics,
+                 ProcessGauges& gauges, Log log)
     : model_(model),
       options_(options),
+      metrics_(metrics),
+      gauges_(gauges),
       log_(std::move(log)),
-      parser_(model.lease().model(), options.limits),
-      batcher_(model, options, metrics_, log_) {}
+      info_(model.lease().model()),
+      parser_(info_, options.limits),
+      batcher_(model, options, metrics_, gauges_) {}
 
-std::shared_ptr<const ModelInfo> Service::info() const {
-  return std::make_shared<ModelInfo>(model_.lease().model());
+std::vector<std::int64_t> Service::steps() const {
+  std::vector<std::int64_t> steps;
+  for (const VersionInfo& version : model_.versions()) steps.push_back(version.step);
+  return steps;
+}
+
+std::int64_t Service::version_in(const std::string& text) const {
+  std::int64_t step = 0;
+  const auto result = std::from_chars(text.data(), text.data() + text.size(), step);
+  const auto all = steps();
+  if (result.ec == std::errc() && result.ptr == text.data() + text.size() &&
+      std::find(all.begin(), all.end(), step) != all.end()) {
+    return step;
+  }
+  std::string known;
+  for (const std::int64_t one : all) known += (known.empty() ? "" : ", ") + std::to_string(one);
+  throw HttpError(404, "there is no version '" + text.substr(0, 40) + "'; there are " + known);
+}
+
+std::string Service::versions_text() const {
+  nlohmann::ordered_json versions = nlohmann::ordered_json::array();
+  for (const VersionInfo& version : model_.versions()) {
+    versions.push_back({{"version", version.step},
+                        {"current", version.is_current},
+                        {"made", version.made},
+                        {"rows_updated", version.rows_updated},
+                        {"source", version.source}});
+  }
+  const nlohmann::ordered_json text = {{"versions", versions},
+                                       {"held", metrics_.updates.is_held.load()},
+                                       {"error", metrics_.updates.error()}};
+  return text.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n";
+}
+
+Metrics::Model Service::model_figures() const {
+  const VersionInfo now = model_.current();
+  return {now.step, static_cast<std::int64_t>(std::time(nullptr)) - now.made, model_.mapped_bytes(),
+          !is_draining_};
 }
 
 void Service::check_token(const HttpRequest& request) const {
@@ -79,13 +138,80 @@ bool Service::reload() {
   try {
     model_.reload(options_.package);
     ++metrics_.reloads;
-    log_("serving step " + std::to_string(info()->step) + " of " + options_.package);
+    log_("serving step " + std::to_string(model_.current().step) + " of " + options_.package);
     return true;
   } catch (const std::exception& error) {
     ++metrics_.reloads_refused;
     log_(std::string("the package was not opened again, the old one goes on: ") + error.what());
     return false;
   }
+}
+
+std::optional<HttpAnswer> Service::answer_admin(const HttpRequest& request,
+                                                const std::string& path) {
+  if (path == "/admin/figures") {
+    check_method(request, "GET");
+    return json_answer(metrics_.json(model_figures()));
+  }
+  if (path == "/admin/versions") {
+    check_method(request, "GET");
+    return json_answer(versions_text());
+  }
+  if (path == "/admin/rollback") {
+    check_method(request, "POST");
+    const std::string wanted = query_of(request.target, "version");
+    if (wanted.empty()) throw HttpError(400, "say which: /admin/rollback?version=STEP", "version");
+    const std::int64_t step = version_in(wanted);
+    metrics_.updates.is_held = true;
+    if (!model_.roll_back(step)) throw HttpError(404, "version " + wanted + " is gone", "version");
+    log_("went back to step " + wanted + "; updates wait for /admin/resume");
+    return json_answer(versions_text());
+  }
+  if (path == "/admin/resume") {
+    check_method(request, "POST");
+    metrics_.updates.is_held = false;
+    return json_answer(versions_text());
+  }
+  if (path == "/admin/reload") {
+    check_method(request, "POST");
+    if (reload_) {
+      reload_();
+      return HttpAnswer{202, "application/json", "{\"reloading\":true}\n", {}};
+    }
+    if (!reload()) throw HttpError(500, "the package was not opened again; the log says why");
+    return json_answer("{\"version\":" + std::to_string(model_.current().step) + "}\n");
+  }
+  if (path == "/admin/drain") {
+    check_method(request, "POST");
+    if (drain_) drain_();
+    return json_answer("{\"draining\":true}\n");
+  }
+  return std::nullopt;
+}
+
+HttpAnswer Service::answer_model(const HttpRequest& request, const std::string& path) {
+  const std::string base = "/v2/models/" + info_.name;
+  if (path != base && !path.starts_with(base + "/")) {
+    throw HttpError(404, "there is no such model; " + info_.name + " is served");
+  }
+  std::string rest = path.substr(base.size());
+  constexpr std::string_view kVersions = "/versions/";
+  if (rest.starts_with(kVersions)) {
+    rest = rest.substr(kVersions.size());
+    const std::size_t end = std::min(rest.find('/'), rest.size());
+    version_in(rest.substr(0, end));
+    rest = rest.substr(end);
+  }
+  if (rest.empty()) {
+    check_method(request, "GET");
+    return json_answer(encode_metadata(info_, steps()));
+  }
+  if (rest == "/ready") {
+    check_method(request, "GET");
+    if (is_draining_) throw HttpError(503, "the server is draining");
+    return json_answer("{\"name\":\"" + info_.name + "\",\"ready\":true}\n");
+  }
+  throw HttpError(404, "there is nothing at this address");
 }
 
 HttpAnswer Service::answer(const HttpRequest& request) {
@@ -99,30 +225,23 @@ HttpAnswer Service::answer(const HttpRequest& request) {
     if (is_draining_) throw HttpError(503, "the server is draining");
     return json_answer("{\"ready\":true}\n");
   }
+  if (request.is_admin && path == "/") {  // the page holds nothing; it asks for the token
+    check_method(request, "GET");
+    return {200,
+            "text/html; charset=utf-8",
+            std::string(live_page()),
+            {{"Cache-Control", "no-store"},
+             {"Content-Security-Policy",
+              "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+              "connect-src 'self'"}}};
+  }
   check_token(request);
-  const auto model = info();
   if (request.is_admin) {
-    if (path == "/admin/versions") {
-      check_method(request, "GET");
-      return json_answer("{\"versions\":[" + std::to_string(model->step) + "]}\n");
-    }
-    if (path == "/admin/reload") {
-      check_method(request, "POST");
-      if (!reload()) throw HttpError(500, "the package was not opened again; the log says why");
-      return json_answer("{\"version\":" + std::to_string(info()->step) + "}\n");
-    }
-    if (path == "/admin/drain") {
-      check_method(request, "POST");
-      if (drain_) drain_();
-      return json_answer("{\"draining\":true}\n");
-    }
+    if (auto answer = answer_admin(request, path)) return std::move(*answer);
   }
   if (path == "/metrics") {
     check_method(request, "GET");
-    return {200,
-            "text/plain; version=0.0.4",
-            metrics_.text(model->step, model_.mapped_bytes(), !is_draining_),
-            {}};
+    return {200, "text/plain; version=0.0.4", metrics_.text(model_figures()), {}};
   }
   if (path == "/v2" || path == "/v2/") {
     check_method(request, "GET");
@@ -130,23 +249,7 @@ HttpAnswer Service::answer(const HttpRequest& request) {
                        "." + std::to_string(kVersionMinor) + "." + std::to_string(kVersionPatch) +
                        "\",\"extensions\":[\"binary_tensor_data\"]}\n");
   }
-  const std::string base = "/v2/models/" + model->name;
-  const std::string version = base + "/versions/" + std::to_string(model->step);
-  if (path == base || path == version) {
-    check_method(request, "GET");
-    return json_answer(encode_metadata(*model));
-  }
-  if (path == base + "/ready" || path == version + "/ready") {
-    check_method(request, "GET");
-    if (is_draining_) throw HttpError(503, "the server is draining");
-    return json_answer("{\"name\":\"" + model->name + "\",\"ready\":true}\n");
-  }
-  if (path.starts_with(base + "/versions/")) {
-    throw HttpError(404, "there is no such version; " + std::to_string(model->step) + " is served");
-  }
-  if (path.starts_with("/v2/models/")) {
-    throw HttpError(404, "there is no such model; " + model->name + " is served");
-  }
+  if (path.starts_with("/v2/models/")) return answer_model(request, path);
   throw HttpError(404, "there is nothing at this address");
 }
 
@@ -180,16 +283,16 @@ void Service::handle(HttpRequest request, std::function<void(HttpAnswer)> done) 
 void Service::infer(HttpRequest request, std::function<void(HttpAnswer)> done) {
   const auto arrived = Clock::now();
   check_token(request);
-  // The address of the model with another last word: the same answers for what is not there.
-  const auto model = info();
   const std::string path = path_of(request.target);
-  const std::string base = "/v2/models/" + model->name;
-  if (path != base + "/infer" &&
-      path != base + "/versions/" + std::to_string(model->step) + "/infer") {
-    HttpRequest other = request;
-    other.target = path.substr(0, path.size() - std::string_view("/infer").size());
-    other.method = "GET";
-    answer(other);
+  const std::string address = path.substr(0, path.size() - std::string_view("/infer").size());
+  const std::string base = "/v2/models/" + info_.name;
+  std::optional<std::int64_t> step;
+  if (address.starts_with(base + "/versions/")) {
+    step = version_in(address.substr(base.size() + std::string_view("/versions/").size()));
+  } else if (address != base) {
+    HttpRequest model;  // the same answers for what is not there
+    model.method = "GET";
+    answer_model(model, address);
     throw HttpError(404, "there is nothing at this address");
   }
   check_method(request, "POST");
@@ -203,6 +306,7 @@ void Service::infer(HttpRequest request, std::function<void(HttpAnswer)> done) {
   const auto json_bytes = number_in(request.json_bytes, "Inference-Header-Content-Length");
   const auto timeout = number_in(request.timeout, "Request-Timeout-Ms");
   Job job;
+  job.step = step;
   job.request = parser_.parse(request.body, json_bytes);
   const std::vector<FeatureBags> bags = job.request.bags();
   try {
@@ -228,14 +332,14 @@ HttpAnswer Service::from(const InferRequest& request, Outcome outcome) {
     return failure(500, "incident " + number + "; the log says more");
   }
   if (outcome.code != 200) return failure(outcome.code, outcome.error, outcome.where);
-  InferAnswer encoded = encode_answer(request, *outcome.model, outcome.logits);
+  InferAnswer encoded = encode_answer(request, info_, outcome.step, outcome.logits);
   HttpAnswer answer{200, "application/json", std::move(encoded.body), {}};
   if (encoded.json_bytes > 0) {
     answer.type = "application/octet-stream";
     answer.headers.emplace_back("Inference-Header-Content-Length",
                                 std::to_string(encoded.json_bytes));
   }
-  answer.headers.emplace_back("Tessera-Version", std::to_string(outcome.model->step));
+  answer.headers.emplace_back("Tessera-Version", std::to_string(outcome.step));
   return answer;
 }
 

@@ -40,10 +40,11 @@ struct HttpAnswer {
 class Service {
  public:
   using Log = std::function<void(const std::string&)>;
-  Service(Model& model, const ServerOptions& options, Log log);
+  /// `gauges` are this process's among those of `metrics`.
+  Service(Model& model, const ServerOptions& options, Metrics& metrics, ProcessGauges& gauges,
+          Log log);
 
-  /// Calls `done` once, here or later from another thread. `drain` is called for a request that
-  /// asks for it.
+  /// Calls `done` once, here or later from another thread.
   void handle(HttpRequest request, std::function<void(HttpAnswer)> done);
 
   /// An answer to what could not even be read.
@@ -53,26 +54,39 @@ class Service {
   bool is_draining() const noexcept { return is_draining_; }
   /// Ends the workers after what waits is done.
   void stop() { batcher_.stop(); }
+  /// Opens the package again, here; true if it is served now.
   bool reload();
   Metrics& metrics() noexcept { return metrics_; }
+  ProcessGauges& gauges() noexcept { return gauges_; }
+  /// What /admin/drain does, and, unless this process reloads by itself, /admin/reload.
   void on_drain(std::function<void()> drain) { drain_ = std::move(drain); }
+  void on_reload(std::function<void()> reload) { reload_ = std::move(reload); }
 
  private:
   HttpAnswer answer(const HttpRequest& request);
+  std::optional<HttpAnswer> answer_admin(const HttpRequest& request, const std::string& path);
+  HttpAnswer answer_model(const HttpRequest& request, const std::string& path);
   void check_token(const HttpRequest& request) const;
   void infer(HttpRequest request, std::function<void(HttpAnswer)> done);
-  std::shared_ptr<const ModelInfo> info() const;
+  /// The step in an address ".../versions/STEP"; throws HttpError 404 if there is none like it.
+  std::int64_t version_in(const std::string& text) const;
+  std::vector<std::int64_t> steps() const;
+  std::string versions_text() const;
+  Metrics::Model model_figures() const;
   HttpAnswer from(const InferRequest& request, Outcome outcome);
   HttpAnswer counted(HttpAnswer answer, Clock::time_point arrived);
 
   Model& model_;
   const ServerOptions& options_;
+  Metrics& metrics_;
+  ProcessGauges& gauges_;
   Log log_;
-  Metrics metrics_;
+  ModelInfo info_;  // names and inputs, which no reload changes
   InferParser parser_;
   std::atomic<bool> is_draining_{false};
   std::atomic<std::uint64_t> num_incidents_{0};
   std::function<void()> drain_;
+  std::function<void()> reload_;
   Batcher batcher_;  // last: it ends first
 };
 

@@ -96,7 +96,7 @@ TEST(InferRequest, ReadsTensorsBehindTheJson) {
   ModelInfo model = two_features();
   model.step = 9;
   const std::vector<float> logits = {0.25F};
-  const InferAnswer answer = encode_answer(request, model, logits);
+  const InferAnswer answer = encode_answer(request, model, model.step, logits);
   ASSERT_EQ(answer.body.size(), answer.json_bytes + 4);
   float value = 0;
   std::memcpy(&value, answer.body.data() + answer.json_bytes, 4);

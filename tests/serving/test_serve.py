@@ -230,10 +230,44 @@ def test_slow_and_idle_clients_are_sent_away(package, serve):
         raw.sendall(b"POST /v2/models/dlrm/infer HTTP/1.1\r\nContent-Le")
     idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(10)]
     assert server.infer(request_of(some_samples(1)))[0] == 200  # others are served meanwhile
-    for raw in slow + idle:
+    for raw in slow:  # told why
+        raw.settimeout(20)
+        assert b" 408 " in raw.recv(1000)
+        raw.close()
+    for raw in idle:  # nothing was asked
         raw.settimeout(20)
         assert raw.recv(1000) == b""
         raw.close()
+
+
+def test_a_body_that_does_not_come_is_answered_too(package, serve):
+    server = serve(package, "--request-timeout", "300")
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as raw:
+        raw.sendall(b"POST " + INFER.encode() + b" HTTP/1.1\r\nContent-Length: 1000\r\n\r\n{")
+        assert b" 408 " in raw.recv(1000)
+    assert server.infer(request_of(some_samples(1)))[0] == 200
+    assert 'tessera_requests_total{code="408"} 1\n' in server.ask("/metrics")[2].decode()
+
+
+def test_a_body_in_pieces_has_the_same_limit(package, serve):
+    server = serve(package, "--max-body", "4096")
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as raw:
+        raw.sendall(b"POST " + INFER.encode() + b" HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n")
+        piece = b"3e8\r\n" + b" " * 1000 + b"\r\n"
+        with contextlib.suppress(OSError):
+            for _ in range(10):
+                raw.sendall(piece)
+        assert b" 413 " in raw.recv(4096)
+
+
+def test_a_thousand_idle_connections_harm_nobody(package, serve):
+    server = serve(package, "--max-connections", "1100")
+    with contextlib.ExitStack() as stack:
+        for _ in range(1000):
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=20))
+        for _ in range(20):
+            assert server.infer(request_of(some_samples(1)))[0] == 200
+    assert server.stop() == 0
 
 
 def test_more_connections_than_allowed_are_refused(package, serve):

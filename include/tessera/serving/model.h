@@ -3,11 +3,15 @@
 //   tessera::serving::Model model("pkg/");
 //   auto lease = model.lease();               // one version for the whole request
 //   lease.predict(request, logits);           // spans in, spans out
+//
+// A model made with `keep_versions` takes updates from a training while it answers.
 
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <stdexcept>
 #include <string>
@@ -53,15 +57,39 @@ class TESSERA_API BadRequest : public std::runtime_error {
 /// 1 / (1 + exp(-x)).
 TESSERA_API float sigmoid(float x) noexcept;
 
-/// A package that answers. Safe to use from several threads.
+struct ModelOptions {
+  bool verifies = false;  // all sums of the package first
+  /// Earlier versions that stay, to go back to. 0: the model takes no updates, and a reload forgets
+  /// what was there.
+  int keep_versions = 0;
+};
+
+/// A version of a model: the package, or what an update has made of it.
+struct VersionInfo {
+  std::int64_t step = 0;
+  bool is_current = false;
+  std::int64_t made = 0;          // seconds since 1970
+  std::int64_t rows_updated = 0;  // that differ from the version before
+  std::int64_t commit = 0;        // of the published checkpoint in its folder; 0: the package
+  std::string source;             // SHA-256 of the checkpoint's manifest
+};
+
+struct UpdateReport {
+  std::int64_t step = 0;
+  std::int64_t rows_updated = 0;
+  bool is_whole = false;  // no deltas led there: all rows were read
+};
+
+/// A package that answers. Safe to use from several threads, and after a fork from several
+/// processes, which share all memory: an update of one is seen by all.
 class TESSERA_API Model {
-  struct Version;
   struct Workspace;
   struct State;
 
  public:
   /// Opens and checks the package: see Package. Throws checkpoint::Error.
   explicit Model(const std::string& path, bool verifies = false);
+  Model(const std::string& path, const ModelOptions& options);
   ~Model();
   Model(const Model&) = delete;
   Model& operator=(const Model&) = delete;
@@ -73,7 +101,10 @@ class TESSERA_API Model {
     Lease& operator=(Lease&&) = delete;
     ~Lease();
 
+    /// Names and sizes, of the package as it was opened.
     const ModelInfo& model() const noexcept;
+    /// The step of this version.
+    std::int64_t step() const noexcept;
     /// Throws BadRequest unless sizes, lengths, ids and weights fit the model. Reads no rows.
     void check(const Request& request) const;
     /// Writes a logit per sample. A sample's number does not depend on the others: to the last bit,
@@ -83,21 +114,44 @@ class TESSERA_API Model {
 
    private:
     friend class Model;
-    Lease(State* state, std::shared_ptr<const Version> version,
-          std::unique_ptr<Workspace> workspace);
+    Lease(State* state, std::unique_ptr<Workspace> workspace);
     State* state_;
-    std::shared_ptr<const Version> version_;
     std::unique_ptr<Workspace> workspace_;
   };
 
-  /// The newest version. The model must outlive the lease.
+  /// The current version. The model must outlive the lease.
   Lease lease();
+  /// The version of a step, if it is still there.
+  std::optional<Lease> lease(std::int64_t step);
 
   /// Opens another package, checks it and lets later leases have it; those that live keep theirs.
   /// Throws checkpoint::Error, also if its inputs are not the same, and changes nothing then.
   void reload(const std::string& path, bool verifies = false);
 
+  /// May refuse a version that is ready by throwing; `now` is the one before.
+  using Canary = std::function<void(Lease& next, Lease& now)>;
+  /// Brings the model to the step of a published checkpoint: changed rows are rounded as an export
+  /// of that step would round them, to the bit. Later leases have it; those that live keep theirs.
+  /// Throws checkpoint::Error if the checkpoint is damaged, holds another model or rows that cannot
+  /// be kept, what `canary` throws, and std::runtime_error while leases hold on to all versions
+  /// that could be replaced. Nothing has changed then.
+  UpdateReport update(const checkpoint::Reader& reader, const Canary& canary = {});
+
+  /// All that are still there, oldest first.
+  std::vector<VersionInfo> versions() const;
+  VersionInfo current() const;
+  /// Lets later leases have an earlier version. False if it is not there any more.
+  bool roll_back(std::int64_t step);
+
   std::int64_t mapped_bytes() const;
+
+  // ---- Several processes
+  /// Takes back the leases of a process that is gone.
+  void release_process(int process) noexcept;
+  /// For a process that only reads from now on: memory of the tables cannot be written any more.
+  void give_up_writing() noexcept;
+  /// Before the first update of a process that takes the place of one that has died.
+  void take_over_writing();
 
  private:
   std::unique_ptr<State> state_;

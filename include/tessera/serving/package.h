@@ -95,13 +95,20 @@ struct ExportReport {
 TESSERA_API ExportReport write_package(const checkpoint::Reader& reader, const std::string& path,
                                        const ExportOptions& options = {});
 
+/// Address space behind the rows of a table, in which nothing lies yet.
+struct SpareSpace {
+  std::uint8_t* begin = nullptr;  // of a page
+  std::size_t num_bytes = 0;
+};
+
 /// An open package: its tables are mapped, its dense weights are in memory.
 class TESSERA_API Package {
  public:
   /// Checks the manifest, the sizes and headers of all files, the model's description against them
   /// and the sums of the dense weights; with `verifies` those of the tables too. Throws
-  /// checkpoint::Error naming the file and what is wrong with it.
-  explicit Package(const std::string& path, bool verifies = false);
+  /// checkpoint::Error naming the file and what is wrong with it. Keeps address space for
+  /// `spare_copies` more of each table behind it.
+  explicit Package(const std::string& path, bool verifies = false, int spare_copies = 0);
   Package(const Package&) = delete;
   Package& operator=(const Package&) = delete;
   ~Package();
@@ -111,6 +118,7 @@ class TESSERA_API Package {
   const std::string& sha256() const noexcept;  // of its manifest
   /// Rows of table `table`, which live as long as this.
   embedding::RowTable table(std::size_t table) const;
+  SpareSpace spare(std::size_t table) const noexcept;
   /// Numbers of a dense tensor, such as "bottom.layer_0.weight".
   std::span<const float> dense(const std::string& name) const;
   std::int64_t mapped_bytes() const noexcept;

@@ -26,12 +26,27 @@ struct ServerLimits {
   std::chrono::milliseconds request_time{30'000};  // to read a body, and to write an answer
 };
 
+/// TLS 1.2 or later on the data port.
+struct TlsOptions {
+  std::string certificate;       // PEM, the chain; empty: no TLS
+  std::string key;               // PEM
+  std::string client_authority;  // PEM: only clients with a certificate of it are let in
+};
+
 struct ServerOptions {
-  std::string host = "127.0.0.1";
-  int port = 8000;        // 0: a free one
-  int admin_port = 8001;  // always on 127.0.0.1; 0: a free one, -1: none
-  std::string package;    // what a reload opens again
-  std::string token;      // empty: everybody is let in
+  std::string host = "127.0.0.1";  // an address, or unix:PATH
+  int port = 8000;                 // 0: a free one
+  int admin_port = 8001;           // always on 127.0.0.1; 0: a free one, -1: none
+  std::string package;             // what a reload opens again
+  std::string token;               // empty: everybody is let in
+  TlsOptions tls;
+  int processes = 1;  // that answer, over one copy of the tables
+  /// A folder into which a training publishes: its versions are taken over. The model must have
+  /// been opened with `keep_versions`.
+  std::string watched;
+  std::string canary;       // a file of requests that each new version must answer sensibly
+  double canary_bound = 1;  // how far a probability may move there
+  ModelOptions model;       // how a reload of several processes opens the package
   int io_threads = 1;
   int workers = 1;               // threads that compute
   std::int64_t max_batch = 256;  // samples that are computed together
@@ -44,19 +59,24 @@ struct ServerOptions {
 };
 
 struct ServerPorts {
-  int data = 0;
+  int data = 0;   // 0: a Unix socket
   int admin = 0;  // 0: none
 };
 
 /// Serves until SIGTERM or SIGINT, then finishes what was accepted, and returns 0; 75 if that took
 /// longer than `drain_time`. SIGHUP opens the package again. `on_ready` is called once, when
 /// requests are answered; `log` gets lines about what goes wrong. Throws std::system_error naming
-/// an address that cannot be had. `model` must outlive it.
+/// an address that cannot be had, std::invalid_argument naming a certificate, key or canary that
+/// cannot be used. `model` must outlive it.
+///
+/// With several processes the caller becomes the one that watches over them, and must have no
+/// threads: a process that dies is started again, and what it had not answered is all that is lost.
 TESSERA_API int serve(Model& model, const ServerOptions& options,
                       const std::function<void(const ServerPorts&)>& on_ready,
                       const std::function<void(const std::string&)>& log);
 
-/// Whether this build can.
+/// Whether this build can, and whether with TLS.
 TESSERA_API bool has_server() noexcept;
+TESSERA_API bool has_tls() noexcept;
 
 }  // namespace tessera::serving

@@ -1,0 +1,440 @@
+// Updates of a model that answers: equal to an export of the same step, to the bit; one version per
+// lease; what is damaged changes nothing.
+
+#include <gtest/gtest.h>
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstring>
+#include <fstream>
+#include <optional>
+#include <thread>
+
+#include "samples.h"
+#include "serving/store.h"
+#include "tessera/checkpoint/error.h"
+#include "tessera/checkpoint/folder.h"
+
+namespace tessera::serving {
+namespace {
+
+using checkpoint::Reader;
+using embedding::RowType;
+
+// Rows of a table that a delta holds, and which columns; all if there is no end.
+struct Change {
+  int table;
+  std::vector<std::int64_t> rows;
+  std::int64_t column_begin = 0;
+  std::int64_t column_end = SmallModel::kDim;
+};
+
+// Saves `model` as a delta on step `base`: dense layers whole, of tables the rows of `changes`.
+void save_delta(const SmallModel& model, const std::string& root, std::int64_t step,
+                std::int64_t base, const std::vector<Change>& changes) {
+  checkpoint::PendingFolder folder(root, step);
+  std::vector<checkpoint::Part> parts;
+  std::vector<std::vector<float>> kept;
+  kept.reserve(64);
+  const auto add = [&](const std::string& name, checkpoint::Dtype dtype,
+                       const std::vector<std::int64_t>& shape, const void* data) {
+    checkpoint::Part part;
+    part.name = name;
+    part.dtype = dtype;
+    part.shape = shape;
+    part.region = {std::vector<std::int64_t>(shape.size(), 0), shape};
+    part.data = static_cast<const std::byte*>(data);
+    parts.push_back(std::move(part));
+  };
+  std::map<std::string, checkpoint::DeltaRecord> deltas;
+  for (const auto& [name, tensor] : model.tensors) {
+    if (name.starts_with("model.")) {
+      add(name, checkpoint::Dtype::kF32, tensor.first, tensor.second.data());
+    } else {
+      deltas[name] = {name, checkpoint::Dtype::kF32, tensor.first, {}};
+    }
+  }
+  for (const Change& change : changes) {
+    const std::string name = "tables.embedding_bags.t_" + std::to_string(change.table) + ".weight";
+    checkpoint::DeltaRecord& delta = deltas[name];
+    const std::string suffix = ".0." + std::to_string(delta.pieces.size());
+    const std::int64_t width = change.column_end - change.column_begin;
+    std::vector<float>& values = kept.emplace_back();
+    for (const std::int64_t row : change.rows) {
+      const float* from = model.tensors.at(name).second.data() + row * SmallModel::kDim;
+      values.insert(values.end(), from + change.column_begin, from + change.column_end);
+    }
+    const auto count = static_cast<std::int64_t>(change.rows.size());
+    add(name + "@rows" + suffix, checkpoint::Dtype::kI64, {count}, change.rows.data());
+    add(name + "@values" + suffix, checkpoint::Dtype::kF32, {count, width}, values.data());
+    delta.pieces.push_back({name + "@rows" + suffix, name + "@values" + suffix, change.column_begin,
+                            change.column_end});
+  }
+  checkpoint::Manifest manifest = checkpoint::write_shard(folder.path(), 0, 1, parts);
+  manifest.step = step;
+  manifest.base =
+      checkpoint::Base{checkpoint::folder_name(base), Reader(root, base).manifest().sha256};
+  for (auto& [name, delta] : deltas) manifest.deltas.push_back(std::move(delta));
+  folder.write_manifest(manifest);
+  folder.commit();
+}
+
+// A model of which training goes on.
+struct Published {
+  Folder folder;
+  std::string root = folder / "published";
+  SmallModel small;
+  ExportOptions options;
+  std::int64_t step = 40;
+
+  explicit Published(RowType type = RowType::kInt8) {
+    options.type = type;
+    small.save(root, step);
+    write_package(Reader(root, step), folder / "pkg", options);
+  }
+  Reader newest() const { return Reader(root, step); }
+  // Moves some rows and the dense layers, and publishes them.
+  void train(const std::vector<Change>& changes) {
+    for (auto& [name, tensor] : small.tensors) {
+      if (!name.starts_with("model.")) continue;
+      for (float& x : tensor.second) x += 0.01F;
+    }
+    for (const Change& change : changes) {
+      for (const std::int64_t row : change.rows) {
+        for (std::int64_t c = change.column_begin; c < change.column_end; ++c) {
+          small.table(change.table)[static_cast<std::size_t>(row * SmallModel::kDim + c)] +=
+              0.125F * static_cast<float>(step - 39);
+        }
+      }
+    }
+    save_delta(small, root, step + 1, step, changes);
+    ++step;
+  }
+  // What an export of the newest step predicts.
+  std::vector<float> exported(const Samples& samples) {
+    const std::string path = folder / ("export-" + std::to_string(step));
+    write_package(newest(), path, options);
+    Model model(path);
+    return predict(model, samples);
+  }
+  static std::vector<float> predict(Model& model, const Samples& samples) {
+    auto lease = model.lease();
+    return predict(lease, samples);
+  }
+  static std::vector<float> predict(Model::Lease& lease, const Samples& samples) {
+    std::vector<float> logits(static_cast<std::size_t>(samples.num_samples));
+    const auto bags = samples.bags();
+    lease.predict({samples.num_samples, samples.dense, bags}, logits);
+    return logits;
+  }
+};
+
+TEST(ServingUpdate, EqualsAnExportOfTheSameStepToTheBit) {
+  for (const RowType type : {RowType::kFp32, RowType::kFp16, RowType::kBf16, RowType::kInt8,
+                             RowType::kInt4, RowType::kInt2, RowType::kFp8}) {
+    Published published(type);
+    Model model(published.folder / "pkg", ModelOptions{.keep_versions = 2});
+    const Samples samples(published.small, 150);
+    EXPECT_EQ(Published::predict(model, samples), published.exported(samples));
+    published.train({{0, {1, 2, 29}}, {2, {0, 50, 99}}});
+    EXPECT_EQ(model.update(published.newest()).rows_updated, 6);
+    EXPECT_EQ(Published::predict(model, samples), published.exported(samples));
+    // Two at once, one of which changes a row again; a table without changes.
+    published.train({{0, {2, 3}}});
+    published.train({{0, {2}}, {1, {6}}});
+    const UpdateReport report = model.update(published.newest());
+    EXPECT_EQ(report.step, 43);
+    EXPECT_EQ(report.rows_updated, 3);
+    EXPECT_FALSE(report.is_whole);
+    EXPECT_EQ(Published::predict(model, samples), published.exported(samples));
+    EXPECT_EQ(model.current().step, 43);
+    EXPECT_EQ(model.current().source, published.newest().manifest().sha256);
+  }
+}
+
+TEST(ServingUpdate, ColumnsFromSeveralRanksMakeOneRow) {
+  Published published;
+  Model model(published.folder / "pkg", ModelOptions{.keep_versions = 1});
+  const Samples samples(published.small, 100);
+  published.train({{2, {5, 7}, 0, 3}, {2, {5, 7}, 3, 8}});
+  model.update(published.newest());
+  EXPECT_EQ(Published::predict(model, samples), published.exported(samples));
+  // Only a part of a row: the rest is what it was.
+  published.train({{2, {5, 9}, 0, 3}});
+  model.update(published.newest());
+  EXPECT_EQ(Published::predict(model, samples), published.exported(samples));
+}
+
+TEST(ServingUpdate, AGapIsClosedByReadingAllRows) {
+  Published published;
+  Model model(published.folder / "pkg", ModelOptions{.keep_versions = 2});
+  const Samples samples(published.small, 100);
+  // Another training: its chain does not begin at the package.
+  std::filesystem::remove_all(published.root);
+  for (float& x : published.small.table(1)) x += 1;
+  published.small.save(published.root, 50);
+  published.step = 50;
+  published.train({{0, {4}}});
+  const UpdateReport report = model.update(published.newest());
+  EXPECT_TRUE(report.is_whole);
+  EXPECT_EQ(report.rows_updated, 30 + 7 + 100);
+  EXPECT_EQ(Published::predict(model, samples), published.exported(samples));
+  published.train({{1, {0}}});
+  EXPECT_FALSE(model.update(published.newest()).is_whole);
+  EXPECT_EQ(Published::predict(model, samples), published.exported(samples));
+}
+
+TEST(ServingUpdate, VersionsAreKeptAndGoneBackTo) {
+  Published published;
+  Model model(published.folder / "pkg", ModelOptions{.keep_versions = 2});
+  const Samples samples(published.small, 40);
+  std::map<std::int64_t, std::vector<float>> wanted = {{40, published.exported(samples)}};
+  for (int i = 0; i < 6; ++i) {
+    published.train({{0, {static_cast<std::int64_t>(i)}}});
+    model.update(published.newest());
+    wanted[published.step] = published.exported(samples);
+  }
+  std::vector<std::int64_t> steps;
+  for (const VersionInfo& version : model.versions()) steps.push_back(version.step);
+  EXPECT_EQ(steps, (std::vector<std::int64_t>{44, 45, 46}));
+  for (const std::int64_t step : steps) {
+    auto lease = model.lease(step);
+    ASSERT_TRUE(lease);
+    EXPECT_EQ(lease->step(), step);
+    EXPECT_EQ(Published::predict(*lease, samples), wanted[step]);
+  }
+  EXPECT_FALSE(model.lease(43));
+  EXPECT_FALSE(model.roll_back(43));
+  ASSERT_TRUE(model.roll_back(44));
+  EXPECT_EQ(Published::predict(model, samples), wanted[44]);
+  // From there on to the newest, over all that lies between.
+  published.train({{2, {1, 2}}});
+  model.update(published.newest());
+  EXPECT_EQ(Published::predict(model, samples), published.exported(samples));
+}
+
+TEST(ServingUpdate, ALeaseKeepsItsVersion) {
+  Published published;
+  Model model(published.folder / "pkg", ModelOptions{.keep_versions = 1});
+  const Samples samples(published.small, 40);
+  const auto before = Published::predict(model, samples);
+  std::optional<Model::Lease> held = model.lease();
+  for (int i = 0; i < 8; ++i) {
+    published.train({{0, {1, 2, 3}}, {2, {static_cast<std::int64_t>(i)}}});
+    model.update(published.newest());
+  }
+  EXPECT_EQ(held->step(), 40);
+  EXPECT_EQ(Published::predict(*held, samples), before);
+  EXPECT_EQ(Published::predict(model, samples), published.exported(samples));
+  // With a lease on every version there is no room, and it is said; then there is again.
+  std::vector<Model::Lease> all;
+  const auto hold_and_update = [&] {
+    for (int i = 0; i < 8; ++i) {
+      all.push_back(model.lease());
+      published.train({{0, {1}}});
+      model.update(published.newest());
+    }
+  };
+  EXPECT_THROW(hold_and_update(), std::runtime_error);
+  all.clear();
+  held.reset();
+  model.update(published.newest());
+  EXPECT_EQ(Published::predict(model, samples), published.exported(samples));
+}
+
+TEST(ServingUpdate, WhatIsDamagedOrDoesNotFitChangesNothing) {
+  Published published;
+  Model model(published.folder / "pkg", ModelOptions{.keep_versions = 2});
+  const Samples samples(published.small, 40);
+  const auto before = Published::predict(model, samples);
+  const auto expect_refused = [&](const std::string& text) {
+    try {
+      model.update(published.newest());
+      ADD_FAILURE() << "was taken: " << text;
+    } catch (const checkpoint::Error& error) {
+      EXPECT_NE(std::string(error.what()).find(text), std::string::npos) << error.what();
+    }
+    EXPECT_EQ(Published::predict(model, samples), before);
+    EXPECT_EQ(model.versions().size(), 1U);
+  };
+  // The last byte of a delta's data.
+  published.train({{0, {1, 2}}});
+  const std::string delta = published.root + "/" + checkpoint::folder_name(41);
+  std::string file;
+  for (const auto& entry : std::filesystem::directory_iterator(delta)) {
+    if (entry.path().extension() == ".safetensors") file = entry.path().string();
+  }
+  const auto flip = [&] {
+    std::fstream stream(file, std::ios::in | std::ios::out | std::ios::binary);
+    stream.seekg(-1, std::ios::end);
+    const char last = static_cast<char>(stream.get());
+    stream.seekp(-1, std::ios::end);
+    stream.put(static_cast<char>(last ^ 1));
+  };
+  flip();
+  expect_refused("values");
+  flip();
+  // A row that cannot be kept.
+  const float good = published.small.table(0)[8];
+  published.small.table(0)[8] = std::numeric_limits<float>::quiet_NaN();
+  published.train({{0, {1}}});
+  expect_refused("row 1 of table 't_0' holds a NaN");
+  published.small.table(0)[8] = -1e6F;  // more than a float16 bias holds
+  published.train({{0, {1}}});
+  expect_refused("int8 cannot");
+  published.small.table(0)[8] = good;
+  // Another model.
+  std::filesystem::remove_all(published.root);
+  SmallModel other;
+  other.rows[1] = 8;
+  other.add("tables.embedding_bags.t_1.weight", {8, SmallModel::kDim});
+  other.save(published.root, 60);
+  published.step = 60;
+  expect_refused("t_1.weight");
+  // And a model without room for updates.
+  Model fixed(published.folder / "pkg");
+  EXPECT_THROW(fixed.update(published.newest()), checkpoint::Error);
+}
+
+TEST(ServingUpdate, ACanaryMayRefuse) {
+  Published published;
+  Model model(published.folder / "pkg", ModelOptions{.keep_versions = 1});
+  published.train({{0, {1}}});
+  std::pair<std::int64_t, std::int64_t> seen;
+  EXPECT_THROW(model.update(published.newest(),
+                            [&](Model::Lease& next, Model::Lease& now) {
+                              seen = {next.step(), now.step()};
+                              throw std::logic_error("no");
+                            }),
+               std::logic_error);
+  EXPECT_EQ(seen, (std::pair<std::int64_t, std::int64_t>(41, 40)));
+  EXPECT_EQ(model.current().step, 40);
+  EXPECT_EQ(model.versions().size(), 1U);
+  model.update(published.newest(), [](Model::Lease&, Model::Lease&) {});
+  EXPECT_EQ(model.current().step, 41);
+}
+
+TEST(ServingUpdate, RequestsBesideUpdatesBelongToOneVersionEach) {
+  Published published(RowType::kInt4);
+  Model model(published.folder / "pkg", ModelOptions{.keep_versions = 2});
+  const Samples samples(published.small, 30);
+  constexpr int kUpdates = 25;
+  std::vector<std::vector<float>> wanted = {published.exported(samples)};
+  std::vector<std::unique_ptr<Reader>> readers;
+  for (int i = 0; i < kUpdates; ++i) {
+    published.train({{0, {1, 5, 9, 28}}, {1, {0, 6}}, {2, {static_cast<std::int64_t>(i), 99}}});
+    wanted.push_back(published.exported(samples));
+    readers.push_back(std::make_unique<Reader>(published.root, published.step));
+  }
+  std::atomic<bool> is_over = false;
+  std::atomic<int> num_torn = 0;
+  std::atomic<int> num_asked = 0;
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 3; ++t) {
+    threads.emplace_back([&] {
+      while (!is_over) {
+        auto lease = model.lease();
+        const auto got = Published::predict(lease, samples);
+        if (got != wanted[static_cast<std::size_t>(lease.step() - 40)]) ++num_torn;
+        ++num_asked;
+      }
+    });
+  }
+  for (const auto& reader : readers) {
+    while (true) {
+      try {
+        model.update(*reader);
+        break;
+      } catch (const std::runtime_error&) {
+        std::this_thread::yield();  // requests hold all versions for now
+      }
+    }
+  }
+  is_over = true;
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(num_torn, 0);
+  EXPECT_GT(num_asked, 0);
+  EXPECT_EQ(Published::predict(model, samples), wanted.back());
+}
+
+// Far more rows are written than there is room for: what nobody reads is used again.
+TEST(ServingUpdate, RowsThatNobodyReadsAreUsedAgain) {
+  Published published;
+  Store store(published.folder / "pkg", false, 1);
+  std::vector<std::uint8_t*> places;
+  for (int i = 0; i < 2000; ++i) {
+    Store::Draft draft(store);
+    for (std::int64_t row = 0; row < 100; ++row) {
+      std::uint8_t* bytes = draft.row(2, row);
+      ASSERT_EQ(draft.row(2, row), bytes);
+      std::memset(bytes, i % 251, static_cast<std::size_t>(store.rows(2).row_bytes));
+    }
+    std::memcpy(draft.dense(), store.dense(store.current()), store.plan().num_floats * 4);
+    draft.publish(41 + i, i + 1, "sum");
+    draft.commit();
+    std::vector<std::int64_t> ids = {0, 57, 99};
+    std::vector<std::int64_t> slots(3);
+    ASSERT_TRUE(store.has_slots(store.current(), 2));
+    ASSERT_FALSE(store.has_slots(store.current(), 0));
+    store.find_slots(store.current(), 2, ids, slots.data());
+    for (const std::int64_t slot : slots) {
+      ASSERT_LT(slot, store.rows(2).num_rows);
+      ASSERT_EQ(store.rows(2).data[slot * store.rows(2).row_bytes], i % 251);
+    }
+  }
+}
+
+// The memory is shared with processes that are forked: an update of one is seen by the other, a
+// lease that dies with its process is taken back, and another process goes on writing.
+TEST(ServingUpdate, ProcessesShareVersions) {
+  Published published;
+  Model model(published.folder / "pkg", ModelOptions{.keep_versions = 1});
+  const Samples samples(published.small, 20);
+  Published::predict(model, samples);  // a workspace of the parent, which no child may use
+  published.train({{0, {1, 2}}});
+  const auto wanted = published.exported(samples);
+  int told[2];
+  ASSERT_EQ(::pipe(told), 0);
+  const pid_t writer = ::fork();
+  if (writer == 0) {
+    try {
+      model.take_over_writing();
+      auto held = model.lease();  // never given back
+      model.update(published.newest());
+      (void)!::write(told[1], "u", 1);
+      ::pause();
+    } catch (...) {
+    }
+    ::_exit(1);
+  }
+  char byte = 0;
+  ASSERT_EQ(::read(told[0], &byte, 1), 1);
+  EXPECT_EQ(Published::predict(model, samples), wanted);
+  ::kill(writer, SIGKILL);
+  ::waitpid(writer, nullptr, 0);
+  EXPECT_EQ(Published::predict(model, samples), wanted);
+  model.release_process(writer);
+  model.take_over_writing();
+  for (int i = 0; i < 5; ++i) {
+    published.train({{0, {2, 3}}});
+    model.update(published.newest());
+  }
+  EXPECT_EQ(Published::predict(model, samples), published.exported(samples));
+  // Who only reads cannot write by mistake.
+  const pid_t reader = ::fork();
+  if (reader == 0) {
+    model.give_up_writing();
+    const bool is_right = Published::predict(model, samples).size() == 20;
+    ::_exit(is_right ? 7 : 1);
+  }
+  int status = 0;
+  ::waitpid(reader, &status, 0);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 7) << status;
+  ::close(told[0]);
+  ::close(told[1]);
+}
+
+}  // namespace
+}  // namespace tessera::serving
