@@ -59,6 +59,7 @@ def peer_name(name: str) -> str | None:
         "embedding": "fbgemm",
         "faults": "torch gloo",
         "jagged": "fbgemm",
+        "serving": "fbgemm" if operation.startswith("lookup") else None,
         "sharding": "torchrec",
         "vocab": "operators_gloo",
         "graph": {"layer": "gather", "exchange": "gather", "python_layer": "fairchem_gather"}.get(operation),

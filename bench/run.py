@@ -63,6 +63,12 @@ BENCHMARKS = {
         [str(PROGRAMS / "id_table_bench")],
         [PEERS_PYTHON, str(ROOT / "bench/compare/torchrec_collision.py")],
     ],
+    "serving_lookup": [
+        [str(PROGRAMS / "lookup_bench")],
+        [PEERS_PYTHON, str(ROOT / "bench/compare/fbgemm_quant.py")],
+        ["env", "THP_MEM_ALLOC_ENABLE=1", PEERS_PYTHON, str(ROOT / "bench/compare/fbgemm_quant.py")],
+    ],
+    "serving": [[sys.executable, str(ROOT / "bench/serving/serve_bench.py")]],
     "jagged": [[PEERS_PYTHON, str(ROOT / "bench/compare/jagged_operators.py")]],
     "faults": [[sys.executable, str(ROOT / "bench/compare/faults.py")]],
 }
@@ -84,6 +90,8 @@ QUICK = {
     "sharding_step": ["--seconds", "0.3"],
     "planner": ["--quick"],
     "collision": ["--seconds", "0.2", "--ids", "1000000"],
+    "serving_lookup": ["--seconds", "0.1", "--rows", "200000"],
+    "serving": ["--seconds", "1", "--rows", "10000"],
     "jagged": ["--seconds", "0.2"],
     "faults": ["--repetitions", "3"],
 }
@@ -105,6 +113,8 @@ TITLES = {
     "dlrm_step": "DLRM, 26 tables on two ranks",
     "planner": "Plans of public models, one core",
     "collision": "Any ids onto rows, beside maps and torchrec, one thread",
+    "serving_lookup": "Lookups in rows of few bits, one thread, beside fbgemm",
+    "serving": "A server under load, one core each for server and load",
     "jagged": "Operators on jagged batches, beside fbgemm",
     "faults": "From a fault to the last survivor's error",
 }

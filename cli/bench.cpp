@@ -8,6 +8,7 @@
 #include <filesystem>
 
 #include "bench_rows.h"
+#include "bench_serve.h"
 #include "captured_program.h"
 #include "flags.h"
 #include "launch/store_host.h"
@@ -28,6 +29,7 @@ constexpr std::string_view kHelp =
   tessera bench                                 what can be measured here
   tessera bench collectives                     shared memory and Gloo on this machine, a minute
   tessera bench collectives --op all_reduce --ranks 4 --quick
+  tessera bench serve pkg --rate 2000           load for tessera serve; --help has its flags
   tessera bench embedding sharding_step         benchmarks of the source tree, beside the peers
 
 collectives is a program of its own and needs no source tree and no Python. It compares Tessera's
@@ -46,6 +48,7 @@ Exit codes: 0 good, 2 wrong usage, 78 something is not there. More: docs/bench.m
 )";
 
 constexpr const char* kCollectives = "collectives";
+constexpr const char* kServe = "serve";
 constexpr std::chrono::minutes kLimit{10};
 
 struct BenchWords {
@@ -113,6 +116,7 @@ int list(const BenchWords& words) {
   if (words.as_json) throw UsageError("bench: --json needs the name of a benchmark");
   std::printf("a program of its own\n  %-20s Collectives over shared memory, beside Gloo%s\n",
               kCollectives, find_collectives_program().empty() ? " (not built)" : "");
+  std::printf("  %-20s Requests to a server, at times of their own\n", kServe);
   const std::string source = find_source(words);
   if (source.empty()) {
     std::puts("of the source tree: there is none around this program; --source names one");
@@ -173,6 +177,7 @@ int measure_tree(const BenchWords& words, const std::vector<std::string>& names)
 }
 
 int run(const std::vector<std::string>& words) {
+  if (!words.empty() && words[0] == kServe) return bench_serve({words.begin() + 1, words.end()});
   CLI::App app("", "bench");
   BenchWords given;
   define_flags(app, given);

@@ -79,8 +79,9 @@ def measured(tmp_path):
 def test_the_list_names_every_benchmark_of_the_tree():
     lines = bench("--source", ROOT).stdout.splitlines()
     assert lines[0] == "a program of its own" and lines[1].split()[0] == "collectives"
-    assert lines[2] == f"of the source tree in {ROOT}"
-    told = [line.split(maxsplit=1) for line in lines[3:] if not line.startswith("  note: ")]
+    assert lines[2].split()[0] == "serve"
+    assert lines[3] == f"of the source tree in {ROOT}"
+    told = [line.split(maxsplit=1) for line in lines[4:] if not line.startswith("  note: ")]
     assert [name for name, _ in told] == list(runner.BENCHMARKS)
     for name, title in told:
         assert title.startswith(runner.TITLES[name])
@@ -97,6 +98,7 @@ def test_an_installed_program_lists_what_is_its_own(installed, measured):
     assert lines == [
         "a program of its own",
         "  collectives          Collectives over shared memory, beside Gloo",
+        "  serve                Requests to a server, at times of their own",
         "of the source tree: there is none around this program; --source names one",
     ]
 

@@ -1,0 +1,13 @@
+// cli/bench_serve.h — tessera bench serve: load for a server, at times of its own.
+
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace tessera::cli {
+
+/// Runs `tessera bench serve` with these words.
+int bench_serve(const std::vector<std::string>& words);
+
+}  // namespace tessera::cli
