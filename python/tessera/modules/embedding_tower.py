@@ -6,7 +6,8 @@
 >>> from tessera.sparse.jagged_tensor import KeyedJaggedTensor
 >>> config = EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=8, feature_names=["f"])
 >>> tower = EmbeddingTower(EmbeddingBagCollection([config]), lambda pooled: pooled.values().relu())
->>> tower(KeyedJaggedTensor(["f"], torch.tensor([1, 2]), torch.tensor([1, 1]))).shape
+>>> features = KeyedJaggedTensor.from_lengths_sync(["f"], torch.tensor([1, 2]), torch.tensor([1, 1]))
+>>> tower(features).shape
 torch.Size([2, 4])
 """
 
