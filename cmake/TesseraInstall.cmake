@@ -12,8 +12,16 @@ if(TESSERA_WHEEL)
   # One file: a wheel holds no links, so each further name would be a copy.
   set_property(TARGET tessera PROPERTY VERSION)
   set_property(TARGET tessera PROPERTY SOVERSION)
-  set_target_properties(tessera PROPERTIES INSTALL_RPATH "$ORIGIN/../../torch/lib")
+  set_target_properties(tessera PROPERTIES INSTALL_RPATH "$ORIGIN:$ORIGIN/../../torch/lib")
   install(TARGETS tessera LIBRARY DESTINATION tessera/lib COMPONENT wheel)
+  # METIS is no part of a bare system, and has no archive to link: it comes along, under the name that
+  # libtessera.so asks for.
+  if(TESSERA_METIS_LIBRARY)
+    file(GLOB metis_file ${TESSERA_METIS_LIBRARY}.?)  # libmetis.so.5, a link
+    get_filename_component(metis_name ${metis_file} NAME)
+    file(REAL_PATH ${metis_file} metis_file)
+    install(FILES ${metis_file} DESTINATION tessera/lib RENAME ${metis_name} COMPONENT wheel)
+  endif()
   if(TARGET tessera_python)
     set_target_properties(tessera_python PROPERTIES
       INSTALL_RPATH "$ORIGIN/lib:$ORIGIN/../torch/lib")

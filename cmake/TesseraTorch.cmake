@@ -12,7 +12,9 @@ if(NOT TESSERA_PYTHON)
   if(SKBUILD)
     set(TESSERA_PYTHON ${Python_EXECUTABLE})  # the interpreter that pip builds for
   else()
-    find_program(TESSERA_PYTHON NAMES python3 python)
+    # Not TESSERA_PYTHON itself, which CMake would remember as if somebody had asked for it.
+    find_program(TESSERA_DEFAULT_PYTHON NAMES python3 python)
+    set(TESSERA_PYTHON ${TESSERA_DEFAULT_PYTHON})
   endif()
 endif()
 if(NOT TESSERA_TORCH_DIR)

@@ -1,15 +1,21 @@
-"""`pip install .` in a fresh environment gives the package and the programs.
+"""`make wheel`'s wheel, installed into an empty environment, is the package and the programs.
 
-torch is linked in from the environment the tests run in, instead of being unpacked again.
+It is built once, in build/wheel, where the next build goes on. The environment has torch and what torch
+needs, by links instead of unpacking it again, and nothing else: no pip, and no compiler on the path.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
 import os
 import pathlib
+import re
 import subprocess
+import sys
 import sysconfig
 import venv
+import zipfile
 
 import pytest
 import torch
@@ -18,56 +24,100 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 TORCH = pathlib.Path(torch.__file__).parent
 
 
-def run(*words, limit=1400, **options) -> subprocess.CompletedProcess:
+def run(*words, limit=1400, path=None, **options) -> subprocess.CompletedProcess:
     # Nothing of the environment around the tests may help.
-    hidden = ("PYTHONPATH", "VIRTUAL_ENV", "TESSERA_WORKER", "TESSERA_BIN")
+    hidden = ("PYTHONPATH", "VIRTUAL_ENV", "TESSERA_WORKER", "TESSERA_BIN", "LD_LIBRARY_PATH")
     env = {name: value for name, value in os.environ.items() if name not in hidden}
     env |= {"CCACHE_BASEDIR": str(ROOT), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     # Otherwise the compiler is the one that Python was built with, whose objects ccache does not know.
     env.setdefault("CXX", "c++")
     env["CCACHE_SLOPPINESS"] = "pch_defines,time_macros,include_file_mtime,include_file_ctime"
+    if path is not None:
+        env["PATH"] = str(path)
     result = subprocess.run(
         [str(word) for word in words],
-        capture_output=True, text=True, timeout=limit, cwd="/", env=env, **options,
+        capture_output=True, text=True, timeout=limit, cwd=options.pop("cwd", "/"), env=env, **options,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
     return result
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory) -> pathlib.Path:
-    environment = tmp_path_factory.mktemp("environment")
-    venv.create(environment, with_pip=False)
-    packages = pathlib.Path(
-        sysconfig.get_path("purelib", vars={"base": str(environment), "platbase": str(environment)})
-    )
-    # torch itself by a link, so that it lies beside tessera as it would after pip install torch; what
-    # torch, pip and the build need through the path.
-    (packages / "torch").symlink_to(TORCH)
-    (packages / "outer.pth").write_text(f"{TORCH.parent}\n")
+def wheel(tmp_path_factory) -> pathlib.Path:
+    folder = tmp_path_factory.mktemp("wheels")
+    if given := os.environ.get("TESSERA_WHEEL_FILE"):
+        return pathlib.Path(given)
     run(
-        environment / "bin/python", "-m", "pip", "install", "--no-build-isolation", "--no-deps",
+        sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", folder,
         "--config-settings=cmake.define.CMAKE_CXX_COMPILER_LAUNCHER=ccache",
         "--config-settings=cmake.define.TESSERA_WERROR=ON",
         f"--config-settings=cmake.define.TESSERA_TORCH_DIR={TORCH}",
         ROOT,
     )  # fmt: skip
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def needed_by_torch() -> set[str]:
+    """Distributions that torch needs, and those that they need."""
+    found, waiting = set(), ["torch"]
+    while waiting:
+        name = waiting.pop()
+        if name in found:
+            continue
+        found.add(name)
+        for line in importlib.metadata.requires(name) or []:
+            other = re.match(r"[\w.-]+", line)[0].lower()
+            try:
+                importlib.metadata.version(other)
+            except importlib.metadata.PackageNotFoundError:
+                continue  # of another platform, or an extra
+            if "extra ==" not in line:
+                waiting.append(other)
+    return found
+
+
+@pytest.fixture(scope="module")
+def environment(wheel, tmp_path_factory) -> pathlib.Path:
+    environment = tmp_path_factory.mktemp("environment")
+    venv.create(environment, with_pip=False)
+    packages = pathlib.Path(
+        sysconfig.get_path("purelib", vars={"base": str(environment), "platbase": str(environment)})
+    )
+    for name in needed_by_torch():
+        distribution = importlib.metadata.distribution(name)
+        tops = {pathlib.PurePath(str(file)).parts[0] for file in distribution.files or []}
+        for top in tops - {"..", "__pycache__"}:
+            if not (packages / top).exists():
+                (packages / top).symlink_to(pathlib.Path(str(distribution.locate_file(top))))
+    # The pip of the tests, for the environment; it looks at no index, so torch must satisfy the wheel.
+    run(sys.executable, "-m", "pip", "--python", environment / "bin/python", "install", "--no-index", wheel)
     return environment
+
+
+def in_environment(environment, *words, **options):
+    """Runs a program with the environment's own programs on the path, and nothing else."""
+    return run(*words, path=environment / "bin", **options)
 
 
 @pytest.mark.timeout(1450)
 def test_package_imports_from_the_environment(environment):
-    result = run(
-        environment / "bin/python", "-c",
+    result = in_environment(
+        environment, environment / "bin/python", "-c",
         "import tessera, tessera.distributed.comm; print(tessera.__file__, tessera.__version__)",
     )  # fmt: skip
     path, version = result.stdout.split()
     assert path.startswith(str(environment))
     assert version == "0.1.0"
-    listed = run(environment / "bin/python", "-m", "pip", "show", "tessera-parallel").stdout
-    assert "Name: tessera-parallel" in listed
-    assert "Version: 0.1.0" in listed
-    assert "Requires: torch" in listed
+
+
+def test_wheel_asks_for_the_torch_it_was_built_with(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        metadata = archive.read(name).decode()
+    assert "Name: tessera-parallel\n" in metadata and "Version: 0.1.0\n" in metadata
+    (wanted,) = re.findall(r"^Requires-Dist: (.+)$", metadata, re.MULTILINE)
+    assert wanted == f"torch=={torch.__version__.partition('+')[0]}"
 
 
 def test_package_holds_no_foreign_file(environment):
@@ -76,17 +126,33 @@ def test_package_holds_no_foreign_file(environment):
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     assert {"py.typed", "_C.pyi", f"_C{suffix}", "lib/libtessera.so", "bin/tessera-worker"} <= names
     allowed = (".py", ".pyi", ".pyc", "py.typed", f"_C{suffix}", "libtessera.so", "tessera-worker")
-    assert all(name.endswith(allowed) for name in names), names
+    others = {name for name in names if not name.endswith(allowed)}
+    assert all(re.fullmatch(r"lib/libmetis\.so\.\d", name) for name in others), others
+
+
+def test_what_it_links_is_on_a_bare_system_or_comes_along(environment):
+    """Only the C and C++ libraries, which Python and torch need too; torch's; its own."""
+    package = next(environment.glob("lib/python3*/site-packages/tessera"))
+    bare = r"(libc|libm|libgcc_s|libstdc\+\+|ld-linux-x86-64|libpthread|libdl|librt)\.so[.\d]*"
+    theirs = {path.name for path in (TORCH / "lib").iterdir()} | {
+        path.name for path in (package / "lib").iterdir()
+    }
+    programs = [environment / "bin/tessera", package / "bin/tessera-worker", *package.glob("_C*.so")]
+    for file in [*programs, *(package / "lib").iterdir()]:
+        needed = re.findall(r"NEEDED.*\[(.+)\]", run("readelf", "-d", file).stdout)
+        assert needed, file
+        assert [name for name in needed if not re.fullmatch(bare, name) and name not in theirs] == [], file
 
 
 def test_program_runs_a_job(environment):
-    assert "tessera run" in run(environment / "bin/tessera", "--help").stdout
+    assert "tessera run" in in_environment(environment, environment / "bin/tessera", "--help").stdout
     code = (
         "import tessera, torch; world = tessera.comm.init(timeout=60);"
         "print('sum', int(tessera.comm.all_reduce(torch.tensor([world.rank() + 1]))),"
         " tessera.comm.engine(), flush=True)"
     )
-    result = run(environment / "bin/tessera", "run", "-n", "2", "--", environment / "bin/python", "-c", code)
+    words = ["run", "-n", "2", "--", environment / "bin/python", "-c", code]
+    result = in_environment(environment, environment / "bin/tessera", *words)
     assert result.stdout.count("sum 3 shm") == 2, result.stdout + result.stderr
 
 
@@ -98,5 +164,17 @@ def test_module_and_script_run_under_the_same_python(environment, tmp_path):
         "print(dist.get_rank(), sys.prefix, flush=True)\n"
         "dist.destroy_process_group()\n"
     )
-    result = run(environment / "bin/tessera", "run", "-n", "2", script)
+    result = in_environment(environment, environment / "bin/tessera", "run", "-n", "2", script)
     assert result.stdout.count(str(environment)) == 2, result.stdout + result.stderr
+
+
+@pytest.mark.timeout(400)
+def test_the_demo_trains(environment, tmp_path):
+    """What `make demo` trains reaches the same AUC, and its model can be used."""
+    program = environment / "bin/tessera"
+    words = ["train", "dlrm", "--config", ROOT / "examples/demo.toml", "--save", "run", "--json"]
+    result = json.loads(in_environment(environment, program, *words, limit=360, cwd=tmp_path).stdout)
+    assert result["ranks"] == 2 and result["auc"] > 0.75
+    assert "tessera" in (tmp_path / "run/report.html").read_text()
+    judged = in_environment(environment, program, "eval", "run", "--json", limit=120, cwd=tmp_path)
+    assert json.loads(judged.stdout)["auc"] == pytest.approx(result["auc"], abs=1e-6)
