@@ -317,7 +317,9 @@ RankFailure RankGroup::describe(const Rank& rank) const {
   failure.order = rank.order;
   failure.was_stopped = rank.was_stopped;
   const bool was_killed = failure.signal_number == SIGKILL;
-  if (!read_error_file(rank.error_file, failure) && rank.err && !was_killed && !rank.was_stopped) {
+  // One that was told to stop but left with a code of its own has something to say.
+  const bool only_obeyed = rank.was_stopped && failure.exit_code == 0;
+  if (!read_error_file(rank.error_file, failure) && rank.err && !was_killed && !only_obeyed) {
     failure.message = last_line(rank.err->tail());
   }
   if (!keep_files_) failure.error_file.clear();

@@ -127,6 +127,10 @@ std::string table(const std::vector<RankFailure>& failures, const std::vector<si
 
 std::string how_ended(const RankFailure& failure) {
   if (failure.rank < 0) return "lost";
+  // The launcher's signal met it on its way out, after it had told its error.
+  if (failure.was_stopped && failure.has_error_file) {
+    return "exit code " + std::to_string(exit_code_of(failure));
+  }
   if (failure.signal_number != 0) return signal_name(failure.signal_number);
   return "exit code " + std::to_string(failure.exit_code);
 }
@@ -135,6 +139,14 @@ std::string format_report(const std::vector<RankFailure>& failures, const Report
   const size_t first = root_cause(failures);
   const RankFailure& root = failures[first];
   std::string what = one_line(message_of(root), 400);
+  // The same mistake on all ranks: often one of them says it for all.
+  for (const RankFailure& other : failures) {
+    if (!what.empty()) break;
+    const bool is_alike = other.signal_number == 0 && other.exit_code == root.exit_code;
+    if (root.signal_number == 0 && is_alike && !other.is_secondary) {
+      what = one_line(other.message, 400);
+    }
+  }
   if (what.empty()) what = how_ended(root);
   const char* red = context.use_color ? "\x1b[1;31m" : "";
   const char* plain = context.use_color ? "\x1b[0m" : "";
