@@ -15,7 +15,8 @@ constexpr std::string_view kHelp =
   source <(tessera completion bash)             for this shell
   tessera completion fish > ~/.config/fish/completions/tessera.fish
 
-Prints a script for the shell; verbs and flags are completed, then file names.
+Prints a script for the shell: verbs, what may stand behind them, flags and the words that flags
+take are completed, then file names.
 )";
 
 std::string joined(const std::vector<std::string>& words) {
@@ -47,7 +48,14 @@ std::string bash_script() {
     if (!verb->subjects.empty()) {
       text += "; elif [[ $COMP_CWORD == 2 ]]; then words='" + std::string(verb->subjects) + "'";
     }
-    text += "; fi ;;\n";
+    text += "; fi";
+    if (verb->values != nullptr) {
+      text += "\n      case ${COMP_WORDS[COMP_CWORD-1]} in";
+      for (const auto& [flag, words] : verb->values())
+        text += " " + flag + ") words='" + words + "' ;;";
+      text += " esac";
+    }
+    text += " ;;\n";
   }
   return text +
          "  esac; fi\n"
@@ -63,9 +71,13 @@ std::string fish_script() {
       text += "complete -c tessera -n '__fish_seen_subcommand_from " + std::string(verb->name) +
               "' -a '" + std::string(verb->subjects) + "'\n";
     }
+    const auto values =
+        verb->values == nullptr ? std::map<std::string, std::string>() : verb->values();
     for (const std::string& flag : verb->flags()) {
+      const auto words = values.find(flag);
       text += "complete -c tessera -n '__fish_seen_subcommand_from " + std::string(verb->name) +
-              "' -l " + flag.substr(2) + "\n";
+              "' -l " + flag.substr(2) +
+              (words == values.end() ? "" : " -x -a '" + words->second + "'") + "\n";
     }
   }
   return text;

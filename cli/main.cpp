@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <exception>
 
+#include "settings/help_text.h"
 #include "tessera/core/version.h"
 #include "tessera/launch/exit_code.h"
 #include "tessera/launch/launch_error.h"
@@ -86,7 +87,17 @@ const Verb* find_verb(const std::string& name) {
   throw UsageError("unknown verb '" + word + "'" + suggestion(word, known));
 }
 
-void print(std::string_view text) { std::fwrite(text.data(), 1, text.size(), stdout); }
+void print(std::string_view text) { std::fputs(settings::fitted_help(text).c_str(), stdout); }
+
+// A flag where a workload or a sub-verb is wanted is a mistyped one, unless the verb knows it.
+void check_subject(const Verb& verb, const std::vector<std::string>& words) {
+  if (verb.subjects.empty() || words.size() < 2 || !words[1].starts_with("--")) return;
+  std::vector<std::string> known = verb.flags();
+  if (std::find(known.begin(), known.end(), words[1]) != known.end()) return;
+  if (words[1].find('=') != std::string::npos) return;
+  throw UsageError(std::string(verb.name) + ": unknown flag " + words[1] +
+                   suggestion(words[1], known));
+}
 
 int dispatch(const std::vector<std::string>& words) {
   if (words.empty() || words[0] == "--help" || words[0] == "-h") {
@@ -109,6 +120,7 @@ int dispatch(const std::vector<std::string>& words) {
   }
   const Verb* verb = find_verb(words[0]);
   if (verb == nullptr) throw_unknown_verb(words[0]);
+  check_subject(*verb, words);
   return verb->run({words.begin() + 1, words.end()});
 }
 

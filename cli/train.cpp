@@ -112,9 +112,23 @@ std::vector<std::string> flags() {
   return {all.begin(), all.end()};
 }
 
+std::map<std::string, std::string> values() {
+  std::map<std::string, std::string> all;
+  for (const Workload& workload : kWorkloads) {
+    const auto settings = workload.settings();
+    for (const auto& setting : settings->table().settings()) {
+      std::string words;
+      for (const std::string& choice : setting.choices)
+        words += (words.empty() ? "" : " ") + choice;
+      if (!words.empty()) all["--" + setting.name] = words;
+    }
+  }
+  return all;
+}
+
 }  // namespace
 
-const Verb kTrainVerb{"train",      "train a built-in workload: dlrm, lm, gnn", kHelp, run, flags,
-                      "dlrm lm gnn"};
+const Verb kTrainVerb{
+    "train", "train a built-in workload: dlrm, lm, gnn", kHelp, run, flags, "dlrm lm gnn", values};
 
 }  // namespace tessera::cli

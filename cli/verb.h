@@ -5,6 +5,7 @@
 
 #pragma once
 
+#include <map>
 #include <span>
 #include <string>
 #include <string_view>
@@ -22,6 +23,8 @@ struct Verb {
   std::vector<std::string> (*flags)();
   /// What may stand after the verb, for completion: workloads, sub-verbs.
   std::string_view subjects = "";
+  /// Returns flags with the words that they take, for completion; null if there are none.
+  std::map<std::string, std::string> (*values)() = nullptr;
 };
 
 extern const Verb kBenchVerb;

@@ -57,8 +57,8 @@ def test_help_of(verb):
     assert (result.returncode, result.stderr) == (0, "")
     assert tessera("help", verb).stdout == tessera(verb, "-h").stdout == result.stdout
     lines = result.stdout.splitlines()
-    assert len(lines) <= 40
-    assert max(map(len, lines)) <= 100
+    assert len(lines) <= 60
+    assert max(map(len, lines)) <= 80
     assert lines[0].startswith(f"tessera {verb}")
     assert not lines[1]
     assert re.match(rf"  (source <\()?tessera {verb} ", lines[2]), "an example comes first"
@@ -78,9 +78,9 @@ def test_help_of_a_part(verb, part):
     result = tessera(verb, part, "--help")
     assert (result.returncode, result.stderr) == (0, "")
     lines = result.stdout.splitlines()
-    assert len(lines) <= 45
+    assert len(lines) <= 60
     assert lines[0].startswith(f"tessera {verb} {part}")
-    assert max(map(len, lines)) <= 100
+    assert max(map(len, lines)) <= 80
 
 
 def test_help_names_every_flag():

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import pathlib
 import pty
 import re
 import struct
 import subprocess
+import sys
 import termios
+import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TESSERA = os.environ.get("TESSERA_BIN", str(ROOT / "build/release/bin/tessera"))
@@ -86,10 +89,94 @@ def test_keys_of_a_file_may_have_underscores(tmp_path):
     assert re.search(r'^nproc-per-node\s*=\s*"?2"?$', printed, re.MULTILINE)
 
 
-def test_completion_knows_workloads_and_what_verbs_do():
+def test_completion_knows_workloads_what_verbs_do_and_values():
     script = tessera("completion", "bash").stdout
     tries = {"train ''": "dlrm lm gnn", "data c": "convert check", "plan ''": "tables graph"}
+    tries |= {"train dlrm --sharding ''": "auto row_wise", "train lm --decay c": "cosine"}
     for words, wanted in tries.items():
-        command = f"{script}\nCOMP_WORDS=(tessera {words}) COMP_CWORD=2; _tessera; echo ${{COMPREPLY[@]}}"
+        last = len(words.split())
+        command = (
+            f"{script}\nCOMP_WORDS=(tessera {words}) COMP_CWORD={last}; _tessera; echo ${{COMPREPLY[@]}}"
+        )
         found = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True).stdout
         assert set(wanted.split()) <= set(found.split()), words
+
+
+def test_mistyped_words_have_suggestions_everywhere():
+    tries = {
+        "train --hlep": "train: unknown flag --hlep: did you mean --help?",
+        "plan --hlep": "plan: unknown flag --hlep: did you mean --help?",
+        "data --hlep": "data: unknown flag --hlep: did you mean --help?",
+        "ckpt --jsn": "ckpt: unknown flag --jsn: did you mean --json?",
+        "completion bahs": "completion: unknown shell 'bahs': did you mean bash?",
+        "bench collectivs": "bench: there is no 'collectivs': did you mean collectives?",
+        "train dlrm --sharding row-wise": "data_parallel}: did you mean row_wise?",
+        "train dlrm --optimizer adm": "adam}: did you mean adam?",
+        "serve --prot 1": "serve: unknown flag --prot: did you mean --port?",
+    }
+    for words, wanted in tries.items():
+        assert wanted in tessera(*words.split(), code=2).stderr, words
+
+
+def test_the_text_of_a_rank_that_speaks_for_all_is_the_reason(tmp_path):
+    (tmp_path / "bad.bin").write_bytes(bytes(range(256)) * 20)
+    failed = tessera("train", "dlrm", "--ranks", 2, "--data", tmp_path / "bad.bin", code=65)
+    assert re.search(r"error: rank \d failed first: error: .*bad\.bin: is a binary file", failed.stderr)
+
+
+def test_a_rank_that_raised_is_not_said_to_have_ended_with_a_signal(tmp_path):
+    (tmp_path / "raises.py").write_text(
+        "import atexit, time\n"
+        "atexit.register(time.sleep, 3)  # the launcher's signal meets it on its way out\n"
+        "import tessera, torch.distributed as dist\n"
+        "dist.init_process_group('shm')\n"
+        "if dist.get_rank() == 1: raise ValueError('seven')\n"
+        "dist.barrier()\n"
+    )
+    failed = tessera("run", "-n", 2, "--", sys.executable, tmp_path / "raises.py", code=1)
+    assert "error: rank 1 failed first: ValueError: seven" in failed.stderr
+    assert re.search(r"why: rank 1 \(pid \d+\) ended with exit code 1 at", failed.stderr)
+
+
+def test_a_loss_that_is_not_a_number_is_a_failure(tmp_path):
+    flags = ["--lr", "1e9", "--steps", 30, "--runs", tmp_path]
+    failed = tessera("train", "lm", *flags, code=1)
+    assert "the loss is not a number at step" in failed.stderr
+    (run,) = tmp_path.iterdir()
+    assert '"status":"diverged"' in (run / "metrics.jsonl").read_text()
+
+
+def test_threads_are_what_the_user_says(tmp_path):
+    def threads(name, *flags, **env):
+        words = [TESSERA, "train", "dlrm", "--steps", "1", *SMALL, "--save", str(tmp_path / name), *flags]
+        full = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"} | env
+        subprocess.run(words, env=full, check=True, capture_output=True, timeout=LIMIT)
+        head = json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[0])
+        return head["machine"]["threads per rank"]
+
+    assert threads("flag", "--threads", "3", OMP_NUM_THREADS="2") == 3
+    assert threads("variable", OMP_NUM_THREADS="5") == 5
+    cores = len(os.sched_getaffinity(0))
+    assert threads("share", "--ranks", "2") <= max(1, cores // 2)
+    assert threads("alone") <= cores
+
+
+def test_a_training_told_to_stop_while_it_starts_ends_soon(tmp_path):
+    for delay in (0.05, 0.3, 0.7):
+        words = [
+            "train",
+            "dlrm",
+            "--ranks",
+            "2",
+            "--steps",
+            "100000",
+            *SMALL,
+            "--save",
+            str(tmp_path / str(delay)),
+        ]
+        process = subprocess.Popen([TESSERA, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        time.sleep(delay)
+        process.terminate()
+        # The launcher would kill what is left after 30 s; nothing may need that.
+        process.communicate(timeout=25)
+        assert process.returncode in (0, 143), delay

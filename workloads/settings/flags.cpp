@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "settings/config_file.h"
+#include "settings/help_text.h"
 #include "settings/usage.h"
 #include "tessera/launch/exit_code.h"
 #include "tessera/launch/launch_error.h"
@@ -62,6 +63,22 @@ void check_key(const CLI::App& app, const std::string& path, const FileSetting& 
                               "--" + setting.key + " is a flag for one call, not a setting",
                               "leave it out, and give the flag");
   }
+}
+
+// For CLI11's "--flag: word not in {one,two}": the word that was meant.
+std::string nearest_value(const std::string& text) {
+  const std::size_t begin = text.find(" not in {");
+  const std::size_t colon = text.find(": ");
+  if (begin == std::string::npos || colon == std::string::npos || !text.ends_with('}')) return "";
+  std::vector<std::string> values(1);
+  for (std::size_t i = begin + 9; i + 1 < text.size(); ++i) {
+    if (text[i] == ',') {
+      values.emplace_back();
+    } else {
+      values.back() += text[i];
+    }
+  }
+  return suggestion(text.substr(colon + 2, begin - colon - 2), values);
 }
 
 // Whether the words of the call have the flag of a setting: then the file's value is not read.
@@ -126,7 +143,7 @@ std::vector<std::string> long_flags(const CLI::App& app) {
 }
 
 int print_help(std::string_view help) {
-  std::fwrite(help.data(), 1, help.size(), stdout);
+  std::fputs(fitted_help(help).c_str(), stdout);
   return launch::kExitOk;
 }
 
@@ -219,7 +236,7 @@ void read_flags(CLI::App& app, std::vector<std::string> flags) {
           text.substr(begin.size()),
           "a value that --" + setting.key + " takes; the help of the verb names them");
     }
-    throw UsageError(app.get_name() + ": " + text);
+    throw UsageError(app.get_name() + ": " + text + nearest_value(text));
   }
 }
 

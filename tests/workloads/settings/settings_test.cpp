@@ -12,6 +12,7 @@
 #include "gnn/settings.h"
 #include "lm/settings.h"
 #include "settings/flags.h"
+#include "settings/help_text.h"
 #include "settings/usage.h"
 #include "tessera/launch/launch_error.h"
 
@@ -77,6 +78,22 @@ TEST(Settings, FlagsWinOverTheFileAndTheFileOverDefaults) {
   EXPECT_EQ(values.rate, 0.001);
   EXPECT_EQ(values.name, "b");
   EXPECT_TRUE(values.is_fast);
+}
+
+TEST(Help, FitsItsColumns) {
+  const std::string fits = "tessera x\n\n  --flag N   what it is\nMore: docs/x.md\n";
+  EXPECT_EQ(fitted_help(fits, 40), fits);
+  // A flag's text goes on below its beginning, with the lines that already did.
+  EXPECT_EQ(fitted_help("  --flag N          one two three four five\n"
+                        "                    six\n",
+                        32),
+            "  --flag N          one two\n"
+            "                    three four\n"
+            "                    five six\n");
+  // A paragraph is filled anew; where to read more stays together, on a line of its own.
+  EXPECT_EQ(fitted_help(
+                "\none two three four\nfive\nMore: docs/x.md\n\nsix seven. More: docs/y.md\n", 15),
+            "\none two three\nfour five\nMore: docs/x.md\n\nsix seven.\nMore: docs/y.md\n");
 }
 
 TEST(Settings, AFileIsToml) {
