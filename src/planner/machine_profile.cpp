@@ -177,8 +177,9 @@ StepTime predict(const MachineProfile& profile, const std::vector<ShardCost>& co
   StepTime time;
   const bool is_alone = costs.size() < 2;
   const double call = is_alone ? 0 : fit(profile.host).fixed * profile.calibration.links;
+  const Line layer = fit(profile.dense);
   const double operations =
-      profile.calibration.dense * seconds_of(fit(profile.dense), dense.operations);
+      profile.calibration.dense * (dense.layers * layer.fixed + layer.each * dense.operations);
   const double all_reduce =
       is_alone ? 0 : profile.calibration.links * seconds_of(fit(profile.all_reduce), dense.bytes);
   if (slowest != costs.end()) {

@@ -100,6 +100,7 @@ TEST(ProfileTest, EveryTermIsInTheCosts) {
   EXPECT_NEAR(time.links, costs[0].seconds.ids + costs[0].seconds.rows + 2 * 5e-6, 1e-9);
   EXPECT_NEAR(time.gradients, costs[0].seconds.gradients + 5e-6 + 8e-6 + 4e6 / 2e9, 1e-9);
   EXPECT_NEAR(time.backward, operations * 2 / 3 + time.gradients + time.step, 1e-9);
+  EXPECT_NEAR(predict(measured(), costs, {6e9, 4e6, 3}).dense, (3e-4 + 6e9 / 50e9) / 3, 1e-9);
 }
 
 TEST(ProfileTest, ACalibratedProfilePredictsTheRunItCameFrom) {

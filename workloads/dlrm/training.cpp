@@ -548,10 +548,13 @@ class Training final : public trainer::Workload<ClickBatch> {
   // Products of layers, and of every pair of features.
   planner::DenseLoad dense_load() const {
     planner::DenseLoad load;
+    load.layers = 0;
     double products = 0;
     for (const at::Tensor& parameter : model_.parameters()) {
       load.bytes += static_cast<double>(parameter.numel()) * 4;
-      if (parameter.dim() == 2) products += static_cast<double>(parameter.numel());
+      if (parameter.dim() != 2) continue;
+      products += static_cast<double>(parameter.numel());
+      ++load.layers;
     }
     const auto num_vectors = static_cast<double>(configs_.size()) + 1;
     if (settings_.interaction == "dot") {

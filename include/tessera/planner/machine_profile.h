@@ -89,6 +89,7 @@ struct StepTime {
 struct DenseLoad {
   double operations = 0;  // of a step, forward and backward
   double bytes = 0;       // of gradients
+  int layers = 1;         // each has what a layer takes whatever its size
 };
 
 /// The step of the rank that has most to do by `costs`, whose speeds are those of `profile`.
