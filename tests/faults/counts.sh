@@ -1,5 +1,5 @@
 #!/bin/sh
-# The long counts of docs/reliability.md: about eight minutes on 16 cores that have nothing else to do.
+# The long counts of docs/reliability.md: about twelve minutes on 16 cores that have nothing else to do.
 #
 #   tests/faults/counts.sh [build folder] [words for counts.py]
 #
