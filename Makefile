@@ -18,7 +18,9 @@ APT_PACKAGES := libgtest-dev libgmock-dev libcli11-dev nlohmann-json3-dev libtom
                 ninja-build cmake g++ git python3-venv iproute2 libmetis-dev zlib1g-dev libzstd-dev \
                 libboost-dev libxxhash-dev libabsl-dev libssl-dev
 TOOLS := clang-format==23.1.3 clang-tidy==23.1.4 ruff==0.17.4 mypy==1.18.2 pytest==9.2.0 pytest-timeout==2.4.0 \
-         hypothesis==6.170.15 safetensors==0.8.0 numpy scikit-build-core==1.1.1
+         hypothesis==6.170.15 safetensors==0.8.0 numpy scikit-build-core==1.1.1 pyarrow==21.0.0
+# What reads our files in the tests, as its users do. No dependencies are followed.
+READERS := tokenizers==0.23.3 tensorboard==2.21.0 protobuf==7.36.2 absl-py==2.5.1
 
 # What the tests compare with. No dependencies are followed: torch and numpy are those of $(VENV).
 PEER_PACKAGES := torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 tensordict==0.15.3 torchmetrics==1.0.3 tqdm==4.70.1 \
@@ -70,6 +72,7 @@ $(VENV)/.ready: Makefile | packages
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet torch==$(TORCH_VERSION)
 	$(VENV)/bin/pip install --quiet $(TOOLS)
+	$(VENV)/bin/pip install --quiet --no-deps $(READERS)
 	touch $@
 
 $(BUILD)/build.ninja: $(VENV)/.ready CMakeLists.txt CMakePresets.json

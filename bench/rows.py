@@ -54,6 +54,7 @@ def peer_name(name: str) -> str | None:
         "python": "gloo",
         "launch": "torchrun",
         "checkpoint": "dcp",
+        "data": "pandas",
         "data_parallel": "torch",
         "dlrm": "torch" if operation.startswith("interaction") else "torchrec",
         "embedding": "fbgemm",

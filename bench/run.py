@@ -48,6 +48,7 @@ BENCHMARKS = {
     "vocab_logprob": [[sys.executable, str(ROOT / "bench/compare/vocab_logprob.py")]],
     "checkpoint": [[sys.executable, str(ROOT / "bench/checkpoint/checkpoint_bench.py")]],
     "data_parallel_step": [[sys.executable, str(ROOT / "bench/compare/ddp_step.py")]],
+    "data_convert": [[sys.executable, str(ROOT / "bench/compare/data_convert.py")]],
     "dlrm_parts": [[str(PROGRAMS / "dlrm_bench")]],
     "dlrm_step": [[PEERS_PYTHON, str(ROOT / "bench/compare/torchrec_dlrm.py")]],
     "embedding": [
@@ -74,6 +75,7 @@ BENCHMARKS = {
 }
 QUICK = {
     "comm_collectives": ["--seconds", "0.1"],
+    "data_convert": ["--rows", "50000", "--repetitions", "2"],
     "dlrm_parts": ["--seconds", "0.2"],
     "dlrm_step": ["--steps", "3", "--rounds", "1"],
     "python_collectives": ["--bytes", "4000", "--bytes", "25000000"],
@@ -109,6 +111,7 @@ TITLES = {
     "data_parallel_step": "Training steps under DistributedDataParallel, two ranks",
     "embedding": "Tables on one rank",
     "sharding_step": "Training steps on sharded tables, two ranks",
+    "data_convert": "Tables of people's own to click logs, one core",
     "dlrm_parts": "Around the tables of a DLRM, one rank",
     "dlrm_step": "DLRM, 26 tables on two ranks",
     "planner": "Plans of public models, one core",

@@ -3,6 +3,8 @@
 #include <filesystem>
 #include <fstream>
 
+#include "converted_data.h"
+#include "data/converted.h"
 #include "eval_flags.h"
 #include "report/run_folder.h"
 #include "tessera/launch/exit_code.h"
@@ -25,7 +27,8 @@ constexpr std::string_view kEvalHelp =
 
 Measures the model of a finished tessera train dlrm: log loss, AUC, normalised entropy, calibration.
 
-  --data LOG      a log of the same schema (the run's own samples for evaluation)
+  --data FILE     a log, or a table that the run's schema describes: CSV, Parquet, ...
+                  (the run's own samples for evaluation)
   --best          the best checkpoint by evaluation, not the final one
   --step N        this checkpoint
   -n, --ranks N   processes, which hold the tables together (1)
@@ -40,14 +43,15 @@ constexpr std::string_view kPredictHelp =
     R"(tessera predict RUN --data LOG --out scores.csv [flags]
 
   tessera predict runs/2026-11-15-1 --data day_2.click --out scores.csv
-  tessera predict runs/2026-11-15-1 --best -n 2 --data day_2.click --out scores.csv
+  tessera predict runs/2026-11-15-1 --best -n 2 --data new.parquet --out scores.parquet
 
 Scores every sample of a log with the model of a finished tessera train dlrm. The file has a line of
 names, then one line per sample in the order of the log: its number from 0, and the probability that
 its label is 1. It appears when it is whole.
 
-  --data LOG      a log of the same schema as the run's
-  --out FILE      the file to write
+  --data FILE     a log, or a table that the run's schema describes: CSV, Parquet, ...
+                  The label may be missing.
+  --out FILE      the file to write: CSV, or Parquet if it is named so
   --best          the best checkpoint by evaluation, not the final one
   --step N        this checkpoint
   -n, --ranks N   processes, which hold the tables together (1)
@@ -72,10 +76,22 @@ void check_run(const std::string& verb, const EvalWords& words) {
                       "other workloads have no such evaluation yet",
                       "name a folder that tessera train dlrm has made");
   }
-  if (!words.data.empty() && words.data != "synthetic" && !std::filesystem::exists(words.data)) {
+  const bool is_pattern = words.data.find_first_of("*?[,") != std::string::npos;
+  if (!words.data.empty() && words.data != "synthetic" && !is_pattern &&
+      !std::filesystem::exists(words.data)) {
     throw LaunchError(launch::kExitData, verb + ": there is no file " + words.data,
                       "--data names it", "name a log, as tessera data convert makes it");
   }
+}
+
+// A table becomes a log by the schema of the run, and the ranks are told that.
+void use_log(const std::string& verb, const EvalWords& given, std::vector<std::string>& words) {
+  const std::string schema = given.run + "/schema.toml";
+  if (!workloads::data::is_table(given.data) || !std::filesystem::exists(schema)) return;
+  workloads::data::TableOptions options;
+  options.label_may_miss = verb == "predict";
+  const std::string log = say_converted(verb, given.data, schema, options);
+  words.insert(words.end(), {"--data", log});
 }
 
 int run(const std::string& verb, std::string_view help, const std::vector<std::string>& words) {
@@ -85,12 +101,14 @@ int run(const std::string& verb, std::string_view help, const std::vector<std::s
     throw UsageError("predict: needs --data LOG and --out FILE");
   }
   check_run(verb, given);
+  std::vector<std::string> told = words;
+  use_log(verb, given, told);
   launch::RunOptions options;
   options.num_local_ranks = given.ranks;
   options.prefix_lines = false;
   options.use_python = false;
   options.command = {worker_program(verb), verb};
-  options.command.insert(options.command.end(), words.begin(), words.end());
+  options.command.insert(options.command.end(), told.begin(), told.end());
   return launch::run_job(options);
 }
 

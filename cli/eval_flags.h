@@ -26,7 +26,7 @@ struct EvalWords {
 
 inline void define_flags(CLI::App& app, EvalWords& words, bool predicts) {
   app.set_help_flag();
-  app.add_option("--data", words.data);
+  app.add_option("--data", words.data)->take_last();
   if (predicts) app.add_option("--out", words.out);
   app.add_option("--step", words.step)->check(CLI::NonNegativeNumber);
   app.add_flag("--best", words.takes_best);

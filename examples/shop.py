@@ -1,6 +1,7 @@
 """Writes the table of docs/your_data.md: who saw which article of a made-up shop, and clicked or not.
 
 python examples/shop.py shop.csv 20000
+python examples/shop.py shop.parquet 20000
 """
 
 from __future__ import annotations
@@ -36,12 +37,26 @@ def rows(count: int, seed: int = 1):
         }
 
 
+def write_parquet(path: str, all_rows: list[dict]) -> None:
+    """The same as columns with types: a price that is missing is null, tags are a list."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for row in all_rows:
+        row["price"] = None if row["price"] == "" else row["price"]
+        row["tags"] = row["tags"].split("|") if row["tags"] else []
+    pq.write_table(pa.Table.from_pylist(all_rows), path)
+
+
 def main() -> None:
     """Write as many records as asked for."""
     path, count = sys.argv[1], int(sys.argv[2])
     seed = int(sys.argv[3]) if len(sys.argv) > 3 else 1
+    all_rows = list(rows(count, seed))
+    if path.endswith(".parquet"):
+        write_parquet(path, all_rows)
+        return
     with open(path, "w", newline="", encoding="utf-8") as file:
-        all_rows = list(rows(count, seed))
         writer = csv.DictWriter(file, all_rows[0])
         writer.writeheader()
         writer.writerows(all_rows)

@@ -11,6 +11,7 @@
 #include <ATen/Parallel.h>
 #include <nlohmann/json.hpp>
 
+#include "data/columns.h"
 #include "dlrm/settings.h"
 #include "dlrm/training.h"
 #include "eval_flags.h"
@@ -52,8 +53,19 @@ std::string checkpoints_of(const EvalWords& words) {
   return best;
 }
 
+float probability(float logit) {
+  return static_cast<float>(1 / (1 + std::exp(-static_cast<double>(logit))));
+}
+
 // Whole or not at all: a long file that was cut off looks like a short one.
 void write_scores(const std::string& path, const std::vector<float>& logits) {
+  if (path.ends_with(".parquet")) {
+    std::vector<float> probabilities;
+    probabilities.reserve(logits.size());
+    for (const float logit : logits) probabilities.push_back(probability(logit));
+    workloads::data::write_scores_parquet(path, probabilities);
+    return;
+  }
   const std::string draft = path + ".partial-" + std::to_string(::getpid());
   std::ofstream file(draft, std::ios::binary);
   std::string text = "sample,probability\n";
@@ -64,7 +76,7 @@ void write_scores(const std::string& path, const std::vector<float>& logits) {
   for (std::size_t i = 0; i < logits.size(); ++i) {
     put(i);
     text += ',';
-    put(static_cast<float>(1 / (1 + std::exp(-static_cast<double>(logits[i])))));
+    put(probability(logits[i]));
     text += '\n';
     if (text.size() > (1U << 20)) {
       file << text;

@@ -7,6 +7,7 @@ import os
 import pathlib
 import re
 import shlex
+import struct
 import subprocess
 import sys
 
@@ -15,12 +16,13 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TESSERA = os.environ.get("TESSERA_BIN", str(ROOT / "build/release/bin/tessera"))
 PAGE = ROOT / "docs/your_data.md"
+HAS_PARQUET = (pathlib.Path(TESSERA).parent.parent / "lib/libtessera_parquet.so").exists()
 LIMIT = 180.0  # seconds; for a loaded machine, not a figure
 
 
 def commands():
     page = PAGE.read_text()
-    part = page[page.index("## From a table") : page.index("## The schema")]
+    part = page[page.index("## From a table") : page.index("## Files")]
     blocks = re.findall(r"```sh\n(.*?)```", part, re.DOTALL)
     return [line for block in blocks for line in block.splitlines()]
 
@@ -31,19 +33,21 @@ def played(tmp_path_factory):
     folder = tmp_path_factory.mktemp("newcomer")
     (folder / "examples").symlink_to(ROOT / "examples")
     programs = {"tessera": TESSERA, "python": sys.executable}
+    env = {**os.environ, "TESSERA_CACHE": str(folder / "cache")}
     printed = {}
     for command in commands():
         words = shlex.split(command)
         words[0] = programs.get(words[0], words[0])
-        result = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=LIMIT)
+        if "parquet" in command and not HAS_PARQUET:
+            continue
+        result = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=LIMIT, env=env)
         assert result.returncode == 0, command + "\n" + result.stdout + result.stderr
         printed[command] = result.stdout
     return folder, printed
 
 
 def said(printed, beginning):
-    (found,) = [text for command, text in printed.items() if command.startswith(beginning)]
-    return found
+    return next(text for command, text in printed.items() if command.startswith(beginning))
 
 
 def test_the_page_shows_what_is_printed(played):
@@ -90,6 +94,31 @@ def test_new_records_are_measured_and_scored(played):
     }
     pairs = sum((a > b) + 0.5 * (a == b) for a in of[True] for b in of[False])
     assert pairs / (len(of[True]) * len(of[False])) > 0.7
+
+
+@pytest.mark.skipif(not HAS_PARQUET, reason="built without Arrow")
+def test_parquet_gives_the_same_bits(played):
+    pq = pytest.importorskip("pyarrow.parquet")
+    folder, printed = played
+    ours = sorted((folder / "shop-run/best").glob("*/*.safetensors"))
+    theirs = sorted((folder / "parquet-run/best").glob("*/*.safetensors"))
+    assert ours and [path.name for path in ours] == [path.name for path in theirs]
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.read_bytes() == other.read_bytes(), one.name
+    table = pq.read_table(folder / "scores.parquet")
+    lines = (folder / "scores.csv").read_text().splitlines()[1:]
+    assert [struct.pack("f", float(line.split(",")[1])) for line in lines] == [
+        struct.pack("f", score) for score in table["probability"].to_pylist()
+    ]
+    shown = said(printed, "tessera runs diff")
+    assert re.search(r"^  data +\S*shop.click\S* +\S*shop.parquet", shown, re.MULTILINE)
+    assert "schema" in shown and (folder / "parquet-run/compare.html").exists()
+    assert re.search(r"^parquet-run +dlrm +finished", said(printed, "tessera runs ."), re.MULTILINE)
+
+
+def test_the_model_is_exported(played):
+    folder, _ = played
+    assert any((folder / "shop-model").iterdir())
 
 
 def test_records_without_a_label_have_the_same_scores(played):

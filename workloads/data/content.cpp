@@ -20,17 +20,20 @@ struct Sign {
 
 constexpr const char* kAsText = "write it as CSV or JSON lines";
 
+constexpr const char* kByColumns =
+    "it is read by a schema, as tessera data schema guesses one, and not from a pipe";
+
 constexpr Sign kSigns[] = {
     {"TSRCLICK", FileKind::kClickLog, "a click log already", "train on it as it is"},
     {"\x1f\x8b", FileKind::kGzip, "gzip", "unpack it first"},
     {"\x28\xb5\x2f\xfd", FileKind::kZstd, "zstd", "unpack it first"},
-    {"PAR1", FileKind::kOther, "a Parquet file",
-     "write it as CSV, for example with pandas: read_parquet(FILE).to_csv(...)"},
+    {"PAR1", FileKind::kParquet, "a Parquet file", kByColumns},
     {"ARROW1", FileKind::kOther, "an Arrow file", kAsText},
     {"ORC", FileKind::kOther, "an ORC file", kAsText},
     {"Obj\x01", FileKind::kOther, "an Avro file", kAsText},
-    {"\x93NUMPY", FileKind::kOther, "a NumPy array", kAsText},
-    {"PK\x03\x04", FileKind::kOther, "a zip or npz archive", "unpack it first"},
+    {"\x93NUMPY", FileKind::kOther, "a NumPy array",
+     "save columns with their names, by numpy.savez"},
+    {"PK\x03\x04", FileKind::kZip, "a zip or npz archive", kByColumns},
     {"BZh", FileKind::kOther, "bzip2", "unpack it: bzcat FILE | tessera data ... -"},
     {"\xfd"
      "7zXZ",

@@ -13,7 +13,12 @@ namespace tessera::workloads::data {
 
 using trainer::DataError;
 
-enum class FileKind : std::uint8_t { kText, kGzip, kZstd, kClickLog, kOther };
+enum class FileKind : std::uint8_t { kText, kGzip, kZstd, kClickLog, kParquet, kZip, kOther };
+
+/// Tables that lie column by column: columns.h reads them.
+inline bool is_columnar(FileKind kind) {
+  return kind == FileKind::kParquet || kind == FileKind::kZip;
+}
 
 /// What begins with these bytes. `name` says it in words for everything that is not text.
 struct Content {

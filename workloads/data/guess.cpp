@@ -5,12 +5,14 @@
 #include <bit>
 #include <cmath>
 #include <map>
+#include <memory>
 #include <set>
 #include <sstream>
 #include <unordered_set>
 
 #include <nlohmann/json.hpp>
 
+#include "data/columns.h"
 #include "data/delimited.h"
 #include "data/numbers.h"
 #include "data/read_table.h"
@@ -35,7 +37,8 @@ struct Seen {
   std::int64_t num_missing = 0;
   std::int64_t num_whole = 0;
   std::int64_t num_real = 0;
-  std::int64_t num_lists = 0;  // JSON
+  std::int64_t num_lists = 0;
+  std::string other = {};  // what it is, if neither number nor text
   std::size_t num_bytes = 0;
   double lowest = 0;
   double highest = 0;
@@ -149,6 +152,37 @@ void look_at_cells(Input& input, Table& table) {
   }
 }
 
+void look_at_columns(const std::string& path, FileKind kind, Table& table) {
+  const std::unique_ptr<ColumnSource> source = open_columns(path, kind);
+  for (const std::string& name : source->names()) table.columns.push_back({.name = name});
+  std::vector<Column> columns;
+  std::string memory;
+  while (table.num_records < kMostRecords && source->next(columns)) {
+    for (std::size_t i = 0; i < columns.size(); ++i) {
+      const Column& column = columns[i];
+      Seen& seen = table.columns[i];
+      if (column.kind == Column::Kind::kOther) seen.other = column.type;
+      for (std::int64_t row = 0; row < column.num_rows; ++row) {
+        if (column.kind == Column::Kind::kOther) continue;
+        if (!column.has(row)) {
+          seen.add("", table.missing);
+        } else if (column.kind != Column::Kind::kList) {
+          seen.add(column.text(row, memory), table.missing);
+        } else {
+          const Column& items = column.items[0];
+          const auto place = static_cast<std::size_t>(row);
+          ++seen.num_lists;
+          ++seen.num_values;
+          for (std::int64_t k = column.begins[place]; k < column.begins[place + 1]; ++k) {
+            if (items.has(k)) seen.parts[0].emplace(items.text(k, memory));
+          }
+        }
+      }
+    }
+    table.num_records += columns.empty() ? 0 : columns[0].num_rows;
+  }
+}
+
 // The words of a name: "userId" and "user_id" have "id".
 bool has_word(const std::string& name, const std::set<std::string>& wanted) {
   std::string word;
@@ -256,20 +290,29 @@ std::string guess_schema(const std::string& path) {
                                                  "type", "user", "item",     "ad",   "campaign",
                                                  "key",  "cat",  "category", "kind", "device"};
   Table table;
-  Input input(path);
-  table.format = text_format({}, input.front());
-  if (table.format.format == Format::kJsonLines) {
-    look_at_lines(input, table);
+  std::string name = path;
+  const FileKind kind = path == "-" ? FileKind::kText : content_of(front_of(path)).kind;
+  if (is_columnar(kind)) {
+    look_at_columns(path, kind, table);
   } else {
-    look_at_cells(input, table);
+    Input input(path);
+    name = input.name();
+    table.format = text_format({}, input.front());
+    if (table.format.format == Format::kJsonLines) {
+      look_at_lines(input, table);
+    } else {
+      look_at_cells(input, table);
+    }
   }
-  if (table.num_records == 0) throw DataError(input.name() + ": has no records.");
+  if (table.num_records == 0) throw DataError(name + ": has no records.");
   const Seen* label = find_label(table);
   std::ostringstream out;
-  out << "# Guessed from the first " << table.num_records << " records of " << input.name()
+  out << "# Guessed from the first " << table.num_records << " records of " << name
       << ". Read it, correct it, then:\n#   tessera data convert --schema THIS FILES... --out "
          "clicks.click\n# docs/your_data.md describes every key.\n\n";
-  if (table.format.format == Format::kJsonLines) {
+  if (is_columnar(kind)) {
+    // Known by its content.
+  } else if (table.format.format == Format::kJsonLines) {
     out << "format = \"jsonl\"\n";
   } else if (table.format.separator == '\t') {
     out << "format = \"tsv\"\n";
@@ -294,7 +337,9 @@ std::string guess_schema(const std::string& path) {
   }
   for (const Seen& column : table.columns) {
     if (&column == label) continue;
-    if (column.num_values == 0) {
+    if (!column.other.empty()) {
+      out << "\n# Left out, because it is " << column.other << ": " << quoted(column.name) << "\n";
+    } else if (column.num_values == 0) {
       out << "\n# Left out, because it is empty: " << quoted(column.name) << "\n";
     } else if (column.values.size() == 1 && column.num_missing == 0 && column.num_lists == 0) {
       out << "\n# Left out, because it has one value: " << quoted(column.name) << "\n";

@@ -17,6 +17,8 @@ struct TableOptions {
   bool skips_bad = false;
   /// Records have no label: it counts as 0.
   bool has_no_label = false;
+  /// The same for files without that column.
+  bool label_may_miss = false;
   /// How many bad records are remembered.
   std::int64_t num_named = 5;
   /// Records to read at most; -1 for all.
@@ -45,6 +47,12 @@ struct TableReport {
 TableReport read_tables(const std::vector<std::string>& paths, const Schema& schema,
                         const TableOptions& options,
                         const std::function<void(dlrm::SampleBlock&)>& take);
+
+/// The same for a table that is open; `name` is named in what is thrown.
+class ColumnSource;
+TableReport read_columns(ColumnSource& source, const std::string& name, const Schema& schema,
+                         const TableOptions& options,
+                         const std::function<void(dlrm::SampleBlock&)>& take);
 
 /// Guesses a schema from the first records of a file, as a text in TOML with comments that say what
 /// was seen, for people to edit.

@@ -170,10 +170,20 @@ DenseColumn read_dense(const toml::table& table, const std::string& path) {
   return dense;
 }
 
+// Its values and one for all others; returns a value that stands there twice, or nothing.
+std::string count_rows(FeatureColumn& feature) {
+  feature.rows = static_cast<std::int64_t>(feature.values.size()) + 1;
+  std::set<std::string_view> seen;
+  for (const std::string& value : feature.values) {
+    if (!seen.insert(value).second) return value;
+  }
+  return "";
+}
+
 FeatureColumn read_feature(const toml::table& table, const std::string& path) {
   const Keys keys(table, path, "[[feature]]",
                   {"column", "name", "kind", "rows", "vocabulary", "outside", "separator", "most",
-                   "missing", "pooling"});
+                   "missing", "pooling", "values"});
   FeatureColumn feature;
   feature.column = keys.text("column", /*is_needed=*/true);
   feature.name = keys.text("name");
@@ -183,12 +193,20 @@ FeatureColumn read_feature(const toml::table& table, const std::string& path) {
                                      : IdKind::kVocabulary;
   feature.rows = keys.whole("rows", 1, kMostRows);
   feature.vocabulary = keys.text("vocabulary");
+  feature.values = keys.texts("values");
+  if (keys.has("values")) {
+    const std::string twice = count_rows(feature);
+    if (!twice.empty()) keys.fail("values", "'" + twice + "' stands there twice");
+  }
   const bool has_file = feature.kind == IdKind::kVocabulary;
-  if (has_file != !feature.vocabulary.empty()) {
+  if (has_file != (!feature.vocabulary.empty() || keys.has("values"))) {
     keys.fail("vocabulary", "feature '" + feature.column +
                                 "': kind = \"vocabulary\" and vocabulary = \"FILE\" go together");
   }
-  if (has_file == (feature.rows > 0)) {
+  if (!feature.vocabulary.empty() && keys.has("values")) {
+    keys.fail("values", "feature '" + feature.column + "' has either vocabulary or values");
+  }
+  if (has_file == keys.has("rows")) {
     keys.fail("rows", has_file ? "feature '" + feature.column +
                                      "': the rows of a vocabulary are the lines of its file, and "
                                      "one; leave rows out"
@@ -231,14 +249,13 @@ void read_vocabulary(FeatureColumn& feature, const std::string& schema_path) {
   const auto folder = std::filesystem::path(schema_path).parent_path();
   const std::string path = (folder / feature.vocabulary).string();
   feature.values = lines_of(path);
-  feature.rows = static_cast<std::int64_t>(feature.values.size()) + 1;
-  std::set<std::string_view> seen;
-  for (std::size_t i = 0; i < feature.values.size(); ++i) {
-    if (!seen.insert(feature.values[i]).second) {
-      throw DataError(path + ": line " + std::to_string(i + 1) + ": '" + feature.values[i] +
-                      "' stands there twice.");
-    }
-  }
+  const std::string twice = count_rows(feature);
+  if (twice.empty()) return;
+  const auto& all = feature.values;
+  const auto first = std::find(all.begin(), all.end(), twice);
+  const auto second = std::find(first + 1, all.end(), twice);
+  throw DataError(path + ": line " + std::to_string(second - all.begin() + 1) + ": '" + twice +
+                  "' stands there twice.");
 }
 
 void check_names(const Schema& schema, const std::string& path) {
@@ -315,7 +332,11 @@ std::string Schema::text() const {
     if (!one.name.empty()) out << "name = " << quoted(one.name) << "\n";
     out << "kind = \"" << kinds[static_cast<int>(one.kind)] << "\"\n";
     if (one.kind == IdKind::kVocabulary) {
-      out << "vocabulary = " << quoted(one.vocabulary) << "\n";
+      // The values themselves, so that the schema means the same without the file.
+      const bool is_read = !one.values.empty() || one.vocabulary.empty();
+      out << (is_read ? "values = " + list_of(one.values)
+                      : "vocabulary = " + quoted(one.vocabulary))
+          << "\n";
     } else {
       out << "rows = " << one.rows << "\n";
     }
@@ -373,7 +394,7 @@ Schema read_schema(const std::string& path) {
   text << file.rdbuf();
   Schema schema = parse_schema(text.str(), path);
   for (FeatureColumn& feature : schema.features) {
-    if (feature.kind == IdKind::kVocabulary) read_vocabulary(feature, path);
+    if (!feature.vocabulary.empty()) read_vocabulary(feature, path);
   }
   return schema;
 }

@@ -16,6 +16,7 @@ constexpr const char* kHead =
 
   tessera train dlrm --ranks 2                       a made-up click log with a known best AUC
   tessera train dlrm --ranks 4 --data day_0.tsv      Criteo's format, or a file of tessera data
+  tessera train dlrm --data shop.parquet --schema shop.toml
   tessera train dlrm --resume runs/2026-11-15-1      go on after the newest checkpoint of a run
 
 Trains DLRM: tables over all ranks, dense layers on each. Writes a run folder with report.html.
@@ -194,13 +195,18 @@ void Settings::check() const {
   using launch::LaunchError;
   trainer::Settings::check();
   check_ids();
-  if (data != "synthetic" && data != "-" && !std::filesystem::exists(data)) {
+  const bool is_pattern = !schema.empty() && data.find_first_of("*?[,") != std::string::npos;
+  if (data != "synthetic" && data != "-" && !is_pattern && !std::filesystem::exists(data)) {
     throw LaunchError(launch::kExitData, "train: there is no file " + data, "--data names it",
                       "name a file, or leave --data out");
   }
   if (!eval_data.empty() && !std::filesystem::exists(eval_data)) {
     throw LaunchError(launch::kExitData, "train: there is no file " + eval_data,
                       "--eval-data names it", "name a file, or leave --eval-data out");
+  }
+  if (!schema.empty() && !std::filesystem::exists(schema)) {
+    throw LaunchError(launch::kExitData, "train: there is no file " + schema, "--schema names it",
+                      "make one with tessera data schema FILE --out " + schema);
   }
   if (data == "synthetic" && (epochs > 0 || shuffle)) {
     throw LaunchError(launch::kExitConfiguration,

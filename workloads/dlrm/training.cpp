@@ -11,6 +11,7 @@
 #include <ATen/autocast_mode.h>
 #include <nlohmann/json.hpp>
 
+#include "data/converted.h"
 #include "data/raw_log.h"
 #include "dlrm/batch.h"
 #include "dlrm/from_settings.h"
@@ -727,13 +728,19 @@ std::unique_ptr<Training> make_growing(const Settings& settings, const comm::Gro
                                     std::move(tables), LaidTables{}, world, std::move(stream));
 }
 
+// The log of a table. `tessera train` has made it before the ranks were started.
+std::string log_name(const std::string& data, const Settings& settings) {
+  const bool converts = !settings.schema.empty() && data::is_table(data);
+  return converts ? data::convert_once(data, settings.schema).path : data;
+}
+
 std::unique_ptr<Training> make(const std::string& verb, const Settings& settings,
                                const comm::Group& world, const std::string& data, Purpose purpose) {
   if (settings.is_unlimited()) return make_growing(settings, world, data, purpose);
-  OpenedLog log = open_log(data, log_options(settings));
+  OpenedLog log = open_log(log_name(data, settings), log_options(settings));
   std::shared_ptr<const ClickLog> other;
   if (!settings.eval_data.empty() && purpose == Purpose::kTrain) {
-    other = open_log(settings.eval_data, log_options(settings)).log;
+    other = open_log(log_name(settings.eval_data, settings), log_options(settings)).log;
     check_same_schema(data, log.log->schema(), settings.eval_data, other->schema());
   }
   auto tables = tables_of(log.log->schema(), settings.embedding_dim);
@@ -765,7 +772,7 @@ Judged judge(const Settings& settings, const std::string& data, const std::strin
   const auto model = make("eval", own, world, data.empty() ? settings.data : data,
                           data.empty() ? Purpose::kTrain : Purpose::kJudge);
   const std::string& origin = model->log_schema().origin;
-  if (!schema.empty() && !origin.empty() && schema != origin) {
+  if (!schema.empty() && !origin.empty() && !data::is_same_meaning(schema, origin)) {
     throw DataError(data +
                     ": was made by another schema than the log of the run. Convert it with " +
                     std::string(kSchemaFile) + " of the run folder.");

@@ -1,0 +1,16 @@
+// cli/converted_data.h — tables that a verb reads as logs: converted once, and told.
+
+#pragma once
+
+#include <string>
+
+#include "data/read_table.h"
+
+namespace tessera::cli {
+
+/// The path of the log of the tables `names`; says on standard error what it made. Throws
+/// LaunchError, exit code 65.
+std::string say_converted(const std::string& verb, const std::string& names,
+                          const std::string& schema, const workloads::data::TableOptions& options);
+
+}  // namespace tessera::cli

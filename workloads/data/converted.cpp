@@ -1,0 +1,122 @@
+#include "data/converted.h"
+
+#include <sys/stat.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+
+#include "dlrm/click_file.h"
+
+namespace tessera::workloads::data {
+namespace {
+
+namespace fs = std::filesystem;
+
+std::vector<std::string> files_of(const std::string& names) {
+  std::vector<std::string> all;
+  for (std::size_t begin = 0; begin <= names.size();) {
+    const std::size_t end = std::min(names.find(',', begin), names.size());
+    if (end > begin) all.push_back(names.substr(begin, end - begin));
+    begin = end + 1;
+  }
+  // A comma may belong to a name.
+  if (all.size() > 1 && fs::exists(names)) all = {names};
+  return expand(all);
+}
+
+// The text of all that decides what the log holds.
+std::string key_of(const std::vector<std::string>& files, const Schema& schema,
+                   const TableOptions& options) {
+  std::string key = schema.text() + (options.has_no_label ? "no label\n" : "\n") +
+                    (options.label_may_miss ? "or none\n" : "\n");
+  for (const FeatureColumn& feature : schema.features) {
+    for (const std::string& value : feature.values) key += value + "\n";
+  }
+  for (const std::string& file : files) {
+    struct stat facts{};
+    if (::stat(file.c_str(), &facts) != 0 || !S_ISREG(facts.st_mode)) {
+      throw DataError(file + ": is no file; a pipe is converted by tessera data convert.");
+    }
+    key += fs::absolute(file).lexically_normal().string() + "\n" + std::to_string(facts.st_size) +
+           " " + std::to_string(facts.st_mtim.tv_sec) + "." +
+           std::to_string(facts.st_mtim.tv_nsec) + "\n";
+  }
+  return key;
+}
+
+struct Wanted {
+  std::vector<std::string> files;
+  Schema schema;
+  std::string path;
+};
+
+Wanted wanted(const std::string& names, const std::string& schema, const TableOptions& options) {
+  if (schema.empty()) {
+    throw DataError(names + ": is no click log, and --schema does not say what its columns are. " +
+                    "tessera data schema " + names + " --out schema.toml guesses one.");
+  }
+  Wanted all{files_of(names), read_schema(schema), ""};
+  char name[48];
+  const std::string key = key_of(all.files, all.schema, options);
+  std::snprintf(name, sizeof(name), "%016llx%016llx.click",
+                static_cast<unsigned long long>(hash_of(key)),
+                static_cast<unsigned long long>(hash_of(key + "2")));
+  all.path = cache_folder() + "/" + name;
+  return all;
+}
+
+}  // namespace
+
+std::string cache_folder() {
+  const auto value = [](const char* name) {
+    const char* text = std::getenv(name);
+    return std::string(text == nullptr ? "" : text);
+  };
+  if (const std::string own = value("TESSERA_CACHE"); !own.empty()) return own;
+  if (const std::string all = value("XDG_CACHE_HOME"); !all.empty()) return all + "/tessera";
+  const std::string home = value("HOME");
+  return (home.empty() ? "/tmp" : home) + "/.cache/tessera";
+}
+
+bool is_table(const std::string& name) {
+  if (name.empty() || name == "synthetic") return false;
+  if (!fs::exists(name)) return true;  // a pattern, or several
+  const FileKind kind = content_of(front_of(name, 64)).kind;
+  return kind != FileKind::kClickLog;
+}
+
+std::string converted_path(const std::string& names, const std::string& schema,
+                           const TableOptions& options) {
+  return wanted(names, schema, options).path;
+}
+
+Converted convert_once(const std::string& names, const std::string& schema,
+                       const TableOptions& options) {
+  const Wanted all = wanted(names, schema, options);
+  Converted result{all.path};
+  if (fs::exists(all.path)) return result;
+  std::error_code error;
+  fs::create_directories(cache_folder(), error);
+  dlrm::ClickFileWriter writer(all.path, all.schema.click_schema());
+  result.report = read_tables(all.files, all.schema, options,
+                              [&](dlrm::SampleBlock& samples) { writer.append(samples); });
+  if (result.report.num_samples == 0) throw DataError(names + ": there is no sample in it.");
+  writer.finish();
+  result.is_new = true;
+  return result;
+}
+
+bool is_same_meaning(const std::string& one, const std::string& other) {
+  if (one == other) return true;
+  const auto meaning = [](const std::string& text) {
+    Schema schema = parse_schema(text, "a schema");
+    schema.format = Format::kAny;
+    schema.separator = 0;
+    schema.columns.clear();
+    return schema.text();
+  };
+  return meaning(one) == meaning(other);
+}
+
+}  // namespace tessera::workloads::data
