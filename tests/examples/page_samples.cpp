@@ -6,6 +6,7 @@
 
 #include <torch/torch.h>
 
+#include "dlrm/click_file.h"
 #include "tessera/checkpoint/load.h"
 #include "tessera/checkpoint/modules.h"
 #include "tessera/checkpoint/save.h"
@@ -232,6 +233,14 @@ void served(const serving::Request& request, std::span<float> logits) {
   tessera::serving::Model model("pkg");
   auto lease = model.lease();
   lease.predict(request, logits);
+}
+
+void click_log() {
+  using namespace tessera::workloads::dlrm;
+  ClickFileWriter writer("clicks.click",
+                         {/*num_dense=*/1, {{"user", 100}, {"tags", 10, /*bag_size=*/0}}});
+  writer.append({2, {1, 0}, {2.5F, 7.0F}, {1, 1, 2, 0}, {3, 4, 1, 2}});
+  writer.finish();
 }
 
 void table_batch(const at::Tensor& user, const at::Tensor& item, const at::Tensor& ids,

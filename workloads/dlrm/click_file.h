@@ -50,7 +50,7 @@ struct ClickFileLayout {
 ClickFileLayout decode_click_file(std::string_view bytes, const std::string& name);
 
 /// Writes a file; it appears under its name only when `finish` has returned.
-class ClickFileWriter {
+class TESSERA_API ClickFileWriter {
  public:
   /// Throws DataError if the file cannot be made.
   ClickFileWriter(const std::string& path, const ClickSchema& schema,
@@ -72,7 +72,7 @@ class ClickFileWriter {
 };
 
 /// A file, mapped. Opening checks the header, the directory and the lengths, not the blocks.
-class ClickFile : public ClickLog {
+class TESSERA_API ClickFile : public ClickLog {
  public:
   /// Throws DataError.
   explicit ClickFile(const std::string& path);

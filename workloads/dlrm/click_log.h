@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "tessera/core/export.h"
 #include "trainer/data_error.h"
 
 namespace tessera::workloads::dlrm {
@@ -38,8 +39,9 @@ struct ClickSchema {
 };
 
 /// Features "<prefix>0", "<prefix>1", …, all alike.
-std::vector<Feature> equal_features(std::int64_t count, std::int64_t num_rows,
-                                    std::int64_t bag_size = 1, const std::string& prefix = "cat_");
+TESSERA_API std::vector<Feature> equal_features(std::int64_t count, std::int64_t num_rows,
+                                                std::int64_t bag_size = 1,
+                                                const std::string& prefix = "cat_");
 
 /// Samples in a row, laid out as a KeyedJaggedTensor wants them.
 struct SampleBlock {
@@ -51,7 +53,7 @@ struct SampleBlock {
 };
 
 /// Samples by number. Immutable once made; `read` is safe from several threads.
-class ClickLog {
+class TESSERA_API ClickLog {
  public:
   virtual ~ClickLog() = default;
 
