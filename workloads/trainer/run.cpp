@@ -31,6 +31,7 @@
 #include "tessera/launch/launch_error.h"
 #include "trainer/data_error.h"
 #include "trainer/device.h"
+#include "trainer/event_file.h"
 #include "trainer/progress_line.h"
 #include "trainer/train.h"
 
@@ -79,8 +80,10 @@ std::string eta_text(double seconds) {
 /// What rank 0 tells: lines on the terminal, and metrics.jsonl.
 class Speaker {
  public:
-  Speaker(AnyWorkload& workload, const comm::Group& world, std::string folder)
+  Speaker(AnyWorkload& workload, const comm::Group& world, std::string folder,
+          const MetricsCallback& watch)
       : workload_(workload),
+        watch_(watch),
         settings_(workload.settings()),
         world_(world),
         folder_(std::move(folder)),
@@ -98,6 +101,7 @@ class Speaker {
     begin_ = Clock::now();
     metrics_ =
         std::make_unique<report::MetricsFile>(folder_ + "/" + report::kMetricsFile, first_step);
+    if (!settings_.no_events) events_ = std::make_unique<EventFile>(folder_, first_step);
     if (first_step > 0) {
       metrics_->add({{"kind", "resume"},
                      {"step", first_step},
@@ -123,6 +127,13 @@ class Speaker {
                    {"samples_per_second", workload_.units_per_step() / seconds},
                    {"learning_rate", progress.learning_rate},
                    {"exposed_comm_seconds", exposed}});
+    tell({Metrics::Kind::kStep,
+          progress.step,
+          {{"loss", progress.loss},
+           {"learning_rate", progress.learning_rate},
+           {"seconds", seconds},
+           {workload_.unit() + "_per_second", workload_.units_per_step() / seconds},
+           {"exposed_comm_seconds", exposed}}});
     const bool is_first = mean_seconds_ == 0;
     mean_seconds_ = is_first ? seconds : 0.9 * mean_seconds_ + 0.1 * seconds;
     // Of all ranks; at first, when that is not known, of this one.
@@ -142,6 +153,7 @@ class Speaker {
       more["step"] = step;
       metrics_->add(more);
     }
+    tell({Metrics::Kind::kEvaluation, step, figures});
     std::string text = workload_.verdict(figures);
     if (settings_.as_json || text.empty() || step == num_steps_) return;  // said at the end
     line_.end();
@@ -173,6 +185,7 @@ class Speaker {
       metrics_->add(more);
     }
     metrics_->add(end);
+    tell({Metrics::Kind::kEnd, summary.last_step, summary.evaluation});
     line_.end();
     const std::string page = report::write_report(folder_);
     if (summary.has_diverged) complain(summary);
@@ -347,11 +360,32 @@ class Speaker {
     for (const std::string& line : workload_.records()) metrics_->add(Json::parse(line));
   }
 
+  // To those who watch, and to TensorBoard, whose curves have the names of metrics.jsonl.
+  void tell(Metrics metrics) {
+    if (events_) {
+      const char* group = metrics.kind == Metrics::Kind::kStep ? "train/" : "eval/";
+      if (metrics.kind != Metrics::Kind::kEnd) {
+        for (const auto& [name, value] : metrics.figures) {
+          events_->add(group + name, metrics.step, value);
+        }
+      }
+      const auto now = Clock::now();
+      if (metrics.kind != Metrics::Kind::kStep || now - flushed_ > std::chrono::seconds(1)) {
+        events_->flush();
+        flushed_ = now;
+      }
+    }
+    if (watch_) watch_(metrics);
+  }
+
   AnyWorkload& workload_;
+  const MetricsCallback& watch_;
   const Settings& settings_;
   comm::Group world_;
   std::string folder_;
   std::int64_t num_steps_;
+  std::unique_ptr<EventFile> events_;
+  std::chrono::steady_clock::time_point flushed_;
   ProgressLine line_;
   std::optional<at::Device> device_;  // a GPU
   std::unique_ptr<report::MetricsFile> metrics_;
@@ -387,7 +421,8 @@ void use_threads(const Settings& settings, const comm::Group& world) {
   at::set_num_threads(std::max(1, threads));
 }
 
-int train_rank(Settings& settings, const Maker& make, const comm::Group& world) {
+int train_rank(Settings& settings, const Maker& make, const comm::Group& world,
+               const MetricsCallback& watch) {
   use_threads(settings, world);
   use_device(settings, world);
   const std::unique_ptr<AnyWorkload> workload = make(world);
@@ -398,7 +433,7 @@ int train_rank(Settings& settings, const Maker& make, const comm::Group& world) 
     for (const auto& [name, text] : workload->files()) {
       report::write_text(folder + "/" + name, text);
     }
-    speaker = std::make_unique<Speaker>(*workload, world, folder);
+    speaker = std::make_unique<Speaker>(*workload, world, folder, watch);
     listener.started = [&](std::int64_t step) { speaker->start(step); };
     listener.stepped = [&](const Progress& progress) { speaker->step(progress); };
     listener.evaluated = [&](std::int64_t step, const Figures& figures) {
@@ -435,9 +470,10 @@ struct DeviceLost : std::runtime_error {
 
 // LibTorch's text has a GPU's number, what was asked for and what is held, on several lines or one;
 // what to do about it is ours to say.
-int train_on_device(Settings& settings, const Maker& make, const comm::Group& world) {
+int train_on_device(Settings& settings, const Maker& make, const comm::Group& world,
+                    const MetricsCallback& watch) {
   try {
-    return train_rank(settings, make, world);
+    return train_rank(settings, make, world, watch);
   } catch (const c10::OutOfMemoryError& error) {
     const c10::Device device = device_of(settings);
     std::string text = error.what_without_backtrace();
@@ -461,7 +497,7 @@ int train_on_device(Settings& settings, const Maker& make, const comm::Group& wo
 
 bool told_to_stop() noexcept { return is_told_to_stop; }
 
-int run(Settings& settings, const Maker& make) {
+int run(Settings& settings, const Maker& make, const MetricsCallback& watch) {
   // Whoever is told to stop while it starts has a second to say what is wrong, and then ends: other
   // ranks may be gone already, and would be waited for.
   const auto end_soon = [](int) {
@@ -477,7 +513,7 @@ int run(Settings& settings, const Maker& make) {
     return code;
   };
   try {
-    return comm::guarded([&] { return train_on_device(settings, make, world); });
+    return comm::guarded([&] { return train_on_device(settings, make, world, watch); });
   } catch (const NoMemoryLeft& error) {
     std::fprintf(stderr, "error: %s\n", error.what());  // of this rank; the others are told
     return launch::kExitConfiguration;
@@ -498,7 +534,7 @@ int run(Settings& settings, const Maker& make) {
 }
 
 int run_program(Settings& settings, Settings& saved, const std::vector<std::string>& words,
-                const Maker& make) {
+                const Maker& make, const MetricsCallback& watch) {
   try {
     const std::string help = settings.table().help();
     const char* rank = std::getenv("RANK");
@@ -512,7 +548,7 @@ int run_program(Settings& settings, Settings& saved, const std::vector<std::stri
     std::fputs(error.text().c_str(), stderr);
     return error.exit_code();
   }
-  return run(settings, make);
+  return run(settings, make, watch);
 }
 
 }  // namespace tessera::trainer

@@ -9,6 +9,7 @@
 
 #include "tessera/comm/group.h"
 #include "tessera/core/export.h"
+#include "trainer/metrics.h"
 #include "trainer/workload.h"
 
 namespace tessera::trainer {
@@ -22,8 +23,9 @@ using Maker = std::function<std::unique_ptr<AnyWorkload>(const comm::Group& worl
 ///
 /// Rank 0 shows progress and writes a run folder: config.toml, metrics.jsonl, trace.json and
 /// report.html. A run that goes on writes config.toml anew, with the settings it goes on with.
-/// What another rank has caused is thrown as comm::Error.
-TESSERA_API int run(Settings& settings, const Maker& make);
+/// It also writes events for TensorBoard there, unless the settings say otherwise. What another
+/// rank has caused is thrown as comm::Error. `watch` is told of every step and evaluation.
+TESSERA_API int run(Settings& settings, const Maker& make, const MetricsCallback& watch = {});
 
 /// Whether this process was told to stop, by SIGTERM or SIGINT: for workloads that wait for
 /// samples.
@@ -33,6 +35,7 @@ TESSERA_API bool told_to_stop() noexcept;
 /// `saved` is another object of the kind of `settings`. Prints help and configuration if asked to;
 /// mistakes are exit code 2 or 78.
 TESSERA_API int run_program(Settings& settings, Settings& saved,
-                            const std::vector<std::string>& words, const Maker& make);
+                            const std::vector<std::string>& words, const Maker& make,
+                            const MetricsCallback& watch = {});
 
 }  // namespace tessera::trainer

@@ -106,6 +106,7 @@ void Settings::add_output(Table& table) {
   table.add("save", save, "DIR", "this folder instead, with a checkpoint at the end").one_call();
   table.add("resume", resume, "DIR", "go on after the newest checkpoint of a run").one_call();
   table.add_switch("json", as_json, "one JSON object at the end");
+  table.add_switch("no-events", no_events, "no files for TensorBoard").beside();
   table.add_common(print_config, wants_help);
 }
 

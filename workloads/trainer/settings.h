@@ -34,6 +34,7 @@ struct TESSERA_API Settings {
   std::string runs = "runs";  // where run folders are made
   std::string save;           // the run folder itself, a new one
   std::string resume;         // a run folder to go on with
+  bool no_events = false;     // no files for TensorBoard
   bool as_json = false;
   bool print_config = false;
   bool wants_help = false;
