@@ -14,15 +14,20 @@ void fill(std::string& page, const std::string& name, const std::string& text) {
 
 }  // namespace
 
-std::string make_page(const RunRecord& run) {
+std::string filled_page(const std::string& title, const char* script,
+                        const nlohmann::ordered_json& data) {
   std::string page = kPageTemplate;
   fill(page, "style", kPageStyle);
-  fill(page, "script", kPageScript);
-  fill(page, "title", escape(run.name + " · tessera"));
+  fill(page, "script", script);
+  fill(page, "title", escape(title + " · tessera"));
   // Last: nothing in it is taken for a place to fill. Names may be of any encoding.
   const auto replace = nlohmann::ordered_json::error_handler_t::replace;
-  fill(page, "data", escape_json(page_data(run).dump(-1, ' ', false, replace)));
+  fill(page, "data", escape_json(data.dump(-1, ' ', false, replace)));
   return page;
+}
+
+std::string make_page(const RunRecord& run) {
+  return filled_page(run.name, kPageScript, page_data(run));
 }
 
 std::string write_report(const std::string& folder) {

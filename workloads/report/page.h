@@ -17,6 +17,10 @@ namespace tessera::workloads::report {
 /// are null.
 nlohmann::ordered_json page_data(const RunRecord& run);
 
+/// The page with a script of its own and what it draws.
+std::string filled_page(const std::string& title, const char* script,
+                        const nlohmann::ordered_json& data);
+
 /// The whole page. What comes from the run stands in it as JSON, and as its title, escaped.
 std::string make_page(const RunRecord& run);
 
