@@ -161,7 +161,7 @@ def test_mistakes_are_named(tmp_path):
     empty = tmp_path / "empty.txt"
     empty.write_bytes(b"")
     result = train("--file", str(empty), "--steps", "1", "--length", "8")
-    assert "lm: a text of 0 bytes holds no sequence of 9." in result.stderr
+    assert "lm: a text of 0 tokens holds no sequence of 9." in result.stderr
     for flag, word in (("--lr", "nan"), ("--lr", "inf"), ("--seed", "-1")):
         result = train(flag, word)
         assert result.returncode == 2

@@ -92,12 +92,27 @@ torch::Tensor Gpt::embed(const torch::Tensor& ids) {
 
 torch::Tensor Gpt::forward(const torch::Tensor& tokens) {
   const std::int64_t length = tokens.size(1) - 1;
-  torch::Tensor x = embed(tokens.narrow(1, 0, length)) + positions_.narrow(0, 0, length);
-  for (const auto& block : blocks_) x = block->forward(x);
   vocab_parallel::LinearOptions options;
   options.columns = columns_;
-  return vocab_parallel::linear_cross_entropy(last_norm_->forward(x), head_,
+  return vocab_parallel::linear_cross_entropy(hidden(tokens.narrow(1, 0, length)), head_,
                                               tokens.narrow(1, 1, length), group_, options);
+}
+
+torch::Tensor Gpt::hidden(const torch::Tensor& ids) {
+  torch::Tensor x = embed(ids) + positions_.narrow(0, 0, ids.size(1));
+  for (const auto& block : blocks_) x = block->forward(x);
+  return last_norm_->forward(x);
+}
+
+torch::Tensor Gpt::next_logits(const torch::Tensor& tokens) {
+  const torch::NoGradGuard guard;
+  const torch::Tensor last = hidden(tokens.unsqueeze(0))[0][-1];
+  torch::Tensor logits = last.new_zeros({vocab_size_});
+  if (columns_.size() > 0) {
+    logits.narrow(0, columns_.start, columns_.size()).copy_(at::mv(head_, last));
+  }
+  if (group_.size() > 1) comm::all_reduce_(logits, group_);
+  return logits;
 }
 
 std::int64_t Gpt::num_parameters() const {

@@ -50,6 +50,10 @@ class Gpt : public torch::nn::Module {
   /// group, in backward too.
   torch::Tensor forward(const torch::Tensor& tokens);
 
+  /// Logits [vocabulary] of the token after `tokens` [length], which are at most as long as the
+  /// model's; the same on all ranks. Collective over the vocab group. No gradient.
+  torch::Tensor next_logits(const torch::Tensor& tokens);
+
   std::int64_t num_parameters() const;
 
   /// All parameters by name, with the place of this rank's part in the whole: they load on any
@@ -58,6 +62,7 @@ class Gpt : public torch::nn::Module {
 
  private:
   torch::Tensor embed(const torch::Tensor& ids);
+  torch::Tensor hidden(const torch::Tensor& ids);  // of the last layer, [batch, length, width]
 
   comm::Group group_;
   std::int64_t vocab_size_;

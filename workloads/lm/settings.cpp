@@ -14,11 +14,12 @@ constexpr const char* kHead =
   tessera train lm --ranks 2                      vocabulary over two ranks
   tessera train lm --ranks 4 --vocab-ranks 2      two pairs, each with half of every batch
   tessera train lm --file book.txt --steps 1000 --save runs/book
+  tessera train lm --file book.txt --tokenizer tokenizer.json --eval-every 100 --sample 60
   tessera train lm --resume runs/book             go on after the newest checkpoint
 
-Trains a small GPT on the bytes of a text, by default the library's own source text. Embedding and
-last layer are sharded by the vocabulary, and the logits are never held whole. For one seed the
-losses are the same for every number of ranks.
+Trains a small GPT on the bytes or tokens of a text, by default the library's own source text.
+Embedding and last layer are sharded by the vocabulary, and the logits are never held whole. For one
+seed the losses are the same for every number of ranks.
 
 )";
 
@@ -38,6 +39,9 @@ settings::Table Settings::table() {
       .shown("what the vocabulary's leave over");
   table.group("data");
   table.add("file", file, "FILE", "a text to read instead").told();
+  table.add("tokenizer", tokenizer, "FILE", "tokenizer.json of Hugging Face; without it, bytes")
+      .fixed();
+  table.add("eval-file", eval_file, "FILE", "judge on this, not on the text's last tenth").told();
   table.group("training");
   table.add("steps", num_steps, "N", "steps").range(0, std::int64_t{1} << 40);
   table.add("batch", batch, "N", "sequences per step over all ranks")
@@ -50,6 +54,16 @@ settings::Table Settings::table() {
   table.add("width", width, "N", "width of the network").range(1, 1 << 16).fixed().beside();
   table.add("lr", learning_rate, "X", "learning rate").not_negative().told();
   add_schedule(table);
+  table.add("eval-every", eval_every, "N", "steps (0: at the end)")
+      .range(0, std::int64_t{1} << 40)
+      .shown("");
+  table.add("eval-batches", eval_batches, "N", "to judge").range(1, 1 << 20).told().beside();
+  table.add("patience", patience, "N", "evaluations without a better one end it (0: never)")
+      .range(0, std::int64_t{1} << 40)
+      .shown("");
+  table.add("sample", sample, "N", "tokens of text to write at every evaluation").range(0, 1 << 20);
+  table.add("prompt", prompt, "TEXT", "how it begins");
+  table.add("temperature", temperature, "X", "0: always the likeliest").not_negative().beside();
   add_checkpoints(table);
   add_seed(table, "of parameters and batches");
   add_output(table);
@@ -61,6 +75,13 @@ void Settings::check() const {
   if (!file.empty() && (!std::filesystem::exists(file) || std::filesystem::is_directory(file))) {
     throw launch::LaunchError(launch::kExitData, "train: there is no file " + file,
                               "--file names it", "name a text, or leave --file out");
+  }
+  for (const auto& [flag, name] :
+       {std::pair{"--tokenizer", tokenizer}, {"--eval-file", eval_file}}) {
+    if (name.empty() || std::filesystem::is_regular_file(name)) continue;
+    throw launch::LaunchError(launch::kExitData, "train: there is no file " + name,
+                              std::string(flag) + " names it",
+                              std::string("name a file, or leave ") + flag + " out");
   }
   const int data = data_ranks_wanted;
   const int vocab = vocab_ranks_wanted;

@@ -23,24 +23,33 @@ std::uint64_t mixed(std::uint64_t seed, std::uint64_t step, std::uint64_t index)
 
 }  // namespace
 
-TextSource TextSource::from_file(const std::string& path) {
+TextSource TextSource::from_file(const std::string& path, const lm::Tokenizer* tokenizer) {
   std::ifstream file(path, std::ios::binary);
   std::ostringstream text;
   text << file.rdbuf();
   TESSERA_CHECK_VALUE(file && !std::filesystem::is_directory(path), "lm: the file '", path,
                       "' cannot be read.");
-  return TextSource(text.str());
+  return TextSource(text.str(), tokenizer);
 }
 
-TextSource::TextSource(std::string_view text)
-    : tokens_(at::empty({static_cast<std::int64_t>(text.size())}, at::kByte)) {
-  if (!text.empty()) std::memcpy(tokens_.data_ptr(), text.data(), text.size());
+TextSource::TextSource(std::string_view text, const lm::Tokenizer* tokenizer) {
+  const auto copied = [](const auto& values, at::ScalarType type) {
+    at::Tensor tokens = at::empty({static_cast<std::int64_t>(values.size())}, type);
+    if (!values.empty()) std::memcpy(tokens.data_ptr(), values.data(), tokens.nbytes());
+    return tokens;
+  };
+  tokens_ =
+      tokenizer == nullptr ? copied(text, at::kByte) : copied(tokenizer->encode(text), at::kInt);
+}
+
+TextSource TextSource::part(std::int64_t begin, std::int64_t end) const {
+  return TextSource(tokens_.narrow(0, begin, end - begin));
 }
 
 at::Tensor TextSource::sequences(std::uint64_t seed, std::int64_t step, std::int64_t first,
                                  std::int64_t count, std::int64_t length) const {
   const std::int64_t places = size() - length;
-  TESSERA_CHECK_VALUE(places > 0, "lm: a text of ", size(), " bytes holds no sequence of ",
+  TESSERA_CHECK_VALUE(places > 0, "lm: a text of ", size(), " tokens holds no sequence of ",
                       length + 1, ". Use a longer text, or a smaller --length.");
   at::Tensor batch = at::empty({count, length + 1}, at::kLong);
   for (std::int64_t i = 0; i < count; ++i) {

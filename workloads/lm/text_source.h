@@ -1,4 +1,4 @@
-// workloads/lm/text_source.h — bytes of a text, cut into sequences.
+// workloads/lm/text_source.h — tokens of a text, cut into sequences.
 
 #pragma once
 
@@ -8,21 +8,27 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "lm/tokenizer.h"
+
 namespace tessera::workloads {
 
 /// The text this library was built from: its own sources. What `train lm` reads by default.
 std::string_view own_source_text();
 
-/// A text whose tokens are its bytes: 256 ids. Immutable; safe to share between threads.
+/// A text as tokens: its bytes, 256 ids, or those of a tokenizer. Immutable; safe to share between
+/// threads.
 class TextSource {
  public:
   static constexpr std::int64_t kVocabSize = 256;
 
   /// Reads a file whole. Throws ValueError naming it if it cannot be read.
-  static TextSource from_file(const std::string& path);
-  explicit TextSource(std::string_view text);
+  static TextSource from_file(const std::string& path, const lm::Tokenizer* tokenizer = nullptr);
+  explicit TextSource(std::string_view text, const lm::Tokenizer* tokenizer = nullptr);
 
   std::int64_t size() const noexcept { return tokens_.numel(); }
+
+  /// The tokens [begin, end), as a text of their own that shares their memory.
+  TextSource part(std::int64_t begin, std::int64_t end) const;
 
   /// Returns int64 [count, length + 1]: sequences [first, first + count) of the batch of `step`.
   /// The places are a function of the seed, the step and the index of the sequence alone, so that
@@ -31,7 +37,9 @@ class TextSource {
                        std::int64_t count, std::int64_t length) const;
 
  private:
-  at::Tensor tokens_;  // uint8
+  explicit TextSource(at::Tensor tokens) : tokens_(std::move(tokens)) {}
+
+  at::Tensor tokens_;  // uint8, or int32 of a tokenizer
 };
 
 }  // namespace tessera::workloads

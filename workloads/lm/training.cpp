@@ -1,10 +1,18 @@
 #include "lm/training.h"
 
+#include <cmath>
+#include <cstdio>
+#include <optional>
+#include <random>
+
+#include <ATen/ATen.h>
 #include <torch/optim/adamw.h>
 
 #include "lm/gpt.h"
 #include "lm/text_source.h"
+#include "lm/tokenizer.h"
 #include "tessera/checkpoint/modules.h"
+#include "tessera/comm/collectives.h"
 #include "tessera/comm/mesh.h"
 #include "tessera/core/check.h"
 #include "tessera/core/step_recorder.h"
@@ -38,9 +46,9 @@ comm::Mesh make_mesh(const Settings& settings, const comm::Group& world) {
   return {world, {{"data", shape.data}, {"vocab", shape.vocab}}};
 }
 
-GptOptions model_options(const Settings& settings) {
+GptOptions model_options(const Settings& settings, std::int64_t vocab_size) {
   GptOptions model;
-  model.vocab_size = TextSource::kVocabSize;
+  model.vocab_size = vocab_size;
   model.length = settings.length;
   model.layers = settings.num_layers;
   model.heads = settings.num_heads;
@@ -49,10 +57,53 @@ GptOptions model_options(const Settings& settings) {
   return model;
 }
 
-std::shared_ptr<Gpt> make_model(const Settings& settings, const comm::Group& vocab) {
-  auto model = std::make_shared<Gpt>(model_options(settings), vocab);
+std::shared_ptr<Gpt> make_model(const Settings& settings, std::int64_t vocab_size,
+                                const comm::Group& vocab) {
+  auto model = std::make_shared<Gpt>(model_options(settings, vocab_size), vocab);
   model->to(trainer::device_of(settings));
   return model;
+}
+
+// What is trained on, and what is judged on, if the text is long enough for both.
+struct Texts {
+  TextSource training;
+  std::optional<TextSource> judged;
+};
+
+Texts texts_of(const Settings& settings, const Tokenizer* tokenizer) {
+  const auto read = [&](const std::string& file) {
+    return file.empty() ? TextSource(own_source_text(), tokenizer)
+                        : TextSource::from_file(file, tokenizer);
+  };
+  TextSource whole = read(settings.file);
+  if (!settings.eval_file.empty()) return {std::move(whole), read(settings.eval_file)};
+  const std::int64_t begin = whole.size() - whole.size() / 10;
+  if (whole.size() - begin <= settings.length + 1) return {std::move(whole), std::nullopt};
+  return {whole.part(0, begin), whole.part(begin, whole.size())};
+}
+
+// A token by its probability; the same on all ranks for the same numbers drawn.
+std::int64_t drawn(const at::Tensor& logits, double temperature, double uniform) {
+  const at::Tensor wide = logits.to(at::kCPU, at::kDouble);
+  if (temperature <= 0) return wide.argmax().item<std::int64_t>();
+  const at::Tensor sums = at::softmax(wide / temperature, 0).cumsum(0);
+  const auto place =
+      at::searchsorted(sums, at::scalar_tensor(uniform * sums[-1].item<double>(), at::kDouble));
+  return std::min(place.item<std::int64_t>(), wide.numel() - 1);
+}
+
+std::string in_one_line(const std::string& text) {
+  std::string line;
+  for (const char c : text) {
+    if (c == '\n') {
+      line += "\\n";
+    } else if (static_cast<unsigned char>(c) >= ' ' && c != '\x7f') {
+      line += c;
+    } else {
+      line += c == '\t' ? "\\t" : "?";
+    }
+  }
+  return line;
 }
 
 class Training final : public trainer::Workload<at::Tensor> {
@@ -60,10 +111,12 @@ class Training final : public trainer::Workload<at::Tensor> {
   Training(const Settings& settings, const comm::Group& world)
       : settings_(settings),
         mesh_(make_mesh(settings, world)),
-        text_(settings.file.empty() ? TextSource(own_source_text())
-                                    : TextSource::from_file(settings.file)),
+        tokenizer_(settings.tokenizer.empty()
+                       ? std::nullopt
+                       : std::optional(Tokenizer::from_file(settings.tokenizer))),
+        texts_(texts_of(settings, tokenizer_ ? &*tokenizer_ : nullptr)),
         // The same on all data ranks that hold one part of the vocabulary.
-        model_(make_model(settings, mesh_.group("vocab")), mesh_.group("data"),
+        model_(make_model(settings, vocab_size(), mesh_.group("vocab")), mesh_.group("data"),
                {.gradient_as_bucket_view = true}),
         optimizer_(model_.parameters(), torch::optim::AdamWOptions(settings.learning_rate)) {}
 
@@ -97,12 +150,39 @@ class Training final : public trainer::Workload<at::Tensor> {
   at::Tensor read(std::int64_t step) override {
     const comm::Group& data = mesh_.group("data");
     const std::int64_t share = settings_.batch / data.size();
-    return text_.sequences(static_cast<std::uint64_t>(settings_.seed), step, data.rank() * share,
-                           share, settings_.length);
+    return texts_.training.sequences(static_cast<std::uint64_t>(settings_.seed), step,
+                                     data.rank() * share, share, settings_.length);
   }
   Result forward(const at::Tensor& tokens, const Inputs& /*inputs*/) override {
     const core::Span span(core::Phase::kDense);
     return {model_(tokens), {}};
+  }
+
+  /// The same sequences every time.
+  trainer::Figures evaluate() override {
+    if (!texts_.judged) return {};
+    const torch::NoGradGuard guard;
+    const comm::Group& data = mesh_.group("data");
+    const std::int64_t share = settings_.batch / data.size();
+    at::Tensor sum = at::zeros({1}, at::kDouble);
+    for (std::int64_t i = 0; i < settings_.eval_batches; ++i) {
+      const at::Tensor tokens =
+          texts_.judged->sequences(kJudgeSeed, i, data.rank() * share, share, settings_.length);
+      sum += model_.module()
+                 ->forward(tokens.to(trainer::device_of(settings_)))
+                 .to(at::kCPU, at::kDouble);
+    }
+    if (data.size() > 1) comm::all_reduce_(sum, data);
+    const double loss =
+        sum.item<double>() / static_cast<double>(settings_.eval_batches * data.size());
+    if (settings_.sample > 0) sample_ = written();
+    return {{"validation_loss", loss}, {"perplexity", std::exp(loss)}};
+  }
+  std::string verdict(const trainer::Figures& evaluation) const override {
+    char text[96];
+    std::snprintf(text, sizeof(text), "judged   validation loss %.4f | perplexity %.2f\n",
+                  evaluation[0].second, evaluation[1].second);
+    return text + (sample_.empty() ? "" : "sample   " + in_one_line(sample_) + "\n");
   }
 
   std::string unit() const override { return "tokens"; }
@@ -111,9 +191,38 @@ class Training final : public trainer::Workload<at::Tensor> {
   }
 
  private:
+  static constexpr std::uint64_t kJudgeSeed = 0x6a756467;
+
+  std::int64_t vocab_size() const {
+    return tokenizer_ ? tokenizer_->vocab_size() : TextSource::kVocabSize;
+  }
+
+  // Text that begins with the prompt. Collective: the model is over ranks.
+  std::string written() {
+    const std::string begin = settings_.prompt.empty() ? "\n" : settings_.prompt;
+    std::vector<std::int32_t> tokens;
+    if (tokenizer_) {
+      tokens = tokenizer_->encode(begin);
+    } else {
+      for (const char c : begin) tokens.push_back(static_cast<unsigned char>(c));
+    }
+    std::mt19937_64 numbers(static_cast<std::uint64_t>(settings_.seed));
+    for (std::int64_t i = 0; i < settings_.sample; ++i) {
+      const auto length = std::min<std::int64_t>(settings_.length, std::ssize(tokens));
+      const std::vector<std::int64_t> last(tokens.end() - length, tokens.end());
+      const at::Tensor seen = at::tensor(last, at::kLong).to(trainer::device_of(settings_));
+      const double uniform = static_cast<double>(numbers() >> 11U) * 0x1p-53;
+      tokens.push_back(static_cast<std::int32_t>(
+          drawn(model_.module()->next_logits(seen), settings_.temperature, uniform)));
+    }
+    return tokenizer_ ? tokenizer_->decode(tokens) : std::string(tokens.begin(), tokens.end());
+  }
+
   const Settings& settings_;
   comm::Mesh mesh_;
-  TextSource text_;
+  std::optional<Tokenizer> tokenizer_;
+  Texts texts_;
+  std::string sample_;  // of the last evaluation
   data_parallel::DistributedDataParallel<Gpt> model_;
   torch::optim::AdamW optimizer_;
 };
