@@ -12,10 +12,11 @@ constexpr const char* kHead =
   tessera train gnn --ranks 2                              one graph over two ranks
   tessera train gnn --ranks 4 --graph-parallel 2           two pairs, different structures each
   tessera train gnn --ranks 4 --atoms 4096 --partition morton
+  tessera train gnn --data 'md-*.xyz' --cutoff 5 --stress-weight 10 --steps 2000
 
-Trains a message-passing network on energies and forces of atoms in periodic boxes, which the
-program makes itself (Lennard-Jones-like). Forces are derivatives of the energy, so training goes
-through second derivatives, over all ranks.
+Trains a message-passing network on energies, forces and stress of atoms in boxes: those of extended
+XYZ files, or of Lennard-Jones-like ones that the program makes itself. Forces are derivatives of the
+energy, so training goes through second derivatives, over all ranks.
 
 )";
 
@@ -41,7 +42,12 @@ settings::Table Settings::table() {
   table.add("structures", num_structures, "N", "for training; a quarter as many to judge")
       .range(1, 1 << 20)
       .fixed();
-  table.add("cutoff", cutoff, "R", "how far atoms see, in sigmas")
+  table.add("data", data, "FILES", "extended XYZ instead; several, and patterns").fixed();
+  table.add("eval-data", eval_data, "FILES", "judge on these, not on the last tenth").told();
+  table.add("energy-key", energy_key, "K", "of the files").fixed();
+  table.add("forces-key", forces_key, "K", "").fixed().beside();
+  table.add("stress-key", stress_key, "K", "").fixed().beside();
+  table.add("cutoff", cutoff, "R", "how far atoms see, in the unit of positions")
       .not_negative()
       .check([](const std::string& text) {
         return std::stod(text) > 0 ? "" : "Number less or equal to 0: " + text;
@@ -56,6 +62,7 @@ settings::Table Settings::table() {
   table.add("lr", learning_rate, "X", "learning rate").not_negative().told().beside();
   add_schedule(table);
   table.add("force-weight", force_weight, "X", "of forces beside energies").not_negative().told();
+  table.add("stress-weight", stress_weight, "X", "of stress").not_negative().told().beside();
   table.add("features", num_features, "N", "of the network").range(1, 1 << 14).fixed();
   table.add("layers", num_layers, "N", "its layers").range(1, 64).fixed().beside();
   table.add("precision", precision, "P", "").one_of({"float32", "float64"}).fixed();
@@ -69,6 +76,12 @@ settings::Table Settings::table() {
 
 void Settings::check() const {
   trainer::Settings::check();
+  if (stress_weight > 0 && data.empty()) {
+    throw launch::LaunchError(launch::kExitConfiguration,
+                              "train: --stress-weight is for structures of --data",
+                              "those that the program makes have no stress to learn",
+                              "name files with --data, or leave --stress-weight out");
+  }
   if (num_ranks % graph_ranks() == 0) return;
   throw launch::LaunchError(launch::kExitConfiguration,
                             "train: " + std::to_string(num_ranks) +

@@ -16,6 +16,12 @@ struct Settings : trainer::Settings {
   std::int64_t num_structures = 16;  // for training; a quarter as many, at least one, to judge
   std::int64_t num_features = 32;
   std::int64_t num_layers = 2;
+  std::string data;       // files of structures; empty: the program makes its own
+  std::string eval_data;  // files to judge on; empty: the last tenth of `data`
+  std::string energy_key = "energy";
+  std::string forces_key = "forces";
+  std::string stress_key = "stress";
+  double stress_weight = 0;  // of `data`
   double cutoff = 2.2;
   double force_weight = 1.0;  // beside the energy per atom
   std::string optimizer = "adam";

@@ -13,9 +13,10 @@ namespace tessera::workloads::gnn {
 struct Structure {
   at::Tensor positions;  // [atoms, 3], double
   Box box;
-  at::Tensor types;       // [atoms], 0 or 1
-  at::Tensor energy;      // []
+  at::Tensor types;       // [atoms], from 0
+  at::Tensor energy;      // []; like the next two undefined where it is not known
   at::Tensor forces;      // [atoms, 3]
+  at::Tensor stress;      // [3, 3], energy per volume
   Neighbours neighbours;  // within the cutoff
 
   std::int64_t num_atoms() const { return positions.size(0); }

@@ -1,10 +1,13 @@
 #include "gnn/training.h"
 
+#include <algorithm>
 #include <cstdio>
+#include <optional>
 
 #include <ATen/ATen.h>
 
 #include "gnn/model.h"
+#include "gnn/own_structures.h"
 #include "gnn/partitioner.h"
 #include "tessera/checkpoint/modules.h"
 #include "tessera/comm/collectives.h"
@@ -44,8 +47,9 @@ comm::Mesh make_mesh(const Settings& settings, const comm::Group& world) {
   return {world, {{"data", world.size() / size}, {"graph", size}}};
 }
 
-ModelOptions model_options(const Settings& settings) {
+ModelOptions model_options(const Settings& settings, std::int64_t num_types) {
   ModelOptions model;
+  model.num_types = num_types;
   model.num_features = settings.num_features;
   model.num_layers = settings.num_layers;
   model.cutoff = settings.cutoff;
@@ -58,9 +62,10 @@ ModelOptions model_options(const Settings& settings) {
 // The network and its loss as a module, whose gradients are averaged over the data ranks.
 class Net : public torch::nn::Module {
  public:
-  explicit Net(const Settings& settings)
-      : model_(model_options(settings), static_cast<std::uint64_t>(settings.seed)),
-        force_weight_(settings.force_weight) {
+  Net(const Settings& settings, std::int64_t num_types)
+      : model_(model_options(settings, num_types), static_cast<std::uint64_t>(settings.seed)),
+        force_weight_(settings.force_weight),
+        stress_weight_(settings.stress_weight) {
     register_parameter("parameters", model_.parameters());
   }
 
@@ -74,16 +79,25 @@ class Net : public torch::nn::Module {
 
  private:
   at::Tensor loss_of(const Sample& sample) const {
-    const Prediction prediction = model_.predict(sample.graph, sample.structure.positions,
-                                                 sample.structure.box.cell, false, true);
-    const auto num_atoms = static_cast<double>(sample.structure.num_atoms());
-    const at::Tensor energy = ((prediction.energy - sample.structure.energy) / num_atoms).pow(2);
-    const at::Tensor forces = (prediction.forces - sample.structure.forces).pow(2).mean();
-    return energy + force_weight_ * forces;
+    const Structure& known = sample.structure;
+    const bool has_stress = stress_weight_ > 0 && known.stress.defined();
+    const Prediction prediction =
+        model_.predict(sample.graph, known.positions, known.box.cell, has_stress, true);
+    const auto num_atoms = static_cast<double>(known.num_atoms());
+    at::Tensor loss = at::zeros({}, prediction.energy.options().requires_grad(false));
+    if (known.energy.defined()) {
+      loss = loss + ((prediction.energy - known.energy) / num_atoms).pow(2);
+    }
+    if (known.forces.defined()) {
+      loss = loss + force_weight_ * (prediction.forces - known.forces).pow(2).mean();
+    }
+    if (has_stress) loss = loss + stress_weight_ * (prediction.stress - known.stress).pow(2).mean();
+    return loss;
   }
 
   Model model_;
   double force_weight_;
+  double stress_weight_;
 };
 
 class Training final : public trainer::Workload<Batch> {
@@ -93,19 +107,23 @@ class Training final : public trainer::Workload<Batch> {
         mesh_(make_mesh(settings, world)),
         data_(mesh_.group("data")),
         graph_(mesh_.group("graph")),
-        model_(std::make_shared<Net>(settings), data_, {.gradient_as_bucket_view = true}),
+        own_(settings.data.empty() ? std::nullopt : std::optional(read_structures(settings))),
+        model_(std::make_shared<Net>(settings, num_types()), data_,
+               {.gradient_as_bucket_view = true}),
         optimizer_(trainer::make_optimizer("gnn.train", settings.optimizer, model_.parameters(),
                                            settings.learning_rate)) {
     // Round robin over the data-parallel ranks: a structure lives where it is trained on.
-    for (std::int64_t i = data_.rank(); i < settings.num_structures; i += data_.size()) {
-      training_.push_back(make_sample(static_cast<std::uint64_t>(settings.seed + i)));
+    TESSERA_CHECK_VALUE(num_structures() >= data_.size(), "gnn.train: ", num_structures(),
+                        " structures are not enough for ", data_.size(), " data-parallel ranks.");
+    for (std::int64_t i = data_.rank(); i < num_structures(); i += data_.size()) {
+      training_.push_back(own_ ? own_sample(own_->training[static_cast<std::size_t>(i)])
+                               : made_sample(static_cast<std::uint64_t>(settings.seed + i)));
     }
-    TESSERA_CHECK_VALUE(settings.num_structures >= data_.size(),
-                        "gnn.train: ", settings.num_structures, " structures are not enough for ",
-                        data_.size(), " data-parallel ranks.");
-    const std::int64_t num_judged = std::max<std::int64_t>(1, settings.num_structures / 4);
+    const std::int64_t num_judged =
+        own_ ? std::ssize(own_->judged) : std::max<std::int64_t>(1, settings.num_structures / 4);
     for (std::int64_t i = data_.rank(); i < num_judged; i += data_.size()) {
-      judged_.push_back(make_sample(kJudgeSeed + static_cast<std::uint64_t>(i)));
+      judged_.push_back(own_ ? own_sample(own_->judged[static_cast<std::size_t>(i)])
+                             : made_sample(kJudgeSeed + static_cast<std::uint64_t>(i)));
     }
   }
 
@@ -119,9 +137,11 @@ class Training final : public trainer::Workload<Batch> {
   }
   std::vector<at::Tensor> parameters() const override { return model_.parameters(); }
   std::vector<trainer::Mark> marks() const override {
-    return {{"structures_per_step", settings_.batch * data_.size(), "",
-             " structures per step over all ranks"},
-            {"seed", settings_.seed, "seed "}};
+    std::vector<trainer::Mark> all{{"structures_per_step", settings_.batch * data_.size(), "",
+                                    " structures per step over all ranks"},
+                                   {"seed", settings_.seed, "seed "}};
+    if (own_) all.push_back({"types", num_types(), "", " species of atoms"});
+    return all;
   }
 
   Batch read(std::int64_t step) override {
@@ -149,61 +169,105 @@ class Training final : public trainer::Workload<Batch> {
     halo_rows_ = sums[0].item<double>() / sums[1].item<double>();
   }
   trainer::Figures evaluate() override {
-    at::Tensor sums = at::zeros({3}, at::kDouble);
+    // Errors of energy, forces and stress, and how many structures have each.
+    at::Tensor sums = at::zeros({2, 3}, at::kDouble);
     for (const Sample& sample : judged_) {
+      const Structure& known = sample.structure;
       const Prediction prediction = model_.module()->model().predict(
-          sample.graph, sample.structure.positions, sample.structure.box.cell, false, false);
-      const auto num_atoms = static_cast<double>(sample.structure.num_atoms());
-      sums[0] += ((prediction.energy - sample.structure.energy).abs() / num_atoms).detach().cpu();
-      sums[1] += (prediction.forces - sample.structure.forces).abs().mean().detach().cpu();
-      sums[2] += 1;
+          sample.graph, known.positions, known.box.cell, known.stress.defined(), false);
+      const auto add = [&sums](int what, const at::Tensor& found, const at::Tensor& wanted,
+                               double parts) {
+        if (!wanted.defined()) return;
+        sums[0][what] += ((found - wanted).abs().mean() / parts).detach().cpu();
+        sums[1][what] += 1;
+      };
+      add(0, prediction.energy, known.energy, static_cast<double>(known.num_atoms()));
+      add(1, prediction.forces, known.forces, 1);
+      add(2, prediction.stress, known.stress, 1);
     }
     comm::all_reduce_(sums, data_);
-    const double count = sums[2].item<double>();
-    return {{"energy_error", sums[0].item<double>() / count},
-            {"force_error", sums[1].item<double>() / count}};
+    const char* names[] = {"energy_error", "force_error", "stress_error"};
+    trainer::Figures figures;
+    for (int what = 0; what < 3; ++what) {
+      const double count = sums[1][what].item<double>();
+      if (count > 0) figures.emplace_back(names[what], sums[0][what].item<double>() / count);
+    }
+    return figures;
   }
 
   std::string unit() const override { return "atoms"; }
   double units_per_step() const override {
-    return static_cast<double>(settings_.num_atoms * settings_.batch * data_.size());
+    return mean_atoms() * static_cast<double>(settings_.batch * data_.size());
   }
   std::string introduction() override {
     char text[160];
-    std::snprintf(text, sizeof(text), "structures %ld of %ld atoms | data %d x graph %d | %s\n",
-                  static_cast<long>(settings_.num_structures),
-                  static_cast<long>(settings_.num_atoms), data_.size(), graph_.size(),
+    std::snprintf(text, sizeof(text), "structures %ld of %.4g atoms | data %d x graph %d | %s\n",
+                  static_cast<long>(num_structures()), mean_atoms(), data_.size(), graph_.size(),
                   settings_.partition.c_str());
-    return text;
+    return text + species_line();
   }
   std::string verdict(const trainer::Figures& after) const override {
-    char text[160];
-    std::snprintf(text, sizeof(text),
-                  "energy error %.4f per atom, was %.4f | force error %.4f, was %.4f\n",
-                  after[0].second, before_[0].second, after[1].second, before_[1].second);
-    return text;
+    std::string all;
+    for (std::size_t i = 0; i < after.size(); ++i) {
+      std::string words = after[i].first;
+      std::replace(words.begin(), words.end(), '_', ' ');
+      char text[96];
+      std::snprintf(text, sizeof(text), "%s %.4f%s, was %.4f", words.c_str(), after[i].second,
+                    after[i].first == "energy_error" ? " per atom" : "", before_[i].second);
+      all += (i > 0 ? " | " : "") + std::string(text);
+    }
+    return all + "\n";
   }
   trainer::Figures results() const override {
-    return {{"parameters", static_cast<double>(model_.parameters()[0].numel())},
-            {"halo_rows", halo_rows_},
-            {"energy_error_before", before_[0].second},
-            {"force_error_before", before_[1].second}};
+    trainer::Figures all{{"parameters", static_cast<double>(model_.parameters()[0].numel())},
+                         {"halo_rows", halo_rows_}};
+    for (const auto& [name, value] : before_) all.emplace_back(name + "_before", value);
+    return all;
   }
 
  private:
-  Sample make_sample(std::uint64_t seed) const {
+  std::int64_t num_types() const {
+    return own_ ? std::ssize(own_->species) : ModelOptions().num_types;
+  }
+  std::int64_t num_structures() const {
+    return own_ ? std::ssize(own_->training) : settings_.num_structures;
+  }
+  double mean_atoms() const {
+    return own_ ? own_->mean_atoms() : static_cast<double>(settings_.num_atoms);
+  }
+
+  // What the energies of lone atoms were taken to be.
+  std::string species_line() const {
+    if (!own_) return "";
+    std::string text = "species ";
+    for (std::size_t i = 0; i < own_->species.size(); ++i) {
+      char one[64];
+      std::snprintf(one, sizeof(one), " %.8s %.6g", own_->species[i].c_str(),
+                    own_->atomic_energies[i]);
+      text += (i > 0 ? "," : "") + std::string(one);
+    }
+    return text + " (energy of a lone atom, by least squares)\n";
+  }
+
+  Sample made_sample(std::uint64_t seed) const {
     StructureOptions options;
     options.num_atoms = settings_.num_atoms;
     options.cutoff = settings_.cutoff;
-    Structure structure = make_structure(options, seed);
+    return make_sample(make_structure(options, seed));
+  }
+  Sample own_sample(const XyzFrame& frame) const {
+    return make_sample(structure_of(frame, *own_, settings_.cutoff));
+  }
+
+  Sample make_sample(Structure structure) const {
     const auto partition = make_partition(settings_.partition, structure.positions, structure.box,
                                           structure.neighbours.edge_index, graph_.size());
     LocalGraph graph = make_local_graph(structure, partition, graph_);
     const at::Device device = trainer::device_of(settings_);
     for (at::Tensor* tensor :
          {&structure.positions, &structure.box.cell, &structure.energy, &structure.forces,
-          &graph.nodes, &graph.types, &graph.edges, &graph.shifts}) {
-      *tensor = tensor->to(device);
+          &structure.stress, &graph.nodes, &graph.types, &graph.edges, &graph.shifts}) {
+      if (tensor->defined()) *tensor = tensor->to(device);
     }
     return {std::move(structure), std::move(graph)};
   }
@@ -212,6 +276,7 @@ class Training final : public trainer::Workload<Batch> {
   comm::Mesh mesh_;
   comm::Group data_;
   comm::Group graph_;
+  std::optional<OwnStructures> own_;
   data_parallel::DistributedDataParallel<Net> model_;
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
   std::vector<Sample> training_;

@@ -11,7 +11,8 @@
 
 namespace tessera::workloads::gnn {
 
-/// Judges by "energy_error", mean absolute per atom, and "force_error", per component; `results`
+/// Judges by "energy_error", mean absolute per atom, "force_error" and "stress_error", per
+/// component, as far as the structures have them; `results`
 /// holds the same before the first step as "…_before", "halo_rows" (mean over the job's ranks and
 /// structures) and the number of "parameters". All ranks end with the same parameters. Collective.
 /// Throws ValueError for settings that make no sense. `settings` must outlive it.
