@@ -19,9 +19,9 @@ namespace tessera::cli {
 
 std::span<const Verb* const> verbs() {
   static constexpr const Verb* kVerbs[] = {
-      &kRunVerb,    &kPsVerb,    &kInspectVerb, &kTrainVerb,     &kEvalVerb, &kPredictVerb,
-      &kReportVerb, &kTraceVerb, &kPlanVerb,    &kDataVerb,      &kCkptVerb, &kExportVerb,
-      &kServeVerb,  &kBenchVerb, &kDoctorVerb,  &kCompletionVerb};
+      &kRunVerb,    &kPsVerb,     &kInspectVerb, &kTrainVerb,  &kEvalVerb,      &kPredictVerb,
+      &kRunsVerb,   &kReportVerb, &kTraceVerb,   &kPlanVerb,   &kDataVerb,      &kCkptVerb,
+      &kExportVerb, &kServeVerb,  &kBenchVerb,   &kDoctorVerb, &kCompletionVerb};
   return kVerbs;
 }
 
@@ -36,7 +36,8 @@ struct VerbPair {
 constexpr VerbPair kPairs[] = {
     {"ps", "inspect", "list this user's live jobs; show what the ranks of one are doing"},
     {"eval", "predict", "measure the model of a run on a log; score the samples of one"},
-    {"report", "trace", "make the page of a run; merge and summarise the traces of ranks"},
+    {"runs", "report", "list and compare runs; make the page of one"},
+    {"trace", "bench", "merge and summarise the traces of ranks; measure beside the peers"},
     {"export", "serve", "make a package out of a checkpoint; answer HTTP requests with it"},
 };
 

@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "flags.h"
+#include "host_flags.h"
 #include "tessera/launch/job.h"
 #include "tessera/launch/options.h"
 #include "usage.h"
@@ -56,16 +57,7 @@ More: docs/launch.md
 // The words as given; they get their meaning, and their errors, in `options_from`.
 struct Words {
   std::string num_local_ranks = "1";
-  std::string num_nodes = "1";
-  std::string node_rank = "0";
-  std::string endpoint;
-  std::string master_address;
-  std::string master_port;
-  std::string rendezvous_id;
-  std::string rendezvous_timeout = "600";
-  std::string rendezvous_backend = "c10d";
-  std::string rendezvous_conf;
-  std::string secret_file;
+  HostWords hosts;
   std::string max_restarts = "0";
   std::string role = "default";
   std::string log_dir;
@@ -79,8 +71,6 @@ struct Words {
   bool is_module = false;
   bool no_python = false;
   bool no_prefix = false;
-  bool is_standalone = false;
-  bool goes_without_secret = false;
   bool json_report = false;
   bool print_config = false;
   bool wants_help = false;
@@ -92,16 +82,7 @@ void define_flags(CLI::App& app, Words& words) {
     app.add_option(name, target)->capture_default_str()->take_last();
   };
   value("-n,--nproc-per-node", words.num_local_ranks);
-  value("--nnodes", words.num_nodes);
-  value("--node-rank", words.node_rank);
-  value("--rdzv-endpoint", words.endpoint);
-  value("--master-addr", words.master_address);
-  value("--master-port", words.master_port);
-  value("--rdzv-id", words.rendezvous_id);
-  value("--secret-file", words.secret_file);
-  value("--rdzv-timeout", words.rendezvous_timeout);
-  value("--rdzv-backend", words.rendezvous_backend);
-  value("--rdzv-conf", words.rendezvous_conf);
+  define_host_flags(app, words.hosts);
   value("--max-restarts", words.max_restarts);
   value("--role", words.role);
   value("--log-dir", words.log_dir);
@@ -115,8 +96,6 @@ void define_flags(CLI::App& app, Words& words) {
   app.add_flag("-m,--module", words.is_module);
   app.add_flag("--no-python", words.no_python);
   app.add_flag("--no-prefix", words.no_prefix);
-  app.add_flag("--standalone", words.is_standalone);
-  app.add_flag("--insecure-no-auth", words.goes_without_secret);
   app.add_flag("--json", words.json_report);
   app.add_flag("--print-config", words.print_config)->configurable(false);
   app.add_flag("-h,--help", words.wants_help)->configurable(false);
@@ -127,89 +106,7 @@ void define_flags(CLI::App& app, Words& words) {
 // Gives the name of the flag to a message about its value.
 template <class Parse>
 auto parsed(const char* flag, Parse parse) {
-  try {
-    return parse();
-  } catch (const std::invalid_argument& error) {
-    throw UsageError(std::string("run: ") + flag + ": " + error.what());
-  }
-}
-
-// torchrun writes MIN:MAX for a changing number of hosts, which tessera run does not offer.
-std::string fixed_node_count(const std::string& text) {
-  const size_t colon = text.find(':');
-  if (colon == std::string::npos) return text;
-  if (text.substr(0, colon) == text.substr(colon + 1)) return text.substr(0, colon);
-  throw std::invalid_argument("the number of hosts is fixed; write one number, not " + text);
-}
-
-void read_rendezvous_conf(const std::string& text, launch::RunOptions& options) {
-  for (size_t begin = 0; begin < text.size();) {
-    const size_t end = std::min(text.find(',', begin), text.size());
-    const std::string entry = text.substr(begin, end - begin);
-    const std::string key = entry.substr(0, entry.find('='));
-    if ((key != "timeout" && key != "join_timeout") || entry.size() <= key.size()) {
-      throw std::invalid_argument("'" + entry + "' is not timeout=SECONDS or join_timeout=SECONDS");
-    }
-    options.rendezvous_timeout = launch::parse_seconds(entry.substr(key.size() + 1));
-    begin = end + 1;
-  }
-}
-
-std::string checked_id(const std::string& text) {
-  constexpr char kAllowed[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-";
-  if (text.find_first_not_of(kAllowed) == std::string::npos && !text.starts_with('.') &&
-      text.size() <= 128) {
-    return text;
-  }
-  throw std::invalid_argument("'" + text + "' may hold letters, digits, '.', '_' and '-' only");
-}
-
-void read_hosts(const Words& words, launch::RunOptions& options) {
-  options.num_nodes = parsed("--nnodes", [&] {
-    return launch::parse_integer(fixed_node_count(words.num_nodes), 1, 4096);
-  });
-  options.node_rank =
-      parsed("--node-rank", [&] { return launch::parse_integer(words.node_rank, 0, 1 << 20); });
-  if (options.node_rank >= options.num_nodes) {
-    throw UsageError("run: --node-rank: " + words.node_rank + " is not one of the " +
-                     std::to_string(options.num_nodes) + " hosts; they are counted from 0 to " +
-                     std::to_string(options.num_nodes - 1));
-  }
-  if (!words.endpoint.empty()) {
-    options.endpoint =
-        parsed("--rdzv-endpoint", [&] { return launch::parse_endpoint(words.endpoint); });
-  } else if (!words.master_address.empty() || !words.master_port.empty()) {
-    options.endpoint = launch::Endpoint{
-        words.master_address.empty() ? "127.0.0.1" : words.master_address,
-        words.master_port.empty() ? uint16_t{29500} : parsed("--master-port", [&] {
-          return static_cast<uint16_t>(launch::parse_integer(words.master_port, 0, 65535));
-        })};
-  }
-  if (options.num_nodes > 1) {
-    if (words.is_standalone) {
-      throw UsageError("run: --standalone means one host, not --nnodes " + words.num_nodes);
-    }
-    if (!options.endpoint || options.endpoint->port == 0) {
-      throw UsageError("run: --nnodes " + words.num_nodes +
-                       " needs --rdzv-endpoint HOST:PORT, the same on every host");
-    }
-  }
-  if (words.rendezvous_backend != "c10d" && words.rendezvous_backend != "static") {
-    throw UsageError("run: --rdzv-backend: '" + words.rendezvous_backend +
-                     "' is not offered; leave the flag out");
-  }
-  if (words.goes_without_secret && !words.secret_file.empty()) {
-    throw UsageError("run: --insecure-no-auth and --secret-file exclude each other");
-  }
-  options.secret_file = words.secret_file;
-  options.goes_without_secret = words.goes_without_secret;
-  options.rendezvous_id = parsed("--rdzv-id", [&] { return checked_id(words.rendezvous_id); });
-  options.rendezvous_timeout =
-      parsed("--rdzv-timeout", [&] { return launch::parse_seconds(words.rendezvous_timeout); });
-  parsed("--rdzv-conf", [&] {
-    read_rendezvous_conf(words.rendezvous_conf, options);
-    return 0;
-  });
+  return parsed_value("run", flag, parse);
 }
 
 void read_output(const Words& words, launch::RunOptions& options) {
@@ -236,7 +133,7 @@ launch::RunOptions options_from(const Words& words, const std::vector<std::strin
   launch::RunOptions options;
   options.num_local_ranks =
       parsed("--nproc-per-node", [&] { return launch::parse_rank_count(words.num_local_ranks); });
-  read_hosts(words, options);
+  read_hosts("run", words.hosts, options);
   read_output(words, options);
   options.max_restarts = parsed(
       "--max-restarts", [&] { return launch::parse_integer(words.max_restarts, 0, 1 << 20); });

@@ -241,7 +241,6 @@ std::vector<std::string> flags() {
 
 }  // namespace
 
-extern const Verb kRunsVerb;
 const Verb kRunsVerb{"runs", "list runs, and compare two", kHelp, run, flags, "diff"};
 
 }  // namespace tessera::cli

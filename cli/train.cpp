@@ -9,14 +9,18 @@
 #include <memory>
 #include <set>
 
+#include "converted_data.h"
+#include "data/converted.h"
 #include "dlrm/settings.h"
 #include "doctor/machine.h"
 #include "flags.h"
 #include "gnn/settings.h"
+#include "host_flags.h"
 #include "lm/settings.h"
 #include "report/run_facts.h"
 #include "tessera/launch/exit_code.h"
 #include "tessera/launch/job.h"
+#include "tessera/launch/launch_error.h"
 #include "trainer/progress_line.h"
 #include "usage.h"
 #include "verb.h"
@@ -42,6 +46,53 @@ constexpr Workload kWorkloads[] = {{"dlrm", make<workloads::dlrm::Settings>},
                                    {"lm", make<workloads::lm::Settings>},
                                    {"gnn", make<workloads::gnn::Settings>}};
 
+// A run counts the ranks of all hosts, a call those of its own: the words are made to say the
+// former. Returns the ranks of this host; 0 if no word says how many.
+int use_all_ranks(std::vector<std::string>& words, int num_hosts) {
+  if (num_hosts == 1) return 0;
+  std::string value;
+  std::vector<std::string> left;
+  for (std::size_t i = 0; i < words.size(); ++i) {
+    const bool is_flag =
+        words[i] == "--ranks" || words[i] == "-n" || words[i] == "--nproc-per-node";
+    if (is_flag && i + 1 < words.size()) {
+      value = words[++i];
+    } else if (words[i].starts_with("--ranks=") || words[i].starts_with("--nproc-per-node=")) {
+      value = words[i].substr(words[i].find('=') + 1);
+    } else {
+      left.push_back(words[i]);
+    }
+  }
+  const bool resumes = std::any_of(words.begin(), words.end(), [](const std::string& word) {
+    return word.starts_with("--resume") || word.starts_with("--config");
+  });
+  if (value.empty() && resumes) return 0;
+  const int ranks = parsed_value("train", "--ranks", [&] {
+    return launch::parse_integer(value.empty() ? "1" : value, 1, 4096);
+  });
+  words = std::move(left);
+  words.insert(words.end(), {"--ranks", std::to_string(ranks * num_hosts)});
+  return ranks;
+}
+
+// Of the ranks that a configuration names, those of one host.
+int share_of_host(const trainer::Settings& settings, int num_hosts) {
+  if (settings.num_ranks % num_hosts == 0) return settings.num_ranks / num_hosts;
+  throw launch::LaunchError(
+      launch::kExitConfiguration,
+      "train: " + std::to_string(settings.num_ranks) + " ranks cannot be divided over " +
+          std::to_string(num_hosts) + " hosts",
+      "the configuration names the ranks of all hosts", "--ranks N, the ranks of each host");
+}
+
+// Tables become a log before the ranks are started: once, on this host.
+void convert_data(const workloads::dlrm::Settings& settings) {
+  if (settings.schema.empty()) return;
+  for (const std::string& data : {settings.data, settings.eval_data}) {
+    if (workloads::data::is_table(data)) say_converted("train", data, settings.schema, {});
+  }
+}
+
 constexpr std::string_view kHelp =
     R"(tessera train <workload> [flags]
 
@@ -53,6 +104,10 @@ workloads
   dlrm   recommender: embedding tables over all ranks, dense layers on each
   lm     language model: vocabulary and batch over a mesh
   gnn    message passing: the graph and the structures over a mesh
+
+hosts
+  The flags of tessera run: --nnodes K --node-rank R --rdzv-endpoint H:P --secret-file FILE, the same
+  command on every host; --ranks are those of each. The run folder is on a disk that all of them see.
 
 tessera train <workload> --help shows the flags of one.
 More: docs/train_your_own.md, docs/vocab_parallel.md, docs/graph_parallel.md
@@ -70,11 +125,17 @@ int run(const std::vector<std::string>& words) {
   }
   std::vector<std::string> flags(words.begin() + 1, words.end());
   for (std::string& word : flags) word = with_dashes(word);  // the ranks know no other form
+  launch::RunOptions options;
+  read_hosts("train", take_host_flags("train", flags), options);
+  const int local_ranks = use_all_ranks(flags, options.num_nodes);
   // To find mistakes before anything is started; the ranks read them again.
   const auto given = found->settings();
-  trainer::read(*given, *found->settings(), flags);
+  trainer::read(*given, *found->settings(), flags, /*tells=*/options.node_rank == 0);
   if (given->wants_help) return print_help(found->settings()->table().help());
   if (given->print_config) return print_help(given->table().config());
+  if (const auto* dlrm = dynamic_cast<const workloads::dlrm::Settings*>(given.get())) {
+    convert_data(*dlrm);
+  }
   // The ranks see a pipe whatever this program writes to.
   if (isatty(STDOUT_FILENO) == 1) {
     winsize size{};
@@ -83,15 +144,15 @@ int run(const std::vector<std::string>& words) {
   } else {
     unsetenv(trainer::kTerminalVariable);
   }
+  options.num_local_ranks =
+      local_ranks > 0 ? local_ranks : share_of_host(*given, options.num_nodes);
   std::vector<std::string> typed{"tessera", "train"};
   typed.insert(typed.end(), words.begin(), words.end());
   setenv(workloads::report::kCommandVariable, workloads::report::command_text(typed).c_str(),
          /*overwrite=*/1);
   // What the user says counts; otherwise ranks share the cores that this process may use.
-  const int share = std::max(1, cores_left(read_machine()) / given->num_ranks);
+  const int share = std::max(1, cores_left(read_machine()) / options.num_local_ranks);
   setenv("OMP_NUM_THREADS", std::to_string(share).c_str(), /*overwrite=*/0);
-  launch::RunOptions options;
-  options.num_local_ranks = given->num_ranks;
   options.prefix_lines = false;
   options.use_python = false;
   options.shutdown_timeout = kTimeToSave;
@@ -103,6 +164,11 @@ int run(const std::vector<std::string>& words) {
 
 std::vector<std::string> flags() {
   std::set<std::string> all;
+  CLI::App hosts("", "train");
+  HostWords words;
+  hosts.set_help_flag();
+  define_host_flags(hosts, words);
+  for (std::string& flag : long_flags(hosts)) all.insert(std::move(flag));
   for (const Workload& workload : kWorkloads) {
     CLI::App app("", "train");
     const auto settings = workload.settings();

@@ -35,6 +35,7 @@ extern const Verb kPredictVerb;
 extern const Verb kPsVerb;
 extern const Verb kReportVerb;
 extern const Verb kRunVerb;
+extern const Verb kRunsVerb;
 extern const Verb kTraceVerb;
 extern const Verb kTrainVerb;
 extern const Verb kCkptVerb;

@@ -1,0 +1,240 @@
+"""`train lm` on tokens of one's own, `train gnn` on structures of one's own, and both on two hosts."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+TESSERA = os.environ.get("TESSERA_BIN", str(ROOT / "build/release/bin/tessera"))
+LIMIT = 100.0
+LM = ["--batch", "4", "--length", "16", "--layers", "1", "--width", "16", "--heads", "2"]
+GNN = ["--features", "8", "--layers", "1", "--cutoff", "2.5", "--precision", "float64", "--lr", "0.01"]
+
+
+def train(*words, code=0):
+    result = subprocess.run(
+        [TESSERA, "train", *map(str, words)], capture_output=True, text=True, timeout=LIMIT
+    )
+    assert result.returncode == code, result.stdout + result.stderr
+    return result
+
+
+# ---- lm
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "book.txt").write_text("the cat sat on the mat. the dog sat on the log. " * 200)
+    return folder
+
+
+def tokenizer(folder):
+    """A tokenizer.json of bytes and a few words, written by hand."""
+    letters = [chr(i) if 33 <= i <= 126 or 161 <= i <= 172 or i >= 174 else None for i in range(256)]
+    extra = iter(range(256, 512))
+    letters = [letter or chr(next(extra)) for letter in letters]
+    vocab = {letter: i for i, letter in enumerate(letters)}
+    merges = []
+    for pair in (("t", "h"), ("th", "e"), ("a", "t"), (letters[32], "the"), ("o", "n")):
+        merges.append(" ".join(pair))
+        vocab["".join(pair)] = len(vocab)
+    content = {
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
+        "model": {"type": "BPE", "vocab": vocab, "merges": merges},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return folder / "tokenizer.json"
+
+
+def test_lm_is_judged_on_text_that_it_does_not_see(text, tmp_path):
+    words = ["lm", *LM, "--file", text / "book.txt", "--tokenizer", tokenizer(text), "--lr", "0.01"]
+    words += ["--steps", "40", "--eval-every", "20", "--sample", "12", "--prompt", "the"]
+    one = train(*words, "--save", tmp_path / "run").stdout
+    judged = re.findall(r"validation loss ([\d.]+) \| perplexity ([\d.]+)", one)
+    assert len(judged) == 2 and float(judged[1][0]) < float(judged[0][0]) < np.log(261)
+    assert float(judged[1][1]) == pytest.approx(np.exp(float(judged[1][0])), rel=1e-2)
+    samples = re.findall(r"^sample   (.*)$", one, re.MULTILINE)
+    assert len(samples) == 2 and samples[-1].startswith("the")
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "eval"] == [20, 40]
+    assert (tmp_path / "run/best").is_dir()
+    two = json.loads(train(*words, "--ranks", "2", "--json", "--runs", tmp_path).stdout)
+    assert two["validation_loss"] == pytest.approx(float(judged[1][0]), abs=2e-3)
+
+
+def test_lm_says_what_it_cannot_use(text, tmp_path):
+    (tmp_path / "bad.json").write_text('{"model": {"type": "Unigram"}}')
+    words = ["lm", *LM, "--file", text / "book.txt", "--steps", "1", "--runs", tmp_path]
+    said = train(*words, "--tokenizer", tmp_path / "bad.json", code=65).stderr
+    assert "bad.json: its words are cut by 'nothing', not over bytes" in said
+    assert "there is no file" in train(*words, "--tokenizer", tmp_path / "none.json", code=65).stderr
+    assert "--eval-file names it" in train(*words, "--eval-file", tmp_path / "none.txt", code=65).stderr
+
+
+def test_a_diverged_lm_ends_with_an_error(text, tmp_path):
+    words = ["lm", *LM, "--file", text / "book.txt", "--steps", "30", "--lr", "1e30", "--runs", tmp_path]
+    result = train(*words, code=1)
+    assert "the loss is not a number at step" in result.stderr
+
+
+# ---- gnn
+
+
+def write_structures(path, count, seed, with_stress=True):
+    """Atoms in boxes with springs between all pairs within 2.5, in the nearest image."""
+    numbers = np.random.default_rng(seed)
+    species = {"Si": -3.0, "O": -1.5}
+    with open(path, "w") as file:
+        for _ in range(count):
+            n, side = int(numbers.integers(4, 8)), 6.0
+            places = numbers.uniform(0, side, (n, 3))
+            names = [["Si", "O"][i] for i in numbers.integers(0, 2, n)]
+            energy, forces, virial = sum(species[name] for name in names), np.zeros((n, 3)), np.zeros((3, 3))
+            for i in range(n):
+                for j in range(i):
+                    d = places[i] - places[j]
+                    d -= side * np.round(d / side)
+                    r = np.linalg.norm(d)
+                    if r < 2.5:
+                        energy += 0.5 * (2.5 - r) ** 2
+                        pull = (2.5 - r) * d / r
+                        forces[i] += pull
+                        forces[j] -= pull
+                        virial -= np.outer(d, pull)
+            stress = " ".join(f"{x:.10f}" for x in (virial / side**3).flatten())
+            file.write(f'{n}\nLattice="{side} 0 0 0 {side} 0 0 0 {side}" ')
+            file.write(f'Properties=species:S:1:pos:R:3:forces:R:3 energy={energy:.10f} pbc="T T T"')
+            file.write(f' stress="{stress}"\n' if with_stress else "\n")
+            for name, place, force in zip(names, places, forces, strict=True):
+                file.write(f"{name} " + " ".join(f"{x:.10f}" for x in (*place, *force)) + "\n")
+
+
+@pytest.fixture(scope="module")
+def structures(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("structures")
+    write_structures(folder / "md-1.xyz", 12, 1)
+    write_structures(folder / "md-2.xyz", 8, 2, with_stress=False)
+    return folder
+
+
+def test_gnn_learns_energies_forces_and_stress_of_files(structures, tmp_path):
+    words = ["gnn", *GNN, "--data", structures / "md-*.xyz", "--eval-data", structures / "md-1.xyz"]
+    words += ["--stress-weight", "10", "--batch", "2"]
+    result = train(*words, "--steps", "60", "--save", tmp_path / "run")
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("structures 20 of ") and re.match(r"species  O -?[\d.]+, Si -", lines[1])
+    (end,) = [line for line in lines if line.startswith("energy error")]
+    found = re.fullmatch(
+        r"energy error ([\d.]+) per atom, was ([\d.]+) \| force error ([\d.]+), was ([\d.]+)"
+        r" \| stress error ([\d.]+), was ([\d.]+)",
+        end,
+    )
+    assert float(found[1]) < float(found[2]) and float(found[3]) < float(found[4])
+    assert float(found[5]) < float(found[6])
+    assert (tmp_path / "run/checkpoints/LATEST").exists() and (tmp_path / "run/report.html").exists()
+    halves = ["--steps", "10", "--json", "--runs", tmp_path]
+    one = json.loads(train(*words, *halves).stdout)
+    two = json.loads(train(*words, *halves, "--ranks", "2").stdout)
+    assert two["energy_error"] == pytest.approx(one["energy_error"], rel=1e-6)
+    assert two["stress_error"] == pytest.approx(one["stress_error"], rel=1e-6)
+    train(*words, "--steps", "5", "--save", tmp_path / "half")
+    again = json.loads(train("gnn", "--resume", tmp_path / "half", "--steps", "10", "--json").stdout)
+    assert again["fingerprint"] == one["fingerprint"]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("", "holds no structure"),
+        ("two\n\n", "line 1: 'two' is not a number of atoms"),
+        ("1\nenergy=1\nH 0 0\n", "line 3: an atom has 3 values; Properties has 4"),
+        ("2\nenergy=1\nH 0 0 0\n", "line 3: the file ends after 1 of 2 atoms"),
+        ("1\nenergy=nan\nH 0 0 0\n", "line 2: 'nan' is not a finite number"),
+        ("1\nenergy=1\nH 0 inf 0\n", "line 3: 'inf' is not a finite number"),
+        ('1\nLattice="1 0 0 0 1 0 0 0" energy=1\nH 0 0 0\n', "line 2: Lattice has 8 numbers, not 9"),
+        ('1\nLattice="1 0 0 1 0 0 0 0 1" energy=1\nH 0 0 0\n', "line 2: Lattice has no volume"),
+        ('1\npbc="T T T" energy=1\nH 0 0 0\n', "line 2: pbc repeats a box that has no Lattice"),
+        ("1\nE=1\nH 0 0 0\n1\nE=2\nH 0 0 0\n", "structure 1 has neither energy nor forces"),
+        ("1\nenergy=1\nH 0 0 0\n", "holds one structure; one more is needed"),
+    ],
+)
+def test_gnn_names_what_is_wrong_with_a_file(tmp_path, content, says):
+    path = tmp_path / "a.xyz"
+    path.write_text(content)
+    said = train("gnn", *GNN, "--data", path, "--steps", "1", "--runs", tmp_path, code=65).stderr
+    assert "a.xyz: " in said and says in said
+
+
+def test_other_names_and_no_box(tmp_path):
+    text = "".join(f"2\nE={i}.5\nH 0 0 0\nH 0 0 {1 + i / 10}\n" for i in range(3))
+    (tmp_path / "a.xyz").write_text(text)
+    words = ["gnn", *GNN, "--data", tmp_path / "a.xyz", "--energy-key", "E", "--steps", "2", "--json"]
+    told = json.loads(train(*words, "--runs", tmp_path).stdout)
+    assert "energy_error" in told and "force_error" not in told
+    said = train("gnn", *GNN, "--stress-weight", "1", "--steps", "1", "--runs", tmp_path, code=78).stderr
+    assert "--stress-weight is for structures of --data" in said
+
+
+# ---- several hosts
+
+sys.path.insert(0, str(ROOT / "tests/faults"))
+
+
+def test_two_hosts_train_as_one(tmp_path):
+    from hosts import TwoHosts, reason_not_possible
+
+    if reason := reason_not_possible():
+        pytest.skip(reason)
+    words = ["lm", *LM, "--steps", "6", "--data-ranks", "2"]
+    wanted = json.loads(train(*words, "--ranks", "2", "--json", "--runs", tmp_path).stdout)
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef0123456789abcdef0123456789")
+    secret.chmod(0o600)
+    hosts_words = ["--nnodes", "2", "--rdzv-endpoint", "10.97.0.1:29571", "--secret-file", str(secret)]
+
+    def node(host):
+        return ["--node-rank", str(host), "--json"]
+
+    with TwoHosts() as hosts:
+        for flags in (["--save", str(tmp_path / "run")], ["--resume", str(tmp_path / "run"), "--steps", "8"]):
+            start = [*words, "--ranks", "1"] if flags[0] == "--save" else ["lm"]
+            started = [
+                subprocess.Popen(
+                    [
+                        *hosts.inside(host),
+                        TESSERA,
+                        "train",
+                        *map(str, start),
+                        *flags,
+                        *hosts_words,
+                        *node(host),
+                    ],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+                for host in (0, 1)
+            ]
+            answers = [process.communicate(timeout=LIMIT) for process in started]
+            assert [process.returncode for process in started] == [0, 0], answers
+            told = json.loads(answers[0][0])
+            assert told["ranks"] == 2
+            if flags[0] == "--save":
+                assert told["loss"] == pytest.approx(wanted["loss"], rel=1e-6)
+    assert told["first_step"] == 6 and told["steps"] == 8
+    said = train(
+        "lm", "--resume", tmp_path / "run", "--nnodes", "3", *hosts_words[2:], "--steps", "9", code=78
+    )
+    assert "2 ranks cannot be divided over 3 hosts" in said.stderr
+    assert "needs --rdzv-endpoint" in train("lm", *LM, "--nnodes", "2", code=2).stderr
