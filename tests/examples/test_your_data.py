@@ -157,3 +157,11 @@ def test_a_log_of_another_schema_is_refused(played):
     result = subprocess.run([TESSERA, *words], cwd=folder, timeout=LIMIT, capture_output=True, text=True)
     assert result.returncode == 65 and "was made by another schema" in result.stderr
     assert not (folder / "other-scores.csv").exists()
+
+
+def test_a_run_can_be_followed(played):
+    folder, _ = played
+    words = [sys.executable, str(ROOT / "examples/follow_run.py"), "shop-run"]
+    result = subprocess.run(words, cwd=folder, timeout=LIMIT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "'step/loss'" in result.stdout and "'evaluation/auc'" in result.stdout
