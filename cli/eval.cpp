@@ -43,7 +43,7 @@ constexpr std::string_view kPredictHelp =
     R"(tessera predict RUN --data LOG --out scores.csv [flags]
 
   tessera predict runs/2026-11-15-1 --data day_2.click --out scores.csv
-  tessera predict runs/2026-11-15-1 --best -n 2 --data new.parquet --out scores.parquet
+  tessera predict runs/2026-11-15-1 --best --data new.parquet --out s.parquet
 
 Scores every sample of a log with the model of a finished tessera train dlrm. The file has a line of
 names, then one line per sample in the order of the log: its number from 0, and the probability that

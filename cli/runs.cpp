@@ -25,13 +25,12 @@ namespace report = workloads::report;
 using Json = nlohmann::ordered_json;
 
 constexpr std::string_view kHelp =
-    R"(tessera runs [FOLDER] [--json]
-tessera runs diff A B [--out PAGE] [--json]
+    R"(tessera runs [FOLDER | diff A B] [flags]
 
-  tessera runs                     the runs in runs/: how each ended, and how good it is
+  tessera runs                            those in runs/: how each ended, how good
   tessera runs diff 2026-11-15-1 2026-11-15-2
-                                   settings that differ, figures, and a page with both curves
 
+diff prints settings that differ and figures, and draws both runs into one page.
 A run is a folder that tessera train has written. A name alone is looked for in runs/ too.
 
   --out PAGE   diff: the page to write (compare.html in the folder of B)

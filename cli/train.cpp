@@ -105,9 +105,11 @@ workloads
   lm     language model: vocabulary and batch over a mesh
   gnn    message passing: the graph and the structures over a mesh
 
-hosts
-  The flags of tessera run: --nnodes K --node-rank R --rdzv-endpoint H:P --secret-file FILE, the same
-  command on every host; --ranks are those of each. The run folder is on a disk that all of them see.
+hosts, as for tessera run: the same command on each, --ranks are those of each
+  --nnodes K --node-rank R --rdzv-endpoint H:P --secret-file FILE
+  --master-addr --master-port --rdzv-id --rdzv-timeout --rdzv-backend
+  --rdzv-conf --standalone --insecure-no-auth
+  The run folder is on a disk that all of them see.
 
 tessera train <workload> --help shows the flags of one.
 More: docs/train_your_own.md, docs/vocab_parallel.md, docs/graph_parallel.md

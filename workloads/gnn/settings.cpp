@@ -14,9 +14,10 @@ constexpr const char* kHead =
   tessera train gnn --ranks 4 --atoms 4096 --partition morton
   tessera train gnn --data 'md-*.xyz' --cutoff 5 --stress-weight 10 --steps 2000
 
-Trains a message-passing network on energies, forces and stress of atoms in boxes: those of extended
-XYZ files, or of Lennard-Jones-like ones that the program makes itself. Forces are derivatives of the
-energy, so training goes through second derivatives, over all ranks.
+Trains a message-passing network on energies, forces and stress of atoms:
+those of extended XYZ files, or of Lennard-Jones-like boxes that the program
+makes itself. Forces are derivatives of the energy, so training goes through
+second derivatives, over all ranks.
 
 )";
 
