@@ -87,7 +87,8 @@ int share_of_host(const trainer::Settings& settings, int num_hosts) {
 
 // Tables become a log before the ranks are started: once, on this host.
 void convert_data(const workloads::dlrm::Settings& settings) {
-  if (settings.schema.empty()) return;
+  // Tables that grow take ids as the files have them.
+  if (settings.schema.empty() || settings.is_unlimited()) return;
   for (const std::string& data : {settings.data, settings.eval_data}) {
     if (workloads::data::is_table(data)) say_converted("train", data, settings.schema, {});
   }

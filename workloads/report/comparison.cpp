@@ -61,8 +61,8 @@ std::string status_words(const RunRecord& run) {
 Json json_of(const std::vector<Difference>& rows) {
   Json all = Json::array();
   for (const Difference& row : rows) {
-    all.push_back({row.name, row.first.empty() ? "–" : row.first,
-                   row.second.empty() ? "–" : row.second});
+    all.push_back(
+        {row.name, row.first.empty() ? "–" : row.first, row.second.empty() ? "–" : row.second});
   }
   return all;
 }
