@@ -16,7 +16,6 @@ constexpr const char* kHead =
 
   tessera train dlrm --ranks 2                       a made-up click log with a known best AUC
   tessera train dlrm --ranks 4 --data day_0.tsv      Criteo's format, or a file of tessera data
-  tessera train dlrm --data shop.parquet --schema shop.toml
   tessera train dlrm --resume runs/2026-11-15-1      go on after the newest checkpoint of a run
 
 Trains DLRM: tables over all ranks, dense layers on each. Writes a run folder with report.html.
