@@ -88,6 +88,10 @@ void check_run(const std::string& verb, const EvalWords& words) {
 void use_log(const std::string& verb, const EvalWords& given, std::vector<std::string>& words) {
   const std::string schema = given.run + "/schema.toml";
   if (!workloads::data::is_table(given.data) || !std::filesystem::exists(schema)) return;
+  // Tables that grow take ids as the files have them.
+  const std::string config =
+      workloads::report::read_text(given.run + "/" + workloads::report::kConfigFile);
+  if (config.find("ids = \"unlimited\"") != std::string::npos) return;
   workloads::data::TableOptions options;
   options.label_may_miss = verb == "predict";
   const std::string log = say_converted(verb, given.data, schema, options);
