@@ -1,3 +1,4 @@
+#include "bind_growing.h"
 #include "bindings.h"
 #include "tessera/core/version.h"
 
@@ -22,6 +23,7 @@ PYBIND11_MODULE(_C, module) {
   tessera::python::bind_collision(module);
   tessera::python::bind_dist_data(module);
   tessera::python::bind_sharding(module);
+  tessera::python::bind_growing(module);
   tessera::python::bind_graph_parallel(module);
   tessera::python::bind_vocab_parallel(module);
 #ifdef TESSERA_HAVE_CHECKPOINT

@@ -39,6 +39,21 @@ def test_torch_ddp_learns_over_shared_memory():
     assert float(re.search(r"loss ([\d.e+-]+)", out).group(1)) < 1e-2
 
 
+def test_growing_tables_are_the_same_on_any_number_of_ranks():
+    answers = set()
+    for ranks in (1, 2, 3):
+        out = run(TESSERA.parent / "growing_tables", ranks=ranks)
+        assert f"{ranks} ranks" in out
+        answers.add(re.search(r"\d+ ids, \d+ of 9600 sightings had a row, loss [\d.]+", out).group(0))
+    assert len(answers) == 1, answers
+
+
+def test_growing_tables_of_python_learn():
+    out = run(sys.executable, "examples/growing_tables.py")
+    found = re.search(r"2 ranks: (\d+) ids, loss ([\d.]+)", out)
+    assert found and int(found.group(1)) > 490 and float(found.group(2)) < 0.1, out
+
+
 def test_split_graph_has_the_same_forces_on_any_number_of_ranks():
     answers = set()
     for ranks in (1, 2, 3):

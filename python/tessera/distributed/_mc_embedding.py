@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tessera import _C
+from tessera.distributed._mc_growing import GrowingEngine, growing_modules
 from tessera.distributed.embedding_types import BaseEmbeddingSharder, ShardedEmbeddingModule
 from tessera.distributed.mc_modules import (
     ManagedCollisionCollectionContext,
@@ -16,6 +18,7 @@ from tessera.distributed.mc_modules import (
 )
 from tessera.distributed.types import (
     Awaitable,
+    CommOp,
     LazyNoWait,
     ParameterSharding,
     QuantizedCommCodecs,
@@ -37,6 +40,7 @@ class ShardedManagedCollisionTables(ShardedEmbeddingModule):
 
     _CONTEXT: type
     _MAPPED: type
+    _PENDING: type  # rows on their way home
 
     def __init__(
         self,
@@ -49,6 +53,18 @@ class ShardedManagedCollisionTables(ShardedEmbeddingModule):
     ) -> None:
         super().__init__(sharder.qcomm_codecs_registry)
         ids, tables = module._managed_collision_collection, module._embedding_module
+        self._return_remapped_features = module._return_remapped_features
+        growing = growing_modules(module)
+        self._growing = None
+        if growing:
+            codecs = (sharder.qcomm_codecs_registry or {}).get(CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name)
+            plan, fused_params = table_name_to_parameter_sharding, sharder.fused_params
+            self._growing = GrowingEngine(module, growing, plan, fused_params, codecs, env)
+            self._register_state_dict_hook(ShardedManagedCollisionTables._put_growing)
+            self._register_load_state_dict_pre_hook(
+                ShardedManagedCollisionTables._take_growing, with_module=True
+            )
+            return
         self._managed_collision_collection = mc_sharder.shard(
             ids, table_name_to_parameter_sharding, env, device=device
         )
@@ -59,7 +75,6 @@ class ShardedManagedCollisionTables(ShardedEmbeddingModule):
             self._embedding_module = sharder.shard(tables, table_name_to_parameter_sharding, env, device)
         finally:
             tables._configs = configs
-        self._return_remapped_features = module._return_remapped_features
 
     # ---- one batch ----
 
@@ -69,11 +84,15 @@ class ShardedManagedCollisionTables(ShardedEmbeddingModule):
 
     def input_dist(self, ctx: Any, features: KeyedJaggedTensor) -> Awaitable[Awaitable[list]]:
         """Start sending the ids to their owners. Collective."""
+        if self._growing is not None:
+            return self._growing.input_dist(features)
         ctx.ids = ManagedCollisionCollectionContext()
         return self._managed_collision_collection.input_dist(ctx.ids, features)
 
     def compute(self, ctx: Any, dist_input: list) -> list:
         """Map the ids, reset the rows that changed hands, and read rows. Collective."""
+        if self._growing is not None:
+            return self._growing.compute(dist_input, self.training)
         ids = self._managed_collision_collection
         ctx.remapped_kjt = ids.output_dist(ctx.ids, ids.compute(ctx.ids, dist_input)).wait()
         ctx.evictions_per_table = ids.evict()
@@ -83,6 +102,8 @@ class ShardedManagedCollisionTables(ShardedEmbeddingModule):
 
     def output_dist(self, ctx: Any, output: list) -> tuple:
         """Return the rows to come, and the mapped features if they were asked for."""
+        if self._growing is not None:
+            return self._PENDING(output, [self._growing.names]), None
         mapped = LazyNoWait(ctx.remapped_kjt) if self._return_remapped_features else None
         return self._embedding_module.output_dist(ctx, output), mapped
 
@@ -102,10 +123,32 @@ class ShardedManagedCollisionTables(ShardedEmbeddingModule):
                 for state in shard.state.values() if stepping else ():
                     state[own] = stepping[0].options.initial_accumulator
 
+    # ---- tables that grow ----
+
+    def _put_growing(self, state_dict, prefix, local_metadata) -> None:
+        self._growing.put_state(state_dict, prefix)
+
+    def _take_growing(self, state_dict, prefix, *unused) -> None:
+        self._growing.take_state(state_dict, prefix)
+
+    def growth(self) -> list[_C.collision.Growth]:
+        """Return ids, admissions, refusals, evictions, hits and bytes of every growing table. Collective."""
+        return [] if self._growing is None else self._growing.engine.total_growth()
+
+    def take_removed_ids(self, table: str) -> torch.Tensor:
+        """Return the ids of a growing table that lost their row on this rank, once."""
+        return self._growing.engine.take_removed_ids(table)
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Step growing tables by this rate from now on."""
+        self._growing.engine.set_learning_rate(learning_rate)
+
     # ---- what others ask ----
 
     def evict(self) -> dict[str, torch.Tensor | None]:
-        """Return rows that got another id and were not reset yet, by table."""
+        """Return rows that got another id and were not reset yet, by table; growing tables have none."""
+        if self._growing is not None:
+            return {config.name: None for config in self._growing._configs}
         return self._managed_collision_collection.evict()
 
     def gather_tables(self) -> dict[str, torch.Tensor]:
@@ -115,6 +158,8 @@ class ShardedManagedCollisionTables(ShardedEmbeddingModule):
     @property
     def fused_optimizer(self) -> CombinedOptimizer:
         """Return the optimizers of the tables whose rows are stepped here."""
+        if self._growing is not None:
+            return CombinedOptimizer([])
         return CombinedOptimizer([(_MODULE, self._embedding_module.fused_optimizer)])
 
     def clip_grad_norm(self, max_norm: float) -> float:
@@ -123,12 +168,18 @@ class ShardedManagedCollisionTables(ShardedEmbeddingModule):
 
     def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
         """Return the names of the tables' parameters."""
+        if self._growing is not None:
+            return
         yield from self._embedding_module.sharded_parameter_names(append_prefix(prefix, _MODULE))
 
     def _replica_parameters(self) -> set[str]:
+        if self._growing is not None:
+            return set()
         return {append_prefix(_MODULE, name) for name in self._embedding_module._replica_parameters()}
 
     def _tables_for_others(self) -> list[str]:
+        if self._growing is not None:
+            return []
         return self._embedding_module._tables_for_others()
 
     @property

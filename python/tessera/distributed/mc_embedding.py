@@ -18,7 +18,11 @@ from typing import Any
 import torch
 
 from tessera.distributed._mc_embedding import ManagedCollisionTablesSharder, ShardedManagedCollisionTables
-from tessera.distributed.embedding import EmbeddingCollectionContext, EmbeddingCollectionSharder
+from tessera.distributed.embedding import (
+    EmbeddingCollectionAwaitable,
+    EmbeddingCollectionContext,
+    EmbeddingCollectionSharder,
+)
 from tessera.distributed.mc_modules import (
     ManagedCollisionCollectionContext,
     ManagedCollisionCollectionSharder,
@@ -60,6 +64,7 @@ class ShardedManagedCollisionEmbeddingCollection(ShardedManagedCollisionTables):
 
     _CONTEXT = ManagedCollisionEmbeddingCollectionContext
     _MAPPED = ManagedCollisionEmbeddingCollection
+    _PENDING = EmbeddingCollectionAwaitable
 
     def __init__(
         self,

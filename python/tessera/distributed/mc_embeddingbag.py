@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from tessera.distributed._mc_embedding import ManagedCollisionTablesSharder, ShardedManagedCollisionTables
+from tessera.distributed._pooled_rows import EmbeddingBagCollectionAwaitable
 from tessera.distributed.embeddingbag import EmbeddingBagCollectionContext, EmbeddingBagCollectionSharder
 from tessera.distributed.mc_modules import (
     ManagedCollisionCollectionContext,
@@ -60,6 +61,7 @@ class ShardedManagedCollisionEmbeddingBagCollection(ShardedManagedCollisionTable
 
     _CONTEXT = ManagedCollisionEmbeddingBagCollectionContext
     _MAPPED = ManagedCollisionEmbeddingBagCollection
+    _PENDING = EmbeddingBagCollectionAwaitable
 
     def __init__(
         self,

@@ -117,7 +117,7 @@ class GrowingManagedCollisionModule(ManagedCollisionModule):
         self._ids = self._new_table()
         self._forget_changes()
 
-    def _new_table(self) -> _C.collision.IdTable:
+    def _table_options(self) -> _C.collision.IdTableOptions:
         admission, eviction, when_full, decay_exponent, interval, protect = self._settings
         options = _engine.IdTableOptions()
         options.name = self._name or "ids"
@@ -126,7 +126,10 @@ class GrowingManagedCollisionModule(ManagedCollisionModule):
         options.eviction = _eviction(eviction, decay_exponent, interval)
         options.refuse_when_full = when_full == "refuse"
         options.protect = protect
-        return _engine.IdTable(options)
+        return options
+
+    def _new_table(self) -> _C.collision.IdTable:
+        return _engine.IdTable(self._table_options())
 
     def _forget_changes(self) -> None:
         nothing = torch.empty(0, dtype=torch.int64)
