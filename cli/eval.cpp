@@ -91,7 +91,7 @@ void use_log(const std::string& verb, const EvalWords& given, std::vector<std::s
   // Tables that grow take ids as the files have them.
   const std::string config =
       workloads::report::read_text(given.run + "/" + workloads::report::kConfigFile);
-  if (config.find("ids = \"unlimited\"") != std::string::npos) return;
+  if (config.find("\nids=\"unlimited\"") != std::string::npos) return;
   workloads::data::TableOptions options;
   options.label_may_miss = verb == "predict";
   const std::string log = say_converted(verb, given.data, schema, options);
