@@ -184,8 +184,9 @@ std::vector<std::string> flags() {
 std::map<std::string, std::string> values() {
   std::map<std::string, std::string> all;
   for (const Workload& workload : kWorkloads) {
-    const auto settings = workload.settings();
-    for (const auto& setting : settings->table().settings()) {
+    const auto given = workload.settings();
+    const settings::Table table = given->table();
+    for (const settings::Setting& setting : table.settings()) {
       std::string words;
       for (const std::string& choice : setting.choices)
         words += (words.empty() ? "" : " ") + choice;
