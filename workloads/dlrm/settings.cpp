@@ -88,18 +88,15 @@ settings::Table Settings::table() {
   table.add("data", data, "D", "synthetic, or a file").told();
   table.add("schema", schema, "FILE", "of CSV, Parquet, ...").told().beside();
   table.add("tables", num_tables, "N", "of synthetic data").range(1, 10000).fixed();
-  table.add("rows", num_rows, "N", "of each, or Criteo's").range(1, kLarge).fixed().beside();
-  table.add("bag", bag_size, "N", "ids per feature, synthetic").range(1, 1000).told();
-  table.add("follow", follow, "", "wait for more at the end of the file").told().beside();
+  table.add("rows", num_rows, "N", "each, or Criteo's").range(1, kLarge).fixed().beside();
+  table.add("bag", bag_size, "N", "ids per feature").range(1, 1000).told();
+  table.add("follow", follow, "", "wait at the file's end").told().beside();
   table.add("ids", ids, "I", "").one_of({"rows", "unlimited"}).fixed();
   table.add("id-default", id_default, "D", "unknown")
       .one_of({"row", "zero", "init"})
       .fixed()
       .beside();
-  table.add("id-capacity", id_capacity, "N", "ids of a table (0: all)")
-      .range(0, kLarge)
-      .shown("")
-      .told();
+  table.add("id-capacity", id_capacity, "N", "a table (0: all)").range(0, kLarge).shown("").told();
   table.add("id-admission", id_admission, "A", "or freq:N, prob:P")
       .check(wrong_with_admission)
       .told()
@@ -131,7 +128,7 @@ settings::Table Settings::table() {
   table.add("eval-every", eval_every, "N", "steps").range(0, kLarge);
   table.add("eval-samples", eval_samples, "N", "to judge").range(1, kLarge).told().beside();
   table.add("eval-data", eval_data, "FILE", "another log to judge on").told();
-  table.add("patience", patience, "N", "evaluations not better that end it")
+  table.add("patience", patience, "N", "evaluations not better")
       .range(0, kLarge)
       .shown("")
       .beside();
