@@ -19,7 +19,6 @@ constexpr const char* kHead =
   tessera train dlrm --resume runs/2026-11-15-1      go on after the newest checkpoint of a run
 
 Trains DLRM: tables over all ranks, dense layers on each. Writes a run folder with report.html.
-
 )";
 
 constexpr std::int64_t kLarge = std::int64_t{1} << 40;
@@ -138,6 +137,7 @@ settings::Table Settings::table() {
       .range(0, std::int64_t{1} << 62)
       .fixed()
       .beside();
+  add_publishing(table);
   add_output(table);
   return table;
 }
@@ -164,6 +164,10 @@ void Settings::check_ids() const {
     refuse("--ids unlimited does not go with --sharding " + sharding,
            "rows of growing tables lie where the hash of their id says",
            "--sharding row_wise or table_wise");
+  }
+  if (!publish.empty()) {
+    refuse("--ids unlimited does not go with --publish",
+           "servers do not take rows of growing tables yet", "leave --publish out");
   }
   if (device != "cpu") {
     refuse("--ids unlimited does not go with --device " + device, "growing tables are on the CPU",

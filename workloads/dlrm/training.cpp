@@ -23,6 +23,7 @@
 #include "report/html.h"
 #include "tessera/checkpoint/load.h"
 #include "tessera/checkpoint/modules.h"
+#include "tessera/checkpoint/tables.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/leader.h"
 #include "tessera/comm/topology.h"
@@ -256,6 +257,40 @@ LaidTables lay_tables(const std::string& verb, const Settings& settings, const C
   return laid;
 }
 
+// Rows of the tables without what steps them, and which of them were stepped.
+class PublishedTables final : public checkpoint::TableSource {
+ public:
+  explicit PublishedTables(std::shared_ptr<ShardedEmbeddingBagCollection> tables)
+      : tables_(std::move(tables)) {
+    for (const auto& optimizer : tables_->optimizers()) optimizer->track_rows();
+  }
+
+  std::vector<checkpoint::TableShard> shards() override {
+    std::vector<checkpoint::TableShard> shards;
+    for (const sharding::LocalShard& local : tables_->local_shards()) {
+      checkpoint::TableShard shard;
+      shard.name = "embedding_bags." + local.table + ".weight";
+      shard.table_rows = local.table_rows;
+      shard.table_columns = local.table_columns;
+      shard.row = local.place.row;
+      shard.column = local.place.column;
+      shard.weight = local.weight;
+      shard.is_replicated =
+          tables_->plan().at(local.table).type == sharding::ShardingType::kDataParallel;
+      for (const auto& optimizer : tables_->optimizers()) {
+        if (optimizer->has_table(local.name)) {
+          shard.touched_rows = optimizer->stepped_rows(local.name);
+        }
+      }
+      shards.push_back(std::move(shard));
+    }
+    return shards;
+  }
+
+ private:
+  std::shared_ptr<ShardedEmbeddingBagCollection> tables_;
+};
+
 class Training final : public trainer::Workload<ClickBatch> {
  public:
   /// Judges on `other`, if there is one. Trains on `stream`, if there is one.
@@ -302,10 +337,15 @@ class Training final : public trainer::Workload<ClickBatch> {
     checkpoint::add_module(state, tables_module_, "tables.", "optimizer.tables.");
     checkpoint::add_module(state, model_.module());
     checkpoint::add_optimizer(state, *optimizer_, *model_.module());
-    // The order in which they are mixed: names alone do not tell it.
-    Json features = Json::array();
-    for (const Feature& feature : log_.log->schema().features) features.push_back(feature.name);
-    state.values["features"] = features.dump(-1, ' ', false, Json::error_handler_t::replace);
+    state.values["features"] = feature_names();
+  }
+  void add_published(checkpoint::State& state) override {
+    checkpoint::add_tables(state, std::make_shared<PublishedTables>(fixed_), "tables.");
+    checkpoint::add_module(state, model_.module());
+    state.values["features"] = feature_names();
+  }
+  void forget_published() override {
+    for (const auto& optimizer : fixed_->optimizers()) optimizer->forget_rows();
   }
   std::vector<at::Tensor> parameters() const override {
     std::vector<at::Tensor> all = model_.parameters();
@@ -544,6 +584,13 @@ class Training final : public trainer::Workload<ClickBatch> {
     }
     return text + "; admission " + settings_.id_admission + ", eviction " + settings_.id_eviction +
            "\n";
+  }
+
+  // The order in which they are mixed: names of tables alone do not tell it.
+  std::string feature_names() const {
+    Json features = Json::array();
+    for (const Feature& feature : log_.log->schema().features) features.push_back(feature.name);
+    return features.dump(-1, ' ', false, Json::error_handler_t::replace);
   }
 
   // Products of layers, and of every pair of features.

@@ -96,6 +96,11 @@ void Settings::add_checkpoints(Table& table) {
   table.add("keep-model", keep_model, "M", "of a finished run").one_of({"best", "last", "none"});
 }
 
+void Settings::add_publishing(Table& table) {
+  table.add("publish", publish, "DIR", "write changes for tessera serve --watch").told();
+  table.add("publish-every", publish_every, "S", "seconds").not_negative().beside();
+}
+
 void Settings::add_seed(Table& table, const std::string& help) {
   table.add("seed", seed, "N", help).not_negative().range(0, std::int64_t{1} << 62).fixed();
 }

@@ -30,6 +30,8 @@ struct TESSERA_API Settings {
   int keep = 2;                       // checkpoints
   std::string keep_model = "best";    // of a finished run: last (the final one), best (that and the
                                       // best by evaluation), none (with `save`: the final one)
+  std::string publish;                // a folder that servers watch; empty: none
+  double publish_every = 0.5;         // seconds
   std::int64_t seed = 1;
   std::string runs = "runs";  // where run folders are made
   std::string save;           // the run folder itself, a new one
@@ -59,6 +61,7 @@ struct TESSERA_API Settings {
   void add_device(settings::Table& table);       // --device, --share-gpus, --threads
   void add_schedule(settings::Table& table);     // --warmup, --decay
   void add_checkpoints(settings::Table& table);  // --checkpoint-every, --keep, --keep-model
+  void add_publishing(settings::Table& table);   // --publish, --publish-every
   void add_seed(settings::Table& table, const std::string& help);
   void add_output(settings::Table& table);  // --runs, --save, --resume, --json, --config, …
 };

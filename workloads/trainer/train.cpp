@@ -22,6 +22,7 @@
 #include "tessera/data_parallel/fingerprint.h"
 #include "trainer/device.h"
 #include "trainer/host_copy.h"
+#include "trainer/publish.h"
 
 namespace tessera::trainer {
 namespace {
@@ -172,13 +173,15 @@ class Checkpoints {
 // device the next one: it learns the loss of a step one step late.
 class Steps {
  public:
+  /// `publisher` may be null.
   Steps(AnyWorkload& workload, const comm::Group& world, core::StepRecorder& recorder,
-        const std::function<bool()>& is_told_to_stop)
+        const std::function<bool()>& is_told_to_stop, const Publisher* publisher)
       : workload_(workload),
         settings_(workload.settings()),
         world_(world),
         recorder_(recorder),
         is_told_to_stop_(is_told_to_stop),
+        publisher_(publisher),
         is_late_(workload.device().has_value()) {}
   ~Steps() { workload_.stop(); }
   Steps(const Steps&) = delete;
@@ -223,6 +226,8 @@ class Steps {
   bool is_stopping() const noexcept { return is_stopping_; }
   /// The samples have ended: the last step was none.
   bool has_ended() const noexcept { return has_ended_; }
+  /// By rank 0's clock, when no rank is still writing.
+  bool is_publishing() const noexcept { return is_publishing_; }
 
  private:
   void computed(const at::Tensor& loss) {
@@ -233,13 +238,17 @@ class Steps {
   }
 
   // One small message beside backward: the loss over all ranks, whether one of them was told to
-  // stop, and how long they waited in the step before.
+  // stop, how long they waited in the step before, and whether it is time to publish.
   void agree_on(double loss) {
-    at::Tensor words = at::empty({3}, at::kDouble);
+    at::Tensor words = at::zeros({5}, at::kDouble);
     auto* word = words.data_ptr<double>();
     word[0] = loss;
     word[1] = is_told_to_stop_ && is_told_to_stop_() ? 1.0 : 0.0;
     word[2] = last_exposed_;
+    if (publisher_ != nullptr) {
+      word[3] = world_.rank() == 0 && publisher_->is_due() ? 1.0 : 0.0;
+      word[4] = publisher_->is_writing() ? 1.0 : 0.0;
+    }
     agreed_ = comm::all_reduce_async(words, world_);
   }
 
@@ -249,6 +258,7 @@ class Steps {
     const auto* word = words.const_data_ptr<double>();
     progress.loss = word[0] / world_.size();
     is_stopping_ = word[1] > 0;
+    is_publishing_ = word[3] > 0 && word[4] == 0;
     progress.mean_exposed = word[2] / world_.size();
   }
 
@@ -257,6 +267,7 @@ class Steps {
   comm::Group world_;
   core::StepRecorder& recorder_;
   const std::function<bool()>& is_told_to_stop_;
+  const Publisher* publisher_;
   bool is_late_;
   HostCopy loss_;                                      // of the step in waiting_
   std::optional<Progress> waiting_;                    // done, but for its loss
@@ -264,6 +275,7 @@ class Steps {
   double last_exposed_ = 0;
   bool is_stopping_ = false;
   bool has_ended_ = false;
+  bool is_publishing_ = false;
 };
 
 std::uint64_t fingerprint_of(const AnyWorkload& workload, const comm::Group& world) {
@@ -343,7 +355,9 @@ Summary train(AnyWorkload& workload, const comm::Group& world, const std::string
   }
   workload.begin();
   if (listener.started) listener.started(summary.first_step);
-  Steps steps(workload, world, recorder, is_told_to_stop);
+  std::unique_ptr<Publisher> publisher;
+  if (!settings.publish.empty()) publisher = std::make_unique<Publisher>(workload, world);
+  Steps steps(workload, world, recorder, is_told_to_stop, publisher.get());
   steps.start(summary.first_step);
   const auto judge = [&](std::int64_t step) {
     summary.evaluation = workload.evaluate();
@@ -380,9 +394,11 @@ Summary train(AnyWorkload& workload, const comm::Group& world, const std::string
     const bool judges = is_due(step + 1, settings.eval_every) || is_last;
     const bool saves = is_due(step + 1, settings.checkpoint_every) && !steps.has_ended();
     const bool stops = steps.is_stopping() && !is_last;
-    // What is judged, saved or left must be known to be sound.
-    if (!summary.has_diverged && (judges || saves || stops)) tell(steps.rest());
+    const bool publishes = publisher && (steps.is_publishing() || is_last || stops);
+    // What is judged, saved, published or left must be known to be sound.
+    if (!summary.has_diverged && (judges || saves || stops || publishes)) tell(steps.rest());
     if (summary.has_diverged) break;
+    if (publishes) publisher->publish(summary.last_step, /*waits=*/is_last || stops);
     if (stops) {
       summary.was_stopped = true;
       save(/*waits=*/true);
@@ -398,6 +414,7 @@ Summary train(AnyWorkload& workload, const comm::Group& world, const std::string
         is_last && (settings.checkpoint_every > 0 || is_kept || settings.keep_model != "none");
     const bool saves_best = settings.keep_model == "best" && summary.best_step == summary.last_step;
     if (saves || saves_last || saves_best) save(is_last);
+    if (publisher && summary.ended_early) publisher->publish(summary.last_step, /*waits=*/true);
     if (is_last) break;
   }
   workload.finish();

@@ -65,6 +65,10 @@ class TESSERA_API AnyWorkload {
   virtual torch::optim::Optimizer& optimizer() = 0;
   /// Adds all that a checkpoint holds; the number of steps and the loss are added already.
   virtual void add_state(checkpoint::State& state) = 0;
+  /// Adds what servers need of it, without what only training needs; see trainer/publish.h. Pieces
+  /// with `touched_rows` are published as far as they have changed since `forget_published`.
+  virtual void add_published(checkpoint::State& state) { add_state(state); }
+  virtual void forget_published() {}
   /// What is trained and lies on this rank, for the fingerprint at the end.
   virtual std::vector<at::Tensor> parameters() const = 0;
   /// Scales all rates for one step. The optimizer's own unless told otherwise.
