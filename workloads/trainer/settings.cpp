@@ -97,7 +97,7 @@ void Settings::add_checkpoints(Table& table) {
 }
 
 void Settings::add_publishing(Table& table) {
-  table.add("publish", publish, "DIR", "write changes for tessera serve --watch").told();
+  table.add("publish", publish, "DIR", "for tessera serve --watch").told();
   table.add("publish-every", publish_every, "S", "seconds").not_negative().beside();
 }
 
