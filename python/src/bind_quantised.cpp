@@ -31,14 +31,16 @@ void bind_quantised(py::module_& module) {
   py::class_<QuantisedTables, std::shared_ptr<QuantisedTables>>(embedding_module, "QuantisedTables")
       .def(py::init([](const std::vector<std::tuple<std::string, std::int64_t, std::int64_t,
                                                     std::string, std::vector<std::string>>>& specs,
-                       PoolingType pooling, std::int64_t alignment) {
+                       PoolingType pooling, std::int64_t alignment, at::Device device) {
              std::vector<QuantisedTableSpec> tables;
              for (const auto& [name, rows, dim, type, features] : specs) {
                tables.push_back({name, rows, dim, type_of(type), features});
              }
-             return std::make_shared<QuantisedTables>(std::move(tables), pooling, alignment);
+             return std::make_shared<QuantisedTables>(std::move(tables), pooling, alignment,
+                                                      device);
            }),
-           py::arg("tables"), py::arg("pooling"), py::arg("alignment") = 16)
+           py::arg("tables"), py::arg("pooling"), py::arg("alignment") = 16,
+           py::arg("device") = at::Device(at::kCPU))
       .def("rows", &QuantisedTables::rows, py::arg("table"))
       .def("assign", &QuantisedTables::assign, py::arg("table"), py::arg("numbers"), Release())
       .def("dequantised", &QuantisedTables::dequantised, py::arg("table"), Release())

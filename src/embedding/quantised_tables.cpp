@@ -7,6 +7,7 @@
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
 
+#include "embedding/quantised_device.h"
 #include "tessera/core/check.h"
 
 namespace tessera::embedding {
@@ -40,8 +41,12 @@ class First {
 }  // namespace
 
 QuantisedTables::QuantisedTables(std::vector<QuantisedTableSpec> tables, PoolingType pooling,
-                                 std::int64_t alignment)
-    : tables_(std::move(tables)), pooling_(pooling) {
+                                 std::int64_t alignment, at::Device device)
+    : tables_(std::move(tables)), pooling_(pooling), device_(device) {
+  TESSERA_CHECK_VALUE(device.is_cpu() || (device.is_cuda() && detail::has_quantised_cuda()),
+                      "embed.quantised: tables with few bits lie on the CPU",
+                      detail::has_quantised_cuda() ? " or a CUDA device" : " in this build",
+                      ", not on ", device, ".");
   TESSERA_CHECK_VALUE(alignment >= 1 && alignment <= 64, "embed.quantised: rows cannot begin at ",
                       "multiples of ", alignment, " bytes; 1 to 64 are possible.");
   for (std::size_t t = 0; t < tables_.size(); ++t) {
@@ -53,8 +58,9 @@ QuantisedTables::QuantisedTables(std::vector<QuantisedTableSpec> tables, Pooling
         pooling != PoolingType::kNone || table.embedding_dim == tables_[0].embedding_dim,
         "embed.quantised: without pooling all tables have one width; '", table.name, "' has ",
         table.embedding_dim, " columns, '", tables_[0].name, "' ", tables_[0].embedding_dim, ".");
-    rows_.push_back(at::zeros(
-        {table.num_embeddings, row_bytes(table.type, table.embedding_dim, alignment)}, at::kByte));
+    rows_.push_back(
+        at::zeros({table.num_embeddings, row_bytes(table.type, table.embedding_dim, alignment)},
+                  at::TensorOptions(at::kByte).device(device)));
     for (const std::string& feature : table.features) {
       features_.push_back({t, feature, width_});
       width_ += table.embedding_dim;
@@ -70,7 +76,7 @@ void QuantisedTables::assign(std::size_t table, const at::Tensor& numbers) {
                       " rows of ", spec.embedding_dim, " columns; the numbers have shape ",
                       numbers.sizes(), ".");
   const at::Tensor plain = numbers.detach().to(at::kCPU, at::kFloat).contiguous();
-  const at::Tensor made = at::zeros_like(rows_[table]);
+  const at::Tensor made = at::zeros(rows_[table].sizes(), at::kByte);
   const auto* from = plain.const_data_ptr<float>();
   auto* to = made.data_ptr<std::uint8_t>();
   const std::int64_t stride = made.size(1);
@@ -91,7 +97,8 @@ void QuantisedTables::assign(std::size_t table, const at::Tensor& numbers) {
 
 at::Tensor QuantisedTables::dequantised(std::size_t table) const {
   const QuantisedTableSpec& spec = tables_.at(table);
-  const RowTable rows = view_of(spec, rows_[table]);
+  const at::Tensor bytes = rows_[table].cpu();
+  const RowTable rows = view_of(spec, bytes);
   at::Tensor numbers = at::empty({spec.num_embeddings, spec.embedding_dim}, at::kFloat);
   auto* to = numbers.data_ptr<float>();
   const auto width = static_cast<std::size_t>(spec.embedding_dim);
@@ -101,7 +108,7 @@ at::Tensor QuantisedTables::dequantised(std::size_t table) const {
                      {to + r * spec.embedding_dim, width});
     }
   });
-  return numbers;
+  return numbers.to(device_);
 }
 
 at::Tensor QuantisedTables::forward(const at::Tensor& ids, const at::Tensor& offsets,
@@ -111,10 +118,9 @@ at::Tensor QuantisedTables::forward(const at::Tensor& ids, const at::Tensor& off
     TESSERA_CHECK_TYPE(tensor.scalar_type() == at::kLong || tensor.scalar_type() == at::kInt,
                        "embed.quantised: ids and offsets are int32 or int64, not ",
                        tensor.scalar_type(), ".");
-    TESSERA_CHECK_VALUE(
-        tensor.dim() == 1 && tensor.device().is_cpu(),
-        "embed.quantised: ids and offsets are of one dimension, on the CPU; one is ",
-        tensor.sizes(), " on ", tensor.device(), ".");
+    TESSERA_CHECK_VALUE(tensor.dim() == 1 && tensor.device() == device_,
+                        "embed.quantised: ids and offsets are of one dimension, on ", device_,
+                        "; one is ", tensor.sizes(), " on ", tensor.device(), ".");
   }
   TESSERA_CHECK_VALUE(
       num_features > 0 && offsets.numel() >= 1 && (offsets.numel() - 1) % num_features == 0,
@@ -126,9 +132,10 @@ at::Tensor QuantisedTables::forward(const at::Tensor& ids, const at::Tensor& off
   if (weights && weights->defined()) {
     TESSERA_CHECK_VALUE(weights->numel() == ids.numel(), "embed.quantised: there are ",
                         weights->numel(), " weights for ", ids.numel(), " ids.");
-    factors = weights->detach().to(at::kCPU, at::kFloat).contiguous();
+    factors = weights->detach().to(device_, at::kFloat).contiguous();
   }
   const std::int64_t batch = (ends.numel() - 1) / num_features;
+  if (device_.is_cuda()) return forward_on_device(all_ids, ends, factors, batch);
   const auto* end = ends.const_data_ptr<std::int64_t>();
   bool is_ascending = end[0] >= 0 && end[ends.numel() - 1] <= ids.numel();
   for (std::int64_t i = 0; i + 1 < ends.numel(); ++i) is_ascending &= end[i] <= end[i + 1];
@@ -153,16 +160,43 @@ at::Tensor QuantisedTables::forward(const at::Tensor& ids, const at::Tensor& off
       if (found) bad.add(*found);
     }
   });
-  if (const auto position = bad.get()) {
-    const auto bag = std::upper_bound(end, end + ends.numel(), *position) - end - 1;
-    const Feature& feature = features_[static_cast<std::size_t>(bag / batch)];
+  if (const auto position = bad.get()) refuse_id(all_ids, ends, batch, *position);
+  return output;
+}
+
+void QuantisedTables::refuse_id(const at::Tensor& ids, const at::Tensor& offsets,
+                                std::int64_t batch, std::int64_t position) const {
+  const auto* end = offsets.const_data_ptr<std::int64_t>();
+  const auto bag = std::upper_bound(end, end + offsets.numel(), position) - end - 1;
+  const Feature& feature = features_[static_cast<std::size_t>(bag / batch)];
+  const QuantisedTableSpec& table = tables_[feature.table];
+  TESSERA_CHECK_INDEX(false, "embed.quantised: table '", table.name, "' has ", table.num_embeddings,
+                      " rows; id ", ids.const_data_ptr<std::int64_t>()[position], " at position ",
+                      position - end[bag / batch * batch], " of feature '", feature.name,
+                      "' is not one of them.");
+}
+
+at::Tensor QuantisedTables::forward_on_device(const at::Tensor& ids, const at::Tensor& offsets,
+                                              const at::Tensor& weights, std::int64_t batch) const {
+  detail::QuantisedPass pass;
+  for (const Feature& feature : features_) {
     const QuantisedTableSpec& table = tables_[feature.table];
-    TESSERA_CHECK_INDEX(false, "embed.quantised: table '", table.name, "' has ",
-                        table.num_embeddings, " rows; id ",
-                        all_ids.const_data_ptr<std::int64_t>()[*position], " at position ",
-                        *position - end[bag / batch * batch], " of feature '", feature.name,
-                        "' is not one of them.");
+    pass.features.push_back({view_of(table, rows_[feature.table]),
+                             pooling_ == PoolingType::kNone ? 0 : feature.column,
+                             pooling_ == PoolingType::kMean});
   }
+  pass.ids = ids;
+  pass.offsets = offsets;
+  pass.weights = weights;
+  pass.batch = batch;
+  pass.is_sequence = pooling_ == PoolingType::kNone;
+  at::Tensor output = at::empty({pass.is_sequence ? ids.numel() : batch,
+                                 pass.is_sequence ? tables_[0].embedding_dim : width_},
+                                ids.options().dtype(at::kFloat));
+  const std::int64_t bad = detail::quantised_lookup_cuda(pass, output);
+  TESSERA_CHECK_VALUE(bad != -2, "embed.quantised: offsets must ascend from 0 to at most ",
+                      ids.numel(), ", the number of ids.");
+  if (bad < ids.numel()) refuse_id(ids.cpu(), offsets.cpu(), batch, bad);
   return output;
 }
 

@@ -1,8 +1,8 @@
 // tessera/embedding/quantised_tables.h — tables with rows in few bits, looked up in one call.
 //
 // For models that only predict. Rows lie in plain uint8 tensors, [rows, row bytes], in the layout
-// of quantised_rows.h; whoever holds such a tensor may change rows between two lookups. On the CPU.
-// Nothing here communicates.
+// of quantised_rows.h; whoever holds such a tensor may change rows between two lookups. On the CPU
+// or a CUDA device: the same bits. Nothing here communicates.
 
 #pragma once
 
@@ -29,26 +29,29 @@ struct QuantisedTableSpec {
 
 class TESSERA_API QuantisedTables {
  public:
-  /// Makes tables whose rows are 0, each row at a multiple of `alignment` bytes. Throws ValueError
-  /// for tables that make no sense, and without pooling for tables of different width.
+  /// Makes tables whose rows are 0, each row at a multiple of `alignment` bytes, on `device`.
+  /// Throws ValueError for tables that make no sense, without pooling for tables of different
+  /// width, and for a device that this build has no kernels for.
   QuantisedTables(std::vector<QuantisedTableSpec> tables, PoolingType pooling,
-                  std::int64_t alignment = 16);
+                  std::int64_t alignment = 16, at::Device device = at::kCPU);
 
   const std::vector<QuantisedTableSpec>& tables() const noexcept { return tables_; }
   PoolingType pooling() const noexcept { return pooling_; }
+  at::Device device() const noexcept { return device_; }
   /// uint8 [rows, row bytes], shared.
   const at::Tensor& rows(std::size_t table) const { return rows_.at(table); }
 
   /// Rounds numbers [rows, dim] into the table. Throws ValueError naming table and row for a NaN
   /// and for numbers that the type cannot hold; nothing is changed then.
   void assign(std::size_t table, const at::Tensor& numbers);
-  /// float32 [rows, dim].
+  /// float32 [rows, dim], on the tables' device.
   at::Tensor dequantised(std::size_t table) const;
 
   /// Returns [batch, sum of the widths of all features], or without pooling [ids, dim], float32.
   /// `ids` (int32 or int64) are those of the first feature's bags, then of the second's, and so on;
   /// `offsets` say where each bag begins, with the end last; `weights` has one number per id.
-  /// Throws IndexError naming table, feature, position and id for one that is not a row.
+  /// All are on the tables' device. Throws IndexError naming table, feature, position and id for
+  /// one that is not a row: on CUDA the caller waits for that answer.
   at::Tensor forward(const at::Tensor& ids, const at::Tensor& offsets,
                      const std::optional<at::Tensor>& weights = std::nullopt) const;
 
@@ -59,8 +62,14 @@ class TESSERA_API QuantisedTables {
     std::int64_t column;  // where its output begins
   };
 
+  at::Tensor forward_on_device(const at::Tensor& ids, const at::Tensor& offsets,
+                               const at::Tensor& weights, std::int64_t batch) const;
+  [[noreturn]] void refuse_id(const at::Tensor& ids, const at::Tensor& offsets, std::int64_t batch,
+                              std::int64_t position) const;
+
   std::vector<QuantisedTableSpec> tables_;
   PoolingType pooling_;
+  at::Device device_;
   std::vector<at::Tensor> rows_;
   std::vector<Feature> features_;
   std::int64_t width_ = 0;

@@ -25,18 +25,32 @@ FUSED_PARAM_ROW_ALIGNMENT = "__register_row_alignment_in_named_modules"
 
 def _check_device(device: torch.device | str | None) -> torch.device:
     device = torch.device(device or "cpu")
-    if device.type != "cpu":
+    if device.type not in ("cpu", "cuda"):
         raise ValueError(
-            f"sharding.quant: tables with few bits lie on the CPU; there is no kernel on {device}."
+            f"sharding.quant: tables with few bits lie on the CPU or on CUDA; there is no kernel on {device}."
         )
     return device
+
+
+def device_of_rank(device: torch.device | str | None, rank: int) -> torch.device:
+    """Return where shard `rank` of this process lies: `cuda` without a number is `cuda:rank`.
+
+    >>> device_of_rank(None, 1), device_of_rank("cuda", 1), device_of_rank("cuda:0", 1)
+    (device(type='cpu'), device(type='cuda', index=1), device(type='cuda', index=0))
+    """
+    device = _check_device(device)
+    return torch.device("cuda", rank) if device.type == "cuda" and device.index is None else device
 
 
 class _QuantGroup(nn.Module):
     """The tables of one group, in one object of the engine."""
 
     def __init__(
-        self, config: GroupedEmbeddingConfig, is_pooled: bool, fused_params: dict[str, Any] | None
+        self,
+        config: GroupedEmbeddingConfig,
+        is_pooled: bool,
+        fused_params: dict[str, Any] | None,
+        device: torch.device,
     ) -> None:
         super().__init__()
         params = fused_params or {}
@@ -50,7 +64,7 @@ class _QuantGroup(nn.Module):
             [(t.name, t.local_rows, t.local_cols, t.data_type, None) for t in tables],
             [place for place, t in enumerate(tables) for _ in t.feature_names],
             config.pooling if is_pooled else PoolingType.NONE,
-            None,
+            device,
             output_dtype_of(params.get("output_dtype", torch.float16)),
             params.get(FUSED_PARAM_ROW_ALIGNMENT),
             config.feature_names(),
@@ -74,11 +88,11 @@ class _MetaLookup(BaseEmbeddingLookup[KeyedJaggedTensor, torch.Tensor]):
 
     def __init__(self, grouped_configs, device, is_pooled: bool, fused_params) -> None:
         super().__init__()
-        self.device = _check_device(device)
+        self.device = device_of_rank(device, 0)
         self.grouped_configs = grouped_configs
         self.output_dtype = output_dtype_of((fused_params or {}).get("output_dtype", torch.float16))
         self._emb_modules = nn.ModuleList(
-            [_QuantGroup(config, is_pooled, fused_params) for config in grouped_configs]
+            [_QuantGroup(config, is_pooled, fused_params, self.device) for config in grouped_configs]
         )
         self._feature_splits = [config.num_features() for config in grouped_configs]
 
@@ -88,8 +102,9 @@ class _MetaLookup(BaseEmbeddingLookup[KeyedJaggedTensor, torch.Tensor]):
 
     def _look_up(self, features: KeyedJaggedTensor, dim: int, processor=None) -> torch.Tensor:
         if not self.grouped_configs:
-            return torch.empty(0, dtype=self.output_dtype)
+            return torch.empty(0, dtype=self.output_dtype, device=self.device)
         found = []
+        features = features.to(self.device)
         for group, own in zip(self._emb_modules, features.split(self._feature_splits), strict=True):
             if group.config.has_feature_processor and processor is not None:
                 own = processor(own)
@@ -244,8 +259,8 @@ class InferGroupedLookupMixin:
             )
         self._is_empty_rank = [not configs for configs in grouped_configs_per_rank]
         self._embedding_lookups_per_rank = [
-            kind(configs, device=device, fused_params=fused_params)
-            for configs in grouped_configs_per_rank
+            kind(configs, device=device_of_rank(device, rank), fused_params=fused_params)
+            for rank, configs in enumerate(grouped_configs_per_rank)
             if configs
         ]
 

@@ -26,6 +26,7 @@ from tessera.distributed._infer_lookups import (
     FUSED_PARAM_ROW_ALIGNMENT,
     InferGroupedPooledEmbeddingsLookup,
     _check_device,
+    device_of_rank,
 )
 from tessera.distributed.dist_data import EmbeddingsAllToOne, EmbeddingsAllToOneReduce, KJTOneToAll
 from tessera.distributed.embedding_sharding import EmbeddingShardingInfo
@@ -225,8 +226,9 @@ class _InferSharding:
         return _RowInputDist(self) if self.kind == ShardingType.ROW_WISE else _KeyInputDist(self)
 
     def create_output_dist(self, device=None) -> nn.Module:
-        """Return what joins the results of the devices."""
-        return _RowOutputDist(self) if self.kind == ShardingType.ROW_WISE else _ColumnOutputDist(self)
+        """Return what joins the results of the devices, on `device`."""
+        kind = _RowOutputDist if self.kind == ShardingType.ROW_WISE else _ColumnOutputDist
+        return kind(self, device_of_rank(device, 0))
 
 
 class _KeyInputDist(nn.Module):
@@ -268,13 +270,15 @@ class _RowInputDist(nn.Module):
                     values, counts = bag.values().long(), bag.lengths().long()
                     self._check(config, name, values)
                     is_here = (values >= shard.row) & (values < shard.row + shard.rows)
-                    sample = torch.repeat_interleave(torch.arange(counts.numel()), counts)
+                    sample = torch.repeat_interleave(
+                        torch.arange(counts.numel(), device=counts.device), counts
+                    )
                     names.append(name)
                     ids.append(values[is_here] - shard.row)
                     lengths.append(torch.bincount(sample[is_here], minlength=counts.numel()))
                     own = bag.weights_or_none()
                     if own is not None or any_mean:
-                        factor = torch.ones(values.numel()) if own is None else own.float()
+                        factor = torch.ones_like(values, dtype=torch.float) if own is None else own.float()
                         if config.pooling == PoolingType.MEAN:
                             factor = factor / counts[sample]
                         weights.append(factor[is_here])
@@ -303,10 +307,10 @@ class _RowInputDist(nn.Module):
 class _ColumnOutputDist(nn.Module):
     """Put the columns of the devices side by side, each feature's together."""
 
-    def __init__(self, sharding: _InferSharding) -> None:
+    def __init__(self, sharding: _InferSharding, device: torch.device) -> None:
         super().__init__()
         self._num_used = sum(bool(places) for places in sharding.places)
-        self._dist = EmbeddingsAllToOne(torch.device("cpu"), self._num_used, 1)
+        self._dist = EmbeddingsAllToOne(device, self._num_used, 1)
         begins: dict[tuple[int, int, int], int] = {}
         place = 0
         for places in sharding.places:
@@ -320,7 +324,7 @@ class _ColumnOutputDist(nn.Module):
                 for number in sorted(range(len(shards)), key=lambda n: shards[n].column):
                     begin = begins[table, feature, number]
                     order += range(begin, begin + shards[number].columns)
-        self._order = None if order == list(range(place)) else torch.tensor(order)
+        self._order = None if order == list(range(place)) else torch.tensor(order, device=device)
 
     def forward(self, parts: list[torch.Tensor]) -> torch.Tensor:
         joined = self._dist(parts)
@@ -330,7 +334,7 @@ class _ColumnOutputDist(nn.Module):
 class _RowOutputDist(nn.Module):
     """Sum the results of the devices in their order."""
 
-    def __init__(self, sharding: _InferSharding) -> None:
+    def __init__(self, sharding: _InferSharding, device: torch.device) -> None:
         super().__init__()
         dims = sharding.embedding_dims()
         self._width = sum(dims)
@@ -345,14 +349,14 @@ class _RowOutputDist(nn.Module):
             if places:
                 spans = [begins[table] for table, _ in places]
                 self._columns.append(torch.cat([torch.arange(b, b + count) for b, count in spans]))
-        self._dist = EmbeddingsAllToOneReduce(torch.device("cpu"), len(self._columns))
+        self._dist = EmbeddingsAllToOneReduce(device, len(self._columns))
 
     def forward(self, parts: list[torch.Tensor]) -> torch.Tensor:
         whole = []
         for part, columns in zip(parts, self._columns, strict=True):
             if part.size(1) < self._width:
-                wide = torch.zeros(part.size(0), self._width, dtype=part.dtype)
-                part = wide.index_copy_(1, columns, part)
+                wide = torch.zeros(part.size(0), self._width, dtype=part.dtype, device=part.device)
+                part = wide.index_copy_(1, columns.to(part.device), part)
             whole.append(part)
         return self._dist(whole)
 
@@ -414,7 +418,7 @@ class ShardedQuantEmbeddingBagCollection(nn.Module):
                 for s in self._shardings.values()
             ]
         )
-        self._output_dists = nn.ModuleList([s.create_output_dist() for s in self._shardings.values()])
+        self._output_dists = nn.ModuleList([s.create_output_dist(device) for s in self._shardings.values()])
         self._embedding_names = [name for s in self._shardings.values() for name in s.embedding_names()]
         self._embedding_dims = [dim for s in self._shardings.values() for dim in s.embedding_dims()]
         for config in self._embedding_bag_configs:
@@ -527,8 +531,9 @@ class ShardedQuantEmbeddingBagCollection(nn.Module):
 
     def copy(self, device: torch.device) -> ShardedQuantEmbeddingBagCollection:
         """Return a copy whose results are on `device`."""
-        _check_device(device)
-        return copy.deepcopy(self)
+        if _check_device(device).type == self._device.type:
+            return copy.deepcopy(self)
+        raise ValueError(f"sharding.quant: the tables lie on {self._device}; shard the module on {device}.")
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Return the configs of the tables."""

@@ -31,7 +31,7 @@ def output_dtype_of(value) -> torch.dtype:
 
 
 class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
-    """Look up several tables with rows in few bits in one call, on the CPU.
+    """Look up several tables with rows in few bits in one call, on the CPU or a GPU: the same bits.
 
     `embedding_specs` has name, rows, columns, DataType and place of each table, `feature_table_map` the
     table of each feature, in the order of the features. Rows begin at multiples of `row_alignment` bytes.
@@ -54,8 +54,9 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
     ) -> None:
         super().__init__()
         device = torch.device(device or "cpu")
-        if device.type != "cpu":
-            raise ValueError(f"embed.quantised: tables with few bits lie on the CPU, not on {device}.")
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
+        self.device = device
         self.embedding_specs = [tuple(spec) for spec in embedding_specs]
         places = list(range(len(self.embedding_specs)) if feature_table_map is None else feature_table_map)
         if places != sorted(places):
@@ -77,6 +78,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
             ],
             getattr(_C.embedding.PoolingType, self.pooling_mode.value),
             self.row_alignment,
+            self.device,
         )
 
     def __deepcopy__(self, memo) -> IntNBitTableBatchedEmbeddingBagsCodegen:
@@ -84,7 +86,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
             self.embedding_specs,
             self.feature_table_map,
             self.pooling_mode,
-            None,
+            self.device,
             self.output_dtype,
             self.row_alignment,
             self.feature_names,

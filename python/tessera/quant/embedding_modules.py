@@ -129,7 +129,8 @@ def _in_order(features: KeyedJaggedTensor, names: list[str]) -> KeyedJaggedTenso
 class _Groups(nn.Module):
     """What pooled and unpooled collections share: groups of tables, and their rows as state."""
 
-    def _make(self, groups, state_name, output_dtype, split, row_alignment, weights) -> None:
+    def _make(self, groups, state_name, output_dtype, split, row_alignment, weights, device) -> None:
+        self._device = torch.device(device or "cpu")
         self._output_dtype = output_dtype_of(output_dtype)
         self._splits_state = split
         self.row_alignment = row_alignment
@@ -141,7 +142,7 @@ class _Groups(nn.Module):
                 [(t.name, t.num_embeddings, t.embedding_dim, t.data_type, None) for t in tables],
                 [place for place, t in enumerate(tables) for _ in t.feature_names],
                 pooling,
-                None,
+                self._device,
                 self._output_dtype,
                 row_alignment,
                 [name for t in tables for name in t.feature_names],
@@ -199,7 +200,7 @@ class _Groups(nn.Module):
     @property
     def device(self) -> torch.device:
         """Return where the rows lie."""
-        return torch.device("cpu")
+        return self._device
 
 
 class EmbeddingBagCollection(_Groups, EmbeddingBagCollectionInterface):
@@ -223,8 +224,6 @@ class EmbeddingBagCollection(_Groups, EmbeddingBagCollectionInterface):
     ) -> None:
         super().__init__()
         _check_names(tables)
-        if device is not None and torch.device(device).type != "cpu":
-            raise ValueError(f"embed.quantised: tables with few bits lie on the CPU, not on {device}.")
         self._is_weighted = is_weighted
         self._embedding_bag_configs = list(tables)
         groups: dict[PoolingType, list[EmbeddingBagConfig]] = {}
@@ -237,6 +236,7 @@ class EmbeddingBagCollection(_Groups, EmbeddingBagCollectionInterface):
             quant_state_dict_split_scale_bias,
             row_alignment,
             table_name_to_weights,
+            device,
         )
         ordered = [table for group in groups.values() for table in group]
         self._embedding_names = [name for names in get_embedding_names_by_table(ordered) for name in names]
@@ -304,6 +304,7 @@ class EmbeddingCollection(_Groups, EmbeddingCollectionInterface):
             quant_state_dict_split_scale_bias,
             row_alignment,
             table_name_to_weights,
+            device,
         )
         if register_tbes:
             self.tbes = nn.ModuleList(self._emb_modules)
