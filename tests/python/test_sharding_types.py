@@ -333,3 +333,8 @@ def test_sharders_of_quantised_tables():
     assert sharder.storage_usage(table, "cpu", "quant") == {"ddr": 10 * 8 + 10 * 4}
     assert sharder.storage_usage(table, "cuda", "quant") == {"hbm": 120}
     assert sharder.storage_usage(table, "cuda", "quant_uvm") == {"ddr": 120}
+
+
+def test_no_group_yet():
+    with pytest.raises(ValueError, match="there is no group yet"):
+        ShardingEnv.from_process_group(None)

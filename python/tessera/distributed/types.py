@@ -272,8 +272,10 @@ class ShardingEnv:
         self.process_group: ProcessGroup | None = pg
 
     @classmethod
-    def from_process_group(cls, pg: ProcessGroup) -> ShardingEnv:
-        """Return the environment of a group."""
+    def from_process_group(cls, pg: ProcessGroup | None) -> ShardingEnv:
+        """Return the environment of a group. Raise ValueError for None, as WORLD is before there is one."""
+        if pg is None:
+            raise ValueError("sharding: there is no group yet. Call init_process_group first.")
         return cls(pg.size(), pg.rank(), pg)
 
     @classmethod
