@@ -34,11 +34,11 @@ struct VerbPair {
   std::string_view summary;
 };
 constexpr VerbPair kPairs[] = {
-    {"ps", "inspect", "list this user's live jobs; show what the ranks of one are doing"},
+    {"ps", "inspect", "list this user's live jobs; show what one's ranks are doing"},
     {"eval", "predict", "measure the model of a run on a log; score the samples of one"},
     {"runs", "report", "list and compare runs; make the page of one"},
-    {"trace", "bench", "merge and summarise the traces of ranks; measure beside the peers"},
-    {"export", "serve", "make a package out of a checkpoint; answer HTTP requests with it"},
+    {"trace", "bench", "merge and sum up the traces of ranks; measure beside peers"},
+    {"export", "serve", "make a package of a checkpoint; answer HTTP requests with it"},
 };
 
 std::string program_help() {
@@ -46,7 +46,7 @@ std::string program_help() {
       "tessera: one training job over many processes\n"
       "\n"
       "  tessera run -n 4 -- ./train --epochs 3       start four ranks of a program\n"
-      "  tessera train dlrm --ranks 2                 train a built-in workload: dlrm, lm, gnn\n"
+      "  tessera train dlrm --ranks 2                 train a built-in workload\n"
       "\n"
       "verbs\n";
   const auto add = [&text](const std::string& names, std::string_view summary) {
@@ -68,8 +68,8 @@ std::string program_help() {
          "\n"
          "flags\n"
          "  -h, --help, --version   this text, or after a verb the verb's own; the version\n"
-         "exit codes: 0 good, 2 wrong usage, 65 bad file, 69 hosts not reached, 70 internal, 78\n"
-         "impossible, 128+n signal n; a rank's own is passed through. More: docs/launch.md\n";
+         "exit codes: 0 good, 2 usage, 65 bad file, 69 hosts not reached, 70 internal,\n"
+         "78 impossible, 128+n signal n, or a rank's own. More: docs/launch.md\n";
 }
 
 const Verb* find_verb(const std::string& name) {

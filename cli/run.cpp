@@ -23,34 +23,34 @@ constexpr std::string_view kHelp =
       --secret-file job.secret -- ./train
 
 ranks
-  -n, --nproc-per-node N    ranks on this host: a number, auto, cpu or gpu (default 1)
+  -n, --nproc-per-node N    ranks on this host: a number, auto, cpu or gpu (1)
   -m, --module              program is a Python module
   --no-python               execute a *.py file itself
-  --max-restarts K          start all ranks again after a failure, K times at most (0)
+  --max-restarts K          after a failure start all again, at most K times (0)
 hosts
   --nnodes K --node-rank R  K hosts in all, this is the R-th, counted from 0
-  --rdzv-endpoint H:P       where node 0 listens; on one host, where the store does
+  --rdzv-endpoint H:P       where node 0 listens; on one host, the store
   --master-addr, --master-port   the same in two words
   --rdzv-id ID              hosts with another id are refused
-  --secret-file FILE        what the hosts prove to each other; mode 0600, the same everywhere
+  --secret-file FILE        what hosts prove to each other; mode 0600
   --insecure-no-auth        several hosts without a secret: anyone may join
   --rdzv-timeout S          wait this long for the other hosts (600)
   --standalone              one host, loopback only: the default
 output
-  --log-dir DIR             keep DIR/<run>/attempt_K/<rank>/{stdout,stderr}.log and error.json
-  --tee, --redirects V      to console and file, or file only: 0 none, 1 stdout, 2 stderr,
-                            3 both, or a value per local rank as in 0:3,1:2
-  --local-ranks-filter L    show only these local ranks on the console, as in 0,2
+  --log-dir DIR             keep output and error.json in DIR/<run>/attempt_K
+  --tee, --redirects V      to console and file, or file only: 0 none, 1 stdout,
+                            2 stderr, 3 both, or for each rank as in 0:3,1:2
+  --local-ranks-filter L    show only these local ranks, as in 0,2
   --no-prefix               lines without [rank N]
   --json                    the failure report as one line of JSON
 ending
   --shutdown-timeout S      from SIGTERM to SIGKILL (10)
-  --failure-grace S         after a failure the others may end by themselves this long
-                            (0.03 if the ranks use the store, else 0)
+  --failure-grace S         others may end by themselves this long after a
+                            failure (0.03 if the ranks use the store, else 0)
 configuration
-  --config FILE             read flags from a TOML file; --print-config shows the result
-  --role NAME --rdzv-backend B --rdzv-conf C --monitor-interval S --start-method M
-                            accepted as torchrun does
+  --config FILE             flags from a TOML file; --print-config shows them
+  --role NAME --rdzv-backend B --rdzv-conf C --monitor-interval S
+  --start-method M          accepted as torchrun does
 More: docs/launch.md
 )";
 
