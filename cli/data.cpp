@@ -40,20 +40,20 @@ constexpr std::string_view kHelp =
 
   tessera data schema shop.csv --out shop.toml       guess what the columns are
   tessera data convert --schema shop.toml shop-*.csv.gz --out shop.click
-  tessera data convert day_0.tsv --out day_0.click   Criteo's text, which needs no schema
+  tessera data convert day_0.tsv --out day_0.click   Criteo's text, no schema
   zcat day_0.gz | tessera data convert /dev/stdin --out day_0.click
   tessera data show day_0.click                      samples, features, tables
-  tessera data check day_0.click                     read everything, compare every sum
+  tessera data check day_0.click                     read all, compare sums
   tessera data check shop.csv --schema shop.toml     count and name bad lines
-  tessera data stats day_0.click --write stats.json  ids of every feature; stats --help
+  tessera data stats day_0.click --write stats.json  ids of every feature
   tessera data synth clicks.click --samples 1000000  a log with a known best AUC
 
-  --schema FILE         convert, check: what the columns of CSV, TSV or JSON lines are;
-                        several files, gzip, zstd, and - for standard input
+  --schema FILE         convert, check: columns of CSV, TSV, JSON lines, Parquet
+                        or npz; several files, gzip, zstd, - for a pipe
   --out PATH, --to PATH convert, schema: the file to write
-  --skip-bad            with a schema: leave bad lines out (otherwise the first ends it)
+  --skip-bad            with a schema: leave bad lines out, not end there
   --no-label            with a schema: there is no label, as for predictions
-  --strict              Criteo: the first bad line ends it (otherwise they are left out)
+  --strict              Criteo: the first bad line ends it, not left out
   --rows N or N,N,...   Criteo, synth: rows of all tables, or of each (100000)
   --half                convert, synth: dense numbers in 16 bits
   --threads N           Criteo: threads that parse (one per core)
@@ -65,7 +65,7 @@ constexpr std::string_view kHelp =
   --zipf X              synth: how steep the popularity of ids is (1.05)
   --json                one JSON object
 
-Exit codes: 0 good, 2 wrong usage, 65 a file is damaged, missing or cannot be written.
+Exit codes: 0 good, 2 wrong usage, 65 a file is damaged or missing.
 More: docs/your_data.md, docs/dlrm.md
 )";
 

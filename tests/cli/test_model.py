@@ -9,6 +9,7 @@ import shutil
 import subprocess
 
 import pytest
+from report_data import data_of
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TESSERA = os.environ.get("TESSERA_BIN", str(ROOT / "build/release/bin/tessera"))
@@ -69,9 +70,9 @@ def test_patience_ends_a_run_that_gets_no_better(tmp_path):
     assert f"after 3 evaluations that were not better than that of step {best}\n" in text
     assert f"model    {run}/checkpoints/step-{last:012}, the best of step {best} in {run}/best\n" in text
     assert steps_in(run / "best") == [best] and max(steps_in(run / "checkpoints")) == last
-    page = (run / "report.html").read_text()
-    assert f"stopped early at step {last}, best evaluation at step {best} (log loss " in page
-    assert f"last at step {last}" in page and f"tessera train dlrm --resume {run}" in page
+    told = data_of((run / "report.html").read_text())
+    assert told["status"] == "stopped early" and told["best_step"] == best
+    assert told["steps"] == last and f"tessera train dlrm --resume {run}" in told["resume"]
 
 
 def test_resuming_a_finished_run_says_so_and_goes_on_if_asked_to(tmp_path):

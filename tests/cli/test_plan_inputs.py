@@ -8,6 +8,7 @@ import pathlib
 import subprocess
 
 import pytest
+from report_data import data_of
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TESSERA = os.environ.get("TESSERA_BIN", str(ROOT / "build/release/bin/tessera"))
@@ -93,8 +94,9 @@ def test_a_training_says_what_was_predicted(tmp_path):
         sum(rank[p] for p in ("ids", "lookup", "rows", "gradients", "step")) for rank in plan["ranks"]
     )
     assert slowest == pytest.approx(plan["seconds"])
-    page = (metrics.parent / "report.html").read_text()
-    assert 'id="plan"' in page and 'id="prediction"' in page
+    drawn = data_of((metrics.parent / "report.html").read_text())["plan"]
+    assert drawn["predicted"] == pytest.approx(plan["predicted"])
+    assert set(drawn["measured"]) >= {"links", "lookup", "dense", "backward"}
     # The run makes the profile better; a run without a prediction cannot.
     told = tessera("plan", "tables", "--profile", file, "--calibrate", metrics.parent).stderr
     assert told.startswith(f"calibrated {file}: links ")

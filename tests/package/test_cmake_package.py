@@ -35,10 +35,25 @@ def test_headers_library_and_programs_are_installed(prefix):
         if path.is_file()
     }
     source = HERE.parents[1] / "include"
-    names = ("data_error", "device", "host_copy", "run", "settings", "train", "workload")
-    trainer = {f"tessera/trainer/{name}.h" for name in names}
-    trainer.add("tessera/settings/table.h")
-    assert installed == {str(path.relative_to(source)) for path in source.rglob("*.h")} | trainer
+    names = [
+        "data_error",
+        "device",
+        "event_file",
+        "host_copy",
+        "metrics",
+        "run",
+        "settings",
+        "train",
+        "workload",
+    ]
+    others = {f"tessera/trainer/{name}.h" for name in names} | {
+        "tessera/trainer/workload.h",
+        "tessera/settings/table.h",
+        "tessera/data/click_api.h",
+        "tessera/dlrm/click_file.h",
+        "tessera/dlrm/click_log.h",
+    }
+    assert installed == {str(path.relative_to(source)) for path in source.rglob("*.h")} | others
     assert (prefix / "lib/libtessera.so").exists()
     assert not list(prefix.rglob("*.a")), "private libraries are installed"
     assert "0.1.0" in run(prefix / "bin/tessera", "--version").stdout

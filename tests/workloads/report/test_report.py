@@ -11,6 +11,7 @@ import subprocess
 import pytest
 import sample_run
 from browser import needs_browser
+from report_data import data_of
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 TESSERA = os.environ.get("TESSERA_BIN", str(ROOT / "build/release/bin/tessera"))
@@ -23,11 +24,6 @@ def make_report(folder: pathlib.Path, **shape) -> tuple[list[dict], str]:
     assert result.returncode == 0, result.stderr
     assert result.stdout == f"report   {folder}/report.html\n"
     return lines, (folder / "report.html").read_text()
-
-
-def data_of(text: str) -> dict:
-    (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text)
-    return json.loads(found)
 
 
 def of_kind(lines: list[dict], kind: str) -> list[dict]:
