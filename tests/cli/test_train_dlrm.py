@@ -13,6 +13,7 @@ import subprocess
 import time
 
 import pytest
+from report_data import data_of
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 os.environ["TESSERA_PROFILE"] = "assume"  # a profile of this machine would change the plans
@@ -127,8 +128,13 @@ def test_auto_is_the_plan_that_the_planner_shows(tmp_path):
     _, lines = answer(tmp_path, *shape, "--steps", "2")
     words = [TESSERA, "plan", "tables", "--json", *shape, "--dim", "8", "--memory", "8GB"]
     planned = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
-    trained = {line["name"]: (line["sharding"], line["shards"]) for line in lines("table")}
-    assert trained == {table["name"]: (table["sharding"], table["shards"]) for table in planned["tables"]}
+    places = {table["name"]: (table["sharding"], table["shards"]) for table in planned["tables"]}
+    keys = places["cat_0"][1][0].keys()  # a training also notes what a shard moves
+    trained = {
+        line["name"]: (line["sharding"], [{key: shard[key] for key in keys} for shard in line["shards"]])
+        for line in lines("table")
+    }
+    assert trained == places
     assert {kind for kind, _ in trained.values()} > {"table_wise"}
 
 
@@ -290,7 +296,7 @@ def test_bfloat16_learns_nearly_the_same(tmp_path):
 def test_prints_placement_progress_and_report(tmp_path):
     lines = train(tmp_path, "-n", "2", "--steps", "5", "--batch", "64").stdout.splitlines()
     assert lines[0] == "tables   5 on 2 ranks, largest 6.40 kB, imbalance 1.00"
-    assert re.search(r"cat_0 +table_wise +fused +0", "\n".join(lines))
+    assert re.search(r"cat_0 +table_wise +fused +[01] ", "\n".join(lines))
     step = (
         r"step +5/5 \| loss [\d.]+ \| train auc [\d.]+ \| \S+ samples/s \| [\d.]+ ms \(exposed comm [\d.]+\)"
     )
@@ -304,10 +310,10 @@ def test_prints_placement_progress_and_report(tmp_path):
         assert len(line["exposed_comm_us"]) == len(line["data_us"]) == 5
         waited = sum(phase["waited"] for phase in line["phases"].values())
         assert sum(line["exposed_comm_us"]) == pytest.approx(1e6 * waited, abs=5)
-    text = report.read_text()
+    drawn = data_of(report.read_text())
+    assert {table["name"] for table in drawn["tables"]} == {f"cat_{i}" for i in range(5)}
     # Gradients may be reduced beside backward, where nobody waits: their part is not always there.
-    for word in ("input dist", "Timeline", "step 3", "cat_4"):
-        assert word in text
+    assert "input_dist" in str(drawn["breakdowns"]) and "lookup" in drawn["timeline"]["phases"]
 
 
 @pytest.mark.parametrize(
@@ -426,7 +432,7 @@ def test_help_fits_a_screen():
     for verb in (["train"], ["train", "dlrm"], ["report"]):
         result = subprocess.run([TESSERA, *verb, "--help"], capture_output=True, text=True, timeout=LIMIT)
         assert result.returncode == 0
-        assert len(result.stdout.splitlines()) <= 44 and max(map(len, result.stdout.splitlines())) <= 100
+        assert len(result.stdout.splitlines()) <= 60 and max(map(len, result.stdout.splitlines())) <= 80
 
 
 def test_damage_that_is_found_while_reading_ahead_is_told(tmp_path):
