@@ -80,7 +80,8 @@ def test_there_is_one_standard_library_in_the_process():
     """A second copy, linked in statically, crashes in its first stream."""
     with open("/proc/self/maps") as maps:
         ours = {line.split()[-1] for line in maps if "libtessera" in line or "tessera/_C" in line}
-    assert len(ours) == 2
+    # the library and the extension; libtessera_data too where a test before this one wrote click data
+    assert {pathlib.Path(library).name.split(".")[0] for library in ours} >= {"libtessera", "_C"}
     for library in ours:
         needs = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True).stdout
         assert "libstdc++.so.6" in needs, library
