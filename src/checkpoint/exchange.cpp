@@ -2,32 +2,12 @@
 
 #include <new>
 
-#include <ATen/ops/from_blob.h>
-
+#include "comm/agreement.h"
 #include "tessera/checkpoint/error.h"
-#include "tessera/comm/collectives.h"
 #include "tessera/comm/error.h"
 
 namespace tessera::checkpoint {
 namespace {
-
-std::vector<std::string> gather(const comm::Group& group, const std::string& mine) {
-  std::vector<std::int64_t> length{static_cast<std::int64_t>(mine.size())};
-  const at::Tensor lengths =
-      comm::all_gather(at::from_blob(length.data(), {1}, at::kLong), group).contiguous();
-  std::vector<std::int64_t> rows(lengths.data_ptr<std::int64_t>(),
-                                 lengths.data_ptr<std::int64_t>() + group.size());
-  std::string bytes = mine;
-  const at::Tensor all =
-      comm::all_gather_v(at::from_blob(bytes.data(), {length[0]}, at::kByte), group, rows);
-  const char* next = reinterpret_cast<const char*>(all.data_ptr<std::uint8_t>());
-  std::vector<std::string> texts;
-  for (const std::int64_t row : rows) {
-    texts.emplace_back(next, static_cast<std::size_t>(row));
-    next += row;
-  }
-  return texts;
-}
 
 // A message is kGood and the result, or the digit of the error's kind and its text.
 constexpr char kGood = '+';
@@ -59,7 +39,7 @@ std::vector<std::string> together(const std::optional<comm::Group>& group, const
   } catch (const std::exception& error) {
     mine = marked(kInvalid, error.what());
   }
-  std::vector<std::string> texts = gather(*group, mine);
+  std::vector<std::string> texts = comm::detail::exchange_texts(mine, *group);
   for (std::size_t rank = 0; rank < texts.size(); ++rank) {
     if (texts[rank].empty() || texts[rank][0] == kGood) continue;
     const auto kind = static_cast<ErrorKind>(texts[rank][0] - '0');

@@ -12,6 +12,8 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "comm/rank_list.h"
+
 namespace tessera::comm {
 namespace {
 
@@ -162,14 +164,6 @@ bool has_ended(const Member& member) {
   return is_exiting(status) && are_all_exiting(member.pid);
 }
 
-std::string list_ranks(const std::vector<int>& ranks) {
-  std::ostringstream text;
-  text << (ranks.size() == 1 ? "rank " : "ranks ");
-  for (std::size_t i = 0; i < ranks.size(); ++i) {
-    if (i > 0) text << (i + 1 == ranks.size() ? " and " : ", ");
-    text << ranks[i];
-  }
-  return text.str();
-}
+std::string list_ranks(const std::vector<int>& ranks) { return list_ranks(ranks, " and "); }
 
 }  // namespace tessera::comm

@@ -5,10 +5,9 @@
 #include <sstream>
 
 #include <ATen/Functions.h>
-#include <ATen/ops/from_blob.h>
 
+#include "comm/agreement.h"
 #include "comm/member.h"
-#include "tessera/comm/collectives.h"
 #include "tessera/comm/error.h"
 #include "tessera/core/check.h"
 
@@ -44,24 +43,8 @@ void check_axes(const Group& world, const std::vector<Axis>& axes) {
 
 // Every rank compares all descriptions, so all raise the same.
 void check_agreement(const Group& world, const std::vector<Axis>& axes) {
-  std::string mine = describe(axes);
-  const at::Tensor bytes =
-      at::from_blob(mine.data(), {static_cast<std::int64_t>(mine.size())}, at::kByte);
-  const at::Tensor length = at::full({1}, static_cast<std::int64_t>(mine.size()), at::kLong);
-  const at::Tensor lengths = all_gather(length, world);
-  const std::vector<std::int64_t> rows(lengths.data_ptr<std::int64_t>(),
-                                       lengths.data_ptr<std::int64_t>() + world.size());
-  const at::Tensor all = all_gather_v(bytes, world, rows);
-  const char* place = reinterpret_cast<const char*>(all.data_ptr<std::uint8_t>());
-  std::vector<std::string> descriptions;
-  for (const std::int64_t row : rows) {
-    descriptions.emplace_back(place, place + row);
-    place += row;
-  }
-  std::vector<int> different;
-  for (int r = 1; r < world.size(); ++r) {
-    if (descriptions[r] != descriptions[0]) different.push_back(r);
-  }
+  const auto descriptions = detail::exchange_texts(describe(axes), world);
+  const std::vector<int> different = detail::unlike_the_first(descriptions);
   if (different.empty()) return;
   throw Error(ErrorKind::kMismatch, different,
               "comm.mesh: rank 0 asks for " + descriptions[0] + ", " + list_ranks(different) +

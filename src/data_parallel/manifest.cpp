@@ -2,18 +2,12 @@
 
 #include <algorithm>
 #include <array>
-#include <cstdint>
-#include <cstring>
-#include <map>
 #include <sstream>
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
-#include <ATen/ops/tensor.h>
-
+#include "comm/agreement.h"
+#include "comm/rank_list.h"
 #include "data_parallel/gradient_buckets.h"
 #include "data_parallel/names.h"
-#include "tessera/comm/collectives.h"
 #include "tessera/comm/error.h"
 #include "tessera/core/version.h"
 
@@ -21,7 +15,6 @@ namespace tessera::data_parallel {
 namespace {
 
 constexpr int kMaxDifferences = 12;
-constexpr int kNumWords = 4;  // of a digest
 
 std::string describe(const std::string& name, const at::Tensor& tensor) {
   std::ostringstream out;
@@ -32,22 +25,6 @@ std::string describe(const std::string& name, const at::Tensor& tensor) {
     out << " " << tensor.layout();
   }
   return out.str();
-}
-
-// Four words, each a hash of its own: ranks that agree by chance in one differ in the others.
-std::array<std::int64_t, kNumWords> digest(const std::string& text) {
-  std::array<std::uint64_t, kNumWords> words = {0x9e3779b97f4a7c15, 0xc2b2ae3d27d4eb4f,
-                                                0x165667b19e3779f9, 0x27d4eb2f165667c5};
-  for (const char character : text) {
-    for (int i = 0; i < kNumWords; ++i) {
-      words[i] =
-          (words[i] ^ static_cast<unsigned char>(character)) * (0x100000001b3 + 2 * i * 0x51);
-      words[i] ^= words[i] >> (29 + i);
-    }
-  }
-  std::array<std::int64_t, kNumWords> result{};
-  std::memcpy(result.data(), words.data(), sizeof(result));
-  return result;
 }
 
 constexpr char kLineEnd = '\n';
@@ -84,15 +61,6 @@ Manifest parsed(const std::string& text) {
   return manifest;
 }
 
-std::string list_of(const std::vector<int>& ranks) {
-  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
-  for (std::size_t i = 0; i < ranks.size(); ++i) {
-    if (i > 0) text.append(", ");
-    text.append(std::to_string(ranks[i]));
-  }
-  return text;
-}
-
 // Line by line; ranks that say the same stand together.
 void compare(const std::string& what, const std::vector<const std::vector<std::string>*>& sections,
              std::vector<std::string>& differences) {
@@ -117,7 +85,7 @@ void compare(const std::string& what, const std::vector<const std::vector<std::s
     text.append(": ");
     for (std::size_t i = 0; i < said.size(); ++i) {
       if (i > 0) text.append("; ");
-      text.append(said[i].first).append(" on ").append(list_of(said[i].second));
+      text.append(said[i].first).append(" on ").append(comm::list_ranks(said[i].second, ", "));
     }
     differences.push_back(std::move(text));
   }
@@ -163,32 +131,11 @@ Manifest manifest_of(const ModelParts& parts, const Options& options) {
   return manifest;
 }
 
-void check_manifests(const Manifest& manifest, const comm::Group& group, c10::Device device) {
-  const std::string text = joined(manifest);
-  const auto words = digest(text);
-  std::vector<std::int64_t> mine(words.begin(), words.end());
-  mine.push_back(static_cast<std::int64_t>(text.size()));
-  const at::Tensor all =
-      comm::all_gather(at::tensor(mine, at::kLong).to(device).unsqueeze(0), group).cpu();
-  const std::int64_t* values = all.const_data_ptr<std::int64_t>();
-  std::int64_t longest = 0;
-  std::vector<int> others;
-  for (int rank = 0; rank < group.size(); ++rank) {
-    const std::int64_t* row = values + rank * (kNumWords + 1);
-    longest = std::max(longest, row[kNumWords]);
-    if (!std::equal(row, row + kNumWords + 1, values)) others.push_back(rank);
-  }
-  if (others.empty()) return;
-
-  at::Tensor bytes = at::zeros({1, longest}, at::kByte);
-  std::memcpy(bytes.data_ptr(), text.data(), text.size());
-  const at::Tensor texts = comm::all_gather(bytes.to(device), group).cpu();
+void check_manifests(const Manifest& manifest, const comm::Group& group) {
+  const auto texts = comm::detail::find_difference(joined(manifest), group);
+  if (!texts) return;
   std::vector<Manifest> manifests;
-  for (int rank = 0; rank < group.size(); ++rank) {
-    const auto* first = static_cast<const char*>(texts.const_data_ptr()) + rank * longest;
-    manifests.push_back(
-        parsed({first, static_cast<std::size_t>(values[rank * (kNumWords + 1) + kNumWords])}));
-  }
+  for (const std::string& text : *texts) manifests.push_back(parsed(text));
   std::vector<std::string> differences;
   std::vector<const std::vector<std::string>*> sections(manifests.size());
   const auto collect = [&](std::vector<std::string> Manifest::* member) {
@@ -211,7 +158,7 @@ void check_manifests(const Manifest& manifest, const comm::Group& group, c10::De
     message.append("\n  ").append(differences[i]);
   }
   message.append("\nNothing was sent yet. Build the same model on every rank.");
-  throw comm::Error(comm::ErrorKind::kMismatch, others, message);
+  throw comm::Error(comm::ErrorKind::kMismatch, comm::detail::unlike_the_first(*texts), message);
 }
 
 }  // namespace tessera::data_parallel

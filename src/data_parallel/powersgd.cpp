@@ -16,6 +16,7 @@
 #include <ATen/ops/randn.h>
 #include <ATen/ops/zeros.h>
 
+#include "comm/agreement.h"
 #include "data_parallel/hook_base.h"
 #include "tessera/core/check.h"
 
@@ -42,16 +43,6 @@ void orthogonalize(at::Tensor matrices, double epsilon) {
       rest.sub_((column * rest).sum(at::IntArrayRef{1}, /*keepdim=*/true) * column);
     }
   }
-}
-
-/// The same value on every rank and in every run, unlike std::hash (FNV-1a).
-std::uint64_t hash_of(const std::string& text) {
-  std::uint64_t hash = 14695981039346656037ULL;
-  for (const char letter : text) {
-    hash ^= static_cast<unsigned char>(letter);
-    hash *= 1099511628211ULL;
-  }
-  return hash;
 }
 
 /// Matrices of one shape: their factors lie together, and are made orthogonal together. The
@@ -249,7 +240,7 @@ class PowerSgdHook final : public Sending<PowerSgd> {
       if (options_.warm_start && last != qs_.end() && last->second.sizes() == q.sizes()) {
         q.copy_(last->second);
       } else {
-        std::uint64_t seed = options_.random_seed ^ hash_of(key);
+        std::uint64_t seed = options_.random_seed ^ comm::detail::hash_of(key);
         if (!options_.warm_start) seed += static_cast<std::uint64_t>(step_);
         q.copy_(at::randn({m, r}, at::detail::createCPUGenerator(seed), at::kFloat));
       }

@@ -65,7 +65,7 @@ Replica::State::State(ModelParts model, const comm::Group& ranks, Options wishes
   const bool with_buffers =
       options.forward_sync_buffers ? true : options.broadcast_buffers.value_or(true);
   if (options.init_sync) {
-    check_manifests(manifest_of(parts, options), group, kept.front().tensor.device());
+    check_manifests(manifest_of(parts, options), group);
     broadcast_state(0, with_buffers);
   }
   current_buffers();

@@ -9,7 +9,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
 
-#include "comm/texts.h"
+#include "comm/agreement.h"
 #include "data_parallel/hook_base.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/core/check.h"

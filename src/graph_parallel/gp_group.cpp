@@ -4,8 +4,8 @@
 #include <memory>
 #include <string>
 
+#include "comm/agreement.h"
 #include "comm/member.h"
-#include "regions/together.h"
 #include "tessera/comm/error.h"
 #include "tessera/comm/mesh.h"
 #include "tessera/core/check.h"
@@ -53,11 +53,8 @@ std::int64_t divide_and_check_no_remainder(std::int64_t a, std::int64_t b) {
 namespace detail {
 
 int agree_on_setup(int gp_gpus, bool is_set_up, std::int64_t backend, const comm::Group& world) {
-  const auto words = regions::detail::exchange_words({gp_gpus, is_set_up ? 1 : 0, backend}, world);
-  std::vector<int> different;
-  for (int rank = 1; rank < world.size(); ++rank) {
-    if (words[rank] != words[0]) different.push_back(rank);
-  }
+  const auto words = comm::detail::exchange_words({gp_gpus, is_set_up ? 1 : 0, backend}, world);
+  const std::vector<int> different = comm::detail::unlike_the_first(words);
   if (!different.empty()) {
     const auto& first = words[0];
     const auto& other = words[different[0]];

@@ -7,9 +7,9 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include "comm/agreement.h"
 #include "comm/engines.h"
 #include "graph_parallel/halo_rows.h"
-#include "regions/together.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/error.h"
 #include "tessera/core/check.h"
@@ -59,14 +59,14 @@ bool must_compare(const HaloPlan& plan, const at::Tensor& rows) {
 void compare_rows(const char* operation, const at::Tensor& rows, const std::string& fault,
                   const HaloPlan& plan) {
   const comm::Group& group = plan.group();
-  const auto all = regions::detail::exchange_words(words_of(rows, fault.empty()), group);
+  const auto all = comm::detail::exchange_words(words_of(rows, fault.empty()), group);
   std::vector<int> wrong;
   std::vector<int> different;
   for (int rank = 0; rank < group.size(); ++rank) {
     if (all[rank][0] != 0) wrong.push_back(rank);
     if (all[rank] != all[0]) different.push_back(rank);
   }
-  if (!wrong.empty()) regions::detail::raise_faults(fault, wrong, group);
+  if (!wrong.empty()) comm::detail::raise_faults(fault, wrong, group);
   if (different.empty()) return;
   throw comm::Error(comm::ErrorKind::kMismatch, different,
                     "graph." + std::string(operation) + ": rank 0 brings " + describe(all[0]) +

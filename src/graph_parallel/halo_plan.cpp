@@ -6,8 +6,8 @@
 
 #include <ATen/Functions.h>
 
+#include "comm/agreement.h"
 #include "graph_parallel/device_copies.h"
-#include "regions/together.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/error.h"
 #include "tessera/core/check.h"
@@ -127,7 +127,7 @@ void HaloPlan::State::agree(const std::string& fault) const {
     TESSERA_CHECK_VALUE(fault.empty(), fault);
     return;
   }
-  const auto records = regions::detail::exchange_words(
+  const auto records = comm::detail::exchange_words(
       {fault.empty() ? 0 : 1, partition.digest(), partition.num_nodes(), partition.num_parts(),
        options.is_symmetric ? 1 : 0,
        options.payload ? static_cast<std::int64_t>(*options.payload) : -1},
@@ -140,7 +140,7 @@ void HaloPlan::State::agree(const std::string& fault) const {
       different.push_back(r);
     }
   }
-  if (!wrong.empty()) regions::detail::raise_faults(fault, wrong, group);
+  if (!wrong.empty()) comm::detail::raise_faults(fault, wrong, group);
   if (different.empty()) return;
   const auto describe = [&](const Ids& record) {
     std::ostringstream text;
@@ -190,7 +190,7 @@ void HaloPlan::State::check_sends() const {
   Ids mine = sent.summary();
   const Ids expected = received.summary();
   mine.insert(mine.end(), expected.begin(), expected.end());
-  const auto records = regions::detail::exchange_words(mine, group);
+  const auto records = comm::detail::exchange_words(mine, group);
   const int size = group.size();
   for (int from = 0; from < size; ++from) {
     for (int to = 0; to < size; ++to) {
@@ -272,7 +272,7 @@ void HaloPlan::verify() const {
   const at::Tensor arrived = comm::all_to_all_v(tensor_of(state_->sent.ids), state_->sent.rows,
                                                 state_->group, state_->received.rows);
   const bool is_right = at::equal(arrived, tensor_of(state_->received.ids));
-  const auto records = regions::detail::exchange_words({is_right ? 0 : 1}, state_->group);
+  const auto records = comm::detail::exchange_words({is_right ? 0 : 1}, state_->group);
   std::vector<int> wrong;
   for (int r = 0; r < state_->group.size(); ++r) {
     if (records[r][0] != 0) wrong.push_back(r);

@@ -1,7 +1,6 @@
 #include "regions/agreement.h"
 
 #include <algorithm>
-#include <array>
 #include <cstdlib>
 #include <numeric>
 #include <sstream>
@@ -9,10 +8,9 @@
 
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/from_blob.h>
 
-#include "comm/texts.h"
-#include "regions/together.h"
+#include "comm/agreement.h"
+#include "comm/engines.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/error.h"
 #include "tessera/core/check.h"
@@ -45,7 +43,7 @@ enum Word : std::size_t {
   kGivenSizes,  // digest; 0 if none were given
   kNumWords,
 };
-using Record = std::array<std::int64_t, kNumWords>;
+using Record = std::vector<std::int64_t>;
 
 bool is_checking() {
   static const bool is_on = [] {
@@ -55,25 +53,16 @@ bool is_checking() {
   return is_on;
 }
 
-bool has_cpu_engine(const Group& group) {
-  const auto devices = group.process_group()->getDeviceTypes();
-  return std::any_of(devices.begin(), devices.end(),
-                     [](const c10::Device& device) { return device.is_cpu(); });
-}
-
 bool can_compare(const at::Tensor& x, const Group& group) {
-  return is_checking() && group.size() > 1 && (!x.defined() || x.is_cpu()) && has_cpu_engine(group);
+  return is_checking() && group.size() > 1 && (!x.defined() || x.is_cpu()) &&
+         comm::has_engine_for(*group.process_group(), c10::DeviceType::CPU);
 }
 
-// FNV-1a over words: equal lists give equal digests, and never 0.
+// Equal lists give equal digests, and never 0.
 std::int64_t digest_of(at::IntArrayRef words) {
-  std::uint64_t hash = 1469598103934665603ULL;
-  for (const std::int64_t word : words) {
-    for (int byte = 0; byte < 8; ++byte) {
-      hash = (hash ^ ((static_cast<std::uint64_t>(word) >> (8 * byte)) & 0xff)) * 1099511628211ULL;
-    }
-  }
-  return static_cast<std::int64_t>(hash | 1);
+  const std::string_view bytes(reinterpret_cast<const char*>(words.data()),
+                               words.size() * sizeof(std::int64_t));
+  return static_cast<std::int64_t>(comm::detail::hash_of(bytes) | 1);
 }
 
 std::int64_t sum_of(const Sizes& sizes) {
@@ -151,7 +140,7 @@ struct Request {
   }
 
   Record record(bool is_valid) const {
-    Record words{};
+    Record words(kNumWords, 0);
     words[kOperator] = static_cast<std::int64_t>(op);
     words[kIsValid] = is_valid ? 1 : 0;
     if (!is_valid) return words;
@@ -170,25 +159,12 @@ struct Request {
   }
 };
 
-std::vector<Record> exchange(const Record& mine, const Group& group) {
-  Record copy = mine;
-  const at::Tensor row = at::from_blob(copy.data(), {1, kNumWords}, at::kLong);
-  const at::Tensor rows = comm::all_gather(row, group);
-  std::vector<Record> records(group.size());
-  const std::int64_t* words = rows.const_data_ptr<std::int64_t>();
-  for (auto& record : records) {
-    std::copy_n(words, kNumWords, record.begin());
-    words += kNumWords;
-  }
-  return records;
-}
-
 // All ranks come here together: each saw the same records.
 [[noreturn]] void raise_difference(const Request& request, const std::string& fault,
                                    const std::vector<Record>& records,
                                    const std::vector<int>& different, const Group& group) {
   const int other = different[0];
-  if (records[other][kIsValid] == 0) raise_faults(fault, different, group);
+  if (records[other][kIsValid] == 0) comm::detail::raise_faults(fault, different, group);
   const auto texts = comm::detail::exchange_texts(request.describe(), group);
   std::ostringstream text;
   text << "regions." << name_of(static_cast<Operator>(records[0][kOperator])) << ": rank 0 calls "
@@ -262,7 +238,7 @@ Agreed agree_on(Request request, const Group& group) {
   const std::string fault = request.fault(group);
   std::vector<Record> records;
   if (can_compare(request.x, group)) {
-    records = exchange(request.record(fault.empty()), group);
+    records = comm::detail::exchange_words(request.record(fault.empty()), group);
     const auto different = ranks_that_differ(records, request.cuts_whole());
     if (!different.empty()) raise_difference(request, fault, records, different, group);
   }
@@ -309,7 +285,7 @@ Agreed agree(Operator op, const at::Tensor& x, const Group& group, std::int64_t 
 at::Tensor rejoin(Operator op, const at::Tensor& x, const Cut& cut) {
   if (!at::GradMode::is_enabled() || !can_compare(x, cut.group)) return x;
   Request request{.op = op, .x = x};
-  const auto records = exchange(request.record(true), cut.group);
+  const auto records = comm::detail::exchange_words(request.record(true), cut.group);
   std::vector<int> different;
   for (int r = 1; r < cut.group.size(); ++r) {
     if (records[r][kOperator] != records[0][kOperator]) different.push_back(r);

@@ -1,12 +1,6 @@
 #include "sharding/agreement.h"
 
-#include <algorithm>
-
-#include <ATen/ops/full.h>
-
-#include "comm/engines.h"
-#include "comm/texts.h"
-#include "tessera/comm/collectives.h"
+#include "comm/agreement.h"
 #include "tessera/comm/error.h"
 #include "tessera/core/check.h"
 
@@ -42,30 +36,14 @@ std::vector<std::string> split_lines(const std::string& text) {
 
 }  // namespace
 
-std::uint64_t hash_of(std::string_view text) noexcept {
-  std::uint64_t hash = 0xCBF29CE484222325U;
-  for (const char letter : text) {
-    hash = (hash ^ static_cast<std::uint8_t>(letter)) * 0x100000001B3U;
-  }
-  return hash;
-}
-
 void check_same_lines(const std::string& operation, const std::vector<std::string>& lines,
                       const comm::Group& group) {
   if (group.size() == 1) return;
-  const std::string mine = joined(lines);
-  const auto hash = static_cast<std::int64_t>(hash_of(mine));
-  const at::Device device = comm::message_device(*group.process_group());
-  const at::Tensor hashes =
-      comm::all_gather(at::full({1}, hash, at::kLong).to(device), group).cpu();
-  const auto* first = hashes.const_data_ptr<std::int64_t>();
-  const auto* other = std::find_if(first, first + group.size(),
-                                   [&](std::int64_t value) { return value != first[0]; });
-  if (other == first + group.size()) return;
-  const auto texts = comm::detail::exchange_texts(mine, group);
-  const auto rank = static_cast<int>(other - first);
-  const auto ours = split_lines(texts[0]);
-  const auto theirs = split_lines(texts[static_cast<std::size_t>(rank)]);
+  const auto texts = comm::detail::find_difference(joined(lines), group);
+  if (!texts) return;
+  const int rank = comm::detail::unlike_the_first(*texts).front();
+  const auto ours = split_lines(texts->front());
+  const auto theirs = split_lines((*texts)[static_cast<std::size_t>(rank)]);
   std::size_t line = 0;
   while (line < ours.size() && line < theirs.size() && ours[line] == theirs[line]) ++line;
   const auto at = [&](const std::vector<std::string>& all) {

@@ -4,15 +4,11 @@
 
 #include <cstdint>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "tessera/comm/group.h"
 
 namespace tessera::sharding {
-
-/// A number that two texts share only if they are the same, but for one case in 2^64.
-std::uint64_t hash_of(std::string_view text) noexcept;
 
 /// Throws the same ValueError on all ranks, with the first line that differs, unless all ranks give
 /// the same lines. Collective.

@@ -9,6 +9,7 @@
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
 
+#include "comm/agreement.h"
 #include "sharding/flat_exchange.h"
 #include "sharding/sizes.h"
 #include "tessera/core/check.h"
@@ -256,7 +257,7 @@ void InputSender::write_message(const DistContext& context, std::int64_t* messag
   const bool is_good = context.fault.kind == Fault::Kind::kNone;
   for (std::size_t rank = 0; rank < layout_->routes.size(); ++rank) {
     std::int64_t* row = message + static_cast<std::int64_t>(rank) * columns + column;
-    row[kCall] = static_cast<std::int64_t>(hash_of(context.call));
+    row[kCall] = static_cast<std::int64_t>(comm::detail::hash_of(context.call));
     row[kStatus] = static_cast<std::int64_t>(context.fault.kind);
     row[kNumValues] = context.sent.values_per_rank[rank];
     row += kHeader;

@@ -25,8 +25,7 @@ TESSERA_API Manifest manifest_of(const ModelParts& parts, const Options& options
 
 /// Compares the ranks' manifests: one small all-gather. Where they differ, the manifests themselves
 /// are exchanged, and every rank throws comm::Error(kMismatch) with the same list of differences.
-/// Collective; no tensor of the model is touched. `device` is where the group's tensors live.
-TESSERA_API void check_manifests(const Manifest& manifest, const comm::Group& group,
-                                 c10::Device device);
+/// Collective; no tensor of the model is touched.
+TESSERA_API void check_manifests(const Manifest& manifest, const comm::Group& group);
 
 }  // namespace tessera::data_parallel

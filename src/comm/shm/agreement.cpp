@@ -2,6 +2,8 @@
 
 #include <vector>
 
+#include "comm/rank_list.h"
+
 namespace tessera::comm::shm {
 
 namespace {
@@ -39,14 +41,7 @@ std::string describe(const PublishedCall& call, bool with_sequence) {
   return text;
 }
 
-std::string list_of(RankSet ranks) {
-  const std::vector<int> list = ranks_in(ranks);
-  std::string text = list.size() == 1 ? "rank " : "ranks ";
-  for (std::size_t i = 0; i < list.size(); ++i) {
-    text += (i == 0 ? "" : ", ") + std::to_string(list[i]);
-  }
-  return text;
-}
+std::string list_of(RankSet ranks) { return list_ranks(ranks_in(ranks), ", "); }
 
 struct Camp {
   std::string text;

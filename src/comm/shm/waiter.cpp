@@ -4,6 +4,8 @@
 #include <cstdio>
 #include <cstring>
 
+#include "comm/rank_list.h"
+
 namespace tessera::comm::shm {
 
 namespace {
@@ -12,21 +14,13 @@ constexpr std::uint32_t kWell = 0;
 constexpr std::uint32_t kBeingWritten = 1;
 constexpr std::uint32_t kReadable = 2;
 
-std::string list_of(const std::vector<int>& ranks) {
-  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
-  for (std::size_t i = 0; i < ranks.size(); ++i) {
-    text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
-  }
-  return text;
-}
-
 std::string timeout_text(const Call& call, const std::vector<int>& missing,
                          Clock::duration waited) {
   char seconds[32];
   std::snprintf(seconds, sizeof(seconds), "%.1f", std::chrono::duration<double>(waited).count());
   return "comm." + std::string(name_of(call.op)) + " #" + std::to_string(call.sequence) +
-         ": no answer from " + (missing.empty() ? "the group" : list_of(missing)) + " in " +
-         seconds + " s. Find out what they are doing, or raise the time limit.";
+         ": no answer from " + (missing.empty() ? "the group" : list_ranks(missing, ", ")) +
+         " in " + seconds + " s. Find out what they are doing, or raise the time limit.";
 }
 
 }  // namespace
