@@ -129,11 +129,9 @@ $(DOCS)/.ready: Makefile
 docs: $(DOCS)/.ready  ## Build the documentation site into build/site
 	$(DOCS)/bin/python docs/site/build.py build/site
 
-# Against the torch of $(VENV), which the wheel then asks for. CMake finds objects in the compiler cache.
+# Against the torch of $(VENV), which the wheel then asks for. What is built is packed; nothing is compiled.
 wheel: build  ## Build a wheel into build/wheels
-	CXX=c++ $(VENV)/bin/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheels \
-	  --config-settings=cmake.define.CMAKE_CXX_COMPILER_LAUNCHER=ccache .
-	ls build/wheels/*.whl
+	$(VENV)/bin/python cmake/make_wheel.py $(BUILD) build/wheels
 
 compat: everything peers  ## Run the peers' own tests and programs, and write docs/compatibility.md
 	$(VENV)/bin/python tests/peers/compatibility.py

@@ -64,8 +64,10 @@ Plugin load() {
 const Plugin& plugin(const std::string& path) {
   static const Plugin kPlugin = load();
   if (kPlugin.read == nullptr) {
-    throw DataError(path + ": Parquet needs Arrow, which comes with the Python package pyarrow (" +
-                    kPlugin.problem + "). Install it and build again, or write CSV.");
+    throw DataError(
+        path + ": Parquet needs Arrow, which comes with the Python package pyarrow (" +
+        kPlugin.problem +
+        "). Install it (a wheel: tessera-parallel[parquet]; otherwise build again), or write CSV.");
   }
   return kPlugin;
 }
