@@ -26,6 +26,7 @@ from tessera.distributed.planner._plan_checks import (
     validate_rank_assignment,
 )
 from tessera.distributed.planner._profile import measured_speeds
+from tessera.distributed.planner._search import narrower_options, search_plan
 from tessera.distributed.planner._tables import tables_of
 from tessera.distributed.planner.constants import BATCH_SIZE
 from tessera.distributed.planner.enumerators import EmbeddingEnumerator
@@ -177,7 +178,8 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
     Constraints are by the name of the table. With a proposer, partitioner, performance model, enumerator or
     plan loader of one's own, proposals are laid and rated by those: there is no proof, and `last_result` is
     None. What is left out of them is as in torchrec: a grid search, two greedy ones and uniform plans, laid
-    by GreedyPerfPartitioner, rated by the slowest rank.
+    by GreedyPerfPartitioner, rated by the slowest rank. With an enumerator alone, whose estimator says what
+    shards cost, a search by those costs comes first, and `tries` of the proposals after it.
     """
 
     def __init__(
@@ -205,6 +207,8 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
         )  # fmt: skip
         parts = (enumerator, proposer, partitioner, performance_model, plan_loader)
         self._is_certified = all(part is None for part in parts)
+        # Costs of one's own, and nothing else: a search by those costs comes before the proposals.
+        self._is_searched = enumerator is not None and all(part is None for part in parts[1:])
         if proposer is None:
             proposer = [GridSearchProposer(), GreedyProposer(), GreedyProposer(False), UniformProposer()]
         self._proposers = list(proposer) if isinstance(proposer, list) else [proposer]
@@ -296,8 +300,15 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
         leanest: Storage | None = None
         last_error: PlannerError | None = None
         seen: dict[tuple[int, ...], tuple[bool, list[ShardingOption], float | None]] = {}
+        if self._is_searched:
+            more = narrower_options(space, self._enumerator)
+            if (best := search_plan([*space, *more], left, self._tries)) is not None:
+                best_rating = self._perf_model.rate(plan=best)
+                self._num_plans += 1
         for proposer in self._proposers:
             while proposal := proposer.propose():
+                if self._is_searched and best is not None and len(seen) >= self._tries:
+                    break  # what was found first has seen far more
                 if self._timeout_seconds and time.monotonic() - begin > self._timeout_seconds:
                     logger.warning("plan: cut short after %s s", self._timeout_seconds)
                     break
