@@ -163,6 +163,8 @@ void FailureAgreement::settle(const Errand& errand, std::optional<Tidings> tidin
   if (tidings->roll) {
     roll_sequence_ = errand.waits_in;
     roll_ = std::move(*tidings->roll);
+  } else if (!has_store) {
+    roll_sequence_.reset();  // who was late when it was there may have come since
   }
   if (errand.to_publish) to_publish_.reset();
   has_poll_ = to_inquire_;

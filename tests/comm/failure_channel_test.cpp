@@ -2,7 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <memory>
+#include <stdexcept>
 #include <thread>
 
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -86,6 +88,39 @@ TEST_F(Channels, WhoStopsInTheMiddleIsNamed) {
   EXPECT_EQ(roll({1, 2}, {}), (Ranks{}));
   EXPECT_EQ(roll({1}, {2}), (Ranks{2}));
   EXPECT_EQ(roll({1, 2}, {}), (Ranks{}));
+}
+
+// A store that is gone from some moment on, as one whose host has left.
+class EndingStore : public c10d::HashStore {
+ public:
+  bool check(const std::vector<std::string>& keys) override {
+    if (is_gone) throw std::runtime_error("gone");
+    return c10d::HashStore::check(keys);
+  }
+  c10::intrusive_ptr<c10d::Store> clone() override {
+    return c10::intrusive_ptr<c10d::Store>::unsafe_reclaim_from_nonowning(this);
+  }
+  std::atomic<bool> is_gone{false};
+};
+
+// Who was late when the store was last heard may have come since.
+TEST(FailureChannel, NobodyIsNamedOnceTheStoreIsGone) {
+  const auto store = c10::make_intrusive<EndingStore>();
+  FailureChannel channel(store, 0, 2, "127.0.0.1");
+  channel.meet(*store);
+  const auto told = [&](const std::optional<Ranks>& expected) {
+    std::optional<Ranks> told;
+    const auto limit = Clock::now() + 10s;
+    do {
+      EXPECT_FALSE(channel.poll());
+      told = channel.call_roll(7, true);
+      std::this_thread::sleep_for(10ms);
+    } while (told != expected && Clock::now() < limit);
+    return told;
+  };
+  EXPECT_EQ(told(Ranks{1}), Ranks{1});
+  store->is_gone = true;
+  EXPECT_EQ(told(std::nullopt), std::nullopt);
 }
 
 }  // namespace
