@@ -10,24 +10,10 @@
 #include <string>
 #include <vector>
 
+#include "comm/shared_keys.h"
 #include "comm/transport.h"
 
 namespace tessera::comm {
-
-/// The store, as far as this needs it. Calls may take long, and throw when it is gone.
-class SharedKeys {
- public:
-  SharedKeys() = default;
-  SharedKeys(const SharedKeys&) = delete;
-  SharedKeys& operator=(const SharedKeys&) = delete;
-  virtual ~SharedKeys() = default;
-
-  /// Sets the key unless it is there; returns what is there then.
-  virtual std::string claim(const std::string& key, const std::string& value) = 0;
-  virtual bool has(const std::string& key) = 0;
-  virtual std::string get(const std::string& key) = 0;
-  virtual void set(const std::string& key, const std::string& value) = 0;
-};
 
 /// Failures as text, for the store and for letters.
 std::string encode(const Failure& failure);

@@ -8,6 +8,7 @@
 #include "comm/failure_agreement.h"
 #include "comm/failure_post.h"
 #include "comm/network.h"
+#include "comm/store_keys.h"
 
 namespace tessera::comm {
 namespace {
@@ -21,23 +22,6 @@ constexpr auto kHearingLimit = std::chrono::milliseconds(200);
 std::string post_key(int rank) { return "post/" + std::to_string(rank); }
 
 std::vector<std::uint8_t> as_bytes(const std::string& text) { return {text.begin(), text.end()}; }
-
-class StoreKeys final : public SharedKeys {
- public:
-  explicit StoreKeys(c10d::Store& store) : store_(store) {}
-  std::string claim(const std::string& key, const std::string& value) override {
-    const auto settled = store_.compareSet(key, {}, as_bytes(value));
-    return {settled.begin(), settled.end()};
-  }
-  bool has(const std::string& key) override { return store_.check({key}); }
-  std::string get(const std::string& key) override { return store_.get_to_str(key); }
-  void set(const std::string& key, const std::string& value) override {
-    store_.set(key, as_bytes(value));
-  }
-
- private:
-  c10d::Store& store_;
-};
 
 }  // namespace
 

@@ -17,20 +17,18 @@
 #include "comm/call_exchange.h"
 #include "comm/gloo_transport.h"
 #include "comm/hierarchical_transport.h"
+#include "comm/meeting.h"
 #include "comm/network.h"
 #include "comm/obituary.h"
 #include "comm/shm/shm_transport.h"
 #include "comm/side_thread.h"
 #include "comm/store/auth_store.h"
+#include "comm/store_keys.h"
 #include "tessera/core/check.h"
 
 namespace tessera::comm {
 namespace {
 
-constexpr const char* kFaultKey = "fault";
-constexpr const char* kFarewellKey = "farewell";
-constexpr const char* kArrivalsKey = "arrivals";
-constexpr const char* kLostKey = "lost";
 // How often the one who waits for a group to be made looks for members that have died.
 constexpr auto kDeathInterval = std::chrono::milliseconds(50);
 // The thread that makes it may know more of a death: it gets this long to say so.
@@ -44,11 +42,12 @@ constexpr auto kAgreementLimit = std::chrono::milliseconds(500);
 class Making {
  public:
   std::atomic<bool> has_met{false};  // all ranks have come
+  std::atomic<std::int64_t> generation{-1};
   c10::intrusive_ptr<EngineBackend> engine;
 
-  void note(int rank, const Member& member) {
+  void note(const std::map<int, Member>& came) {
     const std::lock_guard lock(mutex_);
-    came_.insert_or_assign(rank, member);
+    came_ = came;
   }
 
   // A member that has died, if one on this host has.
@@ -99,92 +98,29 @@ class Making {
   }();
 };
 
-std::string member_key(std::int64_t generation, int rank) {
-  return "generation/" + std::to_string(generation) + "/member/" + std::to_string(rank);
-}
-
-// Raises `text` here and, through the store, on every rank that still waits.
-[[noreturn]] void raise_everywhere(c10d::Store& store, const std::string& text) {
-  const std::vector<std::uint8_t> bytes(text.begin(), text.end());
-  store.compareSet(kFaultKey, std::vector<std::uint8_t>{}, bytes);
-  throw Error(ErrorKind::kRendezvous, {}, get_text(store, kFaultKey));
-}
-
-// Takes this rank's place; returns how often it was taken before, by this process.
-std::int64_t claim_rank(c10d::Store& store, int rank, const Member& self) {
-  store.add(kArrivalsKey, 1);
-  const std::int64_t generation = store.add("claim/" + std::to_string(rank), 1) - 1;
-  if (generation > 0) {
-    const Member earlier = decode_member(get_text(store, member_key(generation - 1, rank)));
-    if (earlier.pid != self.pid || earlier.start_time != self.start_time ||
-        earlier.host != self.host) {
-      raise_everywhere(store, "comm.init: two processes claim rank " + std::to_string(rank) +
-                                  ": pid " + std::to_string(earlier.pid) + " on host " +
-                                  earlier.host_name + " and pid " + std::to_string(self.pid) +
-                                  " on host " + self.host_name +
-                                  ". Give every process its own RANK.");
+// Waits until all ranks are there; returns who they are.
+std::vector<Member> meet(c10d::Store& store, int rank, int size, const Member& self,
+                         const GroupOptions& options, Making& making) {
+  StoreKeys keys(store);
+  Meeting meeting(
+      {.rank = rank, .size = size, .group_name = options.name, .limit = options.timeout}, self,
+      Clock::now());
+  meeting.arrive(keys);
+  making.generation = *meeting.generation();
+  try {
+    while (!meeting.look(keys, Clock::now())) {
+      making.note(meeting.known());
+      std::this_thread::sleep_for(meeting.pause());
     }
+  } catch (const Failure& failure) {
+    if (failure.kind() == FailureKind::kPeerLost) throw;
+    throw Error(ErrorKind::kRendezvous, failure.ranks(), failure.what());
   }
-  return generation;
-}
-
-// Waits until all ranks of the generation have written their record.
-std::vector<Member> gather_members(c10d::Store& store, std::int64_t generation, int size,
-                                   const GroupOptions& options, Making& making) {
-  const auto begin = Clock::now();
-  const auto deadline = begin + options.timeout;
-  auto pause = std::chrono::microseconds(100);
-  auto noted = begin;
-  std::vector<std::string> keys;
-  for (int rank = 0; rank < size; ++rank) keys.push_back(member_key(generation, rank));
-  while (!store.check(keys)) {
-    if (store.check({kFaultKey})) {
-      throw Error(ErrorKind::kRendezvous, {}, get_text(store, kFaultKey));
-    }
-    if (Clock::now() - noted >= 5 * kDeathInterval) {
-      noted = Clock::now();
-      for (int rank = 0; rank < size; ++rank) {
-        if (store.check({keys[rank]})) {
-          making.note(rank, decode_member(get_text(store, keys[rank])));
-        }
-      }
-    }
-    if (Clock::now() >= deadline) {
-      std::vector<int> missing;
-      for (int rank = 0; rank < size; ++rank) {
-        if (!store.check({keys[rank]})) missing.push_back(rank);
-      }
-      if (missing.empty()) continue;
-      throw Error(ErrorKind::kRendezvous, missing,
-                  "comm.init: " + list_ranks(missing) + " of " + std::to_string(size) +
-                      " did not join group '" + options.name + "' within " +
-                      std::to_string(options.timeout.count() / 1000.0).substr(0, 5) +
-                      " s. Check that all ranks were started with the same WORLD_SIZE, "
-                      "MASTER_ADDR and MASTER_PORT.");
-    }
-    std::this_thread::sleep_for(pause);
-    pause = std::min<std::chrono::microseconds>(pause * 2, std::chrono::milliseconds(20));
-  }
+  making.note(meeting.known());
+  making.has_met = true;
   std::vector<Member> members;
-  for (int rank = 0; rank < size; ++rank) {
-    members.push_back(decode_member(get_text(store, keys[rank])));
-    making.note(rank, members.back());
-  }
+  for (const auto& [other, member] : meeting.known()) members.push_back(member);
   return members;
-}
-
-// The group sizes that the ranks were told; they must be one.
-void check_sizes(c10d::Store& store, std::int64_t generation, int rank, int size) {
-  for (int other = 0; other < size; ++other) {
-    const std::string theirs = get_text(store, member_key(generation, other) + "/size");
-    if (theirs != std::to_string(size)) {
-      raise_everywhere(store, "comm.init: rank " + std::to_string(rank) + " expects " +
-                                  std::to_string(size) + " ranks, rank " + std::to_string(other) +
-                                  " expects " + theirs +
-                                  ". Give every process the same "
-                                  "WORLD_SIZE.");
-    }
-  }
 }
 
 std::shared_ptr<Transport> make_transport(const c10::intrusive_ptr<c10d::Store>& store,
@@ -252,12 +188,12 @@ std::string place_of(const c10::intrusive_ptr<c10d::Store>& store) {
   return " at " + tcp->getHost() + ":" + std::to_string(tcp->getPort());
 }
 
-// Says that this rank has read why the group cannot be made.
-void say_farewell(c10d::Store& store) noexcept {
+// Nobody is left to hear it if this fails.
+void try_to_say_farewell(c10d::Store& store) noexcept {
   try {
-    store.add(kFarewellKey, 1);
+    StoreKeys keys(store);
+    say_farewell(keys);
   } catch (const std::exception&) {
-    // Nobody is left to hear it.
   }
 }
 
@@ -272,16 +208,10 @@ c10::intrusive_ptr<EngineBackend> join(const c10::intrusive_ptr<c10d::Store>& st
       "comm.init: ", options.world_ranks.size(), " world ranks were given for a group of ", size,
       ".");
   const Member self = this_process(options.world_ranks.empty() ? rank : options.world_ranks[rank]);
-  const std::int64_t generation = claim_rank(*store, rank, self);
-  const std::string key = member_key(generation, rank);
-  set_text(*store, key + "/size", std::to_string(size));
-  set_text(*store, key, encode(self));
-  auto members = gather_members(*store, generation, size, options, making);
-  making.has_met = true;
-  check_sizes(*store, generation, rank, size);
+  auto members = meet(*store, rank, size, self, options, making);
   auto monitor = std::make_shared<GroupMonitor>(std::move(members), rank, options.name);
-  const auto own_store =
-      c10::make_intrusive<c10d::PrefixStore>("generation/" + std::to_string(generation), store);
+  const auto own_store = c10::make_intrusive<c10d::PrefixStore>(
+      "generation/" + std::to_string(making.generation), store);
   auto transport = make_transport(own_store, monitor, options);
   if (options.world_ranks.empty()) {
     Making::set_world(monitor);
@@ -291,18 +221,17 @@ c10::intrusive_ptr<EngineBackend> join(const c10::intrusive_ptr<c10d::Store>& st
                                             options.timeout);
 }
 
-// The first death that any rank has told the store of, which is this one if none has: survivors end
-// because of it, and would be taken for the cause by those who look later.
-Failure first_death(const c10::intrusive_ptr<c10d::Store>& store, const Failure& mine) {
-  auto told = std::make_shared<std::string>();
+// What all ranks are told of a death that this one has seen; see tell_death.
+Failure first_death(const c10::intrusive_ptr<c10d::Store>& store, const Making& making,
+                    const Failure& mine) {
+  auto told = std::make_shared<std::optional<Failure>>();
+  const std::int64_t generation = making.generation;
   auto end = run_beside([=] {
-    const std::string text = std::to_string(mine.ranks().at(0)) + " " + mine.what();
     // A connection of its own: the thread that makes the group may wait for the dead on the other.
     const auto own = store->clone();
-    own->compareSet(kLostKey, std::vector<std::uint8_t>{},
-                    std::vector<std::uint8_t>(text.begin(), text.end()));
-    *told = get_text(*own, kLostKey);
-    say_farewell(*own);
+    StoreKeys keys(*own);
+    *told = tell_death(keys, generation < 0 ? std::nullopt : std::optional(generation), mine);
+    say_farewell(keys);
   });
   if (end.wait_for(kAgreementLimit) != std::future_status::ready) {
     abandon_side_thread();
@@ -313,21 +242,18 @@ Failure first_death(const c10::intrusive_ptr<c10d::Store>& store, const Failure&
   } catch (const std::exception&) {
     return mine;  // the store is gone
   }
-  const std::size_t space = told->find(' ');
-  if (space == std::string::npos) return mine;
-  return {FailureKind::kPeerLost, {std::atoi(told->c_str())}, told->substr(space + 1)};
+  return **told;
 }
 
 // Joins beside the calling thread: a store that is reached but does not answer would hold this one
 // for good, since LibTorch's client waits for it without a limit, and so would Gloo with a peer
 // that has died. Returns nothing in the first case, and throws in the second.
 c10::intrusive_ptr<EngineBackend> join_within_limit(const c10::intrusive_ptr<c10d::Store>& store,
-                                                    int rank, int size,
-                                                    const GroupOptions& options) {
+                                                    int rank, int size, const GroupOptions& options,
+                                                    const std::shared_ptr<Making>& making) {
   // More than the limit, so that whoever finds ranks missing can say so first.
   const auto limit = options.timeout + std::chrono::seconds(1);
   const Member self = this_process(rank);
-  auto making = std::make_shared<Making>();
   auto end = run_beside([=] { making->engine = join(store, rank, size, options, *making); });
   const auto has_ended_within = [&](auto time) {
     return end.wait_for(time) == std::future_status::ready;
@@ -406,8 +332,9 @@ std::string StoreBootstrap::get(const std::string& key, Clock::time_point deadli
 
 void await_farewells(c10d::Store& store, Clock::time_point limit) noexcept {
   try {
+    StoreKeys keys(store);
     while (Clock::now() < limit) {
-      if (store.add(kFarewellKey, 0) >= store.add(kArrivalsKey, 0)) return;
+      if (is_everybody_told(keys)) return;
       std::this_thread::sleep_for(std::chrono::milliseconds(5));
     }
   } catch (const std::exception&) {
@@ -423,20 +350,24 @@ c10::intrusive_ptr<EngineBackend> make_engine(const c10::intrusive_ptr<c10d::Sto
                      place_of(store) + " does not answer. Groups that exist go on; new ones need " +
                      "it. Look at the process that hosts it: the launcher, or rank 0.");
   };
+  const auto making = std::make_shared<Making>();
   try {
-    if (auto engine = join_within_limit(store, rank, size, options)) return engine;
+    if (auto engine = join_within_limit(store, rank, size, options, making)) return engine;
   } catch (const Failure& failure) {
     if (failure.kind() == FailureKind::kPeerLost && !failure.ranks().empty()) {
-      const Failure first = in_first_words(first_death(store, failure));
-      throw Error(ErrorKind::kPeerLost, first.ranks(), first.what());
+      const Failure first = in_first_words(first_death(store, *making, failure));
+      // Something else may have ended the meeting before.
+      const bool is_death = first.kind() == FailureKind::kPeerLost;
+      throw Error(is_death ? ErrorKind::kPeerLost : ErrorKind::kRendezvous, first.ranks(),
+                  first.what());
     }
-    say_farewell(*store);
+    try_to_say_farewell(*store);
     throw Error(error_kind(failure.kind()), failure.ranks(), failure.what());
   } catch (const Error&) {
-    say_farewell(*store);
+    try_to_say_farewell(*store);
     throw;
   } catch (const ConnectionLost& lost) {
-    say_farewell(*store);
+    try_to_say_farewell(*store);
     throw Error(ErrorKind::kRendezvous, {}, lost.what());
   } catch (const c10::DistError&) {
     // What LibTorch throws here is a page of stack that ends in "Broken pipe".

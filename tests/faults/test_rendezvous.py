@@ -51,6 +51,18 @@ def test_missing_rank_is_named():
         fleet.assert_nothing_left()
 
 
+def test_who_gives_up_tells_the_others():
+    with Fleet("join") as fleet:
+        fleet.bare(3, ranks=[0], TESSERA_TIMEOUT="3")
+        fleet.bare(3, ranks=[1], port=next(iter(fleet.ports)), TESSERA_TIMEOUT="300")
+        errors = errors_with_code(fleet, [RENDEZVOUS, RENDEZVOUS], [0, 1])
+        assert {error["text"] for error in errors.values()} == {
+            "comm.init: rank 2 of 3 did not join group 'world' within 3.000 s. Check that all ranks "
+            "were started with the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT."
+        }
+        assert [error["ranks"] for error in errors.values()] == [[2], [2]]
+
+
 def test_missing_rank_0_is_named():
     with Fleet("join", env={"TESSERA_TIMEOUT": "2"}).bare(3, ranks=[1, 2]) as fleet:
         errors = errors_with_code(fleet, [RENDEZVOUS, RENDEZVOUS], [1, 2])

@@ -76,14 +76,17 @@ class Agreement {
     std::string claim(const std::string& key, const std::string& value) override {
       return ask(Operation::kCompareSet, {key, "", value}).parts.at(0);
     }
-    bool has(const std::string& key) override {
-      return ask(Operation::kCheck, {key}).parts.at(0) == "1";
+    bool has_all(const std::vector<std::string>& keys) override {
+      return ask(Operation::kCheck, keys).parts.at(0) == "1";
     }
     std::string get(const std::string& key) override {
       return ask(Operation::kGet, {key}).parts.at(0);
     }
     void set(const std::string& key, const std::string& value) override {
       ask(Operation::kSet, {key, value});
+    }
+    std::int64_t add(const std::string& key, std::int64_t amount) override {
+      return std::stoll(ask(Operation::kAdd, {key, std::to_string(amount)}).parts.at(0));
     }
 
    private:

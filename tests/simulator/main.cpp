@@ -28,7 +28,8 @@ struct World {
 constexpr World kWorlds[] = {{"checkpoints", run_checkpoints},
                              {"channels", run_channels},
                              {"agreement", run_agreement},
-                             {"launchers", run_launchers}};
+                             {"launchers", run_launchers},
+                             {"meetings", run_meetings}};
 
 struct Words {
   std::uint64_t first = 1;

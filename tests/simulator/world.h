@@ -23,5 +23,6 @@ void run_checkpoints(std::uint64_t seed, bool tells);
 void run_channels(std::uint64_t seed, bool tells);
 void run_agreement(std::uint64_t seed, bool tells);
 void run_launchers(std::uint64_t seed, bool tells);
+void run_meetings(std::uint64_t seed, bool tells);
 
 }  // namespace tessera::simulator
