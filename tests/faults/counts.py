@@ -107,7 +107,10 @@ def count_kills(name, options):
     # Ranks need cores of their own: what is looked for is our delay, not the scheduler's.
     jobs = max(1, CORES // (2 if "ranks=2" in words else 3))
     commands = [
-        ([BIN / "fault_worker", "kills", *words, f"count={n}", f"seed={i + 1}"], {"TESSERA_ENGINE": engine})
+        (
+            [BIN / "fault_worker", "kills", *words, f"count={n}", f"seed={options.first_seed + i}"],
+            {"TESSERA_ENGINE": engine},
+        )
         for i, n in enumerate(shares(options.count, jobs))
     ]
     failures, delays, texts, count = [], [], collections.Counter(), 0
@@ -140,7 +143,12 @@ def count_forks(options):
         for i in range(max(1, options.count // (2 * 2 * per_job))):
             commands.append(
                 (
-                    [BIN / "fault_worker", "fork-places", f"count={per_job}", f"seed={i + 1}"],
+                    [
+                        BIN / "fault_worker",
+                        "fork-places",
+                        f"count={per_job}",
+                        f"seed={options.first_seed + i}",
+                    ],
                     {"TESSERA_ENGINE": engine},
                 )
             )
@@ -227,8 +235,9 @@ def kill_launchers(seed, count):
 
 def count_launchers(options):
     parts = shares(options.count, max(1, CORES // 2))
+    seeds = range(options.first_seed, options.first_seed + len(parts))
     with concurrent.futures.ProcessPoolExecutor(len(parts)) as pool:
-        failures = [f for found in pool.map(kill_launchers, range(len(parts)), parts) for f in found]
+        failures = [f for found in pool.map(kill_launchers, seeds, parts) for f in found]
     return say("launchers killed at start", options.count, failures)
 
 
@@ -309,7 +318,7 @@ def main():
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--requests", type=int, help="a thousand times --count by default")
     parser.add_argument("--seeds", type=int, help="a thousand times --count by default")
-    parser.add_argument("--first-seed", type=int, default=1)
+    parser.add_argument("--first-seed", type=int, default=1, help="another one makes other places and worlds")
     parser.add_argument("--limit", type=float, default=240, help="seconds for one of them")
     options = parser.parse_args()
     unknown = [w for w in options.which if not any(name.startswith(w) for name in COUNTS)]
