@@ -18,6 +18,7 @@ from tessera.metrics.cali_free_ne import CaliFreeNEMetric
 from tessera.metrics.calibration import CalibrationMetric
 from tessera.metrics.calibration_with_recalibration import RecalibratedCalibrationMetric
 from tessera.metrics.ctr import CTRMetric
+from tessera.metrics.hindsight_target_pr import HindsightTargetPRMetric
 from tessera.metrics.mae import MAEMetric
 from tessera.metrics.metrics_config import MetricsConfig, RecMetricEnum, RecTaskInfo
 from tessera.metrics.mse import MSEMetric
@@ -30,18 +31,21 @@ from tessera.metrics.ne_with_recalibration import RecalibratedNEMetric
 from tessera.metrics.nmse import NMSEMetric
 from tessera.metrics.num_missing_labels import NumMissingLabelsMetric
 from tessera.metrics.num_positive_samples import NumPositiveSamplesMetric
+from tessera.metrics.output import OutputMetric
 from tessera.metrics.precision import PrecisionMetric
 from tessera.metrics.precision_session import PrecisionSessionMetric
 from tessera.metrics.rauc import RAUCMetric
 from tessera.metrics.rec_metric import RecMetricException, RecMetricList
 from tessera.metrics.recall import RecallMetric
 from tessera.metrics.recall_session import RecallSessionMetric
+from tessera.metrics.scalar import ScalarMetric
 from tessera.metrics.segmented_ne import SegmentedNEMetric
 from tessera.metrics.serving_calibration import ServingCalibrationMetric
 from tessera.metrics.serving_ne import ServingNEMetric
 from tessera.metrics.sum_weights import SumWeightsMetric
 from tessera.metrics.tensor_weighted_avg import TensorWeightedAvgMetric
 from tessera.metrics.throughput import ThroughputMetric
+from tessera.metrics.tower_qps import TowerQPSMetric
 from tessera.metrics.unweighted_ne import UnweightedNEMetric
 from tessera.metrics.weighted_avg import WeightedAvgMetric
 from tessera.metrics.weighted_sum_predictions import WeightedSumPredictionsMetric
@@ -83,6 +87,10 @@ REC_METRICS_MAPPING = {
     RecMetricEnum.SUM_WEIGHTS: SumWeightsMetric,
     RecMetricEnum.NUM_MISSING_LABELS: NumMissingLabelsMetric,
     RecMetricEnum.WEIGHTED_SUM_PREDICTIONS: WeightedSumPredictionsMetric,
+    RecMetricEnum.TOWER_QPS: TowerQPSMetric,
+    RecMetricEnum.SCALAR: ScalarMetric,
+    RecMetricEnum.OUTPUT: OutputMetric,
+    RecMetricEnum.HINDSIGHT_TARGET_PR: HindsightTargetPRMetric,
 }
 
 

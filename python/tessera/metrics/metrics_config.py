@@ -56,6 +56,10 @@ class RecMetricEnum(Enum):
     SUM_WEIGHTS = "sum_weights"
     NUM_MISSING_LABELS = "num_missing_labels"
     WEIGHTED_SUM_PREDICTIONS = "weighted_sum_predictions"
+    TOWER_QPS = "tower_qps"
+    SCALAR = "scalar"
+    OUTPUT = "output"
+    HINDSIGHT_TARGET_PR = "hindsight_target_pr"
 
 
 class RecComputeMode(Enum):

@@ -79,6 +79,7 @@ class RecMetricComputation(nn.Module, abc.ABC):
     """
 
     SUMS: ClassVar[tuple[str, ...]] = ()
+    PERSISTENT: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -97,7 +98,8 @@ class RecMetricComputation(nn.Module, abc.ABC):
         self._shapes = {name: tuple((shapes or {}).get(name, (1,))) for name in self.sums()}
         self._sizes = [math.prod(shape) for shape in self._shapes.values()]
         for name, shape in self._shapes.items():
-            self.register_buffer(name, torch.zeros(shape, dtype=torch.float64))
+            zeros = torch.zeros(shape, dtype=torch.float64)
+            self.register_buffer(name, zeros, persistent=self.PERSISTENT)
         self.register_buffer(
             "_window_sums", torch.zeros(sum(self._sizes), dtype=torch.float64), persistent=False
         )
