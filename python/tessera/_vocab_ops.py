@@ -7,8 +7,7 @@ the operator of the gradient runs the engine's forward again, for nothing but te
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,28 +16,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from tessera import _C
+from tessera._recording import recording
 
 _LIBRARY = torch.library.Library("tessera", "FRAGMENT")
 _OPTIONS = "int[]? columns, int? vocab_size"
-_AUTOGRAD = [
-    key
-    for name in ("ADInplaceOrView", "AutogradCPU", "AutogradCUDA", "AutogradOther")
-    if (key := getattr(torch._C.DispatchKey, name, None)) is not None
-]
-
-
-@contextlib.contextmanager
-def _recording() -> Iterator[None]:
-    """Record gradients, which the inside of an operator does not."""
-    excluded = [torch._C._dispatch_tls_is_dispatch_key_excluded(key) for key in _AUTOGRAD]
-    for key in _AUTOGRAD:
-        torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
-    try:
-        with torch.enable_grad():
-            yield
-    finally:
-        for key, was in zip(_AUTOGRAD, excluded, strict=True):
-            torch._C._dispatch_tls_set_dispatch_key_excluded(key, was)
 
 
 class _Operator:
@@ -124,7 +105,7 @@ class _Operator:
 
     def _backward(self, gradients: Sequence[Tensor | None], *words: Any) -> list[Tensor]:
         words = self._converted(words)
-        with _recording():
+        with recording():
             leaves = []
             for place in self.differentiable:
                 if words[place] is not None:

@@ -8,6 +8,7 @@ import torch
 
 from tessera import _C
 from tessera.distributed.types import Awaitable, LazyAwaitable
+from tessera.sparse._keyed import kt_of
 from tessera.sparse.jagged_tensor import KeyedTensor
 
 
@@ -34,7 +35,7 @@ class EmbeddingBagCollectionAwaitable(LazyAwaitable[KeyedTensor]):
         self._names = names
 
     def _wait_impl(self) -> KeyedTensor:
-        parts = [pending.wait() for pending in self._pending]
+        parts = [kt_of(pending.wait()) for pending in self._pending]
         if len(parts) == 1:
             return parts[0]
         keys = [names[key] for names, part in zip(self._names, parts, strict=True) for key in part.keys()]  # noqa: SIM118

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.fx import Proxy
 
 from tessera import _C
 from tessera.distributed._comm_op_nodes import native_codecs
@@ -31,6 +32,8 @@ from tessera.distributed.types import (
     Awaitable,
     CommOp,
     EmbeddingModuleShardingPlan,
+    LazyAwaitable,
+    LazyNoWait,
     ParameterSharding,
     QuantizedCommCodecs,
     ShardingEnv,
@@ -44,6 +47,7 @@ from tessera.distributed.utils import (
     add_params_from_parameter_sharding,
     merge_fused_params,
 )
+from tessera.modules import _traced_rows
 from tessera.modules.embedding_configs import (
     BaseEmbeddingConfig,
     EmbeddingTableConfig,
@@ -53,6 +57,7 @@ from tessera.modules.embedding_configs import (
 from tessera.modules.embedding_configs import _to_engine as _config_to_engine
 from tessera.modules.embedding_modules import TableDict, get_embedding_names_by_table
 from tessera.optim.keyed import CombinedOptimizer
+from tessera.sparse._traced import is_traced
 from tessera.sparse.jagged_tensor import KeyedJaggedTensor
 
 Out = TypeVar("Out")
@@ -145,6 +150,21 @@ def _step_key(table: _Placed) -> tuple:
     return tuple(sorted((name, str(value)) for name, value in table.fused_params.items()))
 
 
+def _output_order(tables: list[_Placed]) -> list[_Placed]:
+    """Return the tables of one engine as its results have them.
+
+    By type of sharding, in order of first tables; in a type by the lowest rank.
+    """
+    types = list(dict.fromkeys(table.sharding.type for table in tables))
+    return sorted(
+        tables,
+        key=lambda table: (
+            types.index(table.sharding.type),
+            min((shard.rank for shard in table.sharding.shards), default=0),
+        ),
+    )
+
+
 class ShardedTables(ShardedEmbeddingModule[list, list, Out, ShrdCtx]):
     """Place tables as a plan says, one engine for every way of stepping rows, and keep their state.
 
@@ -226,6 +246,18 @@ class ShardedTables(ShardedEmbeddingModule[list, list, Out, ShrdCtx]):
         self._engines = [self._make_engine(tables) for tables in groups.values()]
         self._engine_tables = list(groups.values())
         self._names = [self._names_of(tables) for tables in groups.values()]
+        # What a traced forward needs; the anchor gets a gradient, so that backward reaches the tables.
+        self._reader = _traced_rows.name_of(self)
+        self._anchor = torch.zeros(0, requires_grad=True)
+        names_of = dict(
+            zip((c.name for c in self._configs), get_embedding_names_by_table(self._configs), strict=True)
+        )
+        self._outputs = [
+            (name, feature, table.config.embedding_dim)
+            for tables in groups.values()
+            for table in _output_order(tables)
+            for name, feature in zip(names_of[table.config.name], table.config.feature_names, strict=True)
+        ]
         self._parts: dict[str, list[LocalPart]] = {table.config.name: [] for table in placed}
         for engine in self._engines:
             for shard in engine.local_shards():
@@ -478,6 +510,17 @@ class ShardedTables(ShardedEmbeddingModule[list, list, Out, ShrdCtx]):
             engine.compute_and_output_dist(part)
             for engine, part in zip(self._engines, dist_input, strict=True)
         ]
+
+    def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[Out]:
+        """Return the rows to come. Collective. Where torch traces, they are one operator of its graph."""
+        if isinstance(features, Proxy):
+            return _traced_rows.as_module_node(self, features)
+        if is_traced(features.values()):
+            return LazyNoWait(self._traced(features))
+        return super().forward(features)
+
+    @abc.abstractmethod
+    def _traced(self, features: KeyedJaggedTensor) -> Out: ...
 
     @abc.abstractmethod
     def _sum(self, output: Out) -> torch.Tensor: ...

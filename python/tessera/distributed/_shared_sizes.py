@@ -45,7 +45,8 @@ _gathering: ContextVar[list[_PendingSplits] | None] = ContextVar("_gathering", d
 
 
 def _start(sends: Sequence[_PendingSplits]) -> None:
-    pending = iter(_C.sharding.fused_input_dist([each for send in sends for each in send.inputs]))
+    inputs = [(engine, features._engine()) for send in sends for engine, features in send.inputs]
+    pending = iter(_C.sharding.fused_input_dist(inputs))
     for send in sends:
         send.start([next(pending) for _ in send.inputs])
 

@@ -23,6 +23,7 @@ from tessera.distributed.comm_ops import (
     variable_batch_alltoall_pooled,
 )
 from tessera.distributed.types import Awaitable, QuantizedCommCodecs
+from tessera.sparse._keyed_jagged import kjt_of
 from tessera.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 __all__ = [
@@ -82,7 +83,7 @@ class KJTAllToAllTensorsAwaitable(Awaitable[KeyedJaggedTensor]):
 
     def _wait_impl(self) -> KeyedJaggedTensor:
         self.received = self._pending.wait()
-        return self.received.features
+        return kjt_of(self.received.features)
 
 
 class KJTAllToAllSplitsAwaitable(Awaitable[KJTAllToAllTensorsAwaitable]):
@@ -114,7 +115,9 @@ class KJTAllToAll(nn.Module):
 
     def forward(self, input: KeyedJaggedTensor) -> Awaitable[KJTAllToAllTensorsAwaitable]:
         """Start the exchange."""
-        return KJTAllToAllSplitsAwaitable(_engine.kjt_alltoall(input, self._splits, self._stagger, self._pg))
+        return KJTAllToAllSplitsAwaitable(
+            _engine.kjt_alltoall(input._engine(), self._splits, self._stagger, self._pg)
+        )
 
 
 class JaggedTensorAllToAll(Awaitable[JaggedTensor]):
@@ -168,7 +171,7 @@ class KJTOneToAll(nn.Module):
 
     def forward(self, kjt: KeyedJaggedTensor) -> list[KeyedJaggedTensor]:
         """Return the parts."""
-        return _engine.kjt_one_to_all(kjt, self._splits, self._devices)
+        return [kjt_of(part) for part in _engine.kjt_one_to_all(kjt._engine(), self._splits, self._devices)]
 
 
 class PooledEmbeddingsAwaitable(Awaitable[Tensor]):

@@ -29,14 +29,17 @@ from tessera.distributed.types import (
     LazyAwaitable,
     ParameterSharding,
     QuantizedCommCodecs,
+    ShardedModule,
     ShardingEnv,
 )
+from tessera.modules import _traced_rows
 from tessera.modules.embedding_configs import EmbeddingConfig
 from tessera.modules.embedding_modules import (
     EmbeddingCollection,
     EmbeddingCollectionInterface,
     get_embedding_names_by_table,
 )
+from tessera.sparse._jagged import jts_of
 from tessera.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from tessera.streamable import Multistreamable
 
@@ -131,7 +134,7 @@ class EmbeddingCollectionAwaitable(LazyAwaitable[dict[str, JaggedTensor]]):
         self._names = names
 
     def _wait_impl(self) -> dict[str, JaggedTensor]:
-        parts = [pending.wait() for pending in self._pending]
+        parts = [jts_of(pending.wait()) for pending in self._pending]
         return {
             names[own]: rows
             for names, part in zip(self._names, parts, strict=True)
@@ -206,6 +209,13 @@ class ShardedEmbeddingCollection(ShardedTables[dict[str, JaggedTensor], Embeddin
     def output_dist(self, ctx: EmbeddingCollectionContext, output: list) -> EmbeddingCollectionAwaitable:
         """Return the rows to come."""
         return EmbeddingCollectionAwaitable(output, self._names)
+
+    def _traced(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        return _traced_rows.apart(features, self._need_indices, [], self._anchor, self._outputs, self._reader)
+
+    def _read(self, features: KeyedJaggedTensor, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        found = ShardedModule.forward(self, features).wait()
+        return [found[name].values() for name, _, _ in self._outputs]
 
     def _sum(self, rows: dict[str, JaggedTensor]) -> torch.Tensor:
         return sum(each.values().sum() for each in rows.values())

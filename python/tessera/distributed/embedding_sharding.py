@@ -302,7 +302,7 @@ class FusedKJTListSplitsAwaitable(Awaitable[list[KJTListAwaitable]]):
         self._requests = requests
         self._contexts = contexts
         metas = [
-            (meta._input, meta.splits, meta.stagger)
+            (meta._input._engine(), meta.splits, meta.stagger)
             for request in requests
             for meta in request.awaitables
             if isinstance(meta, KJTSplitsAllToAllMeta)

@@ -39,8 +39,10 @@ from tessera.distributed.types import (
     NullShardedModuleContext,
     ParameterSharding,
     QuantizedCommCodecs,
+    ShardedModule,
     ShardingEnv,
 )
+from tessera.modules import _traced_rows
 from tessera.modules.embedding_configs import (
     EmbeddingBagConfig,
     PoolingType,
@@ -235,6 +237,18 @@ class ShardedEmbeddingBagCollection(ShardedTables[KeyedTensor, EmbeddingBagColle
     ) -> EmbeddingBagCollectionAwaitable:
         """Return the rows to come."""
         return EmbeddingBagCollectionAwaitable(output, self._names)
+
+    def _traced(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        names = [name for name, _, _ in self._outputs]
+        dims = [dim for _, _, dim in self._outputs]
+        return _traced_rows.pooled(features, self._is_weighted, [], self._anchor, names, dims, self._reader)
+
+    def _read(self, features: KeyedJaggedTensor, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        found = ShardedModule.forward(self, features).wait()
+        names = [name for name, _, _ in self._outputs]
+        if found.keys() != names:  # a graph goes by places
+            raise RuntimeError(f"sharding: a traced model expects {names}, the tables gave {found.keys()}.")
+        return [found.values()]
 
     def _sum(self, pooled: KeyedTensor) -> torch.Tensor:
         return pooled.values().sum()

@@ -17,8 +17,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.fx import Proxy
 
 from tessera import _C
+from tessera.modules import _traced_rows
 from tessera.modules.embedding_configs import (
     BaseEmbeddingConfig,
     BoundsCheckMode,
@@ -28,6 +30,9 @@ from tessera.modules.embedding_configs import (
     _to_engine,
     data_type_to_dtype,
 )
+from tessera.sparse._jagged import jts_of
+from tessera.sparse._keyed import kt_of
+from tessera.sparse._traced import is_traced
 from tessera.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 __all__ = [
@@ -95,6 +100,29 @@ class _Tables:
             options.gradients = _engine.GradientForm.SPARSE
         configs = [_to_engine(config) for config in self._configs]
         self._lookup = _engine.CollectionLookup(self._operation, configs, self._is_pooled, options)
+        self._make_traced()
+
+    def _make_traced(self):
+        """Note what a traced forward needs: it cannot ask the engine."""
+        names = get_embedding_names_by_table(self._configs)
+        self._outputs = [
+            (name, feature, config.embedding_dim)
+            for config, own in zip(self._configs, names, strict=True)
+            for name, feature in zip(own, config.feature_names or [config.name], strict=True)
+        ]
+        bounds_check_mode, sparse_gradients, optimizer = self._options
+        self._anchor = torch.zeros(0, requires_grad=optimizer is not None)
+        uses_weights = getattr(self, "_is_weighted", False)
+        if optimizer is not None or sparse_gradients:
+            self._reader = _traced_rows.name_of(self)
+        else:
+            self._reader = _traced_rows.description(
+                self._operation, self._configs, self._is_pooled, uses_weights, bounds_check_mode.value
+            )
+
+    def _leaves(self, tables):
+        """Return the tables that get a gradient of their own from a traced forward."""
+        return [] if self._options[2] is not None else [table.weight for table in tables.values()]
 
     def _reset(self, tables):
         for config in self._configs:
@@ -107,7 +135,8 @@ class _Tables:
     # The engine's part is made anew by copies and unpickled modules.
     def __getstate__(self):
         state = self.__dict__.copy()
-        state.pop("_lookup", None)
+        for name in ("_lookup", "_anchor", "_reader", "_outputs"):
+            state.pop(name, None)
         return state
 
     def __setstate__(self, state):
@@ -162,10 +191,26 @@ class EmbeddingBagCollection(_Tables, EmbeddingBagCollectionInterface):
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Return the pooled rows of every feature, side by side."""
+        if isinstance(features, Proxy):
+            return _traced_rows.as_module_node(self, features)
+        if is_traced(features.values()):
+            return _traced_rows.pooled(
+                features,
+                self._is_weighted,
+                self._leaves(self.embedding_bags),
+                self._anchor,
+                [name for name, _, _ in self._outputs],
+                [dim for _, _, dim in self._outputs],
+                self._reader,
+            )
         weights = [table.weight for table in self.embedding_bags.values()]
         if weights[0].is_meta and features.values().is_meta:
             return self._on_meta(features)
-        return self._lookup.pooled(features, weights, self._is_weighted)
+        return kt_of(self._lookup.pooled(features._engine(), weights, self._is_weighted))
+
+    def _read(self, features: KeyedJaggedTensor, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        weights = leaves or [table.weight for table in self.embedding_bags.values()]
+        return [self._lookup.pooled(features._engine(), weights, self._is_weighted).values()]
 
     def _on_meta(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Return a result without memory: its names and shape."""
@@ -246,8 +291,20 @@ class EmbeddingCollection(_Tables, EmbeddingCollectionInterface):
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Return the rows of every id, in bags as long as the feature's, by name."""
+        if isinstance(features, Proxy):
+            return _traced_rows.as_module_node(self, features)
+        if is_traced(features.values()):
+            leaves = self._leaves(self.embeddings)
+            return _traced_rows.apart(
+                features, self._need_indices, leaves, self._anchor, self._outputs, self._reader
+            )
         weights = [table.weight for table in self.embeddings.values()]
-        return self._lookup.sequence(features, weights, self._need_indices)
+        return jts_of(self._lookup.sequence(features._engine(), weights, self._need_indices))
+
+    def _read(self, features: KeyedJaggedTensor, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        weights = leaves or [table.weight for table in self.embeddings.values()]
+        found = self._lookup.sequence(features._engine(), weights, False)
+        return [rows.values() for rows in found.values()]
 
     def need_indices(self) -> bool:
         """Return whether the ids go along as weights."""

@@ -72,7 +72,7 @@ class PositionWeightedModule(BaseFeatureProcessor):
         weighted = {}
         for name, weight in self.position_weights.items():
             feature = features[name]
-            weights = _C.embedding.position_weights_of_feature(feature, weight, False, name)
+            weights = _C.embedding.position_weights_of_feature(feature._engine(), weight, False, name)
             weighted[name] = JaggedTensor(feature.values(), weights, feature.lengths(), feature.offsets())
         features.update(weighted)
         return features
@@ -111,5 +111,5 @@ class PositionWeightedProcessor(BaseGroupedFeatureProcessor):
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return the same features with weights."""
-        weights = _C.embedding.position_weights(features, list(self.position_weights.items()))
+        weights = _C.embedding.position_weights(features._engine(), list(self.position_weights.items()))
         return features.with_weights(weights)

@@ -48,7 +48,9 @@ class PositionWeightedModule(FeatureProcessor):
 
     def forward(self, features: JaggedTensor) -> JaggedTensor:
         """Return the same bags with weights."""
-        weights = _C.embedding.position_weights_of_feature(features, self.position_weight, False, "")
+        weights = _C.embedding.position_weights_of_feature(
+            features._engine(), self.position_weight, False, ""
+        )
         return JaggedTensor(features.values(), weights, features.lengths(), features.offsets())
 
 

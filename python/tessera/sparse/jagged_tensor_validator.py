@@ -32,5 +32,5 @@ def validate_keyed_jagged_tensor(
         for config in configs or ()
         for feature in config.feature_names or [config.name]
     ]
-    _C.jagged.validate(kjt, rows)
+    _C.jagged.validate(kjt._engine(), rows)
     return True
