@@ -12,14 +12,18 @@
 #include <nlohmann/json.hpp>
 
 #include "ckpt_ids.h"
+#include "ckpt_plan.h"
 #include "flags.h"
 #include "newest_checkpoint.h"
+#include "plan_failure.h"
+#include "report/run_folder.h"
 #include "tessera/checkpoint/convert.h"
 #include "tessera/checkpoint/error.h"
 #include "tessera/checkpoint/folder.h"
 #include "tessera/checkpoint/reader.h"
 #include "tessera/launch/exit_code.h"
 #include "tessera/launch/launch_error.h"
+#include "tessera/planner/replan.h"
 #include "usage.h"
 #include "verb.h"
 
@@ -49,6 +53,7 @@ folder of a training. Without --step, the newest that is whole is taken
   --step N                  which checkpoint
   --table T                 ids: of a table that grows; to .csv, .npy, or printed
   --ranks N                 reshard: number of ranks
+  --plan FILE               reshard: a plan of tessera plan tables, for its ranks
   --cut rows|columns|whole  reshard: how tensors are cut (rows)
   --to PATH, --from PATH    where reshard, export and ids write, what import reads
   --replace                 reshard, import: also over a step that is there already
@@ -62,6 +67,7 @@ struct CkptWords {
   std::int64_t step = -1;
   int ranks = 0;
   std::string cut = "rows";
+  std::string plan;
   std::string to;
   std::string from;
   std::string table;
@@ -75,6 +81,7 @@ void define_flags(CLI::App& app, CkptWords& words) {
   app.add_option("--step", words.step);
   app.add_option("--ranks,-n", words.ranks);
   app.add_option("--cut", words.cut);
+  app.add_option("--plan", words.plan);
   app.add_option("--to", words.to);
   app.add_option("--from", words.from);
   app.add_option("--table", words.table);
@@ -297,9 +304,32 @@ void say_saved(const Manifest& manifest, const std::string& where, const CkptWor
               manifest.world, bytes_text(bytes_of(manifest)).c_str(), where.c_str());
 }
 
+// Tables as a plan lays them, everything else whole.
+int cut_by_plan(const std::string& root, const CkptWords& words, const std::string& to) {
+  planner::Plan plan;
+  try {
+    plan = planner::plan_from_json(workloads::report::read_text(words.plan));
+  } catch (const planner::PlanError& error) {
+    throw plan_failure(error);
+  } catch (const workloads::report::Error& error) {
+    throw checkpoint::Error(checkpoint::ErrorKind::kInvalid, error.what());
+  }
+  const auto opened = open_newest(root, words.step);
+  const PlannedTensors planned = planned_tensors(plan, *opened);
+  const int ranks = words.ranks > 0 ? words.ranks : planned.num_ranks;
+  say_saved(checkpoint::reshard(*opened, to, ranks, planned.places, checkpoint::Disk::real(),
+                                words.replaces),
+            to, words);
+  return launch::kExitOk;
+}
+
 int cut_anew(const std::string& root, const CkptWords& words) {
   const std::string& to = needed(words.to, "--to", "reshard");
-  if (words.ranks < 1) throw UsageError("ckpt: reshard needs --ranks N, 1 or more");
+  if (!words.plan.empty()) {
+    if (words.cut != "rows") throw UsageError("ckpt: reshard takes --cut or --plan, not both");
+    return cut_by_plan(root, words, to);
+  }
+  if (words.ranks < 1) throw UsageError("ckpt: reshard needs --ranks N, 1 or more, or --plan FILE");
   const std::map<std::string, checkpoint::Cut> cuts = {{"rows", checkpoint::Cut::kRows},
                                                        {"columns", checkpoint::Cut::kColumns},
                                                        {"whole", checkpoint::Cut::kWhole}};

@@ -8,6 +8,7 @@
 #include "dlrm/open_log.h"
 #include "dlrm/table_problem.h"
 #include "plan_failure.h"
+#include "plan_picture.h"
 #include "plan_request.h"
 #include "planner/json.h"
 #include "report/run_folder.h"
@@ -216,8 +217,8 @@ void calibrate(const PlanTablesWords& words) {
       const auto found = parts.find(name);
       return found == parts.end() ? 0.0 : found->second;
     };
-    return planner::StepTime{part("links"),    part("lookup"),    part("dense"),
-                             part("backward"), part("gradients"), part("step")};
+    return planner::StepTime{part("links"),     part("lookup"), part("dense"), part("backward"),
+                             part("gradients"), part("step"),   part("other")};
   };
   const planner::Calibration& before = known.profile.calibration;
   planner::Calibration found =
@@ -239,7 +240,8 @@ void calibrate(const PlanTablesWords& words) {
 
 bool wants_search(const PlanTablesWords& words) {
   const bool is_asked = words.search || !words.explain.empty() || !words.check.empty() ||
-                        !words.pins.empty() || !words.previous.empty() || !words.calibrate.empty();
+                        !words.pins.empty() || !words.previous.empty() ||
+                        !words.calibrate.empty() || !words.picture.empty();
   if (is_asked && !words.plan.empty()) {
     throw UsageError("plan: --plan explains a plan and --search finds one; give one of them");
   }
@@ -265,6 +267,9 @@ int plan_search(const PlanTablesWords& words) {
         words.previous.empty() ? planner::plan(problem) : again.result;
     if (!words.write.empty()) {
       workloads::report::write_text(words.write, planner::plan_json(result.plan, kModule) + "\n");
+    }
+    if (!words.picture.empty()) {
+      workloads::report::write_text(words.picture, plan_picture(problem, result));
     }
     std::string text;
     if (words.as_json) {

@@ -51,6 +51,7 @@ plan
   --table-optimizer O       sgd, adagrad, rowwise_adagrad, adam, partial_rowwise_adam
 output
   --write FILE              the plan as JSON
+  --picture FILE            an SVG: ranks beside the bound, their memory, tables on ranks
   --json                    one JSON object
   --config FILE             read flags from a TOML file; --print-config shows the result
 Exit codes: 0 good, 2 wrong usage, 65 bad file, 78 impossible. More: docs/planning.md

@@ -26,6 +26,7 @@ struct PlanTablesWords : workloads::dlrm::Settings {
   double host_speed = 0;
   double network_speed = 0;
   std::string write;
+  std::string picture;  // a file
   bool search = false;
   std::string explain;           // a table
   std::string check;             // a file
@@ -86,6 +87,7 @@ inline void define_flags(CLI::App& app, PlanTablesWords& words) {
     value(name, *target)->check(not_negative());
   }
   value("--write", words.write)->configurable(false);
+  value("--picture", words.picture)->configurable(false);
   app.add_flag("--search", words.search)->configurable(false);
   value("--explain", words.explain)->configurable(false);
   value("--check", words.check)->configurable(false);

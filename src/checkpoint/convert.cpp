@@ -137,9 +137,68 @@ Manifest import_plain(const std::string& path, const std::string& root, std::int
 
 namespace {
 
+std::int64_t volume_of(const std::vector<std::int64_t>& lengths) {
+  std::int64_t volume = 1;
+  for (const std::int64_t length : lengths) volume *= length;
+  return volume;
+}
+
+// Parts inside the tensor that together are as large; that none overlaps the manifest's check says.
+void check_places(const TensorInfo& tensor, const std::vector<PlacedRegion>& places, int ranks) {
+  std::int64_t volume = 0;
+  const auto refuse = [&](const std::string& what) {
+    throw Error(ErrorKind::kInvalid, "checkpoint: the parts of " + tensor.name + " " + what);
+  };
+  for (const PlacedRegion& place : places) {
+    const auto& [offsets, lengths] = place.region;
+    if (place.rank < 0 || place.rank >= ranks) {
+      refuse("are for rank " + std::to_string(place.rank) + " of " + std::to_string(ranks) + ".");
+    }
+    bool is_inside = offsets.size() == tensor.shape.size() && lengths.size() == offsets.size();
+    for (std::size_t i = 0; is_inside && i < offsets.size(); ++i) {
+      is_inside = offsets[i] >= 0 && lengths[i] >= 0 && offsets[i] <= tensor.shape[i] &&
+                  lengths[i] <= tensor.shape[i] - offsets[i];
+    }
+    if (!is_inside) refuse("reach outside of it.");
+    volume += volume_of(lengths);
+  }
+  if (volume != volume_of(tensor.shape)) refuse("do not cover it once.");
+}
+
+std::vector<std::vector<Part>> placed_parts(
+    const Reader& source, int ranks,
+    const std::map<std::string, std::vector<PlacedRegion>>& places) {
+  std::vector<std::vector<Part>> parts(static_cast<std::size_t>(ranks));
+  std::vector<std::uint64_t> load(parts.size(), 0);
+  const auto add = [&](const TensorInfo& tensor, const Region& region, std::size_t rank) {
+    parts[rank].push_back(part_of(source, tensor, region));
+    load[rank] += parts[rank].back().num_bytes();
+  };
+  for (const auto& [name, regions] : places) {
+    const TensorInfo* tensor = source.find(name);
+    if (tensor == nullptr) {
+      throw Error(ErrorKind::kInvalid, source.folder() + ": has no tensor " + name + ".");
+    }
+    check_places(*tensor, regions, ranks);
+    for (const PlacedRegion& place : regions) {
+      if (volume_of(place.region.lengths) == 0 && regions.size() > 1) continue;
+      add(*tensor, place.region, static_cast<std::size_t>(place.rank));
+    }
+  }
+  for (const TensorInfo& tensor : source.tensors()) {
+    if (places.contains(tensor.name)) continue;
+    const Region whole{std::vector<std::int64_t>(tensor.shape.size(), 0), tensor.shape};
+    add(tensor, whole,
+        static_cast<std::size_t>(std::min_element(load.begin(), load.end()) - load.begin()));
+  }
+  return parts;
+}
+
 // With `is_same`, what is written takes the place of the source, also in the order of commits.
-Manifest save_again(const Reader& source, const std::string& root, int ranks, Cut cut, bool is_same,
-                    bool replaces, Disk& disk) {
+Manifest save_again(const Reader& source, const std::string& root,
+                    const std::vector<std::vector<Part>>& parts, bool is_same, bool replaces,
+                    Disk& disk) {
+  const int ranks = static_cast<int>(parts.size());
   PendingFolder folder(root, source.manifest().step, disk, is_same || replaces);
   Manifest manifest;
   manifest.step = source.manifest().step;
@@ -152,7 +211,6 @@ Manifest save_again(const Reader& source, const std::string& root, int ranks, Cu
   }
   manifest.values = source.manifest().values;
   if (ranks == source.manifest().world) manifest.rank_values = source.manifest().rank_values;
-  const auto parts = parts_of(source, ranks, cut);
   for (int rank = 0; rank < ranks; ++rank) {
     merge(manifest, write_shard(folder.path(), rank, ranks, parts[rank], disk));
   }
@@ -165,7 +223,17 @@ Manifest save_again(const Reader& source, const std::string& root, int ranks, Cu
 
 Manifest reshard(const Reader& source, const std::string& root, int ranks, Cut cut, Disk& disk,
                  bool replaces) {
-  return save_again(source, root, ranks, cut, false, replaces, disk);
+  return save_again(source, root, parts_of(source, ranks, cut), false, replaces, disk);
+}
+
+Manifest reshard(const Reader& source, const std::string& root, int ranks,
+                 const std::map<std::string, std::vector<PlacedRegion>>& places, Disk& disk,
+                 bool replaces) {
+  if (ranks < 1) {
+    throw Error(ErrorKind::kInvalid,
+                "checkpoint: " + std::to_string(ranks) + " ranks cannot hold anything.");
+  }
+  return save_again(source, root, placed_parts(source, ranks, places), false, replaces, disk);
 }
 
 Manifest compact(const std::string& root, std::int64_t step, Disk& disk) {
@@ -187,7 +255,8 @@ Manifest compact(const std::string& root, std::int64_t step, Disk& disk) {
       if (error.kind() == ErrorKind::kInvalid || error.kind() == ErrorKind::kRead) throw;
     }
   }
-  return save_again(source, root, source.manifest().world, Cut::kWhole, true, true, disk);
+  return save_again(source, root, parts_of(source, source.manifest().world, Cut::kWhole), true,
+                    true, disk);
 }
 
 }  // namespace tessera::checkpoint

@@ -483,7 +483,7 @@ def test_command_line(tmp_path):
         ("verfy", root): "error: ckpt: there is no 'verfy': did you mean verify?",
         ("ls",): "error: ckpt: name one folder, as in tessera ckpt ls DIR",
         ("ls", root, "--jsn"): "error: ckpt: unknown flag --jsn: did you mean --json?",
-        ("reshard", root, "--to", "x"): "error: ckpt: reshard needs --ranks N, 1 or more",
+        ("reshard", root, "--to", "x"): "error: ckpt: reshard needs --ranks N, 1 or more, or --plan FILE",
         ("reshard", root, "--ranks", "2"): "error: ckpt: reshard needs --to PATH",
         ("reshard", root, "--ranks", "2", "--to", "x", "--cut", "y"): (
             "error: ckpt: --cut is rows, columns or whole, not 'y'"

@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import subprocess
+from xml.etree import ElementTree
 
 import pytest
 
@@ -47,6 +48,25 @@ def test_text_is_a_terminal_wide_and_names_plan_bound_and_memory(listed):
     assert " a step, no plan can be under " in lines[2]
     assert lines[4].startswith("memory   rank ")
     assert [line.split()[0] for line in lines[7:10]] == ["items", "users", "words"]
+
+
+def test_a_picture_has_ranks_bound_and_tables(listed, tmp_path):
+    file = tmp_path / "plan.svg"
+    plan("--ranks", 8, "--hosts", 2, "--table-list", listed, "--memory", "16GB", "--picture", file)
+    root = ElementTree.fromstring(file.read_text())
+    words = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert any(word.startswith("no plan can be under ") for word in words)
+    assert any(word.endswith(" for tables") for word in words)
+    assert [word for word in words if word in ("items", "users", "words")] == ["items", "users", "words"]
+    boxes = list(root.iter("{http://www.w3.org/2000/svg}rect"))
+    assert all(float(box.get("height").rstrip("%")) > 0 for box in boxes) and len(boxes) > 3 * 8
+    # Of many ranks every one is drawn, of many tables the longest.
+    plan("--search", "--ranks", 256, "--tables", 100, "--picture", file)
+    root = ElementTree.fromstring(file.read_text())
+    words = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert "the 64 longest of 100 tables on ranks, by seconds" in words
+    bad = plan("--search", "--picture", tmp_path / "no" / "file.svg", code=65)
+    assert "no/file.svg" in bad.stderr
 
 
 def test_json_is_checked_and_the_plan_is_for_training(listed, tmp_path):

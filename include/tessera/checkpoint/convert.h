@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -38,6 +39,19 @@ TESSERA_API Manifest import_plain(const std::string& path, const std::string& ro
 /// Saves `source` under another root, cut for another number of ranks. Values come along; those of
 /// single ranks only if the number of ranks stays. Replaces as import_plain does.
 TESSERA_API Manifest reshard(const Reader& source, const std::string& root, int ranks, Cut cut,
+                             Disk& disk = Disk::real(), bool replaces = false);
+
+/// A part of a tensor, for the file of a rank.
+struct PlacedRegion {
+  Region region;
+  int rank = 0;
+};
+
+/// The same, cut as `places` says: the parts of some tensors, by name. The others stay whole, each
+/// with the rank that has least. Throws Error(kInvalid), naming the tensor, if parts are of a
+/// tensor that is not there, of no rank, or do not cover it once.
+TESSERA_API Manifest reshard(const Reader& source, const std::string& root, int ranks,
+                             const std::map<std::string, std::vector<PlacedRegion>>& places,
                              Disk& disk = Disk::real(), bool replaces = false);
 
 /// Replaces the delta of `step` by the whole it stands for. Throws Error(kInvalid) if it is none,
