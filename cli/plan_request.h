@@ -31,7 +31,8 @@ inline WantedPlan wanted_plan(const PlanTablesWords& words) {
   if (words.memory_speed > 0) {
     // All of memory's figures were measured together.
     speeds.memory = words.memory_speed * 1e9;
-    speeds.step = speeds.row_seconds = speeds.id_seconds = speeds.part_seconds = 0;
+    speeds.step = 0;
+    for (const planner::SecondsName& name : planner::kSpeedSeconds) speeds.*(name.seconds) = 0;
   }
   if (words.host_speed > 0) speeds.host = words.host_speed * 1e9;
   if (words.network_speed > 0) speeds.network = words.network_speed * 1e9;

@@ -13,6 +13,7 @@
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
+#include "profile_passes.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/environment.h"
 #include "tessera/core/version.h"
@@ -174,6 +175,7 @@ int profile_rank(const std::vector<std::string>& words) {
   measure_parts(seconds, profile);
   measure_links(seconds, group, profile);
   measure_dense(seconds, profile);
+  profile.passes = measure_passes(group, is_quick ? 0.02 : 0.2, is_quick);
   for (Curve* curve : {&profile.rows, &profile.steps, &profile.parts, &profile.host,
                        &profile.all_reduce, &profile.dense}) {
     *curve = planner::rising(std::move(*curve));

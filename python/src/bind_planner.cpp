@@ -91,11 +91,12 @@ void bind_planner(py::module_& module) {
   sub.def("profile_speeds", [](const std::string& text) {
     try {
       const planner::Speeds speeds = planner::speeds_of(planner::profile_from_json(text));
-      return std::map<std::string, double>{
-          {"memory_speed", speeds.memory},      {"host_speed", speeds.host},
-          {"network_speed", speeds.network},    {"step_speed", speeds.step},
-          {"row_seconds", speeds.row_seconds},  {"id_seconds", speeds.id_seconds},
-          {"part_seconds", speeds.part_seconds}};
+      std::map<std::string, double> found{{"memory_speed", speeds.memory},
+                                          {"host_speed", speeds.host},
+                                          {"network_speed", speeds.network},
+                                          {"step_speed", speeds.step}};
+      for (const auto& [key, seconds] : planner::kSpeedSeconds) found[key] = speeds.*seconds;
+      return found;
     } catch (const planner::PlanError& error) {
       throw py::value_error(error.what());
     }

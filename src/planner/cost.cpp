@@ -128,8 +128,11 @@ ShardCost CostModel::cost(const Table& table, const TableLoad& load, Cut cut, Ke
 
   cost.bytes.weights = height * row_bytes;
   cost.bytes.optimizer = height * state + (is_dense ? height * width * kWireBytes : 0);
+  const bool is_row_cut = !is_replica && rows < table.rows;
+  const double bags = load.outputs * (is_replica ? 1 / world_ : table.is_pooled ? 1 : share);
   cost.seconds.lookup = ids * (std::max(row_bytes, kCacheLine) / memory + speeds_[r].row_seconds) +
-                        speeds_[r].part_seconds;
+                        bags * speeds_[r].bag_seconds + speeds_[r].part_seconds;
+  cost.seconds.ids = ids * (speeds_[r].sent_seconds + (is_row_cut ? speeds_[r].cut_seconds : 0.0));
   if (is_replica) {
     const double sent = height * load.touched_here * (kIdBytes + width * kWireBytes);
     cost.seconds.gradients = is_dense ? height * width * kWireBytes * links_[r].all_reduce
@@ -141,7 +144,7 @@ ShardCost CostModel::cost(const Table& table, const TableLoad& load, Cut cut, Ke
     const double output_bytes = load.outputs * (table.is_pooled ? 1 : share) * width * kWireBytes;
     const bool sums_in_host = table.is_pooled && (cut == Cut::kTableRowWise || cut == Cut::kGrid);
     const double there = output_bytes * (sums_in_host ? links_[r].in_host : links_[r].spread);
-    cost.seconds.ids = id_bytes * links_[r].spread;
+    cost.seconds.ids += id_bytes * links_[r].spread;
     cost.seconds.rows = there;
     cost.seconds.gradients = there;
     cost.bytes.input = kBatchesInFlight * id_bytes;
@@ -153,6 +156,12 @@ ShardCost CostModel::cost(const Table& table, const TableLoad& load, Cut cut, Ke
   cost.seconds.step = (stepped_ids * width * kWireBytes + 2 * stepped * (row_bytes + state)) /
                           (speeds_[r].step > 0 ? speeds_[r].step : memory) +
                       (is_dense ? 0 : stepped_ids * speeds_[r].id_seconds);
+  // Gradients of rows that ranks exchange before the step are summed first.
+  const bool is_merged = is_replica || (table.has_exact_norms && columns < table.dim);
+  if (is_merged && !is_dense) {
+    cost.seconds.step +=
+        touched * (speeds_[r].merge_seconds + width * kWireBytes * speeds_[r].merge_byte_seconds);
+  }
   return cost;
 }
 

@@ -35,6 +35,39 @@ constexpr FactorName kFactors[] = {{"links", &Calibration::links},
                                    {"step", &Calibration::step},
                                    {"dense", &Calibration::dense}};
 
+struct PassNumber {
+  const char* key;
+  double Pass::* number;
+};
+constexpr PassNumber kPassNumbers[] = {
+    {"ids", &Pass::ids},     {"distinct", &Pass::distinct}, {"distinct_here", &Pass::distinct_here},
+    {"input", &Pass::input}, {"forward", &Pass::forward},   {"backward", &Pass::backward}};
+
+Pass pass_at(const Place& place) {
+  place.check_keys({"cut", "batch", "tables", "rows", "dim", "ids", "distinct", "distinct_here",
+                    "input", "forward", "backward"});
+  Pass pass;
+  pass.cut = cut_of(place["cut"].text());
+  pass.batch = place["batch"].whole(1, std::int64_t{1} << 40);
+  pass.tables = static_cast<int>(place["tables"].whole(1, 1 << 20));
+  pass.rows = place["rows"].whole(1, std::int64_t{1} << 50);
+  pass.dim = place["dim"].whole(1, 1 << 20);
+  for (const PassNumber& one : kPassNumbers) {
+    pass.*(one.number) = place[one.key].number(1e-15, 1e15);
+  }
+  return pass;
+}
+
+Json json_of(const Pass& pass) {
+  Json value{{"cut", name_of(pass.cut)},
+             {"batch", pass.batch},
+             {"tables", pass.tables},
+             {"rows", pass.rows},
+             {"dim", pass.dim}};
+  for (const PassNumber& one : kPassNumbers) value[one.key] = pass.*(one.number);
+  return value;
+}
+
 Curve curve_at(const Place& place) {
   Curve curve;
   for (std::size_t i = 0; i < place.size(); ++i) {
@@ -84,7 +117,7 @@ MachineProfile profile_from_json(std::string_view text) {
   const Json value = json::parse(text, "the profile");
   const Place root(value, "");
   root.check_keys({"kind", "machine", "version", "engine", "ranks", "threads_per_rank", "spread",
-                   "curves", "calibration"});
+                   "curves", "passes", "calibration"});
   if (!root.has("kind") || root["kind"].text() != "tessera machine profile") {
     root.refuse("is no profile of tessera doctor --profile");
   }
@@ -99,6 +132,10 @@ MachineProfile profile_from_json(std::string_view text) {
   curves.check_keys({"rows", "steps", "parts", "host", "network", "all_reduce", "dense"});
   for (const CurveName& name : kCurves) {
     if (curves.has(name.key)) profile.*(name.curve) = curve_at(curves[name.key]);
+  }
+  if (root.has("passes")) {
+    const Place passes = root["passes"];
+    for (std::size_t i = 0; i < passes.size(); ++i) profile.passes.push_back(pass_at(passes[i]));
   }
   if (root.has("calibration")) {
     const Place calibration = root["calibration"];
@@ -120,6 +157,7 @@ std::string to_json(const MachineProfile& profile) {
              {"version", profile.version},        {"engine", profile.engine},
              {"ranks", profile.num_ranks},        {"threads_per_rank", profile.threads_per_rank},
              {"spread", profile.spread},          {"curves", std::move(curves)}};
+  for (const Pass& pass : profile.passes) value["passes"].push_back(json_of(pass));
   if (!profile.calibration.run.empty()) {
     Json one{{"run", profile.calibration.run}};
     for (const FactorName& name : kFactors) one[name.key] = profile.calibration.*(name.factor);
@@ -143,6 +181,22 @@ Speeds speeds_of(const MachineProfile& profile) {
   speeds.part_seconds = std::min(1.0, fit(profile.parts).each * factors.lookup);
   speeds.host = speed_of(fit(profile.host), assumed.host, factors.links);
   speeds.network = speed_of(fit(profile.network), assumed.network, factors.links);
+  if (profile.passes.empty()) return speeds;
+  // Passes know what surrounds the rows, too; the curves are for what they do not tell.
+  speeds = fit(profile.passes, profile.num_ranks, speeds).speeds;
+  speeds.memory /= factors.lookup;
+  speeds.step /= factors.step;
+  speeds.host /= factors.links;
+  for (double Speeds::* one : {&Speeds::row_seconds, &Speeds::bag_seconds, &Speeds::part_seconds}) {
+    speeds.*one *= factors.lookup;
+  }
+  for (double Speeds::* one : {&Speeds::sent_seconds, &Speeds::cut_seconds}) {
+    speeds.*one *= factors.links;
+  }
+  for (double Speeds::* one :
+       {&Speeds::id_seconds, &Speeds::merge_seconds, &Speeds::merge_byte_seconds}) {
+    speeds.*one *= factors.step;
+  }
   return speeds;
 }
 
@@ -177,6 +231,7 @@ StepTime predict(const MachineProfile& profile, const std::vector<ShardCost>& co
   StepTime time;
   const bool is_alone = costs.size() < 2;
   const double call = is_alone ? 0 : fit(profile.host).fixed * profile.calibration.links;
+  const PassFit passes = fit(profile.passes, profile.num_ranks, {});
   const Line layer = fit(profile.dense);
   const double operations =
       profile.calibration.dense * (dense.layers * layer.fixed + layer.each * dense.operations);
@@ -184,13 +239,18 @@ StepTime predict(const MachineProfile& profile, const std::vector<ShardCost>& co
       is_alone ? 0 : profile.calibration.links * seconds_of(fit(profile.all_reduce), dense.bytes);
   if (slowest != costs.end()) {
     const Seconds& seconds = slowest->seconds;
-    time.links = seconds.ids + seconds.rows + 2 * call;
-    time.lookup = seconds.lookup;
-    time.gradients = seconds.gradients + call + all_reduce;
-    time.step = seconds.step;
+    const bool is_whole = !profile.passes.empty();
+    time.links = seconds.ids + seconds.rows +
+                 (is_whole ? passes.input * profile.calibration.links : 2 * call);
+    time.lookup = seconds.lookup + passes.forward * profile.calibration.lookup;
+    time.gradients = seconds.gradients + (is_whole ? 0 : call) + all_reduce;
+    time.step = seconds.step + passes.backward * profile.calibration.step;
   }
-  time.dense = kForwardShare * operations;
-  time.backward = (1 - kForwardShare) * operations + time.gradients + time.step;
+  const bool is_measured = dense.forward > 0;
+  time.dense = is_measured ? dense.forward : kForwardShare * operations;
+  time.backward = (is_measured ? dense.backward : (1 - kForwardShare) * operations) +
+                  time.gradients + time.step;
+  time.other = dense.other;
   return time;
 }
 
@@ -200,8 +260,9 @@ Calibration calibrate(const std::string& run, const StepTime& predicted, const S
   };
   Calibration found;
   found.run = run;
-  found.links = factor(measured.links, predicted.links);
-  found.lookup = factor(measured.lookup, predicted.lookup);
+  // A rank reads its own rows while those of others travel: which of the two it was is not known.
+  found.links = found.lookup =
+      factor(measured.links + measured.lookup, predicted.links + predicted.lookup);
   found.dense = factor(measured.dense, predicted.dense);
   const double dense_back = predicted.backward - predicted.gradients - predicted.step;
   found.step =

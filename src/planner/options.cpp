@@ -78,7 +78,7 @@ class Enumeration {
     const auto key = [&](int i) {
       const Table& t = options_.tables[static_cast<std::size_t>(i)];
       return std::tie(t.rows, t.dim, t.element_bytes, t.is_pooled, t.state_bytes_per_row,
-                      t.state_bytes_per_element);
+                      t.state_bytes_per_element, t.has_exact_norms);
     };
     const auto feature_less = [](const Feature& a, const Feature& b) {
       return std::tie(a.ids, a.is_weighted, a.distinct) <

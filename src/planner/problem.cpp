@@ -109,10 +109,10 @@ void check(const Problem& problem) {
     require(speeds.step == 0 || is_within(speeds.step, 1, 1e18),
             "rank " + std::to_string(r) + " steps rows with " + std::to_string(speeds.step) +
                 " bytes a second");
-    for (const double seconds : {speeds.row_seconds, speeds.id_seconds, speeds.part_seconds}) {
-      require(is_within(seconds, 0, 1), "rank " + std::to_string(r) + " needs " +
-                                            std::to_string(seconds) +
-                                            " seconds for a row, an id or a part, not 0 to 1");
+    for (const SecondsName& name : kSpeedSeconds) {
+      const double seconds = speeds.*(name.seconds);
+      require(is_within(seconds, 0, 1), "rank " + std::to_string(r) + " has " + name.key + " of " +
+                                            std::to_string(seconds) + ", not 0 to 1");
     }
   }
   std::set<std::string_view> names;

@@ -42,7 +42,7 @@ Feature feature_at(const Place& place) {
 
 Table table_at(const Place& place) {
   place.check_keys({"name", "rows", "dim", "element_bytes", "pooled", "features",
-                    "state_bytes_per_row", "state_bytes_per_element"});
+                    "state_bytes_per_row", "state_bytes_per_element", "exact_norms"});
   Table table;
   table.name = place["name"].text();
   table.rows = place["rows"].whole(1, kMost);
@@ -57,6 +57,7 @@ Table table_at(const Place& place) {
   if (place.has("state_bytes_per_row")) {
     table.state_bytes_per_row = place["state_bytes_per_row"].number(0, 1e6);
   }
+  if (place.has("exact_norms")) table.has_exact_norms = place["exact_norms"].flag();
   if (place.has("state_bytes_per_element")) {
     table.state_bytes_per_element = place["state_bytes_per_element"].number(0, 1e3);
   }
@@ -84,7 +85,8 @@ TableRules rules_at(const Place& place) {
 
 Rank rank_at(const Place& place) {
   place.check_keys({"count", "memory", "memory_speed", "host_speed", "network_speed", "step_speed",
-                    "row_seconds", "id_seconds", "part_seconds"});
+                    "row_seconds", "id_seconds", "part_seconds", "sent_seconds", "cut_seconds",
+                    "bag_seconds", "merge_seconds", "merge_byte_seconds"});
   Rank rank;
   if (place.has("memory") && !place["memory"].value().is_null()) {
     rank.memory = place["memory"].number(0, 1e18);
@@ -95,10 +97,8 @@ Rank rank_at(const Place& place) {
     if (place.has(key)) *speed = place[key].number(1, 1e18);
   }
   if (place.has("step_speed")) rank.speeds.step = place["step_speed"].number(0, 1e18);
-  for (const auto& [key, seconds] : {std::pair{"row_seconds", &rank.speeds.row_seconds},
-                                     std::pair{"id_seconds", &rank.speeds.id_seconds},
-                                     std::pair{"part_seconds", &rank.speeds.part_seconds}}) {
-    if (place.has(key)) *seconds = place[key].number(0, 1);
+  for (const auto& [key, seconds] : kSpeedSeconds) {
+    if (place.has(key)) rank.speeds.*seconds = place[key].number(0, 1);
   }
   return rank;
 }
@@ -111,14 +111,16 @@ Json to_value(const Table& table) {
     if (!feature.distinct.empty()) one["distinct"] = feature.distinct;
     features.push_back(std::move(one));
   }
-  return {{"name", table.name},
-          {"rows", table.rows},
-          {"dim", table.dim},
-          {"element_bytes", table.element_bytes},
-          {"pooled", table.is_pooled},
-          {"features", std::move(features)},
-          {"state_bytes_per_row", table.state_bytes_per_row},
-          {"state_bytes_per_element", table.state_bytes_per_element}};
+  Json value{{"name", table.name},
+             {"rows", table.rows},
+             {"dim", table.dim},
+             {"element_bytes", table.element_bytes},
+             {"pooled", table.is_pooled},
+             {"features", std::move(features)},
+             {"state_bytes_per_row", table.state_bytes_per_row},
+             {"state_bytes_per_element", table.state_bytes_per_element}};
+  if (table.has_exact_norms) value["exact_norms"] = true;
+  return value;
 }
 
 }  // namespace
@@ -187,11 +189,9 @@ std::string to_json(const Problem& problem) {
              {"memory_speed", rank.speeds.memory},
              {"host_speed", rank.speeds.host},
              {"network_speed", rank.speeds.network}};
-    for (const auto& [key, value] : {std::pair{"step_speed", rank.speeds.step},
-                                     std::pair{"row_seconds", rank.speeds.row_seconds},
-                                     std::pair{"id_seconds", rank.speeds.id_seconds},
-                                     std::pair{"part_seconds", rank.speeds.part_seconds}}) {
-      if (value > 0) one[key] = value;
+    if (rank.speeds.step > 0) one["step_speed"] = rank.speeds.step;
+    for (const auto& [key, seconds] : kSpeedSeconds) {
+      if (rank.speeds.*seconds > 0) one[key] = rank.speeds.*seconds;
     }
     ranks.push_back(std::move(one));
     r = end;

@@ -87,7 +87,7 @@ def test_a_training_says_what_was_predicted(tmp_path):
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     (plan,) = [line for line in lines if line["kind"] == "plan"]
     assert plan["speeds"] == "measured" and plan["bound"] <= plan["seconds"] * (1 + 1e-9)
-    parts = [plan["predicted"][part] for part in ("links", "lookup", "dense", "backward")]
+    parts = [plan["predicted"][part] for part in ("links", "lookup", "dense", "backward", "other")]
     assert plan["predicted"]["total"] == pytest.approx(sum(parts))
     assert len(plan["ranks"]) == 2
     slowest = max(

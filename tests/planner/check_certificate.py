@@ -12,8 +12,9 @@ import sys
 
 INF = math.inf
 TABLE = {"element_bytes": 4, "pooled": True, "state_bytes_per_row": 4, "state_bytes_per_element": 0}
-RANK = {"memory": None, "memory_speed": 51e9, "host_speed": 25e9, "network_speed": 12.5e9}
-RANK |= {"step_speed": 0, "row_seconds": 0, "id_seconds": 0, "part_seconds": 0}
+RANK = {"memory": None, "memory_speed": 51e9, "host_speed": 25e9, "network_speed": 12.5e9, "step_speed": 0}
+PARTS = ("row", "id", "part", "sent", "cut", "bag", "merge", "merge_byte")
+RANK |= {of + "_seconds": 0 for of in PARTS}
 
 
 class Checker:
@@ -22,14 +23,14 @@ class Checker:
         self.phases = problem.get("objective") == "phases"
         self.tables = {t["name"]: {**TABLE, **t} for t in problem["tables"]}
         for t in self.tables.values():
-            t["features"] = [{"ids": 1, "weighted": False, **f} for f in t.get("features", [{}])]
+            t["features"] = [{"ids": 1, **f} for f in t.get("features", [{}])]
             t["outputs"] = sum(1 if t["pooled"] else f["ids"] for f in t["features"])
         own = sum(2 * self.batch * t["outputs"] * t["dim"] * 4 for t in self.tables.values())
         kept, held = 1 - problem.get("reserved_percent", 15) / 100, problem.get("reserved_bytes", 0)
         self.ranks = []
         for r in ({**RANK, **r} for r in problem["ranks"]):
             r["room"] = INF if r["memory"] is None else r["memory"] * kept - held - own
-            self.ranks += [{k: v for k, v in r.items() if k != "count"}] * r.get("count", 1)
+            self.ranks += [r] * r.pop("count", 1)
         self.world = len(self.ranks)
         self.local = problem.get("ranks_per_host", self.world)
         self.kinds = [r for i, r in enumerate(self.ranks) if r not in self.ranks[:i]]
@@ -39,13 +40,11 @@ class Checker:
         """Return the share of a table's rows that the ids of so many samples touch."""
         even = found = 0.0
         for f in t["features"]:
-            n = samples * f["ids"]
+            n, seen = samples * f["ids"], 0
             even += 0 if f.get("distinct") else n
-            points, seen = [(0, 0), *f.get("distinct", [])], 0
-            for (x, y), (x2, y2) in itertools.pairwise(points):
-                seen = y + (y2 - y) / (x2 - x) * (n - x)
-                if n <= x2:
-                    break
+            for (x, y), (x2, y2) in itertools.pairwise([(0, 0), *f.get("distinct", [])]):
+                if x < n:
+                    seen = y + (y2 - y) / (x2 - x) * (n - x)
             found += min(n, seen)
         miss = math.log1p(-1 / t["rows"]) if t["rows"] > 1 else -INF
         return min(1.0, (-math.expm1(math.floor(even) * miss) if even >= 1 else 0) + found / t["rows"])
@@ -55,36 +54,40 @@ class Checker:
         fast, w, far = rank["memory_speed"], self.world, self.world - self.local
         spread = ((self.local - 1) / rank["host_speed"] + far / rank["network_speed"]) / w
         in_host = ((self.local - 1) / rank["host_speed"] + far / w / rank["network_speed"]) / self.local
-        samples = self.batch * w
+        samples, size = self.batch * w, columns * t["element_bytes"]
         ids = samples * sum(f["ids"] for f in t["features"])
-        id_bytes = samples * sum(f["ids"] * (12 if f["weighted"] else 8) for f in t["features"])
+        id_bytes = samples * sum(f["ids"] * (12 if f.get("weighted") else 8) for f in t["features"])
         lengths = samples * 4 * len(t["features"])
-        size = columns * t["element_bytes"]
         state = t["state_bytes_per_row"] + t["state_bytes_per_element"] * columns
         share, dense, replica = rows / t["rows"], kernel == "dense", cut == "data_parallel"
         held = rows * (size + state) + (rows * columns * 4 if dense else 16 * ids * share)
         stepped = rows * (1 if dense else self.touched(t, samples))
-        local = (ids / w if replica else ids * share) * (max(size, 64) / fast + rank["row_seconds"])
+        here = ids / w if replica else ids * share
+        bags = samples * t["outputs"] * (1 / w if replica else 1 if t["pooled"] else share)
+        local = here * (max(size, 64) / fast + rank["row_seconds"]) + bags * rank["bag_seconds"]
         local += (ids * share * columns * 4 + 2 * stepped * (size + state)) / (rank["step_speed"] or fast)
         local += rank["part_seconds"] + (0 if dense else ids * share * rank["id_seconds"])
+        if not dense and (replica or (t.get("exact_norms") and columns < t["dim"])):
+            local += stepped * (rank["merge_seconds"] + columns * 4 * rank["merge_byte_seconds"])
+        links = here * (rank["sent_seconds"] + (rank["cut_seconds"] if share < 1 else 0))
         if replica:
             sent = rows * self.touched(t, self.batch) * (8 + columns * 4)
             slow = rank["network_speed"] if far else rank["host_speed"]
-            links = rows * columns * 4 * 2 * (w - 1) / w / slow if dense else sent * w * spread
+            links += rows * columns * 4 * 2 * (w - 1) / w / slow if dense else sent * w * spread
             return links, local, held + 2 * (id_bytes + lengths) / w + (0 if dense else w * sent)
-        out = samples * t["outputs"] * (1 if t["pooled"] else share) * columns * 4
+        out = bags * columns * 4
         sums = t["pooled"] and cut in ("table_row_wise", "grid_shard")
-        links = (id_bytes * share + lengths) * spread + 2 * out * (in_host if sums else spread)
+        links += (id_bytes * share + lengths) * spread + 2 * out * (in_host if sums else spread)
         return links, local, held + 2 * (id_bytes * share + lengths) + 2 * out
 
-    def price(self, t, cut, kernel, rows, columns, kinds=None):
+    def price(self, t, cut, kernel, rows, columns, kinds):
         """Return the price of one shard where it is cheapest, among the kinds of rank it fits."""
         best = INF if rows else 0
-        for kind, p in zip(self.kinds, self.prices, strict=True):
-            if rows and (kinds is None or kind in kinds):
-                links, local, held = self.cost(t, cut, kernel, rows, columns, kind)
-                if self.counted(links, local) <= self.limit and held <= kind["room"]:
-                    best = min(best, p["links"] * links + p["local"] * local + p["byte"] * held)
+        for kind, p in zip(self.kinds, self.prices, strict=True) if rows else ():
+            links, local, held = self.cost(t, cut, kernel, rows, columns, kind)
+            fits = local + (0 if self.by_phase else links) <= self.limit and held <= kind["room"]
+            if kind in kinds and fits:
+                best = min(best, p["links"] * links + p["local"] * local + p["byte"] * held)
         return best
 
     def cheapest(self, t, rule):
@@ -97,11 +100,10 @@ class Checker:
         def allowed(cut, kernel="fused"):
             return (not cuts or cut in cuts) and (not kernels or kernel in kernels)
 
-        def heights(count):
-            tall = -(-t["rows"] // count)
-            return [min(tall, max(0, t["rows"] - i * tall)) for i in range(count)]
-
-        def together(cut, kernel, rows, columns, ranks):
+        def together(cut, kernel, columns, ranks):
+            tall = t["rows"] if cut == "data_parallel" else -(-t["rows"] // len(ranks))
+            rows = [min(tall, max(0, t["rows"] - i * tall)) for i in range(len(ranks))]
+            rows = [tall] * len(ranks) if cut == "data_parallel" else rows
             return sum(self.price(t, cut, kernel, h, columns, [r]) for h, r in zip(rows, ranks, strict=True))
 
         def cut_up(limit, price_of):
@@ -117,20 +119,27 @@ class Checker:
         if any(allowed(cut) for cut in ("table_wise", "column_wise", "table_column_wise")):
             limit = min(self.local, len(group)) if allowed("table_column_wise") else 1
             limit = len(group) if allowed("column_wise") else limit
-            ways.append(cut_up(limit, lambda c: self.price(t, "column_wise", "fused", t["rows"], c)))
+            ways.append(cut_up(limit, lambda c: self.price(t, "", "fused", t["rows"], c, self.kinds)))
         hosts = [range(h, h + self.local) for h in range(0, w, self.local)]
         hosts = [[self.ranks[r] for r in h] for h in hosts if {*h} <= {*group}]
         if hosts and (allowed("table_row_wise") or allowed("grid_shard")):
-            some, rows = [h for i, h in enumerate(hosts) if h not in hosts[:i]], heights(self.local)
+            some = [h for i, h in enumerate(hosts) if h not in hosts[:i]]
             limit = len(hosts) if allowed("grid_shard") else 1
-            ways.append(
-                cut_up(limit, lambda c: min(together("grid_shard", "fused", rows, c, h) for h in some))
-            )
+            ways.append(cut_up(limit, lambda c: min(together("grid_shard", "fused", c, h) for h in some)))
         for cut, kernel in (("row_wise", "fused"), ("data_parallel", "fused"), ("data_parallel", "dense")):
             if len(group) == w and allowed(cut, kernel):
-                rows = heights(w) if cut == "row_wise" else [t["rows"]] * w
-                ways.append(together(cut, kernel, rows, dim, self.ranks))
+                ways.append(together(cut, kernel, dim, self.ranks))
         return min(ways)
+
+    def total(self, prices, limit, by_phase):
+        """Return the least that all tables cost, less the price of all memory; and that of each table."""
+        self.prices, self.limit, self.by_phase, memo, each = prices, limit, by_phase, {}, {}
+        for name, t in self.tables.items():
+            key = json.dumps([{**t, "name": ""}, self.rules.get(name)], sort_keys=True)
+            each[name] = memo[key] = memo.get(key) or self.cheapest(t, self.rules.get(name, {}))
+        both = zip(prices, self.kinds, strict=True)
+        memory = sum(p["byte"] * self.ranks.count(k) * k["room"] for p, k in both if p["byte"])
+        return math.fsum(each.values()) - memory, each
 
     def proves(self, certificate):
         """Return whether no plan is faster than the certificate says."""
@@ -144,37 +153,19 @@ class Checker:
                 return False
         if "phases" in certificate:
             return not certificate["table"] and self.refutes(certificate["phases"], seconds)
-        self.counted = lambda links, local: links + local
-        total, of_table = self.total(prices, seconds)
+        total, each = self.total(prices, seconds, False)
         if certificate["table"]:
-            return of_table.get(certificate["table"]) == INF
+            return each.get(certificate["table"]) == INF
         given = sum(p["second"] * p["ranks"] for p in prices)
         return given > 0 and total > seconds * given * (1 - 1e-9)
 
-    def total(self, prices, limit):
-        """Return the least that all tables cost, less the price of all memory; and that of each table."""
-        self.prices, self.limit, memo, of_table = prices, limit, {}, {}
-        for name, t in self.tables.items():
-            key = json.dumps([{**t, "name": ""}, self.rules.get(name)], sort_keys=True)
-            memo[key] = memo[key] if key in memo else self.cheapest(t, self.rules.get(name, {}))
-            of_table[name] = memo[key]
-        memory = sum(
-            p["byte"] * self.ranks.count(k) * k["room"]
-            for p, k in zip(prices, self.kinds, strict=True)
-            if p["byte"]
-        )
-        return math.fsum(of_table.values()) - memory, of_table
-
     def refutes(self, pieces, seconds):
         """Return whether no plan is faster, whatever its slowest memory takes: a piece for every case."""
-        reached, self.counted = 0.0, lambda links, local: local
-        if not self.phases or len(self.kinds) > 1:
-            return False
+        reached = 0.0 if self.phases and len(self.kinds) == 1 else -INF
         for p in pieces:
             if p["from"] > reached or p["links"] <= 0 or p["local"] < 0 or p["byte"] < 0:
                 return False
-            reached = max(reached, p["to"])
-            total, _ = self.total([p], p["to"])
+            reached, (total, _) = max(reached, p["to"]), self.total([p], p["to"], True)
             for memory in (p["from"], min(p["to"], seconds)):  # linear between them
                 given = self.world * (p["links"] * (seconds - memory) + p["local"] * memory)
                 if p["from"] < seconds and not total > given - 1e-9 * abs(total):
@@ -188,16 +179,12 @@ class Checker:
         for p in plan:
             t, copies = self.tables[p["name"]], self.world if p["type"] == "data_parallel" else 1
             assert sum(s[2] * s[3] for s in p["shards"]) == t["rows"] * t["dim"] * copies, p["name"]
-            for _, _, rows, columns, r in p["shards"]:
-                if rows:
-                    one = self.cost(t, p["type"], p["kernel"], rows, columns, self.ranks[r])
-                    sums[r] = [a + b for a, b in zip(sums[r], one, strict=True)]
+            for _, _, rows, columns, r in (s for s in p["shards"] if s[2]):
+                one = self.cost(t, p["type"], p["kernel"], rows, columns, self.ranks[r])
+                sums[r] = [a + b for a, b in zip(sums[r], one, strict=True)]
         assert all(s[2] == 0 or s[2] <= r["room"] * (1 + 1e-9) for s, r in zip(sums, self.ranks, strict=True))
-        return (
-            max(s[0] for s in sums) + max(s[1] for s in sums)
-            if self.phases
-            else max(s[0] + s[1] for s in sums)
-        )
+        by_phase = max(s[0] for s in sums) + max(s[1] for s in sums)
+        return by_phase if self.phases else max(s[0] + s[1] for s in sums)
 
 
 def check(problem, result):

@@ -1,5 +1,7 @@
 // Certified gaps on public models: what was reached once may only get better.
 
+#include <sys/resource.h>
+
 #include <gtest/gtest.h>
 
 #include "planner/public_models.h"
@@ -70,6 +72,30 @@ TEST(GapsTest, WithLittleMemory) {
       EXPECT_NO_THROW(check_plan(problem, result.plan));
     }
   }
+}
+
+// 100,000 tables, no two alike, on 1,024 ranks: whole, in order, and in less than 2 GB.
+TEST(GapsTest, OfVeryManyTables) {
+  Problem problem;
+  for (std::int64_t i = 0; i < 100'000; ++i) {
+    Table& table = problem.tables.emplace_back();
+    table.name = "t" + std::to_string(i);
+    table.rows = 1000 + 7 * i;
+    table.dim = 16 << (i % 4);
+    table.features[0].ids = static_cast<double>(1 + i % 13);
+  }
+  problem.batch = 64;
+  problem.ranks.assign(1024, {64e9, {}});
+  problem.ranks_per_host = 8;
+  problem.tries = 8;
+  const PlanResult result = plan(problem);
+  EXPECT_EQ(result.plan.size(), problem.tables.size());
+  EXPECT_NO_THROW(check_plan(problem, result.plan));
+  EXPECT_TRUE(holds(result.certificate, problem));
+  EXPECT_LE(result.gap(), 0.05);
+  rusage used{};
+  getrusage(RUSAGE_SELF, &used);
+  EXPECT_LE(used.ru_maxrss, 2'000'000) << "KiB";
 }
 
 }  // namespace

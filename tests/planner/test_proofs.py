@@ -37,6 +37,7 @@ def random_problem(seed):
                 "dim": pick.choice([4, 10, 16, 64, 128]),
                 "element_bytes": pick.choice([4, 2]),
                 "pooled": pick.random() < 0.8,
+                "exact_norms": i % 3 == 0,
                 "features": features,
                 "state_bytes_per_row": pick.choice([0, 4]),
                 "state_bytes_per_element": pick.choice([0, 4]),
@@ -50,6 +51,8 @@ def random_problem(seed):
     ranks = [{**rank, "count": hosts * local}]
     if pick.random() < 0.3:
         measured = {"step_speed": 2e10, "row_seconds": 4e-9, "id_seconds": 3e-8, "part_seconds": 2e-6}
+        measured |= {"sent_seconds": 3e-9, "cut_seconds": 5e-9, "bag_seconds": 9e-9}
+        measured |= {"merge_seconds": 9e-8, "merge_byte_seconds": 1e-9}
         ranks = [{**ranks[0], **measured}]
         rank |= measured
     if pick.random() < 0.3 and hosts * local > 1:

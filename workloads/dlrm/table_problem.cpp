@@ -83,6 +83,7 @@ planner::Problem table_problem(std::vector<planner::Table> tables, const PlanReq
     for (planner::Table& table : problem.tables) {
       table.state_bytes_per_row = state.per_row;
       table.state_bytes_per_element = state.per_element;
+      table.has_exact_norms = state.per_row > 0;
     }
   }
   for (const planner::Table& table : problem.tables) {

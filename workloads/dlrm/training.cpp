@@ -20,6 +20,7 @@
 #include "dlrm/model.h"
 #include "dlrm/open_raw.h"
 #include "dlrm/stream_batches.h"
+#include "dlrm/trial.h"
 #include "report/html.h"
 #include "tessera/checkpoint/load.h"
 #include "tessera/checkpoint/modules.h"
@@ -315,9 +316,7 @@ class Training final : public trainer::Workload<ClickBatch> {
         is_bfloat16_(settings.precision == "bfloat16"),
         device_(trainer::device_of(settings)) {
     make_tables();
-    if (group.rank() == 0 && laid_.known.is_measured) {
-      predicted_ = planner::predict(laid_.known.profile, laid_.figures.per_rank, dense_load());
-    }
+    if (purpose == Purpose::kTrain) predict();
   }
 
   std::string name() const override { return "dlrm"; }
@@ -593,6 +592,22 @@ class Training final : public trainer::Workload<ClickBatch> {
     return features.dump(-1, ' ', false, Json::error_handler_t::replace);
   }
 
+  // If rank 0 has a measured machine, all ranks try what the profile does not know.
+  void predict() {
+    at::Tensor is_measured = at::full({1}, laid_.known.is_measured ? 1 : 0, at::kLong);
+    comm::all_reduce_(is_measured, group_, comm::Reduction::kMax);
+    if (is_measured.item<std::int64_t>() == 0) return;
+    planner::DenseLoad dense = dense_load();
+    if (device_.is_cpu() && !is_bfloat16_) {
+      const auto trial = make_model(settings_, log_.log->schema());
+      BatchSource source(log_.log, source_.options());
+      time_dense(settings_, *trial, source, group_, dense);
+    }
+    if (group_.rank() == 0) {
+      predicted_ = planner::predict(laid_.known.profile, laid_.figures.per_rank, dense);
+    }
+  }
+
   // Products of layers, and of every pair of features.
   planner::DenseLoad dense_load() const {
     planner::DenseLoad load;
@@ -644,7 +659,7 @@ class Training final : public trainer::Workload<ClickBatch> {
           {"links", predicted_->links},         {"lookup", predicted_->lookup},
           {"dense", predicted_->dense},         {"backward", predicted_->backward},
           {"gradients", predicted_->gradients}, {"step", predicted_->step},
-          {"total", predicted_->total()}};
+          {"other", predicted_->other},         {"total", predicted_->total()}};
     }
     return record;
   }

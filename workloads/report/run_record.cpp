@@ -225,9 +225,9 @@ RunRecord read_run(const std::string& folder) {
 
 std::map<std::string, double> measured_parts(const RunRecord& run) {
   static const std::map<std::string, std::string> kPartOf = {
-      {"input_dist", "links"},  {"output_dist", "links"}, {"lookup", "lookup"},
-      {"dense", "dense"},       {"backward", "backward"}, {"all_reduce", "backward"},
-      {"optimizer", "backward"}};
+      {"input_dist", "links"}, {"output_dist", "links"}, {"lookup", "lookup"},
+      {"dense", "dense"},      {"backward", "backward"}, {"all_reduce", "backward"},
+      {"optimizer", "other"},  {"data", "other"},        {"other", "other"}};
   std::map<std::string, double> parts;
   for (const Breakdown& breakdown : run.breakdowns) {
     if (breakdown.steps == 0) continue;

@@ -41,6 +41,22 @@ struct Calibration {
   bool operator==(const Calibration&) const = default;
 };
 
+/// A pass over `tables` alike, all cut in one way, as a training does it on this machine: ids to
+/// their rows, rows to their samples, gradients back and the step of the rows.
+struct Pass {
+  Cut cut = Cut::kTableWise;
+  std::int64_t batch = 0;  // samples of a rank
+  int tables = 0;
+  std::int64_t rows = 0;
+  std::int64_t dim = 0;
+  double ids = 0;            // of a sample and table
+  double distinct = 0;       // ids of a table, of all ranks
+  double distinct_here = 0;  // the same of one rank
+  double input = 0;          // seconds
+  double forward = 0;
+  double backward = 0;
+};
+
 struct MachineProfile {
   std::string machine;  // processor, or GPU
   std::string version;  // of the library
@@ -54,9 +70,21 @@ struct MachineProfile {
   Curve network;             // the same between hosts; empty: not measured
   Curve all_reduce;          // bytes; seconds
   Curve dense;               // operations of a layer, forward and backward; seconds
-  double spread = 0;         // the largest of all points: (slowest - fastest) / median
+  std::vector<Pass> passes;
+  double spread = 0;  // the largest of all points: (slowest - fastest) / median
   Calibration calibration;
 };
+
+/// Speeds that make the costs of passes what was measured, with the least squares of relative
+/// errors, none negative; and what a pass takes whatever its load.
+struct PassFit {
+  Speeds speeds;
+  double input = 0;
+  double forward = 0;
+  double backward = 0;
+};
+/// Speeds that the passes do not tell are those of `assumed`. Without passes: `assumed`.
+TESSERA_API PassFit fit(const std::vector<Pass>& passes, int num_ranks, const Speeds& assumed);
 
 /// Throws PlanError(kBadProblem) with the place.
 TESSERA_API MachineProfile profile_from_json(std::string_view text);
@@ -81,8 +109,9 @@ struct StepTime {
   // Of backward, where it is known: gradients of rows on their way, and steps of the rows.
   double gradients = 0;
   double step = 0;
+  double other = 0;  // reading the samples, and the step of the dense layers
 
-  double total() const noexcept { return links + lookup + dense + backward; }
+  double total() const noexcept { return links + lookup + dense + backward + other; }
 };
 
 /// What the dense layers ask of every rank.
@@ -90,6 +119,10 @@ struct DenseLoad {
   double operations = 0;  // of a step, forward and backward
   double bytes = 0;       // of gradients
   int layers = 1;         // each has what a layer takes whatever its size
+  // Seconds that were measured beforehand; they take the place of the operations.
+  double forward = 0;
+  double backward = 0;
+  double other = 0;
 };
 
 /// The step of the rank that has most to do by `costs`, whose speeds are those of `profile`.

@@ -56,6 +56,8 @@ struct Table {
   std::vector<Feature> features = {Feature{}};
   double state_bytes_per_row = 4;  // of the optimizer; row-wise Adagrad
   double state_bytes_per_element = 0;
+  /// Ranks that hold its columns sum the norms of its rows in every step.
+  bool has_exact_norms = false;
 };
 
 /// What is allowed for one table. Empty lists allow everything.
@@ -78,8 +80,26 @@ struct Speeds {
   double row_seconds = 0;   // of a row that is looked up, whatever its width
   double id_seconds = 0;    // of an id in the fused step: sorting, and finding its gradient
   double part_seconds = 0;  // of a shard, in every step
+  double sent_seconds = 0;  // of an id on its way: packed, and unpacked
+  double cut_seconds = 0;   // the same beside it where rows are cut: finding its rank
+  double bag_seconds = 0;   // of a bag of a shard: its length, and the place of its row
+  // Of a row whose gradients are summed before its step, since ranks exchange them, and of a byte.
+  double merge_seconds = 0;
+  double merge_byte_seconds = 0;
 
   bool operator==(const Speeds&) const = default;
+};
+
+/// Those of the speeds that are seconds, and their names in JSON.
+struct SecondsName {
+  const char* key;
+  double Speeds::* seconds;
+};
+inline constexpr SecondsName kSpeedSeconds[] = {
+    {"row_seconds", &Speeds::row_seconds},     {"id_seconds", &Speeds::id_seconds},
+    {"part_seconds", &Speeds::part_seconds},   {"sent_seconds", &Speeds::sent_seconds},
+    {"cut_seconds", &Speeds::cut_seconds},     {"bag_seconds", &Speeds::bag_seconds},
+    {"merge_seconds", &Speeds::merge_seconds}, {"merge_byte_seconds", &Speeds::merge_byte_seconds},
 };
 
 inline constexpr double kNoLimit = std::numeric_limits<double>::infinity();

@@ -341,8 +341,8 @@ class Topology:
         given = self.given_speeds()
         if "memory_speed" in given:
             # Whoever says how fast memory is says so of lookups and steps.
-            for name in ("step_speed", "row_seconds", "id_seconds", "part_seconds"):
-                measured.pop(name, None)
+            links = ("host_speed", "network_speed")
+            measured = {name: value for name, value in measured.items() if name in links}
         return {**found, **measured, **given}
 
     def __repr__(self) -> str:

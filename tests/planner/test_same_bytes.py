@@ -1,0 +1,48 @@
+"""Plans have the same bytes whatever compiled the planner and whatever order the tables come in.
+
+TESSERA_PLANNER_COMPILERS="clang++ -O2;g++ -O1 -march=native" compiles the planner anew with each, which takes
+a minute: not by default. Set it to "default" for two levels of this machine's compiler.
+"""
+
+import json
+import os
+import pathlib
+import random
+import subprocess
+
+import pytest
+from test_proofs import PLAN_LINES, random_problem
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+COMPILERS = os.environ.get("TESSERA_PLANNER_COMPILERS", "")
+COMPILERS = "g++ -O0;g++ -O3 -march=native" if COMPILERS == "default" else COMPILERS
+JSON_INCLUDE = os.environ.get("TESSERA_JSON_INCLUDE", "/usr/include")
+pytestmark = pytest.mark.skipif(not PLAN_LINES, reason="TESSERA_PLAN_LINES is not set: run by ctest")
+
+
+def bytes_of(program, problems, threads=1):
+    lines = "".join(json.dumps(problem) + "\n" for problem in problems)
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    return subprocess.run(
+        [program], input=lines.encode(), capture_output=True, check=True, env=environment
+    ).stdout
+
+
+def problems():
+    return [random_problem(seed) for seed in range(60)]
+
+
+def test_the_order_of_tables_and_the_number_of_threads_change_nothing():
+    shuffled = problems()
+    for seed, problem in enumerate(shuffled):
+        random.Random(seed).shuffle(problem["tables"])
+    assert bytes_of(PLAN_LINES, problems()) == bytes_of(PLAN_LINES, shuffled, threads=4)
+
+
+@pytest.mark.parametrize("compiler", [one for one in COMPILERS.split(";") if one])
+def test_the_compiler_changes_nothing(compiler, tmp_path):
+    program = tmp_path / "plan_lines"
+    sources = [*(ROOT / "src/planner").glob("*.cpp"), ROOT / "tests/planner/plan_lines.cpp"]
+    flags = ["-std=c++20", "-ffp-contract=off", f"-I{ROOT}/include", f"-I{ROOT}/src", f"-I{JSON_INCLUDE}"]
+    subprocess.run([*compiler.split(), *flags, *map(str, sources), "-o", program], check=True)
+    assert bytes_of(program, problems()) == bytes_of(PLAN_LINES, problems())
