@@ -288,7 +288,9 @@ class Meetings {
       require(other.rank == rank && other.size == process.size, "they are who they say they are");
       bool has_met = other.is_dead;  // or was about to
       for (const End& theirs : other.ends) {
-        has_met |= theirs.generation == end.generation && theirs.lost_store;
+        // A death may be seen before the outcome is read.
+        const bool saw_death = theirs.failure && theirs.failure->kind() == FailureKind::kPeerLost;
+        has_met |= theirs.generation == end.generation && (theirs.lost_store || saw_death);
         if (theirs.generation != end.generation || theirs.met.empty()) continue;
         has_met = true;
         require(std::equal(end.met.begin(), end.met.end(), theirs.met.begin(), theirs.met.end(),
