@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -228,3 +230,86 @@ def fused_layout(rank):
 
 def test_the_state_of_fused_tables():
     run_ranks(2, fused_layout, backend="gloo", env={"LOCAL_WORLD_SIZE": "2"})
+
+
+class _Averaged(torch.optim.SGD):
+    """A global optimizer of one rank: towards where the model began."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.5, momentum=0.9)
+        self.began = [param.detach().clone() for group in self.param_groups for param in group["params"]]
+
+    def global_step(self, local_steps, closure=None):
+        params = [param for group in self.param_groups for param in group["params"]]
+        for param, began in zip(params, self.began, strict=True):
+            param.grad = began - param.detach()
+            param.detach().copy_(began)
+        torch.optim.SGD.step(self, closure)
+        for param, began in zip(params, self.began, strict=True):
+            began.copy_(param.detach())
+
+
+def _semi_sync(side, seed=3):
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(3, 2)
+    keyed = side("optim.keyed").KeyedOptimizerWrapper
+    params = dict(model.named_parameters())
+    local = keyed(params, lambda given: torch.optim.Adam(given, lr=0.1))
+    outer = keyed(params, _Averaged)
+    optimizer = side("optim.semi_sync").SemisyncOptimizer(model.parameters(), local, outer, num_local_steps=3)
+    return model, optimizer
+
+
+def _semi_sync_steps(model, optimizer, count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        optimizer.zero_grad()
+        model(torch.randn(4, 3, generator=generator)).square().sum().backward()
+        optimizer.step()
+
+
+def test_semi_sync_steps_and_state():
+    found = []
+    for side in SIDES:
+        model, optimizer = _semi_sync(side)
+        _semi_sync_steps(model, optimizer, 7)
+        found.append((list(model.parameters()), optimizer.state_dict()["state"]))
+    (ours, state), (theirs, their_state) = found
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    assert list(state) == list(their_state)
+    for name, entries in their_state.items():
+        assert sorted(entries) == sorted(state[name])
+        for entry, value in entries.items():
+            torch.testing.assert_close(state[name][entry], value)
+
+
+def test_semi_sync_goes_on_from_a_state():
+    model, optimizer = _semi_sync(OURS)
+    _semi_sync_steps(model, optimizer, 4)
+    other, loaded = _semi_sync(OURS)
+    _semi_sync_steps(other, loaded, 3, seed=9)
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    other.load_state_dict(model.state_dict())
+    loaded._global_optimizer._optimizer.began = [
+        value.clone() for value in optimizer._global_optimizer._optimizer.began
+    ]
+    for pair in ((model, optimizer), (other, loaded)):
+        _semi_sync_steps(*pair, 3, seed=5)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=0)
+
+
+def test_semi_sync_says_what_is_wrong():
+    keyed = OURS("optim.keyed").KeyedOptimizerWrapper
+    semi_sync = OURS("optim.semi_sync").SemisyncOptimizer
+    params = {"weight": torch.nn.Parameter(torch.ones(1))}
+    plain = keyed(params, lambda given: torch.optim.SGD(given, lr=1.0))
+    with pytest.raises(TypeError, match="around one with global_step"):
+        semi_sync(params.values(), plain, plain)
+    with pytest.raises(ValueError, match="num_local_steps is 0"):
+        semi_sync(params.values(), plain, keyed(params, _Averaged), 0)
+    model, optimizer = _semi_sync(OURS)
+    _semi_sync_steps(model, optimizer, 3)
+    with pytest.raises(RuntimeError, match="step_counter__"):
+        optimizer.load_state_dict({"state": {"weight": {}}})
