@@ -5,17 +5,12 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/zeros.h>
-#include <torch/csrc/autograd/custom_function.h>
 
+#include "core/autograd.h"
 #include "core/kept_memory.h"
 
 namespace tessera::collision {
 namespace {
-
-using torch::autograd::AutogradContext;
-using torch::autograd::Function;
-using torch::autograd::Variable;
-using torch::autograd::variable_list;
 
 // Bags of one thread at least.
 constexpr std::int64_t kGrain = 256;
@@ -43,7 +38,7 @@ void for_bags(const HomePlan& plan, const Each& each) {
 
 struct AtHome : Function<AtHome> {
   static Variable forward(AutogradContext* context, const Variable& arrived, const PlanPtr& held) {
-    context->saved_data["plan"] = c10::IValue::make_capsule(held);
+    carry(context, held);
     context->saved_data["size"] = arrived.numel();
     const HomePlan& plan = held->plan;
     const at::Tensor values = arrived.contiguous();
@@ -71,8 +66,7 @@ struct AtHome : Function<AtHome> {
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-    const auto held =
-        c10::static_intrusive_pointer_cast<Plan>(context->saved_data["plan"].toCapsule());
+    const auto held = carried<Plan>(context);
     const HomePlan& plan = held->plan;
     const at::Tensor gradient = gradients[0].to(at::kFloat).contiguous();
     const auto* from = gradient.const_data_ptr<float>();

@@ -6,17 +6,12 @@
 
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
-#include <torch/csrc/autograd/custom_function.h>
 
+#include "core/autograd.h"
 #include "tessera/comm/collectives.h"
 
 namespace tessera::collision {
 namespace {
-
-using torch::autograd::AutogradContext;
-using torch::autograd::Function;
-using torch::autograd::Variable;
-using torch::autograd::variable_list;
 
 struct Call : torch::CustomClassHolder {
   std::vector<UnknownPlaces> unknown;
@@ -29,7 +24,7 @@ struct Replace : Function<Replace> {
   // The anchor asks for a gradient, so that ranks without values take part in backward.
   static Variable forward(AutogradContext* context, const Variable& own, const Variable& /*anchor*/,
                           const CallPtr& call) {
-    context->saved_data["call"] = c10::IValue::make_capsule(call);
+    carry(context, call);
     at::Tensor result = own.clone();
     auto* to = result.data_ptr<float>();
     for (std::size_t u = 0; u < call->unknown.size(); ++u) {
@@ -45,8 +40,7 @@ struct Replace : Function<Replace> {
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-    const auto call =
-        c10::static_intrusive_pointer_cast<Call>(context->saved_data["call"].toCapsule());
+    const auto call = carried<Call>(context);
     const at::Tensor given = gradients[0].to(at::kFloat).contiguous();
     if (call->rows) call->rows->step(call->unknown, given);
     at::Tensor result = given.clone();

@@ -4,10 +4,10 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/tensor.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/engine.h>
 
 #include "comm/executor.h"
+#include "core/autograd.h"
 #include "data_parallel/replica_state.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/core/check.h"
@@ -15,9 +15,7 @@
 namespace tessera::data_parallel {
 namespace {
 
-using torch::autograd::AutogradContext;
 using torch::autograd::Engine;
-using torch::autograd::variable_list;
 
 constexpr int kWatchedIterations = 5;
 constexpr std::size_t kMaxNames = 20;

@@ -9,8 +9,8 @@
 
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
-#include <torch/csrc/autograd/custom_function.h>
 
+#include "core/autograd.h"
 #include "core/kept_memory.h"
 #include "embedding/lookup_input.h"
 #include "embedding/table_pass.h"
@@ -22,11 +22,6 @@ using detail::TablePass;
 using detail::TableTarget;
 
 namespace {
-
-using torch::autograd::AutogradContext;
-using torch::autograd::Function;
-using torch::autograd::Variable;
-using torch::autograd::variable_list;
 
 using detail::check_input;
 using detail::make_pass;
@@ -134,13 +129,12 @@ struct Lookup : Function<Lookup> {
       look_up(state, input, now, output);
     }
     context->save_for_backward({ids, offsets, sample_weights.value_or(Variable())});
-    context->saved_data["call"] = c10::IValue::make_capsule(call);
+    carry(context, call);
     return output;
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
-    const auto call =
-        c10::static_intrusive_pointer_cast<Call>(context->saved_data["call"].toCapsule());
+    const auto call = carried<Call>(context);
     const auto saved = context->get_saved_variables();
     State& state = *call->state;
     const LookupInput input{saved[0], saved[1], saved[2], call->batch_sizes};

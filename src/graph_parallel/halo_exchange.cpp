@@ -5,10 +5,10 @@
 
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
-#include <torch/csrc/autograd/custom_function.h>
 
 #include "comm/agreement.h"
 #include "comm/engines.h"
+#include "core/autograd.h"
 #include "graph_parallel/halo_rows.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/error.h"
@@ -130,10 +130,6 @@ at::Tensor joining(const char* operation, const at::Tensor& rows, std::int64_t e
 namespace {
 
 using detail::SavedPlan;
-using torch::autograd::AutogradContext;
-using torch::autograd::Function;
-using torch::autograd::Variable;
-using torch::autograd::variable_list;
 using PlanPtr = c10::intrusive_ptr<SavedPlan>;
 
 struct Exchange : Function<Exchange> {
@@ -146,12 +142,8 @@ struct Accumulate : Function<Accumulate> {
   static variable_list backward(AutogradContext* context, const variable_list& grads);
 };
 
-PlanPtr saved_plan(AutogradContext* context) {
-  return c10::static_intrusive_pointer_cast<SavedPlan>(context->saved_data["plan"].toCapsule());
-}
-
 Variable Exchange::forward(AutogradContext* context, const Variable& owned, const PlanPtr& saved) {
-  context->saved_data["plan"] = c10::IValue::make_capsule(saved);
+  carry(context, saved);
   const HaloPlan& plan = saved->plan;
   return comm::all_to_all_v(detail::pack(owned, plan), plan.send_rows(), plan.group(),
                             plan.recv_rows())
@@ -159,11 +151,11 @@ Variable Exchange::forward(AutogradContext* context, const Variable& owned, cons
 }
 
 variable_list Exchange::backward(AutogradContext* context, const variable_list& grads) {
-  return {Accumulate::apply(grads[0], saved_plan(context)), Variable()};
+  return {Accumulate::apply(grads[0], carried<SavedPlan>(context)), Variable()};
 }
 
 Variable Accumulate::forward(AutogradContext* context, const Variable& halo, const PlanPtr& saved) {
-  context->saved_data["plan"] = c10::IValue::make_capsule(saved);
+  carry(context, saved);
   const HaloPlan& plan = saved->plan;
   const at::Tensor arrived = comm::all_to_all_v(detail::pack_back(halo, plan), plan.recv_rows(),
                                                 plan.group(), plan.send_rows());
@@ -171,7 +163,7 @@ Variable Accumulate::forward(AutogradContext* context, const Variable& halo, con
 }
 
 variable_list Accumulate::backward(AutogradContext* context, const variable_list& grads) {
-  return {Exchange::apply(grads[0], saved_plan(context)), Variable()};
+  return {Exchange::apply(grads[0], carried<SavedPlan>(context)), Variable()};
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 #include <ATen/Functions.h>
-#include <torch/csrc/autograd/custom_function.h>
 
+#include "core/autograd.h"
 #include "graph_parallel/halo_rows.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/core/check.h"
@@ -16,11 +16,6 @@
 
 namespace tessera::graph_parallel {
 namespace {
-
-using torch::autograd::AutogradContext;
-using torch::autograd::Function;
-using torch::autograd::Variable;
-using torch::autograd::variable_list;
 
 struct Flight : torch::CustomClassHolder {
   explicit Flight(HaloPlan plan) : plan(std::move(plan)) {}
@@ -38,14 +33,6 @@ struct Flight : torch::CustomClassHolder {
   }
 };
 using FlightPtr = c10::intrusive_ptr<Flight>;
-
-void save(AutogradContext* context, const FlightPtr& flight) {
-  context->saved_data["flight"] = c10::IValue::make_capsule(flight);
-}
-
-FlightPtr saved_flight(AutogradContext* context) {
-  return c10::static_intrusive_pointer_cast<Flight>(context->saved_data["flight"].toCapsule());
-}
 
 // A flight for the way back, remembered for the function that ends it.
 FlightPtr return_flight(const FlightPtr& flight) {
@@ -90,7 +77,7 @@ struct Inward {
 template <class Direction>
 Variable Start<Direction>::forward(AutogradContext* context, const Variable& rows,
                                    const FlightPtr& flight) {
-  save(context, flight);
+  carry(context, flight);
   flight->dtype = rows.scalar_type();
   flight->rows = Direction::start(rows, flight->plan);
   return at::zeros({1}, rows.options().requires_grad(false));
@@ -98,21 +85,22 @@ Variable Start<Direction>::forward(AutogradContext* context, const Variable& row
 
 template <class Direction>
 variable_list Start<Direction>::backward(AutogradContext* context, const variable_list& tokens) {
-  return {Finish<typename Direction::Partner>::apply(tokens[0], saved_flight(context)->back),
+  return {Finish<typename Direction::Partner>::apply(tokens[0], carried<Flight>(context)->back),
           Variable()};
 }
 
 template <class Direction>
 Variable Finish<Direction>::forward(AutogradContext* context, const Variable&,
                                     const FlightPtr& flight) {
-  save(context, flight);
+  carry(context, flight);
   return Direction::land(flight->land(), *flight);
 }
 
 template <class Direction>
 variable_list Finish<Direction>::backward(AutogradContext* context, const variable_list& grads) {
-  return {Start<typename Direction::Partner>::apply(grads[0], return_flight(saved_flight(context))),
-          Variable()};
+  return {
+      Start<typename Direction::Partner>::apply(grads[0], return_flight(carried<Flight>(context))),
+      Variable()};
 }
 
 }  // namespace

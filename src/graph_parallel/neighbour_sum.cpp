@@ -3,8 +3,8 @@
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
-#include <torch/csrc/autograd/custom_function.h>
 
+#include "core/autograd.h"
 #include "graph_parallel/device_copies.h"
 #include "kernels/neighbour_sum.h"
 #include "tessera/core/check.h"
@@ -93,11 +93,6 @@ Adjacency Adjacency::reversed() const {
 
 namespace {
 
-using torch::autograd::AutogradContext;
-using torch::autograd::Function;
-using torch::autograd::Variable;
-using torch::autograd::variable_list;
-
 struct Saved : torch::CustomClassHolder {
   explicit Saved(Adjacency adjacency) : adjacency(std::move(adjacency)) {}
   Adjacency adjacency;
@@ -163,10 +158,6 @@ struct Product : Function<Product> {
   static variable_list backward(AutogradContext* context, const variable_list& grads);
 };
 
-SavedPtr saved_in(AutogradContext* context) {
-  return c10::static_intrusive_pointer_cast<Saved>(context->saved_data["edges"].toCapsule());
-}
-
 SavedPtr reversed(const SavedPtr& saved) {
   return c10::make_intrusive<Saved>(saved->adjacency.reversed());
 }
@@ -179,13 +170,13 @@ Variable Sum::forward(AutogradContext* context, const Variable& rows, const Mayb
                       const SavedPtr& saved) {
   const Variable factors = weights.value_or(Variable());
   context->save_for_backward({rows, factors});
-  context->saved_data["edges"] = c10::IValue::make_capsule(saved);
+  carry(context, saved);
   return rows.scalar_type() == at::kFloat ? sum_rows<float>(rows, saved->adjacency, factors)
                                           : sum_rows<double>(rows, saved->adjacency, factors);
 }
 
 variable_list Sum::backward(AutogradContext* context, const variable_list& grads) {
-  const SavedPtr saved = saved_in(context);
+  const SavedPtr saved = carried<Saved>(context);
   const auto inputs = context->get_saved_variables();
   const Variable& rows = inputs[0];
   const Variable& weights = inputs[1];
@@ -203,14 +194,14 @@ variable_list Sum::backward(AutogradContext* context, const variable_list& grads
 Variable Product::forward(AutogradContext* context, const Variable& sources,
                           const Variable& targets, std::int64_t width, const SavedPtr& saved) {
   context->save_for_backward({sources, targets});
-  context->saved_data["edges"] = c10::IValue::make_capsule(saved);
+  carry(context, saved);
   return sources.scalar_type() == at::kFloat
              ? multiply_ends<float>(sources, targets, saved->adjacency, width)
              : multiply_ends<double>(sources, targets, saved->adjacency, width);
 }
 
 variable_list Product::backward(AutogradContext* context, const variable_list& grads) {
-  const SavedPtr saved = saved_in(context);
+  const SavedPtr saved = carried<Saved>(context);
   const auto inputs = context->get_saved_variables();
   Variable grad_sources;
   Variable grad_targets;

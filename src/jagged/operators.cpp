@@ -7,8 +7,8 @@
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
-#include <torch/csrc/autograd/custom_function.h>
 
+#include "core/autograd.h"
 #include "jagged/composed.h"
 #include "jagged/device.h"
 #include "kernels/jagged.h"
@@ -16,11 +16,6 @@
 
 namespace tessera::jagged {
 namespace {
-
-using torch::autograd::AutogradContext;
-using torch::autograd::Function;
-using torch::autograd::Variable;
-using torch::autograd::variable_list;
 
 // About 32 KB of copies: below it, another thread is not worth waking.
 constexpr std::int64_t kGrainBytes = 32768;

@@ -1,8 +1,7 @@
 // The operators in conjugate pairs: the backward of one runs the other, so that derivatives of any
 // order are right.
 
-#include <torch/csrc/autograd/custom_function.h>
-
+#include "core/autograd.h"
 #include "regions/agreement.h"
 #include "regions/slices.h"
 #include "tessera/comm/collectives.h"
@@ -15,10 +14,6 @@ namespace {
 
 using detail::Cut;
 using detail::Operator;
-using torch::autograd::AutogradContext;
-using torch::autograd::Function;
-using torch::autograd::Variable;
-using torch::autograd::variable_list;
 using CutPtr = c10::intrusive_ptr<Cut>;
 
 at::Tensor run(Operator op, const at::Tensor& x, const Cut& cut) {
@@ -62,14 +57,13 @@ Operator partner_of(Operator op) {
 struct Region : Function<Region> {
   static Variable forward(AutogradContext* context, const Variable& x, const CutPtr& cut,
                           Operator op) {
-    context->saved_data["cut"] = c10::IValue::make_capsule(cut);
+    carry(context, cut);
     context->saved_data["partner"] = static_cast<std::int64_t>(partner_of(op));
     return run(op, x, *cut);
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
-    const auto cut =
-        c10::static_intrusive_pointer_cast<Cut>(context->saved_data["cut"].toCapsule());
+    const auto cut = carried<Cut>(context);
     const auto partner = static_cast<Operator>(context->saved_data["partner"].toInt());
     return {Region::apply(detail::rejoin(partner, grads[0], *cut), cut, partner), {}, {}};
   }

@@ -4,18 +4,13 @@
 
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
-#include <torch/csrc/autograd/custom_function.h>
 
+#include "core/autograd.h"
 #include "core/kept_memory.h"
 #include "kernels/combine.h"
 
 namespace tessera::sharding {
 namespace {
-
-using torch::autograd::AutogradContext;
-using torch::autograd::Function;
-using torch::autograd::Variable;
-using torch::autograd::variable_list;
 
 // Numbers below which another thread is not worth waking.
 constexpr std::int64_t kGrain = 32768;
@@ -41,7 +36,7 @@ kernels::RowBlock block_of(const CombinePlan& plan, const CombinePiece& piece, f
 struct Combine : Function<Combine> {
   static Variable forward(AutogradContext* context, at::TensorList sources,
                           const CombinedPtr& combined) {
-    context->saved_data["combined"] = c10::IValue::make_capsule(combined);
+    carry(context, combined);
     const CombinePlan& plan = combined->plan;
     std::vector<at::Tensor> flat;
     for (const at::Tensor& source : sources) {
@@ -64,8 +59,7 @@ struct Combine : Function<Combine> {
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-    const auto combined =
-        c10::static_intrusive_pointer_cast<Combined>(context->saved_data["combined"].toCapsule());
+    const auto combined = carried<Combined>(context);
     const CombinePlan& plan = combined->plan;
     at::Tensor gradient = gradients[0].to(at::kFloat);
     if (gradient.numel() > 0 && gradient.stride(1) != 1) gradient = gradient.contiguous();

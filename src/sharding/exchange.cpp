@@ -5,32 +5,18 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
-#include <torch/csrc/autograd/custom_function.h>
 
+#include "core/autograd.h"
 #include "tessera/core/check.h"
 
 namespace tessera::sharding {
 namespace {
-
-using torch::autograd::AutogradContext;
-using torch::autograd::Function;
-using torch::autograd::Variable;
-using torch::autograd::variable_list;
 
 struct Recorded : torch::CustomClassHolder {
   explicit Recorded(Journey own) : journey(std::move(own)) {}
   Journey journey;
 };
 using RecordedPtr = c10::intrusive_ptr<Recorded>;
-
-void save(AutogradContext* context, const RecordedPtr& recorded) {
-  context->saved_data["journey"] = c10::IValue::make_capsule(recorded);
-}
-
-Journey& saved(AutogradContext* context) {
-  const auto capsule = context->saved_data["journey"].toCapsule();
-  return c10::static_intrusive_pointer_cast<Recorded>(capsule)->journey;
-}
 
 void check_first_order() {
   TESSERA_CHECK_VALUE(!at::GradMode::is_enabled(),
@@ -43,13 +29,13 @@ struct Start : Function<Start> {
   static Variable forward(AutogradContext* context, const Variable& input, const Variable& anchor,
                           const RecordedPtr& recorded) {
     static_cast<void>(anchor);
-    save(context, recorded);
+    carry(context, recorded);
     recorded->journey.start(input);
     return at::zeros({1}, input.options());
   }
 
   static variable_list backward(AutogradContext* context, const variable_list&) {
-    at::Tensor gradient = saved(context).wait_backward();
+    at::Tensor gradient = carried<Recorded>(context)->journey.wait_backward();
     if (!context->needs_input_grad(0)) gradient = at::Tensor();
     return {gradient, Variable(), Variable()};
   }
@@ -59,12 +45,12 @@ struct Wait : Function<Wait> {
   static variable_list forward(AutogradContext* context, const Variable& token,
                                const RecordedPtr& recorded) {
     static_cast<void>(token);
-    save(context, recorded);
+    carry(context, recorded);
     return recorded->journey.wait();
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-    saved(context).start_backward(gradients);
+    carried<Recorded>(context)->journey.start_backward(gradients);
     return {at::zeros({1}, gradients[0].options()), Variable()};
   }
 };

@@ -4,19 +4,14 @@
 
 #include <ATen/Functions.h>
 #include <ATen/WrapDimUtils.h>
-#include <torch/csrc/autograd/custom_function.h>
 
+#include "core/autograd.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/core/check.h"
 #include "tessera/regions/gather_shared.h"
 
 namespace tessera::vocab_parallel {
 namespace {
-
-using torch::autograd::AutogradContext;
-using torch::autograd::Function;
-using torch::autograd::Variable;
-using torch::autograd::variable_list;
 
 at::Tensor starts_or_whole(const std::optional<at::Tensor>& starts, std::int64_t total) {
   return starts ? *starts : at::tensor(std::vector<std::int64_t>{0, total}, at::kLong);
@@ -49,8 +44,7 @@ struct SavedGroup : torch::CustomClassHolder {
 template <bool kToTokens>
 struct Deal : Function<Deal<kToTokens>> {
   static Variable forward(AutogradContext* context, const Variable& x, const comm::Group& group) {
-    context->saved_data["group"] =
-        c10::IValue::make_capsule(c10::make_intrusive<SavedGroup>(group));
+    carry(context, c10::make_intrusive<SavedGroup>(group));
     const std::int64_t ranks = group.size();
     if constexpr (kToTokens) {
       const std::int64_t tokens = x.size(0) / ranks;
@@ -66,8 +60,7 @@ struct Deal : Function<Deal<kToTokens>> {
     }
   }
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
-    const auto saved =
-        c10::static_intrusive_pointer_cast<SavedGroup>(context->saved_data["group"].toCapsule());
+    const auto saved = carried<SavedGroup>(context);
     return {Deal<!kToTokens>::apply(grads[0], saved->group), Variable()};
   }
 };

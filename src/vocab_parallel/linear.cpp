@@ -4,8 +4,8 @@
 #include <optional>
 
 #include <ATen/Functions.h>
-#include <torch/csrc/autograd/custom_function.h>
 
+#include "core/autograd.h"
 #include "core/kept_memory.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/core/check.h"
@@ -17,8 +17,6 @@ namespace {
 using detail::PassGradients;
 using detail::PassResult;
 using detail::PassSettings;
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 constexpr const char* kFunction = "vocab.linear_cross_entropy";
 constexpr std::int64_t kDefaultWorkspace = std::int64_t{256} << 20;
@@ -127,13 +125,12 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
     context->mark_non_differentiable(constants);
     result.loss = at::Tensor();
     result.scores = {};
-    context->saved_data["state"] = c10::IValue::make_capsule(std::move(state));
+    carry(context, std::move(state));
     return outputs;
   }
 
   static variable_list backward(AutogradContext* context, variable_list gradients) {
-    auto state =
-        c10::static_intrusive_pointer_cast<LinearState>(context->saved_data["state"].toCapsule());
+    auto state = carried<LinearState>(context);
     const PassSettings& settings = state->settings;
     TORCH_CHECK(!at::GradMode::is_enabled(), settings.operation,
                 ": gradients of gradients are not available. Call backward without create_graph.");

@@ -3,8 +3,8 @@
 #include <algorithm>
 
 #include <ATen/Functions.h>
-#include <torch/csrc/autograd/custom_function.h>
 
+#include "core/autograd.h"
 #include "core/kept_memory.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/core/check.h"
@@ -21,8 +21,6 @@ using detail::log_softmax_rows;
 using detail::PassResult;
 using detail::PassSettings;
 using detail::sum_over_group;
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 constexpr const char* kId = "id";  // what error texts call it
 
@@ -188,15 +186,13 @@ class LogSoftmax : public torch::autograd::Function<LogSoftmax> {
     });
     out_rows.slice(1, settings.num_valid, rows.size(1)).fill_(-INFINITY);  // padding
     context->save_for_backward({logits, result.maximum, log_sum});
-    context->saved_data["state"] =
-        c10::IValue::make_capsule(c10::make_intrusive<LogSoftmaxState>(settings, group));
+    carry(context, c10::make_intrusive<LogSoftmaxState>(settings, group));
     return out;
   }
 
   /// g - softmax times the sum of g over the whole vocabulary.
   static variable_list backward(AutogradContext* context, variable_list gradients) {
-    const auto state = c10::static_intrusive_pointer_cast<LogSoftmaxState>(
-        context->saved_data["state"].toCapsule());
+    const auto state = carried<LogSoftmaxState>(context);
     const PassSettings& settings = state->settings;
     TORCH_CHECK(!at::GradMode::is_enabled(), settings.operation,
                 ": gradients of gradients are not available. Call backward without create_graph.");

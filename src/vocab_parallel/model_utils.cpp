@@ -6,8 +6,8 @@
 #include <vector>
 
 #include <ATen/Functions.h>
-#include <torch/csrc/autograd/custom_function.h>
 
+#include "core/autograd.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/core/check.h"
 #include "tessera/regions/gather_scatter.h"
@@ -21,9 +21,6 @@
 
 namespace tessera::vocab_parallel {
 namespace {
-
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 TokenOptions options_for(const char* operation, std::int64_t start, std::int64_t end) {
   TokenOptions options;

@@ -3,8 +3,8 @@
 #include <cmath>
 
 #include <ATen/Functions.h>
-#include <torch/csrc/autograd/custom_function.h>
 
+#include "core/autograd.h"
 #include "core/kept_memory.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/core/check.h"
@@ -25,8 +25,6 @@ namespace {
 using detail::chunk_rows;
 using detail::flat_rows;
 using detail::PassSettings;
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 constexpr int kDigitBits = 8;
 constexpr std::int64_t kDigits = 1 << kDigitBits;

@@ -4,8 +4,7 @@
 
 #include <utility>
 
-#include <torch/csrc/autograd/custom_function.h>
-
+#include "core/autograd.h"
 #include "vocab_parallel/token_pass.h"
 
 namespace tessera::vocab_parallel::detail {
@@ -15,15 +14,13 @@ struct SavedSettings : torch::CustomClassHolder {
   PassSettings settings;
 };
 
-inline void save_settings(torch::autograd::AutogradContext* context, const PassSettings& settings) {
-  context->saved_data["settings"] =
-      c10::IValue::make_capsule(c10::make_intrusive<SavedSettings>(settings));
+inline void save_settings(AutogradContext* context, const PassSettings& settings) {
+  carry(context, c10::make_intrusive<SavedSettings>(settings));
 }
 
 /// Valid as long as the context.
-inline const PassSettings& saved_settings(torch::autograd::AutogradContext* context) {
-  const auto capsule = context->saved_data["settings"].toCapsule();
-  return c10::static_intrusive_pointer_cast<SavedSettings>(capsule)->settings;
+inline const PassSettings& saved_settings(AutogradContext* context) {
+  return carried<SavedSettings>(context)->settings;
 }
 
 }  // namespace tessera::vocab_parallel::detail

@@ -1,6 +1,6 @@
 #include <ATen/Functions.h>
-#include <torch/csrc/autograd/custom_function.h>
 
+#include "core/autograd.h"
 #include "core/kept_memory.h"
 #include "tessera/core/check.h"
 #include "tessera/vocab_parallel/log_probabilities.h"
@@ -15,8 +15,6 @@ using detail::chunk_rows;
 using detail::flat_rows;
 using detail::log_softmax_rows;
 using detail::PassSettings;
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 class SoftCrossEntropy : public torch::autograd::Function<SoftCrossEntropy> {
  public:

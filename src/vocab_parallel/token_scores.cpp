@@ -1,8 +1,8 @@
 #include "tessera/vocab_parallel/token_scores.h"
 
 #include <ATen/MemoryOverlap.h>
-#include <torch/csrc/autograd/custom_function.h>
 
+#include "core/autograd.h"
 #include "tessera/core/check.h"
 #include "tessera/vocab_parallel/cross_entropy.h"
 #include "vocab_parallel/device.h"
@@ -15,8 +15,6 @@ namespace {
 
 using detail::PassResult;
 using detail::PassSettings;
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 constexpr const char* kSpent = "spent";
 
