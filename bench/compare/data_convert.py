@@ -1,7 +1,9 @@
 """Times `tessera data convert` of CSV and Parquet beside pandas and pyarrow, which only read. One core each.
 
-Prints one line of JSON per row. The peers read the columns that the schema names, and hash nothing; pandas
-is left out where it is not installed.
+Prints one line of JSON per row. The rows named `pandas` and `pyarrow` read the columns into memory, and no
+more; `pandas_convert` does with pandas' own functions what a conversion does: logarithms, hashes, bags of
+ids, and arrays on the disk. pandas is left out where it is not installed. Then the same table is trained on: from its log, from Parquet that was
+seen before, and from Parquet that is seen for the first time and converted within the time.
 """
 
 from __future__ import annotations
@@ -10,10 +12,12 @@ import argparse
 import json
 import os
 import pathlib
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 
 import numpy as np
 import pyarrow as pa
@@ -27,8 +31,30 @@ PEERS = {
     ("parquet", "pyarrow"): "import pyarrow.parquet as q; q.read_table(FILE, use_threads=False)",
     ("csv", "pandas"): "import pandas; pandas.read_csv(FILE)",
     ("parquet", "pandas"): "import pandas; pandas.read_parquet(FILE, use_threads=False)",
+    ("csv", "pandas_convert"): "convert(pandas.read_csv(FILE))",
+    ("parquet", "pandas_convert"): "convert(pandas.read_parquet(FILE, use_threads=False))",
 }
 DENSE, HASHED, WHOLE = 6, 8, 4
+# The fastest that pandas offers: texts are hashed once per distinct value.
+PANDAS_CONVERT = """
+import numpy as np, pandas
+def ids(texts, rows):
+    return (pandas.util.hash_array(texts.to_numpy(dtype=object), categorize=True) % rows).astype(np.uint32)
+def convert(table):
+    out = {"label": table["clicked"].to_numpy().astype(np.uint8)}
+    dense = [n for n in table.columns if n.startswith("number_")]
+    out["dense"] = np.log1p(table[dense].to_numpy(np.float32).clip(0))
+    for n in table.columns:
+        if n.startswith("text_"):
+            out[n] = ids(table[n], 100000)
+        elif n.startswith("id_"):
+            if table[n].min() < 0 or table[n].max() >= 1000000: raise ValueError(n)
+            out[n] = table[n].to_numpy().astype(np.uint32)
+    bags = table["tags"].str.split("|")
+    out["lengths"] = bags.str.len().to_numpy()
+    out["tags"] = ids(bags.explode(), 100)
+    np.savez(PATH + ".npz", **out)
+"""
 
 
 def make_tables(folder: pathlib.Path, rows: int) -> None:
@@ -64,7 +90,12 @@ def make_tables(folder: pathlib.Path, rows: int) -> None:
 
 def seconds_inside(code: str, path: pathlib.Path) -> float:
     """The time of the second reading of a fresh interpreter, on one core: imports are not the reader's."""
-    timed = "import time\n" + "for _ in range(2):\n b = time.perf_counter()\n " + code.replace("FILE", "PATH")
+    timed = (
+        (PANDAS_CONVERT if code.startswith("convert") else "")
+        + "import time\n"
+        + "for _ in range(2):\n b = time.perf_counter()\n "
+        + code.replace("FILE", "PATH")
+    )
     timed = f"PATH = {str(path)!r}\n{timed}\nprint(time.perf_counter() - b)"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ARROW_NUM_THREADS": "1"}
     words = ["taskset", "-c", "0", sys.executable, "-c", timed]
@@ -88,10 +119,46 @@ def converted(folder: pathlib.Path, name: str) -> float:
     return json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)["seconds"]
 
 
+def trained(folder: pathlib.Path, name: str, cache: str) -> float:
+    """The wall time of a whole `tessera train dlrm`, start and end of the processes included."""
+    words = [TESSERA, "train", "dlrm", "--data", folder / name, "--epochs", "2", "--dim", "16"]
+    words += [
+        "--bottom",
+        "64,16",
+        "--top",
+        "64,1",
+        "--eval-every",
+        "0",
+        "--keep-model",
+        "none",
+    ]
+    if name.endswith(".parquet"):
+        words += ["--schema", folder / "schema.toml"]
+    environment = {**os.environ, "TESSERA_CACHE": str(folder / cache)}
+    begin = time.perf_counter()
+    subprocess.run(words, check=True, capture_output=True, env=environment, cwd=folder)
+    return time.perf_counter() - begin
+
+
+def time_trainings(folder: pathlib.Path, repetitions: int) -> dict[str, list[float]]:
+    """Take turns; the first training from Parquet of each turn has an empty cache."""
+    converted(folder, "table.parquet")
+    times: dict[str, list[float]] = {}
+    for turn in range(repetitions):
+        for who, name in (
+            ("log", "out.click"),
+            ("parquet_new", "table.parquet"),
+            ("parquet", "table.parquet"),
+        ):
+            times.setdefault(who, []).append(trained(folder, name, f"cache-{turn}"))
+        shutil.rmtree(folder / f"cache-{turn}")
+    return times
+
+
 def print_row(kind: str, who: str, times: list[float], size: int, rows: int) -> None:
     deciles = statistics.quantiles(times, n=10, method="inclusive")
     row = {
-        "name": f"data/convert_{kind}/{who}/{rows}",
+        "name": f"data/{kind}/{who}/{rows}",
         "ranks": 0,
         "threads": 1,
         "isa": "",
@@ -115,7 +182,7 @@ def main() -> int:
     words = parser.parse_args()
     import importlib.util
 
-    peers = {key: code for key, code in PEERS.items() if importlib.util.find_spec(key[1])}
+    peers = {key: code for key, code in PEERS.items() if importlib.util.find_spec(key[1].partition("_")[0])}
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         make_tables(folder, words.rows)
@@ -128,7 +195,10 @@ def main() -> int:
                     if of == kind:
                         times.setdefault((kind, who), []).append(seconds_inside(code, path))
         for (kind, who), some in times.items():
-            print_row(kind, who, some, (folder / f"table.{kind}").stat().st_size, words.rows)
+            print_row(f"convert_{kind}", who, some, (folder / f"table.{kind}").stat().st_size, words.rows)
+        size = (folder / "out.click").stat().st_size
+        for who, some in time_trainings(folder, words.repetitions).items():
+            print_row("train_from", who, some, size, words.rows)
     return 0
 
 

@@ -16,7 +16,6 @@ import struct
 import subprocess
 import tempfile
 import time
-import urllib.request
 
 import pytest
 
@@ -92,18 +91,30 @@ class Browser:
             assert self.process.poll() is None, f"{PROGRAM} ended with {self.process.returncode}"
             assert time.monotonic() < deadline, f"{PROGRAM} did not start"
             time.sleep(0.05)
-        self.port = int(port_file.read_text().split()[0])
+        self.port, path = port_file.read_text().split()
+        self.stream = Socket(f"ws://127.0.0.1:{self.port}{path}")
+        self.count = 0
 
     def close(self):
         self.process.terminate()
         self.process.wait(30)
         self.folder.cleanup()
 
+    def _call(self, method: str, **values) -> dict:
+        self.count += 1
+        self.stream.send(json.dumps({"id": self.count, "method": method, "params": values}))
+        while (message := json.loads(self.stream.receive())).get("id") != self.count:
+            pass
+        assert "error" not in message, message
+        return message["result"]
+
     def open(self, url: str, width: int = 1280, dark: bool = False, height: int = 900) -> Page:
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}/json/new?about:blank", method="PUT")
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            target = json.load(answer)
-        return Page(Socket(target["webSocketDebuggerUrl"]), url, width, dark, height)
+        """A page in a profile of its own: whoever opens it comes for the first time, and no other page,
+        which may still be open, tells it what was chosen there."""
+        profile = self._call("Target.createBrowserContext")["browserContextId"]
+        target = self._call("Target.createTarget", url="about:blank", browserContextId=profile)["targetId"]
+        stream = Socket(f"ws://127.0.0.1:{self.port}/devtools/page/{target}")
+        return Page(stream, url, width, dark, height)
 
 
 class Page:
@@ -117,9 +128,6 @@ class Page:
         self.call("Emulation.setDeviceMetricsOverride", **metrics)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
-        # Whoever opens a page comes for the first time.
-        forget = "try { localStorage.clear(); } catch (error) {}"
-        self.call("Page.addScriptToEvaluateOnNewDocument", source=forget)
         self.call("Page.navigate", url=url)
         while not any(event["method"] == "Page.loadEventFired" for event in self.events):
             self._take(json.loads(self.stream.receive()))
