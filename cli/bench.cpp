@@ -210,7 +210,15 @@ std::vector<std::string> flags() {
 
 }  // namespace
 
-const Verb kBenchVerb{"bench", "measure this machine, and Tessera beside its peers", kHelp, run,
-                      flags};
+const Verb kBenchVerb{"bench",
+                      "measure this machine, and Tessera beside its peers",
+                      kHelp,
+                      run,
+                      flags,
+                      "collectives serve",
+                      [] {
+                        return std::map<std::string, std::string>{
+                            {"--op", "all_reduce all_gather reduce_scatter all_to_all broadcast"}};
+                      }};
 
 }  // namespace tessera::cli

@@ -423,7 +423,13 @@ std::vector<std::string> flags() {
 
 }  // namespace
 
-const Verb kCkptVerb{"ckpt", "list, verify, show, reshard, export checkpoints", kHelp, run,
-                     flags,  "ls verify show ids reshard export import compact"};
+const Verb kCkptVerb{
+    "ckpt",
+    "list, verify, show, reshard, export checkpoints",
+    kHelp,
+    run,
+    flags,
+    "ls verify show ids reshard export import compact",
+    [] { return std::map<std::string, std::string>{{"--cut", "rows columns whole"}}; }};
 
 }  // namespace tessera::cli

@@ -241,6 +241,8 @@ int show(const Names& names, const DataWords& words) {
       answer["features"].push_back(
           {{"name", feature.name}, {"rows", feature.num_rows}, {"bag_size", feature.bag_size}});
       if (layout.version > 1) answer["features"].back()["pooling"] = pooling_of(feature);
+      if (feature.dim > 0) answer["features"].back()["dim"] = feature.dim;
+      if (feature.grows()) answer["features"].back()["growing"] = true;
     }
     if (!layout.schema.dense_names.empty()) answer["dense_names"] = layout.schema.dense_names;
     if (!layout.schema.origin.empty()) answer["schema"] = layout.schema.origin;
@@ -254,9 +256,12 @@ int show(const Names& names, const DataWords& words) {
   for (const Feature& feature : layout.schema.features) {
     const std::string bag =
         feature.bag_size == 0 ? "any number of" : std::to_string(feature.bag_size);
-    std::printf("feature  %-24s %12lld rows, %s ids per sample%s\n", feature.name.c_str(),
-                static_cast<long long>(feature.num_rows), bag.c_str(),
-                feature.means ? ", mean" : "");
+    const std::string rows =
+        feature.grows() ? "     growing" : std::to_string(feature.num_rows) + " rows";
+    const std::string dim =
+        feature.dim > 0 ? ", " + std::to_string(feature.dim) + " columns" : std::string();
+    std::printf("feature  %-24s %17s, %s ids per sample%s%s\n", feature.name.c_str(), rows.c_str(),
+                bag.c_str(), feature.means ? ", mean" : "", dim.c_str());
   }
   return launch::kExitOk;
 }
@@ -425,7 +430,13 @@ std::vector<std::string> flags() {
 
 }  // namespace
 
-const Verb kDataVerb{"data", "convert, show, check and make click logs", kHelp, run,
-                     flags,  "schema convert show check synth"};
+const Verb kDataVerb{
+    "data",
+    "convert, show, check and make click logs",
+    kHelp,
+    run,
+    flags,
+    "schema convert show check stats synth",
+    [] { return std::map<std::string, std::string>{{"--format", "binary text"}}; }};
 
 }  // namespace tessera::cli

@@ -180,7 +180,10 @@ std::vector<std::string> flags() {
 
 }  // namespace
 
-const Verb kRunVerb{"run", "start the ranks of a program, watch them, restart them", kHelp, run,
-                    flags};
+const Verb kRunVerb{
+    "run", "start the ranks of a program, watch them, restart them", kHelp, run, flags, "", [] {
+      return std::map<std::string, std::string>{
+          {"--nproc-per-node", "auto cpu gpu"}, {"--tee", "0 1 2 3"}, {"--redirects", "0 1 2 3"}};
+    }};
 
 }  // namespace tessera::cli

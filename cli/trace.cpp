@@ -252,6 +252,9 @@ std::vector<std::string> flags() {
 
 }  // namespace
 
-const Verb kTraceVerb{"trace", "merge and summarise the traces of ranks", kHelp, run, flags};
+const Verb kTraceVerb{
+    "trace", "merge and summarise the traces of ranks", kHelp, run, flags, "merge summary", [] {
+      return std::map<std::string, std::string>{{"--by", "phase name"}};
+    }};
 
 }  // namespace tessera::cli

@@ -11,6 +11,7 @@
 
 #include "converted_data.h"
 #include "data/converted.h"
+#include "dlrm/click_file.h"
 #include "dlrm/settings.h"
 #include "doctor/machine.h"
 #include "flags.h"
@@ -85,12 +86,24 @@ int share_of_host(const trainer::Settings& settings, int num_hosts) {
       "the configuration names the ranks of all hosts", "--ranks N, the ranks of each host");
 }
 
-// Tables become a log before the ranks are started: once, on this host.
+// Tables become a log before the ranks are started: once, on this host. Its features are compared
+// with the flags.
 void convert_data(const workloads::dlrm::Settings& settings) {
   // Tables that grow take ids as the files have them.
-  if (settings.schema.empty() || settings.is_unlimited()) return;
+  if (settings.is_unlimited()) return;
   for (const std::string& data : {settings.data, settings.eval_data}) {
-    if (workloads::data::is_table(data)) say_converted("train", data, settings.schema, {});
+    std::string log = data;
+    if (workloads::data::is_table(data)) {
+      if (settings.schema.empty()) continue;  // Criteo's format, or the ranks say what it is not
+      log = say_converted("train", data, settings.schema, {});
+    }
+    if (log.empty() || log == "synthetic") continue;
+    try {
+      settings.check_tables(workloads::dlrm::ClickFile(log).schema());
+    } catch (const workloads::data::DataError& error) {
+      throw launch::LaunchError(launch::kExitData, "train: " + data + " cannot be read",
+                                error.what(), "tessera data check " + data + " says more");
+    }
   }
 }
 

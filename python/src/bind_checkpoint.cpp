@@ -175,14 +175,27 @@ void bind_checkpoint(py::module_& m) {
       .def_readonly("folder", &SaveReport::folder)
       .def_readonly("rank_bytes", &SaveReport::rank_bytes)
       .def_readonly("total_bytes", &SaveReport::total_bytes)
-      .def_readonly("seconds", &SaveReport::seconds);
+      .def_readonly("seconds", &SaveReport::seconds)
+      .def("__repr__", [](const SaveReport& report) {
+        return py::str(
+                   "SaveReport(step={}, folder={!r}, rank_bytes={}, total_bytes={}, seconds={})")
+            .format(report.step, report.folder, report.rank_bytes, report.total_bytes,
+                    report.seconds);
+      });
   py::class_<LoadReport>(m, "LoadReport", "Which checkpoint was loaded, and its values.")
       .def_readonly("step", &LoadReport::step)
       .def_readonly("folder", &LoadReport::folder)
       .def_readonly("saved_world", &LoadReport::saved_world)
       .def_readonly("values", &LoadReport::values)
       .def_readonly("rank_values", &LoadReport::rank_values)
-      .def_readonly("warnings", &LoadReport::warnings);
+      .def_readonly("warnings", &LoadReport::warnings)
+      .def("__repr__", [](const LoadReport& report) {
+        return py::str(
+                   "LoadReport(step={}, folder={!r}, saved_world={}, values={}, rank_values={}, "
+                   "warnings={})")
+            .format(report.step, report.folder, report.saved_world, report.values,
+                    report.rank_values, report.warnings);
+      });
   bind_reader(m);
   bind_leaves(m);
   m.def(

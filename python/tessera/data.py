@@ -40,12 +40,16 @@ class DataError(ValueError):
 
 @dataclass(frozen=True)
 class Feature:
-    """A bag of ids per sample, each below ``rows``; ``bag_size`` is 0 if it varies."""
+    """A bag of ids per sample, each below ``rows``; ``bag_size`` is 0 if it varies.
+
+    ``rows`` 0 is a table that grows: any ids. ``dim`` 0 is as many columns as the others have.
+    """
 
     name: str
     rows: int
     bag_size: int = 1
     pooling: str = "sum"
+    dim: int = 0
 
     def __post_init__(self) -> None:
         """Compare the pooling with those there are."""
@@ -78,6 +82,7 @@ class _FeatureWords(ctypes.Structure):
         ("num_rows", ctypes.c_int64),
         ("bag_size", ctypes.c_int64),
         ("means", ctypes.c_int),
+        ("dim", ctypes.c_int64),
     )
 
 
@@ -154,6 +159,7 @@ class ClickWriter:
         for word, one in zip(words, self._features, strict=False):
             word.name, word.num_rows, word.bag_size = one.name.encode(), one.rows, one.bag_size
             word.means = one.pooling == "mean"
+            word.dim = one.dim
         self._writer = ctypes.c_void_p()
         _call(
             "tessera_click_writer_open",
@@ -241,7 +247,8 @@ class ClickFile:
         _call("tessera_click_file_open", os.fsencode(path), ctypes.byref(self._file))
         told = json.loads(_library().tessera_click_file_description(self._file))
         self.features = [
-            Feature(one["name"], one["rows"], one["bag_size"], one["pooling"]) for one in told["features"]
+            Feature(one["name"], one["rows"], one["bag_size"], one["pooling"], one["dim"])
+            for one in told["features"]
         ]
         self.dense_names: list[str] = told["dense_names"]
         self.num_dense: int = told["dense"]

@@ -71,6 +71,25 @@ std::int64_t number_in(const std::string& name) {
   return number.empty() || number.size() > 9 ? -1 : std::stoll(number);
 }
 
+// A list of names among the values of a checkpoint.
+std::vector<std::string> names_in(const Reader& reader, const char* value) {
+  const auto& values = reader.manifest().values;
+  const auto stored = values.find(value);
+  const auto* text = stored == values.end() ? nullptr : std::get_if<std::string>(&stored->second);
+  std::vector<std::string> names;
+  if (text == nullptr) return names;
+  const auto list = nlohmann::json::parse(*text, nullptr, /*allow_exceptions=*/false);
+  for (const auto& name : list.is_array() ? list : nlohmann::json::array()) {
+    names.push_back(name.is_string() ? name.get<std::string>() : "");
+  }
+  return names;
+}
+
+// The layer that makes the rows of a narrower or wider table as wide as the model, if there is one.
+const TensorInfo* projection_of(const Reader& reader, std::size_t feature) {
+  return reader.find("model.projection_" + std::to_string(feature) + kWeightSuffix);
+}
+
 std::vector<std::string> features_of(const Reader& reader, const ExportOptions& options) {
   std::vector<std::string> tables;
   for (const TensorInfo& tensor : reader.tensors()) {
@@ -83,15 +102,7 @@ std::vector<std::string> features_of(const Reader& reader, const ExportOptions& 
     refuse(reader.folder() + " has no tables: it is not a checkpoint of tessera train dlrm.");
   }
   std::vector<std::string> names = options.features;
-  const auto& values = reader.manifest().values;
-  const auto stored = values.find("features");
-  const auto* text = stored == values.end() ? nullptr : std::get_if<std::string>(&stored->second);
-  if (names.empty() && text != nullptr) {
-    const auto list = nlohmann::json::parse(*text, nullptr, /*allow_exceptions=*/false);
-    for (const auto& name : list.is_array() ? list : nlohmann::json::array()) {
-      names.push_back(name.is_string() ? name.get<std::string>() : "");
-    }
-  }
+  if (names.empty()) names = names_in(reader, "features");
   if (names.empty()) {
     // The tables of a generated log and of Criteo's are numbered.
     names = tables;
@@ -137,6 +148,7 @@ ModelInfo model_of(const Reader& reader, const ExportOptions& options) {
              std::string(embedding::name_of(type)) + ".");
     }
   }
+  const std::vector<std::string> averaged = names_in(reader, "mean_features");
   for (const std::string& name : features_of(reader, options)) {
     const TensorInfo& weight = needed(reader, kTablePrefix + name + kWeightSuffix, 2);
     TableInfo table;
@@ -144,9 +156,11 @@ ModelInfo model_of(const Reader& reader, const ExportOptions& options) {
     const auto own = options.tables.find(name);
     table.type = own == options.tables.end() ? options.type : own->second;
     table.num_rows = weight.shape[0];
-    table.num_columns = weight.shape[1];
+    const TensorInfo* projection = projection_of(reader, model.tables.size());
+    table.num_columns = projection == nullptr ? weight.shape[1] : projection->shape[0];
     table.row_bytes = embedding::row_bytes(table.type, table.num_columns, options.alignment);
-    model.features.push_back({name, model.tables.size(), false});
+    const bool is_mean = std::find(averaged.begin(), averaged.end(), name) != averaged.end();
+    model.features.push_back({name, model.tables.size(), is_mean});
     model.tables.push_back(std::move(table));
   }
   try {
@@ -173,11 +187,21 @@ float largest_of(RowType type) {
 // Makes the rows of a table in the order in which they are written.
 class RowMaker {
  public:
-  RowMaker(const Reader& reader, TableReport& report, OnOverflow on_overflow)
+  RowMaker(const Reader& reader, std::size_t feature, TableReport& report, OnOverflow on_overflow)
       : reader_(reader),
         tensor_(needed(reader, kTablePrefix + report.table.name + kWeightSuffix, 2)),
         report_(report),
-        on_overflow_(on_overflow) {}
+        on_overflow_(on_overflow) {
+    const TensorInfo* projection = projection_of(reader, feature);
+    if (projection == nullptr) return;
+    needed(reader, projection->name, 2);
+    if (projection->shape[1] != tensor_.shape[1]) {
+      refuse("tensor '" + projection->name + "' takes " + std::to_string(projection->shape[1]) +
+             " columns, table '" + report.table.name + "' has " + std::to_string(tensor_.shape[1]) +
+             ".");
+    }
+    projection_ = read_numbers(reader, *projection, 0, projection->shape[0]);
+  }
 
   void fill(std::span<std::byte> out) {
     while (!out.empty()) {
@@ -195,6 +219,7 @@ class RowMaker {
     const std::int64_t most = std::max<std::int64_t>(1, kReadBytes / (4 * table.num_columns));
     const std::int64_t count = std::min(most, table.num_rows - next_row_);
     std::vector<float> numbers = read_numbers(reader_, tensor_, next_row_, count);
+    if (!projection_.empty()) numbers = projected(numbers, count);
     made_.assign(static_cast<std::size_t>(count * table.row_bytes), 0);
     place_ = 0;
     const auto width = static_cast<std::size_t>(table.num_columns);
@@ -204,6 +229,24 @@ class RowMaker {
                made_.data() + r * table.row_bytes, back, next_row_ + r);
     }
     next_row_ += count;
+  }
+
+  // Sums and means of rows are then those of the model: the layer is linear.
+  std::vector<float> projected(const std::vector<float>& rows, std::int64_t count) const {
+    const auto from = static_cast<std::size_t>(tensor_.shape[1]);
+    const auto to = static_cast<std::size_t>(report_.table.num_columns);
+    std::vector<float> out;
+    out.reserve(static_cast<std::size_t>(count) * to);
+    for (std::size_t r = 0; r < static_cast<std::size_t>(count); ++r) {
+      for (std::size_t c = 0; c < to; ++c) {
+        double sum = 0;
+        for (std::size_t i = 0; i < from; ++i) {
+          sum += static_cast<double>(projection_[c * from + i]) * rows[r * from + i];
+        }
+        out.push_back(static_cast<float>(sum));
+      }
+    }
+    return out;
   }
 
   void make_row(std::span<float> numbers, std::uint8_t* row, std::vector<float>& back,
@@ -249,6 +292,7 @@ class RowMaker {
   const TensorInfo& tensor_;
   TableReport& report_;
   OnOverflow on_overflow_;
+  std::vector<float> projection_;  // [columns of the model, columns of the table], or nothing
   std::vector<std::uint8_t> made_;
   std::size_t place_ = 0;
   std::int64_t next_row_ = 0;
@@ -369,7 +413,7 @@ ExportReport write_package(const Reader& reader, const std::string& path,
     table.table = report.model.tables[i];
     table.bytes_before = 4 * table.table.num_rows * table.table.num_columns;
     table.bytes_after = table.table.num_rows * table.table.row_bytes;
-    RowMaker maker(reader, table, options.on_overflow);
+    RowMaker maker(reader, i, table, options.on_overflow);
     Part part;
     part.name = "tables." + table.table.name + kWeightSuffix;
     part.dtype = Dtype::kU8;

@@ -6,6 +6,7 @@ import doctest
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import time
@@ -77,7 +78,10 @@ def test_nested_values_come_back(tmp_path):
         "nan": float("nan"),
         "big": 1 << 80,
     }
-    checkpoint.save(tmp_path, 0, state)
+    saved = checkpoint.save(tmp_path, 0, state)
+    assert re.match(
+        rf"SaveReport\(step=0, folder='{tmp_path}/\S+', rank_bytes=\d+, total_bytes=\d+, ", str(saved)
+    )
     back = checkpoint.read(tmp_path)
     assert back["a"][:5] == [1, 2.5, "x", None, True] and back["a"][5][1] == float("inf")
     assert isinstance(back["a"][5], tuple) and torch.equal(back["a"][5][0], torch.ones(2))
@@ -87,6 +91,8 @@ def test_nested_values_come_back(tmp_path):
     target = {"a": [0, 0.0, "", 1, False, (torch.zeros(2), 0.0)], "big": 0}
     report = checkpoint.load(tmp_path, target)
     assert report.step == 0 and report.saved_world == 1 and report.warnings == []
+    assert re.match(rf"LoadReport\(step=0, folder='{tmp_path}/\S+', saved_world=1, values={{", repr(report))
+    assert repr(report).endswith("warnings=[])") and "0x" not in repr(report)
     assert target["a"][:5] == [1, 2.5, "x", None, True] and target["big"] == 1 << 80
     assert torch.equal(target["a"][5][0], torch.ones(2))
 

@@ -90,3 +90,67 @@ def test_help_names_every_flag():
         texts[verb] += tessera(verb, part, "--help").stdout
     for verb, flag in re.findall(r"seen_subcommand_from (\w+)' -l ([\w-]+)", completion):
         assert flag == "help" or f"--{flag}" in texts[verb], (verb, flag)
+
+
+def flags_of() -> dict[str, set[str]]:
+    """The long flags that completion knows, by verb, and those of parts that have their own."""
+    found: dict[str, set[str]] = {}
+    for verb, flag in re.findall(
+        r"seen_subcommand_from (\w+)' -l ([\w-]+)", tessera("completion", "fish").stdout
+    ):
+        found.setdefault(verb, set()).add(f"--{flag}")
+    for verb, part in (("bench", "serve"), ("data", "stats")):
+        found[verb] |= set(re.findall(r"--[a-z][a-z-]*[a-z]", tessera(verb, part, "--help").stdout))
+    return found
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[verb] for verb in VERBS if verb != "completion"]
+    + [list(part) for part in PARTS]
+    + [["data", "show"], ["data", "stats"], ["ckpt", "ls"], ["bench", "collectives"], ["bench", "serve"]]
+    + [["runs", "diff"], ["trace", "merge"]],
+    ids=" ".join,
+)
+def test_a_mistyped_flag_has_a_suggestion(words):
+    """Every long flag of every verb, its last two letters exchanged."""
+    flags = {"--help"} | ({"--json"} & flags_of()[words[0]])
+    if len(words) == 1 and words[0] not in ("train", "plan", "bench", "data", "ckpt", "trace"):
+        flags |= {flag for flag in flags_of()[words[0]] if len(flag) > 6}
+    for flag in sorted(flags):
+        mistyped = flag[:-2] + flag[-1] + flag[-2]
+        if mistyped == flag or mistyped in flags_of()[words[0]]:
+            continue
+        result = tessera(*words, mistyped, "x")
+        assert result.returncode == 2, (mistyped, result.stderr)
+        assert re.search(rf"unknown flag {mistyped}: did you mean {flag}\?", result.stderr), result.stderr
+
+
+# Words of other programs, of those that only ours start, and of torchrun's that are refused by name.
+OTHERS = {
+    "cli/worker/store.cpp": {"--fd", "--host"},
+    "src/launch/store_host.cpp": {"--fd", "--host"},
+    "src/launch/report.cpp": {"--args"},
+    "src/comm/shm/segment.cpp": {"--shm-size"},
+    "cli/bench.cpp": {"--list", "--print-only"},
+    "workloads/settings/help_text.cpp": {"--flag"},
+    "workloads/settings/flags.cpp": {
+        "--flag", "--duplicate-stderr-filters", "--duplicate-stdout-filters", "--event-log-handler",
+        "--local-addr", "--logs-specs", "--numa-binding", "--run-path", "--signals-to-handle",
+        "--virtual-local-rank",
+    },
+}  # fmt: skip
+
+
+def test_texts_name_flags_that_exist():
+    """Tips, errors and examples: every flag in a text of the sources is one of some verb."""
+    known = set().union(*flags_of().values()) | {"--help", "--version"}
+    unknown = []
+    for folder in ("cli", "src", "workloads"):
+        for path in (ROOT / folder).rglob("*.cpp"):
+            name = str(path.relative_to(ROOT))
+            for text in re.findall(r'"((?:[^"\\\n]|\\.)*)"', path.read_text()):
+                for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", text):
+                    if flag not in known | OTHERS.get(name, set()):
+                        unknown.append((name, flag))
+    assert unknown == []

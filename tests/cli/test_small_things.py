@@ -14,6 +14,8 @@ import sys
 import termios
 import time
 
+import pytest
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TESSERA = os.environ.get("TESSERA_BIN", str(ROOT / "build/release/bin/tessera"))
 LIMIT = 180.0  # seconds; for a loaded machine, not a figure
@@ -93,6 +95,10 @@ def test_completion_knows_workloads_what_verbs_do_and_values():
     script = tessera("completion", "bash").stdout
     tries = {"train ''": "dlrm lm gnn", "data c": "convert check", "plan ''": "tables graph"}
     tries |= {"train dlrm --sharding ''": "auto row_wise", "train lm --decay c": "cosine"}
+    tries |= {"export run --dtype i": "int8 int4 int2", "plan tables --effort ''": "low normal high"}
+    tries |= {"bench ''": "collectives serve", "bench collectives --op all_r": "all_reduce"}
+    tries |= {"trace summary --by ''": "phase name", "run --nproc-per-node ''": "auto cpu gpu"}
+    tries |= {"ckpt reshard a --cut ''": "rows columns whole", "data s": "schema show stats synth"}
     for words, wanted in tries.items():
         last = len(words.split())
         command = (
@@ -147,8 +153,19 @@ def test_a_loss_that_is_not_a_number_is_a_failure(tmp_path):
 
 
 def test_threads_are_what_the_user_says(tmp_path):
-    def threads(name, *flags, **env):
-        words = [TESSERA, "train", "dlrm", "--steps", "1", *SMALL, "--save", str(tmp_path / name), *flags]
+    def threads(name, *flags, before=(), **env):
+        words = [
+            *before,
+            TESSERA,
+            "train",
+            "dlrm",
+            "--steps",
+            "1",
+            *SMALL,
+            "--save",
+            str(tmp_path / name),
+            *flags,
+        ]
         full = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"} | env
         subprocess.run(words, env=full, check=True, capture_output=True, timeout=LIMIT)
         head = json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[0])
@@ -159,6 +176,39 @@ def test_threads_are_what_the_user_says(tmp_path):
     cores = len(os.sched_getaffinity(0))
     assert threads("share", "--ranks", "2") <= max(1, cores // 2)
     assert threads("alone") <= cores
+    first = str(min(os.sched_getaffinity(0)))
+    assert threads("affinity", before=("taskset", "-c", first)) == 1
+
+
+def test_threads_are_those_that_the_control_group_gives(tmp_path):
+    root = pathlib.Path("/sys/fs/cgroup")
+    is_unified = (root / "cgroup.controllers").exists()
+    group = root / ("" if is_unified else "cpu") / f"tessera-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        if is_unified:
+            (group / "cpu.max").write_text("100000 100000")  # one core
+        else:
+            (group / "cpu.cfs_quota_us").write_text("100000")  # of 100000
+    except OSError as error:
+        if group.exists():
+            group.rmdir()
+        pytest.skip(f"no control group can be made here: {error}")
+    try:
+        words = ["train", "dlrm", "--steps", "1", *SMALL, "--save", str(tmp_path / "run")]
+        enter = f'echo $$ > {group}/cgroup.procs && unset OMP_NUM_THREADS && exec "$@"'
+        subprocess.run(
+            ["sh", "-c", enter, "sh", TESSERA, *words], check=True, capture_output=True, timeout=LIMIT
+        )
+        head = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])
+        assert head["machine"]["threads per rank"] == 1
+    finally:
+        for _ in range(50):  # its last process may still be leaving
+            try:
+                group.rmdir()
+                break
+            except OSError:
+                time.sleep(0.1)
 
 
 def test_a_training_told_to_stop_while_it_starts_ends_soon(tmp_path):

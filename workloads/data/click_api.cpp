@@ -54,7 +54,8 @@ std::string description_of(const dlrm::ClickFile& file) {
     all["features"].push_back({{"name", feature.name},
                                {"rows", feature.num_rows},
                                {"bag_size", feature.bag_size},
-                               {"pooling", feature.means ? "mean" : "sum"}});
+                               {"pooling", feature.means ? "mean" : "sum"},
+                               {"dim", feature.dim}});
   }
   return all.dump(-1, ' ', false, Json::error_handler_t::replace);
 }
@@ -76,7 +77,7 @@ TESSERA_C int tessera_click_writer_open(const char* path, int64_t num_dense,
     }
     for (int64_t i = 0; i < num_features; ++i) {
       const tessera_click_feature& one = features[i];
-      schema.features.push_back({one.name, one.num_rows, one.bag_size, one.means != 0});
+      schema.features.push_back({one.name, one.num_rows, one.bag_size, one.means != 0, one.dim});
     }
     dlrm::ClickFileOptions options;
     options.half_dense = half_dense != 0;

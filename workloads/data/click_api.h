@@ -20,9 +20,10 @@ struct tessera_click_file;
 /// A feature: a bag of ids per sample.
 struct tessera_click_feature {
   const char* name;
-  int64_t num_rows;  // ids are below it
+  int64_t num_rows;  // ids are below it; 0: any ids, a table that grows
   int64_t bag_size;  // ids per sample; 0 if it varies
   int means;         // rows of a bag are averaged; otherwise added up
+  int64_t dim;       // columns of the table; 0: as many as the others have
 };
 
 /// Begins a log, which appears under its name when it is finished. `dense_names` may be NULL.

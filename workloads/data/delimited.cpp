@@ -131,14 +131,20 @@ bool Delimited::fill() {
 }
 
 // Whether there is one: its ends of cells are then [next_end_, record_ends_).
+bool Delimited::find_record_in_memory() {
+  for (; searched_ends_ < num_ends_; ++searched_ends_) {
+    if (buffer_[ends_[searched_ends_]] == '\n') {
+      record_ends_ = ++searched_ends_;
+      return true;
+    }
+  }
+  return false;
+}
+
+// The same, reading on.
 bool Delimited::find_record() {
   for (;;) {
-    for (; searched_ends_ < num_ends_; ++searched_ends_) {
-      if (buffer_[ends_[searched_ends_]] == '\n') {
-        record_ends_ = ++searched_ends_;
-        return true;
-      }
-    }
+    if (find_record_in_memory()) return true;
     if (fill()) continue;
     if (is_quoted_) {
       line_ = next_line_;
@@ -171,30 +177,49 @@ std::string_view Delimited::unquoted(char* begin, char* end) {
   return {begin, static_cast<std::size_t>(to - begin)};
 }
 
-bool Delimited::next(std::vector<std::string_view>& cells) {
-  for (;;) {
-    if (!find_record()) return false;
-    cells.clear();
-    line_ = next_line_;
-    char* data = buffer_.data();
-    char* at = data + begin_;
-    const std::size_t last = record_ends_ - 1;
-    for (std::size_t i = next_end_; i <= last; ++i) {
-      char* end = data + ends_[i];
-      char* cell_end = end;
-      if (i == last && cell_end > at && cell_end[-1] == '\r') --cell_end;
-      if (at < cell_end && *at == '"') {
-        cells.push_back(unquoted(at, cell_end));
-      } else {
-        cells.emplace_back(at, static_cast<std::size_t>(cell_end - at));
-      }
-      at = end + 1;
+void Delimited::take_cells(std::vector<std::string_view>& cells) {
+  line_ = next_line_;
+  char* data = buffer_.data();
+  char* at = data + begin_;
+  const std::size_t last = record_ends_ - 1;
+  for (std::size_t i = next_end_; i <= last; ++i) {
+    char* end = data + ends_[i];
+    char* cell_end = end;
+    if (i == last && cell_end > at && cell_end[-1] == '\r') --cell_end;
+    if (at < cell_end && *at == '"') {
+      cells.push_back(unquoted(at, cell_end));
+    } else {
+      cells.emplace_back(at, static_cast<std::size_t>(cell_end - at));
     }
-    begin_ = static_cast<std::size_t>(at - data);
-    next_end_ = record_ends_;
-    ++next_line_;
-    return true;
+    at = end + 1;
   }
+  begin_ = static_cast<std::size_t>(at - data);
+  next_end_ = record_ends_;
+  ++next_line_;
+}
+
+bool Delimited::next(std::vector<std::string_view>& cells) {
+  cells.clear();
+  if (!find_record()) return false;
+  take_cells(cells);
+  return true;
+}
+
+std::size_t Delimited::next_alike(std::size_t width, std::size_t most,
+                                  std::vector<std::string_view>& cells,
+                                  std::vector<std::int64_t>& lines) {
+  cells.clear();
+  lines.clear();
+  // Only the first may move what is in memory.
+  bool is_there = find_record();
+  while (is_there && record_ends_ - next_end_ == width) {
+    take_cells(cells);
+    lines.push_back(line_);
+    if (lines.size() == most) return most;
+    is_there = find_record_in_memory();
+  }
+  if (is_there) searched_ends_ = next_end_;
+  return lines.size();
 }
 
 bool Lines::next(std::string_view& line) {

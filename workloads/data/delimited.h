@@ -24,11 +24,18 @@ class Delimited {
   /// The cells of the next record, which live until the next call; false at the end. Throws
   /// DataError, naming file and line, for quotes that do not fit and records of more than 16 MiB.
   bool next(std::vector<std::string_view>& cells);
+  /// So many records in a row of `width` cells each, one after the other; as many as are in memory,
+  /// `most` at the most. `lines` says where each began. The views live until the next call. None of
+  /// them at the end, and before a record of another width, which `next` gives.
+  std::size_t next_alike(std::size_t width, std::size_t most, std::vector<std::string_view>& cells,
+                         std::vector<std::int64_t>& lines);
   /// The line on which the last record began, from 1.
   std::int64_t line() const noexcept { return line_; }
 
  private:
   bool find_record();
+  bool find_record_in_memory();
+  void take_cells(std::vector<std::string_view>& cells);
   bool fill();
   void scan();
   const char* scan_quoted(const char* at, const char* end);

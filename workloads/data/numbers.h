@@ -56,6 +56,19 @@ inline bool parse_real(std::string_view text, double& value) {
 
 /// A whole number; "3.0", as programs write that keep ids as floating point, counts as 3.
 inline bool parse_whole(std::string_view text, std::int64_t& value) {
+  if (!text.empty() && text.size() <= 18) {
+    std::uint64_t digits = 0;
+    bool is_plain = true;
+    for (const char c : text) {
+      const unsigned digit = static_cast<unsigned char>(c) - unsigned{'0'};
+      is_plain = is_plain && digit <= 9;
+      digits = digits * 10 + digit;
+    }
+    if (is_plain) {
+      value = static_cast<std::int64_t>(digits);
+      return true;
+    }
+  }
   text = trimmed(text);
   if (const std::size_t point = text.find('.'); point != std::string_view::npos) {
     if (text.find_first_not_of('0', point + 1) != std::string_view::npos) return false;

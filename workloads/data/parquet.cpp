@@ -14,7 +14,8 @@
 namespace tessera::workloads::data {
 namespace {
 
-constexpr std::int64_t kBatchRows = 8192;
+// Arrow makes the dictionary of a column anew for every batch: not too small.
+constexpr std::int64_t kBatchRows = 65536;
 constexpr const char* kLibrary = "libtessera_parquet.so";
 constexpr const char* kVariable = "TESSERA_PARQUET";
 

@@ -72,7 +72,14 @@ class Samples {
   /// nothing is changed, if one of them does not fit: row by row says which and why.
   bool add_columns(const std::vector<Role>& roles, const std::vector<Column>& columns,
                    std::int64_t num_rows);
+  /// The same for records of a text: cells record by record, `width` of them in each.
+  bool add_cells(const std::vector<Role>& roles, const std::vector<std::string_view>& cells,
+                 std::size_t width, std::size_t num_rows);
   void flush();
+  /// So many more, and the block is full.
+  std::size_t room() const {
+    return static_cast<std::size_t>(options_.block_samples - block_.num_samples);
+  }
   std::int64_t num_samples() const { return num_samples_; }
 
  private:
@@ -83,16 +90,23 @@ class Samples {
     std::unordered_map<std::string_view, std::int64_t> rows{};  // of a vocabulary
   };
 
+  /// Its ids are taken as they are.
+  bool is_raw(const FeatureColumn& column) const { return options_.raw_ids || column.grows; }
   bool set_label(std::string_view cell);
   bool set_dense(std::size_t number, std::string_view cell);
   bool add_cell(std::size_t feature, std::string_view cell);
   bool add_id(std::size_t feature, std::int64_t id);
   bool keep_dense(std::size_t number, double value);
 
+  template <class Add>
+  bool add_all(std::int64_t num_rows, const Add& add);
+  bool add_cell_column(const Role& role, const std::string_view* cell, std::size_t width,
+                       std::size_t num_rows);
   bool add_column(const Role& role, const Column& column, std::int64_t num_rows);
   template <class T>
   bool add_numbers(const Role& role, const Column& column, const T* values);
   bool add_ids(std::size_t feature, const Column& column);
+  bool add_texts(std::size_t feature, const Column& column);
 
   const Schema& schema_;
   const TableOptions& options_;

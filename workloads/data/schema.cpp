@@ -20,6 +20,7 @@ namespace tessera::workloads::data {
 namespace {
 
 constexpr std::int64_t kMostRows = std::int64_t{1} << 48;
+constexpr std::int64_t kMostColumns = 4096;
 
 std::string quoted(const std::string& text) {
   std::string out = "\"";
@@ -182,8 +183,8 @@ std::string count_rows(FeatureColumn& feature) {
 
 FeatureColumn read_feature(const toml::table& table, const std::string& path) {
   const Keys keys(table, path, "[[feature]]",
-                  {"column", "name", "kind", "rows", "vocabulary", "outside", "separator", "most",
-                   "missing", "pooling", "values"});
+                  {"column", "name", "kind", "rows", "growing", "dim", "vocabulary", "outside",
+                   "separator", "most", "missing", "pooling", "values"});
   FeatureColumn feature;
   feature.column = keys.text("column", /*is_needed=*/true);
   feature.name = keys.text("name");
@@ -192,6 +193,19 @@ FeatureColumn read_feature(const toml::table& table, const std::string& path) {
                  : kind == "integer" ? IdKind::kInteger
                                      : IdKind::kVocabulary;
   feature.rows = keys.whole("rows", 1, kMostRows);
+  feature.grows = keys.flag("growing");
+  feature.dim = keys.whole("dim", 1, kMostColumns);
+  if (feature.grows) {
+    for (const char* other : {"rows", "vocabulary", "values", "outside"}) {
+      if (!keys.has(other)) continue;
+      keys.fail(other, "feature '" + feature.column + "': growing = true and " + other +
+                           " do not go together; a growing table takes every id");
+    }
+    if (feature.kind == IdKind::kVocabulary) {
+      keys.fail("kind", "feature '" + feature.column +
+                            "': growing = true is for kind = \"hash\" and \"integer\"");
+    }
+  }
   feature.vocabulary = keys.text("vocabulary");
   feature.values = keys.texts("values");
   if (keys.has("values")) {
@@ -206,11 +220,12 @@ FeatureColumn read_feature(const toml::table& table, const std::string& path) {
   if (!feature.vocabulary.empty() && keys.has("values")) {
     keys.fail("values", "feature '" + feature.column + "' has either vocabulary or values");
   }
-  if (has_file == keys.has("rows")) {
-    keys.fail("rows", has_file ? "feature '" + feature.column +
-                                     "': the rows of a vocabulary are the lines of its file, and "
-                                     "one; leave rows out"
-                               : "feature '" + feature.column + "' needs rows = N");
+  if (!feature.grows && has_file == keys.has("rows")) {
+    keys.fail("rows", has_file
+                          ? "feature '" + feature.column +
+                                "': the rows of a vocabulary are the lines of its file, and "
+                                "one; leave rows out"
+                          : "feature '" + feature.column + "' needs rows = N, or growing = true");
   }
   feature.wraps = keys.one_of("outside", {"error", "wrap"}) == "wrap";
   feature.separator = keys.text("separator");
@@ -273,36 +288,13 @@ void check_names(const Schema& schema, const std::string& path) {
 
 }  // namespace
 
-std::uint64_t hash_of(std::string_view text) noexcept {
-  std::uint64_t h = 0x9e3779b97f4a7c15U ^ (text.size() * 0xff51afd7ed558ccdU);
-  const auto mix = [&h](std::uint64_t word) {
-    h = (h ^ word) * 0xbf58476d1ce4e5b9U;
-    h ^= h >> 32U;
-  };
-  const char* at = text.data();
-  std::size_t left = text.size();
-  for (; left >= 8; left -= 8, at += 8) {
-    std::uint64_t word = 0;
-    std::memcpy(&word, at, 8);
-    mix(word);
-  }
-  if (left > 0) {
-    std::uint64_t word = 0;
-    for (std::size_t i = 0; i < left; ++i) {
-      word |= static_cast<std::uint64_t>(static_cast<unsigned char>(at[i])) << (8 * i);
-    }
-    mix(word);
-  }
-  h *= 0x94d049bb133111ebU;
-  return h ^ (h >> 29U);
-}
-
 dlrm::ClickSchema Schema::click_schema() const {
   dlrm::ClickSchema click;
   click.num_dense = static_cast<std::int64_t>(dense.size());
   for (const DenseColumn& one : dense) click.dense_names.push_back(one.column);
   for (const FeatureColumn& one : features) {
-    click.features.push_back({one.feature(), one.rows, one.is_single() ? 1 : 0, one.means});
+    click.features.push_back(
+        {one.feature(), one.rows, one.is_single() ? 1 : 0, one.means, one.dim});
   }
   click.origin = text();
   return click;
@@ -337,9 +329,12 @@ std::string Schema::text() const {
       out << (is_read ? "values = " + list_of(one.values)
                       : "vocabulary = " + quoted(one.vocabulary))
           << "\n";
+    } else if (one.grows) {
+      out << "growing = true\n";
     } else {
       out << "rows = " << one.rows << "\n";
     }
+    if (one.dim > 0) out << "dim = " << one.dim << "\n";
     if (one.wraps) out << "outside = \"wrap\"\n";
     if (!one.separator.empty()) out << "separator = " << quoted(one.separator) << "\n";
     if (one.most > 0) out << "most = " << one.most << "\n";

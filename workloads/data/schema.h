@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -39,6 +40,8 @@ struct FeatureColumn {
   std::string name = {};  // of feature and table; the column's if empty
   IdKind kind = IdKind::kHash;
   std::int64_t rows = 0;        // kVocabulary: the lines of its file, and one for all other values
+  bool grows = false;           // a table without an end: every id has a row of its own, rows are 0
+  std::int64_t dim = 0;         // columns of its table; 0: as the training says
   std::string vocabulary = {};  // a file, one value per line
   bool wraps = false;           // kInteger: ids beyond the rows are taken modulo
   std::string separator = {};   // of several values in a cell; none: one value
@@ -75,7 +78,34 @@ Schema parse_schema(std::string_view text, const std::string& path);
 
 /// The row of a text in a table of `rows` rows: a hash of its bytes, described in
 /// docs/your_data.md.
-std::uint64_t hash_of(std::string_view text) noexcept;
+inline std::uint64_t hash_of(std::string_view text) noexcept {
+  std::uint64_t h = 0x9e3779b97f4a7c15U ^ (text.size() * 0xff51afd7ed558ccdU);
+  const auto mix = [&h](std::uint64_t word) {
+    h = (h ^ word) * 0xbf58476d1ce4e5b9U;
+    h ^= h >> 32U;
+  };
+  const char* at = text.data();
+  std::size_t left = text.size();
+  std::uint64_t word = 0;
+  for (; left >= 8; left -= 8, at += 8) {
+    std::memcpy(&word, at, 8);
+    mix(word);
+  }
+  if (left > 0) {
+    if (text.size() >= 8) {
+      std::memcpy(&word, at + left - 8, 8);  // with bytes before, which are shifted out
+      word >>= 8 * (8 - left);
+    } else {
+      word = 0;
+      for (std::size_t i = 0; i < left; ++i) {
+        word |= static_cast<std::uint64_t>(static_cast<unsigned char>(at[i])) << (8 * i);
+      }
+    }
+    mix(word);
+  }
+  h *= 0x94d049bb133111ebU;
+  return h ^ (h >> 29U);
+}
 /// A text as an id of 64 bits: XXH3 of its bytes as they are, with seed 0. Of 10^8 different texts
 /// any two share an id with a chance of 3 in 10,000. Throws DataError in a build without xxHash.
 inline constexpr std::string_view kTextHashName = "xxh3-64";

@@ -71,7 +71,7 @@ void copy_ids(const T* from, std::size_t count, std::int64_t num_rows, std::int6
     largest = std::max(largest, from[i]);
     to[i] = static_cast<std::int64_t>(from[i]);
   }
-  if (largest >= static_cast<std::uint64_t>(num_rows)) {
+  if (!feature.grows() && largest >= static_cast<std::uint64_t>(num_rows)) {
     parts.fail("holds id " + std::to_string(largest) + " of feature '" + feature.name +
                "', whose table has " + std::to_string(num_rows) + " rows");
   }

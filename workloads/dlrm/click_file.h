@@ -18,8 +18,8 @@
 namespace tessera::workloads::dlrm {
 
 /// The newest version of the format. A log of a schema without names of dense numbers, means and
-/// origin has version 1.
-inline constexpr std::uint32_t kClickFileVersion = 2;
+/// origin has version 1, one without tables that grow or have columns of their own at most 2.
+inline constexpr std::uint32_t kClickFileVersion = 3;
 
 struct ClickFileOptions {
   /// Store dense numbers in 16 bits.

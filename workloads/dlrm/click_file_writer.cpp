@@ -127,7 +127,7 @@ void ClickFileWriter::State::take_bags(const SampleBlock& samples, std::size_t f
   if (place + sum > samples.ids.size()) fail("there are fewer ids than the lengths say.");
   const std::int64_t* ids = samples.ids.data() + place;
   place += sum;
-  for (std::uint64_t i = 0; i < sum; ++i) {
+  for (std::uint64_t i = 0; i < sum && !facts.grows(); ++i) {
     if (ids[i] < 0 || ids[i] >= facts.num_rows) {
       fail("feature '" + facts.name + "' has id " + std::to_string(ids[i]) + ", its table " +
            std::to_string(facts.num_rows) + " rows.");

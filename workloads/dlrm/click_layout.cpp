@@ -77,9 +77,14 @@ void check_schema(const ClickSchema& schema, const std::string& name) {
       fail(name, "feature names must be different and of 1 to " + std::to_string(kMaxNameBytes) +
                      " bytes.");
     }
-    if (feature.num_rows < 1 || feature.num_rows > kMaxRows) {
+    if (feature.num_rows < 0 || feature.num_rows > kMaxRows) {
       fail(name, "feature '" + feature.name + "' has " + std::to_string(feature.num_rows) +
-                     " rows; 1 to 2^48 can be stored.");
+                     " rows; 1 to 2^48 can be stored, or 0 for a table that grows.");
+    }
+    if (feature.dim < 0 || feature.dim > kMaxDim) {
+      fail(name, "feature '" + feature.name + "' has " + std::to_string(feature.dim) +
+                     " columns; 1 to " + std::to_string(kMaxDim) +
+                     " can be stored, or 0 for as many as the others.");
     }
     if (feature.bag_size < 0 || feature.bag_size > static_cast<std::int64_t>(kMaxBag)) {
       fail(name, "feature '" + feature.name + "' has bags of " + std::to_string(feature.bag_size) +
@@ -100,7 +105,12 @@ std::uint64_t least_block_bytes(const ClickSchema& schema, bool half_dense, std:
 
 std::uint32_t version_of(const ClickSchema& schema) {
   bool is_plain = schema.dense_names.empty() && schema.origin.empty();
-  for (const Feature& feature : schema.features) is_plain = is_plain && !feature.means;
+  bool is_own = false;
+  for (const Feature& feature : schema.features) {
+    is_plain = is_plain && !feature.means;
+    is_own = is_own || feature.grows() || feature.dim > 0;
+  }
+  if (is_own) return 3;
   return is_plain ? 1 : 2;
 }
 
@@ -130,6 +140,11 @@ EncodedLayout encode_layout(const ClickFileLayout& layout, std::uint64_t directo
     put(encoded.directory, static_cast<std::uint32_t>(layout.schema.dense_names.size()));
     for (const std::string& one : layout.schema.dense_names) put_text(one);
     put_text(layout.schema.origin);
+  }
+  if (version >= 3) {
+    for (const Feature& feature : layout.schema.features) {
+      put(encoded.directory, static_cast<std::uint32_t>(feature.dim));
+    }
   }
   std::string& header = encoded.header;
   header += kMagic;
@@ -269,8 +284,13 @@ ClickFileLayout decode_click_file(std::string_view bytes, const std::string& nam
       layout.schema.dense_names.emplace_back(numbers.text(numbers.take<std::uint32_t>()));
     }
     layout.schema.origin = numbers.text(numbers.take<std::uint32_t>());
-    check_schema(layout.schema, name);
   }
+  if (layout.version >= 3) {
+    for (Feature& feature : layout.schema.features) feature.dim = numbers.take<std::uint32_t>();
+  } else if (any_grows(layout.schema)) {
+    fail(name, "a feature has 0 rows, which is for version 3 of the format.");
+  }
+  check_schema(layout.schema, name);
   if (!numbers.is_empty()) fail(name, "the directory holds more than it should.");
   check_blocks(layout, header.directory_begin, name);
   return layout;

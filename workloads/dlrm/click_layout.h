@@ -2,7 +2,7 @@
 //
 // A block of n samples: labels (uint8), dense (float32 or float16, sample by sample), then feature
 // by feature: for varying bags n + 1 offsets (uint32), then the ids (uint32, or uint64 for tables
-// of more than 2^32 rows). Every part begins at a multiple of 8.
+// of more than 2^32 rows and those that grow). Every part begins at a multiple of 8.
 
 #pragma once
 
@@ -21,7 +21,7 @@ constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t step) {
 }
 
 inline std::uint64_t id_bytes(const Feature& feature) {
-  return feature.num_rows > (std::int64_t{1} << 32) ? 8 : 4;
+  return feature.grows() || feature.num_rows > (std::int64_t{1} << 32) ? 8 : 4;
 }
 
 /// What a file may hold at most; everything beyond is refused, so that no product overflows.
@@ -32,6 +32,7 @@ constexpr std::uint64_t kMaxOriginBytes = 1U << 26;
 constexpr std::uint64_t kMaxBag = 1U << 20;
 constexpr std::uint64_t kMaxBlockSamples = 1U << 24;
 constexpr std::int64_t kMaxRows = std::int64_t{1} << 48;
+constexpr std::int64_t kMaxDim = 4096;
 
 /// Throws DataError beginning with `name` for a schema that cannot be stored.
 void check_schema(const ClickSchema& schema, const std::string& name);

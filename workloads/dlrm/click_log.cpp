@@ -1,6 +1,13 @@
 #include "dlrm/click_log.h"
 
+#include <algorithm>
+
 namespace tessera::workloads::dlrm {
+
+bool any_grows(const ClickSchema& schema) {
+  return std::any_of(schema.features.begin(), schema.features.end(),
+                     [](const Feature& feature) { return feature.grows(); });
+}
 
 std::vector<Feature> equal_features(std::int64_t count, std::int64_t num_rows,
                                     std::int64_t bag_size, const std::string& prefix) {

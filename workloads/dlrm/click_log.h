@@ -17,15 +17,20 @@ namespace tessera::workloads::dlrm {
 
 using trainer::DataError;
 
-/// A sparse feature: a bag of ids per sample, each in [0, num_rows).
+/// A sparse feature: a bag of ids per sample, each in [0, num_rows), or any 64 bits if its table
+/// grows.
 struct Feature {
   std::string name;
-  std::int64_t num_rows = 0;
+  std::int64_t num_rows = 0;  // 0: the table grows
   /// Ids per sample, 0 if it varies.
   std::int64_t bag_size = 1;
   /// Rows of a bag are averaged; otherwise added up.
   bool means = false;
+  /// Columns of its table; 0: as many as the others have.
+  std::int64_t dim = 0;
 
+  bool grows() const { return num_rows == 0; }
+  std::int64_t dim_or(std::int64_t others) const { return dim > 0 ? dim : others; }
   bool operator==(const Feature&) const = default;
 };
 
@@ -37,6 +42,9 @@ struct ClickSchema {
 
   bool operator==(const ClickSchema&) const = default;
 };
+
+/// Whether a table of one of them grows.
+TESSERA_API bool any_grows(const ClickSchema& schema);
 
 /// Features "<prefix>0", "<prefix>1", …, all alike.
 TESSERA_API std::vector<Feature> equal_features(std::int64_t count, std::int64_t num_rows,

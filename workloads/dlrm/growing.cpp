@@ -32,7 +32,7 @@ std::vector<collision::GrowingTable> growing_tables(const Settings& settings,
   for (const Feature& feature : schema.features) {
     collision::GrowingTable table;
     table.config.name = feature.name;
-    table.config.embedding_dim = settings.embedding_dim;
+    table.config.embedding_dim = feature.dim_or(settings.embedding_dim);
     table.config.feature_names = {feature.name};
     if (feature.means) table.config.pooling = embedding::PoolingType::kMean;
     table.ids.capacity = settings.id_capacity;
@@ -44,6 +44,11 @@ std::vector<collision::GrowingTable> growing_tables(const Settings& settings,
     table.unknown = settings.id_default == "zero"   ? collision::UnknownIds::kZero
                     : settings.id_default == "init" ? collision::UnknownIds::kInit
                                                     : collision::UnknownIds::kRow;
+    if (!feature.grows() && !settings.is_unlimited()) {
+      // As many rows as the schema says, each from the start with its first values: a fixed table.
+      table.ids = {};
+      table.unknown = collision::UnknownIds::kInit;
+    }
     table.seed = seed_of(static_cast<std::uint64_t>(settings.seed), feature.name);
     tables.push_back(std::move(table));
   }

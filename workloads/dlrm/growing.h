@@ -15,7 +15,8 @@
 
 namespace tessera::workloads::dlrm {
 
-/// One growing table per feature of a log, named as it, with what the settings say of ids.
+/// One growing table per feature of a log, named as it, with what the settings say of ids. Beside
+/// tables that a schema lets grow, one of a fixed number of rows never has more ids than rows.
 std::vector<collision::GrowingTable> growing_tables(const Settings& settings,
                                                     const ClickSchema& schema);
 /// Where they lie: over all ranks, or whole, one rank after the other.

@@ -175,6 +175,17 @@ Dlrm::Dlrm(const DlrmOptions& options) : options_(options) {
         "cross", std::make_shared<LowRankCross>(inputs, options.cross_rank, options.cross_layers));
   }
   top_ = register_module("top", std::make_shared<Perceptron>(inputs, options.top, false));
+  TESSERA_CHECK_VALUE(options.dims.empty() || options.dims.size() == options.features.size(),
+                      "dlrm: ", options.dims.size(), " widths of tables were named for ",
+                      options.features.size(), " features.");
+  for (std::size_t i = 0; i < options.dims.size(); ++i) {
+    TESSERA_CHECK_VALUE(options.dims[i] > 0, "dlrm: the table of feature '", options.features[i],
+                        "' has ", options.dims[i], " columns.");
+    if (options.dims[i] == options.embedding_dim) continue;
+    projections_.resize(options.features.size());
+    projections_[i] = register_module("projection_" + std::to_string(i),
+                                      linear(options.dims[i], options.embedding_dim, false));
+  }
   draw_parameters(*this, options.seed);
 }
 
@@ -188,6 +199,21 @@ std::vector<std::int64_t> Dlrm::order_of(const std::vector<std::string>& keys) c
     order.push_back(found - keys.begin());
   }
   return order;
+}
+
+std::int64_t Dlrm::dim_of(std::size_t feature) const {
+  return options_.dims.empty() ? options_.embedding_dim : options_.dims[feature];
+}
+
+// Side by side in the order of the features.
+torch::Tensor Dlrm::in_one_width(const jagged::KeyedTensor& embeddings) const {
+  const auto together = jagged::KeyedTensor::regroup({embeddings}, {options_.features}).front();
+  if (projections_.empty()) return together;
+  std::vector<torch::Tensor> parts = together.split_with_sizes(options_.dims, 1);
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    if (projections_[i] != nullptr) parts[i] = projections_[i]->forward(parts[i]);
+  }
+  return at::cat(parts, 1);
 }
 
 torch::Tensor Dlrm::forward(const torch::Tensor& dense, const jagged::KeyedTensor& embeddings) {
@@ -204,17 +230,20 @@ torch::Tensor Dlrm::forward(const torch::Tensor& dense,
   const auto top = top_->weights_later();
   const torch::Tensor first = bottom_->forward(dense);
   const jagged::KeyedTensor& embeddings = pending.wait();
-  for (std::size_t i = 0; i < embeddings.keys().size(); ++i) {
-    TESSERA_CHECK_VALUE(embeddings.length_per_key()[i] == options_.embedding_dim, "dlrm: feature '",
-                        embeddings.keys()[i], "' has ", embeddings.length_per_key()[i],
-                        " columns; the model takes ", options_.embedding_dim, ".");
+  const std::vector<std::int64_t> order = order_of(embeddings.keys());
+  for (std::size_t i = 0; i < order.size(); ++i) {
+    const std::int64_t columns = embeddings.length_per_key()[static_cast<std::size_t>(order[i])];
+    TESSERA_CHECK_VALUE(columns == dim_of(i), "dlrm: feature '", options_.features[i], "' has ",
+                        columns, " columns; the model takes ", dim_of(i), ".");
   }
-  const torch::Tensor mixed =
-      cross_ == nullptr
-          ? dot_interaction(first, embeddings.values(), order_of(embeddings.keys()))
-          : cross_->forward(at::cat(
-                {first, jagged::KeyedTensor::regroup({embeddings}, {options_.features}).front()},
-                1));
+  torch::Tensor mixed;
+  if (cross_ != nullptr) {
+    mixed = cross_->forward(at::cat({first, in_one_width(embeddings)}, 1));
+  } else if (projections_.empty()) {
+    mixed = dot_interaction(first, embeddings.values(), order);
+  } else {
+    mixed = dot_interaction(first, in_one_width(embeddings));
+  }
   return top(mixed).squeeze(1);
 }
 

@@ -27,8 +27,11 @@ struct DlrmOptions {
   std::int64_t num_dense = 13;
   /// The features whose embeddings are used, in this order.
   std::vector<std::string> features;
-  /// Width of all embeddings, and of the last layer of `bottom`.
+  /// Width of the embeddings, and of the last layer of `bottom`.
   std::int64_t embedding_dim = 32;
+  /// Columns of the features' tables, if some have others: those rows pass a linear layer without
+  /// bias that makes them `embedding_dim` wide. Empty: all alike.
+  std::vector<std::int64_t> dims = {};
   std::vector<std::int64_t> bottom = {128, 32};
   std::vector<std::int64_t> top = {128, 64, 1};
   Interaction interaction = Interaction::kDot;
@@ -96,11 +99,15 @@ class Dlrm : public torch::nn::Module {
 
  private:
   std::vector<std::int64_t> order_of(const std::vector<std::string>& keys) const;
+  std::int64_t dim_of(std::size_t feature) const;
+  torch::Tensor in_one_width(const jagged::KeyedTensor& embeddings) const;
 
   DlrmOptions options_;
   std::shared_ptr<Perceptron> bottom_;
   std::shared_ptr<LowRankCross> cross_;
   std::shared_ptr<Perceptron> top_;
+  /// "projection_<number of the feature>"; nothing for features as wide as the model.
+  std::vector<std::shared_ptr<torch::nn::LinearImpl>> projections_;
 };
 
 }  // namespace tessera::workloads::dlrm

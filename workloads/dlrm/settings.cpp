@@ -142,11 +142,52 @@ settings::Table Settings::table() {
   return table;
 }
 
-void Settings::check_ids() const {
-  const auto refuse = [](const std::string& what, const std::string& why,
+namespace {
+
+[[noreturn]] void refuse(const std::string& what, const std::string& why,
                          const std::string& advice) {
-    throw launch::LaunchError(launch::kExitConfiguration, "train: " + what, why, advice);
-  };
+  throw launch::LaunchError(launch::kExitConfiguration, "train: " + what, why, advice);
+}
+
+}  // namespace
+
+void Settings::check_growing(const std::string& who) const {
+  if (!plan.empty()) {
+    refuse(who + " does not go with --plan " + plan,
+           "the plan is made for tables with a fixed number of rows",
+           "leave --plan out; --sharding is row_wise or table_wise");
+  }
+  if (sharding != "auto" && sharding != "row_wise" && sharding != "table_wise") {
+    refuse(who + " does not go with --sharding " + sharding,
+           "rows of growing tables lie where the hash of their id says",
+           "--sharding row_wise or table_wise");
+  }
+  if (!publish.empty()) {
+    refuse(who + " does not go with --publish", "servers do not take rows of growing tables yet",
+           "leave --publish out");
+  }
+  if (device != "cpu") {
+    refuse(who + " does not go with --device " + device, "growing tables are on the CPU",
+           "leave --device out");
+  }
+}
+
+void Settings::check_tables(const ClickSchema& schema) const {
+  for (const Feature& feature : schema.features) {
+    if (feature.grows() && !is_unlimited()) {
+      check_growing("growing = true (feature '" + feature.name + "')");
+    }
+    if (feature.dim_or(embedding_dim) != embedding_dim && !publish.empty()) {
+      refuse("--publish does not go with the " + std::to_string(feature.dim) +
+                 " columns of feature '" + feature.name + "'",
+             "a server's rows are as wide as the model, --dim " + std::to_string(embedding_dim) +
+                 ": every step would change all of them",
+             "leave --publish out and export checkpoints, or leave dim out of the schema");
+    }
+  }
+}
+
+void Settings::check_ids() const {
   if (!is_unlimited()) {
     if (is_stream()) {
       refuse(data == "-" ? "--data - is for --ids unlimited" : "--follow is for --ids unlimited",
@@ -155,24 +196,7 @@ void Settings::check_ids() const {
     }
     return;
   }
-  if (!plan.empty()) {
-    refuse("--ids unlimited does not go with --plan " + plan,
-           "the plan is made for tables with a fixed number of rows",
-           "leave --plan out; --sharding is row_wise or table_wise");
-  }
-  if (sharding != "auto" && sharding != "row_wise" && sharding != "table_wise") {
-    refuse("--ids unlimited does not go with --sharding " + sharding,
-           "rows of growing tables lie where the hash of their id says",
-           "--sharding row_wise or table_wise");
-  }
-  if (!publish.empty()) {
-    refuse("--ids unlimited does not go with --publish",
-           "servers do not take rows of growing tables yet", "leave --publish out");
-  }
-  if (device != "cpu") {
-    refuse("--ids unlimited does not go with --device " + device, "growing tables are on the CPU",
-           "leave --device out");
-  }
+  check_growing("--ids unlimited");
   if (follow && data == "-") {
     refuse("--follow does not go with --data -", "a pipe ends when it is closed",
            "leave --follow out");

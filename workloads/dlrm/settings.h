@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "dlrm/click_log.h"
 #include "trainer/settings.h"
 
 namespace tessera::workloads::dlrm {
@@ -47,9 +48,13 @@ struct Settings : trainer::Settings {
   bool is_unlimited() const { return ids == "unlimited"; }
   /// Whether samples come one after the other, from a pipe or a file that grows.
   bool is_stream() const { return data == "-" || follow; }
+  /// Throws LaunchError if a log of these features cannot be trained on so.
+  void check_tables(const ClickSchema& schema) const;
 
  private:
   void check_ids() const;
+  /// `who` lets tables grow, and names itself so.
+  void check_growing(const std::string& who) const;
 };
 
 /// A list of widths, "128,32". Throws std::invalid_argument.

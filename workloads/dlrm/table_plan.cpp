@@ -51,7 +51,7 @@ std::vector<EmbeddingTableConfig> tables_of(const ClickSchema& schema, std::int6
     EmbeddingTableConfig table;
     table.name = feature.name;
     table.num_embeddings = feature.num_rows;
-    table.embedding_dim = embedding_dim;
+    table.embedding_dim = feature.dim_or(embedding_dim);
     table.feature_names = {feature.name};
     if (feature.means) table.pooling = embedding::PoolingType::kMean;
     tables.push_back(std::move(table));

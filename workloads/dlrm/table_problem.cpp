@@ -68,7 +68,7 @@ std::vector<planner::Table> planner_tables(const ClickSchema& schema, std::int64
     planner::Table table;
     table.name = feature.name;
     table.rows = feature.num_rows;
-    table.dim = embedding_dim;
+    table.dim = feature.dim_or(embedding_dim);
     table.features[0].ids = static_cast<double>(feature.bag_size > 0 ? feature.bag_size : bag_size);
     tables.push_back(std::move(table));
   }

@@ -163,7 +163,10 @@ Ranges ranges_of(const Settings& settings, const ClickLog& log, const comm::Grou
 DlrmOptions model_options(const Settings& settings, const ClickSchema& schema) {
   DlrmOptions model;
   model.num_dense = schema.num_dense;
-  for (const Feature& feature : schema.features) model.features.push_back(feature.name);
+  for (const Feature& feature : schema.features) {
+    model.features.push_back(feature.name);
+    model.dims.push_back(feature.dim_or(settings.embedding_dim));
+  }
   model.embedding_dim = settings.embedding_dim;
   model.bottom = widths_of(settings.bottom);
   model.top = widths_of(settings.top);
@@ -336,12 +339,12 @@ class Training final : public trainer::Workload<ClickBatch> {
     checkpoint::add_module(state, tables_module_, "tables.", "optimizer.tables.");
     checkpoint::add_module(state, model_.module());
     checkpoint::add_optimizer(state, *optimizer_, *model_.module());
-    state.values["features"] = feature_names();
+    add_features(state);
   }
   void add_published(checkpoint::State& state) override {
     checkpoint::add_tables(state, std::make_shared<PublishedTables>(fixed_), "tables.");
     checkpoint::add_module(state, model_.module());
-    state.values["features"] = feature_names();
+    add_features(state);
   }
   void forget_published() override {
     for (const auto& optimizer : fixed_->optimizers()) optimizer->forget_rows();
@@ -554,8 +557,8 @@ class Training final : public trainer::Workload<ClickBatch> {
   using Rows = comm::LazyAwaitable<jagged::KeyedTensor>;
 
   void make_tables() {
-    if (settings_.is_unlimited()) {
-      const ClickSchema& schema = log_.log->schema();
+    const ClickSchema& schema = log_.log->schema();
+    if (settings_.is_unlimited() || any_grows(schema)) {
       collision::GrowingOptions options;
       options.optimizer = table_options(settings_).optimizer;
       growing_ = std::make_shared<collision::GrowingEmbeddingBagCollection>(
@@ -574,7 +577,13 @@ class Training final : public trainer::Workload<ClickBatch> {
   }
 
   std::string growing_introduction() const {
-    std::string text = log_.notes + "tables   " + std::to_string(configs_.size()) + " that grow, " +
+    std::int64_t num_fixed = 0;
+    for (const Feature& feature : log_.log->schema().features) {
+      num_fixed += !feature.grows() && !settings_.is_unlimited() ? 1 : 0;
+    }
+    const auto num_growing = static_cast<std::int64_t>(configs_.size()) - num_fixed;
+    std::string text = log_.notes + "tables   " + std::to_string(num_growing) + " that grow" +
+                       (num_fixed > 0 ? " and " + std::to_string(num_fixed) + " others, " : ", ") +
                        (settings_.sharding == "table_wise" ? "each on one" : "over all") + " of " +
                        std::to_string(group_.size()) + " ranks";
     if (settings_.id_capacity > 0) {
@@ -585,11 +594,20 @@ class Training final : public trainer::Workload<ClickBatch> {
            "\n";
   }
 
-  // The order in which they are mixed: names of tables alone do not tell it.
-  std::string feature_names() const {
+  // The order in which they are mixed, which names of tables alone do not tell, and which of them
+  // are averaged.
+  void add_features(checkpoint::State& state) const {
     Json features = Json::array();
-    for (const Feature& feature : log_.log->schema().features) features.push_back(feature.name);
-    return features.dump(-1, ' ', false, Json::error_handler_t::replace);
+    Json averaged = Json::array();
+    for (const Feature& feature : log_.log->schema().features) {
+      features.push_back(feature.name);
+      if (feature.means) averaged.push_back(feature.name);
+    }
+    const auto text = [](const Json& names) {
+      return names.dump(-1, ' ', false, Json::error_handler_t::replace);
+    };
+    state.values["features"] = text(features);
+    if (!averaged.empty()) state.values["mean_features"] = text(averaged);
   }
 
   // If rank 0 has a measured machine, all ranks try what the profile does not know.
@@ -806,6 +824,11 @@ std::unique_ptr<Training> make(const std::string& verb, const Settings& settings
     check_same_schema(data, log.log->schema(), settings.eval_data, other->schema());
   }
   auto tables = tables_of(log.log->schema(), settings.embedding_dim);
+  settings.check_tables(log.log->schema());
+  if (any_grows(log.log->schema())) {
+    return std::make_unique<Training>(settings, std::move(log), std::move(other), purpose,
+                                      std::move(tables), LaidTables{}, world);
+  }
   auto laid = lay_tables(verb, settings, log.log->schema(), tables, world);
   return std::make_unique<Training>(settings, std::move(log), std::move(other), purpose,
                                     std::move(tables), std::move(laid), world);

@@ -320,7 +320,14 @@ TEST_F(Tables, SchemasAreCheckedByLineAndKey) {
   EXPECT_EQ(wrong(label + "[[feature]]\ncolumn = \"a\"\nkind = \"text\"\nrows = 5\n"),
             "s.toml: line 5: kind is one of hash, integer, vocabulary, not 'text'.");
   EXPECT_EQ(wrong(label + "[[feature]]\ncolumn = \"a\"\n"),
-            "s.toml: line 3: feature 'a' needs rows = N.");
+            "s.toml: line 3: feature 'a' needs rows = N, or growing = true.");
+  EXPECT_EQ(wrong(label + "[[feature]]\ncolumn = \"a\"\ngrowing = true\nrows = 5\n"),
+            "s.toml: line 6: feature 'a': growing = true and rows do not go together; a growing "
+            "table takes every id.");
+  EXPECT_EQ(wrong(label + "[[feature]]\ncolumn = \"a\"\ngrowing = true\nkind = \"vocabulary\"\n"),
+            "s.toml: line 6: feature 'a': growing = true is for kind = \"hash\" and \"integer\".");
+  EXPECT_EQ(wrong(label + "[[feature]]\ncolumn = \"a\"\nrows = 5\ndim = 0\n"),
+            "s.toml: line 6: dim is a whole number from 1 to 4096.");
   EXPECT_EQ(wrong(label + "[[dense]]\ncolumn = \"a\"\nclip = [3, 1]\n"),
             "s.toml: line 5: clip has its lowest number above the highest.");
   EXPECT_EQ(wrong("[label\n").substr(0, 15), "s.toml: line 1:");
@@ -358,6 +365,39 @@ TEST_F(Tables, NumbersAreTheNearestDoubles) {
   for (const char* text : {"", "-", ".", "1.2.3", "1,5", "0x10", "1e", "--1", "1 2"}) {
     EXPECT_FALSE(data::parse_real(text, value)) << text;
   }
+}
+
+TEST_F(Tables, AFeatureMayGrowAndHaveItsOwnColumns) {
+  const Schema schema = data::parse_schema(R"(
+[label]
+column = "y"
+[[feature]]
+column = "user"
+growing = true
+dim = 4
+[[feature]]
+column = "item"
+kind = "integer"
+growing = true
+[[feature]]
+column = "shop"
+rows = 7
+dim = 2
+)",
+                                           "s.toml");
+  EXPECT_EQ(data::parse_schema(schema.text(), "s.toml").text(), schema.text());
+  const dlrm::ClickSchema click = schema.click_schema();
+  EXPECT_TRUE(click.features[0].grows());
+  EXPECT_EQ(click.features[0].dim, 4);
+  EXPECT_TRUE(click.features[1].grows());
+  EXPECT_EQ(click.features[1].dim_or(16), 16);
+  EXPECT_FALSE(click.features[2].grows());
+  const Read all =
+      read({write("t.csv", "y,user,item,shop\n1,ann,-7,s\n0,bob,9000000000,t\n")}, schema);
+  const std::vector<std::int64_t> expected = {
+      data::raw_id("ann"), data::raw_id("bob"),      -7,
+      9'000'000'000,       data::hashed_row("s", 7), data::hashed_row("t", 7)};
+  EXPECT_EQ(all.samples.ids, expected);
 }
 
 TEST_F(Tables, ALogRemembersItsSchema) {

@@ -2,9 +2,11 @@
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
+
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
+#include <limits>
 
 #include <algorithm>
 #include <chrono>
@@ -166,6 +168,25 @@ TEST_F(ClickFiles, WideIdsComeBack) {
   expect_equal(found, samples);
 }
 
+TEST_F(ClickFiles, TablesThatGrowTakeAnyIdAndHaveTheirOwnColumns) {
+  const ClickSchema schema{0, {{"any", 0, 0, true, 4}, {"few", 3}}};
+  ClickFileWriter writer(path("a"), schema);
+  const std::int64_t least = std::numeric_limits<std::int64_t>::min();
+  const SampleBlock samples{2, {0, 1}, {}, {2, 0, 1, 1}, {least, -1, 2, 0}};
+  writer.append(samples);
+  writer.finish();
+  const ClickFile file(path("a"));
+  EXPECT_EQ(file.layout().version, 3U);
+  EXPECT_EQ(file.schema(), schema);
+  file.verify();
+  SampleBlock found;
+  file.read(0, 2, found);
+  expect_equal(found, samples);
+  // Others are as they were.
+  write_log(path("plain"), SyntheticLog(mixed_options()), {});
+  EXPECT_EQ(ClickFile(path("plain")).layout().version, 1U);
+}
+
 TEST_F(ClickFiles, UnfinishedBinaryLeavesNothing) {
   {
     ClickFileWriter writer(path("a"), mixed_options().schema);
@@ -198,8 +219,11 @@ TEST_F(ClickFiles, WriterRefusesWhatDoesNotFitTheSchema) {
   EXPECT_EQ(problem({1, {1}, {0.5F}, {1}, {}}), "a: there are fewer ids than the lengths say.");
   EXPECT_EQ(error([&] { ClickFileWriter(path("a"), {1, {{"f", 1, 1}, {"f", 1, 1}}}); }),
             "a: feature names must be different and of 1 to 1024 bytes.");
-  EXPECT_EQ(error([&] { ClickFileWriter(path("a"), {1, {{"f", 0, 1}}}); }),
-            "a: feature 'f' has 0 rows; 1 to 2^48 can be stored.");
+  EXPECT_EQ(error([&] { ClickFileWriter(path("a"), {1, {{"f", -1, 1}}}); }),
+            "a: feature 'f' has -1 rows; 1 to 2^48 can be stored, or 0 for a table that grows.");
+  EXPECT_EQ(error([&] { ClickFileWriter(path("a"), {1, {{"f", 1, 1, false, 5000}}}); }),
+            "a: feature 'f' has 5000 columns; 1 to 4096 can be stored, or 0 for as many as the "
+            "others.");
   EXPECT_EQ(error([&] { ClickFileWriter(path("a"), {1, {{"f", 1, -1}}}); }),
             "a: feature 'f' has bags of -1 ids; 0 (varies) to 2^20 can be stored.");
   EXPECT_EQ(error([&] { ClickFileWriter(path("a"), {-1, {}}); }),
@@ -227,7 +251,7 @@ TEST_F(ClickFiles, ReaderNamesWhatIsWrong) {
   std::string changed = good;
   changed[8] = 9;
   EXPECT_EQ(problem(changed),
-            "a: has version 9 of the format; this program reads versions 1 to 2.");
+            "a: has version 9 of the format; this program reads versions 1 to 3.");
   changed = good;
   changed[16] ^= 1;
   EXPECT_EQ(problem(changed), "a: the header is damaged: its sum is wrong.");

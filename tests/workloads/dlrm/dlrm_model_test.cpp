@@ -216,6 +216,44 @@ TEST(Dlrm, EqualsItsParts) {
   }
 }
 
+TEST(Dlrm, TablesOfOtherWidthsPassALayerOfTheirOwn) {
+  for (const auto interaction : {Interaction::kDot, Interaction::kCross}) {
+    auto options = small_options(interaction);
+    options.dims = {4, 3};
+    Dlrm model(options);
+    model.to(at::kDouble);
+    const auto layer = model.named_parameters()["projection_1.weight"];
+    ASSERT_EQ(layer.sizes(), (std::vector<std::int64_t>{4, 3}));
+    const at::Tensor dense = random_tensor({5, 3}, 13);
+    const at::Tensor a = random_tensor({5, 4}, 14);
+    const at::Tensor b = random_tensor({5, 3}, 15);
+    Dlrm plain(small_options(interaction));
+    plain.to(at::kDouble);
+    for (const auto& one : plain.named_parameters()) {
+      const torch::NoGradGuard no_grad;
+      one.value().copy_(model.named_parameters()[one.key()]);
+    }
+    const at::Tensor expected =
+        plain.forward(dense, KeyedTensor({"a", "b"}, {4, 4}, at::cat({a, b.matmul(layer.t())}, 1)));
+    const at::Tensor logits =
+        model.forward(dense, KeyedTensor({"b", "a"}, {3, 4}, at::cat({b, a}, 1)));
+    EXPECT_TRUE(at::allclose(logits, expected, 1e-11, 1e-11));
+    logits.sum().backward();
+    EXPECT_GT(layer.grad().abs().sum().item<double>(), 0);
+    EXPECT_EQ(error_text([&] {
+                model.forward(dense, KeyedTensor({"a", "b"}, {4, 4}, at::cat({a, a}, 1)));
+              }),
+              "dlrm: feature 'b' has 4 columns; the model takes 3.");
+  }
+  auto options = small_options(Interaction::kDot);
+  options.dims = {4};
+  EXPECT_EQ(error_text([&] { Dlrm model(options); }),
+            "dlrm: 1 widths of tables were named for 2 features.");
+  options.dims = {4, 0};
+  EXPECT_EQ(error_text([&] { Dlrm model(options); }),
+            "dlrm: the table of feature 'b' has 0 columns.");
+}
+
 TEST(Perceptron, WeightsThatWaitGetTheSameBits) {
   for (const bool relu_at_end : {false, true}) {
     for (const std::int64_t batch : {0, 1, 37, 2048}) {

@@ -1,0 +1,160 @@
+"""Tables as a schema says, each for itself: their columns, their pooling, and whether they grow."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import random
+import subprocess
+
+import numpy as np
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+TESSERA = os.environ.get("TESSERA_BIN", str(ROOT / "build/release/bin/tessera"))
+SMALL = ["--dim", 8, "--bottom", "16,8", "--top", "16,1", "--batch", 64, "--epochs", 15]
+SMALL += ["--optimizer", "adam", "--lr", 0.01, "--table-lr", 0.3]
+SCHEMA = """
+[label]
+column = "clicked"
+[[dense]]
+column = "price"
+[[feature]]
+column = "user"
+{user}
+[[feature]]
+column = "item"
+kind = "integer"
+rows = 50
+dim = 12
+[[feature]]
+column = "tags"
+rows = 40
+separator = "|"
+pooling = "mean"
+"""
+FIXED = "rows = 300\ndim = 4"
+GROWING = "growing = true\ndim = 4"
+
+
+def run(*words, code=0):
+    result = subprocess.run([TESSERA, *map(str, words)], capture_output=True, text=True, timeout=110)
+    assert result.returncode == code, result.stdout + result.stderr
+    return result.stdout if code == 0 else result.stderr
+
+
+def write(folder: pathlib.Path, user: str) -> None:
+    """Users like items of their own kind, so that there is something to learn."""
+    draw = random.Random(3)
+    (folder / "log.toml").write_text(SCHEMA.format(user=user))
+    with (folder / "log.csv").open("w") as file:
+        file.write("clicked,price,user,item,tags\n")
+        for _ in range(4000):
+            user_number, item = draw.randrange(200), draw.randrange(50)
+            clicked = int(draw.random() < (0.8 if user_number % 5 == item % 5 else 0.1))
+            tags = "|".join(draw.choice(["new", "sale", "red", "used"]) for _ in range(draw.randrange(4)))
+            file.write(f"{clicked},{draw.random():.3f},u-{user_number},{item},{tags}\n")
+    run("data", "convert", "--schema", folder / "log.toml", folder / "log.csv", "--out", folder / "log.click")
+
+
+@pytest.fixture(scope="module")
+def fixed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fixed")
+    write(folder, FIXED)
+    run("train", "dlrm", "--data", folder / "log.click", *SMALL, "--ranks", 2, "--save", folder / "run")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def growing(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("growing")
+    write(folder, GROWING)
+    run("train", "dlrm", "--data", folder / "log.click", *SMALL, "--ranks", 2, "--save", folder / "run")
+    return folder
+
+
+def judged(folder) -> dict:
+    lines = map(json.loads, (folder / "run/metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line["kind"] == "eval"][-1]
+
+
+def test_a_log_says_what_each_table_is(growing):
+    told = json.loads(run("data", "show", growing / "log.click", "--json"))
+    assert told["version"] == 3
+    user, item, tags = told["features"]
+    assert user == {"name": "user", "rows": 0, "bag_size": 1, "pooling": "sum", "dim": 4, "growing": True}
+    assert item["rows"] == 50 and item["dim"] == 12
+    assert tags["pooling"] == "mean" and "dim" not in tags
+    text = run("data", "show", growing / "log.click")
+    assert "growing, 1 ids per sample, 4 columns" in text and "50 rows, 1 ids per sample, 12 columns" in text
+    run("data", "check", growing / "log.click")
+
+
+def test_tables_of_several_widths_learn(fixed):
+    tables = {
+        line["name"]: line
+        for line in map(json.loads, (fixed / "run/metrics.jsonl").read_text().splitlines())
+        if line["kind"] == "table"
+    }
+    assert {name: table["columns"] for name, table in tables.items()} == {"user": 4, "item": 12, "tags": 8}
+    # More than chance: the layers between narrow and wide tables are trained too.
+    assert judged(fixed)["auc"] > 0.6
+    names = run("ckpt", "show", fixed / "run")
+    assert "model.projection_0.weight" in names and "model.projection_1.weight" in names
+    assert "model.projection_2.weight" not in names
+
+
+def test_predictions_and_packages_are_the_trainers(fixed, tmp_path):
+    """A package holds rows as wide as the model, and averages what the schema averages."""
+    answer = json.loads(run("eval", fixed / "run", "--json"))
+    words = ["--dtype", "fp32", "--eval", fixed / "log.click", "--eval-samples", 4000, "--json"]
+    exported = json.loads(run("export", fixed / "run", "--out", tmp_path / "package", *words))
+    assert exported["judged"]["samples"] == answer["samples"]
+    assert exported["judged"]["auc_after"] == pytest.approx(answer["auc"], abs=2e-6)
+    assert exported["judged"]["log_loss_after"] == pytest.approx(answer["log_loss"], abs=1e-6)
+    model = json.loads((tmp_path / "package/model.json").read_text())
+    assert [feature["pooling"] for feature in model["features"]] == ["sum", "sum", "mean"]
+
+
+def test_the_plan_knows_the_widths(fixed):
+    plan = json.loads(
+        run("plan", "tables", "--data", fixed / "log.click", "--ranks", 2, "--dim", 8, "--json")
+    )
+    assert {table["name"]: table["dim"] for table in plan["tables"]} == {"user": 4, "item": 12, "tags": 8}
+
+
+def test_one_table_grows_beside_fixed_ones(growing):
+    lines = list(map(json.loads, (growing / "run/metrics.jsonl").read_text().splitlines()))
+    (grown,) = [line for line in lines if line["kind"] == "growth"][-1:]
+    ids = {table["name"]: table["ids"] for table in grown["tables"]}
+    assert ids["user"] == 200 and ids["item"] == 50 and ids["tags"] <= 4
+    assert judged(growing)["auc"] > 0.6
+    answer = json.loads(run("eval", growing / "run", "--json"))
+    assert answer["auc"] == pytest.approx(judged(growing)["auc"], abs=1e-6)
+
+
+def test_a_table_is_predicted_on_by_the_schema_of_the_run(growing, tmp_path):
+    for name in ("log.csv", "log.click"):
+        run("predict", growing / "run", "--data", growing / name, "--out", tmp_path / f"{name}.scores.csv")
+    one, other = (np.loadtxt(tmp_path / f"{name}.scores.csv", delimiter=",", skiprows=1) for name in
+                  ("log.csv", "log.click"))  # fmt: skip
+    assert len(one) == 4000 and np.array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--publish", "there"], "growing = true (feature 'user') does not go with --publish"),
+        (["--sharding", "column_wise"], "does not go with --sharding column_wise"),
+        (["--device", "cuda"], "does not go with --device cuda"),
+    ],
+)
+def test_what_growing_tables_cannot_is_refused_before_anything_starts(growing, flags, says):
+    assert says in run("train", "dlrm", "--data", growing / "log.click", *SMALL, *flags, code=78)
+
+
+def test_widths_of_their_own_are_not_published(fixed, tmp_path):
+    words = ["--data", fixed / "log.csv", "--schema", fixed / "log.toml", "--publish", tmp_path / "there"]
+    text = run("train", "dlrm", *SMALL, *words, code=78)
+    assert "--publish does not go with the 4 columns of feature 'user'" in text
