@@ -2,8 +2,8 @@
 
 Prints one line of JSON per row. The rows named `pandas` and `pyarrow` read the columns into memory, and no
 more; `pandas_convert` does with pandas' own functions what a conversion does: logarithms, hashes, bags of
-ids, and arrays on the disk. pandas is left out where it is not installed. Then the same table is trained on: from its log, from Parquet that was
-seen before, and from Parquet that is seen for the first time and converted within the time.
+ids, and arrays on the disk. pandas is left out where it is not installed. Then the same table is trained on:
+from its log, from Parquet that was seen before, and from Parquet that is converted within the time.
 """
 
 from __future__ import annotations
