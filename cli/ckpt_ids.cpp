@@ -55,6 +55,10 @@ using Rows = std::vector<std::array<std::int64_t, 4>>;
 void for_blocks(const Reader& reader, const std::string& name,
                 const std::function<void(const Rows&)>& take) {
   const std::int64_t count = reader.find(name + ".ids")->shape.at(0);
+  if (reader.find(name + ".counts") == nullptr) {
+    throw UsageError("ckpt: " + reader.folder() +
+                     " is a publication, which has ids and rows but no counts; use ckpt export");
+  }
   for (std::int64_t begin = 0; begin < count; begin += kBlock) {
     const std::int64_t size = std::min(kBlock, count - begin);
     Rows rows(static_cast<std::size_t>(size));

@@ -298,7 +298,8 @@ void PendingFolder::write_manifest(Manifest& manifest) {
     index[tensor.name] = manifest.files.at(region.file).name;
     total_bytes += region.end - region.begin;
   }
-  if (index.size() == manifest.tensors.size() && !index.empty() && manifest.deltas.empty()) {
+  if (index.size() == manifest.tensors.size() && !index.empty() && manifest.deltas.empty() &&
+      manifest.lists.empty()) {
     const std::string text = encode_index(index, total_bytes);
     FileWriter writer(disk_, path_ + "/" + kIndexName);
     writer.write(text);

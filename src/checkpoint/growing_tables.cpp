@@ -58,16 +58,19 @@ struct Loaded {
 class GrowingStateful final : public Stateful {
  public:
   GrowingStateful(std::shared_ptr<collision::GrowingTables> tables, std::string prefix,
-                  std::string optimizer_prefix)
+                  std::string optimizer_prefix, bool is_published = false)
       : tables_(std::move(tables)),
         prefix_(std::move(prefix)),
-        optimizer_prefix_(std::move(optimizer_prefix)) {
+        optimizer_prefix_(std::move(optimizer_prefix)),
+        is_published_(is_published) {
     const bool is_pooled =
         dynamic_cast<collision::GrowingEmbeddingBagCollection*>(tables_.get()) != nullptr;
     group_ = is_pooled ? "embedding_bags." : "embeddings.";
   }
 
   void collect(std::vector<PlacedTensor>& tensors, Values& values) override;
+  void collect_delta(std::vector<PlacedTensor>& tensors, std::vector<ListDelta>& lists,
+                     Values& values) override;
   void prepare(const Reader& source, std::vector<PlacedTensor>& tensors) override;
   void finish(const Values& values) override;
 
@@ -79,9 +82,21 @@ class GrowingStateful final : public Stateful {
   std::string state_name(std::size_t table) const {
     return optimizer_prefix_ + group_ + state().tables[table].config.name + ".weight.";
   }
-  void collect_part(const GrowingPart& part, std::int64_t first_id, std::int64_t num_ids,
-                    std::int64_t first_sketch, std::int64_t num_sketches,
-                    std::vector<PlacedTensor>& tensors) const;
+  /// Where this rank's part of a list begins in that of all ranks, and how long that is.
+  struct Extent {
+    std::int64_t first = 0;
+    std::int64_t all = 0;
+  };
+  /// For every part, the extents of lists with so many entries here. Collective.
+  std::vector<std::vector<Extent>> extents_of(
+      const std::vector<std::vector<std::int64_t>>& counts) const;
+  void collect_rows(const GrowingPart& part, const IdList& list, const Extent& extent,
+                    const std::string& suffix, std::vector<PlacedTensor>& tensors) const;
+  void collect_buckets(const GrowingPart& part, const std::vector<std::int64_t>& sizes,
+                       const std::string& name, std::vector<PlacedTensor>& tensors) const;
+  void collect_sketch(const GrowingPart& part, const Extent& extent,
+                      std::vector<PlacedTensor>& tensors) const;
+  void collect_values(Values& values) const;
   void collect_unknown(std::vector<PlacedTensor>& tensors) const;
   void check_values(const Reader& source) const;
   Loaded prepare_part(const Reader& source, const GrowingPart& part,
@@ -91,6 +106,7 @@ class GrowingStateful final : public Stateful {
   std::shared_ptr<collision::GrowingTables> tables_;
   std::string prefix_;
   std::string optimizer_prefix_;
+  bool is_published_;
   std::string group_;
   std::vector<Loaded> loaded_;                              // of every part, until a load is done
   std::vector<std::pair<at::Tensor, at::Tensor>> unknown_;  // where it goes, what was loaded
@@ -98,31 +114,127 @@ class GrowingStateful final : public Stateful {
 
 // ---- saving ----
 
+// Ranks own runs of buckets in order of the ranks, so their lists lie behind each other.
+std::vector<std::vector<GrowingStateful::Extent>> GrowingStateful::extents_of(
+    const std::vector<std::vector<std::int64_t>>& counts) const {
+  const GrowingState& own = state();
+  const auto num_tables = static_cast<std::int64_t>(own.tables.size());
+  constexpr std::int64_t kMostLists = 4;
+  at::Tensor all = at::zeros({1, num_tables, kMostLists}, at::kLong);
+  auto count = all.accessor<std::int64_t, 3>();
+  for (std::size_t p = 0; p < own.parts.size(); ++p) {
+    const auto table = static_cast<std::int64_t>(own.parts[p]->table);
+    for (std::size_t i = 0; i < counts[p].size(); ++i) {
+      count[0][table][static_cast<std::int64_t>(i)] = counts[p][i];
+    }
+  }
+  if (own.group.size() > 1) all = comm::all_gather(all, own.group);
+  const at::Tensor before = all.narrow(0, 0, own.group.rank()).sum(0);
+  const at::Tensor sums = all.sum(0);
+  std::vector<std::vector<Extent>> extents;
+  for (std::size_t p = 0; p < own.parts.size(); ++p) {
+    const auto table = static_cast<std::int64_t>(own.parts[p]->table);
+    auto& lists = extents.emplace_back();
+    for (std::int64_t i = 0; i < kMostLists; ++i) {
+      lists.push_back({before[table][i].item<std::int64_t>(), sums[table][i].item<std::int64_t>()});
+    }
+  }
+  return extents;
+}
+
+namespace {
+
+/// Adds this rank's piece of a tensor with `rows` rows on all ranks.
+void add_piece(const GrowingPart& part, const std::string& name, std::int64_t rows,
+               std::int64_t first, const at::Tensor& tensor, std::vector<PlacedTensor>& tensors) {
+  PlacedTensor placed;
+  placed.name = name;
+  placed.shape = tensor.sizes().vec();
+  placed.shape[0] = rows;
+  std::vector<std::int64_t> offsets(placed.shape.size(), 0);
+  offsets[0] = first;
+  // Of a list without entries, the first owner of the table writes the shape.
+  const bool is_first = rows == 0 && part.ids.options().first_bucket == 0;
+  if (tensor.size(0) > 0 || is_first) placed.pieces.push_back({offsets, tensor, {}});
+  tensors.push_back(std::move(placed));
+}
+
+constexpr const char* kChanged = "@changed";
+
+}  // namespace
+
 void GrowingStateful::collect(std::vector<PlacedTensor>& tensors, Values& values) {
   const at::NoGradGuard no_grad;
   GrowingState& own = state();
-  const auto num_tables = static_cast<std::int64_t>(own.tables.size());
-  // Ranks own runs of buckets in order of the ranks, so their lists lie behind each other.
-  at::Tensor counts = at::zeros({1, num_tables, 2}, at::kLong);
-  auto count = counts.accessor<std::int64_t, 3>();
+  std::vector<std::vector<std::int64_t>> counts;
   for (const auto& part : own.parts) {
-    const auto table = static_cast<std::int64_t>(part->table);
-    count[0][table][0] = part->ids.size();
-    count[0][table][1] = static_cast<std::int64_t>(part->ids.export_sketch().buckets.size());
+    const auto num_sketches = static_cast<std::int64_t>(part->ids.export_sketch().buckets.size());
+    counts.push_back({part->ids.size(), num_sketches});
   }
-  if (own.group.size() > 1) counts = comm::all_gather(counts, own.group);
-  const at::Tensor before = counts.narrow(0, 0, own.group.rank()).sum(0);
-  const at::Tensor all = counts.sum(0);
-  for (const auto& part : own.parts) {
-    const auto table = static_cast<std::int64_t>(part->table);
-    const auto number = [&](const at::Tensor& sums, std::int64_t which) {
-      return sums[table][which].item<std::int64_t>();
-    };
-    collect_part(*part, number(before, 0), number(all, 0), number(before, 1), number(all, 1),
-                 tensors);
+  const auto extents = extents_of(counts);
+  for (std::size_t p = 0; p < own.parts.size(); ++p) {
+    const GrowingPart& part = *own.parts[p];
+    const IdList list = tables_->export_ids(part.config->config.name);
+    collect_rows(part, list, extents[p][0], "", tensors);
+    collect_buckets(part, part.ids.bucket_sizes(), name_of(part.table) + ".bucket_rows", tensors);
+    collect_sketch(part, extents[p][1], tensors);
   }
   collect_unknown(tensors);
+  collect_values(values);
+}
+
+void GrowingStateful::collect_delta(std::vector<PlacedTensor>& tensors,
+                                    std::vector<ListDelta>& lists, Values& values) {
+  if (!tables_->tracks_changes()) return collect(tensors, values);
+  const at::NoGradGuard no_grad;
+  GrowingState& own = state();
+  std::vector<IdList> changed;
+  std::vector<std::vector<std::int64_t>> counts;
+  for (const auto& part : own.parts) {
+    changed.push_back(tables_->changed_ids(part->config->config.name));
+    counts.push_back({static_cast<std::int64_t>(changed.back().ids.size()),
+                      static_cast<std::int64_t>(part->removed_since_base.size()),
+                      static_cast<std::int64_t>(part->ids.export_sketch().buckets.size()),
+                      part->ids.size()});
+  }
+  const auto extents = extents_of(counts);
+  for (std::size_t p = 0; p < own.parts.size(); ++p) {
+    const GrowingPart& part = *own.parts[p];
+    const std::string name = name_of(part.table);
+    collect_rows(part, changed[p], extents[p][0], kChanged, tensors);
+    std::vector<std::int64_t> runs(kNumBuckets);
+    for (const std::int64_t id : changed[p].ids) {
+      ++runs[static_cast<std::size_t>(collision::bucket_of(id))];
+    }
+    collect_buckets(part, runs, name + ".bucket_rows" + kChanged, tensors);
+    collect_buckets(part, part.ids.bucket_sizes(), name + ".bucket_rows", tensors);
+    add_piece(part, name + ".removed", extents[p][1].all, extents[p][1].first,
+              tensor_of(part.removed_since_base), tensors);
+    collect_sketch(part, extents[p][2], tensors);
+    ListDelta list{.name = name + ".ids",
+                   .rows = extents[p][3].all,
+                   .groups = name + ".bucket_rows",
+                   .changed = name + ".ids" + kChanged,
+                   .runs = name + ".bucket_rows" + kChanged,
+                   .removed = name + ".removed"};
+    std::vector<std::string> columns = {name + ".weight"};
+    if (!is_published_) {
+      columns.insert(columns.end(), {name + ".counts", name + ".last_step"});
+      for (const auto& [slot, tensor] : part.state) {
+        columns.push_back(state_name(part.table) + slot);
+      }
+    }
+    for (const std::string& column : columns) list.columns.push_back({column, column + kChanged});
+    lists.push_back(std::move(list));
+  }
+  collect_unknown(tensors);
+  collect_values(values);
+}
+
+void GrowingStateful::collect_values(Values& values) const {
+  GrowingState& own = state();
   values[prefix_ + group_ + "id_hash"] = std::string(collision::kIdHashName);
+  if (is_published_) return;
   values[prefix_ + group_ + "calls"] = own.num_calls;
   for (std::size_t t = 0; t < own.tables.size(); ++t) {
     values[name_of(t) + ".seed"] = static_cast<std::int64_t>(own.tables[t].seed);
@@ -135,48 +247,48 @@ void GrowingStateful::collect(std::vector<PlacedTensor>& tensors, Values& values
   }
 }
 
-void GrowingStateful::collect_part(const GrowingPart& part, std::int64_t first_id,
-                                   std::int64_t num_ids, std::int64_t first_sketch,
-                                   std::int64_t num_sketches,
+void GrowingStateful::collect_rows(const GrowingPart& part, const IdList& list,
+                                   const Extent& extent, const std::string& suffix,
                                    std::vector<PlacedTensor>& tensors) const {
-  const auto add = [&](const std::string& name, std::int64_t rows, std::int64_t first,
-                       const at::Tensor& tensor) {
-    PlacedTensor placed;
-    placed.name = name;
-    placed.shape = tensor.sizes().vec();
-    placed.shape[0] = rows;
-    std::vector<std::int64_t> offsets(placed.shape.size(), 0);
-    offsets[0] = first;
-    // Of a table without ids, its first owner writes the shape.
-    const bool is_first = rows == 0 && part.ids.options().first_bucket == 0;
-    if (tensor.size(0) > 0 || is_first) placed.pieces.push_back({offsets, tensor, {}});
-    tensors.push_back(std::move(placed));
+  const auto add = [&](const std::string& name, const at::Tensor& tensor) {
+    add_piece(part, name + suffix, extent.all, extent.first, tensor, tensors);
   };
   const std::string name = name_of(part.table);
-  const IdList list = part.ids.export_ids();
-  const at::Tensor rows = tensor_of(list.rows) + 1;
-  add(name + ".ids", num_ids, first_id, tensor_of(list.ids));
-  add(name + ".counts", num_ids, first_id, tensor_of(list.counts));
-  add(name + ".last_step", num_ids, first_id, tensor_of(list.last_steps));
-  add(name + ".weight", num_ids, first_id, part.weight->tensor().index_select(0, rows));
+  const at::Tensor rows = tensor_of(list.rows);
+  add(name + ".ids", tensor_of(list.ids));
+  add(name + ".weight", part.weight->tensor().index_select(0, rows));
+  if (is_published_) return;
+  add(name + ".counts", tensor_of(list.counts));
+  add(name + ".last_step", tensor_of(list.last_steps));
   for (const auto& [slot, tensor] : part.state) {
-    add(state_name(part.table) + slot, num_ids, first_id, tensor->tensor().index_select(0, rows));
+    add(state_name(part.table) + slot, tensor->tensor().index_select(0, rows));
   }
+}
+
+/// A number for each bucket of the part.
+void GrowingStateful::collect_buckets(const GrowingPart& part,
+                                      const std::vector<std::int64_t>& sizes,
+                                      const std::string& name,
+                                      std::vector<PlacedTensor>& tensors) const {
   const auto& options = part.ids.options();
-  std::vector<std::int64_t> bucket_rows(
-      static_cast<std::size_t>(options.end_bucket - options.first_bucket));
-  for (const std::int64_t id : list.ids) {
-    ++bucket_rows[static_cast<std::size_t>(collision::bucket_of(id) - options.first_bucket)];
-  }
-  add(name + ".bucket_rows", kNumBuckets, options.first_bucket, tensor_of(bucket_rows));
-  if (num_sketches == 0) return;
+  const at::Tensor own = tensor_of(sizes).slice(0, options.first_bucket, options.end_bucket);
+  add_piece(part, name, kNumBuckets, options.first_bucket, own, tensors);
+}
+
+void GrowingStateful::collect_sketch(const GrowingPart& part, const Extent& extent,
+                                     std::vector<PlacedTensor>& tensors) const {
+  if (extent.all == 0 || is_published_) return;
+  const std::string name = name_of(part.table);
   const IdSketch sketch = part.ids.export_sketch();
   const auto own = static_cast<std::int64_t>(sketch.buckets.size());
   at::Tensor counters = at::empty({own, kSketchBytes}, at::kByte);
   std::copy(sketch.counters.begin(), sketch.counters.end(), counters.data_ptr<std::uint8_t>());
-  add(name + ".sketch", num_sketches, first_sketch, counters);
-  add(name + ".sketch_buckets", num_sketches, first_sketch, tensor_of(sketch.buckets));
-  add(name + ".sketch_sightings", num_sketches, first_sketch, tensor_of(sketch.sightings));
+  const auto add = [&](const char* what, const at::Tensor& tensor) {
+    add_piece(part, name + what, extent.all, extent.first, tensor, tensors);
+  };
+  add(".sketch", counters);
+  add(".sketch_buckets", tensor_of(sketch.buckets));
+  add(".sketch_sightings", tensor_of(sketch.sightings));
 }
 
 void GrowingStateful::collect_unknown(std::vector<PlacedTensor>& tensors) const {
@@ -193,6 +305,7 @@ void GrowingStateful::collect_unknown(std::vector<PlacedTensor>& tensors) const 
            /*is_replicated=*/true});
     };
     add(name_of(t) + ".unknown", own.unknown_rows->row(t));
+    if (is_published_) continue;
     for (const char* slot : {"momentum1", "momentum2"}) {
       const auto kept = slots.find(own.tables[t].config.name + "." + slot);
       if (kept != slots.end()) add(state_name(t) + "unknown." + slot, kept->second);
@@ -231,6 +344,11 @@ void GrowingStateful::check_values(const Reader& source) const {
 void GrowingStateful::prepare(const Reader& source, std::vector<PlacedTensor>& tensors) {
   loaded_.clear();
   unknown_.clear();
+  if (is_published_) {
+    throw Error(ErrorKind::kInvalid, source.folder() +
+                                         ": publications are for servers. Load a checkpoint that "
+                                         "was saved with what training needs.");
+  }
   check_values(source);
   GrowingState& own = state();
   for (const auto& part : own.parts) loaded_.push_back(prepare_part(source, *part, tensors));
@@ -354,6 +472,7 @@ void GrowingStateful::finish(const Values& values) {
     return value == values.end() ? otherwise : std::get<std::int64_t>(value->second);
   };
   own.num_calls = number(prefix_ + group_ + "calls", 0);
+  if (tables_->tracks_changes()) tables_->forget_changes();
   if (own.batch != nullptr) {
     own.batch->optimizer()->state().num_steps = number(optimizer_prefix_ + group_ + "step", 0);
   }
@@ -368,6 +487,13 @@ void GrowingStateful::finish(const Values& values) {
 void add_growing_tables(State& state, std::shared_ptr<collision::GrowingTables> tables,
                         const std::string& prefix, const std::string& optimizer_prefix) {
   state.add(std::make_shared<GrowingStateful>(std::move(tables), prefix, optimizer_prefix));
+}
+
+void add_published_rows(State& state, std::shared_ptr<collision::GrowingTables> tables,
+                        const std::string& prefix) {
+  tables->track_changes();
+  state.add(std::make_shared<GrowingStateful>(std::move(tables), prefix, "",
+                                              /*is_published=*/true));
 }
 
 }  // namespace tessera::checkpoint

@@ -146,6 +146,21 @@ Json body_of(const Manifest& manifest) {
       }
     }
   }
+  if (!manifest.lists.empty()) {
+    object["lists"] = Json::object();
+    for (const ListDelta& list : manifest.lists) {
+      Json& record = object["lists"][list.name];
+      record = {{"rows", list.rows},
+                {"groups", list.groups},
+                {"changed", list.changed},
+                {"runs", list.runs},
+                {"removed", list.removed}};
+      record["columns"] = Json::object();
+      for (const ListDelta::Column& column : list.columns) {
+        record["columns"][column.name] = column.values;
+      }
+    }
+  }
   object["values"] = json_of(manifest.values);
   object["rank_values"] = Json::array();
   for (const Values& values : manifest.rank_values)
@@ -264,11 +279,36 @@ void read_deltas(const Json& object, Manifest& manifest, const std::string& wher
   }
 }
 
+void read_lists(const Json& object, Manifest& manifest, const std::string& where) {
+  using namespace tessera::checkpoint::json;
+  if (!object.contains("lists")) return;
+  const Json& lists = object["lists"];
+  if (!lists.is_object()) corrupt(where, "'lists' is not an object");
+  for (const auto& [name, value] : lists.items()) {
+    const std::string place = where + ", list '" + name + "'";
+    check_keys(value, {"rows", "groups", "changed", "runs", "removed", "columns"}, place);
+    ListDelta list;
+    list.name = name;
+    list.rows = count_of(value, "rows", place);
+    list.groups = string_of(value, "groups", place);
+    list.changed = string_of(value, "changed", place);
+    list.runs = string_of(value, "runs", place);
+    list.removed = string_of(value, "removed", place);
+    const Json& columns = member(value, "columns", place);
+    if (!columns.is_object()) corrupt(place, "'columns' is not an object");
+    for (const auto& [column, values] : columns.items()) {
+      if (!values.is_string()) corrupt(place, "column '" + column + "' does not name its values");
+      list.columns.push_back({column, values.get<std::string>()});
+    }
+    manifest.lists.push_back(std::move(list));
+  }
+}
+
 Manifest manifest_of(const Json& object, const std::string& where) {
   using namespace tessera::checkpoint::json;
   check_keys(object,
              {"commit", "saved", "job", "format", "version", "step", "world", "plan", "chunk_bytes",
-              "base", "files", "tensors", "deltas", "values", "rank_values", "sha256"},
+              "base", "files", "tensors", "deltas", "lists", "values", "rank_values", "sha256"},
              where);
   if (string_of(object, "format", where) != kFormat) corrupt(where, "is not a checkpoint's");
   const std::int64_t version = count_of(object, "version", where);
@@ -297,6 +337,7 @@ Manifest manifest_of(const Json& object, const std::string& where) {
   read_files(object, manifest, where);
   read_tensors(object, manifest, where);
   read_deltas(object, manifest, where);
+  read_lists(object, manifest, where);
   manifest.values = values_of(member(object, "values", where), where + ", value");
   const Json& ranks = member(object, "rank_values", where);
   if (!ranks.is_array() || (!ranks.empty() && ranks.size() != static_cast<std::size_t>(world))) {
@@ -410,6 +451,12 @@ void merge(Manifest& whole, Manifest part) {
     }
     for (DeltaPiece& piece : delta.pieces) found->pieces.push_back(std::move(piece));
   }
+  for (ListDelta& list : part.lists) {
+    const bool is_known = std::any_of(whole.lists.begin(), whole.lists.end(),
+                                      [&](const ListDelta& l) { return l.name == list.name; });
+    if (!is_known) whole.lists.push_back(std::move(list));
+  }
+  std::sort(whole.lists.begin(), whole.lists.end(), by_name);
   std::sort(whole.tensors.begin(), whole.tensors.end(), by_name);
   std::sort(whole.deltas.begin(), whole.deltas.end(), by_name);
 }

@@ -119,6 +119,38 @@ void check_deltas(const Manifest& manifest, const std::string& where) {
   }
 }
 
+void check_lists(const Manifest& manifest, const std::string& where) {
+  if (!manifest.lists.empty() && !manifest.base) corrupt(where, "has changed lists but no base");
+  for (const ListDelta& list : manifest.lists) {
+    const std::string place = where + ", list '" + list.name + "'";
+    const auto numbers = [&](const std::string& name) {
+      const TensorRecord* tensor = manifest.find(name);
+      if (tensor == nullptr || tensor->dtype != Dtype::kI64 || tensor->shape.size() != 1) {
+        corrupt(place, "has no tensor '" + name + "' of whole numbers");
+      }
+      return tensor->shape[0];
+    };
+    const std::int64_t num_changed = numbers(list.changed);
+    numbers(list.removed);
+    if (numbers(list.groups) != numbers(list.runs)) corrupt(place, "has groups without a run");
+    if (manifest.find(list.name) != nullptr) corrupt(place, "is also there in full");
+    for (const ListDelta::Column& column : list.columns) {
+      const TensorRecord* values = manifest.find(column.values);
+      if (values == nullptr || values->shape.empty() || values->shape.size() > 2 ||
+          values->shape[0] != num_changed) {
+        corrupt(place, "has " + std::to_string(num_changed) + " changed ids, but not as many of '" +
+                           column.values + "'");
+      }
+      std::vector<std::int64_t> shape = values->shape;
+      shape[0] = list.rows;
+      num_elements_of(shape, place);
+      if (manifest.find(column.name) != nullptr || manifest.find_delta(column.name) != nullptr) {
+        corrupt(place, "has '" + column.name + "', which is also there otherwise");
+      }
+    }
+  }
+}
+
 }  // namespace
 
 void check_manifest(const Manifest& manifest, const std::string& where) {
@@ -127,6 +159,7 @@ void check_manifest(const Manifest& manifest, const std::string& where) {
     check_cover(tensor, where + ", tensor '" + tensor.name + "'");
   }
   check_deltas(manifest, where);
+  check_lists(manifest, where);
 }
 
 }  // namespace tessera::checkpoint

@@ -8,13 +8,17 @@
 #include <cerrno>
 #include <cstring>
 #include <exception>
+#include <limits>
 #include <map>
+#include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <string_view>
 #include <utility>
 
 #include "checkpoint/json.h"
+#include "checkpoint/merged_list.h"
 #include "checkpoint/open_file.h"
 #include "checkpoint/run_beside.h"
 #include "checkpoint/stored_region.h"
@@ -79,6 +83,13 @@ void check_header(std::string_view bytes, std::uint64_t file_bytes, const Stored
 
 }  // namespace
 
+// A list that this delta changes. What it is then is found out when somebody reads it.
+struct ChangedList {
+  const ListDelta* delta = nullptr;
+  std::once_flag is_merged = {};
+  std::optional<MergedList> merged = {};
+};
+
 struct Reader::State {
   std::shared_ptr<const OpenFolder> root;  // one for a whole chain
   std::string folder;
@@ -87,6 +98,9 @@ struct Reader::State {
   std::unique_ptr<Reader> base;
   std::vector<TensorInfo> tensors;  // by name; without the parts of deltas
   std::set<std::string> delta_parts;
+  std::vector<std::unique_ptr<ChangedList>> lists;
+  // Tensors of lists: the list, and the tensor with the changed rows.
+  std::map<std::string, std::pair<ChangedList*, const TensorRecord*>> list_columns;
 
   void open(std::int64_t step, int depth, const std::string& expected_sha256);
   void read_all(const OpenFolder& opened, std::int64_t step, int depth,
@@ -94,6 +108,12 @@ struct Reader::State {
   void check_file(const OpenFolder& opened, std::size_t place, const Stored& stored);
   void read_region(const TensorRecord& tensor, const Region& region, std::byte* data) const;
   void apply_delta(const DeltaRecord& delta, const Region& region, std::byte* data) const;
+  void add_list(const ListDelta& delta);
+  std::vector<std::int64_t> numbers_of(const std::string& name) const;
+  const MergedList& merged(ChangedList& list) const;
+  void read_merged(const std::string& name, const Region& region, std::byte* data) const;
+  /// A region of any tensor that is there.
+  void read_any(const std::string& name, const Region& region, std::byte* data) const;
 };
 
 void Reader::State::check_file(const OpenFolder& opened, std::size_t place, const Stored& stored) {
@@ -168,6 +188,7 @@ void Reader::State::read_all(const OpenFolder& opened, std::int64_t step, int de
     }
     tensors.push_back({delta.name, delta.dtype, delta.shape});
   }
+  for (const ListDelta& list : manifest.lists) add_list(list);
   for (const TensorRecord& tensor : manifest.tensors) {
     if (!delta_parts.contains(tensor.name)) {
       tensors.push_back({tensor.name, tensor.dtype, tensor.shape});
@@ -230,6 +251,111 @@ void Reader::State::apply_delta(const DeltaRecord& delta, const Region& region,
   }
 }
 
+void Reader::State::add_list(const ListDelta& delta) {
+  lists.push_back(std::make_unique<ChangedList>(&delta));
+  const auto add = [&](const std::string& name, const std::string& values) {
+    const TensorRecord& changed = *manifest.find(values);
+    std::vector<std::int64_t> shape = changed.shape;
+    shape[0] = delta.rows;
+    const TensorInfo* whole = base->find(name);
+    if (whole == nullptr || whole->dtype != changed.dtype ||
+        !std::equal(shape.begin() + 1, shape.end(), whole->shape.begin() + 1, whole->shape.end())) {
+      corrupt(folder, "the changed rows of '" + name + "' do not fit its base");
+    }
+    list_columns.emplace(name, std::pair(lists.back().get(), &changed));
+    delta_parts.insert(values);
+    tensors.push_back({name, changed.dtype, std::move(shape)});
+  };
+  add(delta.name, delta.changed);
+  for (const ListDelta::Column& column : delta.columns) add(column.name, column.values);
+  delta_parts.insert(delta.runs);
+  delta_parts.insert(delta.removed);
+  const TensorInfo* groups = base->find(delta.groups);
+  if (groups == nullptr || groups->shape != manifest.find(delta.groups)->shape ||
+      groups->dtype != Dtype::kI64) {
+    corrupt(folder, "list '" + delta.name + "' has other groups than its base");
+  }
+}
+
+std::vector<std::int64_t> Reader::State::numbers_of(const std::string& name) const {
+  const TensorRecord* stored = manifest.find(name);
+  const auto listed = std::lower_bound(
+      tensors.begin(), tensors.end(), name,
+      [](const TensorInfo& info, const std::string& key) { return info.name < key; });
+  const std::int64_t count = stored != nullptr ? stored->shape[0] : listed->shape[0];
+  std::vector<std::int64_t> numbers(static_cast<std::size_t>(count));
+  read_any(name, {{0}, {count}}, reinterpret_cast<std::byte*>(numbers.data()));
+  return numbers;
+}
+
+const MergedList& Reader::State::merged(ChangedList& list) const {
+  std::call_once(list.is_merged, [&] {
+    const ListDelta& delta = *list.delta;
+    const std::string where = folder + ", list '" + delta.name + "'";
+    ListNumbers numbers;
+    numbers.base = base->state_->numbers_of(delta.name);
+    numbers.base_groups = base->state_->numbers_of(delta.groups);
+    numbers.groups = numbers_of(delta.groups);
+    numbers.changed = numbers_of(delta.changed);
+    numbers.runs = numbers_of(delta.runs);
+    numbers.removed = numbers_of(delta.removed);
+    MergedList found(numbers, where);
+    if (found.num_rows() != delta.rows) {
+      corrupt(where, "has " + std::to_string(found.num_rows()) + " rows, the manifest says " +
+                         std::to_string(delta.rows));
+    }
+    list.merged.emplace(std::move(found));
+  });
+  return *list.merged;
+}
+
+// The rows of the base between the first and the last of them, and those of the delta, are read at
+// once, and then dealt.
+void Reader::State::read_merged(const std::string& name, const Region& region,
+                                std::byte* data) const {
+  const auto& [list, changed] = list_columns.at(name);
+  if (region.lengths[0] == 0) return;
+  const auto stretches =
+      merged(*list).stretches(region.offsets[0], region.offsets[0] + region.lengths[0]);
+  std::uint64_t row_bytes = bytes_of(changed->dtype);
+  for (std::size_t i = 1; i < region.lengths.size(); ++i) {
+    row_bytes *= static_cast<std::uint64_t>(region.lengths[i]);
+  }
+  for (const bool is_changed : {false, true}) {
+    std::int64_t begin = std::numeric_limits<std::int64_t>::max();
+    std::int64_t end = 0;
+    for (const MergedList::Stretch& stretch : stretches) {
+      if (stretch.is_changed != is_changed) continue;
+      begin = std::min(begin, stretch.source);
+      end = std::max(end, stretch.source + stretch.count);
+    }
+    if (begin >= end) continue;
+    Region source = region;
+    source.offsets[0] = begin;
+    source.lengths[0] = end - begin;
+    std::vector<std::byte> buffer(static_cast<std::uint64_t>(end - begin) * row_bytes);
+    if (is_changed) {
+      read_region(*changed, source, buffer.data());
+    } else {
+      base->state_->read_any(name, source, buffer.data());
+    }
+    for (const MergedList::Stretch& stretch : stretches) {
+      if (stretch.is_changed != is_changed) continue;
+      std::memcpy(data + static_cast<std::uint64_t>(stretch.first - region.offsets[0]) * row_bytes,
+                  buffer.data() + static_cast<std::uint64_t>(stretch.source - begin) * row_bytes,
+                  static_cast<std::uint64_t>(stretch.count) * row_bytes);
+    }
+  }
+}
+
+void Reader::State::read_any(const std::string& name, const Region& region, std::byte* data) const {
+  if (list_columns.contains(name)) return read_merged(name, region, data);
+  const DeltaRecord* delta = manifest.find_delta(name);
+  if (delta == nullptr) return read_region(*manifest.find(name), region, data);
+  base->state_->read_any(name, region, data);
+  apply_delta(*delta, region, data);
+}
+
 Reader::Reader() : state_(std::make_unique<State>()) {}
 
 Reader::Reader(const std::string& root, std::int64_t step, Disk& disk)
@@ -267,13 +393,20 @@ void Reader::read(const std::string& name, const Region& region, std::byte* data
     throw Error(ErrorKind::kMissing, state_->folder + ": there is no tensor '" + name + "'.");
   }
   check_region(*info, region);
-  const DeltaRecord* delta = state_->manifest.find_delta(name);
-  if (delta == nullptr) {
-    state_->read_region(*state_->manifest.find(name), region, data);
-    return;
+  if (!state_->list_columns.contains(name)) return state_->read_any(name, region, data);
+  // Every link of a chain keeps the rows of its base at once: a few megabytes of them.
+  std::uint64_t row_bytes = bytes_of(info->dtype);
+  for (std::size_t i = 1; i < region.lengths.size(); ++i) {
+    row_bytes *= static_cast<std::uint64_t>(region.lengths[i]);
   }
-  state_->base->read(name, region, data);
-  state_->apply_delta(*delta, region, data);
+  const auto most = static_cast<std::int64_t>(
+      std::max<std::uint64_t>(1, kChunkBytes / std::max<std::uint64_t>(1, row_bytes)));
+  Region block = region;
+  for (std::int64_t done = 0; done < region.lengths[0]; done += most) {
+    block.offsets[0] = region.offsets[0] + done;
+    block.lengths[0] = std::min(most, region.lengths[0] - done);
+    state_->read_any(name, block, data + static_cast<std::uint64_t>(done) * row_bytes);
+  }
 }
 
 namespace {

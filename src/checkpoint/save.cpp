@@ -89,6 +89,7 @@ SaveReport write_snapshot(const std::string& root, std::int64_t step, const Snap
   const auto written = together(group, kSave, [&] {
     Manifest part = write_shard(path, rank, size, snapshot.parts, disk, progress);
     part.deltas = snapshot.deltas;
+    part.lists = snapshot.lists;
     part.values = snapshot.values;
     part.rank_values.resize(static_cast<std::size_t>(size));
     part.rank_values[static_cast<std::size_t>(rank)] = snapshot.rank_values;

@@ -115,7 +115,13 @@ Snapshot take_snapshot(const State& state, int rank, int size, bool is_delta, St
   snapshot.values = state.values;
   snapshot.rank_values = state.rank_values;
   std::vector<PlacedTensor> tensors = state.tensors();
-  for (const auto& stateful : state.statefuls()) stateful->collect(tensors, snapshot.values);
+  for (const auto& stateful : state.statefuls()) {
+    if (is_delta) {
+      stateful->collect_delta(tensors, snapshot.lists, snapshot.values);
+    } else {
+      stateful->collect(tensors, snapshot.values);
+    }
+  }
 
   std::map<std::string, std::vector<std::int64_t>> shapes;
   std::vector<const PlacedTensor*> replicated;

@@ -21,6 +21,7 @@ using Staging = std::map<std::string, at::Tensor>;
 struct Snapshot {
   std::vector<Part> parts;
   std::vector<DeltaRecord> deltas;
+  std::vector<ListDelta> lists;
   std::vector<at::Tensor> memory;  // what the parts point to
   Values values;
   Values rank_values;

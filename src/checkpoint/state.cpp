@@ -8,6 +8,10 @@ namespace tessera::checkpoint {
 
 Stateful::~Stateful() = default;
 void Stateful::finish(const Values&) {}
+void Stateful::collect_delta(std::vector<PlacedTensor>& tensors, std::vector<ListDelta>&,
+                             Values& values) {
+  collect(tensors, values);
+}
 
 void State::add_replicated(std::string name, at::Tensor tensor, int owner) {
   PlacedTensor placed;

@@ -362,6 +362,10 @@ void GrowingState::keep(const std::vector<IdChanges>& changes) {
     part.fill(changes[p].new_ids, changes[p].new_rows);
     part.removed.insert(part.removed.end(), changes[p].evicted_ids.begin(),
                         changes[p].evicted_ids.end());
+    if (base_calls) {
+      part.removed_since_base.insert(part.removed_since_base.end(), changes[p].evicted_ids.begin(),
+                                     changes[p].evicted_ids.end());
+    }
     part.growth.admitted += static_cast<std::int64_t>(changes[p].new_ids.size());
     part.growth.evicted += static_cast<std::int64_t>(changes[p].evicted_ids.size());
     part.growth.refused += changes[p].num_refused;

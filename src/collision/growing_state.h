@@ -44,6 +44,7 @@ struct GrowingPart {
   double first_state = 0;                                       // of "momentum1"
   std::vector<std::size_t> routes;                              // of this rank's, by feature
   std::vector<std::int64_t> removed;                            // since somebody asked
+  std::vector<std::int64_t> removed_since_base;                 // if changes are tracked
   Growth growth;
 };
 
@@ -76,6 +77,7 @@ struct GrowingState : sharding::TablesState {
   std::unique_ptr<embedding::TableBatch> batch;     // null without parts
   std::vector<sharding::Route> routes;              // all that is sent, rank by rank
   std::int64_t num_calls = 0;
+  std::optional<std::int64_t> base_calls;  // when changes began to be tracked
   /// Whether training calls may leave ids without a row that trains, on any rank.
   bool trains_unknown = false;
   /// Features share tables: segments are looked up by route, then by rank, as one rank would.

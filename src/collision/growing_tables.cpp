@@ -117,6 +117,31 @@ std::vector<std::int64_t> GrowingTables::take_removed_ids(const std::string& tab
   return part == nullptr ? std::vector<std::int64_t>{} : std::exchange(part->removed, {});
 }
 
+void GrowingTables::track_changes() {
+  if (!state_->base_calls) forget_changes();
+}
+
+void GrowingTables::forget_changes() {
+  state_->base_calls = state_->num_calls;
+  for (const auto& part : state_->parts) part->removed_since_base.clear();
+}
+
+bool GrowingTables::tracks_changes() const noexcept { return state_->base_calls.has_value(); }
+
+IdList GrowingTables::changed_ids(const std::string& table) const {
+  const GrowingPart* part = state_->part_of(table);
+  if (part == nullptr) return {};
+  IdList list = part->ids.export_ids(state_->base_calls.value_or(0));
+  for (std::int64_t& row : list.rows) ++row;  // row 0 is nobody's
+  return list;
+}
+
+const std::vector<std::int64_t>& GrowingTables::removed_ids(const std::string& table) const {
+  static const std::vector<std::int64_t> kNone;
+  const GrowingPart* part = state_->part_of(table);
+  return part == nullptr ? kNone : part->removed_since_base;
+}
+
 GrowingRows GrowingTables::export_rows(const std::string& table) const {
   const at::NoGradGuard no_grad;
   GrowingRows rows;

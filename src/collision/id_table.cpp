@@ -5,6 +5,7 @@
 #include <bit>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <string>
 #include <tuple>
 #include <unordered_set>
@@ -444,6 +445,13 @@ void IdTable::find(std::span<const std::int64_t> ids, std::span<std::int64_t> ro
   }
 }
 
+void IdTable::find_beside(std::span<const std::int64_t> ids, std::span<std::int64_t> rows) const {
+  check(
+      ids.size() == rows.size(), state_->options.name,
+      std::to_string(ids.size()) + " ids, but room for " + std::to_string(rows.size()) + " rows.");
+  state_->lines.read(ids, rows);
+}
+
 IdChanges IdTable::admit(std::span<const std::int64_t> ids, std::span<const std::int64_t> counts,
                          std::int64_t step, std::span<std::int64_t> rows) {
   IdChanges changes = plan_admit(ids, counts, step, rows);
@@ -643,19 +651,28 @@ void IdTable::load(std::span<const std::int64_t> ids, std::span<const std::int64
   }
 }
 
-IdList IdTable::export_ids() const {
+IdList IdTable::export_ids(std::int64_t since) const {
   const State& state = *state_;
+  const auto is_left_out = [&](const RowRecord& record) {
+    return record.count == 0 || record.last_step < since;
+  };
+  std::vector<std::int64_t> sizes = state.bucket_sizes;
+  if (since > 0) {
+    std::fill(sizes.begin(), sizes.end(), 0);
+    for (std::int64_t row = 0; row < state.num_rows; ++row) {
+      const RowRecord& record = *state.record(row);
+      if (!is_left_out(record)) ++sizes[index(bucket_of(record.id))];
+    }
+  }
   // A counting sort by bucket; rows rise within one.
   std::vector<std::int64_t> next(kNumBuckets + 1);
-  for (int bucket = 0; bucket < kNumBuckets; ++bucket) {
-    next[index(bucket) + 1] = next[index(bucket)] + state.bucket_sizes[index(bucket)];
-  }
-  const auto size = index(state.size);
+  std::partial_sum(sizes.begin(), sizes.end(), next.begin() + 1);
+  const auto size = index(next.back());
   IdList list{std::vector<std::int64_t>(size), std::vector<std::int64_t>(size),
               std::vector<std::int64_t>(size), std::vector<std::int64_t>(size)};
   for (std::int64_t row = 0; row < state.num_rows; ++row) {
     const RowRecord& record = *state.record(row);
-    if (record.count == 0) continue;
+    if (is_left_out(record)) continue;
     const auto place = index(next[index(bucket_of(record.id))]++);
     list.ids[place] = record.id;
     list.rows[place] = row;
@@ -663,6 +680,10 @@ IdList IdTable::export_ids() const {
     list.last_steps[place] = record.last_step;
   }
   return list;
+}
+
+const std::vector<std::int64_t>& IdTable::bucket_sizes() const noexcept {
+  return state_->bucket_sizes;
 }
 
 IdSketch IdTable::export_sketch() const { return state_->sketch.export_state(); }

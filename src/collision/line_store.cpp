@@ -1,7 +1,9 @@
 #include "collision/line_store.h"
 
 #include <algorithm>
+#include <memory>
 #include <new>
+#include <thread>
 #include <utility>
 
 namespace tessera::collision {
@@ -28,6 +30,21 @@ constexpr std::uint16_t kNoLimit = 0xffff;
 // of segments is the work of ids chosen to be alike.
 constexpr int kSpareDepth = 12;
 
+// What readers may read meanwhile. Each store comes after those before it, each load before those
+// after it: on x86 both are plain moves.
+template <typename T>
+void put(T& place, T value) {
+  __atomic_store_n(&place, value, __ATOMIC_RELEASE);
+}
+template <typename T>
+T get(const T& place) {
+  return __atomic_load_n(&place, __ATOMIC_ACQUIRE);
+}
+
+void put_occupied(IdLine& line, unsigned occupied) {
+  put(line.occupied, static_cast<std::uint8_t>(occupied));
+}
+
 IdLine& line_at(IdLine* segment, std::uint64_t hash, unsigned step) {
   return segment[(hash + step) % kLinesPerSegment];
 }
@@ -53,16 +70,16 @@ Place free_place(IdLine* segment, std::uint64_t hash, unsigned num_lines = kMost
 }
 
 void fill(const Place& place, std::int64_t id, std::uint32_t row) {
-  place.line->keys[place.slot] = id;
-  place.line->rows[place.slot] = row;
-  place.line->occupied = static_cast<std::uint8_t>(place.line->occupied | 1U << place.slot);
+  put(place.line->keys[place.slot], id);
+  put(place.line->rows[place.slot], row);
+  put_occupied(*place.line, place.line->occupied | 1U << place.slot);
 }
 
 /// Changes the overflow of the lines that an id at so many steps was pushed past.
 void add_overflow(IdLine* segment, std::uint64_t hash, unsigned steps, int change) {
   for (unsigned step = 0; step < steps; ++step) {
     IdLine& line = line_at(segment, hash, step);
-    line.overflow = static_cast<std::uint8_t>(line.overflow + change);
+    put(line.overflow, static_cast<std::uint8_t>(line.overflow + change));
   }
 }
 
@@ -89,13 +106,15 @@ void settle(IdLine* segment) {
         continue;
       }
       fill(nearer, line.keys[slot], line.rows[slot]);
-      line.occupied = static_cast<std::uint8_t>(line.occupied & ~(1U << slot));
+      put_occupied(line, line.occupied & ~(1U << slot));
       // One that moved to a line further on in the walk is met there again.
       const std::int64_t now = nearer.line - segment;
       if (nearer.steps != 0 && now < at) staying.push_back({hash, nearer.steps});
     }
   }
-  for (std::int64_t at = 0; at < kLinesPerSegment; ++at) segment[at].overflow = 0;
+  for (std::int64_t at = 0; at < kLinesPerSegment; ++at) {
+    if (segment[at].overflow != 0) put(segment[at].overflow, std::uint8_t{0});
+  }
   for (const Displaced& id : staying) add_overflow(segment, id.hash, id.steps, 1);
 }
 
@@ -111,22 +130,44 @@ std::uint16_t limit_of(std::size_t segment) {
 
 }  // namespace
 
-LineStore::LineStore(std::int64_t most_bytes) : memory_(kMostLineBytes), most_bytes_(most_bytes) {
+/// While it lives, readers of a segment wait.
+class LineStore::Change {
+ public:
+  explicit Change(std::uint32_t* version) : version_(version) { put(*version_, *version_ + 1); }
+  Change(const Change&) = delete;
+  Change& operator=(const Change&) = delete;
+  ~Change() { put(*version_, *version_ + 1); }
+
+ private:
+  std::uint32_t* version_;
+};
+
+LineStore::LineStore(std::int64_t most_bytes)
+    : memory_(kMostLineBytes),
+      versions_(kMostLineBytes / kSegmentBytes * sizeof(std::uint32_t)),
+      most_bytes_(most_bytes) {
   clear();
+}
+
+void LineStore::publish(std::unique_ptr<Directory> next) {
+  directories_.push_back(std::move(next));
+  current_.store(directories_.back().get(), std::memory_order_release);
 }
 
 void LineStore::prefetch(std::int64_t id) const noexcept {
   const std::uint64_t hash = hash_id(id);
-  __builtin_prefetch(segment(directory_[hash >> (64 - depth_)]) + hash % kLinesPerSegment, 1);
+  __builtin_prefetch(segment(segment_of(hash)) + hash % kLinesPerSegment, 1);
 }
 
 void LineStore::clear() {
   memory_.clear();
+  versions_.clear();
   local_depth_.clear();
   sizes_.clear();
   limits_.clear();
   depth_ = 1;
-  directory_.assign(2, 0);
+  directories_.clear();
+  publish(std::make_unique<Directory>(depth_));
   if (!add_segment(0)) throw std::bad_alloc();
 }
 
@@ -135,18 +176,22 @@ IdLine* LineStore::segment(std::uint32_t number) const noexcept {
 }
 
 kernels::IdLines LineStore::view() const noexcept {
-  return {segment(0), directory_.data(), 64 - depth_};
+  return {segment(0), directory().entries.get(), directory().shift};
 }
 
 std::int64_t LineStore::bytes() const noexcept {
-  return static_cast<std::int64_t>(local_depth_.size() * (kSegmentBytes + 5) +
-                                   directory_.size() * sizeof(std::uint32_t));
+  // Beside its lines a segment has a version, a depth, a size and a limit; directories that became
+  // too small are together as large as the last.
+  return static_cast<std::int64_t>(local_depth_.size() * (kSegmentBytes + 9) +
+                                   (std::size_t{2} << depth_) * sizeof(std::uint32_t));
 }
 
 bool LineStore::add_segment(int depth) {
   const std::size_t bytes = (local_depth_.size() + 1) * kSegmentBytes;
   if (most_bytes_ != 0 && static_cast<std::int64_t>(bytes) > most_bytes_) return false;
-  if (!memory_.grow(bytes)) return false;
+  if (!memory_.grow(bytes) || !versions_.grow((local_depth_.size() + 1) * sizeof(std::uint32_t))) {
+    return false;
+  }
   limits_.push_back(limit_of(local_depth_.size()));
   sizes_.resize(limits_.size());
   local_depth_.resize(limits_.size(), static_cast<std::uint8_t>(depth));
@@ -162,7 +207,7 @@ std::int64_t LineStore::find(std::int64_t id) const noexcept {
 Placed LineStore::insert(std::int64_t id, std::uint32_t row) {
   const std::uint64_t hash = hash_id(id);
   while (true) {
-    const std::uint32_t number = directory_[hash >> (64 - depth_)];
+    const std::uint32_t number = segment_of(hash);
     if (sizes_[number] >= limits_[number]) {
       if (split(hash) == Placed::kYes) continue;
       limits_[number] = kNoLimit;  // as long as there is room
@@ -170,6 +215,7 @@ Placed LineStore::insert(std::int64_t id, std::uint32_t row) {
     IdLine* lines = segment(number);
     const Place place = free_place(lines, hash);
     if (place.line != nullptr) {
+      const Change change(version(number));
       fill(place, id, row);
       add_overflow(lines, hash, place.steps, 1);
       ++sizes_[number];
@@ -181,18 +227,18 @@ Placed LineStore::insert(std::int64_t id, std::uint32_t row) {
 }
 
 Placed LineStore::split(std::uint64_t hash) {
-  const std::uint32_t old_number = directory_[hash >> (64 - depth_)];
+  const std::uint32_t old_number = segment_of(hash);
   const int depth = local_depth_[old_number];
   if (depth == kMostDepth) return Placed::kTooManyAlike;
   if (depth == depth_) {
     if (depth_ >= kSpareDepth && (num_segments() << kSpareDepth) < (std::int64_t{1} << depth_)) {
       return Placed::kTooManyAlike;
     }
-    std::vector<std::uint32_t> larger(directory_.size() * 2);
-    for (std::size_t i = 0; i < directory_.size(); ++i) {
-      larger[2 * i] = larger[2 * i + 1] = directory_[i];
+    auto larger = std::make_unique<Directory>(depth_ + 1);
+    for (std::size_t i = 0; i < std::size_t{1} << depth_; ++i) {
+      larger->entries[2 * i] = larger->entries[2 * i + 1] = directory().entries[i];
     }
-    directory_ = std::move(larger);
+    publish(std::move(larger));
     ++depth_;
   }
   if (!add_segment(depth + 1)) return Placed::kNoMemory;
@@ -202,6 +248,7 @@ Placed LineStore::split(std::uint64_t hash) {
   IdLine* to = segment(new_number);
   const int bit = 63 - depth;
   int num_moved = 0;
+  const Change change(version(old_number));
   for (std::int64_t at = 0; at < kLinesPerSegment; ++at) {
     unsigned moved = 0;
     for (int slot = 0; slot < kSlotsPerLine; ++slot) {
@@ -211,7 +258,7 @@ Placed LineStore::split(std::uint64_t hash) {
     num_moved += __builtin_popcount(moved);
     to[at] = from[at];
     to[at].occupied = static_cast<std::uint8_t>(moved);
-    from[at].occupied = static_cast<std::uint8_t>(from[at].occupied & ~moved);
+    put_occupied(from[at], from[at].occupied & ~moved);
   }
   settle(from);
   settle(to);
@@ -222,19 +269,71 @@ Placed LineStore::split(std::uint64_t hash) {
   const int spare = depth_ - depth;
   const std::uint64_t first = hash >> (64 - depth_) >> spare << spare;
   const std::uint64_t half = std::uint64_t{1} << (spare - 1);
-  std::fill_n(directory_.begin() + static_cast<std::ptrdiff_t>(first + half), half, new_number);
+  for (std::uint64_t i = first + half; i < first + 2 * half; ++i) {
+    put(directory().entries[i], new_number);
+  }
   return Placed::kYes;
+}
+
+namespace {
+
+std::int64_t search(const IdLine* segment, std::uint64_t hash, std::int64_t id) {
+  for (unsigned step = 0; step < kMostLines; ++step) {
+    const IdLine& line = segment[(hash + step) % kLinesPerSegment];
+    const unsigned occupied = get(line.occupied);
+    for (int slot = 0; slot < kSlotsPerLine; ++slot) {
+      if ((occupied >> slot & 1U) != 0 && get(line.keys[slot]) == id) return get(line.rows[slot]);
+    }
+    if (get(line.overflow) == 0) return -1;
+  }
+  return -1;
+}
+
+}  // namespace
+
+std::int64_t LineStore::read(std::uint64_t hash, std::int64_t id) const noexcept {
+  // A split is over in microseconds, unless its thread has lost the processor.
+  constexpr int kSpins = 64;
+  for (int tries = 0;; ++tries) {
+    if (tries > kSpins) std::this_thread::yield();
+    const Directory* known = current_.load(std::memory_order_acquire);
+    const std::uint32_t& entry = known->entries[hash >> known->shift];
+    const std::uint32_t number = get(entry);
+    const std::uint32_t before = get(*version(number));
+    if (before % 2 != 0) continue;
+    // A split between the two loads may have moved the id to another segment.
+    if (current_.load(std::memory_order_acquire) != known || get(entry) != number) continue;
+    const std::int64_t row = search(segment(number), hash, id);
+    if (get(*version(number)) == before) return row;
+  }
+}
+
+void LineStore::read(std::span<const std::int64_t> ids,
+                     std::span<std::int64_t> rows) const noexcept {
+  constexpr std::size_t kBlock = 32;
+  std::uint64_t hashes[kBlock];
+  for (std::size_t begin = 0; begin < ids.size(); begin += kBlock) {
+    const std::size_t count = std::min(kBlock, ids.size() - begin);
+    const Directory* known = current_.load(std::memory_order_acquire);
+    for (std::size_t i = 0; i < count; ++i) {
+      hashes[i] = hash_id(ids[begin + i]);
+      const std::uint32_t number = get(known->entries[hashes[i] >> known->shift]);
+      __builtin_prefetch(segment(number) + hashes[i] % kLinesPerSegment);
+    }
+    for (std::size_t i = 0; i < count; ++i) rows[begin + i] = read(hashes[i], ids[begin + i]);
+  }
 }
 
 void LineStore::erase(std::int64_t id) noexcept {
   const std::uint64_t hash = hash_id(id);
-  const std::uint32_t number = directory_[hash >> (64 - depth_)];
+  const std::uint32_t number = segment_of(hash);
   IdLine* lines = segment(number);
   for (unsigned step = 0; step < kMostLines; ++step) {
     IdLine& line = line_at(lines, hash, step);
     for (int slot = 0; slot < kSlotsPerLine; ++slot) {
       if ((line.occupied >> slot & 1U) == 0 || line.keys[slot] != id) continue;
-      line.occupied = static_cast<std::uint8_t>(line.occupied & ~(1U << slot));
+      const Change change(version(number));
+      put_occupied(line, line.occupied & ~(1U << slot));
       add_overflow(lines, hash, step, -1);
       --sizes_[number];
       return;

@@ -12,6 +12,7 @@ import time
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TESSERA = os.environ.get("TESSERA_BIN", str(ROOT / "build/release/bin/tessera"))
@@ -165,6 +166,48 @@ def test_evicts_to_its_capacity(tmp_path, log):
     assert found["ids_evicted"] > 0 and found["ids"] <= 2 * 1024
     full = train(tmp_path, *flags, code=78)
     assert "bucket" in full.stderr and "capacity of 1" in full.stderr
+
+
+def test_ids_and_rows_are_published_and_exported(tmp_path, log):
+    published = tmp_path / "published"
+    flags = ["--data", str(log), "--batch", "64", "--steps", "15", "--ranks", "2", "--id-capacity", "1"]
+    flags += ["--id-eviction", "lru", "--save", str(tmp_path / "run")]
+    found = answer(tmp_path, *flags, "--publish", str(published), "--publish-every", "0")
+    assert found["ids_evicted"] > 0
+
+    def ckpt(*words, code=0):
+        result = subprocess.run([TESSERA, "ckpt", *words], capture_output=True, text=True, timeout=LIMIT)
+        assert result.returncode == code, result.stdout + result.stderr
+        return result.stdout + result.stderr
+
+    # Deltas on the first one, with the ids that went.
+    manifests = [json.loads(path.read_text()) for path in sorted(published.glob("*/MANIFEST.json"))]
+    user = "tables.embedding_bags.user"
+    deltas = [one for one in manifests if "base" in one]
+    assert deltas and all(f"{user}.ids" in one["lists"] for one in deltas)
+    assert any(one["tensors"][f"{user}.removed"]["shape"] != [0] for one in deltas)
+    ckpt("verify", str(published))
+
+    def tensors(root, name):
+        ckpt("export", str(root), "--to", str(tmp_path / name))
+        return safetensors.numpy.load_file(tmp_path / name)
+
+    whole = tensors(tmp_path / "run", "run.safetensors")
+    chained = tensors(published, "published.safetensors")
+    for table in (user, "tables.embedding_bags.words"):
+        rows = [
+            dict(zip(one[f"{table}.ids"].tolist(), one[f"{table}.weight"].tolist(), strict=True))
+            for one in (whole, chained)
+        ]
+        assert rows[0] == rows[1] and rows[0]
+    listed = ckpt("ids", str(tmp_path / "run"), "--table", "user").splitlines()[1:]
+    assert [int(line.split(",")[0]) for line in listed] == whole[f"{user}.ids"].tolist()
+    assert "publication" in ckpt("ids", str(published), "--table", "user", code=2)
+    ckpt("compact", str(published))
+    after = tensors(published, "compacted.safetensors")
+    assert {key: value.tolist() for key, value in after.items()} == {
+        key: value.tolist() for key, value in chained.items()
+    }
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,14 @@
 #include <gtest/gtest.h>
 
 #include <filesystem>
+#include <mutex>
+#include <set>
 
 #include "checkpoint/quiet.h"
 #include "collision/growing_world.h"
 #include "support/ranks.h"
+#include "tessera/checkpoint/convert.h"
+#include "tessera/checkpoint/folder.h"
 #include "tessera/checkpoint/growing_tables.h"
 #include "tessera/checkpoint/load.h"
 #include "tessera/checkpoint/modules.h"
@@ -91,6 +95,162 @@ TEST(GrowingCheckpoint, TablesWithoutIdsAreSavedToo) {
     add_remains(*growing, own);
     for (const auto& [table, ids] : own) {
       for (const auto& [id, left] : ids) EXPECT_EQ(left, straight.at(table).at(id)) << table << id;
+    }
+  });
+}
+
+// ---- deltas
+
+std::vector<std::int64_t> numbers_in(const checkpoint::Reader& reader, const std::string& name) {
+  std::vector<std::int64_t> numbers(static_cast<std::size_t>(reader.find(name)->shape.at(0)));
+  reader.read(name, {{0}, reader.find(name)->shape}, reinterpret_cast<std::byte*>(numbers.data()));
+  return numbers;
+}
+
+/// Trains steps [begin, end) after what was saved before, and saves a delta after each of them but
+/// a whole one after the first. The state dicts of one and many ranks are the same, so is this.
+void go_on_by_deltas(int world, std::int64_t begin, std::int64_t end, const std::string& root,
+                     const std::vector<GrowingTable>& tables,
+                     const std::map<std::string, sharding::Placement>& wishes) {
+  run_ranks(world, [&](const comm::Group& group) {
+    auto growing =
+        std::make_shared<GrowingEmbeddingBagCollection>(tables, group, adagrad(), wishes);
+    growing->track_changes();
+    State state;
+    checkpoint::add_module(state, growing, "tables.", "optimizer.");
+    if (begin > 0) checkpoint::load(root, state, group, quiet_load());
+    for (std::int64_t step = begin; step < end; ++step) {
+      train(*growing, step);
+      auto options = quiet();
+      if (step > 0) options.base = step;
+      checkpoint::save(root, step + 1, state, group, options);
+      growing->forget_changes();
+    }
+  });
+}
+
+TEST(GrowingDelta, AnyWorldLoadsAChainAndGoesOnToTheSameBits) {
+  const auto tables = counted_tables();
+  Remains straight;
+  go_on(1, 0, 10, Folder().path(), tables, {}, &straight);
+  const Folder folder;
+  const std::string& root = folder.path();
+  go_on_by_deltas(2, 0, 4, root, tables, {{"a", sharding::table_wise(1)}});
+  go_on_by_deltas(3, 4, 8, root, tables, {{"b", sharding::table_wise(2)}});
+  Remains chained;
+  go_on(1, 8, 10, root, tables, {}, &chained);
+  EXPECT_EQ(straight, chained);
+  // The same once the chain is one checkpoint.
+  checkpoint::compact(root, 8);
+  EXPECT_FALSE(checkpoint::Reader(root, 8).manifest().base);
+  std::filesystem::remove_all(root + "/" + checkpoint::folder_name(10));
+  Remains compacted;
+  go_on(4, 8, 10, root, tables, {}, &compacted);
+  EXPECT_EQ(straight, compacted);
+}
+
+TEST(GrowingDelta, HoldsWhatChangedAndWhoIsGone) {
+  // Table "b" has one row per bucket, so that ids push each other out.
+  const Folder whole;
+  const Folder delta;
+  const std::string b = "tables.embedding_bags.b";
+  auto tables = counted_tables();
+  tables[1].ids.eviction.kind = EvictionKind::kLru;
+  std::set<std::int64_t> evicted;
+  run_ranks(2, [&](const comm::Group& group) {
+    auto growing = std::make_shared<GrowingEmbeddingBagCollection>(tables, group, adagrad());
+    growing->track_changes();
+    State state;
+    checkpoint::add_growing_tables(state, growing, "tables.", "optimizer.");
+    for (std::int64_t step = 0; step < 6; ++step) train(*growing, step);
+    checkpoint::save(delta.path(), 6, state, group, quiet());
+    growing->forget_changes();
+    growing->take_removed_ids("b");
+    for (std::int64_t step = 6; step < 16; ++step) train(*growing, step);
+    auto options = quiet();
+    options.base = 6;
+    checkpoint::save(delta.path(), 16, state, group, options);
+    checkpoint::save(whole.path(), 16, state, group, quiet());
+    static std::mutex mutex;
+    const std::lock_guard lock(mutex);
+    for (const std::int64_t id : growing->take_removed_ids("b")) evicted.insert(id);
+  });
+  ASSERT_FALSE(evicted.empty());
+  const checkpoint::Reader base(delta.path(), 6);
+  const checkpoint::Reader chained(delta.path(), 16);
+  const checkpoint::Reader full(whole.path(), 16);
+  const auto& manifest = chained.manifest();
+  ASSERT_EQ(manifest.lists.size(), 2U);
+  EXPECT_EQ(manifest.lists[1].removed, b + ".removed");
+  EXPECT_LT(manifest.find(b + ".ids@changed")->shape[0], full.find(b + ".ids")->shape[0]);
+  EXPECT_EQ(static_cast<std::size_t>(manifest.find(b + ".removed")->shape[0]), evicted.size());
+  // Readers see the lists whole, and none of what makes them up.
+  ASSERT_EQ(chained.tensors().size(), full.tensors().size());
+  for (std::size_t i = 0; i < full.tensors().size(); ++i) {
+    EXPECT_EQ(chained.tensors()[i].name, full.tensors()[i].name);
+    EXPECT_EQ(chained.tensors()[i].shape, full.tensors()[i].shape);
+  }
+  // The ids with their rows are those of a whole checkpoint, in each bucket in some order.
+  const auto rows_of = [&](const checkpoint::Reader& reader) {
+    std::map<std::int64_t, std::vector<float>> rows;
+    const auto ids = numbers_in(reader, b + ".ids");
+    std::vector<float> weight(ids.size() * 2);
+    reader.read(b + ".weight", {{0, 0}, reader.find(b + ".weight")->shape},
+                reinterpret_cast<std::byte*>(weight.data()));
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+      rows[ids[i]] = {weight[2 * i], weight[2 * i + 1]};
+      // One at a time, and one column of it: what was read at once.
+      float number = 0;
+      reader.read(b + ".weight", {{static_cast<std::int64_t>(i), 1}, {1, 1}},
+                  reinterpret_cast<std::byte*>(&number));
+      EXPECT_EQ(number, weight[2 * i + 1]);
+    }
+    return rows;
+  };
+  EXPECT_EQ(rows_of(chained), rows_of(full));
+  EXPECT_EQ(numbers_in(chained, b + ".bucket_rows"), numbers_in(full, b + ".bucket_rows"));
+  const auto old_rows = rows_of(base);
+  const auto new_rows = rows_of(full);
+  bool has_lost = false;
+  for (const std::int64_t id : evicted) has_lost |= old_rows.contains(id) && !new_rows.contains(id);
+  EXPECT_TRUE(has_lost);
+  chained.verify();
+}
+
+TEST(GrowingDelta, PublicationsHoldRowsAlone) {
+  const Folder folder;
+  run_ranks(2, [&](const comm::Group& group) {
+    auto growing =
+        std::make_shared<GrowingEmbeddingBagCollection>(counted_tables(), group, adagrad());
+    State state;
+    checkpoint::add_published_rows(state, growing, "tables.");
+    for (std::int64_t step = 0; step < 4; ++step) {
+      train(*growing, step);
+      auto options = quiet();
+      if (step > 0) options.base = step;
+      checkpoint::save(folder.path(), step + 1, state, group, options);
+      growing->forget_changes();
+    }
+  });
+  const checkpoint::Reader reader(folder.path(), 4);
+  std::vector<std::string> names;
+  for (const auto& tensor : reader.tensors()) names.push_back(tensor.name);
+  const std::string group = "tables.embedding_bags.";
+  EXPECT_EQ(names,
+            (std::vector<std::string>{group + "a.bucket_rows", group + "a.ids", group + "a.unknown",
+                                      group + "a.weight", group + "b.bucket_rows", group + "b.ids",
+                                      group + "b.unknown", group + "b.weight"}));
+  run_ranks(1, [&](const comm::Group& own) {
+    auto growing =
+        std::make_shared<GrowingEmbeddingBagCollection>(counted_tables(), own, adagrad());
+    State state;
+    checkpoint::add_published_rows(state, growing, "tables.");
+    try {
+      checkpoint::load(folder.path(), state, own, quiet_load());
+      ADD_FAILURE() << "loaded";
+    } catch (const std::exception& error) {
+      EXPECT_NE(std::string(error.what()).find("publications are for servers"), std::string::npos)
+          << error.what();
     }
   });
 }

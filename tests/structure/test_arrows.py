@@ -137,8 +137,8 @@ def test_the_launcher_and_the_program_do_without_libtorch():
 # The rest of the module stands on LibTorch; these are linked into the program.
 TORCH_FREE_CHECKPOINT = {
     "checksum", "convert", "disk", "error", "folder", "job", "json", "manifest", "manifest_check",
-    "open_file", "plain_reader", "reader", "root_lock", "run_beside", "safetensors", "stored_region",
-    "writer",
+    "merged_list", "open_file", "plain_reader", "reader", "root_lock", "run_beside", "safetensors",
+    "stored_region", "writer",
 }  # fmt: skip
 
 

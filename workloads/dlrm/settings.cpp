@@ -162,10 +162,6 @@ void Settings::check_growing(const std::string& who) const {
            "rows of growing tables lie where the hash of their id says",
            "--sharding row_wise or table_wise");
   }
-  if (!publish.empty()) {
-    refuse(who + " does not go with --publish", "servers do not take rows of growing tables yet",
-           "leave --publish out");
-  }
   if (device != "cpu") {
     refuse(who + " does not go with --device " + device, "growing tables are on the CPU",
            "leave --device out");

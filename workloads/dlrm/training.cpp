@@ -22,6 +22,7 @@
 #include "dlrm/stream_batches.h"
 #include "dlrm/trial.h"
 #include "report/html.h"
+#include "tessera/checkpoint/growing_tables.h"
 #include "tessera/checkpoint/load.h"
 #include "tessera/checkpoint/modules.h"
 #include "tessera/checkpoint/tables.h"
@@ -342,11 +343,16 @@ class Training final : public trainer::Workload<ClickBatch> {
     add_features(state);
   }
   void add_published(checkpoint::State& state) override {
-    checkpoint::add_tables(state, std::make_shared<PublishedTables>(fixed_), "tables.");
+    if (growing_) {
+      checkpoint::add_published_rows(state, growing_, "tables.");
+    } else {
+      checkpoint::add_tables(state, std::make_shared<PublishedTables>(fixed_), "tables.");
+    }
     checkpoint::add_module(state, model_.module());
     add_features(state);
   }
   void forget_published() override {
+    if (growing_) return growing_->forget_changes();
     for (const auto& optimizer : fixed_->optimizers()) optimizer->forget_rows();
   }
   std::vector<at::Tensor> parameters() const override {

@@ -7,6 +7,10 @@
 //   <name>.bucket_rows                int64 [1024]: how many rows each bucket has
 //   <name>.sketch, .sketch_buckets, .sketch_sightings   of ids that wait for admission, if there
 //   are <name>.unknown                    [1, columns]: the row of ids without one, if it trains
+//
+// With GrowingTables::track_changes, a delta holds the rows of changed ids alone, as lists of the
+// same names with "@changed" behind them, and the ids that were removed: `<name>.removed`. Readers
+// see the whole lists (checkpoint/manifest.h, ListDelta).
 
 #pragma once
 
@@ -27,5 +31,10 @@ namespace tessera::checkpoint {
 TESSERA_API void add_growing_tables(State& state, std::shared_ptr<collision::GrowingTables> tables,
                                     const std::string& prefix = "model.",
                                     const std::string& optimizer_prefix = "optimizer.");
+
+/// Adds what servers need of growing tables, for publications: ids, rows and the row of unknown
+/// ids. Such a checkpoint cannot be loaded. Tracks changes, so that deltas hold what changed.
+TESSERA_API void add_published_rows(State& state, std::shared_ptr<collision::GrowingTables> tables,
+                                    const std::string& prefix = "model.");
 
 }  // namespace tessera::checkpoint

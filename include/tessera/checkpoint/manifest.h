@@ -74,6 +74,26 @@ struct DeltaRecord {
   std::vector<DeltaPiece> pieces;
 };
 
+/// A list of different ids, and the tensors with a row per id of it, as a delta changes them. The
+/// list comes in groups (the 1024 buckets of a table that grows), group after group.
+///
+/// Within each group: the base's rows go whose ids were removed; those of changed ids are replaced
+/// in their place; then come the rows of changed ids that are not there yet, in their order.
+struct ListDelta {
+  /// A tensor of this checkpoint, and the one that holds the rows of the changed ids.
+  struct Column {
+    std::string name;
+    std::string values;
+  };
+  std::string name;             // of the list, int64
+  std::int64_t rows = 0;        // of all its tensors, once the delta is applied
+  std::string groups;           // int64: ids of each group; there in full, also in the base
+  std::string changed;          // int64: ids that are new or have other rows, group after group
+  std::string runs;             // int64: how many of them are of each group
+  std::string removed;          // int64: ids that had lost their rows since the base, in any order
+  std::vector<Column> columns;  // without the list itself
+};
+
 /// The checkpoint that a delta builds on: its folder beside this one, and its manifest's SHA-256.
 struct Base {
   std::string folder;
@@ -93,6 +113,7 @@ struct TESSERA_API Manifest {
   std::vector<FileRecord> files;
   std::vector<TensorRecord> tensors;  // by name
   std::vector<DeltaRecord> deltas;    // by name
+  std::vector<ListDelta> lists;       // by name
   Values values;
   std::vector<Values> rank_values;  // one per rank that saved, or none
   std::string sha256;               // filled in by encode and decode
@@ -120,7 +141,7 @@ TESSERA_API Manifest decode_manifest(std::string_view text, const std::string& w
 TESSERA_API std::string encode_fragment(const Manifest& part);
 TESSERA_API Manifest decode_fragment(std::string_view text, const std::string& where);
 
-/// Adds the files, tensors and deltas of `part` to `whole`, and sorts them.
+/// Adds the files, tensors, deltas and lists of `part` to `whole`, and sorts them.
 TESSERA_API void merge(Manifest& whole, Manifest part);
 
 /// Throws Error(kCorrupt) unless the regions of each tensor cover it exactly once, those of each

@@ -46,6 +46,10 @@ class TESSERA_API Stateful {
   virtual ~Stateful();
   /// Adds what is to be saved now.
   virtual void collect(std::vector<PlacedTensor>& tensors, Values& values) = 0;
+  /// The same for a delta. Lists whose length changes add what changed to `lists`, the same on
+  /// every rank; by default everything is added by `collect`.
+  virtual void collect_delta(std::vector<PlacedTensor>& tensors, std::vector<ListDelta>& lists,
+                             Values& values);
   /// Adds what is to be loaded from `source`, allocating it where needed. Changes nothing that is
   /// in use: the load may fail yet, or turn to another checkpoint and ask again.
   virtual void prepare(const Reader& source, std::vector<PlacedTensor>& tensors) = 0;

@@ -111,6 +111,19 @@ class TESSERA_API GrowingTables : public torch::nn::Module, public sharding::Sha
   /// The ids that lost their row since the last call, for those who keep copies; this rank's.
   std::vector<std::int64_t> take_removed_ids(const std::string& table);
 
+  // ---- Deltas
+  /// From now on remembers which ids lost their rows, for deltas of a checkpoint that is taken now.
+  void track_changes();
+  /// Begins anew: what is taken now is the base of the next delta.
+  void forget_changes();
+  bool tracks_changes() const noexcept;
+  /// Ids of this rank's part that are new or have other rows than the base, in order of bucket:
+  /// those seen by a training call since, or by the last one before, whose backward may have come
+  /// later. All ids unless changes are tracked. `rows` as for `export_ids`.
+  IdList changed_ids(const std::string& table) const;
+  /// Ids that lost their row since the base; some may have another one by now. This rank's.
+  const std::vector<std::int64_t>& removed_ids(const std::string& table) const;
+
   // ---- State, for those who save by themselves; checkpoint/growing_tables.h does all of it
   /// This rank's rows, in order of bucket.
   GrowingRows export_rows(const std::string& table) const;

@@ -153,7 +153,7 @@ using Parallel =
     std::function<void(std::int64_t count, const std::function<void(std::int64_t, std::int64_t)>&)>;
 
 /// Ids and the rows they have, 0 to num_rows() - 1. `find` may run on several threads at once, but
-/// not beside a call that changes the table.
+/// not beside a call that changes the table; `find_beside` may.
 class TESSERA_API IdTable {
  public:
   /// Throws std::invalid_argument for options that cannot be.
@@ -166,7 +166,14 @@ class TESSERA_API IdTable {
   void find(std::span<const std::int64_t> ids, std::span<std::int64_t> rows,
             const Parallel& parallel = {}) const;
 
-  /// The same, and counts what was seen, admits unknown ids, evicts for them. `counts`: how often
+  /// The same on any number of threads beside one that calls admit, plan_admit and what follows it,
+  /// or erase. An id that has its row all the while is found with it; one that gets or loses it
+  /// meanwhile is found with it or not at all. Rows of evicted ids are given away: who reads them
+  /// by number must know that nobody has begun to write them. Waits while a segment of it splits,
+  /// some tens of microseconds; takes no lock.
+  void find_beside(std::span<const std::int64_t> ids, std::span<std::int64_t> rows) const;
+
+  /// As `find`, and counts what was seen, admits unknown ids, evicts for them. `counts`: how often
   /// each id was seen, at least 1; empty: once. An id may come several times.
   ///
   /// Rows are given in order of first appearance: free ones first, the lowest first, then new ones.
@@ -191,8 +198,10 @@ class TESSERA_API IdTable {
   /// and for one of a bucket the table is not for; the table is empty then.
   void load(std::span<const std::int64_t> ids, std::span<const std::int64_t> counts,
             std::span<const std::int64_t> last_steps);
-  /// All ids, in order of bucket and row.
-  IdList export_ids() const;
+  /// The ids last seen in step `since` or later, in order of bucket and row; by default all.
+  IdList export_ids(std::int64_t since = 0) const;
+  /// How many ids each of the 1024 buckets has.
+  const std::vector<std::int64_t>& bucket_sizes() const noexcept;
   IdSketch export_sketch() const;
   /// Throws IdListError for a sketch of another size or of buckets the table is not for.
   void load_sketch(const IdSketch& sketch);
