@@ -162,6 +162,11 @@ void Settings::check_growing(const std::string& who) const {
            "rows of growing tables lie where the hash of their id says",
            "--sharding row_wise or table_wise");
   }
+  if (!publish.empty() && !is_unlimited()) {
+    refuse(who + " does not go with --publish",
+           "fixed tables and tables that grow are not published together yet",
+           "leave --publish out, or say --ids unlimited");
+  }
   if (device != "cpu") {
     refuse(who + " does not go with --device " + device, "growing tables are on the CPU",
            "leave --device out");
