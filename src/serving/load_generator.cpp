@@ -55,10 +55,13 @@ class Asker {
 
   bool is_free() const { return request_ == nullptr; }
   Time due() const { return due_; }
+  std::size_t number() const { return number_; }       // of the request
+  std::string_view answer() const { return answer_; }  // once it is whole
 
   // False if the connection is gone.
-  bool ask(const std::string& request, Time due) {
+  bool ask(const std::string& request, std::size_t number, Time due) {
     request_ = &request;
+    number_ = number;
     sent_ = 0;
     due_ = due;
     answer_.clear();
@@ -132,6 +135,7 @@ class Asker {
   const LoadOptions& options_;
   int fd_ = -1;
   const std::string* request_ = nullptr;
+  std::size_t number_ = 0;
   std::size_t sent_ = 0;
   bool writes_ = false;
   Time due_;
@@ -167,7 +171,7 @@ LoadReport generate_load(const LoadOptions& options) {
   LoadReport report;
   const Time start = Clock::now();
   const Time counted = start + seconds(options.warmup_seconds);
-  const Time end = counted + seconds(options.seconds);
+  Time end = counted + seconds(options.seconds);
   Time next = start;
   Time last = counted;
   std::size_t turn = 0;
@@ -176,10 +180,11 @@ LoadReport generate_load(const LoadOptions& options) {
   const auto ask = [&](Time due) {
     Asker* asker = free.back();
     free.pop_back();
-    const std::string& request = options.requests[turn++ % options.requests.size()];
-    if (!asker->ask(request, due)) {  // an idle connection that the server has closed
+    const std::size_t number = turn++ % options.requests.size();
+    const std::string& request = options.requests[number];
+    if (!asker->ask(request, number, due)) {  // an idle connection that the server has closed
       asker->connect();
-      asker->ask(request, due);
+      asker->ask(request, number, due);
     }
     ++num_asked;
   };
@@ -224,6 +229,9 @@ LoadReport generate_load(const LoadOptions& options) {
       const int code = asker->look();
       if (code == 0) continue;
       --num_asked;
+      if (options.on_answer && !options.on_answer(asker->number(), code, asker->answer())) {
+        end = std::min(end, now);
+      }
       const bool counts = due >= counted && due < end;
       if (code < 0) {
         report.num_unanswered += counts ? 1 : 0;

@@ -8,8 +8,10 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace tessera::serving {
@@ -24,6 +26,9 @@ struct LoadOptions {
   int connections = 64;
   std::chrono::milliseconds patience{10'000};  // for what is asked last
   std::uint64_t seed = 1;
+  /// Called with every answer, counted or not: which of `requests`, its code (-1: the connection
+  /// ended before it), all of it. Nothing more is asked once it has returned false.
+  std::function<bool(std::size_t request, int code, std::string_view answer)> on_answer;
 };
 
 struct LoadReport {

@@ -212,8 +212,18 @@ bool Store::make_current(std::int64_t step) noexcept {
     if (versions_[number].step == step) found = number;
   }
   if (found < 0) return false;
+  // As new as any: of those that are kept, the ones that were left behind go first.
+  versions_[found].order = next_order();
   current_->store(found);
   return true;
+}
+
+std::int64_t Store::next_order() const noexcept {
+  std::int64_t order = 0;
+  for (int v = 0; v < num_versions_; ++v) {
+    order = std::max(order, versions_[v].order.load() + 1);
+  }
+  return order;
 }
 
 bool Store::is_held(int number) const noexcept {
@@ -343,11 +353,7 @@ float* Store::Draft::dense() noexcept {
 
 void Store::Draft::publish(std::int64_t step, std::int64_t commit, const std::string& source) {
   VersionLine& line = store_.versions_[number_];
-  std::int64_t order = 0;
-  for (int v = 0; v < store_.num_versions_; ++v) {
-    order = std::max(order, store_.versions_[v].order.load() + 1);
-  }
-  line.order = order;
+  line.order = store_.next_order();
   line.step = step;
   line.commit = commit;
   line.made = static_cast<std::int64_t>(std::time(nullptr));

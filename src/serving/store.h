@@ -44,7 +44,7 @@ struct alignas(64) ReaderLine {
 /// What is known of a version.
 struct alignas(64) VersionLine {
   std::atomic<std::int32_t> is_live{0};
-  std::atomic<std::int64_t> order{0};  // in which versions were made
+  std::atomic<std::int64_t> order{0};  // in which versions were made, or gone back to
   std::atomic<std::int64_t> step{0};
   std::atomic<std::int64_t> commit{0};    // of the checkpoint in its root; 0: the package
   std::atomic<std::int64_t> made{0};      // seconds since 1970
@@ -147,6 +147,7 @@ class Store {
   void retire_beyond_kept();
   void collect(std::size_t table, int draft);
   bool is_held(int number) const noexcept;
+  std::int64_t next_order() const noexcept;
 
   int kept_;
   int num_versions_;

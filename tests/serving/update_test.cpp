@@ -12,7 +12,7 @@
 #include <optional>
 #include <thread>
 
-#include "samples.h"
+#include "published.h"
 #include "serving/store.h"
 #include "tessera/checkpoint/error.h"
 #include "tessera/checkpoint/folder.h"
@@ -22,114 +22,6 @@ namespace {
 
 using checkpoint::Reader;
 using embedding::RowType;
-
-// Rows of a table that a delta holds, and which columns; all if there is no end.
-struct Change {
-  int table;
-  std::vector<std::int64_t> rows;
-  std::int64_t column_begin = 0;
-  std::int64_t column_end = SmallModel::kDim;
-};
-
-// Saves `model` as a delta on step `base`: dense layers whole, of tables the rows of `changes`.
-void save_delta(const SmallModel& model, const std::string& root, std::int64_t step,
-                std::int64_t base, const std::vector<Change>& changes) {
-  checkpoint::PendingFolder folder(root, step);
-  std::vector<checkpoint::Part> parts;
-  std::vector<std::vector<float>> kept;
-  kept.reserve(64);
-  const auto add = [&](const std::string& name, checkpoint::Dtype dtype,
-                       const std::vector<std::int64_t>& shape, const void* data) {
-    checkpoint::Part part;
-    part.name = name;
-    part.dtype = dtype;
-    part.shape = shape;
-    part.region = {std::vector<std::int64_t>(shape.size(), 0), shape};
-    part.data = static_cast<const std::byte*>(data);
-    parts.push_back(std::move(part));
-  };
-  std::map<std::string, checkpoint::DeltaRecord> deltas;
-  for (const auto& [name, tensor] : model.tensors) {
-    if (name.starts_with("model.")) {
-      add(name, checkpoint::Dtype::kF32, tensor.first, tensor.second.data());
-    } else {
-      deltas[name] = {name, checkpoint::Dtype::kF32, tensor.first, {}};
-    }
-  }
-  for (const Change& change : changes) {
-    const std::string name = "tables.embedding_bags.t_" + std::to_string(change.table) + ".weight";
-    checkpoint::DeltaRecord& delta = deltas[name];
-    const std::string suffix = ".0." + std::to_string(delta.pieces.size());
-    const std::int64_t width = change.column_end - change.column_begin;
-    std::vector<float>& values = kept.emplace_back();
-    for (const std::int64_t row : change.rows) {
-      const float* from = model.tensors.at(name).second.data() + row * SmallModel::kDim;
-      values.insert(values.end(), from + change.column_begin, from + change.column_end);
-    }
-    const auto count = static_cast<std::int64_t>(change.rows.size());
-    add(name + "@rows" + suffix, checkpoint::Dtype::kI64, {count}, change.rows.data());
-    add(name + "@values" + suffix, checkpoint::Dtype::kF32, {count, width}, values.data());
-    delta.pieces.push_back({name + "@rows" + suffix, name + "@values" + suffix, change.column_begin,
-                            change.column_end});
-  }
-  checkpoint::Manifest manifest = checkpoint::write_shard(folder.path(), 0, 1, parts);
-  manifest.step = step;
-  manifest.base =
-      checkpoint::Base{checkpoint::folder_name(base), Reader(root, base).manifest().sha256};
-  for (auto& [name, delta] : deltas) manifest.deltas.push_back(std::move(delta));
-  folder.write_manifest(manifest);
-  folder.commit();
-}
-
-// A model of which training goes on.
-struct Published {
-  Folder folder;
-  std::string root = folder / "published";
-  SmallModel small;
-  ExportOptions options;
-  std::int64_t step = 40;
-
-  explicit Published(RowType type = RowType::kInt8) {
-    options.type = type;
-    small.save(root, step);
-    write_package(Reader(root, step), folder / "pkg", options);
-  }
-  Reader newest() const { return Reader(root, step); }
-  // Moves some rows and the dense layers, and publishes them.
-  void train(const std::vector<Change>& changes) {
-    for (auto& [name, tensor] : small.tensors) {
-      if (!name.starts_with("model.")) continue;
-      for (float& x : tensor.second) x += 0.01F;
-    }
-    for (const Change& change : changes) {
-      for (const std::int64_t row : change.rows) {
-        for (std::int64_t c = change.column_begin; c < change.column_end; ++c) {
-          small.table(change.table)[static_cast<std::size_t>(row * SmallModel::kDim + c)] +=
-              0.125F * static_cast<float>(step - 39);
-        }
-      }
-    }
-    save_delta(small, root, step + 1, step, changes);
-    ++step;
-  }
-  // What an export of the newest step predicts.
-  std::vector<float> exported(const Samples& samples) {
-    const std::string path = folder / ("export-" + std::to_string(step));
-    write_package(newest(), path, options);
-    Model model(path);
-    return predict(model, samples);
-  }
-  static std::vector<float> predict(Model& model, const Samples& samples) {
-    auto lease = model.lease();
-    return predict(lease, samples);
-  }
-  static std::vector<float> predict(Model::Lease& lease, const Samples& samples) {
-    std::vector<float> logits(static_cast<std::size_t>(samples.num_samples));
-    const auto bags = samples.bags();
-    lease.predict({samples.num_samples, samples.dense, bags}, logits);
-    return logits;
-  }
-};
 
 TEST(ServingUpdate, EqualsAnExportOfTheSameStepToTheBit) {
   for (const RowType type : {RowType::kFp32, RowType::kFp16, RowType::kBf16, RowType::kInt8,
@@ -209,10 +101,12 @@ TEST(ServingUpdate, VersionsAreKeptAndGoneBackTo) {
   EXPECT_FALSE(model.roll_back(43));
   ASSERT_TRUE(model.roll_back(44));
   EXPECT_EQ(Published::predict(model, samples), wanted[44]);
-  // From there on to the newest, over all that lies between.
+  // From there on to the newest, over all that lies between; the one that was gone back to stays.
   published.train({{2, {1, 2}}});
   model.update(published.newest());
   EXPECT_EQ(Published::predict(model, samples), published.exported(samples));
+  EXPECT_TRUE(model.lease(44));
+  EXPECT_FALSE(model.lease(45));
 }
 
 TEST(ServingUpdate, ALeaseKeepsItsVersion) {
