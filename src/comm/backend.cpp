@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 
+#include <map>
 #include <optional>
 #include <set>
 #include <tuple>
@@ -181,7 +182,12 @@ c10d::ErrorType EngineBackend::getError() {
 
 void EngineBackend::raise(const Failure& failure) {
   has_failed_.store(true);
-  std::string text = in_first_words(failure).what();
+  std::map<int, Member> members;
+  for (const Member& member : monitor_->members()) {
+    members.emplace(static_cast<int>(members.size()), member);
+  }
+  const Failure first = in_first_words(failure, members);
+  std::string text = first.what();
   if (failure.kind() == FailureKind::kMismatch && monitor_->group_name() != "world") {
     // The transport compares calls by group rank; readers think in world ranks.
     std::vector<int> world_ranks;
@@ -189,7 +195,7 @@ void EngineBackend::raise(const Failure& failure) {
     text += " These are ranks of group '" + monitor_->group_name() + "', world " +
             list_ranks(world_ranks) + ".";
   }
-  Error error(error_kind(failure.kind()), failure.ranks(), std::move(text));
+  Error error(error_kind(failure.kind()), first.ranks(), std::move(text));
   {
     std::lock_guard lock(registry().mutex);
     registry().last_error = error;

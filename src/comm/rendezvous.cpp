@@ -50,8 +50,8 @@ class Making {
     came_ = came;
   }
 
-  // A member that has died, if one on this host has.
-  std::optional<Failure> find_death(const GroupOptions& options, const Member& self) {
+  // Members that this process knows, by group rank.
+  std::map<int, Member> known(const GroupOptions& options) {
     std::map<int, Member> known;
     // A rank that is yet to come is known as a rank of the world.
     if (const auto world = world_.lock()) {
@@ -66,7 +66,12 @@ class Making {
       const std::lock_guard lock(mutex_);
       for (const auto& [rank, member] : came_) known.insert_or_assign(rank, member);
     }
-    for (const auto& [rank, member] : known) {
+    return known;
+  }
+
+  // A member that has died, if one on this host has.
+  std::optional<Failure> find_death(const GroupOptions& options, const Member& self) {
+    for (const auto& [rank, member] : known(options)) {
       if (member.host == self.host && member.pid != self.pid && has_ended(member)) {
         return death_in_creation(member, rank);
       }
@@ -208,15 +213,14 @@ c10::intrusive_ptr<EngineBackend> join(const c10::intrusive_ptr<c10d::Store>& st
       "comm.init: ", options.world_ranks.size(), " world ranks were given for a group of ", size,
       ".");
   const Member self = this_process(options.world_ranks.empty() ? rank : options.world_ranks[rank]);
+  if (options.world_ranks.empty()) remember_store(store, self);
   auto members = meet(*store, rank, size, self, options, making);
   auto monitor = std::make_shared<GroupMonitor>(std::move(members), rank, options.name);
   const auto own_store = c10::make_intrusive<c10d::PrefixStore>(
       "generation/" + std::to_string(making.generation), store);
   auto transport = make_transport(own_store, monitor, options);
-  if (options.world_ranks.empty()) {
-    Making::set_world(monitor);
-    remember_store(store);
-  }
+  note_new_group(*store);
+  if (options.world_ranks.empty()) Making::set_world(monitor);
   return c10::make_intrusive<EngineBackend>(std::move(transport), std::move(monitor),
                                             options.timeout);
 }
@@ -355,7 +359,8 @@ c10::intrusive_ptr<EngineBackend> make_engine(const c10::intrusive_ptr<c10d::Sto
     if (auto engine = join_within_limit(store, rank, size, options, making)) return engine;
   } catch (const Failure& failure) {
     if (failure.kind() == FailureKind::kPeerLost && !failure.ranks().empty()) {
-      const Failure first = in_first_words(first_death(store, *making, failure));
+      const Failure first =
+          in_first_words(first_death(store, *making, failure), making->known(options));
       // Something else may have ended the meeting before.
       const bool is_death = first.kind() == FailureKind::kPeerLost;
       throw Error(is_death ? ErrorKind::kPeerLost : ErrorKind::kRendezvous, first.ranks(),

@@ -1,7 +1,8 @@
 // Feeds every file of the given folders to the fuzz target it is linked with, and some mutations of
 // each: cut short at every length, and with every byte flipped once. Then as many random ones as
-// TESSERA_FUZZ_INPUTS says, or --inputs=N before the folders (10,000): bytes and digits changed, pieces dropped, doubled, and taken
-// from another file. The n-th is the same in every run; TESSERA_FUZZ_FIRST begins at another.
+// TESSERA_FUZZ_INPUTS says, or --inputs=N before the folders (10,000): bytes and digits changed,
+// pieces dropped, doubled, and taken from another file. The n-th is the same in every run;
+// TESSERA_FUZZ_FIRST begins at another.
 
 #include <algorithm>
 #include <cstdint>
