@@ -102,6 +102,7 @@ std::string http_request(const Words& words, const std::string& method, const st
 
 // Requests for random samples of a model.
 std::string model_request(const Words& words, const serving::ModelInfo& model,
+                          const std::vector<std::vector<std::int64_t>>& known_ids,
                           std::mt19937_64& random) {
   using Json = nlohmann::ordered_json;
   const bool is_binary = words.format == "binary";
@@ -124,9 +125,15 @@ std::string model_request(const Words& words, const serving::ModelInfo& model,
   for (float& x : dense) x = normal(random);
   add("dense", "FP32", {words.num_samples, model.num_dense}, dense);
   for (const serving::FeatureInfo& feature : model.features) {
-    std::uniform_int_distribution<std::int64_t> id(0, model.tables[feature.table].num_rows - 1);
+    const serving::TableInfo& table = model.tables[feature.table];
+    std::uniform_int_distribution<std::int64_t> row(0,
+                                                    std::max<std::int64_t>(table.num_rows, 1) - 1);
+    const std::vector<std::int64_t>* known = table.is_growing ? &known_ids[feature.table] : nullptr;
     std::vector<std::int64_t> ids(static_cast<std::size_t>(words.num_samples * words.num_ids));
-    for (std::int64_t& one : ids) one = id(random);
+    for (std::int64_t& one : ids) {
+      one = row(random);
+      if (known != nullptr && !known->empty()) one = (*known)[static_cast<std::size_t>(one)];
+    }
     add(feature.name + ".values", "INT64", {static_cast<std::int64_t>(ids.size())}, ids);
     const std::vector<std::int32_t> lengths(static_cast<std::size_t>(words.num_samples),
                                             static_cast<std::int32_t>(words.num_ids));
@@ -189,8 +196,13 @@ int bench_serve(const std::vector<std::string>& words) {
     } else {
       const serving::Package package(names[0]);
       std::mt19937_64 random(given.load.seed);
+      std::vector<std::vector<std::int64_t>> known_ids;
+      for (std::size_t t = 0; t < package.model().tables.size(); ++t) {
+        const bool is_growing = package.model().tables[t].is_growing;
+        known_ids.push_back(is_growing ? package.ids(t) : std::vector<std::int64_t>());
+      }
       for (int i = 0; i < 64; ++i) {
-        given.load.requests.push_back(model_request(given, package.model(), random));
+        given.load.requests.push_back(model_request(given, package.model(), known_ids, random));
       }
     }
     double peak = 0;

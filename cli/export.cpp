@@ -45,7 +45,9 @@ with rows in few bits, dense layers, names and sums. Says what rounding costs.
   --dtype T                 fp32, fp16, bf16, fp8, int8, int4 or int2 (int8)
   --table NAME=T            another type for one table; may be given again
   --align N                 rows begin at multiples of 1, 4 or 16 bytes (4)
-  --on-overflow W           numbers that the type cannot hold: error or clamp (error)
+  --on-overflow W           numbers that the type cannot hold: error, clamp, or bf16 for the
+                            whole table (error)
+  --unknown zero            also runs whose unknown ids began with numbers of their own
   --features A,B,C          their order, for checkpoints that do not say
   --eval D                  judge on synthetic data, or on a file of samples
   --eval-samples N          at the end of the file (65536)
@@ -63,6 +65,7 @@ struct ExportWords {
   std::vector<std::string> tables;
   std::int64_t alignment = 4;
   std::string on_overflow = "error";
+  std::string unknown;
   std::string features;
   std::string eval;
   std::int64_t eval_samples = 65536;
@@ -79,6 +82,7 @@ void define_flags(CLI::App& app, ExportWords& words) {
   app.add_option("--table", words.tables)->expected(1)->take_all();
   app.add_option("--align", words.alignment);
   app.add_option("--on-overflow", words.on_overflow);
+  app.add_option("--unknown", words.unknown)->check(CLI::IsMember({"zero"}));
   app.add_option("--features", words.features);
   app.add_option("--eval", words.eval);
   app.add_option("--eval-samples", words.eval_samples);
@@ -118,10 +122,18 @@ serving::ExportOptions options_of(const ExportWords& words) {
     throw UsageError("export: --align is 1, 4 or 16");
   }
   options.alignment = words.alignment;
-  if (words.on_overflow != "error" && words.on_overflow != "clamp") {
-    throw UsageError("export: --on-overflow is error or clamp, not '" + words.on_overflow + "'");
+  if (words.on_overflow == "fp16") {
+    throw UsageError(
+        "export: --on-overflow fp16 would not help: a float16 holds no more than the "
+        "65504 that a row's scale and bias do; say bf16");
+  }
+  if (words.on_overflow != "error" && words.on_overflow != "clamp" && words.on_overflow != "bf16") {
+    throw UsageError("export: --on-overflow is error, clamp or bf16, not '" + words.on_overflow +
+                     "'");
   }
   if (words.on_overflow == "clamp") options.on_overflow = serving::OnOverflow::kClamp;
+  if (words.on_overflow == "bf16") options.on_overflow = serving::OnOverflow::kBf16;
+  options.zeroes_unknown = words.unknown == "zero";
   options.features = split(words.features);
   return options;
 }
@@ -158,7 +170,8 @@ workloads::dlrm::OpenedLog log_of(const Reader& reader, const serving::ModelInfo
       schema.num_dense == model.num_dense && schema.features.size() == model.features.size();
   for (std::size_t i = 0; fits && i < schema.features.size(); ++i) {
     fits = schema.features[i].name == model.features[i].name &&
-           schema.features[i].num_rows <= model.tables[model.features[i].table].num_rows;
+           (model.tables[model.features[i].table].is_growing ||
+            schema.features[i].num_rows <= model.tables[model.features[i].table].num_rows);
   }
   if (!fits) {
     throw workloads::dlrm::DataError(name + ": its features are not those of the model.");
@@ -227,7 +240,9 @@ Json json_of(const serving::ExportReport& report, const std::string& out) {
                       {"worst_error", table.worst_error},
                       {"worst_row", table.worst_row},
                       {"constant_rows", table.num_constant},
-                      {"clamped_rows", table.num_clamped}});
+                      {"clamped_rows", table.num_clamped},
+                      {"growing", table.table.is_growing},
+                      {"raised", table.is_raised}});
   }
   return {{"package", out},
           {"step", report.model.step},

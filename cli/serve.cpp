@@ -46,11 +46,14 @@ live figures. SIGTERM finishes what was accepted and ends with 0; SIGHUP opens t
   --canary FILE             requests, one JSON a line, that a new version must answer with finite
   --canary-bound X          numbers, moved by no more than this (1)
   --processes N             that answer, over one copy of the tables (1)
+  --unknown W               ids without a row, in tables that grow: default, as in training, or
+                            zero
   --verify                  compare all sums of the package first
+  --warm-bytes N            of tables that are read into memory before it is ready (1073741824)
   --threads N --workers N   for connections (1), to compute (1)
   --max-batch N             samples that are computed together (256)
   --batch-wait US           microseconds for the first to be joined; 0: those that wait (0)
-  --latency-budget MS       a request without Request-Timeout-Ms has so long (100)
+  --latency-budget MS       a request without Request-Timeout-Ms has so long (20)
   --queue N                 samples that may wait (65536)
   --max-body BYTES --max-header BYTES   of a request (16777216, 16384)
   --max-samples N --max-ids N --max-ids-per-sample N   in one (65536, 1048576, 100000)
@@ -69,7 +72,8 @@ struct ServeWords {
   std::string token_file;
   int keep_versions = 2;
   std::int64_t batch_wait = 0;
-  std::int64_t latency_budget = 100;
+  std::int64_t latency_budget = 20;
+  std::string unknown = "default";
   std::int64_t drain_timeout = 10'000;
   std::int64_t header_time = 5'000;
   std::int64_t idle_time = 60'000;
@@ -96,7 +100,9 @@ void define_flags(CLI::App& app, ServeWords& words) {
   app.add_option("--canary", options.canary);
   app.add_option("--canary-bound", options.canary_bound)->check(CLI::NonNegativeNumber);
   app.add_option("--processes", options.processes)->check(CLI::Range(1, 30));
+  app.add_option("--unknown", words.unknown)->check(CLI::IsMember({"default", "zero"}));
   app.add_flag("--verify", words.verifies);
+  app.add_option("--warm-bytes", options.warm_bytes)->check(CLI::NonNegativeNumber);
   app.add_option("--threads", options.io_threads)->check(CLI::Range(1, 256));
   app.add_option("--workers", options.workers)->check(CLI::Range(1, 256));
   app.add_option("--max-batch", options.max_batch)->check(CLI::Range(1, 1 << 20));
@@ -186,7 +192,10 @@ int run_server(const std::string& package, ServeWords& words) {
   if (!options.canary.empty() && options.watched.empty()) {
     throw UsageError("serve: --canary judges what --watch brings; name a folder with it");
   }
-  options.model = {words.verifies, words.keep_versions};
+  options.model = {.verifies = words.verifies,
+                   .keep_versions = words.keep_versions,
+                   .unknown = words.unknown == "zero" ? serving::UnknownIds::kZero
+                                                      : serving::UnknownIds::kDefault};
   serving::Model model(package, options.model);
   const auto ready = [&](const serving::ServerPorts& ports) {
     auto lease = model.lease();

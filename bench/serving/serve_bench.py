@@ -16,6 +16,7 @@ import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TESSERA = str(ROOT / "build/release/bin/tessera")
+MODEL_BENCH = ROOT / "build/release/bin/model_bench"
 
 
 def run(*words, core: int | None = None) -> str:
@@ -91,6 +92,13 @@ def main() -> None:
         package = work / "pkg"
         run("export", work / "run", "--out", package, "--dtype", options.dtype)
 
+        # The library alone, on the core that the server has later.
+        library = subprocess.run(
+            ["taskset", "-c", str(server_core), str(MODEL_BENCH), str(package), "--seconds", "1"],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        print(library.stdout, end="", flush=True)
+
         def bench(server, *words, seconds=options.seconds):
             to = ["--port", server.port, "--seconds", seconds]
             return json.loads(run("bench", "serve", *words, *to, "--json", core=load_core))
@@ -106,6 +114,12 @@ def main() -> None:
                     print_row(f"infer_{form}/peak/s{samples}", peak)
                     rate = peak["good_per_second"] / 2
                     print_row(f"infer_{form}/half/s{samples}", bench(server, *words, "--rate", rate))
+        with Server(package, server_core, "--latency-budget", "1000", "--batch-wait", "1000") as server:
+            words = [package, "--samples", 1]
+            peak = bench(server, *words, seconds=max(1.0, options.seconds / 4))
+            print_row("infer_binary/peak/s1_wait1ms", peak)
+            rate = peak["good_per_second"] / 2
+            print_row("infer_binary/half/s1_wait1ms", bench(server, *words, "--rate", rate))
         with Server(package, server_core, "--latency-budget", "20") as server:
             before = server.resident()
             report = bench(server, package, "--samples", 16, "--times-peak", 2, "--connections", 256)

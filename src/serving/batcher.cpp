@@ -135,6 +135,13 @@ void Batcher::work() {
   }
 }
 
+void Batcher::count(const PredictFigures& figures, std::int64_t num_samples) {
+  metrics_.lookup.add(figures.lookup);
+  metrics_.dense.add(figures.dense);
+  metrics_.unknown_ids += static_cast<std::uint64_t>(figures.num_unknown);
+  metrics_.batch_samples.add(num_samples);
+}
+
 void Batcher::finish(Job& job, Outcome outcome) {
   job.done(std::move(job.request), std::move(outcome));
 }
@@ -155,6 +162,7 @@ void Batcher::compute(std::vector<Job>& jobs) {
       logits.resize(static_cast<std::size_t>(joined.num_samples));
       auto lease = lease_for(jobs.front());
       lease.predict({joined.num_samples, joined.dense, bags}, logits);
+      count(lease.figures(), joined.num_samples);
       step = lease.step();
     } catch (const std::exception&) {
       // One of them does not fit the version that is served now: each for itself.
@@ -198,6 +206,7 @@ void Batcher::compute_alone(Job& job) {
     const std::vector<FeatureBags> bags = job.request.bags();
     outcome.logits.resize(static_cast<std::size_t>(job.request.num_samples));
     lease.predict({job.request.num_samples, job.request.dense, bags}, outcome.logits);
+    count(lease.figures(), job.request.num_samples);
     outcome.step = lease.step();
     metrics_.samples += static_cast<std::uint64_t>(job.request.num_samples);
     metrics_.ids += static_cast<std::uint64_t>(job.request.num_ids);

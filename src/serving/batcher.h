@@ -64,6 +64,7 @@ class Batcher {
   /// The version a job asks for. Throws HttpError 404 if it is gone.
   Model::Lease lease_for(const Job& job);
   void finish(Job& job, Outcome outcome);
+  void count(const PredictFigures& figures, std::int64_t num_samples);
 
   Model& model_;
   const ServerOptions& options_;

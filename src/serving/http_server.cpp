@@ -523,9 +523,22 @@ int run_server_process(Model& model, const ServerOptions& options, const ServerP
   service.on_drain(process.on_drain ? process.on_drain
                                     : [&] { asio::post(context, [&] { drain.start(); }); });
   if (process.on_reload) service.on_reload(process.on_reload);
+  const auto warm_up = [&] {
+    try {
+      model.warm_up(options.warm_bytes, options.max_batch, [&] { return !service.is_draining(); });
+    } catch (const std::exception& error) {
+      log(std::string("could not warm up: ") + error.what());
+    }
+    service.be_ready();
+    if (!service.is_draining()) on_ready();
+  };
+  // Beside others that answer, a process takes no connection before it can answer too. A lone one
+  // is asked whether it lives.
+  const bool is_lone = options.processes <= 1;
+  if (!is_lone) warm_up();
   for (const auto& door : doors) door->accept();
-  on_ready();
   std::vector<std::thread> threads;
+  if (is_lone) threads.emplace_back(warm_up);
   for (int i = 1; i < num_threads; ++i) threads.emplace_back([&] { context.run(); });
   context.run();
   for (std::thread& thread : threads) thread.join();

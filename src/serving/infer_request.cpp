@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include "serving/json_reader.h"
+#include "serving/text_id.h"
 
 namespace tessera::serving {
 namespace {
@@ -192,7 +193,9 @@ struct InferParser::Parse {
     if (seen[slot]) throw HttpError(422, "input '" + one.name + "' comes twice", where + ".name");
     seen[slot] = true;
     const char* type = kind == Kind::kValues ? "INT64" : kind == Kind::kLengths ? "INT32" : "FP32";
-    if (one.type != type) {
+    const bool is_text =
+        kind == Kind::kValues && one.type == "BYTES" && owner.takes_texts_[feature];
+    if (one.type != type && !is_text) {
       throw HttpError(
           422,
           "input '" + one.name + "' has type '" + one.type.substr(0, 100) + "'; it must be " + type,
@@ -204,7 +207,8 @@ struct InferParser::Parse {
       case Kind::kDense:
         return fill(one, from, request.dense, count, static_cast<std::size_t>(owner.num_dense_));
       case Kind::kValues:
-        return fill(one, from, bags.ids, count, 0);
+        return is_text ? fill_texts(one, from, bags.ids, count)
+                       : fill(one, from, bags.ids, count, 0);
       case Kind::kLengths:
         return fill(one, from, bags.lengths, count, 0);
       case Kind::kWeights:
@@ -282,6 +286,54 @@ struct InferParser::Parse {
     }
   }
 
+  // Texts, each of which becomes the id that training gave it.
+  void fill_texts(const Input& one, JsonReader& from, std::vector<std::int64_t>& to,
+                  std::size_t count) {
+    const std::string where = one.where + ".data";
+    if (one.binary) {
+      if (one.data) throw HttpError(400, "an input has data in JSON and behind it", where);
+      if (*one.binary > tail.size()) {
+        throw HttpError(400,
+                        "input '" + one.name + "' has " + std::to_string(*one.binary) +
+                            " bytes of " + std::to_string(tail.size()) + " that are left",
+                        one.where + ".binary_data_size");
+      }
+      read_texts(one, tail.substr(0, *one.binary), to, count);
+      tail.remove_prefix(*one.binary);
+    } else if (one.data) {
+      from.array([&](std::size_t index) {
+        if (index >= count) throw HttpError(422, "there are more texts than the shape says", where);
+        to.push_back(text_id(from.string()));
+      });
+    } else {
+      throw HttpError(422, "input '" + one.name + "' has no data", where);
+    }
+    if (to.size() != count) {
+      throw HttpError(422,
+                      "there are " + std::to_string(to.size()) + " texts, the shape says " +
+                          std::to_string(count),
+                      where);
+    }
+  }
+
+  // Each with its length in four bytes before it.
+  static void read_texts(const Input& one, std::string_view bytes, std::vector<std::int64_t>& to,
+                         std::size_t count) {
+    while (!bytes.empty()) {
+      std::uint32_t length = 0;
+      const bool has_length = bytes.size() >= sizeof(length);
+      if (has_length) std::memcpy(&length, bytes.data(), sizeof(length));
+      if (!has_length || length > bytes.size() - sizeof(length) || to.size() == count) {
+        throw HttpError(400,
+                        "text " + std::to_string(to.size()) + " of input '" + one.name +
+                            "' does not fit its bytes and shape",
+                        one.where + ".binary_data_size");
+      }
+      to.push_back(text_id(bytes.substr(sizeof(length), length)));
+      bytes.remove_prefix(sizeof(length) + length);
+    }
+  }
+
   void check_all_seen() const {
     const auto check = [this](std::size_t feature, Kind kind, const std::string& name) {
       if (!seen[4 * feature + static_cast<std::size_t>(kind)]) {
@@ -325,7 +377,10 @@ struct InferParser::Parse {
 
 InferParser::InferParser(const ModelInfo& model, const ServerLimits& limits)
     : num_dense_(model.num_dense), limits_(limits) {
-  for (const FeatureInfo& feature : model.features) names_.push_back(feature.name);
+  for (const FeatureInfo& feature : model.features) {
+    names_.push_back(feature.name);
+    takes_texts_.push_back(model.tables[feature.table].is_growing && has_text_ids());
+  }
   inputs_["dense"] = {Kind::kDense, names_.size()};
   for (std::size_t f = 0; f < names_.size(); ++f) {
     inputs_[names_[f] + ".values"] = {Kind::kValues, f};

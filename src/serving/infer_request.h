@@ -1,6 +1,7 @@
 // src/serving/infer_request.h — requests and answers of the Open Inference Protocol, version 2.
 //
-// Inputs: `dense` FP32 [samples, n]; for each feature `<feature>.values` INT64 [ids],
+// Inputs: `dense` FP32 [samples, n]; for each feature `<feature>.values` INT64 [ids] (or BYTES if
+// its table grows: texts),
 // `<feature>.lengths` INT32 [samples] and, if wanted, `<feature>.weights` FP32 [ids]. Outputs:
 // `probability` and, if asked for, `logit`, FP32 [samples].
 
@@ -72,6 +73,7 @@ class InferParser {
   struct Parse;
 
   std::vector<std::string> names_;  // of features
+  std::vector<bool> takes_texts_;   // instead of ids, by feature
   std::int64_t num_dense_;
   std::map<std::string, Place> inputs_;
   ServerLimits limits_;

@@ -61,6 +61,24 @@ void Histogram::write(std::string& text, const std::string& stage) const {
   text += name + "_count{" + label + "} " + std::to_string(sum) + "\n";
 }
 
+void SizeHistogram::add(std::int64_t size) {
+  std::size_t place = 0;
+  while (place < kBuckets && size > std::int64_t{1} << place) ++place;
+  counts_[place].fetch_add(1, std::memory_order_relaxed);
+  sum_.fetch_add(static_cast<std::uint64_t>(size), std::memory_order_relaxed);
+}
+
+void SizeHistogram::write(std::string& text, const std::string& name) const {
+  std::uint64_t sum = 0;
+  for (std::size_t i = 0; i <= kBuckets; ++i) {
+    sum += counts_[i].load(std::memory_order_relaxed);
+    const std::string bound = i < kBuckets ? std::to_string(std::int64_t{1} << i) : "+Inf";
+    text += name + "_bucket{le=\"" + bound + "\"} " + std::to_string(sum) + "\n";
+  }
+  text += name + "_sum " + std::to_string(sum_.load(std::memory_order_relaxed)) + "\n";
+  text += name + "_count " + std::to_string(sum) + "\n";
+}
+
 void UpdateFigures::set_error(const std::string& text) {
   turn_.fetch_add(1);
   const std::size_t count = std::min(text.size(), text_.size() - 1);
@@ -128,6 +146,8 @@ std::string Metrics::text(const Model& model) const {
        number(cancelled));
   line(text, "tessera_samples_total", "counter", "Samples scored.", number(samples));
   line(text, "tessera_ids_total", "counter", "Ids looked up.", number(ids));
+  line(text, "tessera_unknown_ids_total", "counter", "Ids without a row, in tables that grow.",
+       number(unknown_ids));
   line(text, "tessera_batches_total", "counter", "Batches computed.", number(batches));
   line(text, "tessera_queued_samples", "gauge", "Samples that wait.",
        static_cast<double>(queued_samples()));
@@ -159,8 +179,12 @@ std::string Metrics::text(const Model& model) const {
   line(text, "tessera_ready", "gauge", "1 while requests are taken.", model.is_ready ? 1 : 0);
   head(text, "tessera_latency_seconds", "histogram", "Time of requests, by stage.");
   queue.write(text, "queue");
+  lookup.write(text, "lookup");
+  dense.write(text, "dense");
   compute.write(text, "compute");
   total.write(text, "total");
+  head(text, "tessera_batch_samples", "histogram", "Samples of the batches that were computed.");
+  batch_samples.write(text, "tessera_batch_samples");
   return text;
 }
 
@@ -177,6 +201,7 @@ std::string Metrics::json(const Model& model) const {
                                           {"refused", by_reason},
                                           {"samples", samples.load()},
                                           {"ids", ids.load()},
+                                          {"unknown_ids", unknown_ids.load()},
                                           {"batches", batches.load()},
                                           {"queued_samples", queued_samples()},
                                           {"connections", connections()},

@@ -28,6 +28,18 @@ class Histogram {
   std::atomic<std::uint64_t> nanoseconds_{0};
 };
 
+/// Samples of batches, in buckets of powers of two.
+class SizeHistogram {
+ public:
+  static constexpr std::size_t kBuckets = 13;  // up to 4096
+  void add(std::int64_t size);
+  void write(std::string& text, const std::string& name) const;
+
+ private:
+  std::array<std::atomic<std::uint64_t>, kBuckets + 1> counts_{};
+  std::atomic<std::uint64_t> sum_{0};
+};
+
 /// Why a request was refused before it was computed.
 enum class Refusal : std::uint8_t { kQueueFull, kDeadline, kLate, kConnections };
 inline constexpr std::array<const char*, 4> kRefusals = {"queue full", "deadline", "late",
@@ -72,6 +84,7 @@ struct Metrics {
   std::atomic<std::uint64_t> cancelled{0};  // whose client was gone when the answer was there
   std::atomic<std::uint64_t> samples{0};
   std::atomic<std::uint64_t> ids{0};
+  std::atomic<std::uint64_t> unknown_ids{0};  // without a row, in tables that grow
   std::atomic<std::uint64_t> batches{0};
   std::atomic<std::uint64_t> reloads{0};
   std::atomic<std::uint64_t> reloads_refused{0};
@@ -79,8 +92,11 @@ struct Metrics {
   std::array<ProcessGauges, kMaxProcesses> processes;
   UpdateFigures updates;
   Histogram queue;
+  Histogram lookup;
+  Histogram dense;
   Histogram compute;
   Histogram total;
+  SizeHistogram batch_samples;
   std::array<std::atomic<std::uint64_t>, kCodes.size()> codes{};
   std::array<std::atomic<std::uint64_t>, kRefusals.size()> refusals{};
 

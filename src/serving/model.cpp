@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <mutex>
 
@@ -53,6 +54,7 @@ struct Model::Workspace {
   std::vector<float> crossed;
   std::vector<float> here;
   std::vector<float> there;
+  PredictFigures figures;  // of the last request
 
   ~Workspace() { leave(); }
 
@@ -141,12 +143,14 @@ const float* run_layers(const std::vector<PlacedLayer>& layers, const float* blo
 
 }  // namespace
 
-Model::Model(const std::string& path, bool verifies) : Model(path, ModelOptions{verifies, 0}) {}
+Model::Model(const std::string& path, bool verifies)
+    : Model(path, ModelOptions{.verifies = verifies}) {}
 
 Model::Model(const std::string& path, const ModelOptions& options)
     : state_(std::make_unique<State>()) {
   state_->options = options;
-  state_->store = std::make_shared<Store>(path, options.verifies, options.keep_versions);
+  state_->store =
+      std::make_shared<Store>(path, options.verifies, options.keep_versions, options.unknown);
   state_->stores.push_back(state_->store);
 }
 
@@ -174,7 +178,8 @@ std::optional<Model::Lease> Model::lease(std::int64_t step) {
 
 void Model::reload(const std::string& path, bool verifies) {
   const std::lock_guard writing(state_->writing);
-  auto store = std::make_shared<Store>(path, verifies, state_->options.keep_versions);
+  auto store = std::make_shared<Store>(path, verifies, state_->options.keep_versions,
+                                       state_->options.unknown);
   std::vector<std::shared_ptr<Store>> gone;  // after the lock
   const std::lock_guard lock(state_->mutex);
   if (!has_same_inputs(store->model(), state_->store->model())) {
@@ -249,6 +254,10 @@ std::int64_t Model::mapped_bytes() const {
   return store->package().mapped_bytes() + store->updated_bytes();
 }
 
+embedding::RowTable Model::table_of_package(std::size_t table) const {
+  return state_->newest()->package().table(table);
+}
+
 void Model::release_process(int process) noexcept {
   for (const auto& store : state_->all()) store->release_process(process);
 }
@@ -274,6 +283,8 @@ const ModelInfo& Model::Lease::model() const noexcept { return workspace_->store
 std::int64_t Model::Lease::step() const noexcept {
   return workspace_->store->version(workspace_->version).step;
 }
+
+const PredictFigures& Model::Lease::figures() const noexcept { return workspace_->figures; }
 
 void Model::Lease::check(const Request& request) const {
   const ModelInfo& info = model();
@@ -315,8 +326,9 @@ void Model::Lease::check(const Request& request) const {
                  std::to_string(bags.ids.size()) + " values",
              name + ".lengths", true);
     }
-    const std::int64_t num_rows = info.tables[info.features[f].table].num_rows;
-    for (std::size_t k = 0; k < bags.ids.size(); ++k) {
+    const TableInfo& table = info.tables[info.features[f].table];
+    const std::int64_t num_rows = table.num_rows;
+    for (std::size_t k = 0; k < bags.ids.size() && !table.is_growing; ++k) {
       if (bags.ids[k] < 0 || bags.ids[k] >= num_rows) {
         refuse("id " + std::to_string(bags.ids[k]) + " is not one of the " +
                    std::to_string(num_rows) + " rows of table '" +
@@ -350,6 +362,7 @@ void Model::Lease::predict(const Request& request, std::span<float> logits) {
   const DensePlan& plan = store.plan();
   const float* block = store.dense(work.version);
   work.make_room(request.num_samples);
+  work.figures = {};
   const auto num_features = static_cast<std::int64_t>(info.features.size());
   const std::int64_t dim = info.bottom.back();
   const std::int64_t mixed = info.top.front();
@@ -365,6 +378,7 @@ void Model::Lease::predict(const Request& request, std::span<float> logits) {
   for (std::int64_t begin = 0; begin < request.num_samples; begin += kBlock) {
     const std::int64_t count = std::min(kBlock, request.num_samples - begin);
     const std::int64_t stride = num_features * dim;
+    const auto started = std::chrono::steady_clock::now();
     for (std::size_t f = 0; f < info.features.size(); ++f) {
       const FeatureBags& bags = request.features[f];
       const std::size_t table = info.features[f].table;
@@ -375,8 +389,9 @@ void Model::Lease::predict(const Request& request, std::span<float> logits) {
         const auto first_id = static_cast<std::size_t>(offsets[0]);
         const auto end = static_cast<std::size_t>(offsets[count]);
         if (work.slots.size() < end) work.slots.resize(end);
-        store.find_slots(work.version, table, bags.ids.subspan(first_id, end - first_id),
-                         work.slots.data() + first_id);
+        work.figures.num_unknown +=
+            store.find_slots(work.version, table, bags.ids.subspan(first_id, end - first_id),
+                             work.slots.data() + first_id);
         ids = work.slots.data();
       }
       embedding::pool_rows(store.rows(table),
@@ -386,6 +401,7 @@ void Model::Lease::predict(const Request& request, std::span<float> logits) {
                             info.features[f].is_mean},
                            work.rows.data() + static_cast<std::int64_t>(f) * dim, stride);
     }
+    const auto looked_up = std::chrono::steady_clock::now();
     const float* first =
         run_layers(plan.bottom, block, request.dense.data() + begin * info.num_dense,
                    info.num_dense, count, work.here, work.there);
@@ -422,6 +438,8 @@ void Model::Lease::predict(const Request& request, std::span<float> logits) {
     const float* result =
         run_layers(plan.top, block, work.mixed.data(), mixed, count, work.here, work.there);
     std::copy(result, result + count, logits.begin() + begin);
+    work.figures.lookup += looked_up - started;
+    work.figures.dense += std::chrono::steady_clock::now() - looked_up;
   }
 }
 

@@ -7,6 +7,7 @@
 
 #include "checkpoint/json.h"
 #include "tessera/checkpoint/error.h"
+#include "tessera/collision/id_table.h"
 
 namespace tessera::serving {
 namespace {
@@ -60,6 +61,9 @@ std::string encode_model(const ModelInfo& model) {
                       {"rows", table.num_rows},
                       {"columns", table.num_columns},
                       {"row_bytes", table.row_bytes}});
+    if (!table.is_growing) continue;
+    tables.back()["ids"] = collision::kIdHashName;
+    tables.back()["unknown"] = table.trains_unknown ? "row" : "zero";
   }
   Json features = Json::array();
   for (const FeatureInfo& feature : model.features) {
@@ -67,7 +71,7 @@ std::string encode_model(const ModelInfo& model) {
                         {"table", model.tables.at(feature.table).name},
                         {"pooling", feature.is_mean ? "mean" : "sum"}});
   }
-  Json text = {{"version", kPackageVersion},
+  Json text = {{"version", has_growing(model) ? kGrowingVersion : kPackageVersion},
                {"name", model.name},
                {"step", model.step},
                {"source", model.source},
@@ -82,6 +86,13 @@ std::string encode_model(const ModelInfo& model) {
                {"output", "sigmoid"}};
   return text.dump(1) + "\n";
 }
+
+bool has_growing(const ModelInfo& model) {
+  return std::any_of(model.tables.begin(), model.tables.end(),
+                     [](const TableInfo& table) { return table.is_growing; });
+}
+
+std::int64_t most_ids(std::int64_t num_ids) { return 4 * num_ids + (std::int64_t{1} << 20); }
 
 bool has_same_inputs(const ModelInfo& a, const ModelInfo& b) {
   return a.name == b.name && a.num_dense == b.num_dense &&
@@ -118,9 +129,9 @@ ModelInfo decode_model(std::string_view text, const std::string& where) {
                     "interaction", "cross_layers", "cross_rank", "top", "output"},
                    where);
   const std::int64_t version = json::count_of(object, "version", where);
-  check(version == kPackageVersion, where,
-        "is of version " + std::to_string(version) + "; this program reads " +
-            std::to_string(kPackageVersion));
+  check(version == kPackageVersion || version == kGrowingVersion, where,
+        "is of version " + std::to_string(version) + "; this program reads up to " +
+            std::to_string(kGrowingVersion));
   ModelInfo model;
   model.name = json::string_of(object, "name", where);
   model.step = json::count_of(object, "step", where);
@@ -139,7 +150,8 @@ ModelInfo decode_model(std::string_view text, const std::string& where) {
   std::map<std::string, std::size_t> places;
   for (const auto& entry : list_in(object, "tables", where)) {
     check(entry.is_object(), where, "has a table that is not an object");
-    json::check_keys(entry, {"name", "type", "rows", "columns", "row_bytes"}, where);
+    json::check_keys(entry, {"name", "type", "rows", "columns", "row_bytes", "ids", "unknown"},
+                     where);
     TableInfo table;
     table.name = json::string_of(entry, "name", where);
     const auto type = embedding::row_type_of(json::string_of(entry, "type", where));
@@ -148,6 +160,19 @@ ModelInfo decode_model(std::string_view text, const std::string& where) {
     table.num_rows = json::count_of(entry, "rows", where);
     table.num_columns = json::count_of(entry, "columns", where);
     table.row_bytes = json::count_of(entry, "row_bytes", where);
+    table.is_growing = entry.contains("ids");
+    check(table.is_growing == entry.contains("unknown"), where,
+          "table '" + table.name + "' says half of how it grows");
+    if (table.is_growing) {
+      const std::string hash = json::string_of(entry, "ids", where);
+      check(hash == collision::kIdHashName && version == kGrowingVersion, where,
+            "the ids of table '" + table.name + "' are found by '" + hash +
+                "'; this program knows " + std::string(collision::kIdHashName));
+      const std::string unknown = json::string_of(entry, "unknown", where);
+      check(unknown == "row" || unknown == "zero", where,
+            "table '" + table.name + "' has unknown ids of an unknown kind");
+      table.trains_unknown = unknown == "row";
+    }
     check(table.num_columns >= 1 && table.num_columns <= kMostWidth &&
               table.row_bytes >= embedding::row_bytes(table.type, table.num_columns) &&
               table.row_bytes <= 64 + embedding::row_bytes(table.type, table.num_columns),

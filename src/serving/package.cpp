@@ -77,6 +77,14 @@ class Mapping {
   std::uint64_t num_bytes_;  // with what is spare
 };
 
+// Rows of which there is room behind a table.
+std::uint64_t spare_rows(const TableInfo& table, int copies) {
+  // A row more: the first spare one begins behind the first spare byte.
+  std::int64_t rows = copies * table.stored_rows() + 1;
+  if (table.is_growing) rows += most_ids(table.num_rows);
+  return static_cast<std::uint64_t>(rows);
+}
+
 // The one region that a tensor of a package has.
 const RegionRecord& region_of(const checkpoint::Manifest& manifest, const std::string& name,
                               checkpoint::Dtype dtype, const std::vector<std::int64_t>& shape,
@@ -149,15 +157,18 @@ Package::Package(const std::string& path, bool verifies, int spare_copies)
   std::vector<std::byte> buffer(std::size_t{1} << 18);
   for (const TableInfo& table : state.model.tables) {
     const std::string name = "tables." + table.name + ".weight";
-    const RegionRecord& region =
-        region_of(manifest, name, checkpoint::Dtype::kU8, {table.num_rows, table.row_bytes}, path);
+    const RegionRecord& region = region_of(manifest, name, checkpoint::Dtype::kU8,
+                                           {table.stored_rows(), table.row_bytes}, path);
+    if (table.is_growing) {
+      region_of(manifest, "tables." + table.name + kIdsSuffix, checkpoint::Dtype::kI64,
+                {table.num_rows}, path);
+    }
     const checkpoint::FileRecord& file = manifest.files[static_cast<std::size_t>(region.file)];
     state.mappings.emplace_back(
         folder, file.name, file.num_bytes,
-        // A row more: the first spare one begins behind the first spare byte.
-        spare_copies == 0 ? 0
-                          : static_cast<std::uint64_t>(spare_copies * table.num_rows + 1) *
-                                static_cast<std::uint64_t>(table.row_bytes));
+        spare_copies == 0
+            ? 0
+            : spare_rows(table, spare_copies) * static_cast<std::uint64_t>(table.row_bytes));
     state.begins.push_back(region.begin);
     state.mapped_bytes += static_cast<std::int64_t>(file.num_bytes);
     if (!verifies) continue;
@@ -177,12 +188,26 @@ std::int64_t Package::mapped_bytes() const noexcept { return state_->mapped_byte
 
 embedding::RowTable Package::table(std::size_t table) const {
   const TableInfo& info = state_->model.tables.at(table);
-  return {info.type, state_->mappings[table].bytes() + state_->begins[table], info.num_rows,
+  return {info.type, state_->mappings[table].bytes() + state_->begins[table], info.stored_rows(),
           info.num_columns, info.row_bytes};
 }
 
 SpareSpace Package::spare(std::size_t table) const noexcept {
   return state_->mappings[table].spare();
+}
+
+std::vector<std::int64_t> Package::ids(std::size_t table) const {
+  const TableInfo& info = state_->model.tables.at(table);
+  const std::string name = "tables." + info.name + kIdsSuffix;
+  const RegionRecord& region =
+      region_of(state_->manifest, name, checkpoint::Dtype::kI64, {info.num_rows}, state_->path);
+  const checkpoint::OpenFolder folder(state_->path, /*follows=*/true);
+  const OpenFile file(folder, state_->manifest.files[static_cast<std::size_t>(region.file)].name);
+  std::vector<std::int64_t> ids(static_cast<std::size_t>(info.num_rows));
+  if (ids.empty()) return ids;
+  checkpoint::Chunks chunks(file, region, name);
+  chunks.copy(0, region.end - region.begin, reinterpret_cast<std::byte*>(ids.data()));
+  return ids;
 }
 
 std::span<const float> Package::dense(const std::string& name) const {

@@ -71,14 +71,19 @@ std::int64_t number_in(const std::string& name) {
   return number.empty() || number.size() > 9 ? -1 : std::stoll(number);
 }
 
-// A list of names among the values of a checkpoint.
-std::vector<std::string> names_in(const Reader& reader, const char* value) {
+// A text among the values of a checkpoint; empty if it is not there.
+std::string text_in(const Reader& reader, const std::string& key) {
   const auto& values = reader.manifest().values;
-  const auto stored = values.find(value);
+  const auto stored = values.find(key);
   const auto* text = stored == values.end() ? nullptr : std::get_if<std::string>(&stored->second);
+  return text == nullptr ? "" : *text;
+}
+
+// The names of a list among the values of a checkpoint.
+std::vector<std::string> names_in(const Reader& reader, const std::string& key) {
   std::vector<std::string> names;
-  if (text == nullptr) return names;
-  const auto list = nlohmann::json::parse(*text, nullptr, /*allow_exceptions=*/false);
+  const auto list = nlohmann::json::parse(text_in(reader, key), nullptr,
+                                          /*allow_exceptions=*/false);
   for (const auto& name : list.is_array() ? list : nlohmann::json::array()) {
     names.push_back(name.is_string() ? name.get<std::string>() : "");
   }
@@ -88,6 +93,23 @@ std::vector<std::string> names_in(const Reader& reader, const char* value) {
 // The layer that makes the rows of a narrower or wider table as wide as the model, if there is one.
 const TensorInfo* projection_of(const Reader& reader, std::size_t feature) {
   return reader.find("model.projection_" + std::to_string(feature) + kWeightSuffix);
+}
+
+// Whether a table grows, and what ids without a row read there.
+void look_for_ids(const Reader& reader, const ExportOptions& options, TableInfo& table) {
+  const std::string name = kTablePrefix + table.name;
+  const TensorInfo* ids = reader.find(name + kIdsSuffix);
+  if (ids == nullptr) return;
+  if (ids->dtype != Dtype::kI64 || ids->shape != std::vector<std::int64_t>{table.num_rows}) {
+    refuse("tensor '" + ids->name + "' of " + reader.folder() + " does not name an id per row.");
+  }
+  table.is_growing = true;
+  table.trains_unknown = reader.find(name + kUnknownSuffix) != nullptr;
+  if (text_in(reader, "id_default") == "init" && !options.zeroes_unknown) {
+    refuse(
+        "unknown ids began with numbers of their own in this training (--id-default init), and "
+        "servers read one row or zeros for them. Say --unknown zero.");
+  }
 }
 
 std::vector<std::string> features_of(const Reader& reader, const ExportOptions& options) {
@@ -159,6 +181,7 @@ ModelInfo model_of(const Reader& reader, const ExportOptions& options) {
     const TensorInfo* projection = projection_of(reader, model.tables.size());
     table.num_columns = projection == nullptr ? weight.shape[1] : projection->shape[0];
     table.row_bytes = embedding::row_bytes(table.type, table.num_columns, options.alignment);
+    look_for_ids(reader, options, table);
     const bool is_mean = std::find(averaged.begin(), averaged.end(), name) != averaged.end();
     model.features.push_back({name, model.tables.size(), is_mean});
     model.tables.push_back(std::move(table));
@@ -183,6 +206,20 @@ float largest_of(RowType type) {
       return 65504.0F;  // and the range of a row, 2 * 65504 / 3, stays below it
   }
 }
+
+// What ids without a row read, if it was trained.
+std::vector<float> unknown_numbers(const Reader& reader, const TableInfo& table,
+                                   std::int64_t width) {
+  if (!table.trains_unknown) return {};
+  const TensorInfo& row = needed(reader, kTablePrefix + table.name + kUnknownSuffix, 2);
+  if (row.shape != std::vector<std::int64_t>{1, width}) {
+    refuse("tensor '" + row.name + "' of " + reader.folder() + " is not a row.");
+  }
+  return read_numbers(reader, row, 0, 1);
+}
+
+// A table whose rows its type cannot hold, and which may have another one.
+struct RowsOverflow {};
 
 // Makes the rows of a table in the order in which they are written.
 class RowMaker {
@@ -217,8 +254,15 @@ class RowMaker {
   void make() {
     const TableInfo& table = report_.table;
     const std::int64_t most = std::max<std::int64_t>(1, kReadBytes / (4 * table.num_columns));
-    const std::int64_t count = std::min(most, table.num_rows - next_row_);
-    std::vector<float> numbers = read_numbers(reader_, tensor_, next_row_, count);
+    std::int64_t count = std::min(most, table.num_rows - next_row_);
+    std::vector<float> numbers;
+    if (count > 0) {
+      numbers = read_numbers(reader_, tensor_, next_row_, count);
+    } else {
+      count = table.stored_rows() - table.num_rows;
+      numbers = unknown_numbers(reader_, table, tensor_.shape[1]);
+      numbers.resize(static_cast<std::size_t>(count * tensor_.shape[1]));
+    }
     if (!projection_.empty()) numbers = projected(numbers, count);
     made_.assign(static_cast<std::size_t>(count * table.row_bytes), 0);
     place_ = 0;
@@ -255,10 +299,11 @@ class RowMaker {
     embedding::RowFaults faults = embedding::quantise_row(type, numbers, row);
     if (faults.has_nan) refuse_row(number, "holds a NaN");
     if (faults.is_overflow) {
+      if (on_overflow_ == OnOverflow::kBf16) throw RowsOverflow{};
       if (on_overflow_ == OnOverflow::kError) {
         refuse_row(number, "holds numbers that " + std::string(embedding::name_of(type)) +
-                               " cannot, and --on-overflow is error. Clamp them, or store the "
-                               "table as bf16");
+                               " cannot, and --on-overflow is error. Say clamp, or bf16 for "
+                               "the whole table");
       }
       ++report_.num_clamped;
       const float most = largest_of(type);
@@ -298,6 +343,22 @@ class RowMaker {
   std::int64_t next_row_ = 0;
 };
 
+// The ids of a table's rows, read as they are written.
+Part ids_part(const Reader& reader, const TableInfo& table) {
+  Part part;
+  part.name = "tables." + table.name + kIdsSuffix;
+  part.dtype = Dtype::kI64;
+  part.shape = {table.num_rows};
+  part.region = {{0}, part.shape};
+  part.fill = [&reader, name = kTablePrefix + table.name + kIdsSuffix](std::uint64_t begin,
+                                                                       std::span<std::byte> out) {
+    const auto first = static_cast<std::int64_t>(begin / sizeof(std::int64_t));
+    const auto count = static_cast<std::int64_t>(out.size() / sizeof(std::int64_t));
+    reader.read(name, {{first}, {count}}, out.data());
+  };
+  return part;
+}
+
 // A folder that takes its final name in one step.
 class PendingPackage {
  public:
@@ -330,6 +391,15 @@ class PendingPackage {
       file.name = name;
     }
     checkpoint::merge(whole, std::move(part));
+  }
+
+  // Removes what an `add` that threw has left.
+  void discard() const {
+    for (const auto& entry : std::filesystem::directory_iterator(path_)) {
+      if (!entry.path().filename().string().starts_with("shard-")) continue;
+      std::error_code ignored;
+      std::filesystem::remove(entry.path(), ignored);
+    }
   }
 
   void add_text(Manifest& whole, const std::string& text, const std::string& name) {
@@ -412,15 +482,35 @@ ExportReport write_package(const Reader& reader, const std::string& path,
     TableReport table;
     table.table = report.model.tables[i];
     table.bytes_before = 4 * table.table.num_rows * table.table.num_columns;
-    table.bytes_after = table.table.num_rows * table.table.row_bytes;
-    RowMaker maker(reader, i, table, options.on_overflow);
-    Part part;
-    part.name = "tables." + table.table.name + kWeightSuffix;
-    part.dtype = Dtype::kU8;
-    part.shape = {table.table.num_rows, table.table.row_bytes};
-    part.region = {{0, 0}, part.shape};
-    part.fill = [&maker](std::uint64_t, std::span<std::byte> out) { maker.fill(out); };
-    folder.add(manifest, {part}, "tables-" + std::to_string(i) + ".safetensors");
+    const auto add_rows = [&](OnOverflow on_overflow) {
+      RowMaker maker(reader, i, table, on_overflow);
+      Part part;
+      part.name = "tables." + table.table.name + kWeightSuffix;
+      part.dtype = Dtype::kU8;
+      part.shape = {table.table.stored_rows(), table.table.row_bytes};
+      part.region = {{0, 0}, part.shape};
+      part.fill = [&maker](std::uint64_t, std::span<std::byte> out) { maker.fill(out); };
+      folder.add(manifest, {part}, "tables-" + std::to_string(i) + ".safetensors");
+    };
+    try {
+      add_rows(options.on_overflow);
+    } catch (const RowsOverflow&) {
+      folder.discard();
+      TableInfo& info = report.model.tables[i];
+      info.type = RowType::kBf16;
+      info.row_bytes = embedding::row_bytes(info.type, info.num_columns, options.alignment);
+      table = {};
+      table.table = info;
+      table.is_raised = true;
+      table.bytes_before = 4 * info.num_rows * info.num_columns;
+      add_rows(OnOverflow::kError);
+    }
+    table.bytes_after = table.table.stored_rows() * table.table.row_bytes;
+    if (table.table.is_growing) {
+      table.bytes_after += 8 * table.table.num_rows;
+      folder.add(manifest, {ids_part(reader, table.table)},
+                 "ids-" + std::to_string(i) + ".safetensors");
+    }
     report.bytes_before += table.bytes_before;
     report.bytes_after += table.bytes_after;
     report.tables.push_back(std::move(table));

@@ -32,6 +32,14 @@ std::vector<float> as_floats(Dtype dtype, std::vector<std::byte> bytes) {
   return numbers;
 }
 
+void hand_over(std::span<const std::int64_t> ids, std::span<float> numbers, std::int64_t width,
+               const PublishedRows::IdChanges& changes) {
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    changes.take(ids[i], numbers.subspan(i * static_cast<std::size_t>(width),
+                                         static_cast<std::size_t>(width)));
+  }
+}
+
 }  // namespace
 
 std::vector<float> read_numbers(const checkpoint::Reader& reader, const TensorInfo& tensor,
@@ -192,6 +200,20 @@ void PublishedRows::each_changed(const TensorInfo& table, const Take& take) cons
       }
       take(block[i], row);
     }
+  }
+}
+
+void PublishedRows::each_id(const TensorInfo& ids, const TensorInfo& weights,
+                            const IdChanges& changes) const {
+  changes.clear();
+  const std::int64_t width = weights.shape[1];
+  const std::int64_t most = std::max<std::int64_t>(1, kBlockBytes / (4 * width));
+  for (std::int64_t begin = 0; begin < ids.shape[0]; begin += most) {
+    const std::int64_t count = std::min(most, ids.shape[0] - begin);
+    std::vector<std::int64_t> block(static_cast<std::size_t>(count));
+    reader_.read(ids.name, {{begin}, {count}}, reinterpret_cast<std::byte*>(block.data()));
+    std::vector<float> numbers = read_numbers(reader_, weights, begin, count);
+    hand_over(block, numbers, width, changes);
   }
 }
 

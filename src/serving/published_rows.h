@@ -33,8 +33,21 @@ class PublishedRows {
   /// checkpoint::Error if bytes are not those that were written.
   void each_row(const checkpoint::TensorInfo& table, const Take& take) const;
 
+  /// What to do with the ids of a table that grows.
+  struct IdChanges {
+    std::function<void()> clear;                  // all ids go; those that stay come next
+    std::function<void(std::int64_t id)> remove;  // may not be there
+    std::function<void(std::int64_t id, std::span<float> numbers)> take;  // new, or changed
+  };
+  /// The same by id, delta by delta: first ids that were removed, then those with other rows. All
+  /// of them, after a `clear`, if nobody knows which.
+  void each_id(const checkpoint::TensorInfo& ids, const checkpoint::TensorInfo& weights,
+               const IdChanges& changes) const;
+
  private:
   class Link;
+  void each_changed_id(const std::string& ids, const std::string& weights,
+                       const IdChanges& changes) const;
   void each_changed(const checkpoint::TensorInfo& table, const Take& take) const;
 
   const checkpoint::Reader& reader_;

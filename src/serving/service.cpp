@@ -111,7 +111,12 @@ std::string Service::versions_text() const {
 Metrics::Model Service::model_figures() const {
   const VersionInfo now = model_.current();
   return {now.step, static_cast<std::int64_t>(std::time(nullptr)) - now.made, model_.mapped_bytes(),
-          !is_draining_};
+          is_ready_ && !is_draining_};
+}
+
+void Service::check_ready() const {
+  if (is_draining_) throw HttpError(503, "the server is draining");
+  if (!is_ready_) throw HttpError(503, "the server is warming up");
 }
 
 void Service::check_token(const HttpRequest& request) const {
@@ -208,7 +213,7 @@ HttpAnswer Service::answer_model(const HttpRequest& request, const std::string& 
   }
   if (rest == "/ready") {
     check_method(request, "GET");
-    if (is_draining_) throw HttpError(503, "the server is draining");
+    check_ready();
     return json_answer("{\"name\":\"" + info_.name + "\",\"ready\":true}\n");
   }
   throw HttpError(404, "there is nothing at this address");
@@ -222,7 +227,7 @@ HttpAnswer Service::answer(const HttpRequest& request) {
   }
   if (path == "/v2/health/ready") {
     check_method(request, "GET");
-    if (is_draining_) throw HttpError(503, "the server is draining");
+    check_ready();
     return json_answer("{\"ready\":true}\n");
   }
   if (request.is_admin && path == "/") {  // the page holds nothing; it asks for the token
@@ -296,7 +301,7 @@ void Service::infer(HttpRequest request, std::function<void(HttpAnswer)> done) {
     throw HttpError(404, "there is nothing at this address");
   }
   check_method(request, "POST");
-  if (is_draining_) throw HttpError(503, "the server is draining");
+  check_ready();
   if (!request.content_encoding.empty() && request.content_encoding != "identity") {
     throw HttpError(
         415,

@@ -50,6 +50,8 @@ class Service {
   /// An answer to what could not even be read.
   HttpAnswer failure(int code, const std::string& what, const std::string& where = {});
 
+  /// From now on requests are taken; until then they are told to come back.
+  void be_ready() noexcept { is_ready_ = true; }
   void start_draining() noexcept { is_draining_ = true; }
   bool is_draining() const noexcept { return is_draining_; }
   /// Ends the workers after what waits is done.
@@ -83,6 +85,10 @@ class Service {
   Log log_;
   ModelInfo info_;  // names and inputs, which no reload changes
   InferParser parser_;
+  /// Throws HttpError 503 unless requests are taken.
+  void check_ready() const;
+
+  std::atomic<bool> is_ready_{false};
   std::atomic<bool> is_draining_{false};
   std::atomic<std::uint64_t> num_incidents_{0};
   std::function<void()> drain_;

@@ -2,11 +2,13 @@
 
 #include <unistd.h>
 
+#include <bit>
 #include <cstring>
 #include <ctime>
 #include <new>
 #include <stdexcept>
 
+#include "serving/model_info.h"
 #include "tessera/checkpoint/error.h"
 
 namespace tessera::serving {
@@ -18,6 +20,15 @@ constexpr std::uint32_t kFewRows = 1 << 14;
 
 std::size_t pages_of(std::int64_t num_rows) {
   return static_cast<std::size_t>((num_rows + kPageRows - 1) / kPageRows);
+}
+
+// Entries of the directory of a table that grows: four for each page that all its ids will need.
+std::size_t entries_of(std::int64_t num_ids) {
+  return std::bit_ceil(static_cast<std::size_t>(most_ids(num_ids)) / 16);
+}
+
+constexpr std::size_t page_bytes(bool is_growing) {
+  return is_growing ? sizeof(IdPage) : kPageRows * sizeof(std::uint32_t);
 }
 
 }  // namespace
@@ -50,10 +61,11 @@ void Store::Free::keep(const std::vector<bool>& is_used) {
   look_at = std::max(2 * num_used, kFewRows);
 }
 
-Store::Store(const std::string& path, bool verifies, int kept)
+Store::Store(const std::string& path, bool verifies, int kept, UnknownIds unknown)
     : kept_(kept),
       // The newest, those that are kept, one in the making, one that a reader holds on to.
       num_versions_(kept > 0 ? kept + 3 : 1),
+      unknown_(unknown),
       package_(path, verifies, kept > 0 ? num_versions_ : 0),
       plan_(package_.model()) {
   const ModelInfo& model = package_.model();
@@ -62,11 +74,15 @@ Store::Store(const std::string& path, bool verifies, int kept)
   const auto versions = static_cast<std::size_t>(num_versions_);
   for (std::size_t t = 0; t < model.tables.size(); ++t) {
     embedding::RowTable rows = package_.table(t);
-    num_pages_.push_back(pages_of(rows.num_rows));
+    num_pages_.push_back(is_growing(t) ? entries_of(model.tables[t].num_rows)
+                                       : pages_of(rows.num_rows));
+    num_bits_.push_back(is_growing(t) ? static_cast<std::uint32_t>(std::countr_zero(num_pages_[t]))
+                                      : 0);
     directory_at_.push_back(directory_size_);
-    directory_size_ += 1 + num_pages_[t];  // how many pages there are, first
+    // How many pages there are, or ids; the pages; what unknown ids read.
+    directory_size_ += 1 + num_pages_[t] + (is_growing(t) ? 1 : 0);
     pages_at_.push_back(pages_bytes);
-    pages_bytes += versions * num_pages_[t] * kPageRows * sizeof(std::uint32_t);
+    pages_bytes += versions * num_pages_[t] * page_bytes(is_growing(t));
     const SpareSpace spare = package_.spare(t);
     spare_at_.push_back(spare_bytes);
     spare_bytes += spare.num_bytes;
@@ -84,7 +100,9 @@ Store::Store(const std::string& path, bool verifies, int kept)
     }
     const auto limit = static_cast<std::uint32_t>(std::min<std::uint64_t>(room, kNoPage - first));
     free_rows_.push_back({0, limit, kFewRows, {}});
-    free_pages_.push_back({0, static_cast<std::uint32_t>(versions * num_pages_[t]), kNoPage, {}});
+    const auto most_pages =
+        static_cast<std::uint32_t>(std::min<std::size_t>(versions * num_pages_[t], kNoPage));
+    free_pages_.push_back({0, most_pages, is_growing(t) ? kFewRows : kNoPage, {}});
     if (takes_updates()) rows.num_rows = static_cast<std::int64_t>(first + limit);
     rows_.push_back(rows);
   }
@@ -95,16 +113,21 @@ Store::Store(const std::string& path, bool verifies, int kept)
   versions_ = reinterpret_cast<VersionLine*>(control_memory_.data() + sizeof(Control));
   for (std::size_t v = 0; v < versions; ++v) new (versions_ + v) VersionLine;
   dense_memory_ = SharedMemory("tessera-dense", versions * plan_.num_floats * sizeof(float));
-  if (takes_updates()) {
+  if (takes_updates() || has_growing(model)) {
     directories_ = SharedMemory("tessera-directories", versions * directory_size_ * 4);
     pages_ = SharedMemory("tessera-pages", std::max<std::size_t>(pages_bytes, 1));
+    for (std::size_t t = 0; t < model.tables.size(); ++t) {
+      std::uint32_t* pages = directory(0, t);
+      pages[0] = 0;
+      std::fill_n(pages + 1, num_pages_[t], kNoPage);
+    }
+    fill_ids();
+  }
+  if (takes_updates()) {
     spare_ = SharedMemory("tessera-rows", std::max<std::size_t>(spare_bytes, 1));
     for (std::size_t t = 0; t < model.tables.size(); ++t) {
       const SpareSpace spare = package_.spare(t);
       spare_.show_at(spare.begin, spare_at_[t], spare.num_bytes);
-      std::uint32_t* pages = directory(0, t);
-      pages[0] = 0;
-      std::fill_n(pages + 1, num_pages_[t], kNoPage);
     }
   }
   plan_.pack([this](const std::string& name) { return package_.dense(name); },
@@ -183,17 +206,72 @@ std::uint32_t* Store::page(std::size_t table, std::uint32_t number) const noexce
          static_cast<std::size_t>(number) * kPageRows;
 }
 
-bool Store::has_slots(int number, std::size_t table) const noexcept {
-  return takes_updates() && directory(number, table)[0] != 0;
+IdPage& Store::id_page(std::size_t table, std::uint32_t number) const noexcept {
+  return reinterpret_cast<IdPage*>(pages_.data() + pages_at_[table])[number];
 }
 
-void Store::find_slots(int number, std::size_t table, std::span<const std::int64_t> ids,
-                       std::int64_t* slots) const noexcept {
-  const std::uint32_t* pages = directory(number, table) + 1;
-  for (std::size_t i = 0; i < ids.size(); ++i) {
-    const std::uint32_t own = pages[ids[i] / kPageRows];
-    slots[i] = own == kNoPage ? ids[i] : page(table, own)[ids[i] % kPageRows];
+template <typename Take>
+void Store::each_slot(std::size_t table, std::uint32_t page_number, const Take& take) const {
+  if (is_growing(table)) {
+    for (const std::uint32_t slot : id_page(table, page_number).slots) {
+      if (slot != kNoSlot) take(slot);
+    }
+    return;
   }
+  const std::uint32_t* slots = page(table, page_number);
+  for (std::int64_t i = 0; i < kPageRows; ++i) take(slots[i]);
+}
+
+// The ids of the package, as the first version knows them.
+void Store::fill_ids() {
+  for (std::size_t t = 0; t < num_pages_.size(); ++t) {
+    if (!is_growing(t)) continue;
+    const TableInfo& table = model().tables[t];
+    std::uint32_t* own = directory(0, t);
+    own[1 + num_pages_[t]] =
+        static_cast<std::uint32_t>(table.num_rows + (unknown_ == UnknownIds::kZero ? 1 : 0));
+    Draft draft(*this, Draft::OfPackage{});
+    draft.clear_ids(t);
+    const std::vector<std::int64_t> ids = package_.ids(t);
+    for (std::size_t row = 0; row < ids.size(); ++row) {
+      bool is_new = false;
+      draft.slot_of_id(t, ids[row], is_new) = static_cast<std::uint32_t>(row);
+      if (!is_new) {
+        throw checkpoint::Error(checkpoint::ErrorKind::kCorrupt,
+                                package_.path() + ": id " + std::to_string(ids[row]) +
+                                    " has two rows in table '" + table.name + "'.");
+      }
+    }
+  }
+}
+
+bool Store::has_slots(int number, std::size_t table) const noexcept {
+  return is_growing(table) || (takes_updates() && directory(number, table)[0] != 0);
+}
+
+std::int64_t Store::num_ids(int number, std::size_t table) const noexcept {
+  return directory(number, table)[0];
+}
+
+std::int64_t Store::find_slots(int number, std::size_t table, std::span<const std::int64_t> ids,
+                               std::int64_t* slots) const noexcept {
+  const std::uint32_t* pages = directory(number, table) + 1;
+  if (!is_growing(table)) {
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+      const std::uint32_t own = pages[ids[i] / kPageRows];
+      slots[i] = own == kNoPage ? ids[i] : page(table, own)[ids[i] % kPageRows];
+    }
+    return 0;
+  }
+  const std::uint32_t unknown = pages[num_pages_[table]];
+  std::int64_t num_unknown = 0;
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    const std::uint64_t hash = hash_of_id(ids[i]);
+    const std::uint32_t slot = id_page(table, pages[entry_of(table, hash)]).find(hash, ids[i]);
+    slots[i] = slot == kNoSlot ? unknown : slot;
+    num_unknown += slot == kNoSlot ? 1 : 0;
+  }
+  return num_unknown;
 }
 
 std::vector<int> Store::live() const {
@@ -244,17 +322,18 @@ void Store::collect(std::size_t table, int draft) {
   Free& pages = free_pages_[table];
   std::vector<bool> used_rows(rows.next);
   std::vector<bool> used_pages(pages.next);
+  const auto mark = [&](std::uint32_t slot) {
+    if (slot >= first_spare_[table]) used_rows[slot - first_spare_[table]] = true;
+  };
   for (int v = 0; v < num_versions_; ++v) {
     if (v != draft && versions_[v].is_live.load() == 0 && !is_held(v)) continue;
     const std::uint32_t* own = directory(v, table) + 1;
     for (std::size_t p = 0; p < num_pages_[table]; ++p) {
       if (own[p] == kNoPage || used_pages[own[p]]) continue;
       used_pages[own[p]] = true;
-      const std::uint32_t* slots = page(table, own[p]);
-      for (std::int64_t i = 0; i < kPageRows; ++i) {
-        if (slots[i] >= first_spare_[table]) used_rows[slots[i] - first_spare_[table]] = true;
-      }
+      each_slot(table, own[p], mark);
     }
+    if (is_growing(table)) mark(own[num_pages_[table]]);
   }
   rows.keep(used_rows);
   pages.keep(used_pages);
@@ -265,18 +344,19 @@ void Store::take_over() {
     // What the other has given out is not known: look at everything.
     free_rows_[t].next = 0;
     free_pages_[t].next = 0;
+    const auto mark = [&](std::uint32_t slot) {
+      if (slot < first_spare_[t]) return;
+      free_rows_[t].next = std::max(free_rows_[t].next, slot - first_spare_[t] + 1);
+    };
     for (int v = 0; v < num_versions_; ++v) {
       if (versions_[v].is_live.load() == 0 && !is_held(v)) continue;
       const std::uint32_t* own = directory(v, t) + 1;
       for (std::size_t p = 0; p < num_pages_[t]; ++p) {
         if (own[p] == kNoPage) continue;
         free_pages_[t].next = std::max(free_pages_[t].next, own[p] + 1);
-        const std::uint32_t* slots = page(t, own[p]);
-        for (std::int64_t i = 0; i < kPageRows; ++i) {
-          if (slots[i] < first_spare_[t]) continue;
-          free_rows_[t].next = std::max(free_rows_[t].next, slots[i] - first_spare_[t] + 1);
-        }
+        each_slot(t, own[p], mark);
       }
+      if (is_growing(t)) mark(own[num_pages_[t]]);
     }
     collect(t, -1);
   }
@@ -297,80 +377,10 @@ std::int64_t Store::updated_bytes() const noexcept {
   return sum;
 }
 
-Store::Draft::Draft(Store& store) : store_(store), parent_(store.current()), number_(-1) {
-  for (int v = 0; v < store.num_versions_ && number_ < 0; ++v) {
-    if (v != parent_ && store.versions_[v].is_live.load() == 0 && !store.is_held(v)) {
-      number_ = v;
-    }
-  }
-  if (number_ < 0) throw std::runtime_error("serving: requests still read every version there is");
-  std::memcpy(store.directory(number_, 0), store.directory(parent_, 0),
-              store.directory_size_ * sizeof(std::uint32_t));
-}
-
-Store::Draft::~Draft() {
-  if (!is_committed_) store_.versions_[number_].is_live.store(0);
-}
-
-std::uint8_t* Store::Draft::row(std::size_t table, std::int64_t row) {
-  const std::int64_t place = row / kPageRows;
-  std::uint32_t* own = store_.directory(number_, table);
-  const std::uint32_t* before = store_.directory(parent_, table);
-  std::uint32_t& number = own[1 + place];
-  const std::uint32_t old = before[1 + place];
-  if (number == old) {
-    if (store_.free_pages_[table].wants_look()) store_.collect(table, number_);
-    const std::uint32_t fresh = store_.free_pages_[table].take();
-    std::uint32_t* slots = store_.page(table, fresh);
-    if (old == kNoPage) {
-      for (std::int64_t i = 0; i < kPageRows; ++i) {
-        slots[i] = static_cast<std::uint32_t>(place * kPageRows + i);
-      }
-      ++own[0];
-    } else {
-      std::memcpy(slots, store_.page(table, old), kPageRows * sizeof(std::uint32_t));
-    }
-    number = fresh;
-  }
-  std::uint32_t& slot = store_.page(table, number)[row % kPageRows];
-  const std::uint32_t was =
-      old == kNoPage ? static_cast<std::uint32_t>(row) : store_.page(table, old)[row % kPageRows];
-  if (slot == was) {
-    if (store_.free_rows_[table].wants_look()) store_.collect(table, number_);
-    slot = store_.first_spare_[table] + store_.free_rows_[table].take();
-    ++num_rows_;
-  }
-  return reinterpret_cast<std::uint8_t*>(store_.spare_.data()) + store_.spare_at_[table] +
-         store_.spare_offset_[table] +
-         static_cast<std::uint64_t>(slot - store_.first_spare_[table]) *
-             static_cast<std::uint64_t>(store_.rows_[table].row_bytes);
-}
-
-float* Store::Draft::dense() noexcept {
-  return reinterpret_cast<float*>(store_.dense_memory_.data()) +
-         static_cast<std::size_t>(number_) * store_.plan_.num_floats;
-}
-
-void Store::Draft::publish(std::int64_t step, std::int64_t commit, const std::string& source) {
-  VersionLine& line = store_.versions_[number_];
-  line.order = store_.next_order();
-  line.step = step;
-  line.commit = commit;
-  line.made = static_cast<std::int64_t>(std::time(nullptr));
-  line.num_rows = num_rows_;
-  line.source.fill('\0');
-  std::memcpy(line.source.data(), source.data(), std::min<std::size_t>(source.size(), 64));
-  line.is_live.store(1);
-}
-
-void Store::Draft::commit() {
-  // Somebody may have gone back meanwhile: what he wants counts.
-  std::int32_t before = parent_;
-  if (!store_.current_->compare_exchange_strong(before, number_)) {
-    throw std::runtime_error("serving: another version was chosen while this one was made");
-  }
-  is_committed_ = true;
-  store_.retire_beyond_kept();
+std::uint8_t* Store::bytes_of_slot(std::size_t table, std::uint32_t slot) const noexcept {
+  return reinterpret_cast<std::uint8_t*>(spare_.data()) + spare_at_[table] + spare_offset_[table] +
+         static_cast<std::uint64_t>(slot - first_spare_[table]) *
+             static_cast<std::uint64_t>(rows_[table].row_bytes);
 }
 
 }  // namespace tessera::serving

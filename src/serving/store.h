@@ -2,8 +2,9 @@
 //
 // A version begins as the package. An update never writes what a version may read: changed rows go
 // to free row slots behind the table, and the version's directory names, for every 256 rows, a page
-// with the slots of these rows (none: the rows lie where the package has them). A version is a
-// directory per table and a block of dense weights.
+// with the slots of these rows (none: the rows lie where the package has them). The directory of a
+// table that grows leads from the hash of an id to a page of ids and slots (id_pages.h). A version
+// is a directory per table and a block of dense weights.
 //
 // A reader writes the number of the version into a line of its own before it reads, and looks once
 // more whether the version is still live; a writer takes a version's memory back when it is no
@@ -27,6 +28,7 @@
 #include <vector>
 
 #include "serving/dense_plan.h"
+#include "serving/id_pages.h"
 #include "serving/shared_memory.h"
 #include "tessera/serving/package.h"
 
@@ -56,7 +58,7 @@ class Store {
  public:
   /// Opens a package, and makes room for `kept` earlier versions besides the newest; 0: updates are
   /// not taken. Throws checkpoint::Error.
-  Store(const std::string& path, bool verifies, int kept);
+  Store(const std::string& path, bool verifies, int kept, UnknownIds unknown = {});
   ~Store();
   Store(const Store&) = delete;
   Store& operator=(const Store&) = delete;
@@ -65,6 +67,7 @@ class Store {
   const ModelInfo& model() const noexcept { return package_.model(); }
   const DensePlan& plan() const noexcept { return plan_; }
   bool takes_updates() const noexcept { return num_versions_ > 1; }
+  UnknownIds unknown() const noexcept { return unknown_; }
 
   // ---- Readers
   /// A line for this process. Throws std::runtime_error if there are none left.
@@ -83,8 +86,11 @@ class Store {
   /// Rows of a table with all slots, and of `ids` the slots they have in a version.
   const embedding::RowTable& rows(std::size_t table) const noexcept { return rows_[table]; }
   bool has_slots(int number, std::size_t table) const noexcept;
-  void find_slots(int number, std::size_t table, std::span<const std::int64_t> ids,
-                  std::int64_t* slots) const noexcept;
+  /// Returns how many ids have no row; those read what is meant for them.
+  std::int64_t find_slots(int number, std::size_t table, std::span<const std::int64_t> ids,
+                          std::int64_t* slots) const noexcept;
+  /// Ids of a growing table that a version knows.
+  std::int64_t num_ids(int number, std::size_t table) const noexcept;
 
   // ---- Versions
   int current() const noexcept { return current_->load(); }
@@ -105,6 +111,14 @@ class Store {
 
     /// Where the new bytes of a row go.
     std::uint8_t* row(std::size_t table, std::int64_t row);
+    /// The same by id, in a table that grows: new ones get a row. Throws checkpoint::Error if there
+    /// is no room for more ids.
+    std::uint8_t* row_of_id(std::size_t table, std::int64_t id);
+    /// Where the new bytes go of what ids without a row read.
+    std::uint8_t* unknown_row(std::size_t table);
+    void remove_id(std::size_t table, std::int64_t id);
+    /// Forgets all ids of a table.
+    void clear_ids(std::size_t table);
     float* dense() noexcept;
     int number() const noexcept { return number_; }
     std::int64_t num_rows() const noexcept { return num_rows_; }
@@ -115,6 +129,18 @@ class Store {
     void commit();
 
    private:
+    friend class Store;
+    struct OfPackage {};
+    /// The first version, as long as nobody can see it.
+    Draft(Store& store, OfPackage) : store_(store), parent_(-1), number_(0), is_committed_(true) {}
+
+    std::uint32_t take_row(std::size_t table);
+    std::uint32_t take_page(std::size_t table);
+    IdPage& own_page(std::size_t table, std::uint64_t entry);
+    void show_page(std::size_t table, std::uint64_t entry, std::uint32_t depth, std::uint32_t page);
+    void split(std::size_t table, std::uint64_t entry);
+    std::uint32_t& slot_of_id(std::size_t table, std::int64_t id, bool& is_new);
+
     Store& store_;
     int parent_;
     int number_;
@@ -144,6 +170,17 @@ class Store {
 
   std::uint32_t* directory(int number, std::size_t table) const noexcept;
   std::uint32_t* page(std::size_t table, std::uint32_t number) const noexcept;
+  IdPage& id_page(std::size_t table, std::uint32_t number) const noexcept;
+  bool is_growing(std::size_t table) const noexcept { return model().tables[table].is_growing; }
+  /// The entry of a directory that leads to an id.
+  std::uint64_t entry_of(std::size_t table, std::uint64_t hash) const noexcept {
+    return num_bits_[table] == 0 ? 0 : hash >> (64U - num_bits_[table]);
+  }
+  std::uint8_t* bytes_of_slot(std::size_t table, std::uint32_t slot) const noexcept;
+  /// Calls `take` with every slot of a page.
+  template <typename Take>
+  void each_slot(std::size_t table, std::uint32_t page_number, const Take& take) const;
+  void fill_ids();
   void retire_beyond_kept();
   void collect(std::size_t table, int draft);
   bool is_held(int number) const noexcept;
@@ -151,11 +188,13 @@ class Store {
 
   int kept_;
   int num_versions_;
+  UnknownIds unknown_;
   Package package_;
   DensePlan plan_;
   std::vector<embedding::RowTable> rows_;   // with all slots
   std::vector<std::uint32_t> first_spare_;  // slot of each table
-  std::vector<std::size_t> num_pages_;      // of each table, in one version
+  std::vector<std::size_t> num_pages_;      // entries of each table's directory
+  std::vector<std::uint32_t> num_bits_;     // of a hash that choose an entry; tables that grow
   std::vector<std::size_t> directory_at_;   // in a version's directory
   std::vector<std::size_t> pages_at_;       // in pages_, bytes
   std::vector<std::size_t> spare_at_;       // in spare_, bytes

@@ -2,6 +2,8 @@
 
 #include <cmath>
 #include <map>
+#include <string>
+#include <vector>
 
 #include "serving/model_info.h"
 #include "serving/published_rows.h"
@@ -32,6 +34,44 @@ const TensorInfo& fitting(const checkpoint::Reader& reader, const std::string& n
   return *found;
 }
 
+void write_row(const checkpoint::Reader& reader, const TableInfo& table, std::span<float> numbers,
+               std::uint8_t* row, const std::string& which) {
+  const auto faults = embedding::quantise_row(table.type, numbers, row);
+  if (!faults.has_nan && !faults.is_overflow) return;
+  refuse(reader,
+         which + " of table '" + table.name + "' " +
+             (faults.has_nan ? "holds a NaN"
+                             : "holds numbers that " + std::string(embedding::name_of(table.type)) +
+                                   " cannot"));
+}
+
+// The rows of a table that grows.
+void write_ids(const checkpoint::Reader& reader, const PublishedRows& published, const Store& store,
+               std::size_t t, Store::Draft& draft) {
+  const TableInfo& table = store.model().tables[t];
+  const std::string name = kTablePrefix + table.name;
+  const TensorInfo* ids = reader.find(name + kIdsSuffix);
+  if (ids == nullptr || ids->dtype != Dtype::kI64 || ids->shape.size() != 1) {
+    refuse(reader, "has no ids of table '" + table.name + "', which grows: export it, and reload");
+  }
+  const TensorInfo& weights =
+      fitting(reader, name + kWeightSuffix, {ids->shape[0], table.num_columns});
+  published.each_id(*ids, weights,
+                    {[&] { draft.clear_ids(t); }, [&](std::int64_t id) { draft.remove_id(t, id); },
+                     [&](std::int64_t id, std::span<float> numbers) {
+                       write_row(reader, table, numbers, draft.row_of_id(t, id),
+                                 "the row of id " + std::to_string(id));
+                     }});
+  if (store.num_ids(draft.number(), t) != ids->shape[0]) {
+    refuse(reader, "table '" + table.name + "' has " + std::to_string(ids->shape[0]) +
+                       " rows for " + std::to_string(store.num_ids(draft.number(), t)) + " ids");
+  }
+  if (!table.trains_unknown || store.unknown() == UnknownIds::kZero) return;
+  const TensorInfo& unknown = fitting(reader, name + kUnknownSuffix, {1, table.num_columns});
+  std::vector<float> numbers = read_numbers(reader, unknown, 0, 1);
+  write_row(reader, table, numbers, draft.unknown_row(t), "the row of unknown ids");
+}
+
 }  // namespace
 
 UpdateReport write_update(const checkpoint::Reader& reader, const Store& store,
@@ -53,16 +93,15 @@ UpdateReport write_update(const checkpoint::Reader& reader, const Store& store,
 
   for (std::size_t t = 0; t < model.tables.size(); ++t) {
     const TableInfo& table = model.tables[t];
-    const TensorInfo& tensor = fitting(reader, kTablePrefix + table.name + kWeightSuffix,
-                                       {table.num_rows, table.num_columns});
+    const std::string name = kTablePrefix + table.name;
+    if (table.is_growing) {
+      write_ids(reader, published, store, t, draft);
+      continue;
+    }
+    const TensorInfo& tensor =
+        fitting(reader, name + kWeightSuffix, {table.num_rows, table.num_columns});
     published.each_row(tensor, [&](std::int64_t row, std::span<float> numbers) {
-      const auto faults = embedding::quantise_row(table.type, numbers, draft.row(t, row));
-      if (!faults.has_nan && !faults.is_overflow) return;
-      refuse(reader,
-             "row " + std::to_string(row) + " of table '" + table.name + "' " +
-                 (faults.has_nan ? "holds a NaN"
-                                 : "holds numbers that " +
-                                       std::string(embedding::name_of(table.type)) + " cannot"));
+      write_row(reader, table, numbers, draft.row(t, row), "row " + std::to_string(row));
     });
   }
   return {reader.manifest().step, draft.num_rows(), !published.is_chain()};

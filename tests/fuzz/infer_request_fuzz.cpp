@@ -38,6 +38,7 @@ struct World {
     model = std::make_unique<Model>(folder / "pkg");
     service = std::make_unique<Service>(*model, options, metrics, metrics.processes[0],
                                         [](const std::string&) {});
+    service->be_ready();
   }
 };
 

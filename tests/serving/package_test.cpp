@@ -104,6 +104,18 @@ TEST(Package, RowsThatCannotBeKeptAreNamed) {
                             row);
   EXPECT_EQ(row[3], -65504);
 
+  // Or the whole table, and no other, becomes one that holds them.
+  options.on_overflow = OnOverflow::kBf16;
+  const ExportReport raised = export_model(small, folder, options, "raised");
+  EXPECT_TRUE(raised.tables[2].is_raised);
+  EXPECT_FALSE(raised.tables[1].is_raised);
+  const Package wide(folder / "raised", /*verifies=*/true);
+  EXPECT_EQ(wide.model().tables[1].type, RowType::kInt8);
+  ASSERT_EQ(wide.model().tables[2].type, RowType::kBf16);
+  embedding::dequantise_row(RowType::kBf16, wide.table(2).data + 77 * wide.table(2).row_bytes, row);
+  EXPECT_NEAR(row[3], -1e6F, 4e3F);
+  options.on_overflow = OnOverflow::kClamp;
+
   small.table(2)[5] = std::numeric_limits<float>::quiet_NaN();
   EXPECT_NE(error_of([&] { export_model(small, folder, options); }).find("row 0 of table 't_2'"),
             std::string::npos);
@@ -140,6 +152,16 @@ TEST(Package, TheOrderOfFeaturesComesFromTheCheckpoint) {
   EXPECT_EQ(order_of(values, options), "t_1 t_0 t_2 ");
   options.features = {"t_1", "t_0"};
   EXPECT_NE(error_of([&] { order_of(values, options); }).find("2 features"), std::string::npos);
+}
+
+TEST(Package, BagsArePooledAsTheyWereTrained) {
+  const Folder folder;
+  const SmallModel small;
+  small.save(folder / "root", 40, {{"mean_features", std::string(R"(["t_1"])")}});
+  write_package(checkpoint::Reader(folder / "root", 40), folder / "pkg", {});
+  const Package package(folder / "pkg");
+  EXPECT_FALSE(package.model().features[0].is_mean);
+  EXPECT_TRUE(package.model().features[1].is_mean);
 }
 
 TEST(Package, OnlyAPackageIsReplaced) {

@@ -47,7 +47,7 @@ class ServerProcess {
       ::dup2(pipe[1], 1);
       ::execl(program.c_str(), program.c_str(), "serve", package.c_str(), "--watch",
               watched.c_str(), "--port", "0", "--admin-port", "-1", "--json", "--latency-budget",
-              "60000", static_cast<char*>(nullptr));
+              "60000", "--idle-timeout", "3600000", static_cast<char*>(nullptr));
       ::_exit(127);
     }
     ::close(pipe[1]);

@@ -38,7 +38,7 @@ BELOW = {
         "collision",
     },
     "launch": {"core", "comm"},
-    "serving": {"core", "embedding", "checkpoint"},
+    "serving": {"core", "embedding", "checkpoint", "collision"},
 }
 # Only the module that owns an operator calls its kernel, from its source files.
 CALLS_KERNELS = {

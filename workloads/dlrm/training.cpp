@@ -614,6 +614,7 @@ class Training final : public trainer::Workload<ClickBatch> {
     };
     state.values["features"] = text(features);
     if (!averaged.empty()) state.values["mean_features"] = text(averaged);
+    if (growing_) state.values["id_default"] = settings_.id_default;
   }
 
   // If rank 0 has a measured machine, all ranks try what the profile does not know.

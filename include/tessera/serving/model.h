@@ -8,6 +8,7 @@
 
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -62,6 +63,14 @@ struct ModelOptions {
   /// Earlier versions that stay, to go back to. 0: the model takes no updates, and a reload forgets
   /// what was there.
   int keep_versions = 0;
+  UnknownIds unknown = UnknownIds::kDefault;
+};
+
+/// What a prediction took, and found.
+struct PredictFigures {
+  std::chrono::nanoseconds lookup{0};
+  std::chrono::nanoseconds dense{0};
+  std::int64_t num_unknown = 0;  // ids without a row, in tables that grow
 };
 
 /// A version of a model: the package, or what an update has made of it.
@@ -111,6 +120,8 @@ class TESSERA_API Model {
     /// it is that of the sample alone. Throws BadRequest. Allocates nothing once it has seen a
     /// request of this size.
     void predict(const Request& request, std::span<float> logits);
+    /// Of the last request that was predicted.
+    const PredictFigures& figures() const noexcept;
 
    private:
     friend class Model;
@@ -123,6 +134,12 @@ class TESSERA_API Model {
   Lease lease();
   /// The version of a step, if it is still there.
   std::optional<Lease> lease(std::int64_t step);
+
+  /// Brings up to `most_bytes` of the tables into memory and computes samples of all batch sizes up
+  /// to `most_samples`, so that the first requests find everything in place. Stops early when
+  /// `goes_on` says so. Returns the bytes of tables.
+  std::int64_t warm_up(std::int64_t most_bytes, std::int64_t most_samples,
+                       const std::function<bool()>& goes_on = {});
 
   /// Opens another package, checks it and lets later leases have it; those that live keep theirs.
   /// Throws checkpoint::Error, also if its inputs are not the same, and changes nothing then.
@@ -154,6 +171,7 @@ class TESSERA_API Model {
   void take_over_writing();
 
  private:
+  embedding::RowTable table_of_package(std::size_t table) const;
   std::unique_ptr<State> state_;
 };
 

@@ -5,6 +5,7 @@
 //       model.json                  inputs, features, tables, dense layers, where it comes from
 //       dense.safetensors           weights of the dense layers, float32
 //       tables-<n>.safetensors      rows of table n, uint8 [rows, row bytes]: mapped, not read
+//       ids-<n>.safetensors         of a table that grows: the ids of its rows, int64
 //
 // A package holds no code. It appears whole or not at all.
 
@@ -30,6 +31,19 @@ struct TableInfo {
   std::int64_t num_rows = 0;
   std::int64_t num_columns = 0;
   std::int64_t row_bytes = 0;
+  /// The table of a run with `--ids unlimited`: row i is that of any 64-bit id, and the package
+  /// says which. Behind them lie two rows for ids without one: what was trained for them, and
+  /// zeros.
+  bool is_growing = false;
+  bool trains_unknown = false;  // whether the first of the two was trained
+
+  std::int64_t stored_rows() const noexcept { return num_rows + (is_growing ? 2 : 0); }
+};
+
+/// What an id without a row reads, in tables that grow.
+enum class UnknownIds : std::uint8_t {
+  kDefault,  // as in training: the row that was trained for them, or zeros
+  kZero,
 };
 
 /// A bag of ids per sample, looked up in a table and pooled.
@@ -58,13 +72,20 @@ struct ModelInfo {
 };
 
 /// What happens to rows whose numbers, scale or bias their type cannot hold.
-enum class OnOverflow : std::uint8_t { kError, kClamp };
+enum class OnOverflow : std::uint8_t {
+  kError,
+  kClamp,
+  kBf16,  // the whole table becomes bf16
+};
 
 struct ExportOptions {
   embedding::RowType type = embedding::RowType::kInt8;
   std::map<std::string, embedding::RowType> tables;  // by name, where it differs
   std::int64_t alignment = 4;
   OnOverflow on_overflow = OnOverflow::kError;
+  /// Takes runs that began unknown ids with numbers of their own (`--id-default init`); servers
+  /// read zeros.
+  bool zeroes_unknown = false;
   /// Names of features in their order, for checkpoints that do not say; empty: the checkpoint's.
   std::vector<std::string> features;
 };
@@ -79,6 +100,7 @@ struct TableReport {
   std::int64_t worst_row = -1;
   std::int64_t num_constant = 0;  // rows whose numbers differ by too little for a scale
   std::int64_t num_clamped = 0;
+  bool is_raised = false;  // to bf16, for rows that the type could not hold
 };
 
 struct ExportReport {
@@ -119,6 +141,8 @@ class TESSERA_API Package {
   /// Rows of table `table`, which live as long as this.
   embedding::RowTable table(std::size_t table) const;
   SpareSpace spare(std::size_t table) const noexcept;
+  /// The ids of a growing table's rows, in their order. Throws checkpoint::Error.
+  std::vector<std::int64_t> ids(std::size_t table) const;
   /// Numbers of a dense tensor, such as "bottom.layer_0.weight".
   std::span<const float> dense(const std::string& name) const;
   std::int64_t mapped_bytes() const noexcept;

@@ -47,11 +47,14 @@ struct ServerOptions {
   std::string canary;       // a file of requests that each new version must answer sensibly
   double canary_bound = 1;  // how far a probability may move there
   ModelOptions model;       // how a reload of several processes opens the package
+  /// Bytes of tables that are brought into memory before the server is ready. Requests of all sizes
+  /// are computed then too, so that the first ones find everything in place.
+  std::int64_t warm_bytes = std::int64_t{1} << 30;
   int io_threads = 1;
   int workers = 1;               // threads that compute
   std::int64_t max_batch = 256;  // samples that are computed together
   std::chrono::microseconds batch_wait{0};
-  std::chrono::milliseconds latency_budget{100};
+  std::chrono::milliseconds latency_budget{20};
   std::int64_t queue_samples = 65'536;
   std::uint64_t queue_bytes = std::uint64_t{256} << 20;
   std::chrono::milliseconds drain_time{10'000};
