@@ -167,7 +167,7 @@ tidy: single  ## Run clang-tidy over everything
 # that found something does not keep the next from running.
 SANITIZE ?= quick
 SANITIZE_LANES ?= asan tsan
-SANITIZE_PROGRAMS ?= checkpoint_format_test dlrm_data_test launch_test secret_test simulator \
+SANITIZE_PROGRAMS ?= checkpoint_format_test dlrm_data_test id_table_test launch_test secret_test simulator \
                      $(addprefix shm_,$(addsuffix _test,arena collectives failure fork lent_memory mismatch point_to_point trust))
 sanitize: $(VENV)/.ready  ## Run tests under the address, undefined and thread sanitizers; SANITIZE=all: every test
 	mkdir -p build
