@@ -208,17 +208,15 @@ std::vector<std::string> flags() {
   return long_flags(app);
 }
 
+std::map<std::string, std::string> values() {
+  return {{"--op", "all_reduce all_gather reduce_scatter all_to_all broadcast"}};
+}
+
 }  // namespace
 
-const Verb kBenchVerb{"bench",
-                      "measure this machine, and Tessera beside its peers",
-                      kHelp,
-                      run,
-                      flags,
-                      "collectives serve",
-                      [] {
-                        return std::map<std::string, std::string>{
-                            {"--op", "all_reduce all_gather reduce_scatter all_to_all broadcast"}};
-                      }};
+const Verb kBenchVerb{"bench", "measure this machine, and Tessera beside its peers",
+                      kHelp,   run,
+                      flags,   "collectives serve",
+                      values};
 
 }  // namespace tessera::cli

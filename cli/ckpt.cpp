@@ -421,15 +421,11 @@ std::vector<std::string> flags() {
   return long_flags(app);
 }
 
+std::map<std::string, std::string> values() { return {{"--cut", "rows columns whole"}}; }
+
 }  // namespace
 
-const Verb kCkptVerb{
-    "ckpt",
-    "list, verify, show, reshard, export checkpoints",
-    kHelp,
-    run,
-    flags,
-    "ls verify show ids reshard export import compact",
-    [] { return std::map<std::string, std::string>{{"--cut", "rows columns whole"}}; }};
+const Verb kCkptVerb{"ckpt", "list, verify, show, reshard, export checkpoints",  kHelp, run,
+                     flags,  "ls verify show ids reshard export import compact", values};
 
 }  // namespace tessera::cli

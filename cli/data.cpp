@@ -428,15 +428,11 @@ std::vector<std::string> flags() {
   return long_flags(app);
 }
 
+std::map<std::string, std::string> values() { return {{"--format", "binary text"}}; }
+
 }  // namespace
 
-const Verb kDataVerb{
-    "data",
-    "convert, show, check and make click logs",
-    kHelp,
-    run,
-    flags,
-    "schema convert show check stats synth",
-    [] { return std::map<std::string, std::string>{{"--format", "binary text"}}; }};
+const Verb kDataVerb{"data", "convert, show, check and make click logs", kHelp, run,
+                     flags,  "schema convert show check stats synth",    values};
 
 }  // namespace tessera::cli

@@ -354,14 +354,16 @@ std::vector<std::string> flags() {
   return long_flags(app);
 }
 
+std::map<std::string, std::string> values() {
+  return {{"--dtype", "fp32 fp16 bf16 fp8 int8 int4 int2"},
+          {"--on-overflow", "error clamp bf16"},
+          {"--align", "1 4 16"},
+          {"--eval", "synthetic"}};
+}
+
 }  // namespace
 
 const Verb kExportVerb{
-    "export", "make a package to serve out of a checkpoint", kHelp, run, flags, "", [] {
-      return std::map<std::string, std::string>{{"--dtype", "fp32 fp16 bf16 fp8 int8 int4 int2"},
-                                                {"--on-overflow", "error clamp"},
-                                                {"--align", "1 4 16"},
-                                                {"--eval", "synthetic"}};
-    }};
+    "export", "make a package to serve out of a checkpoint", kHelp, run, flags, "", values};
 
 }  // namespace tessera::cli

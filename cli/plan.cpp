@@ -51,17 +51,19 @@ std::vector<std::string> flags() {
   return {all.begin(), all.end()};
 }
 
-}  // namespace
-
-const Verb kPlanVerb{
-    "plan", "explain how tables or a graph would be split", kHelp, run, flags, "tables graph", [] {
-      return std::map<std::string, std::string>{
-          {"--sharding", "auto balanced table_wise row_wise column_wise data_parallel"},
+std::map<std::string, std::string> values() {
+  return {{"--sharding", "auto balanced table_wise row_wise column_wise data_parallel"},
           {"--objective", "sum phases"},
           {"--effort", "low normal high"},
           {"--table-optimizer", "sgd adagrad rowwise_adagrad adam partial_rowwise_adam"},
           {"--element-bytes", "1 2 4 8"},
           {"--profile", "assume"}};
-    }};
+}
+
+}  // namespace
+
+const Verb kPlanVerb{
+    "plan", "explain how tables or a graph would be split", kHelp, run, flags, "tables graph",
+    values};
 
 }  // namespace tessera::cli

@@ -178,12 +178,13 @@ std::vector<std::string> flags() {
   return long_flags(app);
 }
 
+std::map<std::string, std::string> values() {
+  return {{"--nproc-per-node", "auto cpu gpu"}, {"--tee", "0 1 2 3"}, {"--redirects", "0 1 2 3"}};
+}
+
 }  // namespace
 
 const Verb kRunVerb{
-    "run", "start the ranks of a program, watch them, restart them", kHelp, run, flags, "", [] {
-      return std::map<std::string, std::string>{
-          {"--nproc-per-node", "auto cpu gpu"}, {"--tee", "0 1 2 3"}, {"--redirects", "0 1 2 3"}};
-    }};
+    "run", "start the ranks of a program, watch them, restart them", kHelp, run, flags, "", values};
 
 }  // namespace tessera::cli

@@ -250,11 +250,11 @@ std::vector<std::string> flags() {
   return long_flags(app);
 }
 
+std::map<std::string, std::string> values() { return {{"--by", "phase name"}}; }
+
 }  // namespace
 
 const Verb kTraceVerb{
-    "trace", "merge and summarise the traces of ranks", kHelp, run, flags, "merge summary", [] {
-      return std::map<std::string, std::string>{{"--by", "phase name"}};
-    }};
+    "trace", "merge and summarise the traces of ranks", kHelp, run, flags, "merge summary", values};
 
 }  // namespace tessera::cli
