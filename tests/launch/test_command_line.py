@@ -34,7 +34,7 @@ def test_help_of_run_names_every_flag():
     text = run("run", "--help").out
     for line in flags.splitlines():
         if "seen_subcommand_from run'" in line:
-            flag = "--" + line.split(" -l ")[1]
+            flag = "--" + line.split(" -l ")[1].split()[0]
             assert flag in text or flag == "--help"
 
 
