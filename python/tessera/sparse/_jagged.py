@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from tessera import _C
-from tessera.sparse._traced import BatchMeta, cut, is_traced, lengths_of, offsets_of, padded, sizes_of
-from tessera.streamable import Pipelineable
+from tessera.sparse._bags import Bags
+from tessera.sparse._traced import cut, is_traced, offsets_of, padded, sizes_of
 
 _Engine = _C.jagged.JaggedTensor
 
 
-class JaggedTensor(Pipelineable, metaclass=BatchMeta):
+class JaggedTensor(Bags):
     """Hold one feature of a batch: values, bag after bag, and the length of each bag.
 
     Lengths, offsets or both are given (int32 or int64); `weights`, if any, has one entry per value.
@@ -100,48 +100,6 @@ class JaggedTensor(Pipelineable, metaclass=BatchMeta):
     def values(self) -> Tensor:
         """Return the values, bag after bag."""
         return self._values
-
-    def weights(self) -> Tensor:
-        """Return the weights; ValueError if there are none."""
-        if self._weights is None:
-            return self._engine().weights()
-        return self._weights
-
-    def weights_or_none(self) -> Tensor | None:
-        """Return the weights, if there are any."""
-        return self._weights
-
-    def lengths(self) -> Tensor:
-        """Return the length of each bag."""
-        if self._lengths is None:
-            if is_traced(self._values):
-                return lengths_of(self._offsets)
-            self._lengths = self._engine().lengths()
-        return self._lengths
-
-    def lengths_or_none(self) -> Tensor | None:
-        """Return the lengths, if they are there."""
-        return self._lengths
-
-    def offsets(self) -> Tensor:
-        """Return where each bag begins, and where the last one ends."""
-        if self._offsets is None:
-            if is_traced(self._values):
-                return offsets_of(self._lengths)
-            self._offsets = self._engine().offsets()
-        return self._offsets
-
-    def offsets_or_none(self) -> Tensor | None:
-        """Return the offsets, if they are there."""
-        return self._offsets
-
-    def device(self) -> torch.device:
-        """Return where the values are."""
-        return self._values.device
-
-    def size_in_bytes(self) -> int:
-        """Return the bytes of all tensors."""
-        return self._engine().size_in_bytes()
 
     def to_dense(self) -> list[Tensor]:
         """Return the values of each bag."""

@@ -10,18 +10,15 @@ import torch
 from torch import Tensor
 
 from tessera import _C
+from tessera.sparse._bags import Bags
 from tessera.sparse._jagged import JaggedTensor, jt_of, jts_of
 from tessera.sparse._traced import (
-    BatchMeta,
     as_node,
     cut,
     is_traced,
-    lengths_of,
-    offsets_of,
     proxy_in,
     sizes_of,
 )
-from tessera.streamable import Pipelineable
 
 _Engine = _C.jagged.KeyedJaggedTensor
 
@@ -29,7 +26,7 @@ Inverse = tuple[Sequence[str], Tensor]
 Strides = Tensor | Sequence[Sequence[int]]
 
 
-class KeyedJaggedTensor(Pipelineable, metaclass=BatchMeta):
+class KeyedJaggedTensor(Bags):
     """Hold the sparse half of a batch: many features, each with a bag of ids per sample.
 
     Values lie key by key, in a key sample by sample. Strides, lengths per key and the like are computed
@@ -270,48 +267,6 @@ class KeyedJaggedTensor(Pipelineable, metaclass=BatchMeta):
     def values(self) -> Tensor:
         """Return the values: key by key, in a key sample by sample."""
         return self._values
-
-    def weights(self) -> Tensor:
-        """Return the weights; ValueError if there are none."""
-        if self._weights is None:
-            return self._engine().weights()
-        return self._weights
-
-    def weights_or_none(self) -> Tensor | None:
-        """Return the weights, if there are any."""
-        return self._weights
-
-    def lengths(self) -> Tensor:
-        """Return the length of each bag."""
-        if self._lengths is None:
-            if is_traced(self._values):
-                return lengths_of(self._offsets)
-            self._lengths = self._engine().lengths()
-        return self._lengths
-
-    def lengths_or_none(self) -> Tensor | None:
-        """Return the lengths, if they are there."""
-        return self._lengths
-
-    def offsets(self) -> Tensor:
-        """Return where each bag begins, and where the last one ends."""
-        if self._offsets is None:
-            if is_traced(self._values):
-                return offsets_of(self._lengths)
-            self._offsets = self._engine().offsets()
-        return self._offsets
-
-    def offsets_or_none(self) -> Tensor | None:
-        """Return the offsets, if they are there."""
-        return self._offsets
-
-    def device(self) -> torch.device:
-        """Return where the values are."""
-        return self._values.device
-
-    def size_in_bytes(self) -> int:
-        """Return the bytes of all tensors."""
-        return self._engine().size_in_bytes()
 
     def stride(self) -> int:
         """Return the batch size. Variable batch: that of the inverse indices, or the largest of all keys."""

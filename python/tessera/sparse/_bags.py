@@ -1,0 +1,65 @@
+"""What one feature of a batch and all of them have in common: bags of values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tessera.sparse._traced import BatchMeta, is_traced, lengths_of, offsets_of
+from tessera.streamable import Pipelineable
+
+
+class Bags(Pipelineable, metaclass=BatchMeta):
+    """Hold values, bag after bag, with their lengths, offsets or both."""
+
+    _values: Tensor
+    _weights: Tensor | None
+    _lengths: Tensor | None
+    _offsets: Tensor | None
+
+    def _engine(self) -> Any:
+        raise NotImplementedError
+
+    def weights(self) -> Tensor:
+        """Return the weights; ValueError if there are none."""
+        if self._weights is None:
+            return self._engine().weights()
+        return self._weights
+
+    def weights_or_none(self) -> Tensor | None:
+        """Return the weights, if there are any."""
+        return self._weights
+
+    def lengths(self) -> Tensor:
+        """Return the length of each bag."""
+        if self._lengths is None:
+            if is_traced(self._values):
+                return lengths_of(self._offsets)
+            self._lengths = self._engine().lengths()
+        return self._lengths
+
+    def lengths_or_none(self) -> Tensor | None:
+        """Return the lengths, if they are there."""
+        return self._lengths
+
+    def offsets(self) -> Tensor:
+        """Return where each bag begins, and where the last one ends."""
+        if self._offsets is None:
+            if is_traced(self._values):
+                return offsets_of(self._lengths)
+            self._offsets = self._engine().offsets()
+        return self._offsets
+
+    def offsets_or_none(self) -> Tensor | None:
+        """Return the offsets, if they are there."""
+        return self._offsets
+
+    def device(self) -> torch.device:
+        """Return where the values are."""
+        return self._values.device
+
+    def size_in_bytes(self) -> int:
+        """Return the bytes of all tensors."""
+        return self._engine().size_in_bytes()
