@@ -12,6 +12,7 @@
 #include "comm/failure_agreement.h"
 #include "comm/store/table.h"
 #include "simulator/random.h"
+#include "simulator/table_keys.h"
 #include "simulator/world.h"
 
 namespace tessera::simulator {
@@ -70,27 +71,12 @@ class Agreement {
   struct Rank;
 
   // The shipped table, with the calls of other ranks in between.
-  class Keys final : public comm::SharedKeys {
+  class Keys final : public TableKeys {
    public:
     Keys(Agreement& world, Rank& rank) : world_(world), rank_(rank) {}
-    std::string claim(const std::string& key, const std::string& value) override {
-      return ask(Operation::kCompareSet, {key, "", value}).parts.at(0);
-    }
-    bool has_all(const std::vector<std::string>& keys) override {
-      return ask(Operation::kCheck, keys).parts.at(0) == "1";
-    }
-    std::string get(const std::string& key) override {
-      return ask(Operation::kGet, {key}).parts.at(0);
-    }
-    void set(const std::string& key, const std::string& value) override {
-      ask(Operation::kSet, {key, value});
-    }
-    std::int64_t add(const std::string& key, std::int64_t amount) override {
-      return std::stoll(ask(Operation::kAdd, {key, std::to_string(amount)}).parts.at(0));
-    }
 
    private:
-    Packet ask(Operation operation, std::vector<std::string> parts);
+    Packet ask(Operation operation, std::vector<std::string> parts) override;
     Agreement& world_;
     Rank& rank_;
   };

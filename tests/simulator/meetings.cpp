@@ -13,6 +13,7 @@
 #include "comm/meeting.h"
 #include "comm/store/table.h"
 #include "simulator/random.h"
+#include "simulator/table_keys.h"
 #include "simulator/world.h"
 
 namespace tessera::simulator {
@@ -61,27 +62,12 @@ class Meetings {
   struct Process;
 
   // The shipped table, with the calls of other processes in between.
-  class Keys final : public comm::SharedKeys {
+  class Keys final : public TableKeys {
    public:
     Keys(Meetings& world, Process& process) : world_(world), process_(process) {}
-    std::string claim(const std::string& key, const std::string& value) override {
-      return ask(Operation::kCompareSet, {key, "", value}).parts.at(0);
-    }
-    bool has_all(const std::vector<std::string>& keys) override {
-      return ask(Operation::kCheck, keys).parts.at(0) == "1";
-    }
-    std::string get(const std::string& key) override {
-      return ask(Operation::kGet, {key}).parts.at(0);
-    }
-    void set(const std::string& key, const std::string& value) override {
-      ask(Operation::kSet, {key, value});
-    }
-    std::int64_t add(const std::string& key, std::int64_t amount) override {
-      return std::stoll(ask(Operation::kAdd, {key, std::to_string(amount)}).parts.at(0));
-    }
 
    private:
-    Packet ask(Operation operation, std::vector<std::string> parts);
+    Packet ask(Operation operation, std::vector<std::string> parts) override;
     Meetings& world_;
     Process& process_;
   };
