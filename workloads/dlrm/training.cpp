@@ -12,27 +12,20 @@
 #include <nlohmann/json.hpp>
 
 #include "data/converted.h"
-#include "data/raw_log.h"
 #include "dlrm/batch.h"
-#include "dlrm/from_settings.h"
 #include "dlrm/growing.h"
 #include "dlrm/metrics.h"
 #include "dlrm/model.h"
-#include "dlrm/open_raw.h"
-#include "dlrm/stream_batches.h"
+#include "dlrm/training_data.h"
+#include "dlrm/training_tables.h"
 #include "dlrm/trial.h"
 #include "report/html.h"
 #include "tessera/checkpoint/growing_tables.h"
 #include "tessera/checkpoint/load.h"
 #include "tessera/checkpoint/modules.h"
-#include "tessera/checkpoint/tables.h"
 #include "tessera/comm/collectives.h"
-#include "tessera/comm/leader.h"
-#include "tessera/comm/topology.h"
-#include "tessera/core/check.h"
 #include "tessera/data_parallel/distributed_data_parallel.h"
 #include "tessera/planner/machine_profile.h"
-#include "tessera/planner/plan_error.h"
 #include "tessera/sharding/sharded_embedding_bag_collection.h"
 #include "trainer/device.h"
 #include "trainer/host_copy.h"
@@ -48,8 +41,6 @@ using Json = nlohmann::ordered_json;
 using pipeline::SparseInputs;
 using sharding::ShardedEmbeddingBagCollection;
 
-// Where the judged samples of a log without end begin: training never comes so far.
-constexpr std::int64_t kJudgedBegin = std::int64_t{1} << 40;
 // Predictions of so many steps make the running AUC.
 constexpr std::int64_t kAucWindow = 50;
 
@@ -89,78 +80,6 @@ class Autocast {
   at::DeviceType device_;
 };
 
-// The same number for the same seed, table, row and column, wherever the row lies.
-float uniform(std::uint64_t seed, std::uint64_t table, std::uint64_t row, std::uint64_t column) {
-  std::uint64_t x = seed * 0x9e3779b97f4a7c15U + table;
-  for (const std::uint64_t word : {row, column}) {
-    x = (x ^ word) + 0x9e3779b97f4a7c15U;
-    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9U;
-    x = (x ^ (x >> 27)) * 0x94d049bb133111ebU;
-    x ^= x >> 31;
-  }
-  return static_cast<float>(x >> 40) * 0x1p-23F - 1.0F;
-}
-
-void fill_tables(const ShardedEmbeddingBagCollection& tables, std::uint64_t seed) {
-  const auto& configs = tables.embedding_bag_configs();
-  for (const sharding::LocalShard& shard : tables.local_shards()) {
-    const auto config = std::find_if(configs.begin(), configs.end(),
-                                     [&](const auto& one) { return one.name == shard.table; });
-    const auto number = static_cast<std::uint64_t>(config - configs.begin());
-    const auto bound = static_cast<float>(config->get_weight_init_max());
-    const at::Tensor weight = shard.weight.detach();
-    // On the host, so that tables start with the same numbers on every device.
-    const at::Tensor drawn = weight.is_cpu() ? weight : at::empty(weight.sizes(), at::kFloat);
-    auto* row = drawn.data_ptr<float>();
-    for (std::int64_t r = 0; r < shard.place.rows; ++r, row += shard.place.columns) {
-      for (std::int64_t c = 0; c < shard.place.columns; ++c) {
-        row[c] = bound * uniform(seed, number, static_cast<std::uint64_t>(shard.place.row + r),
-                                 static_cast<std::uint64_t>(shard.place.column + c));
-      }
-    }
-    if (!weight.is_cpu()) weight.copy_(drawn);
-  }
-}
-
-struct Ranges {
-  BatchSourceOptions training;
-  BatchSourceOptions judged;
-};
-
-// What a log is opened for: training on most of it, or judging all of it.
-enum class Purpose : std::uint8_t { kTrain, kJudge };
-
-Ranges ranges_of(const Settings& settings, const ClickLog& log, const comm::Group& group,
-                 Purpose purpose, const ClickLog* other) {
-  Ranges ranges;
-  for (BatchSourceOptions* range : {&ranges.training, &ranges.judged}) {
-    range->batch_size = settings.batch;
-    range->rank = group.rank();
-    range->world = group.size();
-  }
-  ranges.judged.drop_last = false;
-  const std::int64_t count = log.num_samples();
-  if (settings.shuffle && purpose == Purpose::kTrain) {
-    ranges.training.shuffle_seed = static_cast<std::uint64_t>(settings.seed);
-  }
-  if (purpose == Purpose::kJudge && count >= 0) {
-    ranges.training.drop_last = false;
-  } else if (other != nullptr) {
-    ranges.judged.end = other->num_samples();
-    ranges.training.end = count;
-  } else if (count < 0) {
-    ranges.judged.begin = kJudgedBegin;
-    ranges.judged.end = kJudgedBegin + settings.eval_samples;
-  } else {
-    const std::int64_t judged =
-        std::min(settings.eval_samples, std::max<std::int64_t>(1, count / 10));
-    ranges.judged.begin = count - judged;
-    ranges.judged.end = count;
-    ranges.training.end = count - judged;
-  }
-  return ranges;
-}
-
 DlrmOptions model_options(const Settings& settings, const ClickSchema& schema) {
   DlrmOptions model;
   model.num_dense = schema.num_dense;
@@ -176,142 +95,27 @@ DlrmOptions model_options(const Settings& settings, const ClickSchema& schema) {
   return model;
 }
 
-sharding::ShardedOptions table_options(const Settings& settings) {
-  sharding::ShardedOptions tables;
-  tables.optimizer.kind = table_optimizer_of(settings.table_optimizer);
-  tables.optimizer.learning_rate = settings.table_learning_rate;
-  tables.exact_row_norms = true;  // the same steps whether a table is cut by columns or not
-  tables.device = trainer::device_of(settings);
-  return tables;
-}
-
 std::shared_ptr<Dlrm> make_model(const Settings& settings, const ClickSchema& schema) {
   auto model = std::make_shared<Dlrm>(model_options(settings, schema));
   model->to(trainer::device_of(settings));
   return model;
 }
 
-// `lookups` is the number of rows that all ranks ask for in a step, spread evenly over the table; a
-// copy of a whole table answers its own rank.
-Json table_line(const embedding::EmbeddingTableConfig& table,
-                const sharding::ParameterSharding& sharding, double lookups) {
-  Json shards = Json::array();
-  const bool is_copied = sharding.type == sharding::ShardingType::kDataParallel;
-  for (const sharding::Shard& shard : sharding.shards) {
-    const double share =
-        is_copied ? 1.0 / static_cast<double>(sharding.shards.size())
-                  : static_cast<double>(shard.rows) / static_cast<double>(table.num_embeddings);
-    shards.push_back({{"rank", shard.rank},
-                      {"row", shard.row},
-                      {"rows", shard.rows},
-                      {"column", shard.column},
-                      {"columns", shard.columns},
-                      {"bytes", 4 * shard.rows * shard.columns},
-                      {"traffic", 4 * lookups * share * static_cast<double>(shard.columns)}});
-  }
-  return {{"kind", "table"},
-          {"name", table.name},
-          {"rows", table.num_embeddings},
-          {"columns", table.embedding_dim},
-          {"bytes", 4 * table.num_embeddings * table.embedding_dim},
-          {"sharding", sharding::name_of(sharding.type)},
-          {"shards", shards}};
-}
-
-// How the tables lie, and on rank 0 what the planner thinks of it.
-struct LaidTables {
-  sharding::ModulePlan plan;
-  PlanFigures figures;
-  KnownSpeeds known;
-};
-
-// The planner's plan of rank 0, for all, or what the settings say.
-LaidTables lay_tables(const std::string& verb, const Settings& settings, const ClickSchema& schema,
-                      const std::vector<embedding::EmbeddingTableConfig>& tables,
-                      const comm::Group& world) {
-  const sharding::Topology topology{world.size(), comm::get_local_size(world.size())};
-  LaidTables laid;
-  planner::Problem problem;
-  // Rank 0's machine and files count; whatever is wrong with them is told on all ranks.
-  const std::string answer = comm::invoke_on_rank_and_broadcast_result(world, 0, [&] {
-    try {
-      laid.known = known_speeds(settings.profile);
-      PlanRequest request;
-      request.num_ranks = topology.world_size;
-      request.ranks_per_host = topology.local_size;
-      request.batch = settings.batch;
-      request.table_optimizer = settings.table_optimizer;
-      request.rank = {memory_of_rank(topology.local_size), laid.known.speeds};
-      auto listed = planner_tables(schema, settings.embedding_dim, settings.bag_size);
-      if (!settings.stats.empty()) apply_statistics(settings.stats, listed);
-      problem = table_problem(std::move(listed), request);
-    } catch (const planner::PlanError& error) {
-      return nlohmann::json{{"error", error.what()}}.dump();
-    }
-    return is_planned(settings) ? planner_answer(problem) : std::string("{}");
-  });
-  laid.plan = is_planned(settings) || answer != "{}"
-                  ? plan_from_answer(verb, answer, tables, topology)
-                  : plan_of(verb, settings, tables, topology);
-  for (const auto& [name, table] : laid.plan) {
-    TESSERA_CHECK_VALUE(table.kernel == sharding::ComputeKernel::kFused, verb, ": table '", name,
-                        "' has the kernel dense, whose rows no optimizer of this training steps. "
-                        "Write fused into the plan.");
-  }
-  if (world.rank() == 0) laid.figures = figures_of(problem, laid.plan);
-  return laid;
-}
-
-// Rows of the tables without what steps them, and which of them were stepped.
-class PublishedTables final : public checkpoint::TableSource {
- public:
-  explicit PublishedTables(std::shared_ptr<ShardedEmbeddingBagCollection> tables)
-      : tables_(std::move(tables)) {
-    for (const auto& optimizer : tables_->optimizers()) optimizer->track_rows();
-  }
-
-  std::vector<checkpoint::TableShard> shards() override {
-    std::vector<checkpoint::TableShard> shards;
-    for (const sharding::LocalShard& local : tables_->local_shards()) {
-      checkpoint::TableShard shard;
-      shard.name = "embedding_bags." + local.table + ".weight";
-      shard.table_rows = local.table_rows;
-      shard.table_columns = local.table_columns;
-      shard.row = local.place.row;
-      shard.column = local.place.column;
-      shard.weight = local.weight;
-      shard.is_replicated =
-          tables_->plan().at(local.table).type == sharding::ShardingType::kDataParallel;
-      for (const auto& optimizer : tables_->optimizers()) {
-        if (optimizer->has_table(local.name)) {
-          shard.touched_rows = optimizer->stepped_rows(local.name);
-        }
-      }
-      shards.push_back(std::move(shard));
-    }
-    return shards;
-  }
-
- private:
-  std::shared_ptr<ShardedEmbeddingBagCollection> tables_;
-};
-
 class Training final : public trainer::Workload<ClickBatch> {
  public:
-  /// Judges on `other`, if there is one. Trains on `stream`, if there is one.
-  Training(const Settings& settings, OpenedLog log, std::shared_ptr<const ClickLog> other,
-           Purpose purpose, std::vector<embedding::EmbeddingTableConfig> configs, LaidTables laid,
-           const comm::Group& group, std::unique_ptr<StreamBatches> stream = nullptr)
+  Training(const Settings& settings, TrainingData data, Purpose purpose,
+           std::vector<embedding::EmbeddingTableConfig> configs, LaidTables laid,
+           const comm::Group& group)
       : settings_(settings),
         group_(group),
-        log_(std::move(log)),
-        stream_(std::move(stream)),
-        judges_(stream_ == nullptr || other != nullptr),
+        ranges_(ranges_of(settings, data, group, purpose)),
+        log_(std::move(data.log)),
+        stream_(std::move(data.stream)),
+        judges_(stream_ == nullptr || data.other != nullptr),
         configs_(std::move(configs)),
         laid_(std::move(laid)),
-        source_(log_.log, ranges_of(settings, *log_.log, group, purpose, other.get()).training),
-        judged_(other != nullptr ? other : log_.log,
-                ranges_of(settings, *log_.log, group, purpose, other.get()).judged),
+        source_(log_.log, ranges_.training),
+        judged_(data.other != nullptr ? data.other : log_.log, ranges_.judged),
         model_(make_model(settings, log_.log->schema()), group,
                // Beside the step of the tables, the longest part of backward.
                {.gradient_as_bucket_view = true, .overlap = true}),
@@ -346,7 +150,7 @@ class Training final : public trainer::Workload<ClickBatch> {
     if (growing_) {
       checkpoint::add_published_rows(state, growing_, "tables.");
     } else {
-      checkpoint::add_tables(state, std::make_shared<PublishedTables>(fixed_), "tables.");
+      checkpoint::add_tables(state, published_tables(fixed_), "tables.");
     }
     checkpoint::add_module(state, model_.module());
     add_features(state);
@@ -519,7 +323,7 @@ class Training final : public trainer::Workload<ClickBatch> {
     char head[160];
     std::snprintf(head, sizeof(head), "tables   %zu on %d ranks, largest %s, imbalance %.2f\n",
                   configs_.size(), group_.size(), report::bytes_text(largest).c_str(), imbalance);
-    return log_.notes + head + plan_lines() + largest_tables();
+    return log_.notes + head + plan_lines(laid_) + largest_tables(configs_, laid_.plan);
   }
   trainer::Figures facts() override { return results(); }
   trainer::Figures results() const override {
@@ -532,13 +336,12 @@ class Training final : public trainer::Workload<ClickBatch> {
   }
   std::vector<std::string> records() override {
     if (growing_) return {};
-    std::vector<std::string> lines{plan_record().dump()};
+    std::vector<std::string> lines{plan_record(settings_, laid_, predicted_)};
     for (std::size_t i = 0; i < configs_.size(); ++i) {  // one per feature
       const std::int64_t bag = log_.log->schema().features[i].bag_size;
       const double lookups =
           units_per_step() * static_cast<double>(bag > 0 ? bag : settings_.bag_size);
-      lines.push_back(table_line(configs_[i], laid_.plan.at(configs_[i].name), lookups)
-                          .dump(-1, ' ', false, Json::error_handler_t::replace));
+      lines.push_back(table_record(configs_[i], laid_.plan.at(configs_[i].name), lookups));
     }
     return lines;
   }
@@ -551,7 +354,8 @@ class Training final : public trainer::Workload<ClickBatch> {
     if (ceiling_ && std::isfinite(*ceiling_)) {
       std::snprintf(best, sizeof(best), ", best possible %.4f", *ceiling_);
     }
-    return std::string(text) + best + "\n" + prediction_line();
+    return std::string(text) + best + "\n" +
+           (predicted_ ? prediction_line(*predicted_, step_seconds_) : "");
   }
   std::string rates() const override {
     char text[64];
@@ -622,7 +426,7 @@ class Training final : public trainer::Workload<ClickBatch> {
     at::Tensor is_measured = at::full({1}, laid_.known.is_measured ? 1 : 0, at::kLong);
     comm::all_reduce_(is_measured, group_, comm::Reduction::kMax);
     if (is_measured.item<std::int64_t>() == 0) return;
-    planner::DenseLoad dense = dense_load();
+    planner::DenseLoad dense = dense_load(settings_, model_.parameters(), configs_.size());
     if (device_.is_cpu() && !is_bfloat16_) {
       const auto trial = make_model(settings_, log_.log->schema());
       BatchSource source(log_.log, source_.options());
@@ -631,93 +435,6 @@ class Training final : public trainer::Workload<ClickBatch> {
     if (group_.rank() == 0) {
       predicted_ = planner::predict(laid_.known.profile, laid_.figures.per_rank, dense);
     }
-  }
-
-  // Products of layers, and of every pair of features.
-  planner::DenseLoad dense_load() const {
-    planner::DenseLoad load;
-    load.layers = 0;
-    double products = 0;
-    for (const at::Tensor& parameter : model_.parameters()) {
-      load.bytes += static_cast<double>(parameter.numel()) * 4;
-      if (parameter.dim() != 2) continue;
-      products += static_cast<double>(parameter.numel());
-      ++load.layers;
-    }
-    const auto num_vectors = static_cast<double>(configs_.size()) + 1;
-    if (settings_.interaction == "dot") {
-      products += num_vectors * num_vectors * static_cast<double>(settings_.embedding_dim);
-    }
-    load.operations = 6 * static_cast<double>(settings_.batch) * products;
-    return load;
-  }
-
-  std::string plan_lines() const {
-    const PlanFigures& figures = laid_.figures;
-    char text[160];
-    std::snprintf(text, sizeof(text),
-                  "plan     tables %.4g ms a step, no plan can be under %.4g ms (%.2f %%)\n",
-                  figures.seconds * 1e3, figures.bound * 1e3,
-                  figures.bound > 0 ? 100 * (figures.seconds / figures.bound - 1) : 0.0);
-    return laid_.known.note + "\n" + text;
-  }
-  Json plan_record() const {
-    const PlanFigures& figures = laid_.figures;
-    Json ranks = Json::array();
-    for (const planner::ShardCost& cost : figures.per_rank) {
-      const planner::Seconds& seconds = cost.seconds;
-      ranks.push_back({{"ids", seconds.ids},
-                       {"lookup", seconds.lookup},
-                       {"rows", seconds.rows},
-                       {"gradients", seconds.gradients},
-                       {"step", seconds.step},
-                       {"bytes", cost.bytes.total()}});
-    }
-    Json record{{"kind", "plan"},
-                {"sharding", settings_.plan.empty() ? settings_.sharding : settings_.plan},
-                {"seconds", figures.seconds},
-                {"bound", figures.bound},
-                {"speeds", laid_.known.is_measured ? "measured" : "assumed"},
-                {"ranks", std::move(ranks)}};
-    if (predicted_) {
-      record["predicted"] = {
-          {"links", predicted_->links},         {"lookup", predicted_->lookup},
-          {"dense", predicted_->dense},         {"backward", predicted_->backward},
-          {"gradients", predicted_->gradients}, {"step", predicted_->step},
-          {"other", predicted_->other},         {"total", predicted_->total()}};
-    }
-    return record;
-  }
-  std::string prediction_line() const {
-    if (!predicted_ || step_seconds_.empty()) return "";
-    std::vector<double> times = step_seconds_;
-    const auto middle = times.begin() + static_cast<std::ptrdiff_t>(times.size() / 2);
-    std::nth_element(times.begin(), middle, times.end());
-    char text[160];
-    std::snprintf(
-        text, sizeof(text), "plan     predicted %.4g ms a step, measured %.4g ms (%+.0f %%)\n",
-        predicted_->total() * 1e3, *middle * 1e3, 100 * (*middle / predicted_->total() - 1));
-    return text;
-  }
-
-  // Where the largest tables lie; the others are counted.
-  std::string largest_tables() const {
-    constexpr std::size_t kShown = 10;
-    std::vector<const embedding::EmbeddingTableConfig*> order;
-    for (const auto& table : configs_) order.push_back(&table);
-    std::stable_sort(order.begin(), order.end(), [](const auto* a, const auto* b) {
-      return a->num_embeddings * a->embedding_dim > b->num_embeddings * b->embedding_dim;
-    });
-    sharding::ModulePlan shown;
-    for (std::size_t i = 0; i < std::min(kShown, order.size()); ++i) {
-      shown[order[i]->name] = laid_.plan.at(order[i]->name);
-    }
-    std::string text = sharding::ShardingPlan{{{kModule, shown}}}.str(80);
-    if (order.size() > kShown) {
-      text += "  and " + std::to_string(order.size() - kShown) +
-              " tables that are not larger; tessera plan tables shows all\n";
-    }
-    return text;
   }
 
   // Gathered are the samples of all steps of rank 0, then those of rank 1, and so on.
@@ -750,6 +467,7 @@ class Training final : public trainer::Workload<ClickBatch> {
 
   const Settings& settings_;
   comm::Group group_;
+  Ranges ranges_;
   OpenedLog log_;
   std::unique_ptr<StreamBatches> stream_;
   bool judges_;
@@ -779,66 +497,19 @@ class Training final : public trainer::Workload<ClickBatch> {
   std::vector<CalibrationPart> calibration_;  // rank 0, of the last evaluation
 };
 
-}  // namespace
-
-namespace {
-
-// Two logs of one model.
-void check_same_schema(const std::string& first, const ClickSchema& one, const std::string& second,
-                       const ClickSchema& other) {
-  if (one == other) return;
-  throw DataError(second + ": has other columns or tables than " + first +
-                  ". Convert both with the same schema.");
-}
-
-// With tables that grow: any ids, no plan.
-std::unique_ptr<Training> make_growing(const Settings& settings, const comm::Group& world,
-                                       const std::string& data, Purpose purpose) {
-  const bool trains = purpose == Purpose::kTrain;
-  OpenedLog log;
-  std::unique_ptr<StreamBatches> stream;
-  if (trains && settings.is_stream()) {
-    stream =
-        std::make_unique<StreamBatches>(StreamBatchesOptions{data, settings.follow, settings.batch},
-                                        data::schema_or_guess(settings.schema, data), world);
-    log.log = std::make_shared<const UnseenLog>(stream->schema());
-  } else {
-    log = open_raw(data, settings.schema, log_options(settings));
-  }
-  std::shared_ptr<const ClickLog> other;
-  if (!settings.eval_data.empty() && trains) {
-    other = open_raw(settings.eval_data, settings.schema, log_options(settings)).log;
-    check_same_schema(data, log.log->schema(), settings.eval_data, other->schema());
-  }
-  auto tables = tables_of(log.log->schema(), settings.embedding_dim);
-  return std::make_unique<Training>(settings, std::move(log), std::move(other), purpose,
-                                    std::move(tables), LaidTables{}, world, std::move(stream));
-}
-
-// The log of a table. `tessera train` has made it before the ranks were started.
-std::string log_name(const std::string& data, const Settings& settings) {
-  const bool converts = !settings.schema.empty() && data::is_table(data);
-  return converts ? data::convert_once(data, settings.schema).path : data;
-}
-
 std::unique_ptr<Training> make(const std::string& verb, const Settings& settings,
                                const comm::Group& world, const std::string& data, Purpose purpose) {
-  if (settings.is_unlimited()) return make_growing(settings, world, data, purpose);
-  OpenedLog log = open_log(log_name(data, settings), log_options(settings));
-  std::shared_ptr<const ClickLog> other;
-  if (!settings.eval_data.empty() && purpose == Purpose::kTrain) {
-    other = open_log(log_name(settings.eval_data, settings), log_options(settings)).log;
-    check_same_schema(data, log.log->schema(), settings.eval_data, other->schema());
+  TrainingData opened = open_data(settings, data, purpose, world);
+  const ClickSchema& schema = opened.log.log->schema();
+  auto tables = tables_of(schema, settings.embedding_dim);
+  // Tables that grow hold any ids and have no plan.
+  LaidTables laid;
+  if (!settings.is_unlimited()) {
+    settings.check_tables(schema);
+    if (!any_grows(schema)) laid = lay_tables(verb, settings, schema, tables, world);
   }
-  auto tables = tables_of(log.log->schema(), settings.embedding_dim);
-  settings.check_tables(log.log->schema());
-  if (any_grows(log.log->schema())) {
-    return std::make_unique<Training>(settings, std::move(log), std::move(other), purpose,
-                                      std::move(tables), LaidTables{}, world);
-  }
-  auto laid = lay_tables(verb, settings, log.log->schema(), tables, world);
-  return std::make_unique<Training>(settings, std::move(log), std::move(other), purpose,
-                                    std::move(tables), std::move(laid), world);
+  return std::make_unique<Training>(settings, std::move(opened), purpose, std::move(tables),
+                                    std::move(laid), world);
 }
 
 }  // namespace
