@@ -14,6 +14,7 @@
 
 #include "comm/engines.h"
 #include "comm/obituary.h"
+#include "comm/rank_list.h"
 #include "tessera/comm/failure.h"
 #include "tessera/core/check.h"
 

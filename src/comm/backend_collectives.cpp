@@ -144,8 +144,6 @@ void reduce_into(at::Tensor tensor, const at::Tensor& other, ReduceOp reduction)
     case ReduceOp::kBxor:
       tensor.bitwise_xor_(other);
       break;
-    case ReduceOp::kNone:
-      break;
   }
 }
 

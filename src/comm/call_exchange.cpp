@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "comm/member.h"
+#include "comm/rank_list.h"
 #include "core/handshake.h"
 #include "tessera/comm/error.h"
 

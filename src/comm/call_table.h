@@ -10,7 +10,7 @@
 #include <span>
 #include <vector>
 
-#include "comm/shm/layout.h"
+#include "comm/call_board.h"
 #include "comm/transport.h"
 
 namespace tessera::comm {
@@ -35,8 +35,8 @@ class CallTable {
  private:
   int size_;
   std::size_t record_words_;
-  std::vector<std::byte> memory_;
-  shm::Layout layout_;
+  std::vector<CallHeader> headers_;
+  std::vector<std::int64_t> counts_;  // of each rank: PeerCounts
 };
 
 }  // namespace tessera::comm

@@ -15,7 +15,6 @@
 #include "comm/network.h"
 #include "comm/pair_proofs.h"
 #include "comm/piece_tensor.h"
-#include "comm/shm/element_types.h"
 #include "comm/short_slice.h"
 #include "kernels/reduce.h"
 
@@ -41,7 +40,7 @@ at::Tensor as_bytes(const Call& call, Piece piece) {
 // On bytes that hold bools, "or" is the maximum and "and" the minimum.
 c10d::ReduceOp gloo_reduction(const Call& call) {
   const bool is_bool = call.dtype == DataType::kBool;
-  switch (call.reduce) {
+  switch (call.reduce.value_or(ReduceOp::kSum)) {
     case ReduceOp::kMin:
       return c10d::ReduceOp::MIN;
     case ReduceOp::kMax:
@@ -389,8 +388,8 @@ void GlooTransport::reduce_scatter(const Call& call, std::span<const Piece> inpu
   }
   exchange(call, inputs, outputs);
   void* const target = output.data;
-  kernels::reduce(shm::element_of(call.dtype), shm::reduction_of(call.reduce), sources,
-                  {&target, 1}, output.count, kernels::Store::kCached);
+  kernels::reduce(call.dtype, *call.reduce, sources, {&target, 1}, output.count,
+                  kernels::Store::kCached);
 }
 
 void GlooTransport::all_to_all(const Call& call, std::span<const Piece> inputs,

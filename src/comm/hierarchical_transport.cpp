@@ -24,7 +24,8 @@ c10::intrusive_ptr<c10d::Store> prefixed(const c10::intrusive_ptr<c10d::Store>& 
 constexpr auto kLeaderFirst = std::chrono::milliseconds(1500);
 
 // A collective inside one of the two levels, as part of `call`.
-Call inner(const Call& call, Operator op, DataType dtype, ReduceOp reduce, int root) {
+Call inner(const Call& call, Operator op, DataType dtype, std::optional<ReduceOp> reduce,
+           int root) {
   Call result = call;
   result.op = op;
   result.dtype = dtype;
@@ -36,9 +37,14 @@ Call inner(const Call& call, Operator op, DataType dtype, ReduceOp reduce, int r
 
 // The last step of an operation, where the leader hands down its result.
 Call handed_down(const Call& call, Operator op, DataType dtype, int root) {
-  Call result = inner(call, op, dtype, ReduceOp::kNone, root);
+  Call result = inner(call, op, dtype, std::nullopt, root);
   result.deadline += kLeaderFirst;
   return result;
+}
+
+// An average is a sum that is divided at the end.
+ReduceOp reduction_of_parts(const Call& call) {
+  return call.reduce == ReduceOp::kAvg ? ReduceOp::kSum : *call.reduce;
 }
 
 void divide(DataType dtype, Piece data, int divisor) { as_tensor(dtype, data).div_(divisor); }
@@ -143,10 +149,10 @@ std::vector<std::byte> HierarchicalTransport::gather_bytes(
     of_host.push_back({all.data() + begin, offset - begin});
   }
   Piece mine{const_cast<void*>(data), bytes};
-  local_->gather(inner(call, Operator::kGather, DataType::kUInt8, ReduceOp::kNone, 0), mine,
+  local_->gather(inner(call, Operator::kGather, DataType::kUInt8, std::nullopt, 0), mine,
                  is_leader() ? std::span<const Piece>(of_local) : std::span<const Piece>());
   if (is_leader()) {
-    leaders_->all_gather(inner(call, Operator::kAllGather, DataType::kUInt8, ReduceOp::kNone, -1),
+    leaders_->all_gather(inner(call, Operator::kAllGather, DataType::kUInt8, std::nullopt, -1),
                          of_host[host_], of_host);
   }
   local_->broadcast(handed_down(call, Operator::kBroadcast, DataType::kUInt8, 0),
@@ -176,7 +182,7 @@ void HierarchicalTransport::all_reduce(const Call& call, Piece data) {
   guard([&] {
     agree(call, data.count, {}, {});
     // Averages are taken once, at the end, over the whole group: sums travel.
-    const ReduceOp op = call.reduce == ReduceOp::kAvg ? ReduceOp::kSum : call.reduce;
+    const ReduceOp op = reduction_of_parts(call);
     local_->reduce(inner(call, Operator::kReduce, call.dtype, op, 0), data);
     if (is_leader()) {
       leaders_->all_reduce(inner(call, Operator::kAllReduce, call.dtype, op, -1), data);
@@ -189,7 +195,7 @@ void HierarchicalTransport::all_reduce(const Call& call, Piece data) {
 void HierarchicalTransport::reduce(const Call& call, Piece data) {
   guard([&] {
     agree(call, data.count, {}, {});
-    const ReduceOp op = call.reduce == ReduceOp::kAvg ? ReduceOp::kSum : call.reduce;
+    const ReduceOp op = reduction_of_parts(call);
     const auto bytes = static_cast<std::size_t>(data.count) * size_of(call.dtype);
     // Only the root's data may change, so leaders work on a copy.
     std::vector<std::byte> copy(static_cast<const std::byte*>(data.data),
@@ -219,7 +225,7 @@ void HierarchicalTransport::broadcast(const Call& call, Piece data) {
     };
     if (host_ == root_host) down(root_local);
     if (is_leader()) {
-      leaders_->broadcast(inner(call, Operator::kBroadcast, call.dtype, ReduceOp::kNone, root_host),
+      leaders_->broadcast(inner(call, Operator::kBroadcast, call.dtype, std::nullopt, root_host),
                           data);
     }
     if (host_ != root_host) down(0);
@@ -249,7 +255,7 @@ void HierarchicalTransport::reduce_scatter(const Call& call, std::span<const Pie
                                            Piece output) {
   guard([&] {
     agree(call, output.count, inputs, {});
-    const ReduceOp op = call.reduce == ReduceOp::kAvg ? ReduceOp::kSum : call.reduce;
+    const ReduceOp op = reduction_of_parts(call);
     const auto width = static_cast<std::int64_t>(size_of(call.dtype));
     // The parts in order of hosts, so that what a host keeps is one piece.
     std::int64_t count = 0;

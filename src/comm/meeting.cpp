@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "comm/failure_agreement.h"
+#include "comm/rank_list.h"
 
 namespace tessera::comm {
 namespace {

@@ -12,8 +12,6 @@
 #include <sstream>
 #include <stdexcept>
 
-#include "comm/rank_list.h"
-
 namespace tessera::comm {
 namespace {
 
@@ -163,7 +161,5 @@ bool has_ended(const Member& member) {
   if ((status.flags & kKilledBySignal) != 0) return true;
   return is_exiting(status) && are_all_exiting(member.pid);
 }
-
-std::string list_ranks(const std::vector<int>& ranks) { return list_ranks(ranks, " and "); }
 
 }  // namespace tessera::comm

@@ -39,7 +39,4 @@ char process_state(pid_t pid);
 /// time between the signal and the moment its descriptors tell. False if that cannot be known.
 bool has_ended(const Member& member);
 
-/// "rank 2", "ranks 0, 1 and 3".
-std::string list_ranks(const std::vector<int>& ranks);
-
 }  // namespace tessera::comm

@@ -7,7 +7,7 @@
 #include <ATen/Functions.h>
 
 #include "comm/agreement.h"
-#include "comm/member.h"
+#include "comm/rank_list.h"
 #include "tessera/comm/error.h"
 #include "tessera/core/check.h"
 

@@ -9,6 +9,8 @@
 #include <sstream>
 #include <thread>
 
+#include "comm/rank_list.h"
+
 namespace tessera::comm {
 namespace {
 

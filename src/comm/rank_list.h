@@ -8,7 +8,7 @@
 namespace tessera::comm {
 
 /// "rank 3", "ranks 0, 2 and 5"; `last` stands before the last of several.
-inline std::string list_ranks(const std::vector<int>& ranks, const char* last) {
+inline std::string list_ranks(const std::vector<int>& ranks, const char* last = " and ") {
   std::string text = ranks.size() == 1 ? "rank " : "ranks ";
   for (std::size_t i = 0; i < ranks.size(); ++i) {
     if (i > 0) text += i + 1 == ranks.size() ? last : ", ";

@@ -201,7 +201,7 @@ ReduceOp check_reduction(std::string_view op, const c10d::ReduceOp& reduction,
     default:
       TESSERA_CHECK_VALUE(false, "comm.", op, ": this reduction is not known.");
   }
-  return ReduceOp::kNone;
+  return ReduceOp::kSum;
 }
 
 }  // namespace tessera::comm

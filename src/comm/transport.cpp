@@ -50,8 +50,6 @@ std::string_view name_of(DataType dtype) noexcept {
 
 std::string_view name_of(ReduceOp op) noexcept {
   switch (op) {
-    case ReduceOp::kNone:
-      return "none";
     case ReduceOp::kSum:
       return "sum";
     case ReduceOp::kAvg:

@@ -14,34 +14,27 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "kernels/reduce.h"
+
 namespace tessera::comm {
 
 using Clock = std::chrono::steady_clock;
 
-enum class DataType : std::uint8_t {
-  kBool,
-  kUInt8,
-  kInt8,
-  kInt16,
-  kInt32,
-  kInt64,
-  kFloat16,
-  kBFloat16,
-  kFloat32,
-  kFloat64,
-};
+// What is sent and how it is combined: the kernels' own words, so that nothing is translated.
+using DataType = kernels::Element;
+using ReduceOp = kernels::Reduction;
 
 /// Bytes of one element.
 std::size_t size_of(DataType dtype) noexcept;
 /// "float32", "bool", ...
 std::string_view name_of(DataType dtype) noexcept;
 
-enum class ReduceOp : std::uint8_t { kNone, kSum, kAvg, kMin, kMax, kProduct, kBand, kBor, kBxor };
 std::string_view name_of(ReduceOp op) noexcept;
 
 enum class Operator : std::uint8_t {
@@ -70,13 +63,13 @@ struct Piece {
 struct Call {
   Operator op = Operator::kBarrier;
   DataType dtype = DataType::kUInt8;
-  ReduceOp reduce = ReduceOp::kNone;
-  int root = -1;                 // group rank; -1 where the operator has none
-  std::uint64_t sequence = 0;    // the how-many-th collective of this group
-  std::int64_t count = 0;        // elements this rank brings, for messages
-  Clock::time_point deadline{};  // the wait ends with a timeout here
-  Clock::duration limit{};       // how long that was at the start, for messages; 0 if unknown
-  const Call* whole = nullptr;   // the operation this one is a step of: what errors talk about
+  std::optional<ReduceOp> reduce;  // where the operator has one
+  int root = -1;                   // group rank; -1 where the operator has none
+  std::uint64_t sequence = 0;      // the how-many-th collective of this group
+  std::int64_t count = 0;          // elements this rank brings, for messages
+  Clock::time_point deadline{};    // the wait ends with a timeout here
+  Clock::duration limit{};         // how long that was at the start, for messages; 0 if unknown
+  const Call* whole = nullptr;     // the operation this one is a step of: what errors talk about
 };
 
 enum class FailureKind : std::uint8_t {

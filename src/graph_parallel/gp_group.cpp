@@ -5,7 +5,7 @@
 #include <string>
 
 #include "comm/agreement.h"
-#include "comm/member.h"
+#include "comm/rank_list.h"
 #include "tessera/comm/error.h"
 #include "tessera/comm/mesh.h"
 #include "tessera/core/check.h"

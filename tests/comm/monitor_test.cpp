@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "comm/member.h"
+#include "comm/rank_list.h"
 
 namespace tessera::comm {
 

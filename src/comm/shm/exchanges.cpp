@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <array>
 
-#include "comm/shm/agreement.h"
+#include "comm/call_agreement.h"
 #include "comm/shm/shm_transport.h"
 
 namespace tessera::comm::shm {

@@ -18,6 +18,7 @@
 #include <cstdint>
 #include <string>
 
+#include "comm/call_board.h"
 #include "comm/shm/doorbell.h"
 
 namespace tessera::comm::shm {
@@ -31,28 +32,6 @@ inline constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
 // some CPUs (AMD Zen: bits 12 to 27), and the lines push each other out. An odd number of huge
 // pages in between, which costs address space only, keeps them apart.
 inline constexpr std::size_t kHeapStagger = 3 * kHugePageBytes;
-
-/// The call of one rank, as the others see it: one cache line, `arrived` written last.
-struct alignas(64) CallHeader {
-  std::atomic<std::uint64_t> arrived;  // number of the call within the transport
-  std::uint64_t sequence;              // Call::sequence
-  std::uint32_t signature;             // operator, dtype, reduce-op and root; see signature_of
-  std::uint32_t flags;                 // CallFlag
-  std::int64_t count;                  // elements of this rank's own piece
-  std::uint64_t offset;                // of this rank's buffer in the segment; 0: private memory
-  std::uint64_t digest;                // of the counts, where there is one per peer
-  std::byte payload[16];               // a message this small travels with its header
-};
-static_assert(sizeof(CallHeader) == 64);
-static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
-
-enum CallFlag : std::uint32_t {
-  kInSlot = 1,    // the message lies in the slot (or in the header) already
-  kFarCores = 2,  // rank 0 only: stage past the cache
-  kProbe = 4,     // rank 0 only: measure the distance of the cores first
-  kUniform = 8,   // all_to_all: every piece in and out has the same count
-  kInHeap = 16,   // the pieces for the peers lie in the segment, at PeerCounts::offsets
-};
 
 /// Everything one rank publishes. Counters carry the number of the call in their upper bits (see
 /// progress_of), so they only ever grow and need no reset.
@@ -163,13 +142,6 @@ class Layout {
   std::size_t total_ = 0;
 };
 
-/// Per-peer numbers of one rank's call.
-struct PeerCounts {
-  std::int64_t* sends;     // elements for each peer
-  std::int64_t* receives;  // elements from each peer
-  std::int64_t* offsets;   // of the piece for each peer in the segment; 0: private memory
-};
-
 /// Typed access to a mapped segment.
 class Board {
  public:
@@ -185,8 +157,13 @@ class Board {
     return this->rank(rank).calls[parity].header;
   }
   PeerCounts counts(int rank, int parity) const noexcept {
-    auto* first = &at<std::int64_t>(layout_.counts(parity, rank));
-    return {first, first + size(), first + 2 * size()};
+    return PeerCounts::at(&at<std::int64_t>(layout_.counts(parity, rank)), size());
+  }
+  /// The calls of one parity.
+  CallBoard calls(int parity) const noexcept {
+    return {size(), reinterpret_cast<std::byte*>(&header(0, parity)), sizeof(RankBlock),
+            base_ + layout_.counts(parity, 0),
+            layout_.counts(parity, 1) - layout_.counts(parity, 0)};
   }
   std::byte* slot(int rank, int parity) const noexcept {
     return base_ + layout_.slot(parity, rank);

@@ -4,8 +4,7 @@
 #include <algorithm>
 #include <array>
 
-#include "comm/shm/agreement.h"
-#include "comm/shm/element_types.h"
+#include "comm/call_agreement.h"
 #include "comm/shm/shm_transport.h"
 
 namespace tessera::comm::shm {
@@ -36,9 +35,8 @@ class Combination {
   void to(void* destination) { destinations_[num_destinations_++] = destination; }
   void run(std::int64_t count, kernels::Store store) const {
     if (count == 0 || num_destinations_ == 0) return;
-    kernels::reduce(element_of(call_.dtype), reduction_of(call_.reduce),
-                    {sources_.data(), num_sources_}, {destinations_.data(), num_destinations_},
-                    count, store);
+    kernels::reduce(call_.dtype, *call_.reduce, {sources_.data(), num_sources_},
+                    {destinations_.data(), num_destinations_}, count, store);
   }
 
  private:

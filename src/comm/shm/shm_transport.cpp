@@ -4,9 +4,8 @@
 #include <stdexcept>
 #include <utility>
 
-#include "comm/shm/agreement.h"
+#include "comm/call_agreement.h"
 #include "comm/shm/creation.h"
-#include "comm/shm/element_types.h"
 
 namespace tessera::comm::shm {
 
@@ -81,8 +80,9 @@ void ShmTransport::meet(const Call& call, const Turn& turn) {
   }
   // The next call's header is written where the peers read the last but one.
   __builtin_prefetch(&board_.header(rank_, 1 - turn.parity), 1);
-  if (agree && counts_fit(board_, turn.parity, rank_, call)) return;
-  const Disagreement disagreement = describe_disagreement(board_, turn.parity);
+  const CallBoard calls = board_.calls(turn.parity);
+  if (agree && counts_fit(calls, rank_, call)) return;
+  const Disagreement disagreement = describe_disagreement(calls);
   waiter_.fail(FailureKind::kMismatch, disagreement.ranks, disagreement.text);
   waiter_.raise();
 }
@@ -107,12 +107,9 @@ void ShmTransport::check_pieces(const Call& call, std::span<const Piece> pieces)
 }
 
 void ShmTransport::check_reduction(const Call& call) const {
-  if (call.reduce != ReduceOp::kNone &&
-      kernels::can_reduce(element_of(call.dtype), reduction_of(call.reduce))) {
-    return;
-  }
+  if (call.reduce && kernels::can_reduce(call.dtype, *call.reduce)) return;
   throw std::invalid_argument("comm." + std::string(name_of(call.op)) + ": " +
-                              std::string(name_of(call.reduce)) + " of " +
+                              std::string(call.reduce ? name_of(*call.reduce) : "none") + " of " +
                               std::string(name_of(call.dtype)) + " is not defined.");
 }
 

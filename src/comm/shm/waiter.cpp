@@ -25,12 +25,6 @@ std::string timeout_text(const Call& call, const std::vector<int>& missing,
 
 }  // namespace
 
-std::vector<int> ranks_in(RankSet ranks) {
-  std::vector<int> list;
-  for (; ranks != 0; ranks &= ranks - 1) list.push_back(__builtin_ctzll(ranks));
-  return list;
-}
-
 void Waiter::sleep_until(Doorbell& bell, const Call& call, Clock::time_point begin,
                          FunctionRef<bool()> ready, FunctionRef<RankSet()> missing) {
   Clock::time_point consulted = begin;

@@ -9,10 +9,10 @@
 #include <chrono>
 #include <cstdint>
 #include <string>
-#include <vector>
 
 #include <sched.h>
 
+#include "comm/rank_set.h"
 #include "comm/shm/layout.h"
 #include "comm/transport.h"
 
@@ -43,11 +43,6 @@ class FunctionRef<Result(Arguments...)> {
   void* object_;
   Result (*call_)(void*, Arguments...);
 };
-
-/// Group ranks as bits.
-using RankSet = std::uint64_t;
-constexpr RankSet rank_bit(int rank) noexcept { return RankSet{1} << rank; }
-std::vector<int> ranks_in(RankSet ranks);
 
 /// Waits of one rank of one group. Safe to use from several threads at once.
 class Waiter {

@@ -99,7 +99,7 @@ void check_broadcast(ShmTransport& transport, Place place, DataType dtype, std::
     const Bytes expected = sample(dtype, count, seed_of(root, 0));
     const bool is_root = transport.rank() == root;
     Buffer data(transport, place, dtype, is_root ? expected : empty_like(dtype, count));
-    transport.broadcast(call_of(Operator::kBroadcast, dtype, ReduceOp::kNone, root), data.piece());
+    transport.broadcast(call_of(Operator::kBroadcast, dtype, std::nullopt, root), data.piece());
     EXPECT_EQ(data.content(), expected) << "broadcast [" << count << "] from " << root;
   }
 }
@@ -127,7 +127,7 @@ void check_gathers(ShmTransport& transport, Place place, DataType dtype, std::in
     if (root < 0) {
       transport.all_gather(call_of(Operator::kAllGather, dtype), input.piece(), pieces);
     } else {
-      transport.gather(call_of(Operator::kGather, dtype, ReduceOp::kNone, root), input.piece(),
+      transport.gather(call_of(Operator::kGather, dtype, std::nullopt, root), input.piece(),
                        pieces);
     }
     for (std::size_t i = 0; i < outputs.size(); ++i) {
@@ -153,7 +153,7 @@ void check_scatter(ShmTransport& transport, Place place, DataType dtype, std::in
       pieces.push_back(inputs.back()->piece());
     }
     Buffer output(transport, place, dtype, empty_like(dtype, count_for(root, rank)));
-    transport.scatter(call_of(Operator::kScatter, dtype, ReduceOp::kNone, root), pieces,
+    transport.scatter(call_of(Operator::kScatter, dtype, std::nullopt, root), pieces,
                       output.piece());
     EXPECT_EQ(output.content(), sample(dtype, count_for(root, rank), seed_of(root, rank)))
         << "scatter [" << count << "] root " << root;
@@ -257,7 +257,7 @@ TEST_P(Collectives, MatchPlainLoopsForEveryTypeAndReduction) {
   run_threads(param.size, options, [&](ShmTransport& transport) {
     for (const DataType dtype : kAllTypes) {
       for (const ReduceOp op : kAllReductions) {
-        if (!kernels::can_reduce(element_of(dtype), reduction_of(op))) continue;
+        if (!kernels::can_reduce(dtype, op)) continue;
         for (const std::int64_t count : {37, 5003}) {
           check_all_reduce(transport, param.place, dtype, op, count);
           check_reduce_scatter(transport, param.place, dtype, op, count, true);

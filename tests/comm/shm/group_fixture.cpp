@@ -200,7 +200,8 @@ std::vector<Outcome> run_processes(int size, const ShmOptions& options, const Ra
   return outcomes;
 }
 
-Call call_of(Operator op, DataType dtype, ReduceOp reduce, int root, std::uint64_t sequence) {
+Call call_of(Operator op, DataType dtype, std::optional<ReduceOp> reduce, int root,
+             std::uint64_t sequence) {
   Call call;
   call.op = op;
   call.dtype = dtype;

@@ -81,7 +81,7 @@ std::vector<Outcome> run_processes(
     const std::function<void(int rank, Bootstrap& bootstrap)>& prepare = nullptr);
 
 /// A call with its deadline ten seconds from now.
-Call call_of(Operator op, DataType dtype = DataType::kFloat32, ReduceOp reduce = ReduceOp::kNone,
+Call call_of(Operator op, DataType dtype = DataType::kFloat32, std::optional<ReduceOp> reduce = {},
              int root = -1, std::uint64_t sequence = 1);
 
 /// Small rings and slots, so that a few kilobytes pass through many chunks.

@@ -131,7 +131,7 @@ TEST(LentMemory, ProcessesReadWhatWasLent) {
           static_cast<std::int64_t>(memory->lend(rank, block.get(), kBytes, 1))};
       std::int64_t all[4];
       const std::vector<Piece> pieces{{all, 2}, {all + 2, 2}};
-      rank.all_gather(call_of(Operator::kAllGather, DataType::kInt64, ReduceOp::kNone, -1,
+      rank.all_gather(call_of(Operator::kAllGather, DataType::kInt64, std::nullopt, -1,
                               static_cast<std::uint64_t>(turn) + 1),
                       {words, 2}, pieces);
       const int peer = 1 - rank.rank();

@@ -44,33 +44,31 @@ Action reduce(std::int64_t count, int root) {
 }
 Action broadcast(std::int64_t count, int root) {
   return [=](ShmTransport& transport, Scratch& scratch) {
-    transport.broadcast(
-        call_of(Operator::kBroadcast, DataType::kFloat32, ReduceOp::kNone, root, 941),
-        {scratch.input.data(), count});
+    transport.broadcast(call_of(Operator::kBroadcast, DataType::kFloat32, std::nullopt, root, 941),
+                        {scratch.input.data(), count});
   };
 }
 Action barrier() {
   return [](ShmTransport& transport, Scratch&) {
-    transport.barrier(call_of(Operator::kBarrier, DataType::kUInt8, ReduceOp::kNone, -1, 941));
+    transport.barrier(call_of(Operator::kBarrier, DataType::kUInt8, std::nullopt, -1, 941));
   };
 }
 Action all_gather(std::int64_t count, std::vector<std::int64_t> outputs) {
   return [=](ShmTransport& transport, Scratch& scratch) {
-    transport.all_gather(
-        call_of(Operator::kAllGather, DataType::kFloat32, ReduceOp::kNone, -1, 941),
-        {scratch.input.data(), count}, scratch.pieces(outputs, true));
+    transport.all_gather(call_of(Operator::kAllGather, DataType::kFloat32, std::nullopt, -1, 941),
+                         {scratch.input.data(), count}, scratch.pieces(outputs, true));
   };
 }
 Action gather(std::int64_t count, int root, std::vector<std::int64_t> outputs) {
   return [=](ShmTransport& transport, Scratch& scratch) {
     const auto pieces = scratch.pieces(outputs, true);
-    transport.gather(call_of(Operator::kGather, DataType::kFloat32, ReduceOp::kNone, root, 941),
+    transport.gather(call_of(Operator::kGather, DataType::kFloat32, std::nullopt, root, 941),
                      {scratch.input.data(), count}, pieces);
   };
 }
 Action scatter(std::vector<std::int64_t> inputs, int root, std::int64_t count) {
   return [=](ShmTransport& transport, Scratch& scratch) {
-    transport.scatter(call_of(Operator::kScatter, DataType::kFloat32, ReduceOp::kNone, root, 941),
+    transport.scatter(call_of(Operator::kScatter, DataType::kFloat32, std::nullopt, root, 941),
                       scratch.pieces(inputs), {scratch.output.data(), count});
   };
 }
@@ -83,7 +81,7 @@ Action reduce_scatter(std::vector<std::int64_t> inputs, std::int64_t count) {
 }
 Action all_to_all(std::vector<std::int64_t> inputs, std::vector<std::int64_t> outputs) {
   return [=](ShmTransport& transport, Scratch& scratch) {
-    transport.all_to_all(call_of(Operator::kAllToAll, DataType::kFloat32, ReduceOp::kNone, -1, 941),
+    transport.all_to_all(call_of(Operator::kAllToAll, DataType::kFloat32, std::nullopt, -1, 941),
                          scratch.pieces(inputs), scratch.pieces(outputs, true));
   };
 }
@@ -212,7 +210,7 @@ TEST_P(Mismatch, IsTheSameTextOnEveryRank) {
   const auto texts = texts_of_threads(size, {}, [&](ShmTransport& transport) {
     Scratch scratch;
     // One good call first: the table of the second has the other parity.
-    transport.barrier(call_of(Operator::kBarrier, DataType::kUInt8, ReduceOp::kNone, -1, 940));
+    transport.barrier(call_of(Operator::kBarrier, DataType::kUInt8, std::nullopt, -1, 940));
     std::string first;
     try {
       param.actions[static_cast<std::size_t>(transport.rank())](transport, scratch);

@@ -8,7 +8,6 @@
 #include <random>
 #include <vector>
 
-#include "comm/shm/element_types.h"
 #include "comm/transport.h"
 #include "kernels/reduce.h"
 
@@ -47,10 +46,9 @@ inline Bytes reduced(DataType dtype, ReduceOp op, const std::vector<Bytes>& inpu
   std::vector<const void*> sources;
   for (const Bytes& input : inputs) sources.push_back(input.data());
   void* destination = result.data();
-  kernels::reduce_reference().reduce(element_of(dtype), reduction_of(op), sources.data(),
-                                     static_cast<int>(sources.size()), &destination, 1,
-                                     static_cast<std::int64_t>(result.size() / size_of(dtype)),
-                                     kernels::Store::kCached);
+  kernels::reduce_reference().reduce(
+      dtype, op, sources.data(), static_cast<int>(sources.size()), &destination, 1,
+      static_cast<std::int64_t>(result.size() / size_of(dtype)), kernels::Store::kCached);
   return result;
 }
 

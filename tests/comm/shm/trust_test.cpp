@@ -20,7 +20,7 @@
 #include <thread>
 #include <vector>
 
-#include "comm/shm/agreement.h"
+#include "comm/call_agreement.h"
 #include "comm/shm/creation.h"
 #include "comm/shm/handover.h"
 #include "group_fixture.h"
@@ -403,7 +403,8 @@ TEST(Headers, WithOffsetsOutsideTheHeapsEndTheGroup) {
 TEST(Headers, WithPiecesOutsideTheHeapsEndTheGroup) {
   for (const Operator op : {Operator::kAllToAll, Operator::kReduceScatter}) {
     const bool reduces = op == Operator::kReduceScatter;
-    const Call call = call_of(op, DataType::kFloat32, reduces ? ReduceOp::kSum : ReduceOp::kNone);
+    const Call call =
+        call_of(op, DataType::kFloat32, reduces ? std::optional(ReduceOp::kSum) : std::nullopt);
     std::vector<float> input(2 * kCount);
     std::vector<float> output(2 * kCount);
     const std::vector<Piece> inputs{{input.data(), kCount}, {input.data() + kCount, kCount}};

@@ -1,10 +1,11 @@
-#include "comm/shm/agreement.h"
+#include "comm/call_agreement.h"
 
+#include <optional>
 #include <vector>
 
 #include "comm/rank_list.h"
 
-namespace tessera::comm::shm {
+namespace tessera::comm {
 
 namespace {
 
@@ -13,14 +14,16 @@ struct PublishedCall {
   explicit PublishedCall(const CallHeader& header)
       : op(static_cast<Operator>(header.signature & 0xFF)),
         dtype(static_cast<DataType>(header.signature >> 8 & 0xFF)),
-        reduce(static_cast<ReduceOp>(header.signature >> 16 & 0xFF)),
         root(static_cast<int>(header.signature >> 24) - 1),
         sequence(header.sequence),
-        count(header.count) {}
+        count(header.count) {
+    const std::uint32_t number = header.signature >> 16 & 0xFF;
+    if (number > 0) reduce = static_cast<ReduceOp>(number - 1);
+  }
 
   Operator op;
   DataType dtype;
-  ReduceOp reduce;
+  std::optional<ReduceOp> reduce;
   int root;
   std::uint64_t sequence;
   std::int64_t count;
@@ -31,7 +34,7 @@ std::string describe(const PublishedCall& call, bool with_sequence) {
   std::string text(name_of(call.op));
   if (with_sequence) text.append(" #").append(std::to_string(call.sequence));
   if (call.op == Operator::kBarrier) return text;
-  if (call.reduce != ReduceOp::kNone) text.append(" ").append(name_of(call.reduce));
+  if (call.reduce) text.append(" ").append(name_of(*call.reduce));
   text.append(" of ").append(name_of(call.dtype));
   if (has_equal_counts(call.op)) text.append(" [").append(std::to_string(call.count)).append("]");
   if (call.root >= 0) {
@@ -50,14 +53,14 @@ struct Camp {
 };
 
 /// Ranks that made the same call, in order of their first rank.
-std::vector<Camp> camps_of(const Board& board, int parity) {
+std::vector<Camp> camps_of(const CallBoard& board) {
   bool sequences_differ = false;
-  for (int rank = 1; rank < board.size(); ++rank) {
-    sequences_differ |= board.header(rank, parity).sequence != board.header(0, parity).sequence;
+  for (int rank = 1; rank < board.size; ++rank) {
+    sequences_differ |= board.header(rank).sequence != board.header(0).sequence;
   }
   std::vector<Camp> camps;
-  for (int rank = 0; rank < board.size(); ++rank) {
-    const PublishedCall call(board.header(rank, parity));
+  for (int rank = 0; rank < board.size; ++rank) {
+    const PublishedCall call(board.header(rank));
     std::string text = describe(call, sequences_differ);
     bool is_new = true;
     for (Camp& camp : camps) {
@@ -98,20 +101,20 @@ struct Transfer {
 };
 
 /// Transfers that the operator does not have are 0 on both sides.
-Transfer transfer(const Board& board, int parity, const PublishedCall& call, int from, int to) {
+Transfer transfer(const CallBoard& board, const PublishedCall& call, int from, int to) {
   switch (call.op) {
     case Operator::kAllGather:
-      return {board.header(from, parity).count, board.counts(to, parity).receives[from]};
+      return {board.header(from).count, board.counts(to).receives[from]};
     case Operator::kGather:
       if (to != call.root) return {0, 0};
-      return {board.header(from, parity).count, board.counts(to, parity).receives[from]};
+      return {board.header(from).count, board.counts(to).receives[from]};
     case Operator::kScatter:
       if (from != call.root) return {0, 0};
-      return {board.counts(from, parity).sends[to], board.header(to, parity).count};
+      return {board.counts(from).sends[to], board.header(to).count};
     case Operator::kReduceScatter:
-      return {board.counts(from, parity).sends[to], board.header(to, parity).count};
+      return {board.counts(from).sends[to], board.header(to).count};
     case Operator::kAllToAll:
-      return {board.counts(from, parity).sends[to], board.counts(to, parity).receives[from]};
+      return {board.counts(from).sends[to], board.counts(to).receives[from]};
     default:
       return {0, 0};
   }
@@ -128,42 +131,42 @@ std::uint64_t digest_of(std::span<const Piece> pieces) noexcept {
   return digest;
 }
 
-bool counts_fit(const Board& board, int parity, int rank, const Call& call) noexcept {
-  const int size = board.size();
-  const CallHeader& mine = board.header(rank, parity);
+bool counts_fit(const CallBoard& board, int rank, const Call& call) noexcept {
+  const int size = board.size;
+  const CallHeader& mine = board.header(rank);
   switch (call.op) {
     case Operator::kAllGather:
     case Operator::kReduceScatter: {
       // Equal digests mean equal lists on all ranks, so everybody comes to the same answer by
       // comparing its own list with the counts in the headers.
-      const PeerCounts own = board.counts(rank, parity);
+      const PeerCounts own = board.counts(rank);
       const std::int64_t* list = call.op == Operator::kAllGather ? own.receives : own.sends;
       for (int peer = 0; peer < size; ++peer) {
-        const CallHeader& theirs = board.header(peer, parity);
+        const CallHeader& theirs = board.header(peer);
         if (theirs.digest != mine.digest || theirs.count != list[peer]) return false;
       }
       return true;
     }
     case Operator::kGather:
     case Operator::kScatter: {
-      const PeerCounts root = board.counts(call.root, parity);
+      const PeerCounts root = board.counts(call.root);
       const std::int64_t* list = call.op == Operator::kGather ? root.receives : root.sends;
       for (int peer = 0; peer < size; ++peer) {
-        if (board.header(peer, parity).count != list[peer]) return false;
+        if (board.header(peer).count != list[peer]) return false;
       }
       return true;
     }
     case Operator::kAllToAll: {
       bool is_uniform = true;
       for (int peer = 0; peer < size; ++peer) {
-        const CallHeader& theirs = board.header(peer, parity);
+        const CallHeader& theirs = board.header(peer);
         is_uniform &= (theirs.flags & kUniform) != 0 && theirs.digest == mine.digest;
       }
       if (is_uniform) return true;
       for (int from = 0; from < size; ++from) {
-        const std::int64_t* sends = board.counts(from, parity).sends;
+        const std::int64_t* sends = board.counts(from).sends;
         for (int to = 0; to < size; ++to) {
-          if (sends[to] != board.counts(to, parity).receives[from]) return false;
+          if (sends[to] != board.counts(to).receives[from]) return false;
         }
       }
       return true;
@@ -173,15 +176,15 @@ bool counts_fit(const Board& board, int parity, int rank, const Call& call) noex
   }
 }
 
-Disagreement describe_disagreement(const Board& board, int parity) {
-  const std::vector<Camp> camps = camps_of(board, parity);
+Disagreement describe_disagreement(const CallBoard& board) {
+  const std::vector<Camp> camps = camps_of(board);
   if (camps.size() > 1) return describe_camps(camps);
   const PublishedCall& call = camps[0].call;
   Disagreement result;
   int others = 0;
-  for (int from = 0; from < board.size(); ++from) {
-    for (int to = 0; to < board.size(); ++to) {
-      const Transfer move = transfer(board, parity, call, from, to);
+  for (int from = 0; from < board.size; ++from) {
+    for (int to = 0; to < board.size; ++to) {
+      const Transfer move = transfer(board, call, from, to);
       if (move.given == move.expected) continue;
       if (!result.text.empty()) {
         ++others;
@@ -199,4 +202,4 @@ Disagreement describe_disagreement(const Board& board, int parity) {
   return result;
 }
 
-}  // namespace tessera::comm::shm
+}  // namespace tessera::comm
