@@ -7,7 +7,7 @@
 #include "dlrm/click_layout.h"
 #include "dlrm/half.h"
 #include "dlrm/mapped_file.h"
-#include "tessera/checkpoint/checksum.h"
+#include "tessera/core/crc32c.h"
 
 namespace tessera::workloads::dlrm {
 namespace {
@@ -266,7 +266,7 @@ void ClickFile::verify() const {
   for (std::size_t i = 0; i < layout_.blocks.size(); ++i) {
     const ClickFileBlock& block = layout_.blocks[i];
     const std::string_view bytes = mapping_->bytes().substr(block.begin, block.num_bytes);
-    if (checkpoint::crc32c(bytes.data(), bytes.size()) != block.crc) {
+    if (core::crc32c(bytes.data(), bytes.size()) != block.crc) {
       throw DataError(path_ + ": block " + std::to_string(i) + " (samples from " +
                       std::to_string(first) + ") is damaged: its sum is wrong.");
     }

@@ -11,7 +11,7 @@
 #include "dlrm/click_file.h"
 #include "dlrm/click_layout.h"
 #include "dlrm/half.h"
-#include "tessera/checkpoint/checksum.h"
+#include "tessera/core/crc32c.h"
 
 namespace tessera::workloads::dlrm {
 
@@ -92,7 +92,7 @@ void ClickFileWriter::State::write_block() {
     bags[f].wide.clear();
   }
   entry.num_bytes = block.size();
-  entry.crc = checkpoint::crc32c(block.data(), block.size());
+  entry.crc = core::crc32c(block.data(), block.size());
   write(block);
   pad_file();
   layout.num_samples += static_cast<std::int64_t>(labels.size());

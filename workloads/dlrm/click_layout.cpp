@@ -3,7 +3,7 @@
 #include <cstring>
 #include <set>
 
-#include "tessera/checkpoint/checksum.h"
+#include "tessera/core/crc32c.h"
 
 namespace tessera::workloads::dlrm {
 namespace detail {
@@ -157,8 +157,8 @@ EncodedLayout encode_layout(const ClickFileLayout& layout, std::uint64_t directo
   put(header, static_cast<std::uint32_t>(layout.blocks.size()));
   put(header, directory_begin);
   put(header, static_cast<std::uint64_t>(encoded.directory.size()));
-  put(header, checkpoint::crc32c(encoded.directory.data(), encoded.directory.size()));
-  put(header, checkpoint::crc32c(header.data(), header.size()));
+  put(header, core::crc32c(encoded.directory.data(), encoded.directory.size()));
+  put(header, core::crc32c(header.data(), header.size()));
   return encoded;
 }
 
@@ -196,7 +196,7 @@ Header decode_header(std::string_view bytes, const std::string& name, ClickFileL
   header.directory_bytes = numbers.take<std::uint64_t>();
   header.directory_crc = numbers.take<std::uint32_t>();
   const auto crc = numbers.take<std::uint32_t>();
-  if (crc != checkpoint::crc32c(bytes.data(), kHeaderBytes - 4)) {
+  if (crc != core::crc32c(bytes.data(), kHeaderBytes - 4)) {
     fail(name, "the header is damaged: its sum is wrong.");
   }
   if (flags > kHalfFlag || num_samples > (std::uint64_t{1} << 48) || layout.block_samples < 1 ||
@@ -252,7 +252,7 @@ ClickFileLayout decode_click_file(std::string_view bytes, const std::string& nam
                    ". It is cut short or something was added.");
   }
   const std::string_view directory = bytes.substr(header.directory_begin);
-  if (checkpoint::crc32c(directory.data(), directory.size()) != header.directory_crc) {
+  if (core::crc32c(directory.data(), directory.size()) != header.directory_crc) {
     fail(name, "the directory is damaged: its sum is wrong.");
   }
   Numbers numbers(directory, name);

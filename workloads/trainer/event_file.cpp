@@ -8,7 +8,7 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "tessera/checkpoint/checksum.h"
+#include "tessera/core/crc32c.h"
 
 namespace tessera::trainer {
 namespace {
@@ -61,7 +61,7 @@ Message event_at(std::int64_t step) {
 
 // Sums are stored turned and shifted, so that a sum over sums means something.
 std::uint32_t masked_sum(std::string_view bytes) {
-  const std::uint32_t sum = checkpoint::crc32c(bytes.data(), bytes.size());
+  const std::uint32_t sum = core::crc32c(bytes.data(), bytes.size());
   return (sum >> 15U | sum << 17U) + 0xa282ead8U;
 }
 

@@ -1,30 +1,20 @@
 // tessera/checkpoint/checksum.h — the two standard sums a checkpoint carries. No LibTorch.
 //
-// Data: CRC-32C (Castagnoli, polynomial 0x1EDC6F41 reflected, initial value and final xor
-// 0xFFFFFFFF; the sum of "123456789" is e3069283), as in iSCSI, ext4 and SSE 4.2.
-// Manifests: SHA-256 (FIPS 180-4), because a delta names its base by it.
+// Data: CRC-32C. Manifests: SHA-256 (FIPS 180-4), because a delta names its base by it.
 
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
 #include <string>
 #include <string_view>
 
+#include "tessera/core/crc32c.h"
 #include "tessera/core/export.h"
 
 namespace tessera::checkpoint {
 
-/// Returns the CRC-32C of the bytes that gave `before`, followed by these. Start with 0.
-TESSERA_API std::uint32_t crc32c(const void* data, std::size_t num_bytes, std::uint32_t before = 0);
-
-/// Returns the CRC-32C of two pieces in a row, given the sum of each and the bytes of the second.
-TESSERA_API std::uint32_t crc32c_joined(std::uint32_t first, std::uint32_t second,
-                                        std::uint64_t second_bytes);
-
-/// As crc32c, by tables instead of the instruction: the judge of the fast one.
-TESSERA_API std::uint32_t crc32c_by_table(const void* data, std::size_t num_bytes,
-                                          std::uint32_t before = 0);
+using core::crc32c;
+using core::crc32c_by_table;
+using core::crc32c_joined;
 
 /// Returns the SHA-256 of `bytes` as 64 hexadecimal digits.
 TESSERA_API std::string sha256(std::string_view bytes);
