@@ -14,6 +14,7 @@
 #include <torch/nn/modules/linear.h>
 
 #include "tessera/comm/awaitable.h"
+#include "tessera/embedding/dot_interaction.h"
 #include "tessera/jagged/keyed_tensor.h"
 
 namespace tessera::workloads::dlrm {
@@ -56,19 +57,8 @@ class Perceptron : public torch::nn::Module {
   bool relu_at_end_;
 };
 
-/// Returns [batch, dim + n(n+1)/2] for dense [batch, dim] and embeddings [batch, m * dim]: dense,
-/// then for i = 1..n the products of vector i with vectors 0..i-1, where vector 0 is dense and
-/// vector i is part `order[i-1]` of the embeddings; without an order, all m parts as they lie.
-/// On the CPU computed in float32, whatever is given, and differentiable once; float64, more than
-/// 255 parts and other devices go through the reference. Throws ValueError for shapes that do not
-/// fit, and for an order that names a part twice or one that is not there.
-torch::Tensor dot_interaction(const torch::Tensor& dense, const torch::Tensor& embeddings,
-                              const std::vector<std::int64_t>& order = {});
-
-/// The same by torch's own operators, differentiable any number of times: the judge. Parts are in
-/// order.
-torch::Tensor dot_interaction_reference(const torch::Tensor& dense,
-                                        const torch::Tensor& embeddings);
+using embedding::dot_interaction;
+using embedding::dot_interaction_reference;
 
 /// DCN-v2 in its low-rank form: x' = x0 * (W (V x) + b) + x per layer.
 class LowRankCross : public torch::nn::Module {

@@ -1,5 +1,7 @@
-// The dot interaction on float32, with a backward of its own: torch's operators put all vectors
-// side by side, multiply whole squares, pick the triangle by an index and add it back by another.
+// On float32, with a backward of its own: torch's operators put all vectors side by side, multiply
+// whole squares, pick the triangle by an index and add it back by another.
+
+#include "tessera/embedding/dot_interaction.h"
 
 #include <numeric>
 #include <set>
@@ -9,18 +11,17 @@
 #include <ATen/Parallel.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include "dlrm/model.h"
 #include "kernels/pair_products.h"
 #include "tessera/core/check.h"
 
-namespace tessera::workloads::dlrm {
+namespace tessera::embedding {
 namespace {
 
 // Samples below which another thread is not worth waking: about 20 microseconds of work.
 constexpr std::int64_t kGrain = 32;
 
 // The number of parts that the embeddings have.
-std::int64_t parts_of(const torch::Tensor& dense, const torch::Tensor& embeddings) {
+std::int64_t parts_of(const at::Tensor& dense, const at::Tensor& embeddings) {
   TESSERA_CHECK_VALUE(dense.dim() == 2 && embeddings.dim() == 2 &&
                           dense.size(0) == embeddings.size(0) && dense.size(1) > 0 &&
                           embeddings.size(1) % dense.size(1) == 0,
@@ -44,7 +45,7 @@ std::vector<std::int64_t> checked_order(std::vector<std::int64_t> order, std::in
 }
 
 // `offsets`: where each part that takes part begins in a row of embeddings.
-kernels::SampleVectors vectors_of(const torch::Tensor& dense, const torch::Tensor& embeddings,
+kernels::SampleVectors vectors_of(const at::Tensor& dense, const at::Tensor& embeddings,
                                   const std::vector<std::int64_t>& offsets) {
   return {dense.const_data_ptr<float>(),
           dense.size(1),
@@ -57,9 +58,9 @@ kernels::SampleVectors vectors_of(const torch::Tensor& dense, const torch::Tenso
 
 class DotInteraction : public torch::autograd::Function<DotInteraction> {
  public:
-  static torch::Tensor forward(torch::autograd::AutogradContext* context,
-                               const torch::Tensor& dense, const torch::Tensor& embeddings,
-                               const std::vector<std::int64_t>& offsets) {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& dense,
+                            const at::Tensor& embeddings,
+                            const std::vector<std::int64_t>& offsets) {
     const auto first = dense.to(at::kFloat).contiguous();
     const auto rows = embeddings.to(at::kFloat).contiguous();
     const kernels::SampleVectors vectors = vectors_of(first, rows, offsets);
@@ -78,8 +79,8 @@ class DotInteraction : public torch::autograd::Function<DotInteraction> {
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  torch::autograd::variable_list grads) {
     const auto saved = context->get_saved_variables();
-    const torch::Tensor& dense = saved[0];
-    const torch::Tensor& embeddings = saved[1];
+    const at::Tensor& dense = saved[0];
+    const at::Tensor& embeddings = saved[1];
     const auto offsets = context->saved_data["offsets"].toIntVector();
     const kernels::SampleVectors vectors = vectors_of(dense, embeddings, offsets);
     const auto grad = grads[0].contiguous();
@@ -93,20 +94,18 @@ class DotInteraction : public torch::autograd::Function<DotInteraction> {
       kernels::pair_product_kernels().gradients(vectors, begin, end, gradients, of_dense, of_rows);
     });
     return {grad_dense.to(context->saved_data["dense_type"].toScalarType()),
-            grad_rows.to(context->saved_data["embeddings_type"].toScalarType()), torch::Tensor()};
+            grad_rows.to(context->saved_data["embeddings_type"].toScalarType()), at::Tensor()};
   }
 };
 
 }  // namespace
 
-torch::Tensor dot_interaction(const torch::Tensor& dense, const torch::Tensor& embeddings,
-                              const std::vector<std::int64_t>& order) {
+at::Tensor dot_interaction(const at::Tensor& dense, const at::Tensor& embeddings,
+                           const std::vector<std::int64_t>& order) {
   const std::int64_t num_parts = parts_of(dense, embeddings);
   const std::vector<std::int64_t> parts = checked_order(order, num_parts);
   const std::int64_t dim = dense.size(1);
-  const auto is_wide = [](const torch::Tensor& tensor) {
-    return tensor.scalar_type() == at::kDouble;
-  };
+  const auto is_wide = [](const at::Tensor& tensor) { return tensor.scalar_type() == at::kDouble; };
   const bool is_few = static_cast<std::int64_t>(parts.size()) <= kernels::kMostPairVectors;
   if (dense.is_cpu() && is_few && !is_wide(dense) && !is_wide(embeddings)) {
     std::vector<std::int64_t> offsets;
@@ -123,8 +122,7 @@ torch::Tensor dot_interaction(const torch::Tensor& dense, const torch::Tensor& e
       dense, embeddings.view({dense.size(0), num_parts, dim}).index_select(1, chosen).flatten(1));
 }
 
-torch::Tensor dot_interaction_reference(const torch::Tensor& dense,
-                                        const torch::Tensor& embeddings) {
+at::Tensor dot_interaction_reference(const at::Tensor& dense, const at::Tensor& embeddings) {
   const std::int64_t count = parts_of(dense, embeddings) + 1;
   const auto vectors = at::cat({dense, embeddings}, 1).view({dense.size(0), count, dense.size(1)});
   const auto products = at::bmm(vectors, vectors.transpose(1, 2));
@@ -133,4 +131,4 @@ torch::Tensor dot_interaction_reference(const torch::Tensor& dense,
   return at::cat({dense, products.flatten(1).index_select(1, place)}, 1);
 }
 
-}  // namespace tessera::workloads::dlrm
+}  // namespace tessera::embedding
