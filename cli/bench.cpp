@@ -9,9 +9,9 @@
 
 #include "bench_rows.h"
 #include "bench_serve.h"
-#include "captured_program.h"
 #include "flags.h"
 #include "launch/store_host.h"
+#include "programs/captured_program.h"
 #include "tessera/launch/exit_code.h"
 #include "tessera/launch/launch_error.h"
 #include "usage.h"

@@ -5,9 +5,9 @@
 #include <cstdio>
 #include <filesystem>
 
-#include "captured_program.h"
 #include "doctor/machine.h"
 #include "launch/store_host.h"
+#include "programs/captured_program.h"
 #include "report/run_folder.h"
 #include "tessera/launch/exit_code.h"
 #include "tessera/launch/launch_error.h"

@@ -18,11 +18,11 @@
 #include <sstream>
 #include <thread>
 
-#include "captured_program.h"
 #include "core/private_address.h"
 #include "core/secret.h"
 #include "launch/scratch.h"
 #include "launch/store_host.h"
+#include "programs/captured_program.h"
 
 namespace tessera::cli {
 namespace {

@@ -4,8 +4,8 @@
 #include <filesystem>
 #include <vector>
 
-#include "captured_program.h"
 #include "launch/store_host.h"
+#include "programs/captured_program.h"
 
 namespace tessera::cli {
 namespace {

@@ -1,4 +1,4 @@
-// cli/captured_program.h — runs another program and keeps what it says.
+// cli/programs/captured_program.h — runs another program and keeps what it says.
 
 #pragma once
 

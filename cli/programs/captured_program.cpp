@@ -1,4 +1,4 @@
-#include "captured_program.h"
+#include "programs/captured_program.h"
 
 #include <fcntl.h>
 #include <poll.h>
