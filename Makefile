@@ -38,7 +38,7 @@ DOCS_PACKAGES := mkdocs==1.6.1 mkdocs-material==9.8.1
 export CCACHE_SLOPPINESS := pch_defines,time_macros,include_file_mtime,include_file_ctime
 export CCACHE_BASEDIR := $(CURDIR)
 
-.PHONY: build everything demo test peers trainers browser docs wheel compat lint tidy single format bench clean sanitize packages headers cuda-build cuda-test cuda-bench help
+.PHONY: build everything demo test peers trainers browser docs wheel compat lint tidy clang single format bench clean sanitize packages headers cuda-build cuda-test cuda-bench help
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -78,7 +78,10 @@ $(VENV)/.ready: Makefile | packages
 $(BUILD)/build.ninja: $(VENV)/.ready CMakeLists.txt CMakePresets.json
 	cmake --preset release
 
-demo: build  ## Run the main job from nothing
+# Builds the programs alone: bindings and benchmarks take no part in it.
+demo: $(BUILD)/build.ninja  ## Run the main job from nothing
+	ninja -C $(BUILD) -j $(JOBS) tessera_cli tessera_worker
+	ln -sf ../../$(BUILD)/bin/tessera $(VENV)/bin/tessera
 	bash examples/demo.sh
 
 # A test that fails is run once more, and both runs are shown: the fault tests race real signals against
@@ -143,7 +146,8 @@ single: $(BUILD)/build.ninja
 # clang-tidy reads what does without LibTorch in every run; the rest costs half a minute a file and is
 # read by `make tidy`.
 TIDY_CHECKPOINT := $(addprefix src/checkpoint/,checksum.cpp convert.cpp disk.cpp folder.cpp json.cpp manifest.cpp manifest_check.cpp open_file.cpp plain_reader.cpp reader.cpp safetensors.cpp stored_region.cpp writer.cpp)
-TIDY_QUICK := 'cli/*.cpp' ':!cli/worker' 'src/launch/*.cpp' 'src/kernels/*.cpp' 'src/comm/shm/*.cpp' 'src/core/error_file.cpp' $(TIDY_CHECKPOINT)
+TIDY_QUICK := 'cli/*.cpp' ':!cli/worker' 'src/launch/*.cpp' 'src/kernels/*.cpp' 'src/comm/shm/*.cpp' src/comm/call_agreement.cpp \
+              src/core/crc32c.cpp src/core/error_file.cpp $(TIDY_CHECKPOINT)
 # Not what needs CUDA's headers.
 TIDY_ALL := 'cli/**/*.cpp' 'src/**/*.cpp' 'python/src/*.cpp' ':!src/embedding/table_cuda.cpp' ':!src/jagged/device_cuda.cpp' ':!src/vocab_parallel/device_cuda.cpp' ':!src/comm/nccl/nccl_backend.cpp'
 run_tidy = git ls-files $(1) | grep -v 'gloo/gloo_backend.cpp' | \
@@ -161,6 +165,14 @@ lint: single  ## Check formatting and style
 
 tidy: single  ## Run clang-tidy over everything
 	$(call run_tidy,$(TIDY_ALL))
+
+# The second compiler. Files are read and judged, nothing is built; CLANG_FILES is a pattern.
+CLANG_FILES ?= .
+clang: $(VENV)/.ready  ## Read everything with clang 19; its warnings are errors
+	command -v clang++-19 >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && \
+	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends clang-19 >/dev/null; }
+	cmake --preset clang > /dev/null
+	$(VENV)/bin/python tests/support/read_by_clang.py -j $(JOBS) build/clang '$(CLANG_FILES)'
 
 # Programs that do without LibTorch are built in minutes and watched whole; SANITIZE=all builds every test,
 # for an hour or two, and watches our own code in it. What each lane found goes to build/sanitize.txt; one

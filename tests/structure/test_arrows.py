@@ -1,7 +1,8 @@
 """The house has floors: an include may only point down.
 
 Reads every #include of the tree and fails on one that points up, sideways, or out of a public
-header into a private one.
+header into a private one. The modules of libtessera are linked floor by floor as well
+(cmake/TesseraModule.cmake), by the same arrows.
 """
 
 import re
@@ -40,6 +41,65 @@ BELOW = {
     "launch": {"core", "comm"},
     "serving": {"core", "embedding", "checkpoint", "collision"},
 }
+# The torch-free part of comm that engines stand on: what a transport is, what calls are and whether they
+# agree. The rest of comm stands on the engines.
+COMM_GROUND = {"call_agreement", "call_board", "own_process", "rank_list", "rank_set", "transport"}
+
+# Floors above the library. Of a folder that two of them share, the files are named.
+UPPER = {
+    "workloads/dlrm/log": set(),
+    "workloads/settings": {"workloads/dlrm/log"},
+    "workloads/report": set(),
+    "workloads/data": {"workloads/settings", "workloads/dlrm/log"},
+    "workloads/trainer": {"workloads/settings", "workloads/report"},
+    "workloads/dlrm": {
+        "workloads/settings",
+        "workloads/report",
+        "workloads/dlrm/log",
+        "workloads/data",
+        "workloads/trainer",
+    },
+    "workloads/gnn": {"workloads/settings", "workloads/report", "workloads/data", "workloads/trainer"},
+    "workloads/lm": {"workloads/settings", "workloads/report", "workloads/trainer"},
+    "cli/programs": set(),
+    "cli/doctor": {"cli/programs", "workloads/report"},
+    "cli": {
+        "cli/programs",
+        "cli/doctor",
+        "workloads/settings",
+        "workloads/report",
+        "workloads/dlrm/log",
+        "workloads/data",
+        "workloads/dlrm",
+        "workloads/gnn",
+        "workloads/lm",
+        "workloads/trainer",
+    },
+    "cli/worker": {
+        "cli",
+        "workloads/settings",
+        "workloads/report",
+        "workloads/dlrm/log",
+        "workloads/data",
+        "workloads/dlrm",
+        "workloads/gnn",
+        "workloads/lm",
+        "workloads/trainer",
+    },
+}
+# A click log, and what tells a file by its content: under the readers of workloads/data.
+CLICK_LOG = {
+    f"workloads/dlrm/{stem}"
+    for stem in (
+        "click_file", "click_file_writer", "click_layout", "click_log", "criteo", "half", "mapped_file",
+        "metrics", "open_log", "synthetic", "text_blocks",
+    )
+} | {"workloads/data/content"}  # fmt: skip
+# Wherever they lie, trainings' settings are a part of settings, and data's errors of the trainer a header
+# that stands on nothing.
+SETTINGS = {f"workloads/{name}/settings" for name in ("dlrm", "gnn", "lm", "trainer")}
+WORDS = {"workloads/trainer/data_error"}
+
 # Only the module that owns an operator calls its kernel, from its source files.
 CALLS_KERNELS = {
     "comm",
@@ -100,6 +160,101 @@ def test_includes_point_down():
             target = target_module(include)
             if target is not None and target not in allowed:
                 wrong.append(f"{path.relative_to(ROOT)} includes {include}: {module} may not use {target}")
+    assert not wrong, "\n".join(wrong)
+
+
+def declared_arrows():
+    """What CMake links each module of libtessera with."""
+    arrows = {}
+    for path in sorted((ROOT / "src").glob("*/CMakeLists.txt")):
+        for name, rest in re.findall(
+            r"^tessera_module\((\w+)\n(.*?)^  SOURCES", path.read_text(), re.M | re.S
+        ):
+            uses = re.search(r"^  USES (.*)$", rest, re.M)
+            arrows[name] = set(uses.group(1).split()) if uses else set()
+    return arrows
+
+
+def test_modules_are_linked_by_the_same_arrows():
+    declared = declared_arrows()
+    assert declared == {name: BELOW[name] for name in declared}
+    without_libtorch = {"kernels", "launch", "planner", "serving"}
+    assert set(declared) == set(BELOW) - without_libtorch
+
+
+def test_arrows_have_no_cycle():
+    below = {**BELOW, **{name: floors for name, floors in UPPER.items()}}
+    while free := {name for name, floors in below.items() if not floors & set(below)}:
+        below = {name: floors for name, floors in below.items() if name not in free}
+    assert not below, f"modules in a circle: {sorted(below)}"
+
+
+def test_engines_stand_on_the_ground_of_comm():
+    wrong = []
+    for path in sources("src/comm"):
+        name = path.relative_to(ROOT / "src" / "comm").as_posix()
+        is_ground = path.parent.name == "comm" and path.stem in COMM_GROUND
+        if not is_ground and not name.startswith("shm/"):
+            continue
+        for include in includes(path):
+            target = re.match(r"comm/(.+)\.h$", include)
+            if target is None or target.group(1) in COMM_GROUND:
+                continue
+            if is_ground or not target.group(1).startswith("shm/"):
+                wrong.append(f"{path.relative_to(ROOT)} includes {include}")
+    assert not wrong, "\n".join(wrong)
+
+
+def upper_floor(path):
+    """The floor of a file of workloads or cli, given without its ending."""
+    if path in CLICK_LOG:
+        return "workloads/dlrm/log"
+    if path in SETTINGS:
+        return "workloads/settings"
+    parts = path.split("/")
+    return "/".join(parts[:2]) if parts[0] == "workloads" or len(parts) > 2 else parts[0]
+
+
+def upper_target(path, include):
+    """The file of workloads or cli that an include names, without its ending, or None for all others."""
+    folders = [path.parent, ROOT / "workloads"]
+    if path.relative_to(ROOT).parts[0] == "cli":
+        folders.insert(1, ROOT / "cli")
+    for folder in folders:
+        if (folder / include).is_file():
+            return (folder / include).resolve().relative_to(ROOT).with_suffix("").as_posix()
+    return None
+
+
+def test_every_folder_of_workloads_and_cli_is_known():
+    folders = {f"workloads/{p.name}" for p in (ROOT / "workloads").iterdir() if p.is_dir()}
+    folders |= {f"cli/{p.name}" for p in (ROOT / "cli").iterdir() if p.is_dir()}
+    assert folders <= set(UPPER), f"folders without a floor: {sorted(folders - set(UPPER))}"
+
+
+def test_includes_of_workloads_and_cli_point_down():
+    wrong = []
+    for path in sources("workloads", "cli"):
+        own = path.relative_to(ROOT).with_suffix("").as_posix()
+        floor = upper_floor(own)
+        for include in includes(path):
+            target = upper_target(path, include)
+            if target is None or target in WORDS:
+                continue
+            below = upper_floor(target)
+            if below != floor and below not in UPPER[floor]:
+                wrong.append(f"{path.relative_to(ROOT)} includes {include}: {floor} may not use {below}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_workload_owns_no_mechanism():
+    private = re.compile(r"^(kernels|" + "|".join(sorted(set(BELOW) - {"core"})) + r")/")
+    wrong = [
+        f"{path.relative_to(ROOT)} includes {include}"
+        for path in sources("workloads")
+        for include in includes(path)
+        if private.match(include)
+    ]
     assert not wrong, "\n".join(wrong)
 
 

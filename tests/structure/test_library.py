@@ -24,7 +24,7 @@ def test_the_library_defines_no_symbol_of_gloo():
 def test_the_gloo_file_was_built_from_our_declarations_only():
     dependencies = run("ninja", "-C", str(BUILD), "-t", "deps")
     # Benchmarks compile the file once more, for a peer of their own.
-    name = "tessera.dir/comm/gloo/gloo_backend.cpp.o:"
+    name = "tessera_module_comm.dir/gloo/gloo_backend.cpp.o:"
     blocks = [b for b in dependencies.split("\n\n") if name in b.split("\n", 1)[0]]
     assert len(blocks) == 1
     gloo = [
