@@ -1,5 +1,11 @@
 # The modules of libtessera: each is a target of its own, and names the modules below it.
 
+# tessera_without_libtorch(<target>): the headers of ours and of JSON, for a library that has no LibTorch.
+function(tessera_without_libtorch target)
+  target_include_directories(${target} PUBLIC ${CMAKE_SOURCE_DIR}/include PRIVATE ${CMAKE_SOURCE_DIR}/src)
+  target_include_directories(${target} SYSTEM PRIVATE ${TESSERA_JSON_INCLUDE})
+endfunction()
+
 # tessera_module(<name> [USES <module>...] [LINKS <library>...] [SYSTEM <folder>...] SOURCES <file>...):
 # tessera_module_<name>, the objects of the module's files that stand on LibTorch.
 #   USES    the modules it may call; tests/structure/test_arrows.py has the same arrows
