@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
-
-import torch
 
 from tessera.metrics.rec_metric import RecMetricComputation
 
@@ -17,14 +14,7 @@ class LatestBatch(RecMetricComputation):
 
     PERSISTENT: ClassVar = False
 
-    def update(
-        self,
-        predictions: torch.Tensor,
-        labels: torch.Tensor,
-        weights: torch.Tensor,
-        inputs: Mapping[str, torch.Tensor] | None = None,
-    ) -> None:
-        """Forget the last batch, and keep this one."""
+    def _add(self, predictions, labels, weights, inputs) -> None:
         for name in self.sums():
             getattr(self, name).zero_()
-        super().update(predictions, labels, weights, inputs)
+        super()._add(predictions, labels, weights, inputs)

@@ -136,7 +136,10 @@ class RecMetricComputation(nn.Module, abc.ABC):
         inputs: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """Add a batch."""
-        added = self._sums_with(predictions.double(), labels.double(), weights.double(), inputs or {})
+        self._add(predictions, labels, weights, inputs or {})
+
+    def _add(self, predictions, labels, weights, inputs) -> None:
+        added = self._sums_with(predictions.double(), labels.double(), weights.double(), inputs)
         if not added:
             return
         batch = torch.cat([added[name].double().reshape(-1) for name in self._shapes])

@@ -34,17 +34,10 @@ class TowerQPSMetricComputation(RecMetricComputation):
         self._steps = 0
         self._previous = 0.0
 
-    def update(
-        self,
-        predictions: torch.Tensor,
-        labels: torch.Tensor,
-        weights: torch.Tensor,
-        inputs: Mapping[str, torch.Tensor] | None = None,
-    ) -> None:
-        """Count a batch."""
+    def _add(self, predictions, labels, weights, inputs) -> None:
         self._steps += 1
         if self._steps > self._warmup_steps:
-            super().update(predictions, labels, weights, inputs)
+            super()._add(predictions, labels, weights, inputs)
             return
         self.num_examples += labels.numel()
         self.warmup_examples += labels.numel()
