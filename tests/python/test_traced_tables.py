@@ -309,9 +309,12 @@ def test_fx(model, trace):
     assert torch.equal(compiled(*given), whole(*given))
 
 
-def test_fx_of_a_collection_by_itself_says_what_to_trace():
-    with pytest.raises(ValueError, match="Trace a model that holds it"):
-        torch.fx.symbolic_trace(bags())
+def test_fx_of_a_collection_by_itself_looks_inside():
+    module = bags()
+    features = batch(3)
+    traced = torch.fx.symbolic_trace(module)
+    assert any(node.op == "get_attr" for node in traced.graph.nodes)
+    torch.testing.assert_close(traced(features).values(), module(features).values())
 
 
 def test_fx_of_batches():

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -38,9 +39,12 @@ class Tracer(TorchTracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Tell whether a module is called as a whole."""
         from tessera.distributed.types import ShardedModule
-        from tessera.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+        from tessera.modules.embedding_modules import (
+            EmbeddingBagCollectionInterface,
+            EmbeddingCollectionInterface,
+        )
 
-        if isinstance(m, (ShardedModule, EmbeddingBagCollection, EmbeddingCollection)):
+        if isinstance(m, (ShardedModule, EmbeddingBagCollectionInterface, EmbeddingCollectionInterface)):
             return True
         names = {type(m).__name__, module_qualified_name}
         return not names.isdisjoint(self._leaf_modules) or super().is_leaf_module(m, module_qualified_name)
@@ -51,9 +55,28 @@ class Tracer(TorchTracer):
         """Return the graph of a model."""
         _depth["now"] += 1
         try:
-            return super().trace(root, concrete_args)
+            graph = super().trace(root, concrete_args)
         finally:
             _depth["now"] -= 1
+        _name_types(graph, root)
+        return graph
+
+
+def _name_types(graph: Graph, root: nn.Module | Callable[..., Any]) -> None:
+    """Put types in the place of their names, which a module with postponed annotations has.
+
+    torch.jit.script could not find them by name in the code of the graph.
+    """
+    named = [node for node in graph.nodes if isinstance(node.type, str)]
+    if not named:
+        return
+    function = root.forward if isinstance(root, nn.Module) else root
+    try:
+        types = typing.get_type_hints(function)
+    except (NameError, TypeError):
+        types = {}
+    for node in named:
+        node.type = types.get("return" if node.op == "output" else node.target)
 
 
 def symbolic_trace(

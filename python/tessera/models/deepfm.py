@@ -62,9 +62,9 @@ class FMInteractionArch(nn.Module):
 
     def forward(self, dense_features: torch.Tensor, sparse_features: KeyedTensor) -> torch.Tensor:
         """Return the dense features, `deep_fm_dimension` columns and one more."""
-        if not self.sparse_feature_names:
+        if len(self.sparse_feature_names) == 0:
             return dense_features
-        rows = [dense_features, *(sparse_features[name] for name in self.sparse_feature_names)]
+        rows = [dense_features] + [sparse_features[name] for name in self.sparse_feature_names]
         return torch.cat([dense_features, self.deep_fm(rows), self.fm(rows)], dim=1)
 
 

@@ -332,8 +332,10 @@ def apart(
 
 
 def as_module_node(module: torch.nn.Module, features: Any) -> Any:
-    """Return the call of `module` in the graph of torch.fx: the collection is not looked into."""
+    """Return the call of `module` in the graph of torch.fx; if it is what is traced, what is inside."""
     path = features.tracer.path_of_module(module)
+    if not path and hasattr(module, "_inside"):
+        return module._inside(features)
     if not path:
         raise ValueError(f"fx: a {type(module).__name__} is called as a whole. Trace a model that holds it.")
     return features.tracer.create_proxy("call_module", path, (features,), {})

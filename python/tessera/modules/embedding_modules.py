@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
+from typing import Dict, List  # noqa: UP035  (the names that torch.jit reads)
 
 import torch
 from torch import nn
 from torch.fx import Proxy
 
 from tessera import _C
-from tessera.modules import _traced_rows
+from tessera.modules import _scripted_rows, _traced_rows
 from tessera.modules.embedding_configs import (
     BaseEmbeddingConfig,
     BoundsCheckMode,
@@ -32,7 +33,7 @@ from tessera.modules.embedding_configs import (
 )
 from tessera.sparse._jagged import jts_of
 from tessera.sparse._keyed import kt_of
-from tessera.sparse._traced import is_traced
+from tessera.sparse._traced import as_node, is_traced
 from tessera.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 __all__ = [
@@ -77,6 +78,8 @@ class TableDict(nn.ModuleDict):
 class _Tables:
     """What both collections do: make the tables, and keep the engine's lookup beside them."""
 
+    __jit_unused_properties__ = ("device",)
+
     def _make(self, operation, tables, is_pooled, device, bounds_check_mode, sparse_gradients, optimizer):
         self._configs = list(tables)
         self._is_pooled = is_pooled
@@ -111,6 +114,14 @@ class _Tables:
             for name, feature in zip(own, config.feature_names or [config.name], strict=True)
         ]
         bounds_check_mode, sparse_gradients, optimizer = self._options
+        # What a script reads: its language knows numbers, texts and lists of them.
+        self._names_by_table = names
+        self._features_by_table = [list(config.feature_names or [config.name]) for config in self._configs]
+        self._dims = [dim for _, _, dim in self._outputs]
+        self._means = [getattr(config, "pooling", None) == PoolingType.MEAN for config in self._configs]
+        self._reads_row_0 = bounds_check_mode != BoundsCheckMode.FATAL
+        self._is_sparse = sparse_gradients
+        self._steps_rows = optimizer is not None
         self._anchor = torch.zeros(0, requires_grad=optimizer is not None)
         uses_weights = getattr(self, "_is_weighted", False)
         if optimizer is not None or sparse_gradients:
@@ -191,6 +202,59 @@ class EmbeddingBagCollection(_Tables, EmbeddingBagCollectionInterface):
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Return the pooled rows of every feature, side by side."""
+        if torch.jit.is_scripting():
+            return self._script(features)
+        else:
+            return self._find(features)
+
+    def _script(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Return the same in the language of torch.jit.script."""
+        if self._steps_rows and torch.is_grad_enabled():
+            raise RuntimeError(
+                "embed: backward steps these rows, which a script cannot: use torch.no_grad()."
+            )
+        by_name = features.to_dict()
+        columns: List[torch.Tensor] = []  # noqa: UP006
+        names: List[str] = []  # noqa: UP006
+        for place, table in enumerate(self.embedding_bags.values()):
+            for name in self._features_by_table[place]:
+                columns.append(
+                    _scripted_rows.pooled_rows(
+                        features,
+                        name,
+                        by_name[name],
+                        table.weight,
+                        self._means[place],
+                        self._is_weighted,
+                        self._reads_row_0,
+                        self._is_sparse,
+                    )
+                )
+            names.extend(self._names_by_table[place])
+        return KeyedTensor(names, self._dims, torch.cat(columns, 1))
+
+    def _inside(self, features: Proxy) -> Proxy:
+        """Return the same as nodes of torch.fx."""
+        by_name = features.to_dict()
+        columns = [
+            as_node(
+                _scripted_rows.pooled_rows,
+                features,
+                name,
+                by_name[name],
+                table.weight,
+                self._means[place],
+                self._is_weighted,
+                self._reads_row_0,
+                self._is_sparse,
+            )
+            for place, table in enumerate(self.embedding_bags.values())
+            for name in self._features_by_table[place]
+        ]
+        names = [name for own in self._names_by_table for name in own]
+        return KeyedTensor(names, self._dims, as_node(torch.cat, columns, 1))
+
+    def _find(self, features: KeyedJaggedTensor) -> KeyedTensor:
         if isinstance(features, Proxy):
             return _traced_rows.as_module_node(self, features)
         if is_traced(features.values()):
@@ -291,6 +355,51 @@ class EmbeddingCollection(_Tables, EmbeddingCollectionInterface):
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Return the rows of every id, in bags as long as the feature's, by name."""
+        if torch.jit.is_scripting():
+            return self._script(features)
+        else:
+            return self._find(features)
+
+    def _script(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """Return the same in the language of torch.jit.script."""
+        if self._steps_rows and torch.is_grad_enabled():
+            raise RuntimeError(
+                "embed: backward steps these rows, which a script cannot: use torch.no_grad()."
+            )
+        by_name = features.to_dict()
+        found: Dict[str, JaggedTensor] = {}  # noqa: UP006
+        for place, table in enumerate(self.embeddings.values()):
+            for at, name in enumerate(self._features_by_table[place]):
+                found[self._names_by_table[place][at]] = _scripted_rows.rows_apart(
+                    features,
+                    name,
+                    by_name[name],
+                    table.weight,
+                    self._need_indices,
+                    self._reads_row_0,
+                    self._is_sparse,
+                )
+        return found
+
+    def _inside(self, features: Proxy) -> dict[str, Proxy]:
+        """Return the same as nodes of torch.fx."""
+        by_name = features.to_dict()
+        return {
+            output: as_node(
+                _scripted_rows.rows_apart,
+                features,
+                name,
+                by_name[name],
+                table.weight,
+                self._need_indices,
+                self._reads_row_0,
+                self._is_sparse,
+            )
+            for place, table in enumerate(self.embeddings.values())
+            for output, name in zip(self._names_by_table[place], self._features_by_table[place], strict=True)
+        }
+
+    def _find(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         if isinstance(features, Proxy):
             return _traced_rows.as_module_node(self, features)
         if is_traced(features.values()):

@@ -13,11 +13,13 @@
 from __future__ import annotations
 
 import abc
+from typing import Any, List  # noqa: UP035  (the name that torch.jit reads)
 
 import torch
 from torch import nn
 
 from tessera import _C
+from tessera.modules import _scripted_rows
 from tessera.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 __all__ = [
@@ -56,6 +58,11 @@ class PositionWeightedModule(BaseFeatureProcessor):
     A bag longer than its feature's weights is a ValueError that names feature, sample and length.
     """
 
+    def __prepare_scriptable__(self) -> Any:
+        """Be asked by torch.jit.script, which cannot look into a ParameterDict."""
+        self._weights_by_name = dict(self.position_weights.items())
+        return self
+
     def __init__(self, max_feature_lengths: dict[str, int], device: torch.device | None = None) -> None:
         super().__init__()
         self.max_feature_lengths = max_feature_lengths
@@ -69,6 +76,16 @@ class PositionWeightedModule(BaseFeatureProcessor):
 
     def forward(self, features: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
         """Return `features` with the weights filled in."""
+        if torch.jit.is_scripting():
+            for name, weight in self._weights_by_name.items():
+                feature = features[name]
+                weights = _scripted_rows.weights_by_position(feature, weight)
+                features[name] = JaggedTensor(feature.values(), weights, feature.lengths(), feature.offsets())
+            return features
+        else:
+            return self._weigh(features)
+
+    def _weigh(self, features: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
         weighted = {}
         for name, weight in self.position_weights.items():
             feature = features[name]
@@ -93,6 +110,13 @@ class PositionWeightedProcessor(BaseGroupedFeatureProcessor):
     spread over ranks.
     """
 
+    __jit_unused_properties__ = ("position_weights_dict",)
+
+    def __prepare_scriptable__(self) -> Any:
+        """Be asked by torch.jit.script, which cannot look into a ParameterDict."""
+        self._weights_by_name = dict(self.position_weights.items())
+        return self
+
     def __init__(self, max_feature_lengths: dict[str, int], device: torch.device | None = None) -> None:
         super().__init__()
         self.max_feature_lengths = max_feature_lengths
@@ -111,5 +135,18 @@ class PositionWeightedProcessor(BaseGroupedFeatureProcessor):
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return the same features with weights."""
+        if torch.jit.is_scripting():
+            found: List[torch.Tensor] = []  # noqa: UP006
+            for name, feature in features.to_dict().items():
+                if name in self._weights_by_name:
+                    weight = self._weights_by_name[name]
+                    found.append(_scripted_rows.weights_by_position(feature, weight))
+                else:
+                    found.append(torch.ones(feature.values().shape[0], device=feature.values().device))
+            return features.with_weights(torch.cat(found))
+        else:
+            return self._weigh(features)
+
+    def _weigh(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         weights = _C.embedding.position_weights(features._engine(), list(self.position_weights.items()))
         return features.with_weights(weights)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from tessera import _C
+from tessera.modules import _scripted_rows
 from tessera.modules.feature_processor import PositionWeightedProcessor, _ones
 from tessera.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
@@ -48,6 +49,13 @@ class PositionWeightedModule(FeatureProcessor):
 
     def forward(self, features: JaggedTensor) -> JaggedTensor:
         """Return the same bags with weights."""
+        if torch.jit.is_scripting():
+            weights = _scripted_rows.weights_by_position(features, self.position_weight)
+            return JaggedTensor(features.values(), weights, features.lengths(), features.offsets())
+        else:
+            return self._weigh(features)
+
+    def _weigh(self, features: JaggedTensor) -> JaggedTensor:
         weights = _C.embedding.position_weights_of_feature(
             features._engine(), self.position_weight, False, ""
         )

@@ -37,7 +37,8 @@ class KTRegroupAsDict(nn.Module):
 
     def forward(self, keyed_tensors: list[KeyedTensor]) -> dict[str, torch.Tensor]:
         """Return the columns of each group's keys, in the order listed."""
-        parts = KeyedTensor.regroup(keyed_tensors, self._groups)
-        if self._dtype is not None:
-            parts = [part.to(self._dtype) for part in parts]
-        return dict(zip(self._keys, parts, strict=True))
+        found = KeyedTensor.regroup_as_dict(keyed_tensors, self._groups, self._keys)
+        dtype = self._dtype
+        if dtype is None:
+            return found
+        return {key: found[key].to(dtype) for key in self._keys}

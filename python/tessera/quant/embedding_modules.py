@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, Dict, List, NamedTuple  # noqa: UP035  (the names that torch.jit reads)
 
 import torch
 from torch import nn
+from torch.fx import Proxy
 
+from tessera.modules import _scripted_rows
+from tessera.modules._traced_rows import as_module_node
 from tessera.modules.embedding_configs import (
     EmbeddingBagConfig,
     EmbeddingConfig,
@@ -41,7 +44,9 @@ from tessera.quant._tables import (
     DEFAULT_ROW_ALIGNMENT,
     IntNBitTableBatchedEmbeddingBagsCodegen,
     output_dtype_of,
+    row_type,
 )
+from tessera.sparse._traced import as_node
 from tessera.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 __all__ = [
@@ -129,6 +134,8 @@ def _in_order(features: KeyedJaggedTensor, names: list[str]) -> KeyedJaggedTenso
 class _Groups(nn.Module):
     """What pooled and unpooled collections share: groups of tables, and their rows as state."""
 
+    __jit_unused_properties__ = ("device",)
+
     def _make(self, groups, state_name, output_dtype, split, row_alignment, weights, device) -> None:
         self._device = torch.device(device or "cpu")
         self._output_dtype = output_dtype_of(output_dtype)
@@ -152,6 +159,11 @@ class _Groups(nn.Module):
                 if weights and config.name in weights:
                     module.assign(table, weights[config.name])
         self._feature_names = [name for tables in self._groups for t in tables for name in t.feature_names]
+        # What a script reads: its language knows numbers, texts and lists of them.
+        self._kinds = [row_type(t.data_type) for tables in self._groups for t in tables]
+        self._dims_by_table = [t.embedding_dim for tables in self._groups for t in tables]
+        self._means = [pooling == PoolingType.MEAN for pooling, tables in groups for _ in tables]
+        self._features_by_table = [list(t.feature_names) for tables in self._groups for t in tables]
         self._feature_splits = [sum(t.num_features() for t in tables) for tables in self._groups]
         self._state_name = state_name
         setattr(self, state_name, holders)
@@ -185,6 +197,19 @@ class _Groups(nn.Module):
 
     def _parts(self, features: KeyedJaggedTensor) -> list[KeyedJaggedTensor]:
         return _in_order(features, self._feature_names).split(self._feature_splits)
+
+    def __prepare_scriptable__(self) -> Any:
+        """Be asked by torch.jit.script, which saves tensors of two types in one memory wrongly."""
+        if self._splits_state:
+            raise ValueError(
+                "embed.quantised: scales that stand beside the codes in the state cannot be scripted. Make "
+                "the collection without quant_state_dict_split_scale_bias."
+            )
+        return self
+
+    def _whole(self, table: nn.Module) -> torch.Tensor:
+        self.__prepare_scriptable__()
+        return table.weight
 
     def _whole_rows(self, name: str) -> tuple[IntNBitTableBatchedEmbeddingBagsCodegen, int]:
         for tables, module in zip(self._groups, self._emb_modules, strict=True):
@@ -261,6 +286,52 @@ class EmbeddingBagCollection(_Groups, EmbeddingBagCollectionInterface):
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Return pooled rows by feature. IndexError names an id that is not a row."""
+        if torch.jit.is_scripting():
+            return self._script(features)
+        else:
+            return self._find(features)
+
+    def _script(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Return the same in the language of torch.jit.script."""
+        by_name = features.to_dict()
+        columns: List[torch.Tensor] = []  # noqa: UP006
+        for place, table in enumerate(self.embedding_bags.values()):
+            for name in self._features_by_table[place]:
+                columns.append(
+                    _scripted_rows.pooled_quantised_rows(
+                        by_name[name],
+                        table.weight,
+                        self._dims_by_table[place],
+                        self._kinds[place],
+                        self._means[place],
+                        self._is_weighted,
+                    )
+                )
+        values = torch.cat(columns, 1).to(self._output_dtype)
+        return KeyedTensor(self._embedding_names, self._length_per_key, values)
+
+    def _inside(self, features: Proxy) -> Proxy:
+        """Return the same as nodes of torch.fx."""
+        by_name = features.to_dict()
+        columns = [
+            as_node(
+                _scripted_rows.pooled_quantised_rows,
+                by_name[name],
+                self._whole(table),
+                self._dims_by_table[place],
+                self._kinds[place],
+                self._means[place],
+                self._is_weighted,
+            )
+            for place, table in enumerate(self.embedding_bags.values())
+            for name in self._features_by_table[place]
+        ]
+        values = as_node(torch.cat, columns, 1).to(self._output_dtype)
+        return KeyedTensor(self._embedding_names, self._length_per_key, values)
+
+    def _find(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        if isinstance(features, Proxy):
+            return as_module_node(self, features)
         pooled = [
             module(part.values(), part.offsets(), part.weights() if self._is_weighted else None)
             for module, part in zip(self._emb_modules, self._parts(features), strict=True)
@@ -326,6 +397,57 @@ class EmbeddingCollection(_Groups, EmbeddingCollectionInterface):
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Return the rows of every id, by feature. IndexError names an id that is not a row."""
+        if torch.jit.is_scripting():
+            return self._script(features)
+        else:
+            return self._find(features)
+
+    def _script(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """Return the same in the language of torch.jit.script."""
+        by_name = features.to_dict()
+        found: Dict[str, JaggedTensor] = {}  # noqa: UP006
+        for place, table in enumerate(self.embeddings.values()):
+            for at, name in enumerate(self._features_by_table[place]):
+                feature = by_name[name]
+                rows = _scripted_rows.quantised_rows(
+                    feature,
+                    table.weight,
+                    self._dims_by_table[place],
+                    self._kinds[place],
+                )
+                found[self._embedding_names_by_table[place][at]] = JaggedTensor(
+                    rows.to(self._output_dtype),
+                    feature.values() if self._need_indices else None,
+                    feature.lengths(),
+                    None,
+                )
+        return found
+
+    def _inside(self, features: Proxy) -> dict[str, Proxy]:
+        """Return the same as nodes of torch.fx."""
+        by_name = features.to_dict()
+        found = {}
+        for place, table in enumerate(self.embeddings.values()):
+            for at, name in enumerate(self._features_by_table[place]):
+                feature = by_name[name]
+                rows = as_node(
+                    _scripted_rows.quantised_rows,
+                    feature,
+                    self._whole(table),
+                    self._dims_by_table[place],
+                    self._kinds[place],
+                )
+                found[self._embedding_names_by_table[place][at]] = JaggedTensor(
+                    rows.to(self._output_dtype),
+                    feature.values() if self._need_indices else None,
+                    feature.lengths(),
+                    None,
+                )
+        return found
+
+    def _find(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        if isinstance(features, Proxy):
+            return as_module_node(self, features)
         part = self._parts(features)[0]
         rows = self._emb_modules[0](part.values(), part.offsets())
         names = [name for names in self._embedding_names_by_table for name in names]
@@ -387,7 +509,7 @@ class FeatureProcessedEmbeddingBagCollection(EmbeddingBagCollection):
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Return pooled rows by feature, weighted by the processors."""
         with torch.no_grad():
-            return super().forward(self.feature_processor(features))
+            return self._find(self.feature_processor(features))
 
 
 QuantEmbeddingBagCollection = EmbeddingBagCollection

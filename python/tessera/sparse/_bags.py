@@ -18,6 +18,7 @@ class Bags(Pipelineable, metaclass=BatchMeta):
     _weights: Tensor | None
     _lengths: Tensor | None
     _offsets: Tensor | None
+    _held: Any = None  # what the engine has made of it; scripts return batches without
 
     def _engine(self) -> Any:
         raise NotImplementedError

@@ -24,6 +24,8 @@ class KeyedTensor(Pipelineable, metaclass=BatchMeta):
     [[2.0, 3.0]]
     """
 
+    _held: Any = None  # what the engine has made of it; scripts return batches without
+
     def __init__(
         self,
         keys: Sequence[str],

@@ -8,12 +8,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._jit_internal import FunctionModifiers
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Proxy, ProxyableClassMeta
 
 
 class BatchMeta(abc.ABCMeta, ProxyableClassMeta):
-    """Make a call of the class with a Proxy of torch.fx a node of its graph."""
+    """Make a call of the class with a Proxy of torch.fx a node of its graph; let scripts know the class."""
+
+    @property
+    def _torchscript_modifier(cls) -> FunctionModifiers:
+        """Be asked by torch.jit.script before it reads a class, which is when it needs one it can read."""
+        from tessera.sparse import _scripted
+
+        _scripted.register()
+        return FunctionModifiers.DEFAULT
 
 
 def is_traced(tensor: Any) -> bool:
