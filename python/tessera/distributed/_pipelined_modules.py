@@ -15,9 +15,9 @@ from torch.distributed import ProcessGroup
 
 from tessera.distributed.embedding_sharding import FusedKJTListSplitsAwaitable, KJTSplitsAllToAllMeta
 from tessera.distributed.model_parallel import get_unwrapped_module
-from tessera.distributed.types import Awaitable, ShardedModule
+from tessera.distributed.types import Awaitable, LazyNoWait, ShardedModule
 from tessera.distributed.utils import append_prefix
-from tessera.sparse.jagged_tensor import KeyedJaggedTensor
+from tessera.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from tessera.streamable import Multistreamable
 
 Extractor = Callable[[Any], Any]
@@ -169,6 +169,31 @@ class PrefetchTrainPipelineContext(TrainPipelineContext):
     module_contexts_post_prefetch: dict[str, Multistreamable] = field(default_factory=dict)
 
 
+@dataclass
+class EmbeddingTrainPipelineContext(TrainPipelineContext):
+    """Hold also the rows that were looked up ahead, and what the model computes with in their place.
+
+    Of each module in the order of their calls: its rows, with their history; the same without it, which
+    collect gradients; and the features they belong to.
+    """
+
+    embedding_a2a_requests: dict[str, Any] = field(default_factory=dict)
+    embedding_tensors: list[list[torch.Tensor]] = field(default_factory=list)
+    embedding_features: list[list[Any]] = field(default_factory=list)
+    detached_embedding_tensors: list[list[torch.Tensor]] = field(default_factory=list)
+
+    def embedding_backward(self) -> None:
+        """Send the gradients that the model has left to the tables. Collective."""
+        rows, gradients = [], []
+        for own, detached in zip(self.embedding_tensors, self.detached_embedding_tensors, strict=True):
+            for tensor, leaf in zip(own, detached, strict=True):
+                if leaf.grad is not None and tensor.requires_grad:
+                    rows.append(tensor)
+                    gradients.append(leaf.grad)
+        if rows:
+            torch.autograd.backward(rows, gradients)
+
+
 def _has_gradient(value: Any) -> bool:
     if isinstance(value, KeyedJaggedTensor):
         value = value.weights_or_none()
@@ -290,6 +315,53 @@ class PrefetchPipelinedForward(BaseForward):
     def is_used(self) -> bool:
         """Tell whether the model's forward has called the module."""
         return self._name not in self._context.module_contexts_post_prefetch
+
+
+class EmbeddingPipelinedForward(BaseForward):
+    """Give the model rows that were looked up ahead, cut off from the tables' backward, which runs later."""
+
+    def look_up(self, context: EmbeddingTrainPipelineContext) -> None:
+        """Wait for the ids, look up their rows and send them. Collective."""
+        if self._name in context.embedding_a2a_requests:
+            return
+        data = context.input_dist_tensors_requests.pop(self._name).wait()
+        module_context = context.module_contexts.pop(self._name)
+        found = self._module.compute_and_output_dist(module_context, data)
+        context.embedding_a2a_requests[self._name] = found
+
+    def __call__(self, *input: Any, **kwargs: Any) -> Any:
+        requests = self._context.embedding_a2a_requests
+        found, _ = self._take(requests, dict.fromkeys(requests))
+        if not isinstance(found, tuple):
+            return LazyNoWait(self._cut_off(found.wait()))
+        # Managed collision: rows, and the features as they were mapped.
+        rows, *others = (each.wait() for each in found)
+        return (LazyNoWait(self._cut_off(rows)), *(LazyNoWait(each) for each in others))
+
+    def _cut_off(self, rows: Any) -> Any:
+        if isinstance(rows, KeyedTensor):
+            leaf = self._leaf(rows.values())
+            self._keep([rows.values()], [leaf], [rows.keys()])
+            return KeyedTensor(rows.keys(), rows.length_per_key(), leaf, rows.key_dim())
+        own = [feature.values() for feature in rows.values()]
+        leaves = [self._leaf(tensor) for tensor in own]
+        self._keep(own, leaves, list(rows))
+        return {
+            name: JaggedTensor(leaf, feature.weights_or_none(), feature.lengths(), feature.offsets_or_none())
+            for (name, feature), leaf in zip(rows.items(), leaves, strict=True)
+        }
+
+    def _leaf(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.detach().requires_grad_(rows.requires_grad)
+
+    def _keep(self, own: list[torch.Tensor], leaves: list[torch.Tensor], features: list[Any]) -> None:
+        self._context.embedding_tensors.append(own)
+        self._context.detached_embedding_tensors.append(leaves)
+        self._context.embedding_features.append(features)
+
+    def is_used(self) -> bool:
+        """Tell whether the model's forward has called the module."""
+        return self._name not in self._context.embedding_a2a_requests
 
 
 class KJTAllToAllForward:

@@ -1,5 +1,9 @@
 """What one batch has in flight."""
 
-from tessera.distributed._pipelined_modules import PrefetchTrainPipelineContext, TrainPipelineContext
+from tessera.distributed._pipelined_modules import (
+    EmbeddingTrainPipelineContext,
+    PrefetchTrainPipelineContext,
+    TrainPipelineContext,
+)
 
-__all__ = ["PrefetchTrainPipelineContext", "TrainPipelineContext"]
+__all__ = ["EmbeddingTrainPipelineContext", "PrefetchTrainPipelineContext", "TrainPipelineContext"]

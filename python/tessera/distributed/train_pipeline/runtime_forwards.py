@@ -2,9 +2,16 @@
 
 from tessera.distributed._pipelined_modules import (
     BaseForward,
+    EmbeddingPipelinedForward,
     KJTAllToAllForward,
     PipelinedForward,
     PrefetchPipelinedForward,
 )
 
-__all__ = ["BaseForward", "KJTAllToAllForward", "PipelinedForward", "PrefetchPipelinedForward"]
+__all__ = [
+    "BaseForward",
+    "EmbeddingPipelinedForward",
+    "KJTAllToAllForward",
+    "PipelinedForward",
+    "PrefetchPipelinedForward",
+]
