@@ -406,6 +406,14 @@ void bind_model_utils(py::module_& m) {
                                                start, end);
       },
       Release());
+  m.def(
+      "gather_vocab_parallel_logprobs_at_indices",
+      [](const Tensor& logits, const Tensor& ids, const MaybeGroup& group,
+         const MaybeGroup& cp_group, std::int64_t start, std::int64_t end) {
+        return gather_vocab_parallel_logprobs_at_indices(logits, ids, group_of(group),
+                                                         maybe_group(cp_group), start, end);
+      },
+      Release());
 }
 
 void bind_te_parallel_ce(py::module_& m) {

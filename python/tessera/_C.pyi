@@ -373,6 +373,14 @@ def gather_logits_at_global_indices(
     start: int,
     end: int,
 ) -> Tensor: ...
+def gather_vocab_parallel_logprobs_at_indices(
+    logits: Tensor,
+    ids: Tensor,
+    group: ProcessGroup | None,
+    cp_group: ProcessGroup | None,
+    start: int,
+    end: int,
+) -> Tensor: ...
 def vocab_sampled_log_probabilities(
     logits: Tensor,
     labels: Tensor,

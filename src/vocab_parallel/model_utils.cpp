@@ -379,6 +379,24 @@ std::pair<at::Tensor, at::Tensor> distributed_vocab_topk(
                options_for("vocab.distributed_vocab_topk", vocab_start_index, vocab_end_index));
 }
 
+namespace {
+
+/// Reads what `read` finds at `global_indices`, which are those of the whole sequence: the part of
+/// this rank first, then those of all.
+template <typename Read>
+at::Tensor read_at_indices(const char* operation, const at::Tensor& logits,
+                           const at::Tensor& global_indices, const comm::Group& tp_group,
+                           const std::optional<comm::Group>& cp_group, std::int64_t start,
+                           std::int64_t end, Read read) {
+  const TokenOptions options = options_for(operation, start, end);
+  if (size_of(cp_group) == 1) return read(logits, global_indices, tp_group, options);
+  const at::Tensor ids = own_ids_padded(operation, logits, global_indices, *cp_group);
+  return gather_context(read(logits, ids, tp_group, options), *cp_group, 1)
+      .narrow(1, 0, global_indices.size(1));
+}
+
+}  // namespace
+
 at::Tensor gather_logits_at_global_indices(const at::Tensor& vocab_parallel_logits,
                                            const at::Tensor& global_indices,
                                            const comm::Group& tp_group,
@@ -386,14 +404,21 @@ at::Tensor gather_logits_at_global_indices(const at::Tensor& vocab_parallel_logi
                                            std::int64_t vocab_start_index,
                                            std::int64_t vocab_end_index,
                                            std::optional<std::int64_t> /*chunk_size*/) {
-  constexpr const char* kOperation = "vocab.gather_logits_at_global_indices";
-  const TokenOptions options = options_for(kOperation, vocab_start_index, vocab_end_index);
-  const int parts = size_of(cp_group);
-  if (parts == 1) return logits_at(vocab_parallel_logits, global_indices, tp_group, options);
-  const at::Tensor ids =
-      own_ids_padded(kOperation, vocab_parallel_logits, global_indices, *cp_group);
-  return gather_context(logits_at(vocab_parallel_logits, ids, tp_group, options), *cp_group, 1)
-      .narrow(1, 0, global_indices.size(1));
+  return read_at_indices("vocab.gather_logits_at_global_indices", vocab_parallel_logits,
+                         global_indices, tp_group, cp_group, vocab_start_index, vocab_end_index,
+                         logits_at);
+}
+
+at::Tensor gather_vocab_parallel_logprobs_at_indices(const at::Tensor& vocab_parallel_logits,
+                                                     const at::Tensor& global_indices,
+                                                     const comm::Group& tp_group,
+                                                     const std::optional<comm::Group>& cp_group,
+                                                     std::int64_t vocab_start_index,
+                                                     std::int64_t vocab_end_index,
+                                                     std::optional<std::int64_t> /*chunk_size*/) {
+  return read_at_indices("vocab.gather_vocab_parallel_logprobs_at_indices", vocab_parallel_logits,
+                         global_indices, tp_group, cp_group, vocab_start_index, vocab_end_index,
+                         log_probabilities_at);
 }
 
 at::Tensor vocab_parallel_log_softmax(const at::Tensor& logits, double temperature,

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from tessera import regions
 from tessera.distributed import model_utils
 from tessera.integrations import megatron, nemo_rl, trl, verl
 from vocab_sample import VOCAB, group_and_range, sample, shard
@@ -187,3 +188,89 @@ def test_install(integration, place, name, monkeypatch):
 def test_nemo_rl_has_every_name():
     assert set(model_utils.__all__) < set(nemo_rl.__all__)
     assert nemo_rl.DistributedLogprob is model_utils.DistributedLogprob
+
+
+class HookedModel(torch.nn.Module):
+    """Calls the hook as Megatron's GPTModel does, with all its words."""
+
+    def __init__(self, group, start, end, is_tied, sequence_parallel, bias):
+        super().__init__()
+        generator = torch.Generator().manual_seed(4)
+        self.table = torch.nn.Parameter(torch.randn(VOCAB, 8, generator=generator))
+        weight = torch.randn(VOCAB, 8, generator=generator)
+        own = torch.nn.Parameter(weight[start:end].clone())
+        self.whole = weight
+        self.whole_bias = torch.randn(VOCAB, generator=generator) if bias else None
+        self.output_layer = types.SimpleNamespace(
+            weight=None if is_tied else own,
+            bias=self.whole_bias[start:end] if bias else None,
+            tp_group=group,
+        )
+        self.tied = own if is_tied else None
+        self.config = types.SimpleNamespace(sequence_parallel=sequence_parallel, use_mup=False)
+        self.group = group
+
+    def forward(self, input_ids, *, labels=None, output_processor=None, output_processor_context=None):
+        hidden = self.table[input_ids].transpose(0, 1)
+        if self.config.sequence_parallel and self.group is not None:
+            hidden = regions.scatter(hidden, self.group, 0)
+        return output_processor(
+            hidden_states=hidden,
+            output_layer=self.output_layer,
+            output_weight=self.tied,
+            labels=labels,
+            loss_mask=None,
+            input_ids=input_ids,
+            position_ids=None,
+            attention_mask=None,
+            decoder_input=None,
+            inference_context=None,
+            packed_seq_params=None,
+            runtime_gather_output=None,
+            context=output_processor_context,
+            compute_language_model_loss=None,
+            scale_logits=lambda logits: logits,
+            config=self.config,
+        )
+
+
+def hook_rank(rank):
+    group, start, end = group_and_range(rank)
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randint(VOCAB, (2, 6), generator=generator)
+    labels = torch.randint(VOCAB, (2, 6), generator=generator)
+    labels[1, 3] = -100
+    for is_tied, sequence_parallel, bias in ((False, False, False), (True, True, False), (False, True, True)):
+        model = HookedModel(group, start, end, is_tied, sequence_parallel, bias)
+        table = model.table.detach().double().requires_grad_(True)
+        logits = table[ids] @ model.whole.double().t()
+        if bias:
+            logits = logits + model.whole_bias.double()
+        log_p = torch.log_softmax(logits / 0.7, -1)
+        expected = log_p.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        expected = torch.where(labels == -100, 0.0, expected)
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        value, found = model(
+            ids,
+            labels=labels,
+            output_processor=megatron.output_processor,
+            output_processor_context=megatron.OutputProcessorContext(0.7, wants_entropy=True),
+        )
+        torch.testing.assert_close(value.double(), expected.detach(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found.double(), entropy.detach(), rtol=1e-4, atol=1e-4)
+        weights = torch.arange(1.0, 13.0).view(2, 6)
+        (value * weights).sum().backward()
+        (expected * weights).sum().backward()
+        torch.testing.assert_close(model.table.grad.double(), table.grad, rtol=1e-4, atol=1e-4)
+        alone = model(ids, labels=labels, output_processor=megatron.output_processor)
+        assert alone.shape == (2, 6) and alone.dtype == torch.float32
+    with pytest.raises(ValueError, match="there are no labels"):
+        model(ids, output_processor=megatron.output_processor)
+    model.config.use_mup = True
+    with pytest.raises(ValueError, match="use_mup"):
+        model(ids, labels=labels, output_processor=megatron.output_processor)
+
+
+@pytest.mark.parametrize(("size", "backend"), WORLDS)
+def test_hook_of_a_megatron_model(size, backend):
+    run_ranks(size, hook_rank, backend=backend)

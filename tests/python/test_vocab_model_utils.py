@@ -87,6 +87,18 @@ def scores_rank(rank):
     )
     assert torch.equal(gathered, whole.gather(-1, ids))
 
+    logits = shard(whole, start, end)
+    value = model_utils.gather_vocab_parallel_logprobs_at_indices(
+        logits, ids, group, vocab_start_index=start, vocab_end_index=end
+    )
+    torch.testing.assert_close(value.double(), log_p.gather(-1, ids), rtol=1e-5, atol=1e-5)
+    value.sum().backward()
+    torch.testing.assert_close(logits.grad.double(), x.grad[..., start:end], rtol=1e-4, atol=1e-5)
+    with pytest.raises(IndexError, match="gather_vocab_parallel_logprobs_at_indices"):
+        model_utils.gather_vocab_parallel_logprobs_at_indices(
+            logits, ids + VOCAB, group, vocab_start_index=start, vocab_end_index=end
+        )
+
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_scores_and_choices(size):

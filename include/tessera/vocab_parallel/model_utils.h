@@ -152,6 +152,14 @@ TESSERA_API at::Tensor gather_logits_at_global_indices(
     std::int64_t vocab_start_index, std::int64_t vocab_end_index,
     std::optional<std::int64_t> chunk_size = std::nullopt);
 
+/// Returns the log-probabilities at `global_indices`, [..., k], float32, normalised over the whole
+/// vocabulary. Differentiable.
+TESSERA_API at::Tensor gather_vocab_parallel_logprobs_at_indices(
+    const at::Tensor& vocab_parallel_logits, const at::Tensor& global_indices,
+    const comm::Group& tp_group, const std::optional<comm::Group>& cp_group,
+    std::int64_t vocab_start_index, std::int64_t vocab_end_index,
+    std::optional<std::int64_t> chunk_size = std::nullopt);
+
 /// Returns log softmax(logits / temperature), float32: this rank's columns, or all of them. Ranks
 /// hold equally many columns. Differentiable.
 TESSERA_API at::Tensor vocab_parallel_log_softmax(const at::Tensor& logits, double temperature,

@@ -62,6 +62,39 @@ def gather_logits_at_global_indices(
     )
 
 
+def gather_vocab_parallel_logprobs_at_indices(
+    vocab_parallel_logits: Tensor,
+    global_indices: Tensor,
+    tp_group: ProcessGroup | None = None,
+    cp_group: ProcessGroup | None = None,
+    *,
+    vocab_start_index: int,
+    vocab_end_index: int,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """Return log p at `global_indices`, [..., k], float32, over the whole vocabulary. Differentiable.
+
+    >>> import torch
+    >>> ids = torch.tensor([[[2, 0]]])
+    >>> round(
+    ...     float(
+    ...         gather_vocab_parallel_logprobs_at_indices(
+    ...             torch.zeros(1, 1, 8), ids, vocab_start_index=0, vocab_end_index=8
+    ...         )[0, 0, 0]
+    ...     ),
+    ...     4,
+    ... )
+    -2.0794
+    """
+    name = "gather_vocab_parallel_logprobs_at_indices"
+    logits, group, columns = vocab_part(
+        name, vocab_parallel_logits, tp_group, (vocab_start_index, vocab_end_index)
+    )
+    return _C.gather_vocab_parallel_logprobs_at_indices(
+        logits, local_part(global_indices), group, group_of(name, cp_group), *columns
+    )
+
+
 def vocab_parallel_log_softmax(
     logits: Tensor, temperature: float, *, tp_group: ProcessGroup | None = None
 ) -> Tensor:

@@ -48,6 +48,7 @@ from tessera.distributed._vocab_functions import (  # noqa: F401 (the reference'
 from tessera.distributed._vocab_reads import (
     distributed_vocab_topk,
     gather_logits_at_global_indices,
+    gather_vocab_parallel_logprobs_at_indices,
     get_distillation_topk_logprobs_from_logits,
     vocab_parallel_argmax,
     vocab_parallel_full_log_softmax,
@@ -78,6 +79,7 @@ __all__ = [
     "from_parallel_logits_to_logprobs",
     "from_parallel_logits_to_logprobs_packed_sequences",
     "gather_logits_at_global_indices",
+    "gather_vocab_parallel_logprobs_at_indices",
     "get_cp_sharded_next_token_logprobs",
     "get_distillation_topk_logprobs_from_logits",
     "get_logprobs_from_vocab_parallel_logits",

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tessera import vocab_parallel
+from tessera import regions, vocab_parallel
 from tessera._tensors import vocab_part
 from tessera.integrations import _replace
 from tessera.integrations._megatron_group import tensor_parallel_group
 
-__all__ = ["fused_vocab_parallel_cross_entropy", "install", "vocab_parallel_cross_entropy"]
+__all__ = [
+    "OutputProcessorContext",
+    "fused_vocab_parallel_cross_entropy",
+    "install",
+    "output_processor",
+    "vocab_parallel_cross_entropy",
+]
 
 
 def vocab_parallel_cross_entropy(
@@ -59,6 +68,62 @@ def fused_vocab_parallel_cross_entropy(
     2.0794
     """
     return vocab_parallel_cross_entropy(vocab_parallel_logits, target, 0.0, tp_group)
+
+
+@dataclass
+class OutputProcessorContext:
+    """Say what `output_processor` computes; a model passes it on as `output_processor_context`."""
+
+    temperature: float = 1.0
+    wants_entropy: bool = False
+    workspace_bytes: int | None = None
+
+
+def output_processor(
+    *,
+    hidden_states: Tensor,
+    output_layer: Any,
+    labels: Tensor,
+    output_weight: Tensor | None = None,
+    context: Any = None,
+    config: Any = None,
+    **others: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return log p of the labels, [batch, sequence] float32, out of hidden states, without the logits.
+
+    It is what Megatron's `GPTModel.forward(..., labels=labels, output_processor=output_processor,
+    output_processor_context=OutputProcessorContext(...))` calls in the place of its output layer, and
+    returns. Hidden states are [sequence, batch, features], with sequence parallelism this rank's part of the
+    sequence; the weight is `output_weight`, or the output layer's own. With `wants_entropy` the entropy of
+    every token comes along. `context` may be any object with a `temperature`.
+
+    >>> import torch
+    >>> layer = torch.nn.Linear(4, 8, bias=False)
+    >>> hidden = torch.zeros(1, 1, 4)
+    >>> value = output_processor(hidden_states=hidden, output_layer=layer, labels=torch.tensor([[3]]))
+    >>> round(float(value.detach()), 4)
+    -2.0794
+    """
+    if labels is None:
+        raise ValueError("vocab.output_processor: there are no labels. Give them to the model's forward.")
+    if getattr(config, "use_mup", False):
+        raise ValueError("vocab.output_processor: logits that are scaled (use_mup) are not computed here.")
+    weight = output_layer.weight if output_weight is None else output_weight
+    group = tensor_parallel_group(getattr(output_layer, "tp_group", None))
+    if getattr(config, "sequence_parallel", False) and group is not None and group.size() > 1:
+        hidden_states = regions.gather(hidden_states, group, 0)
+    scores = vocab_parallel.linear_cross_entropy_with_scores(
+        hidden_states.transpose(0, 1),
+        weight,
+        labels,
+        group,
+        ("entropy",) if getattr(context, "wants_entropy", False) else (),
+        reduction="none",
+        temperature=getattr(context, "temperature", 1.0),
+        workspace_bytes=getattr(context, "workspace_bytes", None),
+        local_bias=getattr(output_layer, "bias", None),
+    )
+    return -scores.loss if scores.tokens.entropy is None else (-scores.loss, scores.tokens.entropy)
 
 
 def install() -> list[str]:
