@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -156,3 +158,31 @@ def test_forward_and_backward_by_hand_go_once():
     te_parallel_ce.CrossEntropyFunction.backward(ctx, torch.ones_like(value))
     with pytest.raises(RuntimeError, match="second time"):
         te_parallel_ce.CrossEntropyFunction.backward(ctx, torch.ones_like(value))
+
+
+GROWTH = """
+import resource, torch
+from tessera.integrations import verl
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+tokens, vocabulary = 512, 248_000  # 484 MiB of logits
+torch.set_num_threads(1)
+hidden = torch.randn(tokens, 4, requires_grad=True)
+weight = torch.randn(vocabulary, 4, requires_grad=True)
+labels = torch.randint(vocabulary, (tokens,))
+verl.linear_cross_entropy(hidden[:8], weight, labels[:8])[0].sum().backward()  # what libraries keep
+before = peak()
+log_p, entropy = verl.linear_cross_entropy(hidden, weight, labels)
+(log_p.sum() + entropy.sum()).backward()
+print(peak() - before)
+"""
+
+
+def test_a_large_vocabulary_needs_its_workspace_alone():
+    """262,144 tokens of it within 4 GB: beside the workspace nothing grows with the product."""
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", GROWTH], capture_output=True, text=True, check=True
+    )
+    assert float(ended.stdout) < 300  # MiB; the workspace is 256

@@ -50,14 +50,16 @@ class EmbeddingFusedOptimizer(FusedOptimizer):
         for table, weight in tables.items():
             key = f"{table}.weight"
             params[key] = weight
-            state[weight] = {
+            entries = {
                 f"{key}.{entry.replace('momentum', 'momentum_')}": kept[f"{table}.{entry}"]
                 for entry in ("momentum1", "momentum2")
                 if f"{table}.{entry}" in kept
             }
             if counts:
-                state[weight][f"{key}.step"] = torch.zeros((), dtype=torch.int64)
-                self._counters.append(state[weight][f"{key}.step"])
+                entries[f"{key}.step"] = torch.zeros((), dtype=torch.int64)
+                self._counters.append(entries[f"{key}.step"])
+            if entries:
+                state[weight] = entries
         super().__init__(params, state, [{"params": list(params.values()), "lr": self._rate}])
 
     def _tell_rate(self) -> None:
