@@ -26,6 +26,7 @@ const char* const kSetting = R"(^\s*([\w.-]+|"[^"]*"|'[^']*')\s*=\s*(.*?)\s*$)";
 struct Reader {
   const std::string& verb;
   const std::string& path;
+  const std::set<std::string>& sections;
   std::vector<std::string> lines;
 
   std::string line(std::size_t number) const {
@@ -106,17 +107,43 @@ struct Reader {
       char text[32];
       return {text, std::to_chars(text, text + sizeof(text), real->get()).ptr};
     }
-    if (const auto* table = node.as_table(); table != nullptr && !table->is_inline()) {
-      refuse(number, "a section " + line(number),
-             "keys are the names of flags and stand in no section", "leave the line out");
-    }
+    if (is_section(node)) refuse_section(number);
     refuse_list(number, key);
+  }
+
+  static bool is_section(const toml::node& node) {
+    const auto* table = node.as_table();
+    return table != nullptr && !table->is_inline();
+  }
+
+  [[noreturn]] void refuse_section(std::size_t number) const {
+    std::string known;
+    for (const std::string& section : sections) known += " [" + section + "]";
+    refuse(number, "a section " + line(number),
+           known.empty() ? "keys are the names of flags and stand in no section"
+                         : "keys are the names of flags and stand in no section but" + known,
+           "leave the line out");
+  }
+
+  /// Adds the settings of a table: those of a section with its name before theirs.
+  void add(const toml::table& table, const std::string& section,
+           std::vector<FileSetting>& settings) const {
+    for (const auto& [key, node] : table) {
+      const auto number = static_cast<std::size_t>(node.source().begin.line);
+      const std::string name = section + std::string(key.str());
+      if (section.empty() && is_section(node) && sections.contains(name)) {
+        add(*node.as_table(), name + ".", settings);
+      } else {
+        settings.push_back({name, value_of(name, node, number), static_cast<int>(number)});
+      }
+    }
   }
 };
 
 }  // namespace
 
-std::vector<FileSetting> read_config(const std::string& verb, const std::string& path) {
+std::vector<FileSetting> read_config(const std::string& verb, const std::string& path,
+                                     const std::set<std::string>& sections) {
   std::ifstream file(path);
   const bool is_folder = std::filesystem::is_directory(path);
   if (!file || is_folder) {
@@ -124,17 +151,13 @@ std::vector<FileSetting> read_config(const std::string& verb, const std::string&
         launch::kExitConfiguration, verb + ": the configuration file " + path + " cannot be read",
         is_folder ? "it is a folder" : std::strerror(errno), "check the path given to --config");
   }
-  Reader reader{verb, path, {}};
+  Reader reader{verb, path, sections, {}};
   for (std::string line; std::getline(file, line);) reader.lines.push_back(line);
   for (;;) {
     try {
       std::vector<FileSetting> settings;
       const toml::table all = toml::parse(reader.text());
-      for (const auto& [key, node] : all) {
-        const auto line = static_cast<std::size_t>(node.source().begin.line);
-        const std::string name(key.str());
-        settings.push_back({name, reader.value_of(name, node, line), static_cast<int>(line)});
-      }
+      reader.add(all, "", settings);
       std::sort(settings.begin(), settings.end(),
                 [](const auto& a, const auto& b) { return a.line < b.line; });
       return settings;

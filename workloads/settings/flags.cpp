@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <map>
+#include <set>
 #include <type_traits>
 
 #include "settings/config_file.h"
@@ -43,6 +45,19 @@ std::string take_config(std::vector<std::string>& flags) {
   return path;
 }
 
+bool is_in_section(const std::string& key) { return key.find('.') != std::string::npos; }
+
+// The sections that a configuration file may have.
+std::set<std::string> sections_of(const CLI::App& app) {
+  std::set<std::string> sections;
+  for (const CLI::Option* option : app.get_options()) {
+    for (const std::string& name : option->get_lnames()) {
+      if (is_in_section(name)) sections.insert(name.substr(0, name.find('.')));
+    }
+  }
+  return sections;
+}
+
 std::string place_of(const std::string& path, const FileSetting& setting) {
   return path + ", line " + std::to_string(setting.line) + ": ";
 }
@@ -63,6 +78,17 @@ void check_key(const CLI::App& app, const std::string& path, const FileSetting& 
                               "--" + setting.key + " is a flag for one call, not a setting",
                               "leave it out, and give the flag");
   }
+}
+
+// Two names of one setting are the same setting twice. `lines` are those of the ones before.
+void check_once(const CLI::App& app, const std::string& path, const FileSetting& setting,
+                std::map<std::string, int>& lines) {
+  const auto [before, is_new] = lines.emplace(setting.key, setting.line);
+  if (is_new) return;
+  throw launch::LaunchError(
+      launch::kExitConfiguration,
+      app.get_name() + ": " + place_of(path, setting) + setting.key + " is set again",
+      "it is set in line " + std::to_string(before->second), "leave one of the two out");
 }
 
 // For CLI11's "--flag: word not in {one,two}": the word that was meant.
@@ -98,7 +124,9 @@ void define(CLI::App& app, const Table& table) {
   app.set_help_flag();
   for (const Setting& setting : table.settings()) {
     const std::string letter = setting.letter == 0 ? "" : std::string("-") + setting.letter + ",";
-    const std::string names = letter + "--" + setting.name;
+    // The parser takes the other name as a flag too; it is offered nowhere.
+    const std::string other = setting.in_section.empty() ? "" : ",--" + setting.in_section;
+    const std::string names = letter + "--" + setting.name + other;
     CLI::Option* option = std::visit(
         [&](auto* value) -> CLI::Option* {
           if constexpr (std::is_same_v<decltype(value), bool*>) {
@@ -136,7 +164,9 @@ std::vector<std::string> long_flags(const CLI::App& app) {
   std::vector<std::string> names;
   for (const CLI::Option* option : app.get_options()) {
     if (option->get_group().empty()) continue;  // accepted, but not offered
-    for (const std::string& name : option->get_lnames()) names.push_back("--" + name);
+    for (const std::string& name : option->get_lnames()) {
+      if (!is_in_section(name)) names.push_back("--" + name);
+    }
   }
   names.emplace_back("--help");
   return names;
@@ -202,8 +232,9 @@ NamesAndFlags names_and_flags(const CLI::App& app, std::vector<std::string> word
 void read_flags(CLI::App& app, std::vector<std::string> flags) {
   const std::string path = app.get_config_ptr() == nullptr ? "" : take_config(flags);
   std::vector<FileSetting> file;
-  if (!path.empty()) file = read_config(app.get_name(), path);
+  if (!path.empty()) file = read_config(app.get_name(), path, sections_of(app));
   std::vector<std::string> words;
+  std::map<std::string, int> lines;
   for (FileSetting& setting : file) {
     // As on the command line, where --snake_case is understood too.
     if (app.get_option_no_throw("--" + setting.key) == nullptr) {
@@ -212,6 +243,10 @@ void read_flags(CLI::App& app, std::vector<std::string> flags) {
       if (app.get_option_no_throw("--" + dashed) != nullptr) setting.key = dashed;
     }
     check_key(app, path, setting);
+    if (is_in_section(setting.key)) {
+      setting.key = app.get_option("--" + setting.key)->get_lnames().front();
+    }
+    check_once(app, path, setting, lines);
     if (is_given(app, flags, setting.key)) continue;
     const std::string flag = "--" + setting.key;
     if (app.get_option(flag)->get_items_expected_max() == 0) {

@@ -38,6 +38,7 @@ struct TESSERA_API Setting {
   std::string help;
   std::string shown_default = {};  // in the help; the value when it was added
   std::string group = {};          // heading in the help
+  std::string in_section = {};     // "section.key": its other name in a configuration file
   char letter = 0;                 // the short flag
   bool is_beside = false;          // shares the line of the setting before it in the help
   OnResume on_resume = OnResume::kFree;
@@ -55,6 +56,10 @@ struct TESSERA_API Setting {
   Setting& one_of(std::vector<std::string> words) { return set(choices, std::move(words)); }
   Setting& shown(std::string text) { return set(shown_default, std::move(text)); }
   Setting& beside() { return set(is_beside, true); }
+  /// A file may say `key` under `[section]` in place of the flag's name.
+  Setting& section(const std::string& section, const std::string& key) {
+    return set(in_section, section + "." + key);
+  }
   Setting& short_flag(char one) { return set(letter, one); }
   Setting& told() { return set(on_resume, OnResume::kTold); }
   Setting& fixed() { return set(on_resume, OnResume::kFixed); }

@@ -34,8 +34,11 @@ struct Values {
     table.add("ranks", ranks, "N", "how many").range(1, 8).short_flag('n');
     table.add("steps", steps, "N", "steps").range(0, 1000).beside();
     table.group("second");
-    table.add("rate", rate, "X", "of it").not_negative().told();
-    table.add("name", name, "S", "").one_of({"a", "b", "say \"x\"", "C:\\d", ""}).fixed();
+    table.add("rate", rate, "X", "of it").not_negative().told().section("of_values", "rate");
+    table.add("name", name, "S", "")
+        .one_of({"a", "b", "say \"x\"", "C:\\d", ""})
+        .fixed()
+        .section("of_values", "title");
     table.add("fast", is_fast, "", "hurry");
     table.add_common(print_config, wants_help);
     return table;
@@ -106,6 +109,19 @@ TEST(Settings, AFileIsToml) {
   EXPECT_EQ(read_values({"--config", escaped.path}).name, "say \"x\"");
   const File bare("name = b\n");  // not TOML, and meant as what it says
   EXPECT_EQ(read_values({"--config", bare.path}).name, "b");
+}
+
+TEST(Settings, ASectionHasOtherNamesOfItsKeys) {
+  const File file("steps = 7\n[of_values]\nrate = 1e-3\ntitle = b\n");
+  const Values values = read_values({"--config", file.path});
+  EXPECT_EQ(values.steps, 7);
+  EXPECT_EQ(values.rate, 0.001);
+  EXPECT_EQ(values.name, "b");
+  EXPECT_EQ(read_values({"--config", file.path, "--name", "a"}).name, "a");
+  EXPECT_EQ(refusal("name = \"b\"\n[of_values]\ntitle = \"a\"\n"), "line 3: name is set again");
+  EXPECT_EQ(refusal("[of_values]\nname = \"b\"\n"), "line 2: there is no key 'of_values.name'");
+  EXPECT_EQ(refusal("[of_values]\nrate = -1\n"), "line 2: rate cannot be '-1'");
+  EXPECT_EQ(refusal("[of_values.deeper]\nrate = 1\n"), "line 1: a section [of_values.deeper]");
 }
 
 TEST(Settings, WhatIsWrongInAFileIsNamedByLine) {
