@@ -2,18 +2,13 @@
 
 #include <algorithm>
 #include <array>
-#include <bit>
 #include <cmath>
+#include <functional>
 #include <limits>
-#include <numeric>
 #include <string>
-#include <tuple>
-#include <unordered_set>
+#include <utility>
 
-#include "collision/frequency_sketch.h"
-#include "collision/line_store.h"
-#include "collision/reserved_memory.h"
-#include "kernels/id_lines.h"
+#include "collision/id_table_state.h"
 
 namespace tessera::collision {
 namespace {
@@ -21,16 +16,6 @@ namespace {
 using kernels::bucket_of_hash;
 using kernels::hash_id;
 using kernels::RowRecord;
-using kernels::TouchedRecord;
-
-constexpr std::int64_t kMostRows = 0xffffffff;
-constexpr std::int64_t kMostStep = 0xffffffff;
-
-std::size_t index(std::int64_t number) { return static_cast<std::size_t>(number); }
-
-void check(bool is_good, const std::string& name, const std::string& text) {
-  if (!is_good) throw std::invalid_argument("id table '" + name + "': " + text);
-}
 
 void check_options(const IdTableOptions& options) {
   const Admission& admission = options.admission;
@@ -63,58 +48,6 @@ void check_options(const IdTableOptions& options) {
   check(options.most_bytes >= 0, options.name, "the limit of bytes is negative.");
 }
 
-/// The different ids of a batch that have no row, in order of first appearance.
-class Misses {
- public:
-  struct Entry {
-    std::int64_t id;
-    std::int64_t count;  // sightings in this batch
-    std::int64_t row;    // planned; -1: none
-  };
-
-  void start(std::size_t most) {
-    entries_.clear();
-    const std::size_t size = std::bit_ceil(std::max<std::size_t>(2 * most, 16));
-    if (places_.size() < size) places_.resize(size);
-    mask_ = size - 1;
-    std::fill_n(places_.begin(), size, 0U);
-  }
-  void add(std::int64_t id, std::int64_t count) {
-    for (std::size_t at = hash_id(id) & mask_;; at = (at + 1) & mask_) {
-      if (places_[at] == 0) {
-        entries_.push_back({id, count, -1});
-        places_[at] = static_cast<std::uint32_t>(entries_.size());
-        return;
-      }
-      Entry& entry = entries_[places_[at] - 1];
-      if (entry.id == id) {
-        entry.count += count;
-        return;
-      }
-    }
-  }
-  std::int64_t row_of(std::int64_t id) const {
-    std::size_t at = hash_id(id) & mask_;
-    while (entries_[places_[at] - 1].id != id) at = (at + 1) & mask_;
-    return entries_[places_[at] - 1].row;
-  }
-  std::vector<Entry>& entries() { return entries_; }
-
- private:
-  std::vector<Entry> entries_;
-  std::vector<std::uint32_t> places_;  // number of the entry plus 1; 0: free
-  std::size_t mask_ = 0;
-};
-
-/// A batch that was admitted, but is neither kept nor undone.
-struct Plan {
-  bool is_open = false;
-  bool changes_rows = false;
-  std::int64_t step = 0;
-  std::vector<std::int64_t> found;    // the row of every id as it was; -1: none
-  std::vector<std::int64_t> new_ids;  // in the lines already
-};
-
 }  // namespace
 
 std::uint64_t id_hash(std::int64_t id) noexcept { return hash_id(id); }
@@ -136,64 +69,6 @@ std::int64_t id_of_hash(std::uint64_t hash) noexcept {
 }
 
 int bucket_of(std::int64_t id) noexcept { return bucket_of_hash(hash_id(id)); }
-
-struct IdTable::State {
-  explicit State(IdTableOptions wanted)
-      : options(std::move(wanted)),
-        lines(options.most_bytes),
-        records(index(kMostRows) * sizeof(RowRecord)),
-        protect(options.protect.begin(), options.protect.end()),
-        bucket_sizes(kNumBuckets),
-        bucket_rows(keeps_lists() ? kNumBuckets : 0) {}
-
-  bool keeps_lists() const {
-    return options.capacity > 0 && options.eviction.kind != EvictionKind::kNone;
-  }
-  std::int64_t bucket_capacity() const {
-    return (options.capacity + kNumBuckets - 1) / kNumBuckets;
-  }
-  RowRecord* record(std::int64_t row) const {
-    return static_cast<RowRecord*>(records.data()) + row;
-  }
-
-  std::string text(const std::string& problem) const {
-    return "id table '" + options.name + "': " + problem;
-  }
-  void reserve_rows(std::int64_t rows);
-  void insert(std::int64_t id, std::int64_t row);
-  void check_bucket(std::int64_t id) const;
-
-  void decide(std::int64_t step);
-  void make_room(std::int64_t step);
-  void evict_from(int bucket, std::int64_t incoming, std::int64_t step);
-  void expire(std::int64_t step);
-  bool may_go(const RowRecord& record, std::int64_t step) const;
-  void plan_rows();
-  void place(std::int64_t step, IdChanges& changes);
-  void apply(std::int64_t step) noexcept;
-  void drop_victims() noexcept;
-
-  IdTableOptions options;
-  LineStore lines;
-  ReservedMemory records;
-  FrequencySketch sketch;
-  std::unordered_set<std::int64_t> protect;
-  std::vector<std::int64_t> bucket_sizes;
-  std::vector<std::vector<std::uint32_t>> bucket_rows;
-  std::vector<std::uint32_t> free_rows;  // a heap, the lowest on top
-  std::int64_t num_rows = 0;
-  std::int64_t size = 0;
-  std::int64_t last_step = 0;
-
-  // Of the batch at hand; kept for the next one's use of the memory.
-  Misses misses;
-  Plan plan;
-  std::vector<TouchedRecord> before;
-  std::vector<std::uint32_t> victims;     // rows
-  std::vector<std::uint32_t> free_after;  // the heap as it will be
-  std::int64_t rows_after = 0;
-  std::int64_t num_refused = 0;
-};
 
 void IdTable::State::reserve_rows(std::int64_t rows) {
   if (rows > kMostRows) {
@@ -222,161 +97,6 @@ void IdTable::State::insert(std::int64_t id, std::int64_t row) {
                               " has a hash like too many others; such ids do not come by chance. "
                               "Hash them with a secret salt first."));
   }
-}
-
-void IdTable::State::check_bucket(std::int64_t id) const {
-  const int bucket = bucket_of(id);
-  check(options.first_bucket <= bucket && bucket < options.end_bucket, options.name,
-        "id " + std::to_string(id) + " is of bucket " + std::to_string(bucket) +
-            "; this part has buckets " + std::to_string(options.first_bucket) + " to " +
-            std::to_string(options.end_bucket - 1) + ". Send ids to their owner.");
-}
-
-/// Leaves a count of 0 to the misses that are not admitted.
-void IdTable::State::decide(std::int64_t step) {
-  const Admission& admission = options.admission;
-  if (admission.kind == AdmissionKind::kAlways) return;
-  for (Misses::Entry& miss : misses.entries()) {
-    const std::uint64_t hash = hash_id(miss.id);
-    bool is_admitted = false;
-    if (admission.kind == AdmissionKind::kFrequency) {
-      is_admitted = sketch.add(hash, miss.count) >= admission.sightings;
-    } else {
-      const auto salted = static_cast<std::int64_t>(
-          hash ^ hash_id(static_cast<std::int64_t>(admission.seed) ^ step));
-      const double draw = static_cast<double>(hash_id(salted) >> 11) * 0x1p-53;
-      is_admitted =
-          draw < -std::expm1(static_cast<double>(miss.count) * std::log1p(-admission.probability));
-    }
-    if (!is_admitted) miss.count = 0;
-  }
-}
-
-bool IdTable::State::may_go(const RowRecord& record, std::int64_t step) const {
-  if (record.count == 0 || record.last_step == step) return false;
-  if (options.eviction.kind == EvictionKind::kTimeToLive &&
-      step - record.last_step <= options.eviction.time_to_live) {
-    return false;
-  }
-  return protect.empty() || !protect.contains(record.id);
-}
-
-/// Every row that was not seen for too long is a victim.
-void IdTable::State::expire(std::int64_t step) {
-  const Eviction& eviction = options.eviction;
-  if (eviction.kind != EvictionKind::kTimeToLive || step % eviction.interval != 0) return;
-  for (std::int64_t row = 0; row < num_rows; ++row) {
-    if (may_go(*record(row), step)) victims.push_back(static_cast<std::uint32_t>(row));
-  }
-}
-
-/// Adds to the victims so many rows of the bucket that `incoming` more fit, or as many as may go.
-void IdTable::State::evict_from(int bucket, std::int64_t incoming, std::int64_t step) {
-  const Eviction& eviction = options.eviction;
-  const std::int64_t capacity = bucket_capacity();
-  const std::int64_t over = bucket_sizes[index(bucket)] + incoming - capacity;
-  struct Candidate {
-    double score;
-    std::uint32_t last_step;
-    std::int64_t id;
-    std::uint32_t row;
-    bool operator<(const Candidate& other) const {
-      return std::tie(score, last_step, id) < std::tie(other.score, other.last_step, other.id);
-    }
-  };
-  std::vector<Candidate> candidates;
-  for (const std::uint32_t row : bucket_rows[index(bucket)]) {
-    const RowRecord& known = *record(row);
-    if (!may_go(known, step)) continue;
-    double score = 0;  // by last step alone
-    if (eviction.kind == EvictionKind::kLfu) score = known.count;
-    if (eviction.kind == EvictionKind::kDistanceLfu) {
-      const auto distance = static_cast<double>(step - known.last_step + 1);
-      score =
-          known.count /
-          (eviction.decay_exponent == 1.0 ? distance : std::pow(distance, eviction.decay_exponent));
-    }
-    candidates.push_back({score, known.last_step, known.id, row});
-  }
-  const auto share =
-      static_cast<std::int64_t>(std::ceil(static_cast<double>(capacity) * eviction.share));
-  const std::size_t wanted = std::min(index(std::max(over, share)), candidates.size());
-  std::nth_element(candidates.begin(), candidates.begin() + static_cast<std::ptrdiff_t>(wanted),
-                   candidates.end());
-  for (std::size_t i = 0; i < wanted; ++i) victims.push_back(candidates[i].row);
-}
-
-/// Chooses victims for full buckets, and refuses what finds no room all the same.
-void IdTable::State::make_room(std::int64_t step) {
-  expire(step);
-  num_refused = 0;
-  if (options.capacity == 0) return;
-  std::vector<std::int64_t> incoming(kNumBuckets);
-  std::vector<std::int64_t> leaving(kNumBuckets);
-  for (const Misses::Entry& miss : misses.entries()) {
-    if (miss.count > 0) ++incoming[index(bucket_of(miss.id))];
-  }
-  for (const std::uint32_t row : victims) ++leaving[index(bucket_of(record(row)->id))];
-  const std::int64_t capacity = bucket_capacity();
-  const std::size_t num_expired = victims.size();
-  for (int bucket = 0; bucket < kNumBuckets; ++bucket) {
-    const std::int64_t left = bucket_sizes[index(bucket)] - leaving[index(bucket)];
-    const bool is_full = incoming[index(bucket)] > 0 && left + incoming[index(bucket)] > capacity;
-    // A bucket that just lost what was too old has nothing more to give.
-    if (is_full && keeps_lists() && leaving[index(bucket)] == 0) {
-      evict_from(bucket, incoming[index(bucket)], step);
-    }
-  }
-  for (std::size_t i = num_expired; i < victims.size(); ++i) {
-    ++leaving[index(bucket_of(record(victims[i])->id))];
-  }
-  std::vector<std::int64_t> room(kNumBuckets);
-  for (int bucket = 0; bucket < kNumBuckets; ++bucket) {
-    room[index(bucket)] = capacity - bucket_sizes[index(bucket)] + leaving[index(bucket)];
-  }
-  for (Misses::Entry& miss : misses.entries()) {
-    if (miss.count == 0) continue;
-    const int bucket = bucket_of(miss.id);
-    if (room[index(bucket)]-- > 0) continue;
-    if (!options.refuse_when_full) {
-      throw IdTableFull(
-          text("no room for id " + std::to_string(miss.id) + ": bucket " + std::to_string(bucket) +
-               " has all its " + std::to_string(capacity) + " rows of a capacity of " +
-               std::to_string(options.capacity) +
-               (keeps_lists() ? ", and none may go in this step" : ", and nothing is evicted") +
-               ". Raise the capacity, choose an eviction, or let ids be refused."),
-          options.name, options.capacity, bucket);
-    }
-    miss.count = 0;
-    ++num_refused;
-  }
-}
-
-/// Gives rows to the admitted ids: free ones and those of victims, then new ones.
-void IdTable::State::plan_rows() {
-  constexpr auto kLowestFirst = std::greater<std::uint32_t>();
-  free_after = free_rows;
-  free_after.insert(free_after.end(), victims.begin(), victims.end());
-  if (!victims.empty()) std::make_heap(free_after.begin(), free_after.end(), kLowestFirst);
-  rows_after = num_rows;
-  std::vector<std::size_t> more(bucket_rows.size());
-  for (Misses::Entry& miss : misses.entries()) {
-    if (miss.count == 0) continue;
-    if (free_after.empty()) {
-      miss.row = rows_after++;
-    } else {
-      std::pop_heap(free_after.begin(), free_after.end(), kLowestFirst);
-      miss.row = free_after.back();
-      free_after.pop_back();
-    }
-    if (!more.empty()) ++more[index(bucket_of(miss.id))];
-  }
-  for (std::size_t bucket = 0; bucket < more.size(); ++bucket) {
-    std::vector<std::uint32_t>& list = bucket_rows[bucket];
-    const std::size_t needed = list.size() + more[bucket];
-    if (needed > list.capacity()) list.reserve(std::max(needed, list.size() + list.size() / 2));
-  }
-  if (rows_after > num_rows) reserve_rows(rows_after);
 }
 
 /// Takes the victims out of lines, records and lists.
@@ -477,7 +197,7 @@ IdChanges IdTable::plan_admit(std::span<const std::int64_t> ids,
               std::to_string(counts[i]) + " times. Leave it out, or give at least 1.");
   }
   IdChanges changes;
-  Plan& plan = state.plan;
+  AdmissionPlan& plan = state.plan;
   if (state.before.size() < ids.size()) state.before.resize(ids.size());
   plan.found.resize(ids.size());
   state.misses.start(0);
@@ -513,36 +233,6 @@ IdChanges IdTable::plan_admit(std::span<const std::int64_t> ids,
     throw;
   }
   return changes;
-}
-
-/// Decides about the misses and puts the new ids into the lines.
-void IdTable::State::place(std::int64_t step, IdChanges& changes) {
-  const bool has_all = options.first_bucket == 0 && options.end_bucket == kNumBuckets;
-  for (const Misses::Entry& miss : misses.entries()) {
-    if (!has_all) check_bucket(miss.id);
-  }
-  decide(step);
-  make_room(step);
-  plan_rows();
-  changes.new_ids.reserve(misses.entries().size());
-  changes.new_rows.reserve(misses.entries().size());
-  for (const Misses::Entry& miss : misses.entries()) {
-    if (miss.row < 0) continue;
-    changes.new_ids.push_back(miss.id);
-    changes.new_rows.push_back(miss.row);
-  }
-  for (const std::uint32_t row : victims) {
-    changes.evicted_ids.push_back(record(row)->id);
-    changes.evicted_rows.push_back(row);
-  }
-  changes.num_refused = num_refused;
-  plan.new_ids.reserve(changes.new_ids.size());
-  constexpr std::size_t kAhead = 16;
-  for (std::size_t i = 0; i < changes.new_ids.size(); ++i) {
-    if (i + kAhead < changes.new_ids.size()) lines.prefetch(changes.new_ids[i + kAhead]);
-    insert(changes.new_ids[i], changes.new_rows[i]);
-    plan.new_ids.push_back(changes.new_ids[i]);
-  }
 }
 
 void IdTable::keep_admitted() noexcept {
@@ -603,107 +293,8 @@ void IdTable::clear() {
   state.last_step = 0;
 }
 
-void IdTable::load(std::span<const std::int64_t> ids, std::span<const std::int64_t> counts,
-                   std::span<const std::int64_t> last_steps) {
-  State& state = *state_;
-  check(state.num_rows == 0, state.options.name, "ids can only be loaded into an empty table.");
-  check(counts.size() == ids.size() && last_steps.size() == ids.size(), state.options.name,
-        std::to_string(ids.size()) + " ids, but " + std::to_string(counts.size()) + " counts and " +
-            std::to_string(last_steps.size()) + " last steps.");
-  const auto refuse = [&](const std::string& problem) {
-    throw IdListError(state.text(problem + " The list is damaged, or not of this table."));
-  };
-  try {
-    const auto count = static_cast<std::int64_t>(ids.size());
-    state.reserve_rows(count);
-    for (std::int64_t row = 0; row < count; ++row) {
-      const std::int64_t id = ids[index(row)];
-      const int bucket = bucket_of(id);
-      if (bucket < state.options.first_bucket || bucket >= state.options.end_bucket) {
-        refuse("id " + std::to_string(id) + " in row " + std::to_string(row) + " is of bucket " +
-               std::to_string(bucket) + ", not of " + std::to_string(state.options.first_bucket) +
-               " to " + std::to_string(state.options.end_bucket - 1) + ".");
-      }
-      const std::int64_t other = state.lines.find(id);
-      if (other >= 0) {
-        refuse("rows " + std::to_string(other) + " and " + std::to_string(row) + " both have id " +
-               std::to_string(id) + ".");
-      }
-      if (counts[index(row)] < 1 || counts[index(row)] > kMostStep || last_steps[index(row)] < 0 ||
-          last_steps[index(row)] > kMostStep) {
-        refuse("row " + std::to_string(row) + " has count " + std::to_string(counts[index(row)]) +
-               " and last step " + std::to_string(last_steps[index(row)]) + ".");
-      }
-      state.insert(id, row);
-      *state.record(row) = {id, static_cast<std::uint32_t>(counts[index(row)]),
-                            static_cast<std::uint32_t>(last_steps[index(row)])};
-      ++state.bucket_sizes[index(bucket)];
-      if (!state.bucket_rows.empty()) {
-        state.bucket_rows[index(bucket)].push_back(static_cast<std::uint32_t>(row));
-      }
-      ++state.num_rows;
-      ++state.size;
-      state.last_step = std::max(state.last_step, last_steps[index(row)]);
-    }
-  } catch (...) {
-    clear();
-    throw;
-  }
-}
-
-IdList IdTable::export_ids(std::int64_t since) const {
-  const State& state = *state_;
-  const auto is_left_out = [&](const RowRecord& record) {
-    return record.count == 0 || record.last_step < since;
-  };
-  std::vector<std::int64_t> sizes = state.bucket_sizes;
-  if (since > 0) {
-    std::fill(sizes.begin(), sizes.end(), 0);
-    for (std::int64_t row = 0; row < state.num_rows; ++row) {
-      const RowRecord& record = *state.record(row);
-      if (!is_left_out(record)) ++sizes[index(bucket_of(record.id))];
-    }
-  }
-  // A counting sort by bucket; rows rise within one.
-  std::vector<std::int64_t> next(kNumBuckets + 1);
-  std::partial_sum(sizes.begin(), sizes.end(), next.begin() + 1);
-  const auto size = index(next.back());
-  IdList list{std::vector<std::int64_t>(size), std::vector<std::int64_t>(size),
-              std::vector<std::int64_t>(size), std::vector<std::int64_t>(size)};
-  for (std::int64_t row = 0; row < state.num_rows; ++row) {
-    const RowRecord& record = *state.record(row);
-    if (is_left_out(record)) continue;
-    const auto place = index(next[index(bucket_of(record.id))]++);
-    list.ids[place] = record.id;
-    list.rows[place] = row;
-    list.counts[place] = record.count;
-    list.last_steps[place] = record.last_step;
-  }
-  return list;
-}
-
 const std::vector<std::int64_t>& IdTable::bucket_sizes() const noexcept {
   return state_->bucket_sizes;
-}
-
-IdSketch IdTable::export_sketch() const { return state_->sketch.export_state(); }
-
-void IdTable::load_sketch(const IdSketch& sketch) {
-  const State& state = *state_;
-  if (sketch.sightings.size() != sketch.buckets.size() ||
-      sketch.counters.size() != sketch.buckets.size() * FrequencySketch::kCounters) {
-    throw IdListError(state.text("a sketch of " + std::to_string(sketch.buckets.size()) +
-                                 " buckets has " + std::to_string(sketch.counters.size()) +
-                                 " counters and " + std::to_string(sketch.sightings.size()) +
-                                 " sums of sightings."));
-  }
-  for (const std::int64_t bucket : sketch.buckets) {
-    if (bucket < state.options.first_bucket || bucket >= state.options.end_bucket) {
-      throw IdListError(state.text("the sketch has bucket " + std::to_string(bucket) +
-                                   ", which this part has not."));
-    }
-  }
-  state_->sketch.load(sketch);
 }
 
 std::int64_t IdTable::size() const noexcept { return state_->size; }
