@@ -13,7 +13,7 @@ namespace tessera::collision {
 namespace {
 
 // Bags of one thread at least.
-constexpr std::int64_t kGrain = 256;
+constexpr std::int64_t kBagGrain = 256;
 
 struct Plan : torch::CustomClassHolder {
   explicit Plan(HomePlan given) : plan(std::move(given)) {}
@@ -26,7 +26,7 @@ template <typename Each>
 void for_bags(const HomePlan& plan, const Each& each) {
   const auto num_blocks = static_cast<std::int64_t>(plan.blocks.size());
   at::parallel_for(
-      0, num_blocks * plan.num_bags, kGrain, [&](std::int64_t begin, std::int64_t end) {
+      0, num_blocks * plan.num_bags, kBagGrain, [&](std::int64_t begin, std::int64_t end) {
         for (std::int64_t i = begin; i < end; ++i) {
           const HomeBlock& block = plan.blocks[static_cast<std::size_t>(i / plan.num_bags)];
           const std::int64_t bag = i % plan.num_bags;
