@@ -9,6 +9,7 @@ namespace tessera::python {
 namespace {
 
 using at::Tensor;
+using collision::GrowingChanges;
 using collision::GrowingEmbeddingBagCollection;
 using collision::GrowingEmbeddingCollection;
 using collision::GrowingOptions;
@@ -28,6 +29,12 @@ std::vector<std::int64_t> long_numbers(const Tensor& tensor) {
   const Tensor own = tensor.to(at::kCPU, at::kLong).contiguous();
   const auto* first = own.const_data_ptr<std::int64_t>();
   return {first, first + own.numel()};
+}
+
+/// Ids, rows, counts and last steps.
+std::tuple<Tensor, Tensor, Tensor, Tensor> tensors_of(const collision::IdList& list) {
+  return {long_tensor(list.ids), long_tensor(list.rows), long_tensor(list.counts),
+          long_tensor(list.last_steps)};
 }
 
 py::dict rows_as_dict(const GrowingRows& rows) {
@@ -111,6 +118,19 @@ void bind_growing_collection(py::module_& module, const char* name) {
 void bind_growing(py::module_& parent) {
   py::module_ module = parent.attr("collision");
   bind_growing_configs(module);
+  py::class_<GrowingChanges, std::shared_ptr<GrowingChanges>>(module, "GrowingChanges")
+      .def("forget", &GrowingChanges::forget)
+      .def("changed_ids",
+           [](const GrowingChanges& self, const std::string& table) {
+             return tensors_of(self.changed_ids(table));
+           })
+      .def("removed_ids",
+           [](const GrowingChanges& self, const std::string& table) {
+             return long_tensor(self.removed_ids(table));
+           })
+      .def("take_removed_ids", [](GrowingChanges& self, const std::string& table) {
+        return long_tensor(self.take_removed_ids(table));
+      });
   py::class_<GrowingTables, sharding::ShardedTables, std::shared_ptr<GrowingTables>>(
       module, "GrowingTables", py::multiple_inheritance())
       .def("growth", &GrowingTables::growth)
@@ -119,9 +139,7 @@ void bind_growing(py::module_& parent) {
       .def("set_training", [](GrowingTables& self, bool is_on) { self.train(is_on); })
       .def("export_ids",
            [](const GrowingTables& self, const std::string& table) {
-             const collision::IdList list = self.export_ids(table);
-             return std::tuple(long_tensor(list.ids), long_tensor(list.rows),
-                               long_tensor(list.counts), long_tensor(list.last_steps));
+             return tensors_of(self.export_ids(table));
            })
       .def("unknown_row",
            [](const GrowingTables& self, const std::string& table) -> std::optional<Tensor> {
@@ -129,10 +147,7 @@ void bind_growing(py::module_& parent) {
              return row.defined() ? std::optional(row) : std::nullopt;
            })
       .def("unknown_state", &GrowingTables::unknown_state)
-      .def("take_removed_ids",
-           [](GrowingTables& self, const std::string& table) {
-             return long_tensor(self.take_removed_ids(table));
-           })
+      .def("track_changes", &GrowingTables::track_changes)
       .def("export_rows",
            [](const GrowingTables& self, const std::string& table) {
              return rows_as_dict(self.export_rows(table));

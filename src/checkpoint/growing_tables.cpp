@@ -58,8 +58,10 @@ struct Loaded {
 class GrowingStateful final : public Stateful {
  public:
   GrowingStateful(std::shared_ptr<collision::GrowingTables> tables, std::string prefix,
-                  std::string optimizer_prefix, bool is_published = false)
+                  std::string optimizer_prefix, std::shared_ptr<collision::GrowingChanges> changes,
+                  bool is_published = false)
       : tables_(std::move(tables)),
+        changes_(std::move(changes)),
         prefix_(std::move(prefix)),
         optimizer_prefix_(std::move(optimizer_prefix)),
         is_published_(is_published) {
@@ -104,6 +106,7 @@ class GrowingStateful final : public Stateful {
   void load_sketch(const Reader& source, const GrowingPart& part, IdTable& ids) const;
 
   std::shared_ptr<collision::GrowingTables> tables_;
+  std::shared_ptr<collision::GrowingChanges> changes_;  // since the last base; null: all is saved
   std::string prefix_;
   std::string optimizer_prefix_;
   bool is_published_;
@@ -185,15 +188,16 @@ void GrowingStateful::collect(std::vector<PlacedTensor>& tensors, Values& values
 
 void GrowingStateful::collect_delta(std::vector<PlacedTensor>& tensors,
                                     std::vector<ListDelta>& lists, Values& values) {
-  if (!tables_->tracks_changes()) return collect(tensors, values);
+  if (changes_ == nullptr) return collect(tensors, values);
   const at::NoGradGuard no_grad;
   GrowingState& own = state();
   std::vector<IdList> changed;
   std::vector<std::vector<std::int64_t>> counts;
   for (const auto& part : own.parts) {
-    changed.push_back(tables_->changed_ids(part->config->config.name));
+    const std::string& table = part->config->config.name;
+    changed.push_back(changes_->changed_ids(table));
     counts.push_back({static_cast<std::int64_t>(changed.back().ids.size()),
-                      static_cast<std::int64_t>(part->removed_since_base.size()),
+                      static_cast<std::int64_t>(changes_->removed_ids(table).size()),
                       static_cast<std::int64_t>(part->ids.export_sketch().buckets.size()),
                       part->ids.size()});
   }
@@ -209,7 +213,7 @@ void GrowingStateful::collect_delta(std::vector<PlacedTensor>& tensors,
     collect_buckets(part, runs, name + ".bucket_rows" + kChanged, tensors);
     collect_buckets(part, part.ids.bucket_sizes(), name + ".bucket_rows", tensors);
     add_piece(part, name + ".removed", extents[p][1].all, extents[p][1].first,
-              tensor_of(part.removed_since_base), tensors);
+              tensor_of(changes_->removed_ids(part.config->config.name)), tensors);
     collect_sketch(part, extents[p][2], tensors);
     ListDelta list{.name = name + ".ids",
                    .rows = extents[p][3].all,
@@ -238,6 +242,8 @@ void GrowingStateful::collect_values(Values& values) const {
   values[prefix_ + group_ + "calls"] = own.num_calls;
   for (std::size_t t = 0; t < own.tables.size(); ++t) {
     values[name_of(t) + ".seed"] = static_cast<std::int64_t>(own.tables[t].seed);
+    if (!own.tables[t].text_hash.empty())
+      values[name_of(t) + ".str_hash"] = own.tables[t].text_hash;
   }
   if (own.batch != nullptr) {
     values[optimizer_prefix_ + group_ + "step"] = own.batch->optimizer()->num_steps();
@@ -331,6 +337,16 @@ void GrowingStateful::check_values(const Reader& source) const {
                     "'. Load it with the program that saved it.");
   }
   for (std::size_t t = 0; t < state().tables.size(); ++t) {
+    const std::string& text_hash = state().tables[t].text_hash;
+    const auto saved_hash = values.find(name_of(t) + ".str_hash");
+    if (saved_hash != values.end() && !text_hash.empty() &&
+        saved_hash->second != Value(text_hash)) {
+      const auto* text = std::get_if<std::string>(&saved_hash->second);
+      throw Error(ErrorKind::kInvalid, source.folder() + ": texts of '" + name_of(t) +
+                                           "' became ids by '" + (text == nullptr ? "?" : *text) +
+                                           "'; here by '" + text_hash +
+                                           "'. Load it with the program that saved it.");
+    }
     const auto seed = values.find(name_of(t) + ".seed");
     const auto own = static_cast<std::int64_t>(state().tables[t].seed);
     if (seed == values.end() || std::get<std::int64_t>(seed->second) == own) continue;
@@ -472,7 +488,7 @@ void GrowingStateful::finish(const Values& values) {
     return value == values.end() ? otherwise : std::get<std::int64_t>(value->second);
   };
   own.num_calls = number(prefix_ + group_ + "calls", 0);
-  if (tables_->tracks_changes()) tables_->forget_changes();
+  own.forget_changes();
   if (own.batch != nullptr) {
     own.batch->optimizer()->state().num_steps = number(optimizer_prefix_ + group_ + "step", 0);
   }
@@ -485,15 +501,18 @@ void GrowingStateful::finish(const Values& values) {
 }  // namespace
 
 void add_growing_tables(State& state, std::shared_ptr<collision::GrowingTables> tables,
-                        const std::string& prefix, const std::string& optimizer_prefix) {
-  state.add(std::make_shared<GrowingStateful>(std::move(tables), prefix, optimizer_prefix));
+                        const std::string& prefix, const std::string& optimizer_prefix,
+                        std::shared_ptr<collision::GrowingChanges> changes) {
+  state.add(std::make_shared<GrowingStateful>(std::move(tables), prefix, optimizer_prefix,
+                                              std::move(changes)));
 }
 
-void add_published_rows(State& state, std::shared_ptr<collision::GrowingTables> tables,
-                        const std::string& prefix) {
-  tables->track_changes();
-  state.add(std::make_shared<GrowingStateful>(std::move(tables), prefix, "",
-                                              /*is_published=*/true));
+std::shared_ptr<collision::GrowingChanges> add_published_rows(
+    State& state, const std::shared_ptr<collision::GrowingTables>& tables,
+    const std::string& prefix) {
+  auto changes = tables->track_changes();
+  state.add(std::make_shared<GrowingStateful>(tables, prefix, "", changes, /*is_published=*/true));
+  return changes;
 }
 
 }  // namespace tessera::checkpoint

@@ -27,7 +27,7 @@ constexpr const char* kOperation = "collision.growing_tables";
 constexpr const char* kStates[] = {"momentum1", "momentum2"};
 
 // Ids that a thread finds at least.
-constexpr std::int64_t kGrain = 4096;
+constexpr std::int64_t kFindGrain = 4096;
 
 /// Buckets in place of rows: what ids are dealt by.
 std::vector<embedding::EmbeddingTableConfig> bucket_tables(
@@ -147,7 +147,6 @@ bool GrowingPart::take(IdTable loaded, const at::Tensor& rows,
   for (auto& [name, tensor] : state) {
     tensor->tensor().narrow(0, 1, count).copy_(states.at(name));
   }
-  removed.clear();
   return true;
 }
 
@@ -306,7 +305,7 @@ void GrowingState::admit(std::vector<std::vector<std::int64_t>>& ids,
   if (!admits) {
     for (std::size_t p = 0; p < parts.size(); ++p) {
       parts[p]->ids.find(ids[p], rows[p], [](std::int64_t count, const auto& run) {
-        at::parallel_for(0, count, kGrain, run);
+        at::parallel_for(0, count, kFindGrain, run);
       });
     }
     return;
@@ -353,18 +352,25 @@ void GrowingState::admit(std::vector<std::vector<std::int64_t>>& ids,
   keep(changes);
 }
 
+void GrowingState::forget_changes() {
+  for (const auto& follower : followers) {
+    if (const auto one = follower.lock()) one->forget();
+  }
+}
+
 void GrowingState::keep(const std::vector<IdChanges>& changes) {
   ++num_calls;
+  std::erase_if(followers, [](const auto& follower) { return follower.expired(); });
   for (std::size_t p = 0; p < parts.size(); ++p) {
     GrowingPart& part = *parts[p];
     part.ids.keep_admitted();
     part.resize();
     part.fill(changes[p].new_ids, changes[p].new_rows);
-    part.removed.insert(part.removed.end(), changes[p].evicted_ids.begin(),
-                        changes[p].evicted_ids.end());
-    if (base_calls) {
-      part.removed_since_base.insert(part.removed_since_base.end(), changes[p].evicted_ids.begin(),
-                                     changes[p].evicted_ids.end());
+    for (const auto& follower : followers) {
+      const auto one = follower.lock();
+      if (one == nullptr || changes[p].evicted_ids.empty()) continue;
+      auto& removed = one->removed_[part.config->config.name];
+      removed.insert(removed.end(), changes[p].evicted_ids.begin(), changes[p].evicted_ids.end());
     }
     part.growth.admitted += static_cast<std::int64_t>(changes[p].new_ids.size());
     part.growth.evicted += static_cast<std::int64_t>(changes[p].evicted_ids.size());

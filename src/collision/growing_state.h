@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -43,8 +42,6 @@ struct GrowingPart {
   std::map<std::string, std::unique_ptr<GrowingTensor>> state;  // "momentum1", "momentum2"
   double first_state = 0;                                       // of "momentum1"
   std::vector<std::size_t> routes;                              // of this rank's, by feature
-  std::vector<std::int64_t> removed;                            // since somebody asked
-  std::vector<std::int64_t> removed_since_base;                 // if changes are tracked
   Growth growth;
 };
 
@@ -68,6 +65,8 @@ struct GrowingState : sharding::TablesState {
                                       const sharding::Sizes& ids) const;
 
   GrowingPart* part_of(const std::string& table);
+  /// What is here now is the base of all who follow changes.
+  void forget_changes();
   std::size_t number_of(const std::string& table) const;
 
   std::vector<GrowingTable> tables;
@@ -77,7 +76,7 @@ struct GrowingState : sharding::TablesState {
   std::unique_ptr<embedding::TableBatch> batch;     // null without parts
   std::vector<sharding::Route> routes;              // all that is sent, rank by rank
   std::int64_t num_calls = 0;
-  std::optional<std::int64_t> base_calls;  // when changes began to be tracked
+  std::vector<std::weak_ptr<GrowingChanges>> followers;  // of changes
   /// Whether training calls may leave ids without a row that trains, on any rank.
   bool trains_unknown = false;
   /// Features share tables: segments are looked up by route, then by rank, as one rank would.

@@ -34,6 +34,12 @@ std::vector<std::int64_t> one_by_one(std::size_t count) {
   return offsets;
 }
 
+/// Row 0 of the tensors is nobody's.
+IdList with_tensor_rows(IdList list) {
+  for (std::int64_t& row : list.rows) ++row;
+  return list;
+}
+
 void check_batch(const DistContext& context) {
   TESSERA_CHECK_VALUE(!context.features.variable_stride_per_key(),
                       "collision.growing_tables: features with batches of their own are not for "
@@ -95,9 +101,7 @@ std::vector<Growth> GrowingTables::total_growth() const {
 IdList GrowingTables::export_ids(const std::string& table) const {
   const GrowingPart* part = state_->part_of(table);
   if (part == nullptr) return {};
-  IdList list = part->ids.export_ids();
-  for (std::int64_t& row : list.rows) ++row;  // row 0 is nobody's
-  return list;
+  return with_tensor_rows(part->ids.export_ids());
 }
 
 at::Tensor GrowingTables::weights_of(const std::string& table) const {
@@ -112,34 +116,36 @@ at::Tensor GrowingTables::unknown_row(const std::string& table) const {
   return state_->unknown_rows->row(number).squeeze(0);
 }
 
-std::vector<std::int64_t> GrowingTables::take_removed_ids(const std::string& table) {
-  GrowingPart* part = state_->part_of(table);
-  return part == nullptr ? std::vector<std::int64_t>{} : std::exchange(part->removed, {});
+std::shared_ptr<GrowingChanges> GrowingTables::track_changes() {
+  const std::shared_ptr<GrowingChanges> changes(new GrowingChanges(state_));
+  state_->followers.push_back(changes);
+  return changes;
 }
 
-void GrowingTables::track_changes() {
-  if (!state_->base_calls) forget_changes();
+GrowingChanges::GrowingChanges(std::shared_ptr<GrowingState> state)
+    : state_(std::move(state)), base_calls_(state_->num_calls) {}
+
+void GrowingChanges::forget() {
+  base_calls_ = state_->num_calls;
+  removed_.clear();
 }
 
-void GrowingTables::forget_changes() {
-  state_->base_calls = state_->num_calls;
-  for (const auto& part : state_->parts) part->removed_since_base.clear();
-}
-
-bool GrowingTables::tracks_changes() const noexcept { return state_->base_calls.has_value(); }
-
-IdList GrowingTables::changed_ids(const std::string& table) const {
+IdList GrowingChanges::changed_ids(const std::string& table) const {
   const GrowingPart* part = state_->part_of(table);
-  if (part == nullptr) return {};
-  IdList list = part->ids.export_ids(state_->base_calls.value_or(0));
-  for (std::int64_t& row : list.rows) ++row;  // row 0 is nobody's
-  return list;
+  return part == nullptr ? IdList{} : with_tensor_rows(part->ids.export_ids(base_calls_));
 }
 
-const std::vector<std::int64_t>& GrowingTables::removed_ids(const std::string& table) const {
+const std::vector<std::int64_t>& GrowingChanges::removed_ids(const std::string& table) const {
   static const std::vector<std::int64_t> kNone;
-  const GrowingPart* part = state_->part_of(table);
-  return part == nullptr ? kNone : part->removed_since_base;
+  state_->number_of(table);  // throws for a table that is not there
+  const auto found = removed_.find(table);
+  return found == removed_.end() ? kNone : found->second;
+}
+
+std::vector<std::int64_t> GrowingChanges::take_removed_ids(const std::string& table) {
+  std::vector<std::int64_t> removed = removed_ids(table);
+  removed_.erase(table);
+  return removed;
 }
 
 GrowingRows GrowingTables::export_rows(const std::string& table) const {
@@ -236,6 +242,7 @@ GrowingSteps GrowingTables::num_steps() const {
 
 void GrowingTables::set_progress(std::int64_t num_calls, const GrowingSteps& steps) {
   state_->num_calls = num_calls;
+  state_->forget_changes();
   if (state_->batch != nullptr) state_->batch->optimizer()->state().num_steps = steps.rows;
   if (state_->unknown_rows) state_->unknown_rows->optimizer().state().num_steps = steps.unknown;
 }

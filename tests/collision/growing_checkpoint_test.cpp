@@ -115,16 +115,16 @@ void go_on_by_deltas(int world, std::int64_t begin, std::int64_t end, const std:
   run_ranks(world, [&](const comm::Group& group) {
     auto growing =
         std::make_shared<GrowingEmbeddingBagCollection>(tables, group, adagrad(), wishes);
-    growing->track_changes();
+    const auto changes = growing->track_changes();
     State state;
-    checkpoint::add_module(state, growing, "tables.", "optimizer.");
+    checkpoint::add_growing_tables(state, growing, "tables.", "optimizer.", changes);
     if (begin > 0) checkpoint::load(root, state, group, quiet_load());
     for (std::int64_t step = begin; step < end; ++step) {
       train(*growing, step);
       auto options = quiet();
       if (step > 0) options.base = step;
       checkpoint::save(root, step + 1, state, group, options);
-      growing->forget_changes();
+      changes->forget();
     }
   });
 }
@@ -159,13 +159,13 @@ TEST(GrowingDelta, HoldsWhatChangedAndWhoIsGone) {
   std::set<std::int64_t> evicted;
   run_ranks(2, [&](const comm::Group& group) {
     auto growing = std::make_shared<GrowingEmbeddingBagCollection>(tables, group, adagrad());
-    growing->track_changes();
+    const auto changes = growing->track_changes();
     State state;
-    checkpoint::add_growing_tables(state, growing, "tables.", "optimizer.");
+    checkpoint::add_growing_tables(state, growing, "tables.", "optimizer.", changes);
     for (std::int64_t step = 0; step < 6; ++step) train(*growing, step);
     checkpoint::save(delta.path(), 6, state, group, quiet());
-    growing->forget_changes();
-    growing->take_removed_ids("b");
+    changes->forget();
+    const auto removals = growing->track_changes();
     for (std::int64_t step = 6; step < 16; ++step) train(*growing, step);
     auto options = quiet();
     options.base = 6;
@@ -173,7 +173,7 @@ TEST(GrowingDelta, HoldsWhatChangedAndWhoIsGone) {
     checkpoint::save(whole.path(), 16, state, group, quiet());
     static std::mutex mutex;
     const std::lock_guard lock(mutex);
-    for (const std::int64_t id : growing->take_removed_ids("b")) evicted.insert(id);
+    for (const std::int64_t id : removals->take_removed_ids("b")) evicted.insert(id);
   });
   ASSERT_FALSE(evicted.empty());
   const checkpoint::Reader base(delta.path(), 6);
@@ -223,13 +223,13 @@ TEST(GrowingDelta, PublicationsHoldRowsAlone) {
     auto growing =
         std::make_shared<GrowingEmbeddingBagCollection>(counted_tables(), group, adagrad());
     State state;
-    checkpoint::add_published_rows(state, growing, "tables.");
+    const auto changes = checkpoint::add_published_rows(state, growing, "tables.");
     for (std::int64_t step = 0; step < 4; ++step) {
       train(*growing, step);
       auto options = quiet();
       if (step > 0) options.base = step;
       checkpoint::save(folder.path(), step + 1, state, group, options);
-      growing->forget_changes();
+      changes->forget();
     }
   });
   const checkpoint::Reader reader(folder.path(), 4);
@@ -255,11 +255,62 @@ TEST(GrowingDelta, PublicationsHoldRowsAlone) {
   });
 }
 
+/// Ids and rows of table "b" that a reader sees.
+std::map<std::int64_t, std::vector<float>> rows_seen(const std::string& root, std::int64_t step) {
+  const checkpoint::Reader reader(root, step);
+  const std::string name = "tables.embedding_bags.b";
+  const auto ids = numbers_in(reader, name + ".ids");
+  std::vector<float> weight(ids.size() * 2);
+  reader.read(name + ".weight", {{0, 0}, reader.find(name + ".weight")->shape},
+              reinterpret_cast<std::byte*>(weight.data()));
+  std::map<std::int64_t, std::vector<float>> rows;
+  for (std::size_t i = 0; i < ids.size(); ++i) rows[ids[i]] = {weight[2 * i], weight[2 * i + 1]};
+  EXPECT_EQ(rows.size(), ids.size());
+  return rows;
+}
+
+TEST(GrowingDelta, CheckpointsAndPublicationsHaveBasesOfTheirOwn) {
+  // Deltas every second and every third step, with evictions between: neither loses what the other
+  // has forgotten.
+  const Folder whole;
+  const Folder saved;
+  const Folder published;
+  auto tables = counted_tables();
+  tables[1].ids.eviction.kind = EvictionKind::kLru;
+  run_ranks(2, [&](const comm::Group& group) {
+    auto growing = std::make_shared<GrowingEmbeddingBagCollection>(tables, group, adagrad());
+    const auto changes = growing->track_changes();
+    State state;
+    checkpoint::add_growing_tables(state, growing, "tables.", "optimizer.", changes);
+    State for_servers;
+    const auto served = checkpoint::add_published_rows(for_servers, growing, "tables.");
+    const auto save = [&](const Folder& folder, State& what, std::int64_t step, std::int64_t every,
+                          collision::GrowingChanges& follower) {
+      auto options = quiet();
+      if (step > every) options.base = step - every;
+      checkpoint::save(folder.path(), step, what, group, options);
+      follower.forget();
+    };
+    for (std::int64_t step = 1; step <= 12; ++step) {
+      train(*growing, step);
+      if (step % 2 == 0) save(saved, state, step, 2, *changes);
+      if (step % 3 == 0) save(published, for_servers, step, 3, *served);
+    }
+    State all;
+    checkpoint::add_growing_tables(all, growing, "tables.", "optimizer.");
+    checkpoint::save(whole.path(), 12, all, group, quiet());
+  });
+  const auto rows = rows_seen(whole.path(), 12);
+  EXPECT_FALSE(rows.empty());
+  EXPECT_EQ(rows_seen(saved.path(), 12), rows);
+  EXPECT_EQ(rows_seen(published.path(), 12), rows);
+}
+
 /// A checkpoint of one table "a" with these ids in these buckets, as a program of another kind
 /// wrote it.
 void write_foreign(const std::string& root, const std::vector<std::int64_t>& ids,
                    std::vector<std::int64_t> bucket_rows, const std::string& hash,
-                   std::int64_t seed = 11) {
+                   std::int64_t seed = 11, const std::string& text_hash = "xxh3-64") {
   State state;
   const auto count = static_cast<std::int64_t>(ids.size());
   const std::string name = "tables.embedding_bags.a";
@@ -274,15 +325,15 @@ void write_foreign(const std::string& root, const std::vector<std::int64_t>& ids
   state.values["tables.embedding_bags.id_hash"] = hash;
   state.values["tables.embedding_bags.calls"] = std::int64_t{1};
   state.values[name + ".seed"] = seed;
+  state.values[name + ".str_hash"] = text_hash;
   checkpoint::save(root, 1, state, std::nullopt, quiet());
 }
 
 std::string load_error(const std::string& root) {
   const auto errors = run_ranks_collecting(2, [&](const comm::Group& group) {
-    auto growing = std::make_shared<GrowingEmbeddingBagCollection>(
-        std::vector<GrowingTable>{two_tables()[0]}, group, adagrad());
-    Samples one;
-    one.f = {{4, 5}};
+    std::vector<GrowingTable> tables{two_tables()[0]};
+    tables[0].text_hash = "xxh3-64";
+    auto growing = std::make_shared<GrowingEmbeddingBagCollection>(tables, group, adagrad());
     const auto count = group.rank() == 0 ? 1 : 0;
     jagged::KeyedJaggedFields fields;
     fields.lengths = at::full({count}, 2, at::kInt);
@@ -320,6 +371,11 @@ TEST(GrowingCheckpoint, WhatNoTableWroteIsRefused) {
     const Folder folder;
     write_foreign(folder.path(), {7}, rows_of({7}), "murmur-3");
     expect(load_error(folder.path()), {"'murmur-3'", "'xmx64-1'"});
+  }
+  {
+    const Folder folder;
+    write_foreign(folder.path(), {7}, rows_of({7}), "xmx64-1", 11, "cityhash-64");
+    expect(load_error(folder.path()), {"embedding_bags.a", "'cityhash-64'", "'xxh3-64'"});
   }
   {
     const Folder folder;

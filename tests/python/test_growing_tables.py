@@ -153,7 +153,7 @@ def test_a_resumed_run_goes_on_to_the_same_bits(kind):
 
 
 def test_an_evicted_id_that_comes_back_begins_anew():
-    module = make("ROWWISE_ADAGRAD", features=(("f",), ("g",)), eviction="ttl:2")
+    module = make("ROWWISE_ADAGRAD", features=(("f",), ("g",)), eviction="ttl:2", track_removed=True)
     first = module(batch([[7]], [[1]]))[0]["f"].detach().clone()
     for _ in range(2):
         loss_of(module(batch([[7]], [[1]]))[0]).backward()

@@ -45,6 +45,9 @@ struct GrowingTable {
   UnknownIds unknown = UnknownIds::kRow;
   /// Tables with one seed begin with the same rows for the same ids.
   std::uint64_t seed = 0;
+  /// How texts became ids before they came here, if they did: checkpoints keep it, and those of
+  /// another hash are refused.
+  std::string text_hash = {};
 };
 
 struct GrowingOptions {
@@ -82,6 +85,33 @@ struct GrowingSteps {
 
 struct GrowingState;
 
+/// What changed in growing tables since a base, for one who saves deltas. Several may follow the
+/// same tables, each with a base of its own: a publisher and checkpoints, say. Ids that went are
+/// remembered until `forget`, or as long as it lives.
+class TESSERA_API GrowingChanges {
+ public:
+  /// Begins anew: what is taken now is the base of the next delta. A load of a checkpoint does this
+  /// to all who follow.
+  void forget();
+  /// Ids of this rank's part that are new or have other rows than the base, in order of bucket:
+  /// those seen by a training call since, or by the last one before, whose backward may have come
+  /// later. `rows` are those of GrowingTables::weights_of.
+  IdList changed_ids(const std::string& table) const;
+  /// Ids that lost their row since the base; some may have another one by now. This rank's.
+  const std::vector<std::int64_t>& removed_ids(const std::string& table) const;
+  /// The same, and forgets them: for those who keep copies and want removals alone.
+  std::vector<std::int64_t> take_removed_ids(const std::string& table);
+
+ private:
+  friend class GrowingTables;
+  friend struct GrowingState;
+  explicit GrowingChanges(std::shared_ptr<GrowingState> state);
+
+  std::shared_ptr<GrowingState> state_;
+  std::int64_t base_calls_ = 0;
+  std::map<std::string, std::vector<std::int64_t>> removed_;  // by table
+};
+
 /// What both kinds of growing collections are. Tables lie row_wise() (ids over all ranks) or
 /// table_wise(rank); row_wise() where nothing is said.
 ///
@@ -108,21 +138,8 @@ class TESSERA_API GrowingTables : public torch::nn::Module, public sharding::Sha
   at::Tensor weights_of(const std::string& table) const;
   /// The row of all ids without one, [embedding_dim]. Undefined unless UnknownIds::kRow.
   at::Tensor unknown_row(const std::string& table) const;
-  /// The ids that lost their row since the last call, for those who keep copies; this rank's.
-  std::vector<std::int64_t> take_removed_ids(const std::string& table);
-
-  // ---- Deltas
-  /// From now on remembers which ids lost their rows, for deltas of a checkpoint that is taken now.
-  void track_changes();
-  /// Begins anew: what is taken now is the base of the next delta.
-  void forget_changes();
-  bool tracks_changes() const noexcept;
-  /// Ids of this rank's part that are new or have other rows than the base, in order of bucket:
-  /// those seen by a training call since, or by the last one before, whose backward may have come
-  /// later. All ids unless changes are tracked. `rows` as for `export_ids`.
-  IdList changed_ids(const std::string& table) const;
-  /// Ids that lost their row since the base; some may have another one by now. This rank's.
-  const std::vector<std::int64_t>& removed_ids(const std::string& table) const;
+  /// Follows what changes from now on; as often as there are some who want to know.
+  std::shared_ptr<GrowingChanges> track_changes();
 
   // ---- State, for those who save by themselves; checkpoint/growing_tables.h does all of it
   /// This rank's rows, in order of bucket.
@@ -133,7 +150,7 @@ class TESSERA_API GrowingTables : public torch::nn::Module, public sharding::Sha
   /// State of the optimizer of `unknown_row`, itself.
   std::map<std::string, at::Tensor> unknown_state(const std::string& table) const;
   GrowingSteps num_steps() const;
-  /// Goes on after so many calls and steps.
+  /// Goes on after so many calls and steps. What is here is the base of all who follow changes.
   void set_progress(std::int64_t num_calls, const GrowingSteps& steps);
 
   const std::shared_ptr<GrowingState>& growing_state() const noexcept { return state_; }

@@ -137,7 +137,7 @@ class ShardedManagedCollisionTables(ShardedEmbeddingModule):
 
     def take_removed_ids(self, table: str) -> torch.Tensor:
         """Return the ids of a growing table that lost their row on this rank, once."""
-        return self._growing.engine.take_removed_ids(table)
+        return self._growing.take_removed_ids(table)
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Step growing tables by this rate from now on."""

@@ -83,6 +83,8 @@ class GrowingEngine:
         wishes = {c.name: _wish(c.name, shardings[c.name]) for c in self._configs}
         self.engine = kind([self._table(c) for c in self._configs], env.process_group, options, wishes)
         self.names = {name: name for names in get_embedding_names_by_table(self._configs) for name in names}
+        tracks = any(ids._track_removed for ids in modules.values())
+        self._changes = self.engine.track_changes() if tracks else None
         self._load_module(module)
 
     @staticmethod
@@ -132,6 +134,11 @@ class GrowingEngine:
         """Admit, evict and look up; the rows start on their way home. Collective."""
         self.engine.set_training(is_training)
         return [self.engine.compute_and_output_dist(dist_input[0])]
+
+    def take_removed_ids(self, table: str) -> torch.Tensor:
+        """Return the ids that lost their row on this rank since the last call."""
+        self._modules[table].check_tracks_removed()
+        return self._changes.take_removed_ids(table)
 
     # ---- state ----
 

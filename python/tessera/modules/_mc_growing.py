@@ -66,7 +66,7 @@ class GrowingManagedCollisionModule(ManagedCollisionModule):
 
     Row 0 is for ids without a row. `default` says what they read: `row`, a row that trains; `zero`;
     `init`, what their row would begin with. A row's first values depend on `seed`, the table's name and the
-    id alone.
+    id alone. With `track_removed`, ids that lose their row are remembered until `take_removed_ids`.
 
     >>> from tessera.sparse.jagged_tensor import JaggedTensor
     >>> ids = GrowingManagedCollisionModule()
@@ -89,6 +89,7 @@ class GrowingManagedCollisionModule(ManagedCollisionModule):
         protect: Sequence[int] = (),
         seed: int = 0,
         name: str = "",
+        track_removed: bool = False,
     ) -> None:
         super().__init__(device or torch.device("cpu"), [], skip_state_validation=True)
         if capacity is not None and capacity < 1:
@@ -104,6 +105,7 @@ class GrowingManagedCollisionModule(ManagedCollisionModule):
         self._capacity = capacity
         self._default = default
         self._seed = seed
+        self._track_removed = track_removed
         self._settings = (admission, eviction, when_full, decay_exponent, eviction_interval, list(protect))
         self._evicted: list[torch.Tensor] = []
         self.begin(name)
@@ -176,7 +178,7 @@ class GrowingManagedCollisionModule(ManagedCollisionModule):
         self.num_refused += num_refused
         self.num_evicted += evicted_ids.numel()
         self.num_admitted += new_ids.numel()
-        if evicted_ids.numel() > 0:
+        if evicted_ids.numel() > 0 and self._track_removed:
             self._gone.append(evicted_ids)
         ids, rows = self._fresh
         self._fresh = (torch.cat([ids, new_ids]), torch.cat([rows, new_rows + 1]))
@@ -202,8 +204,17 @@ class GrowingManagedCollisionModule(ManagedCollisionModule):
 
     def take_removed_ids(self) -> torch.Tensor:
         """Return the ids that lost their row since the last call, for those who keep copies."""
+        self.check_tracks_removed()
         gone, self._gone = self._gone, []
         return torch.cat(gone) if gone else torch.empty(0, dtype=torch.int64)
+
+    def check_tracks_removed(self) -> None:
+        """Raise ValueError unless ids that lose their row are remembered."""
+        if not self._track_removed:
+            raise ValueError(
+                f"collision.growing: table '{self._name}' does not remember the ids it removes. Make the "
+                "module with track_removed=True."
+            )
 
     def first_values(self, ids: torch.Tensor, columns: int, low: float, high: float) -> torch.Tensor:
         """Return what the rows of these ids begin with."""
