@@ -91,6 +91,37 @@ def test_trains_on_texts_and_numbers_as_they_are(tmp_path, log):
     assert '"growth":[{"step":' in page and '"hit_rate":' in page
 
 
+def test_ids_are_a_section_of_the_configuration(tmp_path, log):
+    config = tmp_path / "job.toml"
+    config.write_text(
+        "steps = 3\nbatch = 64\n[ids]\nkind = unlimited\ncapacity = 5000\nadmission = freq:2\n"
+        'eviction = "lru"\ndefault = "init"\nstrings = "check"\n'
+    )
+    words = [TESSERA, "train", "dlrm", "--config", str(config), "--print-config"]
+    shown = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT, check=True).stdout
+    for line in ('ids="unlimited"', "id-capacity=5000", 'id-admission="freq:2"', 'id-eviction="lru"'):
+        assert line + "\n" in shown
+    assert 'id-default="init"\n' in shown and 'strings="check"\n' in shown
+    found = answer(tmp_path, "--data", str(log), "--config", str(config), "--id-admission", "always")
+    assert found["steps"] == 3 and found["ids"] > 20
+    folder = pathlib.Path(found["report"]).parent
+    # All texts of the log were seen at the door; none of the few shares the id of another.
+    assert found["texts"] == 6 and found["text_clashes"] == 0
+    assert metrics(folder, "growth")[-1]["texts"] == {"seen": 6, "clashes": 0}
+    config.write_text("[ids]\nkind = unlimited\ncapacitys = 3\n")
+    told = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT)
+    assert told.returncode == 78 and "line 3: there is no key 'ids.capacitys'" in told.stderr
+    config.write_text("id-capacity = 3\n[ids]\ncapacity = 3\n")
+    told = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT)
+    assert told.returncode == 78 and "line 3: id-capacity is set again" in told.stderr
+
+
+def test_texts_of_a_stream_are_checked(tmp_path, log):
+    flags = ["--epochs", "1", "--batch", "50", "--ranks", "2", "--strings", "check"]
+    piped = answer(tmp_path, "--data", "-", *flags, text=log.read_text())
+    assert piped["texts"] == 6 and piped["text_clashes"] == 0
+
+
 def test_every_number_of_ranks_has_the_same_ids(tmp_path, log):
     flags = ["--data", str(log), "--steps", "6", "--id-admission", "freq:2"]
     one = answer(tmp_path, *flags, "--batch", "96", "--save", str(tmp_path / "one"))
@@ -218,6 +249,8 @@ def test_ids_and_rows_are_published_and_exported(tmp_path, log):
         (["--id-eviction", "ttl:0"], ["'ttl:0'", "distance-lfu"]),
         (["--data", "-", "--follow"], ["--follow"]),
         (["--data", "-", "--epochs", "2"], ["epoch"]),
+        (["--plan", "plan.json"], ["--plan plan.json", "fixed number of rows"]),
+        (["--ids", "rows", "--strings", "check"], ["--strings check", "--ids unlimited"]),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(tmp_path, log, flags, parts):

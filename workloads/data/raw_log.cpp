@@ -1,17 +1,20 @@
 #include "data/raw_log.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace tessera::workloads::data {
 
 using dlrm::SampleBlock;
 
-RawLog::RawLog(const std::vector<std::string>& paths, const Schema& schema)
+RawLog::RawLog(const std::vector<std::string>& paths, const Schema& schema,
+               std::function<void(std::string_view, std::int64_t)> sees_text)
     : name_(paths.front()), schema_(schema.click_schema()), features_(schema.features.size()) {
   schema_.origin = schema.text();
   TableOptions options;
   options.skips_bad = true;
   options.raw_ids = true;
+  options.sees_text = std::move(sees_text);
   report_ = read_tables(paths, schema, options, [this](SampleBlock& block) { take(block); });
   if (report_.num_samples > 0) return;
   const std::string why = report_.first_bad.empty() ? "" : " The first: " + report_.first_bad[0];

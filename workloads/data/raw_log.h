@@ -3,7 +3,9 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "data/read_table.h"
@@ -16,8 +18,9 @@ namespace tessera::workloads::data {
 class RawLog : public dlrm::ClickLog {
  public:
   /// Bad records are left out, counted and named in the report. Throws DataError for files that
-  /// cannot be read or have no good record.
-  RawLog(const std::vector<std::string>& paths, const Schema& schema);
+  /// cannot be read or have no good record. `sees_text` as in TableOptions.
+  RawLog(const std::vector<std::string>& paths, const Schema& schema,
+         std::function<void(std::string_view, std::int64_t)> sees_text = nullptr);
 
   const dlrm::ClickSchema& schema() const noexcept override { return schema_; }
   std::int64_t num_samples() const noexcept override { return report_.num_samples; }

@@ -29,6 +29,7 @@ void RawStream::read() {
   options.skips_bad = true;
   options.raw_ids = true;
   options.block_samples = options_.block_samples;
+  options.sees_text = options_.sees_text;
   // A pipe is asked as well, so that nobody waits for one that stays silent.
   const bool is_pipe = path_ == "-";
   if (is_pipe || options_.follows) options.goes_on = [this] { return !is_stopping_; };

@@ -9,9 +9,11 @@
 #include <cstdint>
 #include <deque>
 #include <exception>
+#include <functional>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <thread>
 
 #include "data/read_table.h"
@@ -25,6 +27,8 @@ struct StreamOptions {
   std::int64_t block_samples = 8192;
   /// The end of a file is not the end of the stream. A pipe ends when it is closed.
   bool follows = false;
+  /// As in TableOptions; called by the thread that reads.
+  std::function<void(std::string_view, std::int64_t)> sees_text = nullptr;
 };
 
 /// Reads "-" or a file in a thread of its own, a few blocks ahead. Ids are raw, bad records are

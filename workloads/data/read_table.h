@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "data/schema.h"
@@ -26,6 +27,8 @@ struct TableOptions {
   /// Ids of all 64 bits: whole numbers as they are, all other values by `raw_id`. Rows of the
   /// schema are not read.
   bool raw_ids = false;
+  /// Told of every text that became an id by `raw_id`.
+  std::function<void(std::string_view text, std::int64_t id)> sees_text = nullptr;
   /// Samples handed over at a time.
   std::int64_t block_samples = 8192;
   /// The end of the last file is not the end; see Input.

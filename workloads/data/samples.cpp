@@ -116,7 +116,7 @@ bool Samples::add_value(std::size_t feature, std::string_view value) {
   }
   std::int64_t row = 0;
   if (is_raw(column) && column.kind != IdKind::kInteger) {
-    row = raw_id(value);
+    row = id_of_text(value);
   } else if (column.kind == IdKind::kHash) {
     row = hashed_row(value, column.rows);
   } else if (column.kind == IdKind::kVocabulary) {
@@ -367,7 +367,7 @@ bool Samples::add_ids(std::size_t feature, const Column& column) {
       const char* end = std::to_chars(digits, digits + sizeof(digits), column.wholes[row]).ptr;
       const std::string_view text(digits, static_cast<std::size_t>(end - digits));
       bags.ids.push_back(is_raw(schema_.features[feature])
-                             ? raw_id(text)
+                             ? id_of_text(text)
                              : hashed_row(text, schema_.features[feature].rows));
     } else if (!add_id(feature, column.wholes[row])) {
       return false;

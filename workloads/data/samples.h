@@ -92,6 +92,11 @@ class Samples {
 
   /// Its ids are taken as they are.
   bool is_raw(const FeatureColumn& column) const { return options_.raw_ids || column.grows; }
+  std::int64_t id_of_text(std::string_view text) const {
+    const std::int64_t id = raw_id(text);
+    if (options_.sees_text) options_.sees_text(text, id);
+    return id;
+  }
   bool set_label(std::string_view cell);
   bool set_dense(std::size_t number, std::string_view cell);
   bool add_cell(std::size_t feature, std::string_view cell);

@@ -110,6 +110,8 @@ inline std::uint64_t hash_of(std::string_view text) noexcept {
 /// any two share an id with a chance of 3 in 10,000. Throws DataError in a build without xxHash.
 inline constexpr std::string_view kTextHashName = "xxh3-64";
 std::int64_t raw_id(std::string_view text);
+/// Another hash of the same bytes: texts of one id that differ in it are different.
+std::uint32_t check_hash(std::string_view text);
 inline std::int64_t hashed_row(std::string_view text, std::int64_t rows) noexcept {
   return static_cast<std::int64_t>(
       static_cast<unsigned __int128>(hash_of(text)) * static_cast<std::uint64_t>(rows) >> 64U);

@@ -2,6 +2,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "data/schema.h"
 #include "report/html.h"
 #include "tessera/collision/id_policy.h"
 #include "tessera/sharding/plan.h"
@@ -49,6 +50,7 @@ std::vector<collision::GrowingTable> growing_tables(const Settings& settings,
       table.ids = {};
       table.unknown = collision::UnknownIds::kInit;
     }
+    table.text_hash = std::string(data::kTextHashName);
     table.seed = seed_of(static_cast<std::uint64_t>(settings.seed), feature.name);
     tables.push_back(std::move(table));
   }
@@ -100,6 +102,10 @@ std::string GrowthWatch::record() const {
                               {"hit_rate", rate(table.hits, table.sightings)},
                               {"bytes", table.bytes}});
   }
+  if (texts_) {
+    const TextCheck::Found found = texts_->found();
+    line["texts"] = {{"seen", found.texts}, {"clashes", found.clashes}};
+  }
   return line.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
 }
 
@@ -114,12 +120,18 @@ trainer::Figures GrowthWatch::figures() const {
     all.sightings += table.sightings;
     all.bytes += table.bytes;
   }
-  return {{"ids", static_cast<double>(all.ids)},
-          {"ids_admitted", static_cast<double>(all.admitted)},
-          {"ids_refused", static_cast<double>(all.refused)},
-          {"ids_evicted", static_cast<double>(all.evicted)},
-          {"id_hit_rate", rate(all.hits, all.sightings)},
-          {"id_bytes", static_cast<double>(all.bytes)}};
+  trainer::Figures figures{{"ids", static_cast<double>(all.ids)},
+                           {"ids_admitted", static_cast<double>(all.admitted)},
+                           {"ids_refused", static_cast<double>(all.refused)},
+                           {"ids_evicted", static_cast<double>(all.evicted)},
+                           {"id_hit_rate", rate(all.hits, all.sightings)},
+                           {"id_bytes", static_cast<double>(all.bytes)}};
+  if (texts_) {
+    const TextCheck::Found found = texts_->found();
+    figures.emplace_back("texts", static_cast<double>(found.texts));
+    figures.emplace_back("text_clashes", static_cast<double>(found.clashes));
+  }
+  return figures;
 }
 
 }  // namespace tessera::workloads::dlrm

@@ -6,10 +6,12 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "dlrm/click_log.h"
 #include "dlrm/settings.h"
+#include "dlrm/text_check.h"
 #include "tessera/collision/growing_tables.h"
 #include "trainer/workload.h"
 
@@ -27,8 +29,10 @@ std::map<std::string, sharding::Placement> growing_placements(const Settings& se
 /// What is told of growing tables. Counted over all ranks now and then.
 class GrowthWatch {
  public:
-  explicit GrowthWatch(std::shared_ptr<const collision::GrowingTables> tables)
-      : tables_(std::move(tables)) {}
+  /// `texts`: on rank 0, if texts are checked.
+  explicit GrowthWatch(std::shared_ptr<const collision::GrowingTables> tables,
+                       std::shared_ptr<TextCheck> texts = nullptr)
+      : tables_(std::move(tables)), texts_(std::move(texts)) {}
 
   /// After every step. Collective.
   void follow();
@@ -44,6 +48,7 @@ class GrowthWatch {
 
  private:
   std::shared_ptr<const collision::GrowingTables> tables_;
+  std::shared_ptr<TextCheck> texts_;
   std::vector<collision::Growth> now_;
   std::int64_t before_ = 0;
   std::int64_t num_followed_ = 0;

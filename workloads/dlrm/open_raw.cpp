@@ -27,15 +27,22 @@ bool is_known_log(const std::string& path) {
 
 }  // namespace
 
-OpenedLog open_raw(const std::string& name, const std::string& schema, LogOptions options) {
+std::function<void(std::string_view, std::int64_t)> teller_of(
+    const std::shared_ptr<TextCheck>& texts) {
+  if (texts == nullptr) return nullptr;
+  return [texts](std::string_view text, std::int64_t id) { texts->see(text, id); };
+}
+
+OpenedLog open_raw(const std::string& name, const std::string& schema, LogOptions options,
+                   const std::shared_ptr<TextCheck>& texts) {
   if (name == "synthetic") return open_log(name, options);
   if (schema.empty() && is_known_log(name)) {
     options.num_rows = kAnyRow;
     return open_log(name, options);
   }
   OpenedLog opened;
-  const auto log = std::make_shared<const data::RawLog>(data::expand({name}),
-                                                        data::schema_or_guess(schema, name));
+  const auto log = std::make_shared<const data::RawLog>(
+      data::expand({name}), data::schema_or_guess(schema, name), teller_of(texts));
   opened.notes = data::notes_of(name, log->report());
   opened.log = log;
   return opened;

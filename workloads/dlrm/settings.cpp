@@ -21,6 +21,8 @@ constexpr const char* kHead =
 Trains DLRM: tables over all ranks, dense layers on each. Writes a run folder with report.html.
 )";
 
+// Of a configuration file.
+constexpr const char* kIds = "ids";
 constexpr std::int64_t kLarge = std::int64_t{1} << 40;
 
 std::string wrong_with_widths(const std::string& text) {
@@ -90,19 +92,30 @@ settings::Table Settings::table() {
   table.add("rows", num_rows, "N", "each, or Criteo's").range(1, kLarge).fixed().beside();
   table.add("bag", bag_size, "N", "ids per feature").range(1, 1000).told();
   table.add("follow", follow, "", "wait at the file's end").told().beside();
-  table.add("ids", ids, "I", "").one_of({"rows", "unlimited"}).fixed();
+  table.add("ids", ids, "I", "").one_of({"rows", "unlimited"}).fixed().section(kIds, "kind");
   table.add("id-default", id_default, "D", "unknown")
       .one_of({"row", "zero", "init"})
       .fixed()
+      .section(kIds, "default")
       .beside();
-  table.add("id-capacity", id_capacity, "N", "a table (0: all)").range(0, kLarge).shown("").told();
+  table.add("id-capacity", id_capacity, "N", "a table (0: all)")
+      .range(0, kLarge)
+      .shown("")
+      .told()
+      .section(kIds, "capacity");
   table.add("id-admission", id_admission, "A", "or freq:N, prob:P")
       .check(wrong_with_admission)
       .told()
+      .section(kIds, "admission")
       .beside();
   table.add("id-eviction", id_eviction, "E", "or lfu, lru, distance-lfu, ttl:N")
       .check(wrong_with_eviction)
-      .told();
+      .told()
+      .section(kIds, "eviction");
+  table.add("strings", strings, "S", "")
+      .one_of({"hash", "check"})
+      .section(kIds, "strings")
+      .beside();
   table.group("model");
   table.add("dim", embedding_dim, "N", "width of embeddings").range(1, 4096).fixed();
   table.add("interaction", interaction, "I", "").one_of({"dot", "cross"}).fixed().beside();
@@ -190,6 +203,11 @@ void Settings::check_tables(const ClickSchema& schema) const {
 
 void Settings::check_ids() const {
   if (!is_unlimited()) {
+    if (checks_texts()) {
+      refuse("--strings check is for --ids unlimited",
+             "fixed tables have fewer rows than there are texts, which share them anyway",
+             "add --ids unlimited, or leave --strings out");
+    }
     if (is_stream()) {
       refuse(data == "-" ? "--data - is for --ids unlimited" : "--follow is for --ids unlimited",
              "a stream is not looked through for its ids before it is trained on",

@@ -38,7 +38,8 @@ struct Settings : trainer::Settings {
   std::string id_admission = "always";
   std::string id_eviction = "none";
   std::string id_default = "row";
-  bool follow = false;  // the end of the file is not the end
+  std::string strings = "hash";  // "check": a second hash of each text tells which share an id
+  bool follow = false;           // the end of the file is not the end
 
   Settings();
   settings::Table table() override;
@@ -46,6 +47,7 @@ struct Settings : trainer::Settings {
   bool reads_stdin() const override { return data == "-"; }
   /// Whether ids are any and tables grow.
   bool is_unlimited() const { return ids == "unlimited"; }
+  bool checks_texts() const { return strings == "check"; }
   /// Whether samples come one after the other, from a pipe or a file that grows.
   bool is_stream() const { return data == "-" || follow; }
   /// Throws LaunchError if a log of these features cannot be trained on so.

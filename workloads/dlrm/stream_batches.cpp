@@ -84,7 +84,7 @@ StreamBatches::StreamBatches(const StreamBatchesOptions& options, const data::Sc
   if (world.rank() != 0) return;
   stream_ = std::make_unique<data::RawStream>(
       options.path, schema,
-      data::StreamOptions{options.batch_size * world.size(), options.follows});
+      data::StreamOptions{options.batch_size * world.size(), options.follows, options.sees_text});
 }
 
 StreamBatches::Word StreamBatches::read(const std::function<bool()>& is_told_to_stop) {

@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 
 #include "data/raw_stream.h"
 #include "dlrm/batch.h"
@@ -19,6 +20,8 @@ struct StreamBatchesOptions {
   std::string path;  // "-": standard input of rank 0
   bool follows = false;
   std::int64_t batch_size = 2048;  // samples per rank and step
+  /// Told on rank 0; see TableOptions.
+  std::function<void(std::string_view, std::int64_t)> sees_text = nullptr;
 };
 
 /// Rank 0 reads and deals the samples of a step in order: the r-th part to rank r. The ranks talk

@@ -110,6 +110,7 @@ class Training final : public trainer::Workload<ClickBatch> {
         group_(group),
         ranges_(ranges_of(settings, data, group, purpose)),
         log_(std::move(data.log)),
+        texts_(std::move(data.texts)),
         stream_(std::move(data.stream)),
         judges_(stream_ == nullptr || data.other != nullptr),
         configs_(std::move(configs)),
@@ -148,7 +149,7 @@ class Training final : public trainer::Workload<ClickBatch> {
   }
   void add_published(checkpoint::State& state) override {
     if (growing_) {
-      checkpoint::add_published_rows(state, growing_, "tables.");
+      published_ = checkpoint::add_published_rows(state, growing_, "tables.");
     } else {
       checkpoint::add_tables(state, published_tables(fixed_), "tables.");
     }
@@ -156,7 +157,7 @@ class Training final : public trainer::Workload<ClickBatch> {
     add_features(state);
   }
   void forget_published() override {
-    if (growing_) return growing_->forget_changes();
+    if (published_) return published_->forget();
     for (const auto& optimizer : fixed_->optimizers()) optimizer->forget_rows();
   }
   std::vector<at::Tensor> parameters() const override {
@@ -376,7 +377,7 @@ class Training final : public trainer::Workload<ClickBatch> {
           growing_placements(settings_, schema, group_.size()));
       tables_ = growing_;
       tables_module_ = growing_;
-      growth_.emplace(growing_);
+      growth_.emplace(growing_, texts_);
       return;
     }
     fixed_ = std::make_shared<ShardedEmbeddingBagCollection>(
@@ -469,6 +470,7 @@ class Training final : public trainer::Workload<ClickBatch> {
   comm::Group group_;
   Ranges ranges_;
   OpenedLog log_;
+  std::shared_ptr<TextCheck> texts_;  // rank 0, if they are checked
   std::unique_ptr<StreamBatches> stream_;
   bool judges_;
   std::int64_t next_streamed_ = 0;  // step; the reader's
@@ -480,7 +482,8 @@ class Training final : public trainer::Workload<ClickBatch> {
   std::shared_ptr<sharding::ShardedTables> tables_;  // one of the two
   std::shared_ptr<ShardedEmbeddingBagCollection> fixed_;
   std::shared_ptr<collision::GrowingEmbeddingBagCollection> growing_;
-  std::shared_ptr<torch::nn::Module> tables_module_;  // the same
+  std::shared_ptr<collision::GrowingChanges> published_;  // since the last publication
+  std::shared_ptr<torch::nn::Module> tables_module_;      // the tables
   std::optional<GrowthWatch> growth_;
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
   bool is_bfloat16_;

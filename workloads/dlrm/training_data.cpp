@@ -16,8 +16,9 @@ std::string log_name(const std::string& data, const Settings& settings) {
   return converts ? data::convert_once(data, settings.schema).path : data;
 }
 
-OpenedLog open_one(const Settings& settings, const std::string& data) {
-  return settings.is_unlimited() ? open_raw(data, settings.schema, log_options(settings))
+OpenedLog open_one(const Settings& settings, const std::string& data,
+                   const std::shared_ptr<TextCheck>& texts = nullptr) {
+  return settings.is_unlimited() ? open_raw(data, settings.schema, log_options(settings), texts)
                                  : open_log(log_name(data, settings), log_options(settings));
 }
 
@@ -27,13 +28,16 @@ TrainingData open_data(const Settings& settings, const std::string& data, Purpos
                        const comm::Group& world) {
   const bool trains = purpose == Purpose::kTrain;
   TrainingData opened;
+  if (trains && settings.checks_texts() && world.rank() == 0) {
+    opened.texts = std::make_shared<TextCheck>();
+  }
   if (trains && settings.is_unlimited() && settings.is_stream()) {
-    opened.stream =
-        std::make_unique<StreamBatches>(StreamBatchesOptions{data, settings.follow, settings.batch},
-                                        data::schema_or_guess(settings.schema, data), world);
+    opened.stream = std::make_unique<StreamBatches>(
+        StreamBatchesOptions{data, settings.follow, settings.batch, teller_of(opened.texts)},
+        data::schema_or_guess(settings.schema, data), world);
     opened.log.log = std::make_shared<const UnseenLog>(opened.stream->schema());
   } else {
-    opened.log = open_one(settings, data);
+    opened.log = open_one(settings, data, opened.texts);
   }
   if (!trains || settings.eval_data.empty()) return opened;
   opened.other = open_one(settings, settings.eval_data).log;

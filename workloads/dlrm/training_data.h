@@ -11,6 +11,7 @@
 #include "dlrm/open_log.h"
 #include "dlrm/settings.h"
 #include "dlrm/stream_batches.h"
+#include "dlrm/text_check.h"
 #include "tessera/comm/group.h"
 
 namespace tessera::workloads::dlrm {
@@ -25,6 +26,7 @@ struct TrainingData {
   OpenedLog log;
   std::shared_ptr<const ClickLog> other;  // to be judged on, if it is another log
   std::unique_ptr<StreamBatches> stream;  // trained on in place of the log, if there is one
+  std::shared_ptr<TextCheck> texts;       // has seen the texts; on rank 0, if they are checked
 };
 
 /// Opens what the settings name, `data` in place of theirs. Collective where it is a stream.
