@@ -63,7 +63,9 @@ BENCHMARKS = {
     "collision": [
         [str(PROGRAMS / "id_table_bench")],
         [PEERS_PYTHON, str(ROOT / "bench/compare/torchrec_collision.py")],
+        [PEERS_PYTHON, str(ROOT / "bench/compare/torchrec_collision.py"), "--ids", "10000000"],
     ],
+    "growing_step": [[sys.executable, str(ROOT / "bench/compare/growing_step.py")]],
     "serving_lookup": [
         [str(PROGRAMS / "lookup_bench")],
         [PEERS_PYTHON, str(ROOT / "bench/compare/fbgemm_quant.py")],
@@ -92,6 +94,7 @@ QUICK = {
     "sharding_step": ["--seconds", "0.3"],
     "planner": ["--quick"],
     "collision": ["--seconds", "0.2", "--ids", "1000000"],
+    "growing_step": ["--steps", "5", "--rounds", "1", "--ranks", "2"],
     "serving_lookup": ["--seconds", "0.1", "--rows", "200000"],
     "serving": ["--seconds", "1", "--rows", "10000"],
     "jagged": ["--seconds", "0.2"],
@@ -116,6 +119,7 @@ TITLES = {
     "dlrm_step": "DLRM, 26 tables on two ranks",
     "planner": "Plans of public models, one core",
     "collision": "Any ids onto rows, beside maps and torchrec, one thread",
+    "growing_step": "DLRM with tables that grow beside fixed ones, on one log",
     "serving_lookup": "Lookups in rows of few bits, one thread, beside fbgemm",
     "serving": "A server under load, one core each for server and load",
     "jagged": "Operators on jagged batches, beside fbgemm",

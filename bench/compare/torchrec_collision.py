@@ -2,8 +2,10 @@
 
     .venv-peers/bin/python bench/compare/torchrec_collision.py [--seconds S] [--ids N]
 
-Both hold the same ids in the same slots; batches of 65536 known ids, one thread, taking turns. An
-admission brings 65536 new ids into a full table.
+All hold the same ids; batches of 65536 known ids, one thread, taking turns: torchrec's table, ours of the
+same kind in the same slots, and `tessera_growing`, the table that grows. An admission brings 65536 new ids
+into a full table. With more than 2 * 10^7 ids only torchrec's remap and the growing table are timed, as
+the admissions would take minutes.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import torchrec.modules.mc_modules as theirs
 import torchrec.sparse.jagged_tensor as their_tensors
 
 BATCH = 65536
+MOST_FOR_ADMISSIONS = 20_000_000
 
 
 def make(modules, size: int):
@@ -33,6 +36,12 @@ def make(modules, size: int):
 
 def call(tensors, module, values):
     return module({"f": tensors.JaggedTensor(values, lengths=torch.tensor([values.numel()]))})["f"].values()
+
+
+def fill(module, ids: torch.Tensor) -> None:
+    """Put ascending ids into the slots, as admissions would have left them, each seen once."""
+    module._mch_sorted_raw_ids[: ids.numel()] = ids
+    module._mch_counts[: ids.numel()] = 1
 
 
 def report(operation: str, variant: str, size: int, times: list[float]) -> None:
@@ -61,27 +70,37 @@ def main() -> None:
     torch.set_num_threads(1)
     size = arguments.ids
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(-(2**62), 2**62, (2 * size,), generator=generator).unique()[: size - 1]
-    sides = {
-        "tessera_mch": (our_tensors, make(ours, size)),
-        "torchrec_mch": (their_tensors, make(theirs, size)),
-    }
-    for tensors, module in sides.values():
-        call(tensors, module, ids)
+    ids = torch.randint(-(2**62), 2**62, (size + size // 1000,), generator=generator).unique()[: size - 1]
+    sides = {"torchrec_mch": (their_tensors, make(theirs, size))}
+    fill(sides["torchrec_mch"][1], ids)
+    if size <= MOST_FOR_ADMISSIONS:
+        sides["tessera_mch"] = (our_tensors, make(ours, size))
+        sides["tessera_mch"][1].load_state_dict(sides["torchrec_mch"][1].state_dict())
+    growing = ours.GrowingManagedCollisionModule()
+    for part in ids[torch.randperm(ids.numel(), generator=generator)].split(BATCH):
+        call(our_tensors, growing, part)
+    sides["tessera_growing"] = (our_tensors, growing)
+    for _, module in sides.values():
         module.eval()
     times: dict[str, list[float]] = {name: [] for name in sides}
     end = time.monotonic() + arguments.seconds
-    while time.monotonic() < end or len(times["tessera_mch"]) < 5:
+    while time.monotonic() < end or len(times["torchrec_mch"]) < 5:
         values = ids[torch.randint(0, size - 1, (BATCH,), generator=generator)]
-        rows = []
+        rows = {}
         for name, (tensors, module) in sides.items():
             begin = time.thread_time()
-            rows.append(call(tensors, module, values))
+            rows[name] = call(tensors, module, values)
             times[name].append(time.thread_time() - begin)
-        assert torch.equal(*rows)
+        if "tessera_mch" in rows:
+            assert torch.equal(rows["torchrec_mch"], rows["tessera_mch"])
+        # Other numbers, but one for each id.
+        assert rows["tessera_growing"].unique().numel() == values.unique().numel()
     for name, measured in times.items():
         report("remap", name, size, measured)
-    for name, (tensors, module) in sides.items():
+    if size > MOST_FOR_ADMISSIONS:
+        return
+    for name in ("torchrec_mch", "tessera_mch"):
+        tensors, module = sides[name]
         module.train()
         measured = []
         for step in range(5):
