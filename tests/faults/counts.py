@@ -2,6 +2,7 @@
 
     counts.py                      everything, on all cores; what counts.sh runs
     counts.py kills --count 1000   one of them
+    counts.py 'seeds channels' --seeds 1000000 --limit 300   as many of a million as five minutes allow
     counts.py --count 50           everything, fewer times
 
 A line says how many there were, how many failed, and how long they took; what failed is told below it.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import collections
 import concurrent.futures
+import itertools
 import json
 import os
 import pathlib
@@ -282,23 +284,41 @@ def count_requests(options):
     return say("requests without the secret", count, failures, more=told[0] if told else "")
 
 
-def count_seeds(options):
+WORLDS = ("checkpoints", "channels", "agreement", "launchers", "meetings")
+SEEDS_AT_ONCE = 500
+
+
+def count_seeds(world, options):
+    """Seeds in order, so that a count cut short by the limit is still one of the first so many."""
     count = options.seeds or options.count * 1000
-    good = True
-    listing = subprocess.run([BIN / "simulator", "--list"], capture_output=True, text=True, check=True)
-    for world in listing.stdout.split():
-        first, commands = options.first_seed, []
-        for n in shares(count, CORES):
-            commands.append(([BIN / "simulator", "--world", world, "--first", first, "--count", n], {}))
-            first += n
-        begin = time.monotonic()
-        outcomes = run_all(commands, options.limit)
-        done = sum(int(n) for _, out in outcomes for n in re.findall(r": (\d+) seeds from", out))
-        failures = [line for _, out in outcomes for line in out.splitlines() if line.startswith("FAILED")]
-        failures += ["not done in time" for code, _ in outcomes if code is None]
-        seconds = time.monotonic() - begin
-        good &= say(f"seeds: {world}", done, failures, more=f"{seconds:.0f} s on {len(commands)} cores")
-    return good
+    begin = time.monotonic()
+    end = begin + options.limit
+    firsts = iter(range(options.first_seed, options.first_seed + count, SEEDS_AT_ONCE))
+    last = options.first_seed + count
+    done, failures = 0, []
+
+    def run(first):
+        number = min(SEEDS_AT_ONCE, last - first)
+        words = [BIN / "simulator", "--world", world, "--first", str(first), "--count", str(number)]
+        return subprocess.run(words, capture_output=True, text=True)
+
+    with concurrent.futures.ThreadPoolExecutor(CORES) as pool:
+        running = {pool.submit(run, first) for first in itertools.islice(firsts, CORES)}
+        while running:
+            ready, running = concurrent.futures.wait(running, return_when="FIRST_COMPLETED")
+            for outcome in (future.result() for future in ready):
+                done += sum(int(n) for n in re.findall(r": (\d+) seeds from", outcome.stdout))
+                found = [line for line in outcome.stdout.splitlines() if line.startswith("FAILED")]
+                if outcome.returncode != 0 and not found:
+                    found = [f"the simulator ended with {outcome.returncode}: {outcome.stderr[-300:]}"]
+                failures += found
+            if time.monotonic() < end and len(failures) < 10:
+                running |= {pool.submit(run, first) for first in itertools.islice(firsts, len(ready))}
+    seconds = time.monotonic() - begin
+    more = f"from {options.first_seed}, {seconds:.0f} s on {CORES} cores"
+    if done < count:
+        more += f", {count - done:,d} not run"
+    return say(f"seeds: {world}", done, failures, more=more)
 
 
 COUNTS = {
@@ -308,13 +328,17 @@ COUNTS = {
     "starts": count_starts,
     "races": count_races,
     "requests": count_requests,
-    "seeds": count_seeds,
+    **{f"seeds {world}": (lambda options, world=world: count_seeds(world, options)) for world in WORLDS},
 }
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("which", nargs="*", help="kills, forks, launchers, starts, races, requests, seeds")
+    parser.add_argument(
+        "which",
+        nargs="*",
+        help="kills, forks, launchers, starts, races, requests, seeds, or a part as 'seeds channels'",
+    )
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--requests", type=int, help="a thousand times --count by default")
     parser.add_argument("--seeds", type=int, help="a thousand times --count by default")

@@ -251,7 +251,7 @@ class Meetings {
            !process.ends.back().failure && !process.ends.back().lost_store;
   }
 
-  void check() const {
+  void check() {
     for (const auto& process : all_) {
       const bool came = process->has_arrived && !process->is_dead;
       require(!came || process->is_over, "who has come learns how it ends");
@@ -264,8 +264,32 @@ class Meetings {
     }
   }
 
-  void check_end(const Process& process, const End& end) const {
+  // What the ranks made of a generation, as the store has it.
+  std::string outcome_of(std::int64_t generation) {
+    constexpr comm::store::Client kNobody = ~0ULL;
+    const std::string key = "generation/" + std::to_string(generation) + "/outcome";
+    const auto ask = [&](Operation operation) {
+      table_.serve(kNobody, {static_cast<std::uint8_t>(operation), {key}});
+      return answers_.at(kNobody).parts.at(0);
+    };
+    return ask(Operation::kCheck) == "1" ? ask(Operation::kGet) : "";
+  }
+
+  // A rank may leave a meeting that has come to be: it saw one of those it was to meet dead before
+  // it read the outcome. It must have seen that itself. Had it read of the death as the outcome,
+  // there would have been two, and the others would have met without it.
+  bool saw_death_first(const Process& process, const End& end, const End& theirs) {
+    if (!theirs.failure || theirs.failure->kind() != FailureKind::kPeerLost) return false;
+    return process.saw_death &&
+           std::any_of(end.met.begin(), end.met.end(), [&](const auto& member) {
+             return all_[static_cast<std::size_t>(member.second.pid - 1000)]->is_dead;
+           });
+  }
+
+  void check_end(const Process& process, const End& end) {
     if (!end.met.empty()) {
+      require(outcome_of(end.generation) == "met " + std::to_string(process.size),
+              "who has met has it from the store");
       require(static_cast<int>(end.met.size()) == process.size, "who has met has met all");
       require(end.met.at(process.rank).pid == process.self.pid, "a rank is itself");
     }
@@ -274,10 +298,9 @@ class Meetings {
       require(other.rank == rank && other.size == process.size, "they are who they say they are");
       bool has_met = other.is_dead;  // or was about to
       for (const End& theirs : other.ends) {
-        // A death may be seen before the outcome is read.
-        const bool saw_death = theirs.failure && theirs.failure->kind() == FailureKind::kPeerLost;
-        has_met |= theirs.generation == end.generation && (theirs.lost_store || saw_death);
-        if (theirs.generation != end.generation || theirs.met.empty()) continue;
+        if (theirs.generation != end.generation) continue;
+        has_met |= theirs.lost_store || saw_death_first(other, end, theirs);
+        if (theirs.met.empty()) continue;
         has_met = true;
         require(std::equal(end.met.begin(), end.met.end(), theirs.met.begin(), theirs.met.end(),
                            [](const auto& a, const auto& b) {
