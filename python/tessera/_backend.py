@@ -110,16 +110,16 @@ def _give_dtensor_our_all_to_all() -> None:
             user.shard_dim_alltoall = shard_dim_alltoall
 
 
-def _leave_nccl_to_the_parent() -> None:
-    """Let a forked child neither shut down nor destroy NCCL's engines of its parent.
+def _leave_torchs_engines_to_the_parent() -> None:
+    """Let a forked child neither shut down nor destroy torch's own engines of its parent: NCCL, Gloo.
 
     Both wait for threads that the child does not have, so a child that ends as an interpreter does, or
-    that destroys the groups, would never end.
+    that destroys the groups, would never end. Ours knows whose it is.
     """
     names = c10d._world.pg_names
     for group in list(names):
         engines = [group._get_backend(device) for device in group._device_types]
-        inherited = [engine for engine in engines if type(engine).__name__ == "ProcessGroupNCCL"]
+        inherited = [engine for engine in engines if type(engine) is not dist._Backend]
         for engine in inherited:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))  # never destroyed
         if inherited:
@@ -130,7 +130,7 @@ def register() -> None:
     """Make torch.distributed know the backend. Calling it again changes nothing."""
     if NAME.upper() in dist.Backend._plugins:
         return
-    os.register_at_fork(after_in_child=_leave_nccl_to_the_parent)
+    os.register_at_fork(after_in_child=_leave_torchs_engines_to_the_parent)
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
     c10d._set_pg_timeout = _limit_shm(c10d._set_pg_timeout)
     dist.monitored_barrier = c10d.monitored_barrier = _accept_shm(c10d.monitored_barrier)

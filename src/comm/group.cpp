@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <map>
+#include <optional>
 
 #include <ATen/Context.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -11,6 +12,7 @@
 #include "comm/engines.h"
 #include "comm/nccl/nccl_backend.h"
 #include "comm/rendezvous.h"
+#include "comm/torch_engine.h"
 #include "tessera/comm/backend.h"
 #include "tessera/core/check.h"
 
@@ -20,10 +22,10 @@ namespace {
 
 // CUDA tensors go over NCCL if every rank of a host can have a GPU of its own; else, and when the
 // caller asked for a CPU engine, they are staged through host memory.
-// Returns NCCL's engine, if it is that.
-c10::intrusive_ptr<c10d::Backend> add_cuda_engine(c10d::ProcessGroup& group, EngineBackend& engine,
-                                                  const c10::intrusive_ptr<c10d::Store>& store,
-                                                  const GroupOptions& options) {
+// `nccl` becomes NCCL's engine, if it is that.
+void add_cuda_engine(c10d::ProcessGroup& group, EngineBackend& engine,
+                     const c10::intrusive_ptr<c10d::Store>& store, const GroupOptions& options,
+                     std::optional<TorchEngine>& nccl) {
   const auto& members = engine.monitor().members();
   std::map<std::string, int> ranks_on_host;
   int most = 0;
@@ -33,12 +35,12 @@ c10::intrusive_ptr<c10d::Backend> add_cuda_engine(c10d::ProcessGroup& group, Eng
   if (!use_nccl) {
     group.setBackend(c10::DeviceType::CUDA, c10d::ProcessGroup::BackendType::CUSTOM,
                      c10::intrusive_ptr<c10d::Backend>::reclaim_copy(&engine));
-    return nullptr;
+    return;
   }
-  auto nccl = make_nccl_backend(c10::make_intrusive<c10d::PrefixStore>("nccl", store),
-                                group.getRank(), group.getSize(), options.timeout);
-  group.setBackend(c10::DeviceType::CUDA, c10d::ProcessGroup::BackendType::NCCL, nccl);
-  return nccl;
+  const auto made = make_nccl_backend(c10::make_intrusive<c10d::PrefixStore>("nccl", store),
+                                      group.getRank(), group.getSize(), options.timeout);
+  group.setBackend(c10::DeviceType::CUDA, c10d::ProcessGroup::BackendType::NCCL, made);
+  nccl.emplace(made);
 }
 
 }  // namespace
@@ -48,26 +50,7 @@ struct Group::State {
   c10::intrusive_ptr<EngineBackend> engine;  // null for groups made elsewhere
   c10::intrusive_ptr<c10d::Store> store;     // may be null for those
   GroupOptions options;
-  c10::intrusive_ptr<c10d::Backend> nccl;  // null for groups without
-
-  State() = default;
-  State(const State&) = delete;
-  State& operator=(const State&) = delete;
-  // Left to itself, NCCL's engine does the same with a warning that nobody has told it to.
-  ~State() {
-    if (!nccl) return;
-    if (engine && engine->is_inherited()) {
-      // A child of the rank by fork. NCCL would wait for threads that only the rank has, and even
-      // its destructor does, so it is left alone for good.
-      static_cast<void>(nccl.release());
-      return;
-    }
-    try {
-      nccl->shutdown();
-    } catch (const std::exception&) {
-      // A device or a peer was lost, which has been told elsewhere.
-    }
-  }
+  std::optional<TorchEngine> nccl;  // nothing for groups without
 };
 
 GroupOptions default_group_options() {
@@ -180,7 +163,7 @@ Group make_group(const c10::intrusive_ptr<c10d::Store>& store, int rank, int siz
   // As CUSTOM, never as GLOO: LibTorch casts what is registered under that name to its own class.
   group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::CUSTOM, state->engine);
   group->setDefaultBackend(c10d::ProcessGroup::BackendType::CUSTOM);
-  if (at::hasCUDA()) state->nccl = add_cuda_engine(*group, *state->engine, store, options);
+  if (at::hasCUDA()) add_cuda_engine(*group, *state->engine, store, options, state->nccl);
   group->setGroupName(options.name);
   return {std::move(group), std::move(state)};
 }
