@@ -12,6 +12,7 @@
 
 #include "comm/broken_pipe.h"
 #include "comm/gloo/gloo_backend.h"
+#include "comm/gloo_sockets.h"
 #include "comm/network.h"
 #include "comm/pair_proofs.h"
 #include "comm/piece_tensor.h"
@@ -95,11 +96,13 @@ GlooTransport::GlooTransport(const c10::intrusive_ptr<c10d::Store>& store,
   // it more than they compute.
   const BrokenPipeGuard guard;
   const ShortSliceGuard short_slices;
+  const GlooSockets sockets;
   gloo_ = make_gloo_backend(c10::make_intrusive<c10d::PrefixStore>("gloo", store), monitor_->rank(),
                             size(), timeout + kGlooSlack, address);
   if (size() == 1) return;
   const auto secret = job_secret();
   if (secret) prove_pairs(*gloo_, *store, *secret, timeout);
+  sockets.keep_from_children(*store, rank(), size(), address);
   if (check_calls) calls_.emplace(*store, rank(), size(), address, timeout, secret);
 }
 

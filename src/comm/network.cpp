@@ -21,6 +21,7 @@
 #include <sstream>
 #include <system_error>
 
+#include "core/own_files.h"
 #include "core/private_address.h"
 #include "tessera/comm/error.h"
 #include "tessera/core/check.h"
@@ -115,6 +116,10 @@ int await_connection(int socket, std::chrono::steady_clock::time_point deadline)
 }
 
 }  // namespace
+
+Socket::Socket(int descriptor) noexcept : descriptor_(descriptor) {
+  core::keep_from_children(descriptor);
+}
 
 Socket::~Socket() {
   if (descriptor_ >= 0) ::close(descriptor_);

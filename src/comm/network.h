@@ -12,11 +12,11 @@
 
 namespace tessera::comm {
 
-/// Owns a descriptor; -1 is none.
+/// Owns a descriptor; -1 is none. Children that are forked do not have it.
 class Socket {
  public:
   Socket() = default;
-  explicit Socket(int descriptor) noexcept : descriptor_(descriptor) {}
+  explicit Socket(int descriptor) noexcept;
   ~Socket();
   Socket(Socket&& other) noexcept : descriptor_(std::exchange(other.descriptor_, -1)) {}
   Socket& operator=(Socket&& other) noexcept {

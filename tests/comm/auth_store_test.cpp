@@ -4,8 +4,10 @@
 #include <poll.h>
 #include <sys/socket.h>
 #include <sys/un.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
+#include <csignal>
 #include <filesystem>
 #include <random>
 #include <thread>
@@ -200,6 +202,54 @@ TEST_P(StoreTest, AServerThatIsGoneIsAnErrorNotAWait) {
   EXPECT_THROW(store->get("key"), c10::DistNetworkError);
   EXPECT_THROW(store->get("key"), c10::DistNetworkError);
   EXPECT_THROW(AuthStore(place_, secret_, milliseconds(200)), Error);
+}
+
+// The exit code of a child that runs `body`, which forgets what its parent's threads did.
+template <typename Body>
+int in_child(const Body& body) {
+  const pid_t child = fork();
+  if (child == 0) _exit(body());
+  int status = 0;
+  waitpid(child, &status, 0);
+  return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+}
+
+TEST_P(StoreTest, AForkedChildDoesNotSpeakOnItsParentsConnection) {
+  auto store = client();
+  store->set("key", bytes("value"));
+  const std::string parent = std::to_string(getpid());
+  EXPECT_EQ(in_child([&] {
+              try {
+                store->set("key", bytes("the child's"));
+                return 1;
+              } catch (const c10::ValueError& error) {
+                const std::string text = error.what_without_backtrace();
+                if (text.find("belongs to process " + parent + "; this is process " +
+                              std::to_string(getpid())) == std::string::npos) {
+                  return 2;
+                }
+              }
+              if (store->clone()->get("key") != bytes("value")) return 3;
+              store.reset();
+              server_.reset();
+              return 0;
+            }),
+            0);
+  EXPECT_EQ(store->get("key"), bytes("value"));
+  EXPECT_EQ(client()->get("key"), bytes("value"));
+}
+
+TEST_P(StoreTest, AServerEndsThoughAForkedChildLives) {
+  const auto store = client();
+  const pid_t child = fork();
+  if (child == 0) {
+    pause();
+    _exit(0);
+  }
+  server_.reset();
+  EXPECT_THROW(store->get("key"), c10::DistNetworkError);
+  kill(child, SIGKILL);
+  waitpid(child, nullptr, 0);
 }
 
 // Without the secret: whatever is sent, nothing is answered but a greeting and zeros.

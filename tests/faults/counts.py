@@ -42,6 +42,8 @@ PHASES = {
     "teardown, gloo": ("gloo", "phase=teardown"),
     "no pidfd, shm": ("shm", "phase=collective", "pidfds=refused"),
     "no pidfd, gloo": ("gloo", "phase=collective", "pidfds=refused"),
+    "children live, shm": ("shm", "phase=collective", "children=1"),
+    "children live, gloo": ("gloo", "phase=collective", "children=1"),
     "large process, shm": ("shm", "phase=collective", "large=1", "ranks=2"),
 }
 

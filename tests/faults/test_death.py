@@ -1,11 +1,14 @@
 """A rank dies: every survivor names it, the operation and its number, at once."""
 
+import json
+import os
 import re
 import signal
+import subprocess
 import time
 
 import pytest
-from fleet import PROMPT, Fleet, Times, is_alive
+from fleet import PROMPT, WORKER, Fleet, Times, is_alive
 from sanitizers import not_sanitized
 from waiting import wait_until
 
@@ -139,6 +142,20 @@ def test_without_descriptors_of_processes(engine):
         assert Times.add(f"SIGKILL without pidfds, {engine}", killed, errors) < PROMPT
         fleet.wait()
         fleet.assert_nothing_left()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_children_that_live_on_hide_no_death(engine):
+    # They have copies of the rank's connections, and would keep them open.
+    command = [WORKER, "kills", "phase=collective", "children=1", "count=3"]
+    env = {**os.environ, "TESSERA_ENGINE": engine, "OMP_NUM_THREADS": "1"}
+    out = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=True).stdout
+    kills = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    assert len(kills) == 3
+    for kill in kills:
+        assert kill["engine"] == engine and kill["named"], kill
+        assert len(set(kill["texts"])) == 1, kill
+        assert kill["ms"] < PROMPT * 1000, kill
 
 
 def test_a_large_process():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 
 import pytest
 import torch
@@ -137,6 +138,49 @@ def test_what_becomes_of_a_child_is_no_failure_of_its_rank(tmp_path, end):
     assert result.stdout.count("sum 12.0") == 2, result.stdout
     assert "child ended with" in result.stdout
     assert not list(tmp_path.glob("error-*.json"))
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        'raise ArithmeticError("the child is wrong")',
+        "dist.destroy_process_group(); sys.exit(0)",
+        "sys.exit(3)",
+    ],
+    ids=["raises", "destroys", "exits"],
+)
+def test_a_child_of_a_rank_with_torchs_own_engine_ends(tmp_path, end):
+    # Torch's Gloo has threads as its NCCL has, and waits for them at its end.
+    code = CHILD_FAILS.replace("END", end).replace("init(timeout=30)", 'init("gloo", timeout=30)')
+    result, _ = launch(tmp_path, code)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("sum 12.0") == 2, result.stdout
+
+
+def test_the_store_is_the_ranks_alone(tmp_path):
+    code = """
+        import os, sys, torch, torch.distributed as dist, tessera
+        tessera.comm.init(timeout=30)
+        store = dist.distributed_c10d._get_default_store()
+        store.set("key", "value")
+        if dist.get_rank() == 1:
+            child = os.fork()
+            if child == 0:
+                try:
+                    store.set("key", "the child's")
+                except ValueError as error:
+                    print("child:", error, flush=True)
+                sys.exit(0)
+            os.waitpid(child, 0)
+            print("parents", os.getpid(), "and", child, flush=True)
+        dist.barrier()
+        assert store.get("key") == b"value"
+        dist.destroy_process_group()
+    """
+    result, _ = launch(tmp_path, code)
+    assert result.returncode == 0, result.stderr
+    parent, child = re.search(r"parents (\d+) and (\d+)", result.stdout).groups()
+    assert f"belongs to process {parent}; this is process {child}, forked from it." in result.stdout
 
 
 def test_a_child_may_make_a_group_of_its_own(tmp_path):

@@ -209,6 +209,11 @@ Packet AuthStore::ask(Operation operation, std::vector<std::string> parts) {
 
 Packet AuthStore::ask(Operation operation, std::vector<std::string> parts,
                       std::chrono::milliseconds timeout) {
+  // Before the lock, which another thread may have held at the fork.
+  TESSERA_CHECK_VALUE(maker_ == own_pid(), "comm.store: the connection to the store at ",
+                      place_.text(), " belongs to process ", maker_, "; this is process ",
+                      own_pid(), ", forked from it. Use the store in process ", maker_,
+                      ", or a clone() of it.");
   const std::lock_guard lock(mutex_);
   if (!connection_) {
     C10_THROW_ERROR(DistNetworkError,

@@ -11,6 +11,7 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "comm/own_process.h"
 #include "comm/store/hosted_server.h"
 #include "comm/store/wire.h"
 #include "core/secret.h"
@@ -37,7 +38,8 @@ class SecretRefused final : public Error {
 
 /// A client of `Server`. Every call is bounded by the timeout and throws c10::DistStoreError when
 /// it is over, c10::DistNetworkError when the connection is. Thread-safe; calls of one object wait
-/// for each other, a clone has a connection of its own.
+/// for each other, a clone has a connection of its own. A forked child cannot use it: both would
+/// speak on one connection. It throws ValueError, and may make a clone.
 class AuthStore final : public c10d::Store {
  public:
   /// Connects and proves the secret; tries again until the deadline. Throws Error(kRendezvous) with
@@ -79,6 +81,7 @@ class AuthStore final : public c10d::Store {
   Packet ask(Operation operation, std::vector<std::string> parts,
              std::chrono::milliseconds timeout);
 
+  const pid_t maker_ = own_pid();
   const std::shared_ptr<HostedServer> server_;  // ends after the connection
   const Place place_;
   const core::Secret secret_;

@@ -33,7 +33,13 @@ HostedServer::HostedServer(int listener, core::Secret secret) {
 }
 
 HostedServer::~HostedServer() {
-  stop_ = Socket();
+  if (maker_ != own_pid()) {
+    new std::thread(std::move(thread_));  // never joined
+    return;
+  }
+  // Not by closing: forked children have that end of the pipe too.
+  while (::write(stop_.get(), "", 1) < 0 && errno == EINTR) {
+  }
   thread_.join();
 }
 

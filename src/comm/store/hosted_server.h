@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "comm/network.h"
+#include "comm/own_process.h"
 #include "comm/store/server.h"
 
 namespace tessera::comm::store {
@@ -18,7 +19,8 @@ class HostedServer {
   HostedServer& operator=(const HostedServer&) = delete;
 
  private:
-  Socket stop_;  // the server ends when this end of a pipe is closed
+  const pid_t maker_ = own_pid();  // a forked child has no such thread
+  Socket stop_;                    // the server ends when something is written here
   std::thread thread_;
 };
 

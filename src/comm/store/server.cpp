@@ -11,6 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "core/own_files.h"
+
 namespace tessera::comm::store {
 namespace {
 
@@ -37,7 +39,9 @@ Server::Server(int listener, core::Secret secret)
     : listener_(listener),
       secret_(std::move(secret)),
       is_local_(is_unix_socket(listener)),
-      table_([this](Client id, const Packet& packet) { answer(id, packet); }) {}
+      table_([this](Client id, const Packet& packet) { answer(id, packet); }) {
+  core::keep_from_children(listener_);
+}
 
 Server::~Server() {
   for (auto& [id, connection] : connections_) ::close(connection.socket);
@@ -99,6 +103,7 @@ bool Server::accept_one() {
     ::close(socket);
     return true;
   }
+  core::keep_from_children(socket);
   if (!is_local_) {
     const int on = 1;
     ::setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));

@@ -28,10 +28,19 @@ std::vector<int> all_ranks(const Group& group) {
   return ranks;
 }
 
+// A child that outlives its rank, as the workers of a loader do for a while.
+void leave_child() {
+  if (::fork() != 0) return;
+  ::alarm(5);
+  ::pause();
+  ::_exit(0);
+}
+
 // Never returns: the rank is killed, or learns that another was.
-[[noreturn]] void live(const std::string& phase, bool is_large, bool is_victim,
+[[noreturn]] void live(const std::string& phase, bool is_large, bool has_child, bool is_victim,
                        std::int64_t count) {
   const Group world = comm::init();
+  if (has_child) leave_child();
   if (is_large && is_victim) take_memory(1024);
   at::Tensor tensor = at::zeros({count}, at::kFloat);
   const std::vector<int> all = all_ranks(world);
@@ -59,6 +68,7 @@ int run_kills(const Options& options) {
   }
   const int size = static_cast<int>(options.number("ranks", 3));
   const bool is_large = options.number("large", 0) != 0;
+  const bool has_child = options.number("children", 0) != 0;
   const bool refuses = options.text("pidfds") == "refused";
   std::mt19937_64 dice(static_cast<std::uint64_t>(options.number("seed", 1)));
   ShortJobs jobs;
@@ -67,7 +77,7 @@ int run_kills(const Options& options) {
     const std::int64_t count = dice() % 2 == 0 ? 1000 : 1'000'000;
     ShortJob job = jobs.start(size, [&] {
       if (refuses) refuse_pidfds();
-      live(phase, is_large, std::atoi(std::getenv("RANK")) == victim, count);
+      live(phase, is_large, has_child, std::atoi(std::getenv("RANK")) == victim, count);
       return 0;
     });
     std::vector<int> everybody(static_cast<std::size_t>(size));
