@@ -38,7 +38,6 @@ struct Security {
   std::vector<OpenSocket> sockets;  // each kind once
   std::string folder;               // of all launchers of this user
   int folder_mode = 0;
-  bool folder_is_ours = false;
   std::string secret;        // where the secret of a job over several hosts would come from, or ""
   std::string secret_error;  // why it cannot be used
   std::vector<std::string> problems;

@@ -15,6 +15,17 @@ namespace {
 
 constexpr char kFile[] = "/job.json";
 
+std::vector<std::string> folders_of_launchers() {
+  std::vector<std::string> folders;
+  std::error_code ignored;
+  for (const std::string& parent : scratch_parents()) {
+    for (const auto& entry : std::filesystem::directory_iterator(parent, ignored)) {
+      folders.push_back(entry.path().string());
+    }
+  }
+  return folders;
+}
+
 }  // namespace
 
 void record_job(const std::string& folder, const LiveJob& job) {
@@ -31,9 +42,7 @@ void record_job(const std::string& folder, const LiveJob& job) {
 
 std::vector<LiveJob> live_jobs() {
   std::vector<LiveJob> jobs;
-  std::error_code ignored;
-  for (const auto& entry : std::filesystem::directory_iterator(scratch_parent(), ignored)) {
-    const std::string folder = entry.path().string();
+  for (const std::string& folder : folders_of_launchers()) {
     std::ifstream file(folder + kFile);
     const nlohmann::json object = nlohmann::json::parse(file, nullptr, false);
     if (!object.is_object() || !scratch_is_in_use(folder)) continue;

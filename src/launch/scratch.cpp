@@ -47,6 +47,20 @@ bool is_private(const std::string& folder) {
          status.st_uid == geteuid() && (status.st_mode & 077) == 0;
 }
 
+// Whether it is there, and not as a launcher would make it.
+bool is_taken(const std::string& folder) {
+  struct stat status{};
+  return lstat(folder.c_str(), &status) == 0 && !is_private(folder);
+}
+
+// Another user may have taken the first of them, or any number.
+constexpr int kNumNames = 64;
+
+std::string possible_parent(int number) {
+  const std::string first = temporary_folder() + "/tessera-" + std::to_string(geteuid());
+  return number == 0 ? first : first + "." + std::to_string(number);
+}
+
 [[noreturn]] void throw_no_folder(const std::string& folder) {
   throw LaunchError(kExitInternal, "run: cannot make a folder " + folder,
                     std::generic_category().message(errno), "set TMPDIR to a folder with space");
@@ -63,7 +77,26 @@ void remove_left_behind(const std::string& parent) {
 }  // namespace
 
 std::string scratch_parent() {
-  return temporary_folder() + "/tessera-" + std::to_string(geteuid());
+  for (int i = 0; i < kNumNames; ++i) {
+    if (!is_taken(possible_parent(i))) return possible_parent(i);
+  }
+  return possible_parent(0);
+}
+
+std::vector<std::string> scratch_parents() {
+  std::vector<std::string> parents;
+  for (int i = 0; i < kNumNames; ++i) {
+    if (is_private(possible_parent(i))) parents.push_back(possible_parent(i));
+  }
+  return parents;
+}
+
+std::vector<std::string> taken_scratch_parents() {
+  std::vector<std::string> taken;
+  for (int i = 0; i < kNumNames; ++i) {
+    if (is_taken(possible_parent(i))) taken.push_back(possible_parent(i));
+  }
+  return taken;
 }
 
 bool scratch_is_in_use(const std::string& folder) {
@@ -84,8 +117,8 @@ bool scratch_is_in_use(const std::string& folder) {
 }
 
 Scratch::Scratch() : parent_(scratch_parent()) {
-  if (access(parent_.c_str(), F_OK) == 0 && !is_private(parent_)) {
-    // Somebody else was quicker to take the name.
+  if (is_taken(parent_)) {
+    // All names are taken. The job runs, but nobody finds it.
     parent_ = temporary_folder() + "/tessera-XXXXXX";
     if (mkdtemp(parent_.data()) == nullptr) throw_no_folder(parent_);
   }

@@ -228,5 +228,7 @@ def test_security_names_what_is_wrong(tmp_path):
     result = doctor("--security", env=env)
     assert result.returncode == 1
     assert "can be read or written by other users" in result.stdout
-    assert f"{folder} is not private to this user" in result.stdout
+    assert f"{folder} is not private to this user; jobs use {folder}.1. Remove it" in " ".join(
+        result.stdout.split()
+    )
     assert "x" * 40 not in result.stdout

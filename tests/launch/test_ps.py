@@ -1,8 +1,11 @@
 """`tessera ps`: the jobs that run, and no others."""
 
 import json
+import os
+import pathlib
 import signal
 
+import pytest
 from jobs import Job, run
 from waiting import free_port
 
@@ -60,6 +63,39 @@ def test_a_restart_and_several_hosts_are_shown(tmp_path):
     finally:
         for job in jobs:
             job.end()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
+def test_another_user_neither_hides_jobs_nor_invents_any(tmp_path):
+    # They are quicker to take the names of the launchers' folder, with a job of theirs in it.
+    env = {"TMPDIR": str(tmp_path)}
+    start_time = pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    for number, name in enumerate([f"tessera-{os.geteuid()}", f"tessera-{os.geteuid()}.1"]):
+        fake = tmp_path / name / f"{os.getpid()}.{start_time}.abcdef"
+        fake.mkdir(parents=True)
+        if number == 0:
+            job = {"name": "theirs", "pid": os.getpid(), "begin_ns": 1, "local_ranks": 1, "nodes": 1}
+            job |= {"node_rank": 0, "attempt": 0, "command": ["\x1b[2J"], "live": str(fake), "pids": [1]}
+            (fake / "job.json").write_text(json.dumps(job))
+        else:
+            os.mkfifo(fake / "job.json")  # whoever opens it waits
+        for path in (fake, fake.parent):
+            os.chown(path, 65534, 65534)
+            path.chmod(0o777)
+    assert listed(env) == []
+    own = Job("run", "--rdzv-id", "own", "--", *READY_THEN_SLEEP, env=env)
+    try:
+        own.process.stdout.readline()
+        assert [job["name"] for job in listed(env)] == ["own"]
+        assert (tmp_path / f"tessera-{os.geteuid()}.2").stat().st_mode & 0o777 == 0o700
+        own.send(signal.SIGTERM)
+        own.wait()
+    finally:
+        own.end()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"tessera-{os.geteuid()}",
+        f"tessera-{os.geteuid()}.1",
+    ]
 
 
 def test_words_are_refused():
