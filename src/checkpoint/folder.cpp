@@ -39,10 +39,10 @@ bool is_gone(const std::string& path, Disk& disk) {
 }
 
 // None if there is no such folder.
-std::vector<std::string> names_in(const std::string& path, Disk& disk) {
+std::vector<std::string> names_in(const std::string& path, Disk& disk, bool follows = true) {
   if (is_gone(path, disk)) return {};
   try {
-    return OpenFolder(path, /*follows=*/true, disk).names();
+    return OpenFolder(path, follows, disk).names();
   } catch (const Error& error) {
     if (error.kind() == ErrorKind::kRead) throw;
     return {};
@@ -212,21 +212,19 @@ std::string latest_folder(const std::string& root, Disk& disk) {
   }
 }
 
+// Also of what is no folder. Never through a link: what it leads to is not ours.
 void remove_folder(const std::string& path, Disk& disk) {
+  if (!is_folder(path, disk)) {
+    disk.remove(path);
+    return;
+  }
   std::vector<std::string> names;
   try {
-    names = names_in(path, disk);
+    names = names_in(path, disk, /*follows=*/false);
   } catch (const Error&) {
     return;  // what stays has no final name, and goes with a later save
   }
-  for (const std::string& name : names) {
-    const std::string inner = path + "/" + name;
-    if (is_folder(inner, disk)) {
-      remove_folder(inner, disk);
-    } else {
-      disk.remove(inner);
-    }
-  }
+  for (const std::string& name : names) remove_folder(path + "/" + name, disk);
   disk.remove_folder(path);
 }
 
@@ -252,13 +250,7 @@ PendingFolder::PendingFolder(std::string root, std::int64_t step, Disk& disk, bo
   const bool has_left = std::any_of(names.begin(), names.end(), is_temporary);
   if (has_left && disk_.sync_folder(root_) != 0) throw_write_error("sync", root_);
   for (const std::string& left : names) {
-    if (!is_temporary(left)) continue;
-    const std::string path = root_ + "/" + left;
-    if (is_folder(path, disk_)) {
-      remove_folder(path, disk_);
-    } else {
-      disk_.remove(path);
-    }
+    if (is_temporary(left)) remove_folder(root_ + "/" + left, disk_);
   }
   path_ = root_ + "/" + name_ + ".tmp-" + random_digits(disk_);
   if (disk_.make_folder(path_) != 0) throw_write_error("make the folder", path_);

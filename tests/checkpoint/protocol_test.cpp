@@ -163,6 +163,27 @@ TEST(Protocol, SameStepIsReplacedWhole) {
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(root.path()), {}), 3);  // and .lock
 }
 
+// Somebody has moved a step to another disk, or wants to have removed what they cannot.
+TEST(Protocol, WhatALinkLeadsToStays) {
+  namespace fs = std::filesystem;
+  const TemporaryFolder root;
+  const TemporaryFolder other;
+  spill(other / "precious", "x");
+  save_sample(root.path(), 1);
+  fs::create_directory_symlink(other.path(), root / "step-000000000002");
+  fs::create_directory_symlink(other.path(), root / "step-000000000003.tmp-0123");
+  fs::create_directory(root / "step-000000000004.tmp-0123");
+  fs::create_directory_symlink(other.path(), root / "step-000000000004.tmp-0123/inner");
+  spill(root / "step-000000000005", "a file");
+  for (const std::int64_t step : {2, 5}) {
+    save_sample(root.path(), step, /*keep=*/1);
+    EXPECT_EQ(slurp(other / "precious"), "x");
+    EXPECT_TRUE(fs::is_directory(fs::symlink_status(root / folder_name(step))));
+  }
+  EXPECT_EQ(list_steps(root.path()), std::vector<std::int64_t>{5});
+  EXPECT_EQ(std::distance(fs::directory_iterator(root.path()), {}), 3);  // LATEST and .lock
+}
+
 TEST(Protocol, OneJobPerFolderAndLeftoversGo) {
   const TemporaryFolder root;
   std::filesystem::create_directory(root / "step-000000000001.tmp-0123");
