@@ -10,6 +10,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -69,19 +70,28 @@ def test_the_potential_is_the_same_on_any_number_of_ranks(tmp_path):
 
 def test_own_columns_become_a_served_model(tmp_path):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    said, servers = {}, []
-    text = (ROOT / "docs/tutorial_served_model.md").read_text().replace("8080", port)
+    said, servers, infers = {}, [], []
+    text = (ROOT / "docs/tutorial_served_model.md").read_text()
+    for port in ("8080", "8081"):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            text = text.replace(port, str(free.getsockname()[1]))
     try:
         for command in (line for block in blocks(text, "sh") for line in block.splitlines()):
             if command.endswith(" &"):
                 words = [TESSERA, *shlex.split(command.removesuffix(" &"))[1:]]
                 servers.append(subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.DEVNULL))
-            elif command == "kill %1":
-                servers[0].terminate()
-                assert servers[0].wait(30) == 0
+            elif command in ("kill %1", "kill %2"):
+                server = servers[int(command[-1]) - 1]
+                server.terminate()
+                assert server.wait(30) == 0
+            elif "/infer" in command:
+                infers.append(json.loads(play(command, tmp_path)))
+                # The last versions are taken over when the training has ended already.
+                deadline = time.monotonic() + LIMIT
+                while len(infers) == 2 and infers[1]["model_version"] != "200":
+                    assert time.monotonic() < deadline, infers
+                    infers[1] = json.loads(play(command, tmp_path))
             else:
                 said[command] = play(command, tmp_path)
     finally:
@@ -90,9 +100,12 @@ def test_own_columns_become_a_served_model(tmp_path):
     (judged,) = [text for command, text in said.items() if command.startswith("tessera eval")]
     assert float(re.search(r"auc ([\d.]+)", judged)[1]) > 0.7
     assert len((tmp_path / "scores.csv").read_text().splitlines()) == 1001
-    (answer,) = [text for command, text in said.items() if "/infer" in command]
-    (probability,) = json.loads(answer)["outputs"][0]["data"]
-    assert 0 < probability < 1
+    for answer in infers:
+        (probability,) = answer["outputs"][0]["data"]
+        assert 0 < probability < 1
+    assert infers[0]["outputs"] != infers[1]["outputs"]
+    (versions,) = [text for command, text in said.items() if "/admin/versions" in command]
+    assert {"version": 200, "current": True}.items() <= json.loads(versions)["versions"][-1].items()
 
 
 def test_the_first_run_runs(tmp_path):

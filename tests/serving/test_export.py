@@ -35,6 +35,29 @@ def test_few_bits_cost_little(run, tmp_path, dtype, row_bytes, most):
     assert all(0 < table["mean_error"] <= table["worst_error"] < 0.3 for table in answer["tables"])
 
 
+def test_four_bits_take_at_most_a_sixth_of_the_bytes(tmp_path):
+    """Rows of 64 numbers: 36 bytes of 256. All files of the package count, those of the dense part too."""
+    words = ["--tables", 4, "--rows", 20000, "--dim", 64, "--bottom", "32,64", "--top", "32,1"]
+    tessera(
+        "train",
+        "dlrm",
+        "--steps",
+        1,
+        "--batch",
+        64,
+        *words,
+        "--eval-samples",
+        100,
+        "--save",
+        tmp_path / "run",
+    )
+    sizes = {}
+    for dtype in ("fp32", "int4"):
+        tessera("export", tmp_path / "run", "--out", tmp_path / dtype, "--dtype", dtype)
+        sizes[dtype] = sum(file.stat().st_size for file in (tmp_path / dtype).iterdir())
+    assert sizes["int4"] <= 0.16 * sizes["fp32"]
+
+
 def test_an_auc_that_falls_too_far_is_an_error(run, tmp_path):
     words = ["--out", tmp_path / "pkg", "--dtype", "int2", "--eval", "synthetic", "--eval-samples", 2000]
     result = tessera("export", run, *words, "--max-auc-drop", 0, check=False)
