@@ -16,6 +16,32 @@
 
 namespace tessera::workloads::data {
 
+/// Records in a row of equally many cells each, one after the other, without a copy. Cell `i` of
+/// them all lies at [ends[i - 1] + 1, ends[i]) of `text`, in quotes or not, and with a CR behind it
+/// perhaps if it is the last of its record. kBytesAround bytes before and behind every cell can be
+/// read.
+struct CellRun {
+  const char* text = nullptr;
+  const std::uint32_t* ends = nullptr;  // [-1] is there, too
+  std::size_t width = 0;
+  std::size_t num_records = 0;
+  std::int64_t first_line = 0;  // records have a line each
+
+  std::string_view cell(std::size_t record, std::size_t column) const {
+    const std::size_t i = record * width + column;
+    const char* begin = text + static_cast<std::uint32_t>(ends[std::ptrdiff_t(i) - 1] + 1);
+    const char* end = text + ends[i];
+    if (column + 1 == width && begin < end && end[-1] == '\r') --end;
+    if (begin < end && *begin == '"') {
+      ++begin;
+      --end;
+    }
+    return {begin, static_cast<std::size_t>(end - begin)};
+  }
+};
+
+inline constexpr std::size_t kBytesAround = 16;
+
 class Delimited {
  public:
   /// `input` must outlive it.
@@ -24,38 +50,44 @@ class Delimited {
   /// The cells of the next record, which live until the next call; false at the end. Throws
   /// DataError, naming file and line, for quotes that do not fit and records of more than 16 MiB.
   bool next(std::vector<std::string_view>& cells);
-  /// So many records in a row of `width` cells each, one after the other; as many as are in memory,
-  /// `most` at the most. `lines` says where each began. The views live until the next call. None of
-  /// them at the end, and before a record of another width, which `next` gives.
-  std::size_t next_alike(std::size_t width, std::size_t most, std::vector<std::string_view>& cells,
-                         std::vector<std::int64_t>& lines);
+  /// The next records of `width` cells each and no quotes or ends of lines in cells: as many as are
+  /// in memory, `most` at the most. It lives until the next call. None at the end, and before a
+  /// record that is not so, which `next` gives.
+  CellRun next_run(std::size_t width, std::size_t most);
   /// The line on which the last record began, from 1.
   std::int64_t line() const noexcept { return line_; }
 
  private:
   bool find_record();
-  bool find_record_in_memory();
-  void take_cells(std::vector<std::string_view>& cells);
   bool fill();
   void scan();
   const char* scan_quoted(const char* at, const char* end);
+  bool is_plain_quoted(const char* quote, const char* end);
   std::string_view unquoted(char* begin, char* end);
   [[noreturn]] void fail(const std::string& what) const;
 
+  char* text() { return buffer_.data() + kBytesAround; }
+  void make_room(std::size_t num_bytes);
+  std::size_t num_unread() const { return line_ends_.size() - next_line_end_; }
+
   Input& input_;
   char separator_;
-  std::vector<char> buffer_;
-  std::size_t begin_ = 0;            // of the record that comes next
-  std::size_t size_ = 0;             // bytes in the buffer
-  std::size_t scanned_ = 0;          // bytes that were searched for ends of cells
-  std::vector<std::uint32_t> ends_;  // of cells, in bytes of the buffer
-  std::size_t num_ends_ = 0;
-  std::size_t next_end_ = 0;       // the first that belongs to the next record
-  std::size_t record_ends_ = 0;    // past the last that belongs to it
-  std::size_t searched_ends_ = 0;  // ends that are known to be none of a line
-  std::size_t cell_begin_ = 0;     // where the cell begins that is being scanned
-  bool is_quoted_ = false;         // it is inside quotes
-  bool has_ended_ = false;         // nothing more to read
+  std::vector<char> buffer_;  // text, and kBytesAround before and behind it
+  std::size_t begin_ = 0;     // of the record that comes next
+  std::size_t size_ = 0;      // bytes of text
+  std::size_t scanned_ = 0;   // bytes that were searched for ends of cells
+  // Where cells end, in bytes of the text; the first entry is that of a cell before them all.
+  std::vector<std::uint32_t> ends_ = {UINT32_MAX};
+  std::size_t num_ends_ = 1;
+  std::size_t next_end_ = 1;              // the first that belongs to the next record
+  std::vector<std::uint32_t> line_ends_;  // which of them end a record
+  std::size_t next_line_end_ = 0;         // that of the next record
+  std::vector<std::uint32_t> odd_;  // where cells begin whose text is not what lies in their quotes
+  std::size_t next_odd_ = 0;
+  std::size_t cell_begin_ = 0;  // where the cell begins that is being scanned
+  bool is_quoted_ = false;      // it is inside quotes
+  bool has_doubled_ = false;    // and there are two in a row
+  bool has_ended_ = false;      // nothing more to read
   std::int64_t line_ = 0;
   std::int64_t next_line_ = 1;
 };

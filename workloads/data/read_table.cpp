@@ -171,23 +171,14 @@ class TableReader {
     std::vector<Role> roles = roles_of(schema_, options_);
     leave_out_label(roles, names);
     find_columns(roles, names, input.name());
-    std::vector<std::int64_t> lines;
     while (!is_enough()) {
       // Records that are as they should be go column by column, the others one by one.
       if (options_.most < 0) {
-        const std::size_t count =
-            text.next_alike(names.size(), std::min(kRecords, samples_.room()), cells, lines);
-        if (count > 0 && samples_.add_cells(roles, cells, names.size(), count)) {
-          report_.num_records += static_cast<std::int64_t>(count);
+        const CellRun run = text.next_run(names.size(), std::min(kRecords, samples_.room()));
+        if (run.num_records > 0) {
+          read_run(input, roles, run);
           continue;
         }
-        std::vector<std::string_view> record(names.size());
-        for (std::size_t i = 0; i < count; ++i) {
-          std::copy_n(cells.begin() + static_cast<std::ptrdiff_t>(i * names.size()), names.size(),
-                      record.begin());
-          read_record(input, roles, record, lines[i]);
-        }
-        if (count > 0) continue;
       }
       if (!text.next(cells)) break;
       if (cells.size() != names.size()) {
@@ -199,6 +190,18 @@ class TableReader {
         continue;
       }
       read_record(input, roles, cells, text.line());
+    }
+  }
+
+  void read_run(const Input& input, const std::vector<Role>& roles, const CellRun& run) {
+    if (samples_.add_cells(roles, run)) {
+      report_.num_records += static_cast<std::int64_t>(run.num_records);
+      return;
+    }
+    std::vector<std::string_view> cells(run.width);
+    for (std::size_t i = 0; i < run.num_records; ++i) {
+      for (std::size_t c = 0; c < run.width; ++c) cells[c] = run.cell(i, c);
+      read_record(input, roles, cells, run.first_line + static_cast<std::int64_t>(i));
     }
   }
 

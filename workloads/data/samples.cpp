@@ -3,6 +3,7 @@
 #include <charconv>
 #include <cmath>
 
+#include "data/logarithm.h"
 #include "data/numbers.h"
 
 namespace tessera::workloads::data {
@@ -11,21 +12,6 @@ namespace {
 bool is_same_word(std::string_view cell, std::string_view lower) {
   return std::equal(cell.begin(), cell.end(), lower.begin(), lower.end(),
                     [](char a, char b) { return (a >= 'A' && a <= 'Z' ? a + 32 : a) == b; });
-}
-
-float logarithm(double value) {
-  static const std::vector<float> kTable = [] {
-    std::vector<float> table(4096);
-    for (std::size_t i = 0; i < table.size(); ++i) {
-      table[i] = static_cast<float>(std::log1p(static_cast<double>(i)));
-    }
-    return table;
-  }();
-  if (value <= 0) return 0;
-  const auto whole = static_cast<std::size_t>(std::min(value, 4096.0));
-  if (whole < kTable.size() && static_cast<double>(whole) == value) return kTable[whole];
-  // From here on 1 + x loses nothing that 32 bits would show, and log takes a third of the time.
-  return static_cast<float>(value >= 0.5 ? std::log(1 + value) : std::log1p(value));
 }
 
 }  // namespace
@@ -51,6 +37,7 @@ Samples::Samples(const Schema& schema, const TableOptions& options,
   for (const std::string& text : schema.missing) {
     double value = 0;
     longest_missing_ = std::max(longest_missing_, text.size());
+    if (!text.empty()) begins_missing_[static_cast<unsigned char>(text[0])] = true;
     misses_numbers_ = misses_numbers_ || (parse_real(text, value) && std::isfinite(value));
   }
 }
@@ -104,7 +91,7 @@ bool Samples::set_dense(std::size_t number, std::string_view cell) {
 bool Samples::keep_dense(std::size_t number, double value) {
   const DenseColumn& column = schema_.dense[number];
   if (column.low) value = std::clamp(value, *column.low, *column.high);
-  dense_[number] = column.log1p ? logarithm(value) : static_cast<float>(value);
+  dense_[number] = static_cast<float>(column.log1p ? logarithm(value) : value);
   return std::isfinite(dense_[number]);
 }
 
@@ -269,62 +256,137 @@ bool Samples::add_columns(const std::vector<Role>& roles, const std::vector<Colu
   });
 }
 
-bool Samples::add_cells(const std::vector<Role>& roles, const std::vector<std::string_view>& cells,
-                        std::size_t width, std::size_t num_rows) {
-  return add_all(static_cast<std::int64_t>(num_rows), [&] {
-    return std::all_of(roles.begin(), roles.end(), [&](const Role& role) {
-      return add_cell_column(role, cells.data() + role.column, width, num_rows);
-    });
+bool Samples::add_cells(const std::vector<Role>& roles, const CellRun& run) {
+  return add_all(static_cast<std::int64_t>(run.num_records), [&] {
+    return std::all_of(roles.begin(), roles.end(),
+                       [&](const Role& role) { return add_cell_column(role, run); });
   });
 }
 
 // What a column is, is asked once and not for every cell.
-bool Samples::add_cell_column(const Role& role, const std::string_view* cell, std::size_t width,
-                              std::size_t num_rows) {
-  const auto first = static_cast<std::size_t>(block_.num_samples);
-  const std::string_view* const end = cell + num_rows * width;
+bool Samples::add_cell_column(const Role& role, const CellRun& run) {
   if (role.kind == Role::Kind::kLabel) {
-    for (float* to = block_.labels.data() + first; cell < end; cell += width, ++to) {
-      if (!set_label(*cell)) return false;
-      *to = label_;
+    float* to = block_.labels.data() + block_.num_samples;
+    for (std::size_t i = 0; i < run.num_records; ++i) {
+      if (!set_label(run.cell(i, role.column))) return false;
+      to[i] = label_;
     }
     return true;
   }
-  if (role.kind == Role::Kind::kDense) {
-    float* to = block_.dense.data() + first * dense_.size() + role.number;
-    for (; cell < end; cell += width, to += dense_.size()) {
-      if (!set_dense(role.number, *cell)) return false;
-      *to = dense_[role.number];
-    }
-    return true;
-  }
+  if (role.kind == Role::Kind::kDense) return add_dense_cells(role, run);
   const FeatureColumn& column = schema_.features[role.number];
-  Bags& bags = features_[role.number];
-  const bool is_single = column.is_single();
-  if (is_single && column.kind == IdKind::kHash && !is_raw(column)) {
-    bags.ids.resize(bags.kept + num_rows);
-    std::int64_t* to = bags.ids.data() + bags.kept;
-    // A missing text has a row of its own, that of nothing.
-    for (; cell < end; cell += width) {
-      *to++ = hashed_row(is_missing(*cell) ? std::string_view() : *cell, column.rows);
+  if (!is_raw(column)) {
+    if (column.is_single() && column.kind == IdKind::kHash) return add_hashed_cells(role, run);
+    if (column.is_single() && column.kind == IdKind::kInteger && !column.wraps) {
+      return add_whole_cells(role, run);
     }
-  } else if (is_single && column.kind == IdKind::kInteger && !is_raw(column) && !column.wraps) {
-    bags.ids.resize(bags.kept + num_rows);
-    std::int64_t* to = bags.ids.data() + bags.kept;
-    for (; cell < end; cell += width, ++to) {
-      if (is_missing(*cell) || !parse_whole(*cell, *to)) return false;
-      if (*to < 0 || *to >= column.rows) return false;
+    if (column.separator.size() == 1 && column.kind == IdKind::kHash) {
+      return add_bags_of_hashes(role, run);
     }
-  } else {
-    for (; cell < end; cell += width) {
-      if (!add_cell(role.number, *cell)) return false;
-      bags.lengths.push_back(static_cast<std::int32_t>(bags.ids.size() - bags.kept));
-      bags.kept = bags.ids.size();
-    }
-    return true;
   }
-  bags.lengths.insert(bags.lengths.end(), num_rows, 1);
+  Bags& bags = features_[role.number];
+  for (std::size_t i = 0; i < run.num_records; ++i) {
+    if (!add_cell(role.number, run.cell(i, role.column))) return false;
+    bags.lengths.push_back(static_cast<std::int32_t>(bags.ids.size() - bags.kept));
+    bags.kept = bags.ids.size();
+  }
+  return true;
+}
+
+bool Samples::add_dense_cells(const Role& role, const CellRun& run) {
+  const std::optional<double> missing = schema_.dense[role.number].missing;
+  numbers_.resize(run.num_records);
+  for (std::size_t i = 0; i < run.num_records; ++i) {
+    const std::string_view cell = run.cell(i, role.column);
+    if (is_missing(cell)) {
+      if (!missing) return false;
+      numbers_[i] = *missing;
+    } else if (!parse_real_nearby(cell, numbers_[i])) {
+      return false;
+    }
+  }
+  return keep_numbers(role.number, static_cast<std::size_t>(block_.num_samples), numbers_);
+}
+
+// As the schema says, into the dense numbers of the samples from `first` on. False if one is not
+// finite, or becomes so in 32 bits.
+bool Samples::keep_numbers(std::size_t number, std::size_t first, std::vector<double>& values) {
+  const DenseColumn& column = schema_.dense[number];
+  // x - x is 0 if x is finite, and only then; there is no branch for compilers to stumble over.
+  double zero = 0;
+  for (const double value : values) zero += value - value;
+  if (zero != 0) return false;
+  if (column.low) {
+    for (double& value : values) value = std::clamp(value, *column.low, *column.high);
+  }
+  if (column.log1p) {
+    for (double& value : values) value = logarithm(value);
+  }
+  const std::size_t width = dense_.size();
+  float* to = block_.dense.data() + first * width + number;
+  float none = 0;
+  for (const double value : values) {
+    *to = static_cast<float>(value);
+    none += *to - *to;
+    to += width;
+  }
+  return none == 0;
+}
+
+bool Samples::add_hashed_cells(const Role& role, const CellRun& run) {
+  const std::int64_t rows = schema_.features[role.number].rows;
+  Bags& bags = features_[role.number];
+  bags.ids.resize(bags.kept + run.num_records);
+  std::int64_t* to = bags.ids.data() + bags.kept;
+  const std::int64_t row_of_nothing = hashed_row("", rows);
+  for (std::size_t i = 0; i < run.num_records; ++i) {
+    const std::string_view cell = run.cell(i, role.column);
+    // A missing text has a row of its own, that of nothing.
+    to[i] = is_missing(cell) ? row_of_nothing : row_of_hash(hash_of_nearby(cell), rows);
+  }
+  bags.lengths.insert(bags.lengths.end(), run.num_records, 1);
   bags.kept = bags.ids.size();
+  return true;
+}
+
+bool Samples::add_whole_cells(const Role& role, const CellRun& run) {
+  const std::int64_t rows = schema_.features[role.number].rows;
+  Bags& bags = features_[role.number];
+  bags.ids.resize(bags.kept + run.num_records);
+  std::int64_t* to = bags.ids.data() + bags.kept;
+  for (std::size_t i = 0; i < run.num_records; ++i) {
+    const std::string_view cell = run.cell(i, role.column);
+    if (is_missing(cell) || !parse_whole_nearby(cell, to[i])) return false;
+    if (to[i] < 0 || to[i] >= rows) return false;
+  }
+  bags.lengths.insert(bags.lengths.end(), run.num_records, 1);
+  bags.kept = bags.ids.size();
+  return true;
+}
+
+// Several texts in a cell, between separators of one byte.
+bool Samples::add_bags_of_hashes(const Role& role, const CellRun& run) {
+  const FeatureColumn& column = schema_.features[role.number];
+  const char separator = column.separator[0];
+  const auto most = column.most > 0 ? static_cast<std::size_t>(column.most) : SIZE_MAX;
+  Bags& bags = features_[role.number];
+  for (std::size_t i = 0; i < run.num_records; ++i) {
+    const std::string_view cell = run.cell(i, role.column);
+    if (!is_missing(cell)) {
+      const char* begin = cell.data();
+      const char* const end = begin + cell.size();
+      for (const char* at = begin; at <= end; ++at) {
+        if (at < end && *at != separator) continue;
+        const std::string_view value = trimmed({begin, static_cast<std::size_t>(at - begin)});
+        if (!value.empty() && bags.ids.size() - bags.kept < most) {
+          bags.ids.push_back(row_of_hash(hash_of_nearby(value), column.rows));
+        }
+        begin = at + 1;
+      }
+    }
+    bags.lengths.push_back(static_cast<std::int32_t>(bags.ids.size() - bags.kept));
+    bags.kept = bags.ids.size();
+  }
   return true;
 }
 
@@ -333,11 +395,9 @@ template <class T>
 bool Samples::add_numbers(const Role& role, const Column& column, const T* values) {
   const DenseColumn& dense = schema_.dense[role.number];
   const bool is_plain = !dense.log1p && !dense.low;
-  const std::size_t width = dense_.size();
-  float* to =
-      block_.dense.data() + static_cast<std::size_t>(block_.num_samples) * width + role.number;
-  for (std::int64_t row = 0; row < column.num_rows; ++row, to += width) {
-    double value = 0;
+  numbers_.resize(static_cast<std::size_t>(column.num_rows));
+  for (std::int64_t row = 0; row < column.num_rows; ++row) {
+    double& value = numbers_[static_cast<std::size_t>(row)];
     if (!column.has(row)) {
       if (!dense.missing || !is_missing("")) return false;
       value = *dense.missing;
@@ -349,10 +409,8 @@ bool Samples::add_numbers(const Role& role, const Column& column, const T* value
     } else {
       value = static_cast<double>(values[row]);
     }
-    if (!std::isfinite(value) || !keep_dense(role.number, value)) return false;
-    *to = dense_[role.number];
   }
-  return true;
+  return keep_numbers(role.number, static_cast<std::size_t>(block_.num_samples), numbers_);
 }
 
 // Whole numbers as ids: rows themselves, or the hashes of their digits.

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <string>
@@ -12,6 +13,7 @@
 #include <vector>
 
 #include "data/columns.h"
+#include "data/delimited.h"
 #include "data/read_table.h"
 #include "data/schema.h"
 #include "dlrm/click_log.h"
@@ -37,6 +39,7 @@ class Samples {
 
   bool is_missing(std::string_view cell) const {
     if (cell.size() > longest_missing_) return false;
+    if (!cell.empty() && !begins_missing_[static_cast<unsigned char>(cell[0])]) return false;
     return std::find(schema_.missing.begin(), schema_.missing.end(), cell) != schema_.missing.end();
   }
 
@@ -72,9 +75,8 @@ class Samples {
   /// nothing is changed, if one of them does not fit: row by row says which and why.
   bool add_columns(const std::vector<Role>& roles, const std::vector<Column>& columns,
                    std::int64_t num_rows);
-  /// The same for records of a text: cells record by record, `width` of them in each.
-  bool add_cells(const std::vector<Role>& roles, const std::vector<std::string_view>& cells,
-                 std::size_t width, std::size_t num_rows);
+  /// The same for records of a text.
+  bool add_cells(const std::vector<Role>& roles, const CellRun& run);
   void flush();
   /// So many more, and the block is full.
   std::size_t room() const {
@@ -105,8 +107,12 @@ class Samples {
 
   template <class Add>
   bool add_all(std::int64_t num_rows, const Add& add);
-  bool add_cell_column(const Role& role, const std::string_view* cell, std::size_t width,
-                       std::size_t num_rows);
+  bool add_cell_column(const Role& role, const CellRun& run);
+  bool add_dense_cells(const Role& role, const CellRun& run);
+  bool add_hashed_cells(const Role& role, const CellRun& run);
+  bool add_whole_cells(const Role& role, const CellRun& run);
+  bool add_bags_of_hashes(const Role& role, const CellRun& run);
+  bool keep_numbers(std::size_t number, std::size_t first, std::vector<double>& values);
   bool add_column(const Role& role, const Column& column, std::int64_t num_rows);
   template <class T>
   bool add_numbers(const Role& role, const Column& column, const T* values);
@@ -117,13 +123,15 @@ class Samples {
   const TableOptions& options_;
   const std::function<void(dlrm::SampleBlock&)>& take_;
   std::size_t longest_missing_ = 0;
-  bool misses_numbers_ = false;  // a number may stand for no value
+  std::array<bool, 256> begins_missing_{};  // first bytes of texts that stand for no value
+  bool misses_numbers_ = false;             // a number may stand for no value
   float label_ = 0;
   std::vector<float> dense_;
   std::vector<Bags> features_;
   dlrm::SampleBlock block_;
   std::int64_t num_samples_ = 0;
   std::string problem_;
+  std::vector<double> numbers_;  // of one column, as they are read
 };
 
 }  // namespace tessera::workloads::data
