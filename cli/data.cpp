@@ -11,6 +11,7 @@
 #include <nlohmann/json.hpp>
 
 #include "data/input.h"
+#include "data_answer.h"
 #include "data_stats.h"
 #include "data_table.h"
 #include "dlrm/click_file.h"
@@ -117,8 +118,6 @@ void define_flags(CLI::App& app, DataWords& words) {
   app.add_flag("--help,-h", words.wants_help);
 }
 
-void print(const Json& answer) { std::printf("%s\n", answer.dump(2).c_str()); }
-
 class Watch {
  public:
   double seconds() const {
@@ -164,28 +163,18 @@ CriteoOptions criteo_options(const DataWords& words) {
   return options;
 }
 
-Json json_of(const CriteoReport& report, double seconds) {
-  Json bad = Json::array();
-  for (const auto& line : report.first_bad) {
-    bad.push_back({{"line", line.line}, {"reason", line.reason}});
+DataAnswer answer_of(const CriteoReport& report, double seconds) {
+  DataAnswer answer{.unit = "lines",
+                    .num_read = report.num_lines,
+                    .num_samples = report.num_samples,
+                    .num_bad = report.num_bad,
+                    .num_bytes = report.num_bytes,
+                    .seconds = seconds};
+  for (const auto& [line, reason] : report.first_bad) {
+    answer.first_bad.push_back("line " + std::to_string(line) + " " + reason);
+    answer.bad_for_machines.push_back({{"line", line}, {"reason", reason}});
   }
-  return {{"lines", report.num_lines},   {"samples", report.num_samples},
-          {"bad_lines", report.num_bad}, {"first_bad", bad},
-          {"bytes", report.num_bytes},   {"seconds", seconds}};
-}
-
-void say_bad_lines(const CriteoReport& report) {
-  if (report.num_bad == 0) return;
-  std::printf("left out %lld bad lines\n", static_cast<long long>(report.num_bad));
-  for (const auto& line : report.first_bad) {
-    std::printf("  line %lld %s\n", static_cast<long long>(line.line), line.reason.c_str());
-  }
-  const auto others = report.num_bad - static_cast<std::int64_t>(report.first_bad.size());
-  if (others > 0) std::printf("  and %lld more\n", static_cast<long long>(others));
-}
-
-double megabytes_per_second(std::int64_t num_bytes, double seconds) {
-  return static_cast<double>(num_bytes) / 1e6 / std::max(seconds, 1e-9);
+  return answer;
 }
 
 TableWords table_words(const DataWords& words) {
@@ -206,19 +195,7 @@ int convert(const Names& names, const DataWords& words) {
       path, options, [&](const SampleBlock& samples) { writer.append(samples); });
   workloads::dlrm::check_has_samples(path, report);
   writer.finish();
-  const double seconds = watch.seconds();
-  if (words.wants_json) {
-    Json answer = {{"path", words.to}};
-    answer.update(json_of(report, seconds));
-    print(answer);
-    return launch::kExitOk;
-  }
-  std::printf("wrote %lld samples to %s: %.1f MB of text in %.2f s, %.0f MB/s\n",
-              static_cast<long long>(report.num_samples), words.to.c_str(),
-              static_cast<double>(report.num_bytes) / 1e6, seconds,
-              megabytes_per_second(report.num_bytes, seconds));
-  say_bad_lines(report);
-  return launch::kExitOk;
+  return say_converted(answer_of(report, watch.seconds()), words.to, words.wants_json);
 }
 
 const char* pooling_of(const Feature& feature) { return feature.means ? "mean" : "sum"; }
@@ -296,18 +273,7 @@ int check_text(const std::string& path, const DataWords& words) {
   const Watch watch;
   const CriteoReport report =
       workloads::dlrm::read_criteo(path, criteo_options(words), [](const SampleBlock&) {});
-  const bool is_good = report.num_bad == 0 && report.num_samples > 0;
-  if (words.wants_json) {
-    Json answer = {{"path", path}, {"good", is_good}};
-    answer.update(json_of(report, watch.seconds()));
-    print(answer);
-  } else {
-    std::printf("%s %lld lines of text, %lld samples\n", is_good ? "good    " : "damaged ",
-                static_cast<long long>(report.num_lines),
-                static_cast<long long>(report.num_samples));
-    say_bad_lines(report);
-  }
-  return is_good ? launch::kExitOk : launch::kExitData;
+  return say_checked(answer_of(report, watch.seconds()), path, words.wants_json);
 }
 
 int check(const Names& names, const DataWords& words) {

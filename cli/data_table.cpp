@@ -7,9 +7,8 @@
 #include <filesystem>
 #include <fstream>
 
-#include <nlohmann/json.hpp>
-
 #include "data/read_table.h"
+#include "data_answer.h"
 #include "dlrm/click_file.h"
 #include "tessera/launch/exit_code.h"
 
@@ -19,7 +18,6 @@ namespace {
 using workloads::data::DataError;
 using workloads::data::Schema;
 using workloads::data::TableReport;
-using Json = nlohmann::ordered_json;
 
 double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -38,22 +36,15 @@ void write_whole(const std::string& path, const std::string& text) {
   throw DataError(path + ": cannot be written.");
 }
 
-Json json_of(const TableReport& report, double seconds) {
-  return {{"records", report.num_records}, {"samples", report.num_samples},
-          {"bad_lines", report.num_bad},   {"first_bad", report.first_bad},
-          {"bytes", report.num_bytes},     {"seconds", seconds}};
-}
-
-void print(const Json& answer) {
-  std::printf("%s\n", answer.dump(2, ' ', false, Json::error_handler_t::replace).c_str());
-}
-
-void say_bad_lines(const TableReport& report) {
-  if (report.num_bad == 0) return;
-  std::printf("left out %lld bad lines\n", static_cast<long long>(report.num_bad));
-  for (const std::string& one : report.first_bad) std::printf("  %s\n", one.c_str());
-  const auto others = report.num_bad - static_cast<std::int64_t>(report.first_bad.size());
-  if (others > 0) std::printf("  and %lld more\n", static_cast<long long>(others));
+DataAnswer answer_of(const TableReport& report, double begin) {
+  return {.unit = "records",
+          .num_read = report.num_records,
+          .num_samples = report.num_samples,
+          .num_bad = report.num_bad,
+          .num_bytes = report.num_bytes,
+          .first_bad = report.first_bad,
+          .bad_for_machines = report.first_bad,
+          .seconds = now() - begin};
 }
 
 }  // namespace
@@ -87,19 +78,7 @@ int convert_tables(const std::vector<std::string>& names, const TableWords& word
                     (report.first_bad.empty() ? "" : ": " + report.first_bad[0]) + ".");
   }
   writer.finish();
-  const double seconds = now() - begin;
-  if (words.wants_json) {
-    Json answer = {{"path", words.to}};
-    answer.update(json_of(report, seconds));
-    print(answer);
-    return launch::kExitOk;
-  }
-  std::printf("wrote %lld samples to %s: %.1f MB in %.2f s, %.0f MB/s\n",
-              static_cast<long long>(report.num_samples), words.to.c_str(),
-              static_cast<double>(report.num_bytes) / 1e6, seconds,
-              static_cast<double>(report.num_bytes) / 1e6 / seconds);
-  say_bad_lines(report);
-  return launch::kExitOk;
+  return say_converted(answer_of(report, begin), words.to, words.wants_json);
 }
 
 int check_tables(const std::vector<std::string>& names, const TableWords& words) {
@@ -108,18 +87,7 @@ int check_tables(const std::vector<std::string>& names, const TableWords& words)
   const TableReport report =
       workloads::data::read_tables(workloads::data::expand(names), schema, {.skips_bad = true},
                                    [](workloads::dlrm::SampleBlock&) {});
-  const bool is_good = report.num_bad == 0 && report.num_samples > 0;
-  if (words.wants_json) {
-    Json answer = {{"good", is_good}};
-    answer.update(json_of(report, now() - begin));
-    print(answer);
-  } else {
-    std::printf("%s %lld records, %lld samples\n", is_good ? "good    " : "damaged ",
-                static_cast<long long>(report.num_records),
-                static_cast<long long>(report.num_samples));
-    say_bad_lines(report);
-  }
-  return is_good ? launch::kExitOk : launch::kExitData;
+  return say_checked(answer_of(report, begin), names[0], words.wants_json);
 }
 
 }  // namespace tessera::cli
