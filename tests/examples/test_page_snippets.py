@@ -28,9 +28,11 @@ def test_every_piece_of_python_runs():
 
 
 def commands() -> list[tuple[str, str]]:
-    """Every `tessera` command in a block of a page, with its continued lines."""
+    """Every `tessera` command in a block of a page, with its continued lines, or within its text."""
     found = []
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        text = re.sub(BLOCK, "", page.read_text())
+        found += [(page.name, words) for words in re.findall(r"`(tessera [a-z]+ [^`]+)`", text)]
         for language, block in BLOCK.findall(page.read_text()):
             if language not in ("", "sh", "text"):
                 continue
