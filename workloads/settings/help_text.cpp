@@ -64,7 +64,9 @@ std::vector<std::string_view> lines_of(std::string_view text) {
 bool goes_on(std::string_view first, std::string_view next) {
   if (first.empty() || next.empty()) return false;
   if (indent_of(first) > 0) return indent_of(next) >= 16 && indent_of(next) > indent_of(first);
-  const bool begins_anew = next.starts_with("More:") || next.starts_with("Exit codes:");
+  // A word alone is the title of what comes below.
+  const bool begins_anew = next.starts_with("More:") || next.starts_with("Exit codes:") ||
+                           next.find_first_of(" .") == std::string_view::npos;
   return indent_of(next) == 0 && !begins_anew && text_column(first) == 0;
 }
 

@@ -443,7 +443,7 @@ int train_rank(Settings& settings, const Maker& make, const comm::Group& world,
   // From here on there is something to save.
   std::signal(SIGTERM, [](int) { is_told_to_stop = true; });
   std::signal(SIGINT, [](int) { is_told_to_stop = true; });
-  alarm(0);
+  ualarm(0, 0);
   // Steps of the middle: the first ones fill caches and pools.
   core::StepRecorder recorder({.first_kept = workload->num_steps() / 2, .num_kept = 3});
   const Summary summary = train(*workload, world, folder + "/checkpoints", recorder, listener,
@@ -498,11 +498,11 @@ int train_on_device(Settings& settings, const Maker& make, const comm::Group& wo
 bool told_to_stop() noexcept { return is_told_to_stop; }
 
 int run(Settings& settings, const Maker& make, const MetricsCallback& watch) {
-  // Whoever is told to stop while it starts has a second to say what is wrong, and then ends: other
-  // ranks may be gone already, and would be waited for.
+  // Whoever is told to stop while it starts has half a second to say what is wrong, and then ends:
+  // other ranks may be gone already, and would be waited for.
   const auto end_soon = [](int) {
     is_told_to_stop = true;
-    alarm(1);
+    ualarm(500000, 0);
   };
   std::signal(SIGTERM, end_soon);
   std::signal(SIGINT, end_soon);

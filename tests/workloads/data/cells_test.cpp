@@ -42,12 +42,16 @@ TEST(CellNumbers, AreTheSameFromABuffer) {
     double wanted_real = 0;
     const bool is_real = data::parse_real(text, wanted_real);
     ASSERT_EQ(data::parse_real_nearby(Nearby(text), real), is_real) << text;
-    if (is_real && !std::isnan(wanted_real)) ASSERT_EQ(real, wanted_real) << text;
+    if (is_real && !std::isnan(wanted_real)) {
+      ASSERT_EQ(real, wanted_real) << text;
+    }
     std::int64_t whole = 0;
     std::int64_t wanted_whole = 0;
     const bool is_whole = data::parse_whole(text, wanted_whole);
     ASSERT_EQ(data::parse_whole_nearby(Nearby(text), whole), is_whole) << text;
-    if (is_whole) ASSERT_EQ(whole, wanted_whole) << text;
+    if (is_whole) {
+      ASSERT_EQ(whole, wanted_whole) << text;
+    }
   }
   double real = 0;
   ASSERT_TRUE(data::parse_real_nearby(Nearby("-0"), real));
