@@ -287,6 +287,24 @@ def test_numbers_of_a_log_that_are_not_finite_are_found(table):
     failed = data("check", log)
     assert failed.returncode == 65
     assert "sample 2, number 0 ('price'), is nan" in failed.stderr
+    # A training that meets it names it, too, and not the learning rate.
+    words = [
+        "--data",
+        log,
+        "--steps",
+        2,
+        "--batch",
+        1,
+        "--dim",
+        8,
+        "--bottom",
+        "8,8",
+        "--runs",
+        table / "runs",
+    ]
+    failed = subprocess.run([TESSERA, "train", "dlrm", *map(str, words)], capture_output=True, text=True)
+    assert failed.returncode == 65
+    assert "sample 2, number 0 ('price'), is nan" in failed.stderr
 
 
 def crc32c(content):

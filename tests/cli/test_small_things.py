@@ -8,6 +8,7 @@ import os
 import pathlib
 import pty
 import re
+import signal
 import struct
 import subprocess
 import sys
@@ -62,6 +63,34 @@ def test_progress_fits_a_terminal_of_80_columns(tmp_path):
         assert len(line) <= 80 or line.startswith(("report", "model"))
     # Twelve tables: the ten largest, and how many there are beside them.
     assert "  and 2 tables that are not larger" in text
+
+
+def test_what_is_said_after_ctrl_c_is_not_glued_to_the_progress(tmp_path):
+    main, other = pty.openpty()
+    fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 200, 0, 0))
+    words = ["train", "dlrm", "--ranks", "2", "--steps", "1000000", *SMALL, "--save", str(tmp_path / "run")]
+    process = subprocess.Popen([TESSERA, *words], stdout=other, stderr=other)
+    os.close(other)
+    got = b""
+    is_told = False
+    while True:
+        try:
+            part = os.read(main, 65536)
+        except OSError:  # the other side is closed
+            break
+        got += part
+        if not is_told and got.count(b"\rstep ") > 1:
+            process.send_signal(signal.SIGINT)
+            is_told = True
+    os.close(main)
+    assert process.wait(timeout=LIMIT) == 0, got.decode()
+    lines = re.split(r"[\r\n]+", got.decode().replace("\x1b[K", ""))
+    assert any("Ctrl-C again" in line for line in lines) and any(line.startswith("report ") for line in lines)
+    for line in lines:
+        if re.search(r"\d+/\d+ \| loss", line):
+            assert re.fullmatch(r"step +\d+/\d+ \| .* eta [\dhms ]+", line), line
+        else:
+            assert "Ctrl-C" not in line or line.startswith("tessera: SIGINT"), line
 
 
 def test_a_folder_without_checkpoints_is_an_error_and_a_run_folder_is_not(tmp_path):
@@ -228,5 +257,5 @@ def test_a_training_told_to_stop_while_it_starts_ends_soon(tmp_path):
         time.sleep(delay)
         process.terminate()
         # The launcher would kill what is left after 30 s; nothing may need that.
-        process.communicate(timeout=25)
+        process.communicate(timeout=10)
         assert process.returncode in (0, 143), delay
