@@ -96,6 +96,20 @@ void add_pin(const std::string& text, planner::Problem& problem) {
   }
 }
 
+// "users,items": tables that lie together, or apart.
+std::vector<std::string> listed_names(const std::string& flag, const std::string& text) {
+  std::vector<std::string> names;
+  for (std::size_t begin = 0; begin <= text.size();) {
+    const std::size_t end = std::min(text.find(',', begin), text.size());
+    names.push_back(text.substr(begin, end - begin));
+    begin = end + 1;
+  }
+  if (names.size() < 2 || std::find(names.begin(), names.end(), "") != names.end()) {
+    throw UsageError("plan: " + flag + " takes TABLE,TABLE or more of them, not '" + text + "'");
+  }
+  return names;
+}
+
 planner::Problem problem_of(const PlanTablesWords& words, const WantedPlan& wanted) {
   std::vector<planner::Table> tables = tables_of(words);
   if (!words.stats.empty()) dlrm::apply_statistics(words.stats, tables);
@@ -104,6 +118,12 @@ planner::Problem problem_of(const PlanTablesWords& words, const WantedPlan& want
       words.objective == "sum" ? planner::Objective::kSum : planner::Objective::kPhases;
   problem.tries = words.effort == "low" ? 8 : words.effort == "high" ? 4096 : 64;
   for (const std::string& pin : words.pins) add_pin(pin, problem);
+  for (const std::string& list : words.apart) {
+    problem.apart.push_back(listed_names("--apart", list));
+  }
+  for (const std::string& list : words.together) {
+    problem.together.push_back(listed_names("--together", list));
+  }
   return problem;
 }
 
@@ -240,8 +260,9 @@ void calibrate(const PlanTablesWords& words) {
 
 bool wants_search(const PlanTablesWords& words) {
   const bool is_asked = words.search || !words.explain.empty() || !words.check.empty() ||
-                        !words.pins.empty() || !words.previous.empty() ||
-                        !words.calibrate.empty() || !words.picture.empty();
+                        !words.pins.empty() || !words.apart.empty() || !words.together.empty() ||
+                        !words.previous.empty() || !words.calibrate.empty() ||
+                        !words.picture.empty();
   if (is_asked && !words.plan.empty()) {
     throw UsageError("plan: --plan explains a plan and --search finds one; give one of them");
   }

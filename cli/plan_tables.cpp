@@ -43,7 +43,8 @@ plan
   --search                  find a plan, and prove how far it is at most from the best one
   --explain TABLE           why it lies there, and what the next best way would cost
   --objective O --effort E  sum or phases (sum); low, normal or high (normal)
-  --pin TABLE=RANK[,RANK]   the only ranks a table may lie on; may be repeated
+  --pin TABLE=RANK[,RANK]   the only ranks a table may lie on; may be repeated, as the next two
+  --apart T,T --together T,T    tables that never meet on a rank; that lie whole on the same one
   --check FILE              check plan and proof of --search --json
   --previous FILE --max-moved P    improve this plan, and move at most so much of its bytes (5%)
   --calibrate RUN           make the profile predict what this run measured

@@ -36,6 +36,8 @@ struct PlanTablesWords : workloads::dlrm::Settings {
   std::string objective = "sum";
   std::string effort = "normal";
   std::vector<std::string> pins;
+  std::vector<std::string> apart;     // lists of tables
+  std::vector<std::string> together;  // the same
 };
 
 /// A number of bytes: 16GB, 512MiB, 1e9. Returns -1 for other texts.
@@ -96,7 +98,10 @@ inline void define_flags(CLI::App& app, PlanTablesWords& words) {
   value("--calibrate", words.calibrate)->configurable(false);
   value("--objective", words.objective)->check(CLI::IsMember({"sum", "phases"}));
   value("--effort", words.effort)->check(CLI::IsMember({"low", "normal", "high"}));
-  app.add_option("--pin", words.pins)->allow_extra_args(false)->configurable(false);
+  for (auto [name, target] : {std::pair{"--pin", &words.pins}, std::pair{"--apart", &words.apart},
+                              std::pair{"--together", &words.together}}) {
+    app.add_option(name, *target)->allow_extra_args(false)->configurable(false);
+  }
 }
 
 }  // namespace tessera::cli

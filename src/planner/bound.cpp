@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "planner/advice.h"
+#include "planner/knapsack_bound.h"
 #include "planner/phases_bound.h"
 #include "tessera/planner/plan_error.h"
 
@@ -570,6 +571,10 @@ bool holds(const Certificate& certificate, const Problem& problem) {
                           prices[g].second < kInfinity && prices[g].byte < kInfinity;
     if (!is_right) return false;
     seconds += prices[g].second * prices[g].num_ranks;
+  }
+  if (!certificate.pays.tables.empty()) {
+    return certificate.table.empty() && certificate.phases.empty() &&
+           pays_hold(options, certificate);
   }
   if (!certificate.phases.empty()) {
     return problem.objective == Objective::kPhases && certificate.table.empty() &&

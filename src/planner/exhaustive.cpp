@@ -191,6 +191,10 @@ class Tree {
 
 std::optional<Packing> search_exhaustively(const Options& options, bool is_sum, double seconds) {
   if (options.tables.size() > 12 || options.num_ranks() > 8) return std::nullopt;
+  // Its layouts of single tables know nothing of others.
+  for (const std::vector<int>& others : options.apart) {
+    if (!others.empty()) return std::nullopt;
+  }
   return Tree(options, is_sum, seconds).run();
 }
 

@@ -113,6 +113,34 @@ Seconds total_of(const std::vector<ShardCost>& costs) {
   return sum;
 }
 
+// What rules cost, where the best of all plans without them may be much faster.
+std::string rules_text(const Problem& problem, const PlanResult& result) {
+  constexpr double kMuch = 0.02;
+  constexpr std::size_t kMostRules = 64;
+  std::string text;
+  const auto consider = [&](const std::string& what, const Problem& without) {
+    const double least = lower_bound(enumerate(without)).certificate.seconds;
+    const double saved = 1 - least / result.certificate.seconds;
+    if (saved > kMuch) {
+      text +=
+          format("rules    without %s up to %.1f %% less\n", fitted(what, 60).c_str(), 100 * saved);
+    }
+  };
+  if (problem.rules.size() > kMostRules || !(result.certificate.seconds > 0)) return text;
+  for (const auto& [name, rules] : problem.rules) {
+    Problem without = problem;
+    without.rules.erase(name);
+    consider("those of '" + name + "'", without);
+  }
+  if (!problem.apart.empty() || !problem.together.empty()) {
+    Problem without = problem;
+    without.apart.clear();
+    without.together.clear();
+    consider("tables that lie apart or together", without);
+  }
+  return text;
+}
+
 std::string dump(const Json& value) {
   try {
     return value.dump(1);
@@ -141,6 +169,13 @@ std::string to_json(const Problem& problem, const PlanResult& result) {
                                      {"links", piece.links},
                                      {"local", piece.local},
                                      {"byte", piece.byte}});
+  }
+  if (!result.certificate.pays.tables.empty()) {
+    Json pays = Json::array();
+    for (const TablePay& pay : result.certificate.pays.tables) {
+      pays.push_back({{"table", pay.table}, {"share", pay.share}, {"part", pay.part}});
+    }
+    certificate["pays"] = {{"byte", result.certificate.pays.byte}, {"tables", std::move(pays)}};
   }
   Json list = Json::array();
   for (std::size_t t = 0; t < result.plan.size(); ++t) {
@@ -185,7 +220,7 @@ PlanResult result_from_json(std::string_view text) {
   root["version"].whole(2, 2);
   result.seconds = root["plan_seconds"].number(0, 1e12);
   const Place certificate = root["certificate"];
-  certificate.check_keys({"seconds", "table", "prices", "phases"});
+  certificate.check_keys({"seconds", "table", "prices", "phases", "pays"});
   result.certificate.seconds = certificate["seconds"].number(0, 1e12);
   result.certificate.table = certificate["table"].text();
   const Place prices = certificate["prices"];
@@ -206,6 +241,17 @@ PlanResult result_from_json(std::string_view text) {
     result.certificate.phases.push_back({one["from"].number(0, 1e12), one["to"].number(0, 1e12),
                                          one["links"].number(0, 1e12), one["local"].number(0, 1e12),
                                          one["byte"].number(0, 1e12)});
+  }
+  if (certificate.has("pays")) {
+    const Place pays = certificate["pays"];
+    pays.check_keys({"byte", "tables"});
+    result.certificate.pays.byte = pays["byte"].number(0, 1e12);
+    for (std::size_t i = 0; i < pays["tables"].size(); ++i) {
+      const Place one = pays["tables"][i];
+      one.check_keys({"table", "share", "part"});
+      result.certificate.pays.tables.push_back(
+          {one["table"].text(), one["share"].number(0, 1e12), one["part"].number(0, 1e12)});
+    }
   }
   const Place tables = root["tables"];
   constexpr std::int64_t kMost = std::int64_t{1} << 44;
@@ -293,7 +339,7 @@ std::string summary(const Problem& problem, const PlanResult& result) {
   } else if (result.capacities[fullest] != kNoLimit) {
     text += "; more memory would save nothing";
   }
-  return text + "\n";
+  return text + "\n" + rules_text(problem, result);
 }
 
 std::string explain(const Problem& problem, const PlanResult& result, const std::string& name) {

@@ -1,6 +1,7 @@
 #include "tessera/planner/options.h"
 
 #include <algorithm>
+#include <iterator>
 #include <numeric>
 #include <tuple>
 
@@ -50,6 +51,7 @@ class Enumeration {
     options_.tables = problem_.tables;
     std::sort(options_.tables.begin(), options_.tables.end(),
               [](const Table& a, const Table& b) { return a.name < b.name; });
+    join_tables();
     find_classes();
     for (TableClass& one : options_.classes) fill(one);
     return std::move(options_);
@@ -69,8 +71,72 @@ class Enumeration {
 
   const TableRules& rules_of(const Table& table) const {
     static const TableRules kNone;
-    const auto found = problem_.rules.find(table.name);
-    return found == problem_.rules.end() ? kNone : found->second;
+    const auto found = rules_.find(table.name);
+    return found == rules_.end() ? kNone : found->second;
+  }
+
+  // Tables that lie together become one, which cannot be cut and may lie where all of them may.
+  void join_tables() {
+    rules_ = problem_.rules;
+    std::map<std::string, std::string> first_of;
+    for (std::vector<std::string> list : problem_.together) {
+      std::sort(list.begin(), list.end());
+      TableRules& all = rules_[list[0]];
+      all.cuts = {Cut::kTableWise};
+      all.kernels.clear();
+      for (const std::string& name : list) {
+        first_of[name] = list[0];
+        const auto own = problem_.rules.find(name);
+        if (own == problem_.rules.end() || own->second.ranks.empty()) continue;
+        std::vector<int> ranks = own->second.ranks;
+        std::sort(ranks.begin(), ranks.end());
+        std::sort(all.ranks.begin(), all.ranks.end());
+        std::vector<int> both;
+        std::set_intersection(ranks.begin(), ranks.end(), all.ranks.begin(), all.ranks.end(),
+                              std::back_inserter(both));
+        all.ranks = all.ranks.empty() ? ranks : both;
+      }
+    }
+    std::vector<Table> kept;
+    std::map<std::string, int> place_of;
+    std::map<std::string, std::vector<Table>> company;
+    for (const Table& table : options_.tables) {
+      const auto first = first_of.find(table.name);
+      if (first != first_of.end() && first->second != table.name) {
+        company[first->second].push_back(table);
+        continue;
+      }
+      place_of[table.name] = static_cast<int>(kept.size());
+      kept.push_back(table);
+    }
+    options_.tables = std::move(kept);
+    options_.company.resize(options_.tables.size());
+    options_.apart.resize(options_.tables.size());
+    for (auto& [name, tables] : company) {
+      options_.company[static_cast<std::size_t>(place_of.at(name))] = std::move(tables);
+    }
+    const auto place = [&](const std::string& name) {
+      const auto first = first_of.find(name);
+      return place_of.at(first == first_of.end() ? name : first->second);
+    };
+    for (const std::vector<std::string>& list : problem_.apart) {
+      for (const std::string& one : list) {
+        for (const std::string& other : list) {
+          if (one != other) {
+            options_.apart[static_cast<std::size_t>(place(one))].push_back(place(other));
+          }
+        }
+      }
+    }
+    for (std::vector<int>& others : options_.apart) {
+      std::sort(others.begin(), others.end());
+      others.erase(std::unique(others.begin(), others.end()), others.end());
+    }
+  }
+
+  bool is_single(int table) const {
+    const auto t = static_cast<std::size_t>(table);
+    return !options_.company[t].empty() || !options_.apart[t].empty();
   }
 
   // Order of classes does not depend on the names: it is that of their numbers.
@@ -100,6 +166,7 @@ class Enumeration {
         return std::tie(r.cuts, r.kernels, r.min_columns, r.ranks);
       };
       if (rule_key(p) != rule_key(q)) return rule_key(p) < rule_key(q) ? -1 : 1;
+      if (is_single(a) || is_single(b)) return a < b ? -1 : a > b ? 1 : 0;
       return 0;
     };
     std::vector<int> order(options_.tables.size());
@@ -114,6 +181,7 @@ class Enumeration {
         options_.classes.emplace_back();
         options_.classes.back().rules =
             rules_of(options_.tables[static_cast<std::size_t>(order[i])]);
+        options_.classes.back().is_single = is_single(order[i]);
       }
       options_.class_of[static_cast<std::size_t>(order[i])] =
           static_cast<int>(options_.classes.size()) - 1;
@@ -171,6 +239,7 @@ class Enumeration {
       one.whole_cut = allows(rules, Cut::kTableWise) ? Cut::kTableWise : one.cut;
       one.parts = part_loads(table, load, Cut::kColumnWise, Kernel::kFused, table.rows, one.unit,
                              one.units);
+      add_company(one);
     }
     const bool is_grid = allows(rules, Cut::kGrid);
     const bool is_host = allows(rules, Cut::kTableRowWise);
@@ -193,7 +262,8 @@ class Enumeration {
       one.host_parts =
           row_parts(table, load, Cut::kTableRowWise, Kernel::kFused, local, one.unit, one.units);
     }
-    if (one.num_ranks_allowed == world) {
+    const bool is_apart = !options_.apart[static_cast<std::size_t>(one.tables[0])].empty();
+    if (one.num_ranks_allowed == world && (!is_apart || world == 1)) {
       const auto add = [&](Cut cut, Kernel kernel) {
         if (!allows(rules, cut) || !allows(rules, kernel)) return;
         one.uniform.push_back(
@@ -204,6 +274,20 @@ class Enumeration {
       add(Cut::kDataParallel, Kernel::kDense);
     }
     if (!one.has_parts && !one.has_hosts && one.uniform.empty()) throw_no_option(table, rules);
+  }
+
+  // What lies with a table is on its rank, whole.
+  void add_company(TableClass& one) const {
+    for (const Table& table : options_.company[static_cast<std::size_t>(one.tables[0])]) {
+      const CostModel::TableLoad load = model_.load_of(table);
+      for (std::size_t kind = 0; kind < options_.kinds.size(); ++kind) {
+        const Load more =
+            load_of(model_.cost(table, load, Cut::kTableWise, Kernel::kFused, table.rows, table.dim,
+                                options_.kinds[kind].ranks[0]));
+        Load& whole = one.parts[kind].back();
+        whole = {whole.links + more.links, whole.local + more.local, whole.bytes + more.bytes};
+      }
+    }
   }
 
   bool leaves_a_way(const TableRules& rules) const {
@@ -268,6 +352,7 @@ class Enumeration {
   const Problem& problem_;
   CostModel model_;
   Options options_;
+  std::map<std::string, TableRules> rules_;  // with those of tables that lie together
 };
 
 }  // namespace

@@ -28,6 +28,7 @@ Packing::Packing(const Options& options) : options_(&options) {
 bool Packing::may_lie(int table, int rank) const {
   const TableClass& one = class_of(table);
   if (!one.is_rank_allowed.empty() && one.is_rank_allowed[at(rank)] == 0) return false;
+  if (meets(table, rank)) return false;
   if (one.in_one_host) {
     for (const int part : of_table_[at(table)]) {
       const int other = parts[at(part)].rank;
@@ -38,6 +39,18 @@ bool Packing::may_lie(int table, int rank) const {
     }
   }
   return true;
+}
+
+// Whether a table lies there that this one is to be kept apart from.
+bool Packing::meets(int table, int rank) const {
+  for (const int other : options_->apart[at(table)]) {
+    const int part = part_on(other, rank);
+    if (part >= 0 && parts[at(part)].units > 0) return true;
+    for (const HostPart& host : host_parts) {
+      if (host.table == other && host.host == rank / options_->ranks_per_host) return true;
+    }
+  }
+  return false;
 }
 
 int Packing::part_on(int table, int rank) const {
@@ -192,6 +205,7 @@ bool Packing::fill_hosts(const std::vector<Choice>& choices, const PackingOption
       for (const HostPart& part : host_parts) {
         is_taken = is_taken || (part.table == item.table && part.host == host);
       }
+      for (int i = 0; i < local; ++i) is_taken = is_taken || meets(item.table, host * local + i);
       bool fits = !is_taken;
       const double most = after(item, host, fits);
       if (fits && most < least) {

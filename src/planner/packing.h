@@ -127,6 +127,7 @@ class Packing {
   }
   double capacity(int rank) const { return capacities_[static_cast<std::size_t>(rank)]; }
   bool may_lie(int table, int rank) const;
+  bool meets(int table, int rank) const;
   int part_on(int table, int rank) const;  // -1: none
   void lay(int table, int units, int rank);
   void change(int part, int units);

@@ -2,10 +2,14 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
+#include <numeric>
 #include <optional>
+#include <set>
 
 #include "planner/advice.h"
 #include "planner/exhaustive.h"
+#include "planner/knapsack_bound.h"
 #include "planner/packing.h"
 #include "planner/phases_bound.h"
 #include "planner/places.h"
@@ -22,6 +26,8 @@ struct Cutting {
 constexpr Cutting kCuttings[] = {{1, 0}, {0.25, 0.0003}, {0.125, 0.001}};
 constexpr double kMemorySlacks[] = {0, 0.02, 0.04, 0.07, 0.11, 0.16, 0.25};
 constexpr double kFairGap = 0.005;
+constexpr int kTriesForPays = 64;  // fewer are for a quick answer
+constexpr double kStepsForPays = 1.5e7;
 constexpr double kDearest = 0.02;  // other choices are tried that cost this share of all time more
 
 // What each table does at the bound's prices; where memory binds, as many as needed are lean.
@@ -472,6 +478,25 @@ std::vector<Reason> reasons_of(const Options& options, const Bound& bound, const
   return reasons;
 }
 
+// With tables that lie with another one: whole, on its rank. `places`: which of the tables each is,
+// or lies with.
+Plan with_company(const Options& options, const Plan& plan, std::vector<std::size_t>& places) {
+  std::map<std::string, std::pair<TablePlan, std::size_t>> all;
+  for (std::size_t t = 0; t < options.tables.size(); ++t) {
+    all[plan[t].name] = {plan[t], t};
+    for (const Table& table : options.company[t]) {
+      const Shard whole{0, 0, table.rows, table.dim, plan[t].shards[0].rank};
+      all[table.name] = {{table.name, Cut::kTableWise, Kernel::kFused, {whole}}, t};
+    }
+  }
+  Plan found;
+  for (auto& [name, one] : all) {
+    found.push_back(std::move(one.first));
+    places.push_back(one.second);
+  }
+  return found;
+}
+
 PlanResult plan_once(const Problem& problem) {
   const Options options = enumerate(problem);
   Bound bound = lower_bound(options);
@@ -487,12 +512,19 @@ PlanResult plan_once(const Problem& problem) {
   }
   if (!packing) throw_not_packed(options);
   PlanResult result;
-  result.plan = plan_of(options, *packing);
-  result.certificate = bound.certificate;
+  const Plan own = plan_of(options, *packing);
+  std::vector<std::size_t> places;
+  result.plan = with_company(options, own, places);
   result.per_rank = cost_of(problem, result.plan);
   for (int r = 0; r < options.num_ranks(); ++r) result.capacities.push_back(options.capacity(r));
   result.seconds = step_seconds(problem, result.per_rank);
-  result.reasons = reasons_of(options, bound, result.plan, result.seconds);
+  const std::vector<Reason> reasons = reasons_of(options, bound, own, result.seconds);
+  for (const std::size_t place : places) result.reasons.push_back(reasons[place]);
+  if (problem.tries >= kTriesForPays &&
+      result.seconds > bound.certificate.seconds * (1 + kFairGap)) {
+    sharpen_by_pays(options, bound, result.seconds, kStepsForPays * problem.tries);
+  }
+  result.certificate = std::move(bound.certificate);
   result.tries = search.tries;
   return result;
 }
@@ -584,9 +616,11 @@ std::string advice_for(const Problem& problem) {
       words.push_back("a reservation of " + std::to_string(static_cast<int>(low)) + " %");
     }
   }
-  if (!problem.rules.empty()) {
+  if (!problem.rules.empty() || !problem.apart.empty() || !problem.together.empty()) {
     Problem other = problem;
     other.rules.clear();
+    other.apart.clear();
+    other.together.clear();
     if (is_possible(std::move(other))) words.push_back("no rules");
   }
   std::string text;
@@ -597,6 +631,35 @@ std::string advice_for(const Problem& problem) {
 
 [[noreturn]] void refuse(const std::string& what, const std::string& why = {}) {
   throw PlanError(PlanErrorKind::kBadEvidence, "plan: " + what, why);
+}
+
+// Tables that are to lie apart do, and those that are to lie together do.
+void check_meetings(const Problem& problem, const Plan& plan) {
+  std::map<std::string, std::set<int>> ranks_of;
+  for (const TablePlan& one : plan) {
+    for (const Shard& shard : one.shards) {
+      if (shard.rows > 0) ranks_of[one.name].insert(shard.rank);
+    }
+  }
+  for (const std::vector<std::string>& list : problem.apart) {
+    std::map<int, std::string> seen;
+    for (const std::string& name : list) {
+      for (const int rank : ranks_of[name]) {
+        const auto [other, is_new] = seen.emplace(rank, name);
+        if (!is_new) {
+          refuse("tables '" + other->second + "' and '" + name + "' meet on rank " +
+                 std::to_string(rank) + ", and are to lie apart");
+        }
+      }
+    }
+  }
+  for (const std::vector<std::string>& list : problem.together) {
+    for (const std::string& name : list) {
+      if (ranks_of[name].size() != 1 || ranks_of[name] != ranks_of[list[0]]) {
+        refuse("tables '" + list[0] + "' and '" + name + "' are to lie whole on one rank");
+      }
+    }
+  }
 }
 
 }  // namespace
@@ -661,6 +724,7 @@ void check_plan(const Problem& problem, const Plan& plan) {
     }
   }
   if (!tables.empty()) refuse("table '" + tables.begin()->first + "' is missing");
+  check_meetings(problem, plan);
   const CostModel model(problem);
   const std::vector<ShardCost> costs = cost_of(problem, plan);
   for (int r = 0; r < problem.num_ranks(); ++r) {

@@ -78,6 +78,82 @@ void check_table(const Table& table) {
   }
 }
 
+std::string words_of(const std::vector<std::string>& names) {
+  std::string words;
+  for (const std::string& name : names) words += (words.empty() ? "'" : ", '") + name + "'";
+  return words;
+}
+
+[[noreturn]] void contradict(const std::string& what, const std::string& why) {
+  throw PlanError(PlanErrorKind::kRules, "plan: " + what, why, "leave out one of these rules");
+}
+
+// Ranks where all of these tables may lie; empty: nowhere.
+std::vector<int> common_ranks(const Problem& problem, const std::vector<std::string>& names) {
+  std::vector<int> common;
+  for (int r = 0; r < problem.num_ranks(); ++r) {
+    const bool is_allowed = std::all_of(names.begin(), names.end(), [&](const std::string& name) {
+      const auto rules = problem.rules.find(name);
+      return rules == problem.rules.end() || rules->second.ranks.empty() ||
+             std::find(rules->second.ranks.begin(), rules->second.ranks.end(), r) !=
+                 rules->second.ranks.end();
+    });
+    if (is_allowed) common.push_back(r);
+  }
+  return common;
+}
+
+void check_lists(const Problem& problem, const std::set<std::string_view>& names) {
+  std::map<std::string, std::size_t> list_of;  // of those that lie together
+  for (const auto* lists : {&problem.together, &problem.apart}) {
+    for (const std::vector<std::string>& list : *lists) {
+      require(list.size() > 1, "a list of tables that lie together or apart has fewer than two");
+      std::set<std::string_view> seen;
+      for (const std::string& name : list) {
+        require(names.count(name) != 0,
+                "'" + name + "' is to lie with or apart from others, and is no table");
+        require(seen.insert(name).second, "'" + name + "' is twice in one list");
+      }
+    }
+  }
+  for (std::size_t i = 0; i < problem.together.size(); ++i) {
+    for (const std::string& name : problem.together[i]) {
+      require(list_of.emplace(name, i).second,
+              "'" + name + "' is in two lists of tables that lie together");
+      const auto rules = problem.rules.find(name);
+      if (rules == problem.rules.end()) continue;
+      const auto& [cuts, kernels, min_columns, ranks] = rules->second;
+      if ((!cuts.empty() && std::find(cuts.begin(), cuts.end(), Cut::kTableWise) == cuts.end()) ||
+          (!kernels.empty() &&
+           std::find(kernels.begin(), kernels.end(), Kernel::kFused) == kernels.end())) {
+        contradict("table '" + name + "' is to lie together with others, and may not be whole",
+                   "its rules exclude table_wise, or the fused kernel");
+      }
+    }
+    if (common_ranks(problem, problem.together[i]).empty()) {
+      contradict("tables " + words_of(problem.together[i]) + " are to lie together",
+                 "their rules have no rank in common");
+    }
+  }
+  for (const std::vector<std::string>& list : problem.apart) {
+    std::set<int> ranks;
+    for (const std::string& name : list) {
+      for (const int rank : common_ranks(problem, {name})) ranks.insert(rank);
+      for (const std::string& other : list) {
+        if (name < other && list_of.count(name) != 0 && list_of.count(other) != 0 &&
+            list_of.at(name) == list_of.at(other)) {
+          contradict("tables '" + name + "' and '" + other + "' are to lie apart, and together",
+                     "both lists name them");
+        }
+      }
+    }
+    if (ranks.size() < list.size()) {
+      contradict("tables " + words_of(list) + " are to lie apart",
+                 "they may lie on " + std::to_string(ranks.size()) + " ranks");
+    }
+  }
+}
+
 }  // namespace
 
 std::string_view name_of(Cut cut) noexcept { return name_in(kCuts, cut); }
@@ -133,6 +209,7 @@ void check(const Problem& problem) {
               "'" + name + "' names rank " + std::to_string(rank) + " twice");
     }
   }
+  check_lists(problem, names);
 }
 
 }  // namespace tessera::planner

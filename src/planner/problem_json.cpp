@@ -129,7 +129,7 @@ Problem problem_from_json(std::string_view text) {
   const Json value = json::parse(text, "the problem");
   const Place root(value, "");
   root.check_keys({"tables", "rules", "batch", "ranks", "ranks_per_host", "reserved_percent",
-                   "reserved_bytes", "objective", "tries"});
+                   "reserved_bytes", "objective", "tries", "apart", "together"});
   Problem problem;
   read_list(root["tables"], [&](const Place& one) { problem.tables.push_back(table_at(one)); });
   if (root.has("rules")) {
@@ -138,6 +138,15 @@ Problem problem_from_json(std::string_view text) {
     for (const auto& [name, one] : rules.value().items()) {
       problem.rules[name] = rules_at({one, rules.path() + "/" + name});
     }
+  }
+  for (const auto& [key, lists] :
+       {std::pair{"apart", &problem.apart}, std::pair{"together", &problem.together}}) {
+    if (!root.has(key)) continue;
+    read_list(root[key], [&, to = lists](const Place& list) {
+      read_list(list, [&, &names = to->emplace_back()](const Place& one) {
+        names.push_back(one.text());
+      });
+    });
   }
   problem.batch = root["batch"].whole(1, 1 << 30);
   problem.ranks.clear();
@@ -196,15 +205,17 @@ std::string to_json(const Problem& problem) {
     ranks.push_back(std::move(one));
     r = end;
   }
-  const Json value{{"tables", std::move(tables)},
-                   {"rules", std::move(rules)},
-                   {"batch", problem.batch},
-                   {"ranks", std::move(ranks)},
-                   {"ranks_per_host", problem.ranks_per_host},
-                   {"reserved_percent", problem.reserved_percent},
-                   {"reserved_bytes", problem.reserved_bytes},
-                   {"objective", problem.objective == Objective::kSum ? "sum" : "phases"},
-                   {"tries", problem.tries}};
+  Json value{{"tables", std::move(tables)},
+             {"rules", std::move(rules)},
+             {"batch", problem.batch},
+             {"ranks", std::move(ranks)},
+             {"ranks_per_host", problem.ranks_per_host},
+             {"reserved_percent", problem.reserved_percent},
+             {"reserved_bytes", problem.reserved_bytes},
+             {"objective", problem.objective == Objective::kSum ? "sum" : "phases"},
+             {"tries", problem.tries}};
+  if (!problem.apart.empty()) value["apart"] = problem.apart;
+  if (!problem.together.empty()) value["together"] = problem.together;
   try {
     return value.dump(1);
   } catch (const Json::type_error&) {

@@ -469,6 +469,11 @@ std::vector<Move> moves_between(const Plan& before, const Plan& after) {
 
 Replan replan(const Problem& problem, const Plan& previous, double max_moved) {
   check(problem);
+  if (!problem.apart.empty() || !problem.together.empty()) {
+    throw PlanError(PlanErrorKind::kBadProblem,
+                    "plan: tables that lie together or apart cannot be planned again",
+                    "moves are of single tables", "a new plan, without --previous");
+  }
   return Replanning(problem, previous, max_moved).run();
 }
 

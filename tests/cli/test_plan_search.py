@@ -94,6 +94,17 @@ def test_a_table_is_explained(listed):
     assert "no table 'nobody'" in plan("--explain", "nobody", "--table-list", listed, code=65).stderr
 
 
+def test_tables_lie_apart_and_together(tmp_path):
+    flags = ["--ranks", 4, "--tables", 6, "--apart", "cat_0,cat_1", "--together", "cat_2,cat_3", "--json"]
+    result = json.loads(plan(*flags).stdout)
+    ranks = {one["name"]: {shard[4] for shard in one["shards"]} for one in result["tables"]}
+    assert not ranks["cat_0"] & ranks["cat_1"]
+    assert ranks["cat_2"] == ranks["cat_3"] and len(ranks["cat_2"]) == 1
+    kept = tmp_path / "plan.json"
+    kept.write_text(json.dumps(result))
+    assert "holds" in plan(*flags[:-1], "--check", kept).stdout
+
+
 def test_the_impossible_is_78_and_the_advice_helps(listed):
     flags = ["--search", "--table-list", listed, "--memory", "4GB"]
     lines = plan(*flags, "--ranks", 2, code=78).stderr.splitlines()
@@ -110,6 +121,9 @@ def test_the_impossible_is_78_and_the_advice_helps(listed):
         (["--search", "--pin", "users"], 2, "--pin takes TABLE=RANK"),
         (["--search", "--pin", "cat_0=9"], 65, "may lie on rank 9 of 1"),
         (["--search", "--effort", "some"], 2, "--effort"),
+        (["--apart", "cat_0"], 2, "--apart takes TABLE,TABLE"),
+        (["--together", "cat_0,nobody"], 65, "'nobody' is to lie with or apart from others"),
+        (["--apart", "cat_0,cat_1"], 78, "tables 'cat_0', 'cat_1' are to lie apart"),
     ],
 )
 def test_wrong_words(words, code, text):

@@ -10,6 +10,8 @@ import json
 import math
 import sys
 
+import numpy as np
+
 INF = math.inf
 TABLE = {"element_bytes": 4, "pooled": True, "state_bytes_per_row": 4, "state_bytes_per_element": 0}
 RANK = {"memory": None, "memory_speed": 51e9, "host_speed": 25e9, "network_speed": 12.5e9, "step_speed": 0}
@@ -25,7 +27,11 @@ class Checker:
         for t in self.tables.values():
             t["features"] = [{"ids": 1, **f} for f in t.get("features", [{}])]
             t["outputs"] = sum(1 if t["pooled"] else f["ids"] for f in t["features"])
-        own = sum(2 * self.batch * t["outputs"] * t["dim"] * 4 for t in self.tables.values())
+        self.all = self.tables
+        self.apart = {name for names in problem.get("apart", []) for name in names}
+        self.meetings = [(names, False) for names in problem.get("apart", [])]
+        self.join(problem.get("together", []), self.tables)
+        own = sum(2 * self.batch * t["outputs"] * t["dim"] * 4 for t in self.all.values())
         kept, held = 1 - problem.get("reserved_percent", 15) / 100, problem.get("reserved_bytes", 0)
         self.ranks = []
         for r in ({**RANK, **r} for r in problem["ranks"]):
@@ -34,6 +40,17 @@ class Checker:
         self.world = len(self.ranks)
         self.local = problem.get("ranks_per_host", self.world)
         self.kinds = [r for i, r in enumerate(self.ranks) if r not in self.ranks[:i]]
+
+    def join(self, lists, tables):
+        """Make tables that lie together one, which is whole and lies where all of them may."""
+        self.rules, self.tables = {**self.rules}, {**tables}
+        for names in (sorted(names) for names in lists):
+            self.meetings.append((names, True))
+            ranks = [{*self.rules[name]["ranks"]} for name in names if self.rules.get(name, {}).get("ranks")]
+            rule = {"cuts": ["table_wise"], **({"ranks": sorted(set.intersection(*ranks))} if ranks else {})}
+            self.rules[names[0]] = rule
+            self.tables[names[0]] = {**tables[names[0]], "with": [self.tables.pop(n) for n in names[1:]]}
+            self.apart |= {names[0]} if self.apart & {*names} else set()
 
     @staticmethod
     def touched(t, samples):
@@ -51,6 +68,10 @@ class Checker:
 
     def cost(self, t, cut, kernel, rows, columns, rank):
         """Return seconds on links, seconds in memory, and bytes of one shard."""
+        if "with" in t:
+            alone = [{key: one[key] for key in one if key != "with"} for one in (t, *t["with"])]
+            each = [self.cost(one, cut, kernel, one["rows"], one["dim"], rank) for one in alone]
+            return [sum(one) for one in zip(*each, strict=True)]
         fast, w, far = rank["memory_speed"], self.world, self.world - self.local
         spread = ((self.local - 1) / rank["host_speed"] + far / rank["network_speed"]) / w
         in_host = ((self.local - 1) / rank["host_speed"] + far / w / rank["network_speed"]) / self.local
@@ -90,52 +111,126 @@ class Checker:
                 best = min(best, p["links"] * links + p["local"] * local + p["byte"] * held)
         return best
 
-    def cheapest(self, t, rule):
-        """Return the price of the cheapest allowed way to lay a table."""
+    def ways(self, t, rule):
+        """Return (cut, kernel, most parts of columns, kinds of groups of ranks), and the width of a unit."""
         cuts, kernels, dim, w = rule.get("cuts"), rule.get("kernels"), t["dim"], self.world
         group = rule.get("ranks") or range(w)
         unit = next((u for u in range(rule.get("min_columns") or 4, dim) if dim % u == 0), dim)
-        units = dim // unit
 
         def allowed(cut, kernel="fused"):
             return (not cuts or cut in cuts) and (not kernels or kernel in kernels)
 
-        def together(cut, kernel, columns, ranks):
-            tall = t["rows"] if cut == "data_parallel" else -(-t["rows"] // len(ranks))
-            rows = [min(tall, max(0, t["rows"] - i * tall)) for i in range(len(ranks))]
-            rows = [tall] * len(ranks) if cut == "data_parallel" else rows
-            return sum(self.price(t, cut, kernel, h, columns, [r]) for h, r in zip(rows, ranks, strict=True))
-
-        def cut_up(limit, price_of):
-            single = [price_of(u * unit) for u in range(units + 1)]
-            if limit == 1 or single[-(-units // min(limit, units))] == INF:  # one part is at least so wide
-                return single[units] if limit == 1 else INF
-            best = [0.0]
-            for u in range(1, units + 1):
-                best.append(min(best[u - p] + single[p] for p in range(1, u + 1)))
-            return best[units]
-
-        ways = [INF]
+        found = []
         if any(allowed(cut) for cut in ("table_wise", "column_wise", "table_column_wise")):
             limit = min(self.local, len(group)) if allowed("table_column_wise") else 1
             limit = len(group) if allowed("column_wise") else limit
-            ways.append(cut_up(limit, lambda c: self.price(t, "", "fused", t["rows"], c, self.kinds)))
+            found.append(("column_wise", "fused", limit, [[kind] for kind in self.kinds]))
         hosts = [range(h, h + self.local) for h in range(0, w, self.local)]
         hosts = [[self.ranks[r] for r in h] for h in hosts if {*h} <= {*group}]
         if hosts and (allowed("table_row_wise") or allowed("grid_shard")):
-            some = [h for i, h in enumerate(hosts) if h not in hosts[:i]]
             limit = len(hosts) if allowed("grid_shard") else 1
-            ways.append(cut_up(limit, lambda c: min(together("grid_shard", "fused", c, h) for h in some)))
+            some = [h for i, h in enumerate(hosts) if h not in hosts[:i]]
+            found.append(("grid_shard", "fused", limit, some))
         for cut, kernel in (("row_wise", "fused"), ("data_parallel", "fused"), ("data_parallel", "dense")):
-            if len(group) == w and allowed(cut, kernel):
-                ways.append(together(cut, kernel, dim, self.ranks))
-        return min(ways)
+            if len(group) == w and allowed(cut, kernel) and t["name"] not in self.apart:
+                found.append((cut, kernel, 1, [self.ranks]))
+        return found, unit
+
+    @staticmethod
+    def heights(t, cut, ranks):
+        tall = t["rows"] if cut == "data_parallel" else -(-t["rows"] // len(ranks))
+        left = [t["rows"] if cut == "data_parallel" else t["rows"] - i * tall for i in range(len(ranks))]
+        return [min(tall, max(0, rows)) for rows in left]
+
+    def cheapest(self, t, rule):
+        """Return the price of the cheapest allowed way to lay a table."""
+        found, unit = self.ways(t, rule)
+        units, best = t["dim"] // unit, INF
+        for cut, kernel, limit, places in found:
+
+            def price_of(columns, cut=cut, kernel=kernel, places=places):
+                sums = []
+                for ranks in places:
+                    rows = self.heights(t, cut, ranks)
+                    both = zip(rows, ranks, strict=True)
+                    sums.append(sum(self.price(t, cut, kernel, h, columns, [r]) for h, r in both))
+                return min(sums)
+
+            single = [price_of(u * unit) if limit > 1 or u == units else INF for u in range(units + 1)]
+            if limit == 1 or single[-(-units // min(limit, units))] == INF:  # one part is at least so wide
+                best = min(best, single[units] if limit == 1 else INF)
+                continue
+            sums = [0.0]
+            for u in range(1, units + 1):
+                sums.append(min(sums[u - p] + single[p] for p in range(1, u + 1)))
+            best = min(best, sums[units])
+        return best
+
+    def shards(self, t, rule, seconds):
+        """Yield (share of the table, part of its fewest parts, seconds, bytes) of shards that fit."""
+        found, unit = self.ways(t, rule)
+        for cut, kernel, limit, places in found:
+            rows = self.heights(t, cut, places[0])
+
+            def cost(height, columns, cut=cut, kernel=kernel):
+                links, local, held = self.cost(t, cut, kernel, height, columns, self.kinds[0])
+                fits = links + local <= seconds and held <= self.kinds[0]["room"]
+                return (links + local, held) if fits else None
+
+            widths = range(unit, t["dim"] + 1, unit) if limit > 1 else [t["dim"]]
+            widest = max((c for c in widths if c < t["dim"] and cost(rows[0], c)), default=unit)
+            for columns, height in itertools.product(widths, {*rows} - {0}):
+                if cost(height, columns):
+                    share = 1 / self.world if cut == "data_parallel" else height / t["rows"]
+                    part = share if columns == t["dim"] else share / -(-t["dim"] // widest)
+                    yield share * columns / t["dim"], part, *cost(height, columns)
+
+    def pays_refute(self, pays, seconds):
+        """Return whether tables are paid more than ranks can earn: the best set of shards, a knapsack."""
+        if (
+            len(self.kinds) > 1
+            or pays["byte"] < 0
+            or any(min(p["share"], p["part"]) < 0 for p in pays["tables"])
+        ):
+            return False
+        given, groups = {p["table"]: p for p in pays["tables"]}, {}
+        for name, t in self.tables.items():
+            key = name if name in self.apart else self.key(name, t)
+            groups.setdefault(key, []).append(name)
+        cells, fluid, endless, paid = 2**14, 0.0, [], 0.0
+        best, steps = np.zeros(cells + 1), np.arange(cells + 1)
+        for names in groups.values():
+            pay, items = next((given[name] for name in names if name in given), None), []
+            if pay is None:
+                return False
+            paid += (pay["share"] + pay["part"]) * len(names)
+            for share, part, time, held in self.shards(
+                self.tables[names[0]], self.rules.get(names[0], {}), seconds
+            ):
+                earned = pay["share"] * share + pay["part"] * part - pays["byte"] * held
+                if earned > 0 and time * 1024 >= seconds:
+                    items.append((int(time / seconds * cells * (1 - 1e-9)), earned))  # rounded down
+                elif earned > 0:
+                    fluid = max(fluid, earned / (time / seconds * cells))
+            if len(names) > 8:
+                endless += items
+            for _ in range(len(names) if len(names) <= 8 and items else 0):
+                best = np.max([best, *(np.r_[best[:c], best[: cells + 1 - c] + e] for c, e in items)], axis=0)
+        for c, e in endless:  # any number of each
+            for k in range(c, cells + 1, c):
+                best[k : k + c] = np.maximum(best[k : k + c], best[k - c : k][: len(best[k : k + c])] + e)
+        most = (np.maximum.accumulate(best - fluid * steps) + fluid * steps)[-1] + fluid
+        memory = pays["byte"] * self.kinds[0]["room"] if pays["byte"] else 0
+        return paid > (most + memory) * self.world * (1 - 1e-9)
+
+    def key(self, name, t):
+        return json.dumps([{**t, "name": ""}, self.rules.get(name)], sort_keys=True)
 
     def total(self, prices, limit, by_phase):
         """Return the least that all tables cost, less the price of all memory; and that of each table."""
         self.prices, self.limit, self.by_phase, memo, each = prices, limit, by_phase, {}, {}
         for name, t in self.tables.items():
-            key = json.dumps([{**t, "name": ""}, self.rules.get(name)], sort_keys=True)
+            key = self.key(name, t) + name * (name in self.apart)
             each[name] = memo[key] = memo.get(key) or self.cheapest(t, self.rules.get(name, {}))
         both = zip(prices, self.kinds, strict=True)
         memory = sum(p["byte"] * self.ranks.count(k) * k["room"] for p, k in both if p["byte"])
@@ -151,6 +246,8 @@ class Checker:
             room = INF if p["capacity"] is None else p["capacity"]
             if p["second"] < 0 or p["byte"] < 0 or not math.isclose(room, kind["room"], abs_tol=1):
                 return False
+        if "pays" in certificate:
+            return not certificate["table"] and self.pays_refute(certificate["pays"], seconds)
         if "phases" in certificate:
             return not certificate["table"] and self.refutes(certificate["phases"], seconds)
         total, each = self.total(prices, seconds, False)
@@ -175,13 +272,19 @@ class Checker:
     def seconds(self, plan):
         """Return the time of the plan's step, after checking that it covers every table and fits."""
         sums = [[0.0, 0.0, 0.0] for _ in self.ranks]
-        assert sorted(self.tables) == sorted(p["name"] for p in plan), "not the same tables"
+        assert sorted(self.all) == sorted(p["name"] for p in plan), "not the same tables"
         for p in plan:
-            t, copies = self.tables[p["name"]], self.world if p["type"] == "data_parallel" else 1
+            t, copies = self.all[p["name"]], self.world if p["type"] == "data_parallel" else 1
             assert sum(s[2] * s[3] for s in p["shards"]) == t["rows"] * t["dim"] * copies, p["name"]
             for _, _, rows, columns, r in (s for s in p["shards"] if s[2]):
                 one = self.cost(t, p["type"], p["kernel"], rows, columns, self.ranks[r])
                 sums[r] = [a + b for a, b in zip(sums[r], one, strict=True)]
+        on = {p["name"]: {s[4] for s in p["shards"] if s[2]} for p in plan}
+        for names, meet in self.meetings:
+            both = [on[a] & on[b] for a, b in itertools.combinations(names, 2)]
+            assert all(len(one) == 1 for one in [*both, *map(on.get, names)]) if meet else not any(both), (
+                names
+            )
         assert all(s[2] == 0 or s[2] <= r["room"] * (1 + 1e-9) for s, r in zip(sums, self.ranks, strict=True))
         by_phase = max(s[0] for s in sums) + max(s[1] for s in sums)
         return by_phase if self.phases else max(s[0] + s[1] for s in sums)

@@ -1,11 +1,13 @@
 #include <algorithm>
 #include <cmath>
+#include <set>
 
 #include <gtest/gtest.h>
 
 #include "planner/public_models.h"
 #include "tessera/planner/explain.h"
 #include "tessera/planner/planner.h"
+#include "tessera/planner/replan.h"
 
 namespace tessera::planner {
 namespace {
@@ -139,6 +141,118 @@ TEST(PlannerTest, RulesAreObeyed) {
   EXPECT_EQ(result.plan[1].cut, Cut::kColumnWise);
   for (const Shard& shard : result.plan[1].shards) EXPECT_GE(shard.columns, 8);
   EXPECT_EQ(result.plan[0].cut, Cut::kGrid);
+}
+
+std::set<int> ranks_of(const PlanResult& result, const std::string& name) {
+  std::set<int> ranks;
+  for (const TablePlan& one : result.plan) {
+    if (one.name != name) continue;
+    for (const Shard& shard : one.shards) ranks.insert(shard.rank);
+  }
+  return ranks;
+}
+
+TEST(PlannerTest, TablesLieTogetherAndApart) {
+  Problem problem = models::problem_of("mlperf", 8, false);
+  const std::string first = problem.tables[0].name;
+  const std::string second = problem.tables[1].name;
+  const std::string third = problem.tables[9].name;
+  const std::string fourth = problem.tables[19].name;
+  problem.together = {{second, first}};
+  problem.apart = {{first, third, fourth}};
+  problem.rules[second].ranks = {2, 5};
+  const PlanResult result = plan(problem);
+  EXPECT_EQ(result.plan.size(), problem.tables.size());
+  EXPECT_EQ(result.reasons.size(), problem.tables.size());
+  EXPECT_EQ(ranks_of(result, first).size(), 1U);
+  EXPECT_EQ(ranks_of(result, first), ranks_of(result, second));
+  EXPECT_EQ(std::set<int>({2, 5}).count(*ranks_of(result, first).begin()), 1U);
+  std::set<int> all;
+  std::size_t count = 0;
+  for (const std::string& name : {first, third, fourth}) {
+    const std::set<int> ranks = ranks_of(result, name);
+    all.insert(ranks.begin(), ranks.end());
+    count += ranks.size();
+  }
+  EXPECT_EQ(all.size(), count);
+  EXPECT_TRUE(holds(result.certificate, problem));
+  EXPECT_NO_THROW(check_plan(problem, result.plan));
+  EXPECT_EQ(to_json(problem_from_json(to_json(problem))), to_json(problem));
+  // The plan without these rules breaks them, and is refused by name.
+  Problem free = problem;
+  free.together.clear();
+  free.apart.clear();
+  free.rules.clear();
+  try {
+    check_plan(problem, plan(free).plan);
+    FAIL() << "refused nothing";
+  } catch (const PlanError& error) {
+    EXPECT_EQ(error.kind(), PlanErrorKind::kBadEvidence);
+  }
+  EXPECT_LE(plan(free).certificate.seconds, result.certificate.seconds * (1 + 1e-9));
+  try {
+    replan(problem, result.plan, 0.05);
+    FAIL() << "planned again";
+  } catch (const PlanError& error) {
+    EXPECT_EQ(error.kind(), PlanErrorKind::kBadProblem);
+  }
+}
+
+TEST(PlannerTest, ListsThatCannotBeMeantAreNamed) {
+  const auto text_of = [](const auto& change, PlanErrorKind kind) {
+    Problem problem = models::problem_of("mlperf", 8, false);
+    change(problem);
+    try {
+      plan(problem);
+    } catch (const PlanError& error) {
+      EXPECT_EQ(error.kind(), kind) << error.what();
+      return std::string(error.what());
+    }
+    return std::string("nothing");
+  };
+  const auto has = [](const std::string& text, const char* words) {
+    EXPECT_NE(text.find(words), std::string::npos) << text;
+  };
+  using Kind = PlanErrorKind;
+  has(text_of([](Problem& p) { p.apart = {{"t0000", "nobody"}}; }, Kind::kBadProblem), "'nobody'");
+  has(text_of([](Problem& p) { p.apart = {{"t0000"}}; }, Kind::kBadProblem), "fewer than two");
+  has(text_of([](Problem& p) { p.apart = {{"t0000", "t0000"}}; }, Kind::kBadProblem), "twice");
+  has(text_of([](Problem& p) { p.together = {{"t0000", "t0001"}, {"t0001", "t0002"}}; },
+              Kind::kBadProblem),
+      "two lists");
+  has(text_of([](Problem& p) { p.apart = p.together = {{"t0000", "t0001"}}; }, Kind::kRules),
+      "apart, and together");
+  has(text_of(
+          [](Problem& p) {
+            p.together = {{"t0000", "t0001"}};
+            p.rules["t0000"].ranks = {1};
+            p.rules["t0001"].ranks = {2};
+          },
+          Kind::kRules),
+      "no rank in common");
+  has(text_of(
+          [](Problem& p) {
+            p.apart = {{"t0000", "t0001"}};
+            p.rules["t0000"].ranks = p.rules["t0001"].ranks = {1};
+          },
+          Kind::kRules),
+      "may lie on 1 ranks");
+  has(text_of(
+          [](Problem& p) {
+            p.together = {{"t0000", "t0001"}};
+            p.rules["t0000"].cuts = {Cut::kRowWise};
+          },
+          Kind::kRules),
+      "may not be whole");
+}
+
+TEST(PlannerTest, RulesThatCostMuchAreToldWithTheirPrice) {
+  Problem problem = models::problem_of("mlperf", 8, false);
+  problem.rules["t0020"].ranks = {3};
+  const std::string text = summary(problem, plan(problem));
+  EXPECT_NE(text.find("rules    without those of 't0020' up to "), std::string::npos) << text;
+  problem.rules.clear();
+  EXPECT_EQ(summary(problem, plan(problem)).find("rules"), std::string::npos);
 }
 
 TEST(PlannerTest, ContradictingRulesAreNamed) {

@@ -45,6 +45,11 @@ def random_problem(seed):
         )
         if pick.random() < 0.1:
             rules[f"t{i}"] = {"cuts": pick.sample(CUTS, 3), "min_columns": pick.choice([0, 8, 32])}
+    lists = {}
+    if pick.random() < 0.2 and len(tables) > 8:
+        names = [t["name"] for t in tables if t["name"] not in rules]
+        pick.shuffle(names)
+        lists = {"together": [names[:3]], "apart": [names[2:4]]} if len(names) > 4 else {}
     hosts, local = pick.choice([(1, 1), (1, 4), (2, 4), (4, 2)])
     need = sum(t["rows"] * t["dim"] * 12 for t in tables) + 1e8
     rank = {"memory": pick.choice([None, need, need / (hosts * local) * 1.3])}
@@ -65,7 +70,8 @@ def random_problem(seed):
         "ranks": ranks,
         "ranks_per_host": local,
         "objective": pick.choice(["sum", "phases"]),
-        "tries": 8,
+        "tries": 64 if seed % 10 == 0 else 8,
+        **(lists if hosts * local > 1 else {}),
     }
 
 
@@ -80,7 +86,9 @@ def test_proofs_of_random_problems_hold():
         check(problem, result)
         num_plans += 1
     assert num_plans > 100
-    assert sum("phases" in result.get("certificate", {}) for result in results) > 10
+    for proof, least in (("phases", 10), ("pays", 2)):
+        assert sum(proof in result.get("certificate", {}) for result in results) >= least, proof
+    assert any("together" in problem for problem in problems)
 
 
 def test_the_checker_refuses_what_was_altered():
@@ -102,6 +110,13 @@ def test_the_checker_refuses_what_was_altered():
             other = copy.deepcopy(certificate)
             other["prices"][0][key] = value
             assert not checker.proves(other), (seed, key)
+        if "pays" in certificate:
+            pays = certificate["pays"]
+            for key, value in (("byte", -1), ("tables", pays["tables"][1:])):
+                assert not checker.proves({**certificate, "pays": {**pays, key: value}}), (seed, key)
+            for key in ("share", "part"):
+                lower = [{**p, key: 0 if p[key] else -1} for p in pays["tables"]]
+                assert not checker.proves({**certificate, "pays": {**pays, "tables": lower}}), (seed, key)
         if "phases" not in certificate:
             continue
         first = certificate["phases"][0]

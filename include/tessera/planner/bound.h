@@ -7,6 +7,7 @@
 
 #pragma once
 
+#include <string>
 #include <vector>
 
 #include "tessera/core/export.h"
@@ -32,11 +33,26 @@ struct PhasePrices {
   double byte = 0;
 };
 
+/// What the shards of a table earn together at least: by the share of the table that they are, and
+/// by the part of it that each is.
+struct TablePay {
+  std::string table;
+  double share = 0;
+  double part = 0;
+};
+
+struct TablePays {
+  std::vector<TablePay> tables;  // the first of every class
+  double byte = 0;               // that a shard pays
+};
+
 struct Certificate {
   double seconds = 0;         // no plan is faster
   std::vector<Price> prices;  // by kind of rank, in order of their first ranks
   /// If there are any, they are the proof: together they cover 0 to `seconds`.
   std::vector<PhasePrices> phases;
+  /// The same: no set of shards that fits into `seconds` earns what a rank would have to.
+  TablePays pays;
   /// The table that no allowed cut makes small enough for `seconds`; empty if prices refute it.
   std::string table;
 };

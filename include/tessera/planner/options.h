@@ -57,6 +57,7 @@ struct TableClass {
   bool has_parts = false;    // table_wise, column_wise or table_column_wise
   bool can_cut = false;      // into several parts
   bool in_one_host = false;  // table_column_wise only
+  bool is_single = false;    // lies with or apart from others: a class of its own
   Cut whole_cut = Cut::kTableWise;
   Cut cut = Cut::kColumnWise;
   PartLoads parts;
@@ -71,7 +72,10 @@ struct TableClass {
 };
 
 struct Options {
-  std::vector<Table> tables;  // in order of names
+  /// In order of names. Of tables that lie together the first is there, with the load of all.
+  std::vector<Table> tables;
+  std::vector<std::vector<Table>> company;  // by table: those that lie with it
+  std::vector<std::vector<int>> apart;      // by table: those that it must not meet
   std::vector<int> class_of;
   std::vector<TableClass> classes;
   std::vector<RankKind> kinds;

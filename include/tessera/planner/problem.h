@@ -119,6 +119,10 @@ enum class Objective : std::uint8_t {
 struct Problem {
   std::vector<Table> tables;
   std::map<std::string, TableRules> rules;
+  /// Tables of one list never meet on a rank; so they are neither row_wise nor data_parallel.
+  std::vector<std::vector<std::string>> apart;
+  /// Tables of one list lie whole on one rank, the same for all.
+  std::vector<std::vector<std::string>> together;
   std::int64_t batch = 512;  // samples per rank and step
   std::vector<Rank> ranks = {Rank{}};
   int ranks_per_host = 1;
@@ -132,7 +136,8 @@ struct Problem {
 };
 
 /// Throws PlanError(kBadProblem) that names the table or rank: no tables, a name twice or empty,
-/// numbers out of range, hosts that do not divide the ranks, rules of unknown tables.
+/// numbers out of range, hosts that do not divide the ranks, rules or lists of unknown tables; and
+/// kRules for lists that contradict each other, or the rules.
 TESSERA_API void check(const Problem& problem);
 
 /// Problems as JSON; docs/planner.md lists the keys. A key twice, an unknown key, and a number out
