@@ -118,15 +118,17 @@ std::string rules_text(const Problem& problem, const PlanResult& result) {
   constexpr double kMuch = 0.02;
   constexpr std::size_t kMostRules = 64;
   std::string text;
+  if (problem.rules.size() > kMostRules || !(result.certificate.seconds > 0)) return text;
+  if (problem.rules.empty() && problem.apart.empty() && problem.together.empty()) return text;
+  const double with = lower_bound(enumerate(problem)).certificate.seconds;
   const auto consider = [&](const std::string& what, const Problem& without) {
     const double least = lower_bound(enumerate(without)).certificate.seconds;
-    const double saved = 1 - least / result.certificate.seconds;
+    const double saved = 1 - least / with;
     if (saved > kMuch) {
       text +=
           format("rules    without %s up to %.1f %% less\n", fitted(what, 60).c_str(), 100 * saved);
     }
   };
-  if (problem.rules.size() > kMostRules || !(result.certificate.seconds > 0)) return text;
   for (const auto& [name, rules] : problem.rules) {
     Problem without = problem;
     without.rules.erase(name);

@@ -21,6 +21,7 @@ constexpr double kMargin = 1e-9;
 constexpr double kMostPrice = 16;  // of memory, beside links at 1
 constexpr std::size_t kMostClasses = 256;
 constexpr std::size_t kMostPieces = 24;
+constexpr int kMostSplits = 24;
 
 Load times(const Load& load, double count) {
   return {load.links * count, load.local * count, load.bytes * count};
@@ -184,16 +185,40 @@ void sharpen_for_phases(const Options& options, Bound& bound) {
   }
   const double mean = local / options.num_ranks();
   if (!(mean > 0) || mean == kInfinity) return;
-  std::vector<PhasePrices> pieces;
+  struct Refuted {
+    PhasePrices prices;
+    double seconds;  // a plan whose memory alone takes longer is slower anyway
+  };
+  const auto refute = [&](double from, double to) {
+    double seconds = 0;
+    const PhasePrices prices = Piece(options, from, to).best(seconds);
+    return Refuted{prices, std::max(seconds, from)};
+  };
+  std::vector<Refuted> found;
   double refuted = kInfinity;
   const std::vector<double> places = borders(options, mean);
   for (std::size_t i = 0; i + 1 < places.size(); ++i) {
-    // A plan whose memory alone takes longer is slower anyway.
-    if (places[i] >= refuted) break;
-    const double to = std::min(places[i + 1], 1e12);
-    double seconds = 0;
-    pieces.push_back(Piece(options, places[i], to).best(seconds));
-    refuted = std::min(refuted, std::max(seconds, places[i]));
+    found.push_back(refute(places[i], std::min(places[i + 1], 1e12)));
+    refuted = std::min(refuted, found.back().seconds);
+  }
+  // The piece that refutes least decides: halves of it refute more.
+  for (int split = 0; split < kMostSplits; ++split) {
+    const auto least =
+        std::min_element(found.begin(), found.end(),
+                         [](const Refuted& a, const Refuted& b) { return a.seconds < b.seconds; });
+    const double from = least->prices.from;
+    const double to = std::min(least->prices.to, 2 * least->seconds);
+    const double middle = from + (to - from) / 2;
+    if (!(middle > from && middle < to) || to - from < 1e-4 * mean) break;
+    const double end = least->prices.to;
+    *least = refute(middle, end);
+    found.insert(found.begin() + (least - found.begin()), refute(from, middle));
+    refuted = kInfinity;
+    for (const Refuted& one : found) refuted = std::min(refuted, one.seconds);
+  }
+  std::vector<PhasePrices> pieces;
+  for (const Refuted& one : found) {
+    if (one.prices.from < refuted) pieces.push_back(one.prices);
   }
   refuted *= 1 - kMargin;
   if (!(refuted > bound.certificate.seconds) || refuted == kInfinity) return;

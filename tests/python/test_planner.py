@@ -17,6 +17,7 @@ if not hasattr(tessera._C, "planner"):
 os.environ["TESSERA_PROFILE"] = "assume"
 
 from tessera.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from tessera.distributed.planner.proposers import UniformProposer
 from tessera.distributed.planner.storage_reservations import (
     FixedAbsoluteStorageReservation,
     FixedPercentageStorageReservation,
@@ -103,6 +104,19 @@ def test_constraints_have_torchrecs_names():
     assert tables["b"].sharding_type == "column_wise"
     assert all(s[3] >= 16 for s in shards_of(plan, "sparse.bags", "b"))
     assert (tables["c"].sharding_type, tables["c"].compute_kernel) == ("data_parallel", "dense")
+
+
+def test_tables_lie_apart_and_together():
+    ours = planner(apart=[["a", "b"]], together=[["b", "sparse.bags.c"]])
+    plan = ours.plan(Model())
+    ranks = {name: {s[4] for s in shards_of(plan, "sparse.bags", name)} for name in "abc"}
+    assert not ranks["a"] & ranks["b"]
+    assert ranks["b"] == ranks["c"] and len(ranks["b"]) == 1
+    ours.last_result.check()
+    with pytest.raises(PlannerError, match="apart names 'nobody'"):
+        planner(apart=[["a", "nobody"]]).plan(Model())
+    with pytest.raises(ValueError, match="apart and together are the engine's"):
+        planner(apart=[["a", "b"]], proposer=UniformProposer())
 
 
 def test_kernels_keep_the_name_that_was_asked_for():

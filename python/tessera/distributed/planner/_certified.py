@@ -88,6 +88,25 @@ def problem_of(
     }
 
 
+def lists_of(tables: list[PlannedTable], lists: Mapping[str, list[list[str]]]) -> dict[str, list[list[str]]]:
+    """Return the lists of tables that lie apart or together, by the engine's names of them."""
+    keys: dict[str, list[str]] = {}
+    for table in tables:
+        for name in {table.name, table.key}:
+            keys.setdefault(name, []).append(table.key)
+    found: dict[str, list[list[str]]] = {}
+    for rule, every in lists.items():
+        for names in every:
+            unknown = [name for name in names if name not in keys]
+            if unknown:
+                raise PlannerError(
+                    f"plan: {rule} names {unknown[0]!r}, which is no table.",
+                    PlannerErrorType.INPUT_VALIDATION,
+                )
+            found.setdefault(rule, []).append([key for name in names for key in keys[name]])
+    return found
+
+
 def solve(problem: dict[str, Any]) -> tuple[dict[str, Any], PlanResult]:
     """Return the engine's plan, as JSON read and with its proof. Raises PlannerError."""
     asked = json.dumps(problem)

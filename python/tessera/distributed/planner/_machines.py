@@ -169,7 +169,7 @@ class BasicCommsBandwidths(GeneralizedCommsBandwidth):
         return self._inter
 
     def get_bw(self, local_world_size: int, world_size: int, collective_type: CollectiveType) -> float:
-        """Return the bandwidth of the slower link that a group uses; sums of all use those of all its hosts."""
+        """Return the bandwidth of the slowest link of a group; a sum of all goes over a host's links."""
         if collective_type == CollectiveType.ALL_REDUCE:
             return self._inter * local_world_size
         return self._intra if world_size <= local_world_size else self._inter

@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import nn
 
 from tessera.distributed.collective_utils import invoke_on_rank_and_broadcast_result
 from tessera.distributed.comm import get_local_size
-from tessera.distributed.planner._certified import PlanResult, options_of, problem_of, solve
+from tessera.distributed.planner._certified import PlanResult, lists_of, options_of, problem_of, solve
 from tessera.distributed.planner._plan_checks import (
     extract_plan,
     to_sharding_plan,
@@ -180,6 +180,9 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
     None. What is left out of them is as in torchrec: a grid search, two greedy ones and uniform plans, laid
     by GreedyPerfPartitioner, rated by the slowest rank. With an enumerator alone, whose estimator says what
     shards cost, a search by those costs comes first, and `tries` of the proposals after it.
+
+    `apart` and `together` are lists of tables, by name: those of one list never meet on a rank; those of one
+    lie whole on the same one.
     """
 
     def __init__(
@@ -200,6 +203,8 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
         *,
         objective: str = "sum",
         effort: str = "normal",
+        apart: Sequence[Sequence[str]] = (),
+        together: Sequence[Sequence[str]] = (),
     ) -> None:
         super().__init__(
             topology, batch_size, enumerator, storage_reservation, stats, constraints, debug, callbacks,
@@ -223,6 +228,12 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
                 f"{effort!r}, not low, normal or high."
             )
         self._objective, self._tries = objective, efforts[effort]
+        self._lists = {"apart": [[*one] for one in apart], "together": [[*one] for one in together]}
+        if any(self._lists.values()) and not self._is_certified:
+            raise ValueError(
+                "EmbeddingShardingPlanner: apart and together are the engine's; leave out the enumerator, "
+                "proposer, partitioner, performance model and plan loader."
+            )
         self.last_result: PlanResult | None = None
 
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]] | None = None) -> ShardingPlan:
@@ -282,6 +293,7 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
     ) -> list[ShardingOption]:
         tables = list(tables_of(module, sharders))
         problem = problem_of(tables, self._constraints, left, self._batch_size, self._objective, self._tries)
+        problem |= lists_of(tables, self._lists)
         result, self.last_result = solve(problem)
         self._num_proposals, self._num_plans = result["tries"], 1
         return options_of(tables, result, self._constraints, self._topology, self._batch_size)
@@ -374,7 +386,7 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
         )  # fmt: skip
         return {
             "tables": json.dumps(problem["tables"]),
-            "constraints": json.dumps(problem["rules"]),
+            "constraints": json.dumps([problem["rules"], self._lists]),
             "topology": json.dumps([problem["ranks"], problem["ranks_per_host"]]),
             "batch size": json.dumps(problem["batch"]),
             "options": json.dumps([problem["objective"], problem["tries"], self._is_certified]),
