@@ -1,5 +1,7 @@
 // Certified gaps on public models: what was reached once may only get better.
 
+#include <cstdio>
+
 #include <sys/resource.h>
 
 #include <gtest/gtest.h>
@@ -32,6 +34,8 @@ TEST(GapsTest, OfTheSlowestRank) {
       for (const bool is_gpu : {false, true}) {
         const Problem problem = models::problem_of(reached.model, ranks, is_gpu);
         const PlanResult result = plan(problem);
+        std::printf("%-9s on %3d %s: %.3f %%\n", reached.model, ranks, is_gpu ? "gpu" : "cpu",
+                    100 * result.gap());
         EXPECT_LE(100 * result.gap(), reached.percent[i])
             << reached.model << " on " << ranks << (is_gpu ? " gpu" : " cpu");
         EXPECT_TRUE(holds(result.certificate, problem));
@@ -56,6 +60,8 @@ TEST(GapsTest, OfLinksAndMemoryApart) {
     Problem problem = models::problem_of(one.model, 64, one.is_gpu);
     problem.objective = Objective::kPhases;
     const PlanResult result = plan(problem);
+    std::printf("%-9s phases %s: %.3f %%\n", one.model, one.is_gpu ? "gpu" : "cpu",
+                100 * result.gap());
     EXPECT_LE(100 * result.gap(), one.percent) << one.model << (one.is_gpu ? " gpu" : " cpu");
     EXPECT_TRUE(holds(result.certificate, problem));
     EXPECT_NO_THROW(check_plan(problem, result.plan));

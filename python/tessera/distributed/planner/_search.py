@@ -164,8 +164,11 @@ class _Search:
         return best
 
     def improve(self) -> None:
-        """Lay tables of the slowest rank anew, or exchange shards with it, while that helps."""
-        while True:
+        """Lay tables of the slowest rank anew, or exchange shards with it, while that helps.
+
+        Of several slowest ranks one is helped at a time: the largest load stays, the sum of squares falls.
+        """
+        for _ in range(8 * (self.world + len(self.names))):
             now = self.value()
             slowest = max(range(self.world), key=lambda rank: (self.load[rank], -rank))
             names = [name for name in self.names if slowest in self.chosen[name][1]]
@@ -179,7 +182,10 @@ class _Search:
             swap = self._best_swap(names, slowest)
             if swap[0] < found[0]:
                 found = swap
-            if found[1] is None or found[0][0] >= now[0] - 1e-12 * now[0]:
+            slack = 1e-9
+            is_faster = found[0][0] < now[0] * (1 - slack)
+            is_evener = found[0][0] <= now[0] and found[0][1] < now[1] * (1 - slack)
+            if found[1] is None or not (is_faster or is_evener):
                 return
             for name, _, _ in found[1]:
                 self.take(name)
