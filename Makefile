@@ -149,7 +149,7 @@ TIDY_CHECKPOINT := $(addprefix src/checkpoint/,checksum.cpp convert.cpp disk.cpp
 TIDY_QUICK := 'cli/*.cpp' ':!cli/worker' 'src/launch/*.cpp' 'src/kernels/*.cpp' 'src/comm/shm/*.cpp' src/comm/call_agreement.cpp \
               src/core/crc32c.cpp src/core/error_file.cpp $(TIDY_CHECKPOINT)
 # Not what needs CUDA's headers.
-TIDY_ALL := 'cli/**/*.cpp' 'src/**/*.cpp' 'python/src/*.cpp' ':!src/embedding/table_cuda.cpp' ':!src/jagged/device_cuda.cpp' ':!src/vocab_parallel/device_cuda.cpp' ':!src/comm/nccl/nccl_backend.cpp'
+TIDY_ALL := 'cli/**/*.cpp' 'src/**/*.cpp' 'python/src/*.cpp' ':!src/embedding/row_cache_cuda.cpp' ':!src/embedding/table_cuda.cpp' ':!src/graph_parallel/device_cuda.cpp' ':!src/jagged/device_cuda.cpp' ':!src/vocab_parallel/device_cuda.cpp' ':!src/comm/nccl/nccl_backend.cpp'
 run_tidy = git ls-files $(1) | grep -v 'gloo/gloo_backend.cpp' | \
 	xargs -P $(JOBS) -n 2 $(VENV)/bin/clang-tidy -p $(SINGLE) --quiet \
 	  --extra-arg=-Wno-unknown-warning-option --extra-arg=-Wno-ignored-gch \

@@ -5,6 +5,7 @@
 #include <ATen/TensorOperators.h>
 
 #include "core/autograd.h"
+#include "graph_parallel/device.h"
 #include "graph_parallel/device_copies.h"
 #include "kernels/neighbour_sum.h"
 #include "tessera/core/check.h"
@@ -17,22 +18,26 @@ struct Sorted {
   at::Tensor first;
   at::Tensor column;
   at::Tensor edge;
+  detail::DeviceCopies first_copies;
+  detail::DeviceCopies column_copies;
+  detail::DeviceCopies edge_copies;
 
-  static Sorted by(const at::Tensor& rows, const at::Tensor& columns, std::int64_t num_rows) {
-    Sorted sorted;
-    sorted.edge = rows.argsort(/*stable=*/true, /*dim=*/0, /*descending=*/false);
-    sorted.column = columns.index_select(0, sorted.edge);
-    sorted.first = at::zeros({num_rows + 1}, at::kLong);
+  Sorted(const at::Tensor& rows, const at::Tensor& columns, std::int64_t num_rows)
+      : first(at::zeros({num_rows + 1}, at::kLong)),
+        edge(rows.argsort(/*stable=*/true, /*dim=*/0, /*descending=*/false)) {
+    column = columns.index_select(0, edge);
     if (rows.numel() > 0) {
-      at::Tensor ends = sorted.first.slice(0, 1);
+      at::Tensor ends = first.slice(0, 1);
       ends.copy_(at::bincount(rows, {}, num_rows).cumsum(0));
     }
-    return sorted;
   }
 
-  kernels::EdgeRows view() const {
-    return {first.const_data_ptr<std::int64_t>(), column.const_data_ptr<std::int64_t>(),
-            edge.const_data_ptr<std::int64_t>()};
+  kernels::EdgeRows view(at::Device device) const {
+    const auto numbers = [&](const at::Tensor& tensor, const detail::DeviceCopies& copies) {
+      return copies.of(tensor, device).const_data_ptr<std::int64_t>();  // the copies stay
+    };
+    return {numbers(first, first_copies), numbers(column, column_copies),
+            numbers(edge, edge_copies)};
   }
 };
 
@@ -74,10 +79,9 @@ Adjacency::Adjacency(const at::Tensor& edge_index, std::int64_t num_sources,
                           limits[end], ".");
     }
   }
-  state_ = std::make_shared<State>(
-      num_sources, num_targets, edges,
-      std::make_shared<Sorted>(Sorted::by(edges[1], edges[0], num_targets)),
-      std::make_shared<Sorted>(Sorted::by(edges[0], edges[1], num_sources)));
+  state_ = std::make_shared<State>(num_sources, num_targets, edges,
+                                   std::make_shared<Sorted>(edges[1], edges[0], num_targets),
+                                   std::make_shared<Sorted>(edges[0], edges[1], num_sources));
 }
 
 std::int64_t Adjacency::num_sources() const noexcept { return state_->num_sources; }
@@ -110,7 +114,11 @@ at::Tensor sum_rows(const at::Tensor& rows, const Adjacency& adjacency, const at
   const at::Tensor factors = weights.defined() ? weights.contiguous() : weights;
   const std::int64_t columns = input.size(1);
   at::Tensor output = at::empty({adjacency.num_targets(), columns}, input.options());
-  const auto view = adjacency.state().by_target->view();
+  const auto view = adjacency.state().by_target->view(input.device());
+  if (input.is_cuda()) {
+    detail::device_neighbour_sum(view, input, factors, output);
+    return output;
+  }
   at::parallel_for(0, adjacency.num_targets(), grain_of(columns), [&](auto begin, auto end) {
     kernels::neighbour_sum_kernels<T>().neighbour_sum(
         view, begin, end, input.const_data_ptr<T>(), columns,
@@ -127,7 +135,11 @@ at::Tensor multiply_ends(const at::Tensor& sources, const at::Tensor& targets,
   const at::Tensor b = targets.contiguous();
   const std::int64_t columns = a.size(1);
   at::Tensor output = at::empty({adjacency.num_edges(), width}, a.options());
-  const auto view = adjacency.state().by_target->view();
+  const auto view = adjacency.state().by_target->view(a.device());
+  if (a.is_cuda()) {
+    detail::device_edge_product(view, a, b, output);
+    return output;
+  }
   at::parallel_for(0, adjacency.num_targets(), grain_of(columns), [&](auto begin, auto end) {
     kernels::neighbour_sum_kernels<T>().edge_product(view, begin, end, a.const_data_ptr<T>(),
                                                      b.const_data_ptr<T>(), columns, width,
@@ -239,8 +251,13 @@ at::Tensor neighbour_sum(const at::Tensor& rows, const Adjacency& adjacency,
   TESSERA_CHECK_TYPE(!weights.defined() || weights.scalar_type() == rows.scalar_type(),
                      "graph.neighbour_sum: the rows are ", rows.scalar_type(), ", the weights are ",
                      weights.scalar_type(), ".");
+  TESSERA_CHECK_VALUE(!weights.defined() || weights.device() == rows.device(),
+                      "graph.neighbour_sum: the rows are on ", rows.device(),
+                      ", the weights are on ", weights.defined() ? weights.device() : rows.device(),
+                      ".");
   const bool has_kernel =
-      rows.is_cpu() && (rows.scalar_type() == at::kFloat || rows.scalar_type() == at::kDouble);
+      (rows.is_cpu() && (rows.scalar_type() == at::kFloat || rows.scalar_type() == at::kDouble)) ||
+      detail::has_kernels_for(rows);
   if (!has_kernel) return composed(rows, adjacency, weights);
   return Sum::apply(rows, maybe(weights), c10::make_intrusive<Saved>(adjacency));
 }

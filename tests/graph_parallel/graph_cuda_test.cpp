@@ -144,6 +144,51 @@ TEST_P(GraphCuda, RegionsAlongEveryDimension) {
   });
 }
 
+// Rows of 16-byte parts and others, wider than a warp too; hubs and rows without edges.
+TEST(NeighbourSumOnGpu, ValuesAndBothGradientsAreThoseOfTheCpu) {
+  constexpr std::int64_t kSources = 50;
+  constexpr std::int64_t kTargets = 40;
+  constexpr std::int64_t kEdges = 700;
+  const at::Tensor sources = at::randint(kSources, {kEdges}, at::kLong);
+  // Half of the edges end at row 3; none at the last ones.
+  const at::Tensor targets = at::where(at::rand({kEdges}) < 0.5, at::full({kEdges}, 3, at::kLong),
+                                       at::randint(kTargets - 5, {kEdges}, at::kLong));
+  const Adjacency adjacency(at::stack({sources, targets}), kSources, kTargets);
+  for (const std::int64_t columns : {1, 2, 3, 4, 37, 64, 128, 260}) {
+    for (const std::int64_t width : {std::int64_t{0}, std::int64_t{1}, columns}) {
+      for (const auto type : {at::kDouble, at::kFloat}) {
+        const at::Tensor rows = at::randn({kSources, columns}, type);
+        const at::Tensor weights = width == 0 ? at::Tensor() : at::randn({kEdges, width}, type);
+        const at::Tensor cotangent = at::randn({kTargets, columns}, type);
+        const auto run = [&](at::Device device) {
+          std::vector<at::Tensor> inputs{rows.to(device, type, false, /*copy=*/true)};
+          if (weights.defined()) inputs.push_back(weights.to(device, type, false, /*copy=*/true));
+          for (at::Tensor& input : inputs) input.requires_grad_(true);
+          const at::Tensor sum =
+              neighbour_sum(inputs[0], adjacency, inputs.size() > 1 ? inputs[1] : at::Tensor());
+          std::vector<at::Tensor> found{sum.detach().cpu()};
+          for (const at::Tensor& grad :
+               torch::autograd::grad({sum}, inputs, {cotangent.to(device)})) {
+            found.push_back(grad.cpu());
+          }
+          return found;
+        };
+        const auto expected = run(at::kCPU);
+        const auto actual = run(at::kCUDA);
+        const double limit = type == at::kDouble ? 1e-11 : 1e-4;  // sums of up to 400 numbers
+        for (std::size_t i = 0; i < expected.size(); ++i) {
+          EXPECT_TRUE(at::allclose(expected[i], actual[i], limit, limit))
+              << columns << " columns, weights " << width << ", result " << i << ": "
+              << (expected[i] - actual[i]).abs().max().item<double>();
+        }
+        EXPECT_TRUE(at::equal(actual[0], run(at::kCUDA)[0]));
+      }
+    }
+  }
+  EXPECT_THROW(neighbour_sum(at::ones({kSources, 2}).cuda(), adjacency, at::ones({kEdges, 1})),
+               c10::ValueError);
+}
+
 TEST_P(GraphCuda, NeighbourSumAndReducedPayload) {
   const auto cloud = periodic_cloud(30, {4, 4, 4}, 1.5, 3);
   const at::Tensor rows = random_tensor({30, 4}, 8);

@@ -1,0 +1,199 @@
+// Sums of rows along the edges of a graph. A group of lanes has a row, each lane 16 bytes of its
+// columns: the edges of the row are walked in their order, so that the sum has the same bits in
+// every run, and the rows of several of them are on their way at once. Which rows those are is read
+// by all lanes together, one edge each, and passed around.
+
+#include <algorithm>
+
+#include "kernels/cuda/neighbour_launch.h"
+
+namespace tessera::kernels::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+/// Rows of other ends that are on their way at once.
+constexpr int kFlight = 8;
+
+template <typename T, int kCount>
+struct alignas(sizeof(T) * kCount) Part {
+  T values[kCount];
+};
+
+/// Which row a group of lanes has, and which columns a lane.
+struct Lanes {
+  int lane;
+  unsigned mask;  // of the group
+  std::int64_t row;
+  std::int64_t column;
+  bool has_part;
+
+  __device__ Lanes(int lanes, int per_lane, std::int64_t num_columns)
+      : lane(static_cast<int>(threadIdx.x) & (lanes - 1)),
+        row((static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x) / lanes),
+        column((static_cast<std::int64_t>(blockIdx.y) * lanes + lane) * per_lane),
+        has_part(column < num_columns) {
+    const unsigned all = lanes == 32 ? ~0U : (1U << lanes) - 1U;
+    mask = all << (threadIdx.x % 32 / lanes * lanes);
+    if (!has_part) column = num_columns - per_lane;  // reads what the last lane reads
+  }
+};
+
+template <typename T, int kCount>
+__global__ void __launch_bounds__(kThreads)
+    sum_kernel(EdgeRows rows, std::int64_t num_rows, const T* input, std::int64_t num_columns,
+               const T* weights, std::int64_t width, T* output, int lanes) {
+  using Piece = Part<T, kCount>;
+  const Lanes own(lanes, kCount, num_columns);
+  if (own.row >= num_rows) return;
+  const std::int64_t end = rows.first[own.row + 1];
+  Piece sum{};
+  for (std::int64_t base = rows.first[own.row]; base < end; base += lanes) {
+    const std::int64_t k = base + own.lane < end ? base + own.lane : end - 1;
+    const std::int64_t column = rows.column[k];
+    const std::int64_t edge = weights == nullptr ? 0 : rows.edge[k];
+    const T single = weights == nullptr || width != 1 ? T(1) : weights[edge];
+    const int count = static_cast<int>(end - base < lanes ? end - base : lanes);
+    for (int i = 0; i < count; i += kFlight) {
+      Piece parts[kFlight];
+      T factors[kFlight];
+#pragma unroll
+      for (int u = 0; u < kFlight; ++u) {
+        const int at = i + u < count ? i + u : count - 1;
+        const std::int64_t from = __shfl_sync(own.mask, column, at, lanes);
+        factors[u] = __shfl_sync(own.mask, single, at, lanes);
+        parts[u] = *reinterpret_cast<const Piece*>(input + from * num_columns + own.column);
+      }
+#pragma unroll
+      for (int u = 0; u < kFlight; ++u) {
+        if (width != 1) {
+          const int at = i + u < count ? i + u : count - 1;
+          const std::int64_t number = __shfl_sync(own.mask, edge, at, lanes);
+          const Piece factor =
+              *reinterpret_cast<const Piece*>(weights + number * num_columns + own.column);
+#pragma unroll
+          for (int c = 0; c < kCount; ++c) parts[u].values[c] *= factor.values[c];
+        }
+        if (i + u >= count) continue;
+#pragma unroll
+        for (int c = 0; c < kCount; ++c) sum.values[c] += parts[u].values[c] * factors[u];
+      }
+    }
+  }
+  if (own.has_part) {
+    *reinterpret_cast<Piece*>(output + own.row * num_columns + own.column) = sum;
+  }
+}
+
+/// Of one number per edge and column.
+template <typename T, int kCount>
+__global__ void __launch_bounds__(kThreads)
+    product_kernel(EdgeRows rows, std::int64_t num_rows, const T* a, const T* b,
+                   std::int64_t num_columns, T* output, int lanes) {
+  using Piece = Part<T, kCount>;
+  const Lanes own(lanes, kCount, num_columns);
+  if (own.row >= num_rows || !own.has_part) return;
+  const Piece right = *reinterpret_cast<const Piece*>(b + own.row * num_columns + own.column);
+  const std::int64_t end = rows.first[own.row + 1];
+  for (std::int64_t k = rows.first[own.row]; k < end; ++k) {
+    Piece part = *reinterpret_cast<const Piece*>(a + rows.column[k] * num_columns + own.column);
+#pragma unroll
+    for (int c = 0; c < kCount; ++c) part.values[c] *= right.values[c];
+    *reinterpret_cast<Piece*>(output + rows.edge[k] * num_columns + own.column) = part;
+  }
+}
+
+/// Of one number per edge: a lane sums its columns, then the group the lanes, as a tree.
+template <typename T, int kCount>
+__global__ void __launch_bounds__(kThreads)
+    dot_kernel(EdgeRows rows, std::int64_t num_rows, const T* a, const T* b,
+               std::int64_t num_columns, T* output, int lanes) {
+  using Piece = Part<T, kCount>;
+  const Lanes own(lanes, kCount, num_columns);
+  if (own.row >= num_rows) return;
+  const std::int64_t end = rows.first[own.row + 1];
+  const T* const right = b + own.row * num_columns;
+  for (std::int64_t k = rows.first[own.row]; k < end; ++k) {
+    const T* const left = a + rows.column[k] * num_columns;
+    T sum = 0;
+    for (std::int64_t at = own.lane * kCount; at < num_columns; at += lanes * kCount) {
+      const Piece x = *reinterpret_cast<const Piece*>(left + at);
+      const Piece y = *reinterpret_cast<const Piece*>(right + at);
+#pragma unroll
+      for (int c = 0; c < kCount; ++c) sum += x.values[c] * y.values[c];
+    }
+    for (int offset = lanes / 2; offset > 0; offset /= 2) {
+      sum += __shfl_xor_sync(own.mask, sum, offset);
+    }
+    if (own.lane == 0) output[rows.edge[k]] = sum;
+  }
+}
+
+/// Calls `start` with the numbers that a lane reads at once, the lanes of a group and the grid.
+template <typename T, typename Start>
+int start_kernel(std::int64_t num_rows, std::int64_t num_columns, bool is_aligned, bool has_parts,
+                 const Start& start) {
+  if (num_rows == 0 || num_columns == 0) return 0;
+  constexpr int kWide = 16 / sizeof(T);
+  const bool is_wide = is_aligned && num_columns % kWide == 0;
+  const std::int64_t packs = is_wide ? num_columns / kWide : num_columns;
+  int lanes = 1;
+  while (lanes < 32 && lanes < packs) lanes *= 2;
+  const std::int64_t per_block = kThreads / lanes;
+  const dim3 grid(static_cast<unsigned>((num_rows + per_block - 1) / per_block),
+                  has_parts ? static_cast<unsigned>((packs + lanes - 1) / lanes) : 1U);
+  if (is_wide) {
+    start.template operator()<kWide>(grid, lanes);
+  } else {
+    start.template operator()<1>(grid, lanes);
+  }
+  return cudaGetLastError();
+}
+
+template <typename... Pointers>
+bool is_aligned(Pointers... pointers) {
+  return ((reinterpret_cast<std::uintptr_t>(pointers) % 16 == 0) && ...);
+}
+
+}  // namespace
+
+template <typename T>
+int neighbour_sum(const EdgeRows& rows, std::int64_t num_rows, const T* input,
+                  std::int64_t num_columns, const T* weights, std::int64_t width, T* output,
+                  void* stream) {
+  auto* const queue = static_cast<cudaStream_t>(stream);
+  // A weight per edge of a row of one column is one per edge and column, too.
+  const std::int64_t wide = weights == nullptr || num_columns == 1 ? 1 : width;
+  return start_kernel<T>(num_rows, num_columns, is_aligned(input, output, weights), true,
+                         [&]<int kCount>(dim3 grid, int lanes) {
+                           sum_kernel<T, kCount><<<grid, kThreads, 0, queue>>>(
+                               rows, num_rows, input, num_columns, weights, wide, output, lanes);
+                         });
+}
+
+template <typename T>
+int edge_product(const EdgeRows& rows, std::int64_t num_rows, const T* a, const T* b,
+                 std::int64_t num_columns, std::int64_t width, T* output, void* stream) {
+  auto* const queue = static_cast<cudaStream_t>(stream);
+  const bool is_dot = width == 1;
+  return start_kernel<T>(num_rows, num_columns, is_aligned(a, b, output), !is_dot,
+                         [&]<int kCount>(dim3 grid, int lanes) {
+                           if (is_dot) {
+                             dot_kernel<T, kCount><<<grid, kThreads, 0, queue>>>(
+                                 rows, num_rows, a, b, num_columns, output, lanes);
+                           } else {
+                             product_kernel<T, kCount><<<grid, kThreads, 0, queue>>>(
+                                 rows, num_rows, a, b, num_columns, output, lanes);
+                           }
+                         });
+}
+
+template int neighbour_sum(const EdgeRows&, std::int64_t, const float*, std::int64_t, const float*,
+                           std::int64_t, float*, void*);
+template int neighbour_sum(const EdgeRows&, std::int64_t, const double*, std::int64_t,
+                           const double*, std::int64_t, double*, void*);
+template int edge_product(const EdgeRows&, std::int64_t, const float*, const float*, std::int64_t,
+                          std::int64_t, float*, void*);
+template int edge_product(const EdgeRows&, std::int64_t, const double*, const double*, std::int64_t,
+                          std::int64_t, double*, void*);
+
+}  // namespace tessera::kernels::cuda
