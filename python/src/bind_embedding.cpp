@@ -10,6 +10,7 @@ namespace {
 
 using at::Tensor;
 using embedding::BoundsCheckMode;
+using embedding::CachePolicy;
 using embedding::CollectionLookup;
 using embedding::DataType;
 using embedding::EmbeddingTableConfig;
@@ -18,6 +19,7 @@ using embedding::LookupInput;
 using embedding::OptimizerKind;
 using embedding::OptimizerOptions;
 using embedding::PoolingType;
+using embedding::RowCacheStatistics;
 using embedding::RowOptimizer;
 using embedding::Table;
 using embedding::TableBatch;
@@ -47,6 +49,17 @@ void bind_enums(py::module_& module) {
       .value("DENSE", GradientForm::kDense)
       .value("SPARSE", GradientForm::kSparse)
       .value("FUSED", GradientForm::kFused);
+  py::enum_<CachePolicy>(module, "CachePolicy")
+      .value("LRU", CachePolicy::kLru)
+      .value("LFU", CachePolicy::kLfu);
+  py::class_<RowCacheStatistics>(module, "RowCacheStatistics")
+      .def_readonly("table", &RowCacheStatistics::table)
+      .def_readonly("num_rows", &RowCacheStatistics::num_rows)
+      .def_readonly("cached_rows", &RowCacheStatistics::cached_rows)
+      .def_readonly("num_calls", &RowCacheStatistics::num_calls)
+      .def_readonly("num_found", &RowCacheStatistics::num_found)
+      .def_readonly("num_loaded", &RowCacheStatistics::num_loaded)
+      .def_readonly("num_grown", &RowCacheStatistics::num_grown);
   py::enum_<OptimizerKind>(module, "OptimizerKind")
       .value("SGD", OptimizerKind::kSgd)
       .value("ADAGRAD", OptimizerKind::kAdagrad)

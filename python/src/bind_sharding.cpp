@@ -96,6 +96,8 @@ void bind_sharded_options(py::module_& module) {
       .def_readwrite("exact_row_norms", &ShardedOptions::exact_row_norms)
       .def_readwrite("weights_come_later", &ShardedOptions::weights_come_later)
       .def_readwrite("longest_bags", &ShardedOptions::longest_bags)
+      .def_readwrite("host_rows", &ShardedOptions::host_rows)
+      .def_readwrite("cache_policy", &ShardedOptions::cache_policy)
       .def_readwrite("device", &ShardedOptions::device);
   py::class_<ShardedSequenceOptions, ShardedOptions>(module, "ShardedSequenceOptions")
       .def(py::init<>())
@@ -131,6 +133,9 @@ void bind_tables(py::module_& module) {
       .def("input_dist", &ShardedTables::input_dist, Release())
       .def("local_shards", &ShardedTables::local_shards)
       .def("optimizers", &ShardedTables::optimizers)
+      .def("write_back", &ShardedTables::write_back, Release())
+      .def("prefetch", &ShardedTables::prefetch, Release())
+      .def("cache_statistics", &ShardedTables::cache_statistics)
       .def("gather_tables", &ShardedTables::gather_tables, Release())
       .def("step", &ShardedTables::step, Release())
       .def("zero_grad_rows", &ShardedTables::zero_grad_rows)

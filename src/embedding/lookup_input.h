@@ -5,10 +5,12 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
+#include "embedding/row_cache.h"
 #include "embedding/table_pass.h"
 #include "tessera/embedding/table_batch.h"
 
@@ -23,6 +25,10 @@ struct TableBatch::State {
   at::Tensor anchor;  // makes the output of a fused batch ask for a gradient
   detail::Workspace workspace;
   std::atomic<std::uint64_t> num_calls{0};
+  std::shared_ptr<detail::RowCache> cache;  // null: no table has one
+  std::mutex ahead_mutex;
+  std::vector<std::unique_ptr<detail::Admission>> ahead;  // prefetched, not yet looked up
+  std::atomic<int> num_held{0};                           // calls whose rows the cache must keep
 
   const at::Tensor& weight_of(const Feature& feature) const {
     return tables[static_cast<std::size_t>(feature.table)].weight;

@@ -6,6 +6,7 @@
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
 
+#include "embedding/row_cache.h"
 #include "embedding/row_state.h"
 #include "embedding/table_pass.h"
 #include "tessera/core/check.h"
@@ -42,7 +43,9 @@ RowRule rule_of(OptimizerKind kind) {
 at::Tensor full_state(const at::Tensor& weight, bool per_element, double value) {
   const std::int64_t rows = weight.size(0);
   const std::int64_t columns = weight.size(1);
-  at::Tensor state = per_element ? empty_rows(rows, columns, at::kFloat, weight.device())
+  // One number per row stays in the GPU's memory; as much as the row goes where the row is.
+  const auto make = detail::is_mapped(weight) ? mapped_rows : empty_rows;
+  at::Tensor state = per_element ? make(rows, columns, at::kFloat, weight.device())
                                  : empty_rows(rows, 1, at::kFloat, weight.device()).reshape({rows});
   return state.fill_(value);
 }

@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <numeric>
 #include <set>
@@ -13,6 +14,7 @@
 #include "core/autograd.h"
 #include "core/kept_memory.h"
 #include "embedding/lookup_input.h"
+#include "embedding/row_cache.h"
 #include "embedding/table_pass.h"
 #include "tessera/core/check.h"
 
@@ -28,11 +30,67 @@ using detail::make_pass;
 using detail::report;
 using State = TableBatch::State;
 
+/// The rows of one call in the cache, which keeps them as long as this lives.
+struct HeldRows {
+  HeldRows(std::shared_ptr<State> of, std::unique_ptr<detail::Admission> rows)
+      : state(std::move(of)), admission(std::move(rows)) {
+    ++state->num_held;
+  }
+  ~HeldRows() { --state->num_held; }
+  HeldRows(const HeldRows&) = delete;
+  HeldRows& operator=(const HeldRows&) = delete;
+
+  std::shared_ptr<State> state;
+  std::unique_ptr<detail::Admission> admission;
+};
+
+/// Calls that may be prefetched and not looked up yet; further ones push out the oldest.
+constexpr std::size_t kMostAhead = 4;
+
+/// What was prefetched for these tensors, or null.
+std::unique_ptr<detail::Admission> take_ahead(State& state, const LookupInput& input) {
+  const std::scoped_lock lock(state.ahead_mutex);
+  for (auto at = state.ahead.begin(); at != state.ahead.end(); ++at) {
+    // Its tensors are alive, so that nobody else's are at the same place.
+    const bool is_it = (*at)->ids.const_data_ptr() == input.ids.const_data_ptr() &&
+                       (*at)->ids.numel() == input.ids.numel() &&
+                       (*at)->offsets.numel() == input.offsets.numel();
+    if (!is_it) continue;
+    auto found = std::move(*at);
+    state.ahead.erase(at);
+    return found;
+  }
+  return nullptr;
+}
+
+/// Brings the rows of a call into the cache and makes `pass` one of the cache; null if there is
+/// none. Ids are checked before.
+std::unique_ptr<HeldRows> hold_rows(const std::shared_ptr<State>& state, const LookupInput& input,
+                                    TablePass& pass) {
+  if (state->cache == nullptr) return nullptr;
+  auto admission = take_ahead(*state, input);
+  if (admission == nullptr) admission = state->cache->admit(pass, input);
+  auto held = std::make_unique<HeldRows>(state, std::move(admission));
+  state->cache->finish(*held->admission);
+  state->cache->place(*held->admission, pass);
+  return held;
+}
+
+/// Checks ids that are about to become slots.
+void check_ids(State& state, const LookupInput& input, const TablePass& pass) {
+  if (state.cache == nullptr || state.options.bounds_check == BoundsCheckMode::kIgnore) return;
+  const std::scoped_lock lock(state.workspace.mutex);
+  const std::int64_t bad = detail::cuda_check(pass, state.workspace, state.device());
+  if (bad == -2) detail::refuse_offsets(pass.is_sequence);
+  report(state, pass, input, bad);
+}
+
 void look_up(State& state, const LookupInput& input, const TablePass& pass,
              const at::Tensor& output) {
   if (output.is_cuda()) {
     const std::scoped_lock lock(state.workspace.mutex);
-    const bool is_checked = state.options.bounds_check != BoundsCheckMode::kIgnore;
+    const bool is_checked =
+        state.options.bounds_check != BoundsCheckMode::kIgnore && state.cache == nullptr;
     const std::int64_t bad = detail::cuda_lookup(pass, state.workspace, is_checked, output);
     if (bad == -2) detail::refuse_offsets(pass.is_sequence);
     report(state, pass, input, bad);
@@ -53,8 +111,9 @@ struct Call : torch::CustomClassHolder {
   std::uint64_t number = 0;
   std::vector<std::int64_t> batch_sizes;
   bool is_sequence = false;
-  FeatureRange later;  // not looked up in forward
-  RowMemory memory;    // forward's
+  FeatureRange later;              // not looked up in forward
+  RowMemory memory;                // forward's
+  std::unique_ptr<HeldRows> held;  // until backward; null without a cache
 };
 using CallPtr = c10::intrusive_ptr<Call>;
 using MaybeVariable = std::optional<Variable>;
@@ -114,7 +173,9 @@ struct Lookup : Function<Lookup> {
                           const Variable& offsets, const CallPtr& call) {
     const LookupInput input{ids, offsets, sample_weights.value_or(Variable()), call->batch_sizes};
     State& state = *call->state;
-    const TablePass pass = make_pass(state, input, call->is_sequence, state.num_columns);
+    TablePass pass = make_pass(state, input, call->is_sequence, state.num_columns);
+    check_ids(state, input, pass);
+    call->held = hold_rows(call->state, input, pass);
     at::Tensor output =
         call->memory
             ? std::exchange(call->memory, nullptr)(pass.num_outputs)
@@ -143,6 +204,12 @@ struct Lookup : Function<Lookup> {
     const std::int64_t row_stride = grad.dim() == 2 ? grad.stride(0) : state.num_columns;
     TablePass pass = make_pass(state, input, call->is_sequence, row_stride);
     pass.number = call->number;
+    // A graph that is gone through again has let its rows go.
+    if (call->held == nullptr) {
+      call->held = hold_rows(call->state, input, pass);
+    } else {
+      state.cache->place(*call->held->admission, pass);
+    }
 
     const bool is_fused = state.options.gradients == GradientForm::kFused;
     const bool has_anchor = state.has_anchor();
@@ -167,6 +234,7 @@ struct Lookup : Function<Lookup> {
     targets.reserve(state.tables.size());
     for (std::size_t i = 0; i < state.tables.size(); ++i) {
       targets.push_back(target_of(state, i, has_anchor || context->needs_input_grad(i)));
+      if (state.cache != nullptr) state.cache->place(i, targets.back());
     }
     const auto limit = static_cast<float>(state.options.optimizer.max_gradient);
     if (grad.is_cuda()) {
@@ -174,6 +242,7 @@ struct Lookup : Function<Lookup> {
     } else {
       detail::cpu_backward(pass, grad.const_data_ptr<float>(), limit, state.workspace, targets);
     }
+    call->held = nullptr;
     if (is_fused) note_rows(state, pass, input);
     if (state.options.sink) {
       std::vector<RowGradient> gradients;
@@ -292,6 +361,22 @@ TableBatch::TableBatch(std::vector<Table> tables, std::vector<Feature> features,
     // The limit belongs to the optimizer; gradients that are handed out are not changed.
     options.optimizer.max_gradient = std::numeric_limits<double>::infinity();
   }
+  for (const Table& table : tables) {
+    TESSERA_CHECK_VALUE(table.cached_rows >= 0, operation, ": table '", table.name, "' has ",
+                        table.cached_rows, " cached rows.");
+    if (table.cached_rows == 0) continue;
+    TESSERA_CHECK_VALUE(detail::is_mapped(table.weight), operation, ": table '", table.name,
+                        "' has a cache, but it does not lie in host memory that a GPU reaches. "
+                        "Make it with mapped_rows.");
+    TESSERA_CHECK_VALUE(options.gradients == GradientForm::kFused, operation, ": table '",
+                        table.name,
+                        "' has a cache, and its rows are not stepped in backward. Use fused "
+                        "gradients, or no cache.");
+  }
+  if (std::any_of(tables.begin(), tables.end(),
+                  [](const Table& table) { return table.cached_rows > 0; })) {
+    state_->cache = detail::make_row_cache(tables, options.cache_policy, state_->optimizer.get());
+  }
   TESSERA_CHECK_VALUE(!options.sink || options.gradients == GradientForm::kSparse, operation,
                       ": a sink takes sparse gradients; ask for those.");
   state_->anchor =
@@ -337,13 +422,42 @@ PreparedRows TableBatch::pooled_ahead(const LookupInput& input, FeatureRange lat
 void TableBatch::pooled_out(const LookupInput& input, at::Tensor& output) const {
   const at::NoGradGuard no_grad;
   check_input(*state_, input, /*is_sequence=*/false);
-  const TablePass pass = make_pass(*state_, input, /*is_sequence=*/false, state_->num_columns);
+  TablePass pass = make_pass(*state_, input, /*is_sequence=*/false, state_->num_columns);
   TESSERA_CHECK_VALUE(output.is_contiguous() && output.scalar_type() == at::kFloat &&
                           output.device() == state_->device() &&
                           output.sizes() == at::IntArrayRef(output_shape(*state_, input, pass)),
                       "embedding.pooled_out: the output must be a contiguous tensor of float32, ",
                       at::IntArrayRef(output_shape(*state_, input, pass)), ".");
+  check_ids(*state_, input, pass);
+  const auto held = hold_rows(state_, input, pass);
   look_up(*state_, input, pass, output);
+}
+
+void TableBatch::prefetch(const LookupInput& input) const {
+  if (state_->cache == nullptr) return;
+  const at::NoGradGuard no_grad;
+  check_input(*state_, input, /*is_sequence=*/false);
+  // Which rows are wanted does not depend on where the results go.
+  const TablePass pass = make_pass(*state_, input, /*is_sequence=*/false, state_->num_columns);
+  auto admission = state_->cache->admit(pass, input);
+  const std::scoped_lock lock(state_->ahead_mutex);
+  if (state_->ahead.size() == kMostAhead) state_->ahead.erase(state_->ahead.begin());
+  state_->ahead.push_back(std::move(admission));
+}
+
+void TableBatch::write_back() const {
+  if (state_->cache == nullptr) return;
+  TESSERA_CHECK_VALUE(state_->num_held == 0, "embedding.write_back: ", state_->num_held.load(),
+                      " calls are between their forward and their backward.");
+  {
+    const std::scoped_lock lock(state_->ahead_mutex);
+    state_->ahead.clear();
+  }
+  state_->cache->write_back();
+}
+
+std::vector<RowCacheStatistics> TableBatch::cache_statistics() const {
+  return state_->cache == nullptr ? std::vector<RowCacheStatistics>{} : state_->cache->statistics();
 }
 
 at::Tensor TableBatch::sequence(const LookupInput& input) const {
@@ -371,6 +485,12 @@ at::Tensor empty_rows(std::int64_t rows, std::int64_t columns, at::ScalarType ty
     if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
   }
   return tensor;
+}
+
+at::Tensor mapped_rows(std::int64_t rows, std::int64_t columns, at::ScalarType type,
+                       at::Device device) {
+  return device.is_cuda() ? detail::make_mapped(rows, columns, type, device)
+                          : empty_rows(rows, columns, type, device);
 }
 
 }  // namespace tessera::embedding

@@ -6,7 +6,7 @@
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
 
-#include "embedding/table_pass.h"
+#include "embedding/table_device.h"
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/table_launch.h"
 #include "tessera/core/check.h"
@@ -40,9 +40,44 @@ void upload(const void* from, std::size_t count, const at::Tensor& to, std::size
   to.narrow(0, static_cast<std::int64_t>(at), size).copy_(staged, /*non_blocking=*/true);
 }
 
-/// The call with its features on the device. They are the same in most calls, and are sent again
-/// only if they have changed.
-cuda::TableCall call_of(const TablePass& pass, Workspace& workspace, c10::Device device) {
+/// Work memory that is kept.
+char* work(Workspace& workspace, c10::Device device, std::size_t count) {
+  if (!workspace.device_bytes.defined() || workspace.device_bytes.device() != device ||
+      workspace.device_bytes.numel() < static_cast<std::int64_t>(count)) {
+    workspace.device_bytes = at::Tensor();
+    workspace.device_bytes = bytes_on(device, count);
+  }
+  return static_cast<char*>(workspace.device_bytes.data_ptr());
+}
+
+std::size_t rounded(std::size_t bytes) { return (bytes + 255) / 256 * 256; }
+
+void upload_steps(const std::vector<cuda::TableSteps>& steps, const Workspace& workspace,
+                  std::size_t at) {
+  upload(steps.data(), steps.size() * sizeof(steps[0]), workspace.device_bytes, at);
+}
+
+void hand_over(const cuda::TableCall& call, const cuda::SortedRows& sorted,
+               const std::vector<cuda::TableSteps>& steps, char* device_steps, char* step_work,
+               const float* gradient, float limit) {
+  check(cuda::step_sorted_rows(
+            call, sorted, reinterpret_cast<const cuda::TableSteps*>(device_steps), steps.data(),
+            static_cast<int>(steps.size()), gradient, limit, step_work, stream()),
+        "step rows");
+}
+
+/// The first position with an id outside its table, -1 if there is none, -2 for wrong offsets. The
+/// host waits for it.
+std::int64_t checked(const TablePass& pass, const cuda::TableCall& call, c10::Device device) {
+  const at::Tensor result = at::empty({1}, at::TensorOptions().dtype(at::kLong).device(device));
+  check(cuda::table_check(call, result.data_ptr<std::int64_t>(), stream()), "check ids");
+  const auto found = result.item<std::int64_t>();
+  return found == pass.num_positions ? -1 : found;
+}
+
+}  // namespace
+
+cuda::TableCall device_call(const TablePass& pass, Workspace& workspace, c10::Device device) {
   const std::size_t features = pass.features.size() * sizeof(kernels::TableFeature);
   std::vector<char> bytes(features + pass.table_of.size() * sizeof(std::int32_t), 0);
   std::memcpy(bytes.data(), pass.features.data(), features);
@@ -74,61 +109,35 @@ cuda::TableCall call_of(const TablePass& pass, Workspace& workspace, c10::Device
   return call;
 }
 
-const std::int32_t* tables_of(const TablePass& pass, const Workspace& workspace) {
+const std::int32_t* device_tables_of(const TablePass& pass, const Workspace& workspace) {
   return reinterpret_cast<const std::int32_t*>(
       static_cast<const char*>(workspace.device_features.const_data_ptr()) +
       pass.features.size() * sizeof(kernels::TableFeature));
 }
 
-/// Work memory that is kept.
-char* work(Workspace& workspace, c10::Device device, std::size_t count) {
-  if (!workspace.device_bytes.defined() || workspace.device_bytes.device() != device ||
-      workspace.device_bytes.numel() < static_cast<std::int64_t>(count)) {
-    workspace.device_bytes = at::Tensor();
-    workspace.device_bytes = bytes_on(device, count);
-  }
-  return static_cast<char*>(workspace.device_bytes.data_ptr());
-}
-
-std::size_t rounded(std::size_t bytes) { return (bytes + 255) / 256 * 256; }
-
-void upload_steps(const std::vector<cuda::TableSteps>& steps, const Workspace& workspace,
-                  std::size_t at) {
-  upload(steps.data(), steps.size() * sizeof(steps[0]), workspace.device_bytes, at);
-}
-
-void hand_over(const cuda::TableCall& call, const cuda::SortedRows& sorted,
-               const std::vector<cuda::TableSteps>& steps, char* device_steps, char* step_work,
-               const float* gradient, float limit) {
-  check(cuda::step_sorted_rows(
-            call, sorted, reinterpret_cast<const cuda::TableSteps*>(device_steps), steps.data(),
-            static_cast<int>(steps.size()), gradient, limit, step_work, stream()),
-        "step rows");
-}
-
-}  // namespace
-
 std::int64_t cuda_lookup(const TablePass& pass, Workspace& workspace, bool is_checked,
                          const at::Tensor& output) {
   const c10::cuda::CUDAGuard guard(output.device());
-  const cuda::TableCall call = call_of(pass, workspace, output.device());
+  const cuda::TableCall call = device_call(pass, workspace, output.device());
   std::int64_t bad = -1;
   if (is_checked) {
-    const at::Tensor result = at::empty({1}, output.options().dtype(at::kLong));
-    check(cuda::table_check(call, result.data_ptr<std::int64_t>(), stream()), "check ids");
-    const auto found = result.item<std::int64_t>();
-    if (found == -2) return -2;
-    bad = found == pass.num_positions ? -1 : found;
+    bad = checked(pass, call, output.device());
+    if (bad == -2) return -2;
   }
   check(cuda::table_lookup(call, pass.features.data(), output.data_ptr<float>(), stream()),
         "look up");
   return bad;
 }
 
+std::int64_t cuda_check(const TablePass& pass, Workspace& workspace, at::Device device) {
+  const c10::cuda::CUDAGuard guard(device);
+  return checked(pass, device_call(pass, workspace, device), device);
+}
+
 void cuda_weight_gradient(const TablePass& pass, Workspace& workspace, const at::Tensor& gradient,
                           const at::Tensor& output) {
   const c10::cuda::CUDAGuard guard(gradient.device());
-  const cuda::TableCall call = call_of(pass, workspace, gradient.device());
+  const cuda::TableCall call = device_call(pass, workspace, gradient.device());
   check(cuda::table_weight_gradient(call, gradient.const_data_ptr<float>(),
                                     output.data_ptr<float>(), stream()),
         "weight gradient");
@@ -150,7 +159,7 @@ void cuda_backward(const TablePass& pass, const at::Tensor& gradient, float limi
   }
   TESSERA_CHECK_VALUE(pass.num_positions < (std::int64_t{1} << 31), "embedding: there are ",
                       pass.num_positions, " ids in one call; on CUDA there may be 2147483647.");
-  const cuda::TableCall call = call_of(pass, workspace, device);
+  const cuda::TableCall call = device_call(pass, workspace, device);
 
   std::vector<cuda::TableSteps> steps(targets.size());
   std::vector<std::uint32_t> first_keys(targets.size());
@@ -218,7 +227,7 @@ void cuda_backward(const TablePass& pass, const at::Tensor& gradient, float limi
   if (!has_sparse) upload_steps(steps, workspace, key_bytes);
   if (is_apart) {
     check(cuda::step_rows_apart(
-              call, tables_of(pass, workspace), reinterpret_cast<const std::uint32_t*>(base),
+              call, device_tables_of(pass, workspace), reinterpret_cast<const std::uint32_t*>(base),
               num_keys, keeps_bags, reinterpret_cast<const cuda::TableSteps*>(base + key_bytes),
               steps.data(), static_cast<int>(steps.size()), gradient.const_data_ptr<float>(), limit,
               base + key_bytes + step_bytes, stream()),
@@ -226,7 +235,7 @@ void cuda_backward(const TablePass& pass, const at::Tensor& gradient, float limi
     return;
   }
   cuda::SortedRows sorted;
-  check(cuda::sort_rows(call, tables_of(pass, workspace),
+  check(cuda::sort_rows(call, device_tables_of(pass, workspace),
                         reinterpret_cast<const std::uint32_t*>(base), num_keys, keeps_bags,
                         base + key_bytes + step_bytes + work_bytes, &sorted, stream()),
         "sort rows");
@@ -279,7 +288,7 @@ void cuda_step_rows(const kernels::TableRows& table, const kernels::RowState& st
   feature.rows = table;
   feature.output = -1;
   pass.features = {feature};
-  const cuda::TableCall call = call_of(pass, workspace, device);
+  const cuda::TableCall call = device_call(pass, workspace, device);
   cuda::SortedRows sorted;
   const auto numbers = [](const at::Tensor& tensor) {
     return reinterpret_cast<const std::uint32_t*>(tensor.const_data_ptr<std::int32_t>());

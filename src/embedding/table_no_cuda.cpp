@@ -1,5 +1,6 @@
 // Stands in for table_cuda.cpp in a build without CUDA.
 
+#include "embedding/row_cache.h"
 #include "embedding/table_pass.h"
 #include "tessera/core/check.h"
 
@@ -15,6 +16,7 @@ namespace {
 }  // namespace
 
 std::int64_t cuda_lookup(const TablePass&, Workspace&, bool, const at::Tensor&) { refuse(); }
+std::int64_t cuda_check(const TablePass&, Workspace&, at::Device) { refuse(); }
 void cuda_weight_gradient(const TablePass&, Workspace&, const at::Tensor&, const at::Tensor&) {
   refuse();
 }
@@ -26,5 +28,10 @@ void cuda_step_rows(const kernels::TableRows&, const kernels::RowState&, const k
                     const at::Tensor&, const at::Tensor&, float) {
   refuse();
 }
+std::shared_ptr<RowCache> make_row_cache(const std::vector<Table>&, CachePolicy, RowOptimizer*) {
+  refuse();
+}
+bool is_mapped(const at::Tensor&) { return false; }
+at::Tensor make_mapped(std::int64_t, std::int64_t, at::ScalarType, at::Device) { refuse(); }
 
 }  // namespace tessera::embedding::detail

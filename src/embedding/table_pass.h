@@ -98,6 +98,8 @@ void cpu_step_rows(const kernels::TableRows& table, const kernels::RowState& sta
 /// if the offsets are not ascending from 0 to the number of ids.
 std::int64_t cuda_lookup(const TablePass& pass, Workspace& workspace, bool is_checked,
                          const at::Tensor& output);
+/// The check alone.
+std::int64_t cuda_check(const TablePass& pass, Workspace& workspace, at::Device device);
 void cuda_weight_gradient(const TablePass& pass, Workspace& workspace, const at::Tensor& gradient,
                           const at::Tensor& output);
 void cuda_backward(const TablePass& pass, const at::Tensor& gradient, float limit,

@@ -126,6 +126,14 @@ struct RowStep {
 struct RowState {
   float* momentum1 = nullptr;
   float* momentum2 = nullptr;
+  /// If set, rows are slots of a cache, and key_of[slot] - first_key is the row there.
+  const std::uint32_t* key_of = nullptr;
+  std::uint32_t first_key = 0;
+
+  /// The row whose random bits a step takes.
+  TESSERA_TABLE_INLINE std::int64_t named_row(std::int64_t row) const {
+    return key_of == nullptr ? row : static_cast<std::int64_t>(key_of[row] - first_key);
+  }
 };
 
 TESSERA_TABLE_INLINE bool has_full_momentum1(RowRule rule) {

@@ -43,6 +43,7 @@ LocalTables::LocalTables(std::shared_ptr<const TableLayout> layout, const comm::
   embedding::check_options(layout_->operation, options_.optimizer);
   TESSERA_CHECK_VALUE(!is_exact() || !options_.optimizer.stochastic_rounding, layout_->operation,
                       ": rows that are cut cannot have exact norms and be rounded at random.");
+  check_host_rows();
   make_shards();
   make_routed();
   make_local();
@@ -83,8 +84,9 @@ void LocalTables::make_shards() {
       own.place = shard;
       own.table_rows = table.num_embeddings;
       own.table_columns = table.embedding_dim;
-      own.weight = embedding::empty_rows(shard.rows, shard.columns,
-                                         embedding::scalar_type(table.data_type), options_.device);
+      const auto make = is_on_host(t) ? embedding::mapped_rows : embedding::empty_rows;
+      own.weight =
+          make(shard.rows, shard.columns, embedding::scalar_type(table.data_type), options_.device);
       embedding::initialize(table, own.weight);
       if (is_local(layout_->sharding(t)) && group_.size() > 1) {
         comm::broadcast_(own.weight, 0, group_);
@@ -97,10 +99,43 @@ void LocalTables::make_shards() {
   }
 }
 
+void LocalTables::check_host_rows() const {
+  for (const auto& [name, share] : options_.host_rows) {
+    const auto found =
+        std::find_if(layout_->tables.begin(), layout_->tables.end(),
+                     [&, &name = name](const auto& table) { return table.name == name; });
+    TESSERA_CHECK_VALUE(found != layout_->tables.end(), layout_->operation, ": host_rows name '",
+                        name, "', which is no table.");
+    TESSERA_CHECK_VALUE(share >= 0 && share <= 1, layout_->operation, ": table '", name,
+                        "' has a cache for ", share, " of its rows; it may be 0 to 1.");
+    const ParameterSharding& sharding =
+        layout_->sharding(static_cast<std::size_t>(found - layout_->tables.begin()));
+    const bool is_stepped = sharding.kernel == ComputeKernel::kFused && !is_local(sharding) &&
+                            options_.gradients == GradientForm::kFused && !is_exact();
+    TESSERA_CHECK_VALUE(share == 0 || is_stepped, layout_->operation, ": table '", name,
+                        "' has a cache, and its rows are not stepped in backward where they lie. "
+                        "Use the kernel 'fused', fused gradients, and no data parallelism.");
+  }
+}
+
+bool LocalTables::is_on_host(std::size_t table) const {
+  return options_.device.is_cuda() && options_.host_rows.contains(layout_->tables[table].name);
+}
+
 Table LocalTables::table_of(std::size_t shard) const {
   const std::size_t table = table_of_shard_[shard];
-  return {shards_[shard].name, shards_[shard].weight,
-          layout_->is_row_cut(table) ? PoolingType::kSum : layout_->tables[table].pooling};
+  Table own{shards_[shard].name, shards_[shard].weight,
+            layout_->is_row_cut(table) ? PoolingType::kSum : layout_->tables[table].pooling};
+  if (is_on_host(table)) {
+    const double share = options_.host_rows.at(layout_->tables[table].name);
+    own.cached_rows = static_cast<std::int64_t>(
+        std::ceil(share * static_cast<double>(shards_[shard].place.rows)));
+  }
+  return own;
+}
+
+void LocalTables::write_back() const {
+  if (routed_) routed_->write_back();
 }
 
 std::shared_ptr<RowOptimizer> LocalTables::make_optimizer(const Receiver& receiver) const {
@@ -142,9 +177,16 @@ void LocalTables::make_routed() {
   const bool is_fused = options_.gradients == GradientForm::kFused && !is_exact() &&
                         std::none_of(receiver.is_dense.begin(), receiver.is_dense.end(),
                                      [](bool is_dense) { return is_dense; });
+  for (Table& table : tables) {
+    TESSERA_CHECK_VALUE(table.cached_rows == 0 || is_fused, layout_->operation, ": table '",
+                        table.name,
+                        "' has a cache, and other tables of this rank have dense gradients. Put "
+                        "those into a collection of their own.");
+  }
   if (is_fused) {
     options.gradients = GradientForm::kFused;
     options.optimizer = options_.optimizer;
+    options.cache_policy = options_.cache_policy;
     routed_ = std::make_unique<TableBatch>(std::move(tables), std::move(features), options);
     receiver.optimizer = routed_->optimizer();
     return;
@@ -311,6 +353,7 @@ std::vector<RowGradient> LocalTables::averaged(std::vector<RowGradient> gradient
 }
 
 std::vector<LocalShard> LocalTables::shards() const {
+  write_back();
   std::vector<LocalShard> all = shards_;
   for (const auto& optimizer : optimizers()) {
     const auto state = optimizer->state_dict();

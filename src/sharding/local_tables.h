@@ -20,6 +20,8 @@ struct LocalTablesOptions {
   embedding::GradientForm gradients = embedding::GradientForm::kFused;
   bool exact_row_norms = false;
   at::Device device = at::kCPU;
+  std::map<std::string, double> host_rows = {};
+  embedding::CachePolicy cache_policy = embedding::CachePolicy::kLru;
 };
 
 /// Makes the weights of this rank's shards and looks them up. Construction is collective:
@@ -35,6 +37,10 @@ class LocalTables {
   std::vector<LocalShard> shards() const;
   /// The weights themselves, in the order of `shards`.
   const std::vector<LocalShard>& weights() const noexcept { return shards_; }
+
+  /// Cached rows go home, and the caches are empty: before others read or write the weights or
+  /// their state.
+  void write_back() const;
 
   /// Looks up every route of every rank; null if this rank has no rows.
   const embedding::TableBatch* routed() const noexcept { return routed_.get(); }
@@ -72,6 +78,9 @@ class LocalTables {
   /// Its number among all shards of its table.
   std::size_t number_of(std::size_t shard) const;
   embedding::Table table_of(std::size_t shard) const;
+  void check_host_rows() const;
+  /// Whether its rows lie in host memory while the device is a GPU.
+  bool is_on_host(std::size_t table) const;
   std::vector<embedding::RowGradient> kept_gradients(const Receiver& receiver) const;
   std::shared_ptr<embedding::RowOptimizer> make_optimizer(const Receiver& receiver) const;
   void take(const Receiver& receiver, std::vector<embedding::RowGradient> gradients);

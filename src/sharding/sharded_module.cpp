@@ -59,7 +59,8 @@ void TablesState::make_tables(const ShardedOptions& options, InputDistOptions in
   check_same_layout(*layout, group, words);
   local = std::make_unique<LocalTables>(
       layout, group,
-      LocalTablesOptions{options.optimizer, options.gradients, options.exact_row_norms, device});
+      LocalTablesOptions{options.optimizer, options.gradients, options.exact_row_norms, device,
+                         options.host_rows, options.cache_policy});
   input.bounds_check = options.bounds_check;
   input.device = device;
   sender = std::make_shared<const InputSender>(layout, group, std::move(input));
@@ -75,9 +76,24 @@ std::vector<std::shared_ptr<embedding::RowOptimizer>> ShardedTables::optimizers(
 }
 void ShardedTables::load_tables(const std::map<std::string, at::Tensor>& tables) {
   tables_state_->read_unread();
+  write_back();
   load_shards(*tables_state_->layout, tables_state_->fixed_rows("load_tables").weights(), tables);
 }
+void ShardedTables::write_back() const {
+  if (tables_state_->local != nullptr) tables_state_->local->write_back();
+}
+void ShardedTables::prefetch(const DistributedInput& input) const {
+  const auto& local = tables_state_->local;
+  if (local == nullptr || local->routed() == nullptr) return;
+  local->routed()->prefetch(input.context->lookup_input());
+}
+std::vector<embedding::RowCacheStatistics> ShardedTables::cache_statistics() const {
+  const auto& local = tables_state_->local;
+  if (local == nullptr || local->routed() == nullptr) return {};
+  return local->routed()->cache_statistics();
+}
 std::map<std::string, at::Tensor> ShardedTables::gather_tables() const {
+  write_back();
   return gather_shards(*tables_state_->layout, tables_state_->fixed_rows("gather_tables").weights(),
                        group());
 }

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from four_tables import NAMES, batch, four_tables
+from four_tables import NAMES, batch, check_loads, check_same_optimizer_state, four_tables
 from ranks import run_ranks, run_ranks_collecting
 from tessera import checkpoint, regions, vocab_parallel
 from tessera.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -20,8 +20,8 @@ from tessera.distributed.sharding_plan import (
     row_wise,
     table_wise,
 )
-from tessera.distributed.train_pipeline import TrainPipelineSparseDist
-from tessera.distributed.types import ShardingEnv, ShardingPlan
+from tessera.distributed.train_pipeline import PrefetchTrainPipelineSparseDist, TrainPipelineSparseDist
+from tessera.distributed.types import CacheParams, ShardingEnv, ShardingPlan
 from tessera.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from tessera.modules.embedding_modules import EmbeddingBagCollection
 from tessera.nn.parallel import DistributedDataParallel
@@ -92,11 +92,14 @@ class Model(torch.nn.Module):
         return (output - 1).square().mean(), output
 
 
-def sharded_model(device):
+def sharded_model(device, kernel=None):
     model = Model(device)
     sharder = EmbeddingBagCollectionSharder({"learning_rate": 0.5, "optimizer": "rowwise_adagrad"})
     wishes = PLACES if dist.get_world_size() > 1 else {**PLACES, "c": table_wise(0)}
     plan = construct_module_sharding_plan(model.bags, wishes, sharder, device_type=device.type)
+    for name in "abc" if kernel else "":
+        plan[name].compute_kernel = kernel
+        plan[name].cache_params = CacheParams(load_factor=0.6)
     return DistributedModelParallel(
         model,
         ShardingEnv.from_process_group(dist.group.WORLD),
@@ -147,6 +150,38 @@ def train_in_pipeline(rank):
 @WAYS
 def test_pipelines_train_as_the_plain_loop(way):
     on_ranks(way, train_in_pipeline)
+
+
+def train_from_host_memory(rank, kernel):
+    near, far = sharded_model(CUDA), sharded_model(CUDA, kernel)
+    steps(near, CUDA, rank, 8)
+    pipeline = PrefetchTrainPipelineSparseDist(far, torch.optim.SGD(dense_parameters(far), 0.1), CUDA)
+    batches = iter([batch(10 * number + rank) for number in range(8)])
+    for _ in range(8):
+        pipeline.progress(batches)
+    expected = near.module.bags.gather_tables()
+    for name, rows in far.module.bags.gather_tables().items():
+        assert torch.equal(rows, expected[name]), name
+    check_same_optimizer_state(near.module.bags, far.module.bags)
+    # State taken while rows are cached, and given to tables with and without a cache.
+    steps(far, CUDA, rank, 1)
+    steps(near, CUDA, rank, 1)
+    state = far.module.bags.state_dict()
+    check_loads(state, near.module.bags.gather_tables(), [near.module.bags, far.module.bags])
+    found = far.module.bags.cache_statistics()
+    if kernel == "fused_uvm":
+        assert not found
+        return
+    assert found
+    for table, own in found.items():
+        assert own.num_calls > 0 and own.num_loaded > 0, table
+        assert 0 < own.expected_miss_rate(own.cached_rows / own.num_rows) <= 1
+
+
+@WAYS
+@pytest.mark.parametrize("kernel", ["fused_uvm", "fused_uvm_caching"])
+def test_tables_in_host_memory_train_as_those_in_the_gpus(way, kernel):
+    on_ranks(way, train_from_host_memory, kernel)
 
 
 def differentiate(rank):

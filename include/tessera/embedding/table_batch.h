@@ -37,6 +37,24 @@ struct Table {
   at::Tensor weight;
   /// For `pooled`; `sequence` does not read it.
   PoolingType pooling = PoolingType::kSum;
+  /// Rows that a cache in the GPU's memory has room for; 0: there is none. The weight must lie in
+  /// host memory (`mapped_rows`), and the gradients must be fused.
+  std::int64_t cached_rows = 0;
+};
+
+/// Which rows leave a cache first: those not used for longest, or those that the fewest calls used
+/// since they came.
+enum class CachePolicy : std::uint8_t { kLru, kLfu };
+
+/// What the cache of one table did.
+struct RowCacheStatistics {
+  std::string table;
+  std::int64_t num_rows = 0;     // of the table
+  std::int64_t cached_rows = 0;  // room for so many
+  std::int64_t num_calls = 0;
+  std::int64_t num_found = 0;   // different rows of a call that were there, over all calls
+  std::int64_t num_loaded = 0;  // those that were not
+  std::int64_t num_grown = 0;   // how often a batch did not fit
 };
 
 /// One key of the input and the table it is looked up in. Several features may share a table.
@@ -67,6 +85,7 @@ struct TableBatchOptions {
   OptimizerOptions optimizer = {};
   /// On CUDA, kFatal waits for the device.
   BoundsCheckMode bounds_check = BoundsCheckMode::kFatal;
+  CachePolicy cache_policy = CachePolicy::kLru;
   /// kSparse: gets the gradients of every backward pass in place of `weight.grad()`. It is called
   /// also if no row was looked up.
   RowGradientSink sink = {};
@@ -128,6 +147,19 @@ class TESSERA_API TableBatch {
   /// all features have one number of columns, view it as [ids, columns]. Weights multiply the rows.
   at::Tensor sequence(const LookupInput& input) const;
 
+  /// Starts bringing the rows of a coming call into the caches, on the current stream; the call
+  /// with the same tensor of ids finds them there. Nothing if no table has a cache.
+  ///
+  /// The cache has room for the rows of all calls between their `prefetch` or forward and their
+  /// backward; where it has not, it grows, and says so once.
+  void prefetch(const LookupInput& input) const;
+  /// Copies cached rows and their state home and empties the caches: to be called before anyone
+  /// else reads or writes a table with a cache or its optimizer's state. Waits for the device.
+  /// Throws ValueError between a forward and its backward.
+  void write_back() const;
+  /// Of the tables with a cache.
+  std::vector<RowCacheStatistics> cache_statistics() const;
+
   const std::vector<Table>& tables() const noexcept;
   const std::vector<Feature>& features() const noexcept;
   const TableBatchOptions& options() const noexcept;
@@ -148,5 +180,12 @@ class TESSERA_API TableBatch {
 /// pages, which makes random rows cheaper to reach.
 TESSERA_API at::Tensor empty_rows(std::int64_t rows, std::int64_t columns, at::ScalarType type,
                                   at::Device device = at::kCPU);
+
+/// The same for a table that is looked up on `device`, a GPU, and lies in host memory, pinned and
+/// mapped: a tensor of that device as any other, of any size the host has. Kernels reach its rows
+/// over the bus, at a small part of the memory's speed; `Table::cached_rows` keeps some nearer. On
+/// the CPU it is `empty_rows`.
+TESSERA_API at::Tensor mapped_rows(std::int64_t rows, std::int64_t columns, at::ScalarType type,
+                                   at::Device device);
 
 }  // namespace tessera::embedding

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <map>
 #include <memory>
 #include <vector>
 
@@ -38,6 +39,11 @@ struct ShardedOptions {
   bool weights_come_later = false;
   /// Batches with longer bags are refused, alike on all ranks. Features not named may be any.
   embedding::LongestBags longest_bags = {};
+  /// Tables on GPUs whose rows lie in host memory, mapped into the GPU's: name to the share of a
+  /// rank's rows that a cache in GPU memory has room for; 0: no cache. See docs/gpu.md. On the CPU
+  /// it changes nothing.
+  std::map<std::string, double> host_rows = {};
+  embedding::CachePolicy cache_policy = embedding::CachePolicy::kLru;
   at::Device device = at::kCPU;
 };
 

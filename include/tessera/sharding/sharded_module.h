@@ -20,6 +20,7 @@
 #include "tessera/comm/group.h"
 #include "tessera/core/export.h"
 #include "tessera/embedding/optimizer.h"
+#include "tessera/embedding/table_batch.h"
 #include "tessera/jagged/keyed_jagged_tensor.h"
 #include "tessera/sharding/plan.h"
 
@@ -64,8 +65,16 @@ class TESSERA_API ShardedTables {
 
   const comm::Group& group() const noexcept;
   const ModulePlan& plan() const noexcept;
-  /// The parts of tables on this rank, in order of the configs; data-parallel tables whole.
+  /// The parts of tables on this rank, in order of the configs; data-parallel tables whole. Rows in
+  /// caches are written back first.
   std::vector<LocalShard> local_shards() const;
+  /// Rows in caches of GPUs (ShardedOptions::host_rows) go home: before the weights or the state of
+  /// their optimizer are read or written. Throws ValueError between a forward and its backward.
+  void write_back() const;
+  /// Starts bringing the rows of a batch whose ids are here into the caches, on the current stream.
+  void prefetch(const DistributedInput& input) const;
+  /// Of this rank's tables with a cache.
+  std::vector<embedding::RowCacheStatistics> cache_statistics() const;
 
   /// What steps the rows of this rank's shards, and of the data-parallel tables, as far as there
   /// are any. Tables are called as in LocalShard::name.

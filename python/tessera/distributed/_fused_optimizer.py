@@ -83,6 +83,7 @@ class FusedTableOptimizer(FusedOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return `state` by the names of parameters; it loads into the same sharding."""
+        self._engine.write_back()
         for counter in self._counters:
             counter.fill_(self._num_steps())
         return super().state_dict()
@@ -97,6 +98,7 @@ class FusedTableOptimizer(FusedOptimizer):
 
     def copy_to(self, other: FusedTableOptimizer) -> None:
         """Give everything to the optimizer of a copy of the tables."""
+        self._engine.write_back()
         for mine, theirs in zip(self._engine.optimizers(), other._engine.optimizers(), strict=True):
             theirs.load_state_dict(mine.state_dict())
         other.param_groups[0]["lr"] = self.param_groups[0]["lr"]

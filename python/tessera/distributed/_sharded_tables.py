@@ -16,6 +16,7 @@ from torch.fx import Proxy
 from tessera import _C
 from tessera.distributed._comm_op_nodes import native_codecs
 from tessera.distributed._fused_optimizer import FusedTableOptimizer, kept_state
+from tessera.distributed._row_cache import MeasuredCacheStatistics, host_rows, policy_of
 from tessera.distributed._sharded_state import (
     LocalPart,
     load_table,
@@ -236,6 +237,7 @@ class ShardedTables(ShardedEmbeddingModule[list, list, Out, ShrdCtx]):
     def _build(self, placed: list[_Placed]) -> None:
         """Make the engines, one for every way of stepping rows, and register their parts."""
         self._placed = placed
+        self._prefetch_stream: torch.cuda.Stream | None = None
         self._last_batch = _LastBatch()
         groups: dict[Any, list[_Placed]] = {}
         stepped = [table for table in placed if table.sharding.kernel != "dense"]
@@ -285,6 +287,9 @@ class ShardedTables(ShardedEmbeddingModule[list, list, Out, ShrdCtx]):
         options.codecs = native_codecs(self._codecs())
         options.local_size = self._local_size
         options.device = self._device
+        if self._device.type == "cuda":
+            options.host_rows = host_rows({table.config.name: table.kernel for table in tables}, params)
+            options.cache_policy = policy_of(params)
         return self._new_engine(
             [_config_to_engine(table.config) for table in tables],
             {table.config.name: table.sharding for table in tables},
@@ -352,6 +357,7 @@ class ShardedTables(ShardedEmbeddingModule[list, list, Out, ShrdCtx]):
 
     def _whole(self, table: _Placed) -> torch.Tensor:
         """Return the table as its parameter on all ranks: sharded, or this rank's copy."""
+        self.write_back()
         parts = self._parts[table.config.name]
         if self._is_replica(table):
             return parts[0].weight
@@ -387,6 +393,35 @@ class ShardedTables(ShardedEmbeddingModule[list, list, Out, ShrdCtx]):
                 for part in self._parts[table.config.name]:
                     _C.broadcast_(part.weight.detach(), 0, self._env.process_group)
 
+    def write_back(self) -> None:
+        """Let rows that are cached in a GPU's memory go home, before parameters are read or written.
+
+        State dicts and checkpoints do so by themselves.
+        """
+        for engine in self._engines:
+            engine.write_back()
+
+    def prefetch(self, dist_input: list, forward_stream: Any = None, ctx: Any = None) -> None:
+        """Bring the rows of ids that are here into the caches, beside what the current stream does."""
+        if not any(engine.cache_statistics() for engine in self._engines):
+            return
+        if self._prefetch_stream is None:
+            self._prefetch_stream = torch.cuda.Stream(self._device)
+        self._prefetch_stream.wait_stream(torch.cuda.current_stream(self._device))  # the ids
+        with torch.cuda.stream(self._prefetch_stream):
+            for engine, part in zip(self._engines, dist_input, strict=True):
+                engine.prefetch(part)
+
+    def cache_statistics(self) -> dict[str, MeasuredCacheStatistics]:
+        """Return how the ids of each table with a cache used it on this rank."""
+        return {
+            each.table: MeasuredCacheStatistics(
+                each.num_rows, each.cached_rows, each.num_calls, each.num_found, each.num_loaded
+            )
+            for engine in self._engines
+            for each in engine.cache_statistics()
+        }
+
     def _fill(self, weights: Mapping[str, torch.Tensor]) -> None:
         for table in self._placed:
             self._load(table, weights[table.config.name].detach())
@@ -394,6 +429,7 @@ class ShardedTables(ShardedEmbeddingModule[list, list, Out, ShrdCtx]):
 
     def reset_parameters(self) -> None:
         """Fill this rank's parts anew with their tables' `init_fn`. Collective."""
+        self.write_back()
         with torch.no_grad():
             for table in self._placed:
                 for part in self._parts[table.config.name]:
@@ -411,6 +447,7 @@ class ShardedTables(ShardedEmbeddingModule[list, list, Out, ShrdCtx]):
         return with_global_ranks(spec.shards, self._env.process_group)
 
     def _load(self, table: _Placed, value: torch.Tensor) -> None:
+        self.write_back()
         shape = (table.config.num_embeddings, table.config.embedding_dim)
         load_table(
             table.config.name,
@@ -479,6 +516,7 @@ class ShardedTables(ShardedEmbeddingModule[list, list, Out, ShrdCtx]):
 
     # The engine has no copy: a copy is built anew and takes the rows and the optimizers' state.
     def __deepcopy__(self, memo: dict) -> ShardedTables:
+        self.write_back()
         other = type(self).__new__(type(self))
         memo[id(self)] = other
         ShardedEmbeddingModule.__init__(other, self.qcomm_codecs_registry)

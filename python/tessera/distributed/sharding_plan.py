@@ -54,7 +54,7 @@ __all__ = [
 
 _engine = _C.sharding
 
-# Kernels of the reference beside the engine's two: where rows lie is not the kernel's business here.
+# Kernels of the reference beside the engine's two: where rows lie is said beside them (_row_cache.py).
 _KERNELS = {"dense": "dense", "fused": "fused", "fused_uvm": "fused", "fused_uvm_caching": "fused"}
 
 

@@ -273,7 +273,7 @@ def convert_to_fbgemm_types(fused_params: dict[str, Any]) -> dict[str, Any]:
     return dict(fused_params)
 
 
-# Keys that say where rows lie or how they are cached; rows of the engine lie in the memory of their device.
+# Keys that say where rows lie or how they are cached (_row_cache.py); nothing about their steps.
 _PLACES = frozenset(
     (
         "cache_algorithm",

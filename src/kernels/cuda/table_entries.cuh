@@ -142,7 +142,7 @@ __device__ __forceinline__ void store_row(const TableSteps& table, std::int64_t 
   using Form = Stored<kElement>;
   Pack<typename Form::Type, kCount> pack;
   if (kElement != Element::kFloat32 && table.step.is_stochastic) {
-    const std::uint32_t seed = row_seed(table.step.key, row);
+    const std::uint32_t seed = row_seed(table.step.key, table.state.named_row(row));
 #pragma unroll
     for (int c = 0; c < kCount; ++c) {
       pack.values[c] =

@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(kThreads, kResident<kPacks, kRandom>)
 #pragma unroll
           for (int c = 0; c < kCount; ++c) w[c] = kept * w[c] - move * g[p][c];
           if constexpr (kRandom) {
-            const std::uint32_t seed = row_seed(step.key, rows_here[i]);
+            const std::uint32_t seed = row_seed(step.key, table->state.named_row(rows_here[i]));
             const int column = (p * lanes + lane) * kCount;
             *reinterpret_cast<uint4*>(address(i, p)) = narrow_at_random<kElement>(w, seed, column);
           } else {
