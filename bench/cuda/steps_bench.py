@@ -1,7 +1,8 @@
 """Times training steps on one GPU beside the same models in plain torch; one line of JSON per row.
 
-DLRM with MLPerf v2's layers and bags, a GPT step with the vocabulary's loss, a layer over a graph, jagged
-operators, and the wrapper around a model of 100 parameters. The floor of a row is the sum of its parts'
+DLRM with MLPerf v2's layers and bags, also with tables in host memory and a cache of their rows, a GPT step
+with the vocabulary's loss, a layer over a graph, jagged operators, and the wrapper around a model of 100
+parameters. The floor of a row is the sum of its parts'
 least times: bytes that must move over the measured bandwidth of a copy, and products over the measured
 rate of a large one.
 """
@@ -9,6 +10,7 @@ rate of a large one.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import statistics
@@ -53,6 +55,24 @@ def print_row(name, times, **more):
         row["times_floor"] = round(row["median_us"] / row["floor_us"], 2)
     print(json.dumps(row), flush=True)
     return row["median_us"]
+
+
+def print_kernels(call):
+    """Print where the time of a step goes, by kernel."""
+    from torch.profiler import ProfilerActivity, profile
+
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        for _ in range(3):
+            call()
+        torch.cuda.synchronize()
+    rows = sorted(recorded.key_averages(), key=lambda row: -row.device_time_total)
+    total = sum(row.device_time_total for row in rows)
+    print(f"kernels of a step: {total / 3e3:.2f} ms")
+    for row in rows[:45]:
+        print(f"{row.device_time_total / 3e3:9.3f} ms {row.count // 3:4d} x  {row.key[:150]}")
 
 
 class Ceilings:
@@ -106,7 +126,7 @@ def dense_products(batch):
     return 3 * 2 * batch * sum(a * b for a, b in widths)  # forward, and both gradients
 
 
-def dlrm(ceilings, batch, rows, compile_peer):
+def dlrm(ceilings, batch, rows, compile_peer, profiled=False):
     from tessera import _C
     from tessera.modules.embedding_configs import BoundsCheckMode, DataType, EmbeddingBagConfig
     from tessera.modules.embedding_modules import EmbeddingBagCollection
@@ -158,6 +178,9 @@ def dlrm(ceilings, batch, rows, compile_peer):
         "activations": ceilings.us(4 * pooled_bytes),  # in and out of the dense part, and their gradients
     }
     floor = sum(parts.values())
+    if profiled:
+        print_kernels(lambda: step(torch.compile(dense) if compile_peer else dense))
+        return
     ours = milliseconds(lambda: step(dense))
     own_us = print_row(
         f"cuda/dlrm_step/tessera/{shape}",
@@ -198,6 +221,143 @@ def dlrm(ceilings, batch, rows, compile_peer):
         times = milliseconds(lambda model=model: peer_step(model), 3, 2)
         us = print_row(f"cuda/dlrm_step/{name}/{shape}", times)
         print(json.dumps({"name": f"cuda/dlrm_speedup/{name}/{shape}", "times": round(us / own_us, 2)}))
+
+
+class TableModel(torch.nn.Module):
+    """DLRM with tables that DistributedModelParallel places."""
+
+    def __init__(self, configs, dense, tables_device):
+        from tessera.modules.embedding_modules import EmbeddingBagCollection
+
+        super().__init__()
+        self.tables = EmbeddingBagCollection(configs, device=tables_device)
+        self.dense = dense
+
+    def forward(self, batch):
+        pooled = self.tables(batch.features).values().view(batch.labels.numel(), -1, 128)
+        with torch.autocast("cuda", torch.bfloat16):
+            logits = self.dense(batch.numbers, pooled)
+        return F.binary_cross_entropy_with_logits(logits.float(), batch.labels), logits
+
+
+@dataclasses.dataclass
+class TableBatch:
+    features: object
+    numbers: torch.Tensor
+    labels: torch.Tensor
+
+    def to(self, device, non_blocking=False):
+        return TableBatch(*(part.to(device, non_blocking=non_blocking) for part in self.parts()))
+
+    def record_stream(self, stream):
+        for part in self.parts():
+            part.record_stream(stream)
+
+    def pin_memory(self):
+        return TableBatch(*(part.pin_memory() for part in self.parts()))
+
+    def parts(self):
+        return self.features, self.numbers, self.labels
+
+
+def zipf(rows, count, generator, exponent=1.05):
+    """Return ids whose frequencies fall as rank^-exponent; ranks are spread over the rows."""
+    weights = torch.arange(1, rows + 1, device=CUDA, dtype=torch.float64).pow(-exponent)
+    ends = weights.cumsum(0)
+    draws = torch.rand(count, generator=generator, device=CUDA, dtype=torch.float64) * ends[-1]
+    return torch.searchsorted(ends, draws).clamp(max=rows - 1) * 7919 % rows
+
+
+def cached(batch=8192, rows=1_000_000, share=0.25):
+    """Times DLRM steps whose tables lie in host memory with a cache for a quarter of their rows."""
+    import tempfile
+
+    import torch.distributed as dist
+    from tessera.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from tessera.distributed.model_parallel import DistributedModelParallel, dense_parameters
+    from tessera.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+    from tessera.distributed.train_pipeline import PrefetchTrainPipelineSparseDist
+    from tessera.distributed.types import CacheParams, ShardingEnv, ShardingPlan
+    from tessera.modules.embedding_configs import BoundsCheckMode, DataType, EmbeddingBagConfig
+    from tessera.sparse.jagged_tensor import KeyedJaggedTensor
+
+    shape = f"26x{rows // 1000}kx128_b{batch}_zipf1.05"
+    names = [f"f{i}" for i in range(len(BAGS))]
+    generator = torch.Generator(CUDA).manual_seed(3)
+    lengths = torch.tensor(BAGS).repeat_interleave(batch)
+    batches = []
+    for _ in range(12):
+        ids = torch.cat([zipf(rows, n * batch, generator) for n in BAGS]).cpu()
+        features = KeyedJaggedTensor(names, ids, lengths=lengths, stride=batch)
+        features.sync()
+        batches.append(
+            TableBatch(features, torch.rand(batch, 13), torch.randint(2, (batch,)).float()).pin_memory()
+        )
+
+    def model_of(kernel):
+        configs = [
+            EmbeddingBagConfig(rows, 128, f"t{i}", feature_names=[name], data_type=DataType.BF16)
+            for i, name in enumerate(names)
+        ]
+        model = TableModel(configs, dense_part(), torch.device("meta"))
+        sharder = EmbeddingBagCollectionSharder(
+            {
+                "learning_rate": 0.01,
+                "optimizer": "rowwise_adagrad",
+                "bounds_check_mode": BoundsCheckMode.IGNORE,
+            }
+        )
+        wishes = {config.name: table_wise(0) for config in configs}
+        plan = construct_module_sharding_plan(model.tables, wishes, sharder, device_type="cuda")
+        for own in plan.values():
+            own.compute_kernel = kernel
+            own.cache_params = CacheParams(load_factor=share)
+        return DistributedModelParallel(
+            model,
+            ShardingEnv.from_process_group(dist.group.WORLD),
+            CUDA,
+            ShardingPlan({"tables": plan}),
+            [sharder],
+        )
+
+    with tempfile.NamedTemporaryFile() as store:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl", init_method=f"file://{store.name}", rank=0, world_size=1, device_id=CUDA
+        )
+        speeds = {}
+        for kernel in ("fused", "fused_uvm_caching", "fused_uvm"):
+            model = model_of(kernel)
+            stepper = torch.optim.SGD(dense_parameters(model), 0.01, foreach=True)
+            pipeline = PrefetchTrainPipelineSparseDist(model, stepper, CUDA)
+            turns = itertools.cycle(batches)
+            for _ in range(14):
+                pipeline.progress(turns)
+            torch.cuda.synchronize()
+            times = []
+            for _ in range(5):
+                begin = time.perf_counter()
+                for _ in range(8):
+                    pipeline.progress(turns)
+                torch.cuda.synchronize()
+                times.append(1e3 * (time.perf_counter() - begin) / 8)
+            found = model.module.tables.cache_statistics().values()
+            more = {}
+            if found:
+                more["cached_share"] = round(
+                    sum(t.cached_rows for t in found) / sum(t.num_rows for t in found), 3
+                )
+                lookups = sum(t.num_found + t.num_loaded for t in found)
+                more["miss_rate"] = round(sum(t.num_loaded for t in found) / lookups, 4)
+                more["loaded_rows_per_step"] = round(
+                    sum(t.num_loaded for t in found) / max(t.num_calls for t in found)
+                )
+            if speeds:
+                more["share_of_resident"] = round(speeds["fused"] / statistics.median(times), 3)
+            speeds[kernel] = statistics.median(times)
+            print_row(f"cuda/cached_tables/{kernel}/{shape}", sorted(times), **more)
+            del model, pipeline, stepper
+            torch.cuda.empty_cache()
+        dist.destroy_process_group()
 
 
 def gpt(ceilings, tokens=8192, width=2048, vocab=128256, layers=2):
@@ -336,12 +496,13 @@ def wrapper():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="*", help="dlrm, gpt, graph, jagged, wrapper")
+    parser.add_argument("--only", nargs="*", help="cached, dlrm, gpt, graph, jagged, wrapper")
     parser.add_argument("--batch", type=int, default=65536)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument(
         "--no-compile", action="store_true", help="without torch.compile of DLRM's dense part"
     )
+    parser.add_argument("--profile", action="store_true", help="DLRM: print its kernels instead of rows")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("steps_bench: there is no GPU here.")
@@ -350,7 +511,8 @@ def main():
         "jagged": lambda: jagged(ceilings),
         "graph": lambda: graph_layer(ceilings),
         "gpt": lambda: gpt(ceilings),
-        "dlrm": lambda: dlrm(ceilings, options.batch, options.rows, not options.no_compile),
+        "dlrm": lambda: dlrm(ceilings, options.batch, options.rows, not options.no_compile, options.profile),
+        "cached": cached,
         "wrapper": wrapper,
     }
     for name, part in parts.items():
