@@ -1,6 +1,7 @@
 #include "tessera/core/step_recorder.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <deque>
@@ -37,8 +38,20 @@ thread_local ThreadState this_thread;
 
 }  // namespace
 
+DeviceClock::~DeviceClock() = default;
+
 struct StepRecorder::State {
+  /// A span as the device did it, its times not known yet.
+  struct DeviceSpan {
+    SpanRecord span;
+    std::size_t begin = 0;
+    std::size_t end = 0;
+  };
+
   mutable std::mutex mutex;
+  std::shared_ptr<DeviceClock> clock;
+  std::atomic<DeviceClock*> clock_in_use{nullptr};  // while a kept step runs
+  std::vector<DeviceSpan> device_spans;
   RecorderOptions options;
   std::int64_t offset_ns = system_offset_ns();
   std::vector<std::thread::id> threads;  // by number; the first runs the steps
@@ -60,6 +73,14 @@ struct StepRecorder::State {
 
   bool is_kept(std::int64_t number) const {
     return number >= options.first_kept && number < options.first_kept + options.num_kept;
+  }
+
+  void note_device(const SpanRecord& span, std::size_t begin, std::size_t end) {
+    std::lock_guard lock(mutex);
+    if (step_number < 0) return;
+    DeviceSpan& kept = device_spans.emplace_back(DeviceSpan{span, begin, end});
+    kept.span.thread = SpanRecord::kDeviceThread;
+    kept.span.step = step_number;
   }
 
   void note(const SpanRecord& span, std::int64_t own_ns) {
@@ -108,6 +129,7 @@ void StepRecorder::begin_step(std::int64_t step) {
   if (state_->threads.empty()) state_->threads.push_back(std::this_thread::get_id());
   state_->step_number = step;
   state_->step = {};
+  state_->clock_in_use = state_->is_kept(step) ? state_->clock.get() : nullptr;
   state_->step_begin_ns = now_ns();
 }
 
@@ -117,6 +139,7 @@ StepTotals StepRecorder::end_step() {
   step.num_steps = 1;
   step.seconds = kSecond * static_cast<double>(now_ns() - state_->step_begin_ns);
   state_->step_number = -1;
+  state_->clock_in_use = nullptr;
   StepTotals& totals = state_->totals;
   totals.num_steps += 1;
   totals.seconds += step.seconds;
@@ -141,7 +164,21 @@ StepTotals StepRecorder::totals() const {
 
 std::vector<SpanRecord> StepRecorder::spans() const {
   std::lock_guard lock(state_->mutex);
-  return state_->spans;
+  std::vector<SpanRecord> all = state_->spans;
+  for (const State::DeviceSpan& each : state_->device_spans) {
+    SpanRecord span = each.span;
+    span.begin_ns = state_->clock->time_ns(each.begin);
+    span.end_ns = state_->clock->time_ns(each.end);
+    all.push_back(span);
+  }
+  std::stable_sort(all.begin(), all.end(),
+                   [](const SpanRecord& a, const SpanRecord& b) { return a.end_ns < b.end_ns; });
+  return all;
+}
+
+void StepRecorder::use_clock(std::shared_ptr<DeviceClock> clock) {
+  std::lock_guard lock(state_->mutex);
+  state_->clock = std::move(clock);
 }
 
 void StepRecorder::keep(RecorderOptions options) {
@@ -172,6 +209,9 @@ void Span::begin() noexcept {
   state_ = this_thread.recorder.get();
   if (state_ == nullptr) return;
   around_ = std::exchange(this_thread.innermost, this);
+  // Waiting is the host's.
+  if (!is_wait_) clock_ = state_->clock_in_use;
+  if (clock_ != nullptr) begin_mark_ = clock_->mark();
   begin_ns_ = now_ns();
 }
 
@@ -184,6 +224,7 @@ Span::~Span() {
   record.begin_ns = begin_ns_;
   record.end_ns = end_ns;
   state_->note(record, end_ns - begin_ns_ - inside_ns_);
+  if (clock_ != nullptr) state_->note_device(record, begin_mark_, clock_->mark());
 }
 
 }  // namespace tessera::core

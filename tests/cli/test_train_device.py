@@ -74,6 +74,22 @@ def test_a_gpu_trains(workload, gpus, tmp_path):
     assert losses["cuda"] == pytest.approx(losses["cpu"], rel=1e-3)
 
 
+def test_the_timeline_has_a_lane_of_the_gpu(gpus, tmp_path):
+    if not gpus:
+        pytest.skip("there is no GPU here")
+    result = train("dlrm", tmp_path, "--device", "cuda")
+    assert result.returncode == 0, result.stderr
+    trace = json.loads(next(tmp_path.rglob("trace.json")).read_text())
+    lanes = {event["tid"] for event in trace["traceEvents"] if event["args"].get("name") == "GPU"}
+    spans = [event for event in trace["traceEvents"] if event.get("tid") in lanes and event["ph"] == "X"]
+    assert {"dense", "backward", "optimizer"} <= {event["cat"] for event in spans}
+    host = [event for event in trace["traceEvents"] if event["ph"] == "X" and event["tid"] == 0]
+    # The device does it after it was told to, and within the seconds of the run.
+    assert min(event["ts"] for event in spans) >= min(event["ts"] for event in host) - 1e3
+    assert max(event["ts"] + event["dur"] for event in spans) < 60e6
+    assert "· GPU" in next(tmp_path.rglob("report.html")).read_text()
+
+
 def test_the_progress_line_shows_the_gpu(gpus, tmp_path):
     if not gpus:
         pytest.skip("there is no GPU here")

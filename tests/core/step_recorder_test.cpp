@@ -127,6 +127,44 @@ TEST(StepRecorder, OtherThreadsAreSeenButNotSummed) {
   EXPECT_EQ(recorder.spans()[0].thread, 1);
 }
 
+/// A device that is done with what it got at mark i at 10 i.
+class TenApart : public DeviceClock {
+ public:
+  std::size_t mark() override { return num_marks++; }
+  std::int64_t time_ns(std::size_t mark) override { return static_cast<std::int64_t>(10 * mark); }
+  std::size_t num_marks = 0;
+};
+
+TEST(StepRecorder, ADeviceHasALaneOfItsOwnForTheKeptSteps) {
+  StepRecorder recorder({.first_kept = 1, .num_kept = 1});
+  const auto clock = std::make_shared<TenApart>();
+  recorder.use_clock(clock);
+  const UseRecorder use(recorder);
+  for (int step = 0; step < 3; ++step) {
+    recorder.begin_step(step);
+    {
+      const Span outer(Phase::kDense);
+      const Span inner(Phase::kLookup);
+      const Span wait(Span::Wait{"all_reduce"});  // the host's alone
+    }
+    recorder.end_step();
+  }
+  EXPECT_EQ(clock->num_marks, 4U);
+  std::vector<SpanRecord> device;
+  for (const SpanRecord& span : recorder.spans()) {
+    if (span.thread == SpanRecord::kDeviceThread) device.push_back(span);
+  }
+  ASSERT_EQ(device.size(), 2U);
+  EXPECT_STREQ(device[0].name, "lookup");
+  EXPECT_EQ(device[0].begin_ns, 10);
+  EXPECT_EQ(device[0].end_ns, 20);
+  EXPECT_STREQ(device[1].name, "dense");
+  EXPECT_EQ(device[1].begin_ns, 0);
+  EXPECT_EQ(device[1].end_ns, 30);
+  EXPECT_EQ(device[1].step, 1);
+  EXPECT_EQ(recorder.totals().num_steps, 3);
+}
+
 TEST(StepRecorder, WithoutOneASpanIsNothing) {
   const Span span(Phase::kDense);
   const Span wait(Span::Wait{"barrier"});

@@ -1,5 +1,6 @@
 #include "report/rank_log.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <fstream>
@@ -50,6 +51,8 @@ Json events_of(const core::StepRecorder& recorder, int rank) {
                       {"ts", span.begin_ns},
                       {"dur", static_cast<double>(span.end_ns - span.begin_ns) / 1e3},
                       {"args", {{"step", span.step + 1}, {"wait", span.is_wait}}}});
+    // What a device did is no time of the host's.
+    if (span.thread == core::SpanRecord::kDeviceThread) events.back()["args"]["device"] = true;
   }
   return events;
 }
@@ -65,6 +68,14 @@ Json merged(const std::vector<Json>& ranks) {
                       {"name", "process_name"},
                       {"pid", rank},
                       {"args", {{"name", "rank " + std::to_string(rank)}}}});
+    const auto is_device = [](const Json& event) { return event["args"].contains("device"); };
+    if (std::any_of(ranks[rank].begin(), ranks[rank].end(), is_device)) {
+      events.push_back({{"ph", "M"},
+                        {"name", "thread_name"},
+                        {"pid", rank},
+                        {"tid", core::SpanRecord::kDeviceThread},
+                        {"args", {{"name", "GPU"}}}});
+    }
     for (Json event : ranks[rank]) {
       event["ts"] = static_cast<double>(event["ts"].get<std::int64_t>() - first) / 1e3;
       events.push_back(std::move(event));

@@ -242,7 +242,11 @@ using Lane = std::vector<const Json*>;
 Lane busiest_lane(const RankTrace& trace) {
   std::map<std::pair<std::string, std::string>, Lane> lanes;
   for (const Json& event : trace.events) {
-    if (is_span(event)) lanes[{key_of(event, "pid"), key_of(event, "tid")}].push_back(&event);
+    // What a device did beside the host is no phase of the host's step.
+    const bool is_device = event.contains("args") && event["args"].contains("device");
+    if (is_span(event) && !is_device) {
+      lanes[{key_of(event, "pid"), key_of(event, "tid")}].push_back(&event);
+    }
   }
   Lane busiest;
   double most = -1;

@@ -3,10 +3,14 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <chrono>
+#include <deque>
+#include <mutex>
 
 #include <ATen/ATen.h>
 #include <ATen/Context.h>
 #include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "report/html.h"
@@ -56,7 +60,43 @@ c10::CachingDeviceAllocator::DeviceStats allocator_stats(c10::Device device) {
   return allocator->getDeviceStats(device.index());
 }
 
+/// Events of the current stream, and the time between them.
+class StreamClock : public core::DeviceClock {
+ public:
+  explicit StreamClock(c10::Device device) : device_(device) {
+    StreamClock::mark();
+    events_.front().synchronize();
+    begin_ns_ = std::chrono::duration_cast<std::chrono::nanoseconds>(
+                    std::chrono::system_clock::now().time_since_epoch())
+                    .count();
+  }
+
+  std::size_t mark() override {
+    const std::lock_guard lock(mutex_);
+    events_.emplace_back(device_.type(), c10::EventFlag::BACKEND_DEFAULT);  // with its time
+    events_.back().record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+    return events_.size() - 1;
+  }
+
+  std::int64_t time_ns(std::size_t mark) override {
+    const std::lock_guard lock(mutex_);
+    c10::Event& event = events_.at(mark);
+    event.synchronize();
+    return begin_ns_ + static_cast<std::int64_t>(1e6 * events_.front().elapsedTime(event));
+  }
+
+ private:
+  c10::Device device_;
+  std::mutex mutex_;
+  std::deque<c10::Event> events_;
+  std::int64_t begin_ns_ = 0;
+};
+
 }  // namespace
+
+std::shared_ptr<core::DeviceClock> device_clock(c10::Device device) {
+  return device.is_cuda() ? std::make_shared<StreamClock>(device) : nullptr;
+}
 
 c10::Device device_of(const Settings& settings) {
   if (settings.device != "cuda") return at::kCPU;

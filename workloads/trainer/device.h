@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -11,6 +12,7 @@
 
 #include "tessera/comm/group.h"
 #include "tessera/core/export.h"
+#include "tessera/core/step_recorder.h"
 #include "trainer/settings.h"
 
 namespace tessera::trainer {
@@ -41,6 +43,9 @@ struct DeviceFacts {
   int percent = -1;             // of the last moments in which something ran; -1: not told
 };
 TESSERA_API DeviceFacts device_facts(c10::Device device);
+
+/// A clock for the lane of a GPU in the report's timeline; null for the CPU. Waits for the device.
+TESSERA_API std::shared_ptr<core::DeviceClock> device_clock(c10::Device device);
 
 /// The line of an error's text in which CUDA tells a fault of the device (it is lost, its memory is
 /// damaged, a kernel failed): nothing more can be done on it by this process. Empty: no such line.

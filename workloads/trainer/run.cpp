@@ -446,6 +446,7 @@ int train_rank(Settings& settings, const Maker& make, const comm::Group& world,
   ualarm(0, 0);
   // Steps of the middle: the first ones fill caches and pools.
   core::StepRecorder recorder({.first_kept = workload->num_steps() / 2, .num_kept = 3});
+  recorder.use_clock(device_clock(device_of(settings)));
   const Summary summary = train(*workload, world, folder + "/checkpoints", recorder, listener,
                                 [] { return is_told_to_stop.load(); });
   if (summary.was_finished) {

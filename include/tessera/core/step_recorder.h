@@ -36,8 +36,24 @@ inline constexpr std::size_t kNumPhases = 9;
 /// "other".
 TESSERA_API std::string_view name_of(Phase phase) noexcept;
 
+/// What a device beside the host, such as a GPU, has come to, for a lane of its own.
+class TESSERA_API DeviceClock {
+ public:
+  DeviceClock() = default;
+  virtual ~DeviceClock();
+  DeviceClock(const DeviceClock&) = delete;
+  DeviceClock& operator=(const DeviceClock&) = delete;
+  /// Notes the end of what this thread has given the device to do; returns a number for it. Any
+  /// thread; waits for nothing.
+  virtual std::size_t mark() = 0;
+  /// When the device was there, by the system's clock. Waits for it.
+  virtual std::int64_t time_ns(std::size_t mark) = 0;
+};
+
 /// One finished span.
 struct SpanRecord {
+  /// The lane of the device: what it did between what it was given before and in the span.
+  static constexpr int kDeviceThread = 1000;
   const char* name = "";  // lives as long as the program
   Phase phase = Phase::kOther;
   bool is_wait = false;       // waiting for communication
@@ -84,10 +100,12 @@ class TESSERA_API StepRecorder {
   /// Each of the last steps, at most kMaxSteps of them, oldest first.
   std::vector<StepTotals> last_steps() const;
   static constexpr std::size_t kMaxSteps = 10000;
-  /// The spans of the kept steps, by the time they ended.
+  /// The spans of the kept steps, by the time they ended. Waits for the device, if it has a clock.
   std::vector<SpanRecord> spans() const;
   /// From now on, keep these. What was kept stays.
   void keep(RecorderOptions options);
+  /// Spans of the kept steps are also told as the device did them. Before the first step.
+  void use_clock(std::shared_ptr<DeviceClock> clock);
 
   struct State;
 
@@ -136,6 +154,8 @@ class TESSERA_API Span {
   bool is_wait_ = false;
   std::int64_t begin_ns_ = 0;
   std::int64_t inside_ns_ = 0;  // spans inside this one
+  DeviceClock* clock_ = nullptr;
+  std::size_t begin_mark_ = 0;
 };
 
 }  // namespace tessera::core

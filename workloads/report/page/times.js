@@ -49,8 +49,9 @@ function timelineSection(run) {
       make("title", {}, `${line.names[name]}, step ${step}: ${secondsText(duration / 1e6)}`)));
   }
   const lanes = make("div", {class: "lanes", "aria-hidden": "true"});
+  const laneName = thread => thread === 0 ? "" : thread === 1000 ? " · GPU" : " · thread " + thread;
   line.lanes.forEach(([rank, thread], i) =>
-    lanes.append(make("b", {}, `rank ${rank}${thread === 0 ? "" : " · thread " + thread}`), drawings[i]));
+    lanes.append(make("b", {}, `rank ${rank}${laneName(thread)}`), drawings[i]));
   const scale = line.length >= 2e6 ? [1e6, "s"] : [1e3, "ms"];
   const ticks = ticksOf(0, line.length / scale[0], 5).filter(tick => tick * scale[0] <= line.length);
   lanes.append(make("b"), make("div", {class: "marks"}, ...line.marks.map(([step, at]) =>
