@@ -1,7 +1,6 @@
 // Sums of rows along the edges of a graph. A group of lanes has a row, each lane 16 bytes of its
 // columns: the edges of the row are walked in their order, so that the sum has the same bits in
-// every run, and the rows of several of them are on their way at once. Which rows those are is read
-// by all lanes together, one edge each, and passed around.
+// every run, and the rows of several of them are on their way at once.
 
 #include <algorithm>
 
@@ -38,46 +37,56 @@ struct Lanes {
   }
 };
 
-template <typename T, int kCount>
+/// What rows are multiplied with: nothing, one number per edge, or one per edge and column.
+enum class Weights : std::uint8_t { kNone, kSingle, kWide };
+
+/// Adds the part of a row that came along edge k.
+template <typename T, int kCount, Weights kWeights>
+__device__ __forceinline__ void add(const EdgeRows& rows, std::int64_t k, const T* weights,
+                                    std::int64_t num_columns, std::int64_t column,
+                                    const Part<T, kCount>& part, Part<T, kCount>& sum) {
+  Part<T, kCount> factor;
+  if constexpr (kWeights == Weights::kWide) {
+    factor =
+        *reinterpret_cast<const Part<T, kCount>*>(weights + rows.edge[k] * num_columns + column);
+  } else {
+    const T single = kWeights == Weights::kSingle ? weights[rows.edge[k]] : T(1);
+#pragma unroll
+    for (int c = 0; c < kCount; ++c) factor.values[c] = single;
+  }
+#pragma unroll
+  for (int c = 0; c < kCount; ++c) sum.values[c] += part.values[c] * factor.values[c];
+}
+
+template <typename T, int kCount, Weights kWeights>
 __global__ void __launch_bounds__(kThreads)
     sum_kernel(EdgeRows rows, std::int64_t num_rows, const T* input, std::int64_t num_columns,
-               const T* weights, std::int64_t width, T* output, int lanes) {
+               const T* weights, T* output, int lanes) {
   using Piece = Part<T, kCount>;
   const Lanes own(lanes, kCount, num_columns);
   if (own.row >= num_rows) return;
+  const std::int64_t begin = rows.first[own.row];
   const std::int64_t end = rows.first[own.row + 1];
   Piece sum{};
-  for (std::int64_t base = rows.first[own.row]; base < end; base += lanes) {
-    const std::int64_t k = base + own.lane < end ? base + own.lane : end - 1;
-    const std::int64_t column = rows.column[k];
-    const std::int64_t edge = weights == nullptr ? 0 : rows.edge[k];
-    const T single = weights == nullptr || width != 1 ? T(1) : weights[edge];
-    const int count = static_cast<int>(end - base < lanes ? end - base : lanes);
-    for (int i = 0; i < count; i += kFlight) {
-      Piece parts[kFlight];
-      T factors[kFlight];
+  std::int64_t k = begin;
+  // All lanes of a group read the same numbers of the edges: one transaction, and no exchange.
+  for (; k + kFlight <= end; k += kFlight) {
+    Piece parts[kFlight];
 #pragma unroll
-      for (int u = 0; u < kFlight; ++u) {
-        const int at = i + u < count ? i + u : count - 1;
-        const std::int64_t from = __shfl_sync(own.mask, column, at, lanes);
-        factors[u] = __shfl_sync(own.mask, single, at, lanes);
-        parts[u] = *reinterpret_cast<const Piece*>(input + from * num_columns + own.column);
-      }
-#pragma unroll
-      for (int u = 0; u < kFlight; ++u) {
-        if (width != 1) {
-          const int at = i + u < count ? i + u : count - 1;
-          const std::int64_t number = __shfl_sync(own.mask, edge, at, lanes);
-          const Piece factor =
-              *reinterpret_cast<const Piece*>(weights + number * num_columns + own.column);
-#pragma unroll
-          for (int c = 0; c < kCount; ++c) parts[u].values[c] *= factor.values[c];
-        }
-        if (i + u >= count) continue;
-#pragma unroll
-        for (int c = 0; c < kCount; ++c) sum.values[c] += parts[u].values[c] * factors[u];
-      }
+    for (int u = 0; u < kFlight; ++u) {
+      parts[u] =
+          *reinterpret_cast<const Piece*>(input + rows.column[k + u] * num_columns + own.column);
     }
+#pragma unroll
+    for (int u = 0; u < kFlight; ++u) {
+      add<T, kCount, kWeights>(rows, k + u, weights, num_columns, own.column, parts[u], sum);
+    }
+  }
+#pragma unroll 1
+  for (; k < end; ++k) {
+    const Piece part =
+        *reinterpret_cast<const Piece*>(input + rows.column[k] * num_columns + own.column);
+    add<T, kCount, kWeights>(rows, k, weights, num_columns, own.column, part, sum);
   }
   if (own.has_part) {
     *reinterpret_cast<Piece*>(output + own.row * num_columns + own.column) = sum;
@@ -161,13 +170,16 @@ int neighbour_sum(const EdgeRows& rows, std::int64_t num_rows, const T* input,
                   std::int64_t num_columns, const T* weights, std::int64_t width, T* output,
                   void* stream) {
   auto* const queue = static_cast<cudaStream_t>(stream);
-  // A weight per edge of a row of one column is one per edge and column, too.
-  const std::int64_t wide = weights == nullptr || num_columns == 1 ? 1 : width;
-  return start_kernel<T>(num_rows, num_columns, is_aligned(input, output, weights), true,
-                         [&]<int kCount>(dim3 grid, int lanes) {
-                           sum_kernel<T, kCount><<<grid, kThreads, 0, queue>>>(
-                               rows, num_rows, input, num_columns, weights, wide, output, lanes);
-                         });
+  const auto start = [&]<Weights kWeights>() {
+    return start_kernel<T>(num_rows, num_columns, is_aligned(input, output, weights), true,
+                           [&]<int kCount>(dim3 grid, int lanes) {
+                             sum_kernel<T, kCount, kWeights><<<grid, kThreads, 0, queue>>>(
+                                 rows, num_rows, input, num_columns, weights, output, lanes);
+                           });
+  };
+  if (weights == nullptr) return start.template operator()<Weights::kNone>();
+  return width == 1 ? start.template operator()<Weights::kSingle>()
+                    : start.template operator()<Weights::kWide>();
 }
 
 template <typename T>
