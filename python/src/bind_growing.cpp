@@ -2,6 +2,7 @@
 
 #include <ATen/Functions.h>
 
+#include "arguments.h"
 #include "bindings.h"
 #include "tessera/collision/growing_tables.h"
 

@@ -1,5 +1,7 @@
 #include "tessera/graph_parallel/neighbour_sum.h"
 
+#include <mutex>
+
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
@@ -41,20 +43,41 @@ struct Sorted {
   }
 };
 
+// The edges as given, and turned around for whoever asks: backward passes turn them around every
+// time and read the sorted ones alone.
+class Ends {
+ public:
+  explicit Ends(at::Tensor given) : given_(std::move(given)) {}
+  std::int64_t num_edges() const { return given_.size(1); }
+  const at::Tensor& of(bool is_turned) const {
+    if (!is_turned) return given_;
+    std::call_once(once_, [this] { turned_ = given_.flip(0); });
+    return turned_;
+  }
+
+ private:
+  at::Tensor given_;
+  mutable std::once_flag once_;
+  mutable at::Tensor turned_;
+};
+
 }  // namespace
 
 struct Adjacency::State {
-  State(std::int64_t num_sources, std::int64_t num_targets, at::Tensor edge_index,
-        std::shared_ptr<const Sorted> by_target, std::shared_ptr<const Sorted> by_source)
+  State(std::int64_t num_sources, std::int64_t num_targets, std::shared_ptr<const Ends> ends,
+        bool is_turned, std::shared_ptr<const Sorted> by_target,
+        std::shared_ptr<const Sorted> by_source)
       : num_sources(num_sources),
         num_targets(num_targets),
-        edge_index(std::move(edge_index)),
+        ends(std::move(ends)),
+        is_turned(is_turned),
         by_target(std::move(by_target)),
         by_source(std::move(by_source)) {}
 
   std::int64_t num_sources;
   std::int64_t num_targets;
-  at::Tensor edge_index;
+  std::shared_ptr<const Ends> ends;
+  bool is_turned;
   std::shared_ptr<const Sorted> by_target;
   std::shared_ptr<const Sorted> by_source;
   detail::DeviceCopies edge_copies;
@@ -79,19 +102,20 @@ Adjacency::Adjacency(const at::Tensor& edge_index, std::int64_t num_sources,
                           limits[end], ".");
     }
   }
-  state_ = std::make_shared<State>(num_sources, num_targets, edges,
+  state_ = std::make_shared<State>(num_sources, num_targets, std::make_shared<const Ends>(edges),
+                                   /*is_turned=*/false,
                                    std::make_shared<Sorted>(edges[1], edges[0], num_targets),
                                    std::make_shared<Sorted>(edges[0], edges[1], num_sources));
 }
 
 std::int64_t Adjacency::num_sources() const noexcept { return state_->num_sources; }
 std::int64_t Adjacency::num_targets() const noexcept { return state_->num_targets; }
-std::int64_t Adjacency::num_edges() const noexcept { return state_->edge_index.size(1); }
-const at::Tensor& Adjacency::edge_index() const noexcept { return state_->edge_index; }
+std::int64_t Adjacency::num_edges() const noexcept { return state_->ends->num_edges(); }
+const at::Tensor& Adjacency::edge_index() const { return state_->ends->of(state_->is_turned); }
 
 Adjacency Adjacency::reversed() const {
-  return Adjacency(std::make_shared<State>(state_->num_targets, state_->num_sources,
-                                           state_->edge_index.flip(0), state_->by_source,
+  return Adjacency(std::make_shared<State>(state_->num_targets, state_->num_sources, state_->ends,
+                                           !state_->is_turned, state_->by_source,
                                            state_->by_target));
 }
 

@@ -4,7 +4,8 @@
 #include <gtest/gtest.h>
 
 #include <ATen/ATen.h>
-#include <c10/cuda/CUDAStream.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "embedding/table_batches.h"
 
@@ -163,7 +164,8 @@ TEST(RowCache, ThePolicySaysWhichRowsLeave) {
 
 TEST(RowCache, RowsAreBroughtAheadOnAnotherStreamWhileEarlierCallsAreAtWork) {
   Twins twins(fused(OptimizerKind::kRowWiseAdagrad), {120, 200, 110});
-  const auto side = c10::cuda::getStreamFromPool();
+  const c10::Device gpu(at::kCUDA, 0);
+  const c10::Stream side = c10::impl::VirtualGuardImpl(at::kCUDA).getStreamFromGlobalPool(gpu);
   LookupInput next = window(0);
   for (int call = 0; call < 30; ++call) {
     const LookupInput input = next;
@@ -171,10 +173,8 @@ TEST(RowCache, RowsAreBroughtAheadOnAnotherStreamWhileEarlierCallsAreAtWork) {
     const Tensor far = twins.cached->pooled(input);
     next = window(call + 1);
     {
-      const c10::cuda::CUDAStream main = c10::cuda::getCurrentCUDAStream();
-      c10::cuda::setCurrentCUDAStream(side);
+      const c10::StreamGuard beside(side);
       twins.cached->prefetch(next);
-      c10::cuda::setCurrentCUDAStream(main);
     }
     ASSERT_TRUE(at::equal(near, far)) << call;
     near.backward(gradient_of(call));

@@ -166,8 +166,9 @@ def train_from_host_memory(rank, kernel):
     # State taken while rows are cached, and given to tables with and without a cache.
     steps(far, CUDA, rank, 1)
     steps(near, CUDA, rank, 1)
-    state = far.module.bags.state_dict()
-    check_loads(state, near.module.bags.gather_tables(), [near.module.bags, far.module.bags])
+    whole = {name: rows.clone() for name, rows in near.module.bags.gather_tables().items()}
+    for own, other in ((far, near), (near, far)):  # a state dict is the tables' own memory
+        check_loads(own.module.bags.state_dict(), whole, [other.module.bags])
     found = far.module.bags.cache_statistics()
     if kernel == "fused_uvm":
         assert not found

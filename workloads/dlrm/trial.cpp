@@ -11,6 +11,7 @@
 
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/environment.h"
+#include "tessera/comm/topology.h"
 #include "trainer/train.h"
 
 namespace tessera::workloads::dlrm {

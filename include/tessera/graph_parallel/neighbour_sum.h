@@ -25,7 +25,7 @@ class TESSERA_API Adjacency {
   std::int64_t num_targets() const noexcept;
   std::int64_t num_edges() const noexcept;
   /// The edges as given.
-  const at::Tensor& edge_index() const noexcept;
+  const at::Tensor& edge_index() const;
 
   /// The same edges, turned around.
   Adjacency reversed() const;
