@@ -268,7 +268,7 @@ def zipf(rows, count, generator, exponent=1.05):
     return torch.searchsorted(ends, draws).clamp(max=rows - 1) * 7919 % rows
 
 
-def cached(batch=8192, rows=1_000_000, share=0.25):
+def cached(batch, rows=1_000_000, share=0.25):
     """Times DLRM steps whose tables lie in host memory with a cache for a quarter of their rows."""
     import tempfile
 
@@ -498,6 +498,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", help="cached, dlrm, gpt, graph, jagged, wrapper")
     parser.add_argument("--batch", type=int, default=65536)
+    parser.add_argument("--cached-batch", type=int, default=32768, help="of the cached tables")
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument(
         "--no-compile", action="store_true", help="without torch.compile of DLRM's dense part"
@@ -512,7 +513,7 @@ def main():
         "graph": lambda: graph_layer(ceilings),
         "gpt": lambda: gpt(ceilings),
         "dlrm": lambda: dlrm(ceilings, options.batch, options.rows, not options.no_compile, options.profile),
-        "cached": cached,
+        "cached": lambda: cached(options.cached_batch),
         "wrapper": wrapper,
     }
     for name, part in parts.items():
