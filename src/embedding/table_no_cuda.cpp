@@ -1,6 +1,5 @@
 // Stands in for table_cuda.cpp in a build without CUDA.
 
-#include "embedding/row_cache.h"
 #include "embedding/table_pass.h"
 #include "tessera/core/check.h"
 
@@ -28,10 +27,5 @@ void cuda_step_rows(const kernels::TableRows&, const kernels::RowState&, const k
                     const at::Tensor&, const at::Tensor&, float) {
   refuse();
 }
-std::shared_ptr<RowCache> make_row_cache(const std::vector<Table>&, CachePolicy, RowOptimizer*) {
-  refuse();
-}
-bool is_mapped(const at::Tensor&) { return false; }
-at::Tensor make_mapped(std::int64_t, std::int64_t, at::ScalarType, at::Device) { refuse(); }
 
 }  // namespace tessera::embedding::detail
