@@ -3,7 +3,8 @@
     .venv-peers/bin/python bench/compare/torchrec_collision.py [--seconds S] [--ids N]
 
 All hold the same ids; batches of 65536 known ids, one thread, taking turns: torchrec's table, ours of the
-same kind in the same slots, and `tessera_growing`, the table that grows. An admission brings 65536 new ids
+same kind in the same slots, `tessera_growing`, the module of a table that grows, and `tessera_id_table`,
+the id table in it without the module around it. An admission brings 65536 new ids
 into a full table. With more than 2 * 10^7 ids only torchrec's remap and the growing table are timed, as
 the admissions would take minutes.
 """
@@ -82,7 +83,7 @@ def main() -> None:
     sides["tessera_growing"] = (our_tensors, growing)
     for _, module in sides.values():
         module.eval()
-    times: dict[str, list[float]] = {name: [] for name in sides}
+    times: dict[str, list[float]] = {name: [] for name in [*sides, "tessera_id_table"]}
     end = time.monotonic() + arguments.seconds
     while time.monotonic() < end or len(times["torchrec_mch"]) < 5:
         values = ids[torch.randint(0, size - 1, (BATCH,), generator=generator)]
@@ -91,6 +92,10 @@ def main() -> None:
             begin = time.thread_time()
             rows[name] = call(tensors, module, values)
             times[name].append(time.thread_time() - begin)
+        others = ids[torch.randint(0, size - 1, (BATCH,), generator=generator)]  # not read just before
+        begin = time.thread_time()
+        growing._ids.find(others)
+        times["tessera_id_table"].append(time.thread_time() - begin)
         if "tessera_mch" in rows:
             assert torch.equal(rows["torchrec_mch"], rows["tessera_mch"])
         # Other numbers, but one for each id.

@@ -191,6 +191,37 @@ def test_a_file_that_grows_is_followed_until_told_to_stop(tmp_path, log):
     assert resumed["first_step"] == 28 and resumed["steps"] == 30
 
 
+def test_a_killed_run_goes_on_with_other_ranks_to_the_same_ids(tmp_path, log):
+    flags = ["--data", str(log), "--steps", "10", "--id-admission", "freq:2", "--checkpoint-every", "2"]
+    train(tmp_path, *flags, "--batch", "96", "--save", str(tmp_path / "straight"))
+    folder = tmp_path / "killed"
+    words = command(tmp_path, *flags, "--batch", "48", "--ranks", "2", "--save", str(folder))
+    # It begins again on other ranks after every SIGKILL; 96 samples a step all the while.
+    for step, ranks in ((3, 3), (6, 1)):
+        with subprocess.Popen(words, stdout=subprocess.DEVNULL, start_new_session=True) as process:
+            deadline = time.monotonic() + LIMIT
+            while process.poll() is None:
+                done = metrics(folder, "step") if (folder / "metrics.jsonl").exists() else []
+                if done and done[-1]["step"] >= step:
+                    break
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            os.killpg(process.pid, signal.SIGKILL)
+        words = command(tmp_path, "--resume", str(folder), "--ranks", str(ranks), "--batch", str(96 // ranks))
+    last = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT)
+    assert last.returncode == 0, last.stdout + last.stderr
+
+    def ids_of(root):
+        words = [TESSERA, "ckpt", "ids", str(root), "--table", "user"]
+        listed = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT, check=True).stdout
+        rows = [line.split(",") for line in listed.splitlines()[1:]]
+        return {row[0]: (row[2], row[3]) for row in rows}, len(rows)
+
+    straight, count = ids_of(tmp_path / "straight")
+    assert len(straight) == count > 5
+    assert ids_of(folder) == (straight, count)
+
+
 def test_evicts_to_its_capacity(tmp_path, log):
     flags = ["--data", str(log), "--batch", "64", "--steps", "15", "--id-capacity", "1"]
     found = answer(tmp_path, *flags, "--id-eviction", "lru", "--id-default", "zero")

@@ -157,7 +157,8 @@ class GrowingManagedCollisionModule(ManagedCollisionModule):
         write_weights: torch.Tensor | None = None,
     ) -> Features:
         """Return the rows in place of the ids; in train mode unknown ids may get one."""
-        values = torch.cat([feature.values() for feature in features.values()]).cpu().to(torch.int64)
+        given = [feature.values() for feature in features.values()]
+        values = (given[0] if len(given) == 1 else torch.cat(given)).cpu().to(torch.int64)
         self._num_scratch = 0
         if self.training:
             step = int(self._current_iter_tensor) + 1
