@@ -1,10 +1,13 @@
+#include <cstdlib>
+
 #include "bind_growing.h"
 #include "bindings.h"
 #include "tessera/core/version.h"
 
 PYBIND11_MODULE(_C, module) {
   py::options options;
-  options.disable_function_signatures();  // the stubs have them
+  // The stubs have them; the test of the stubs asks for them here.
+  if (std::getenv("TESSERA_SIGNATURES") == nullptr) options.disable_function_signatures();
   module.doc() = "The engine of tessera. Import its public names from tessera and its modules.";
   module.def("version", &tessera::version, "Return the version of the library, e.g. '0.1.0'.");
   module.def("torch_version", &tessera::torch_version,
