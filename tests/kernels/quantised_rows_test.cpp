@@ -17,7 +17,7 @@ namespace {
 constexpr RowType kTypes[] = {RowType::kFloat32, RowType::kFloat16, RowType::kBFloat16,
                               RowType::kInt8,    RowType::kInt4,    RowType::kInt2,
                               RowType::kFloat8};
-constexpr std::int64_t kWidths[] = {1, 3, 15, 16, 17, 32, 40, 64, 100, 128, 200};
+constexpr std::int64_t kWidths[] = {1, 3, 15, 16, 17, 32, 40, 64, 100, 128, 200, 256};
 
 std::size_t row_size(RowType type, std::int64_t count) {
   return static_cast<std::size_t>(head_bytes(type) + code_bytes(type, count));

@@ -94,8 +94,22 @@ struct ByteCodes : CodeForm {
 struct NibbleCodes : CodeForm {
   static constexpr int kGroupBytes = 8;
   static void load(const std::uint8_t* from, Floats* to) {
+#if defined(__AVX512F__)
+    // Each lane brings its nibble down, and reads the number that belongs to its four lowest bits.
+    std::int32_t first = 0;
+    std::int32_t second = 0;
+    __builtin_memcpy(&first, from, sizeof(first));
+    __builtin_memcpy(&second, from + 4, sizeof(second));
+    const __m512i eight_of_each = _mm512_mask_set1_epi32(_mm512_set1_epi32(first), 0xFF00, second);
+    const __m512i places =
+        _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
+    const __m512 levels = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    to[0] = bits_as<Floats>(_mm512_maskz_permutexvar_ps(
+        0xFFFF, _mm512_maskz_srlv_epi32(0xFFFF, eight_of_each, places), levels));
+#else
     const Bytes bytes = load_8(from);
     widen_bytes(in_turns(bytes & 15, bytes >> 4), to);
+#endif
   }
   static float at(const std::uint8_t* codes, std::int64_t c) {
     return static_cast<float>((codes[c / 2] >> (c % 2 * 4)) & 15);
@@ -351,22 +365,46 @@ void dequantise(RowType type, const std::uint8_t* row, std::int64_t count, float
   });
 }
 
-// Finds rows, and asks for those that come later.
-template <typename Form>
+/// How many rows ahead to fetch: as rows_ahead, but short rows farther, since more of them are
+/// awaited at once.
+inline std::int64_t short_rows_ahead(std::int64_t bytes_per_row) {
+  const std::int64_t rows = 128 * kLineBytes / (bytes_per_row + kLineBytes - 1);
+  return rows > 32 ? (rows < 64 ? rows : 64) : rows_ahead(bytes_per_row);
+}
+
+// Finds rows, and asks for those that come later. `kBytes` > 0: of that many bytes that are read.
+template <int kBytes>
 struct Walk {
   Walk(const QuantisedRows& rows, const QuantisedBags& bags)
       : rows(rows),
         ids(bags.ids),
         first(bags.offsets[0]),
         last(bags.offsets[bags.num_bags]),
-        ahead(rows_ahead(rows.row_bytes)) {
+        ahead(short_rows_ahead(kBytes > 0 ? kBytes : rows.row_bytes)) {
     for (std::int64_t k = first; k < first + ahead; ++k) fetch(k);
   }
   TESSERA_INLINE_ALWAYS void fetch(std::int64_t k) const {
     if (k >= last) return;
     const auto id = static_cast<std::uint64_t>(ids[k]);
     if (id >= static_cast<std::uint64_t>(rows.num_rows)) return;
-    prefetch(rows.data + static_cast<std::int64_t>(id) * rows.row_bytes, rows.row_bytes);
+    const std::uint8_t* row = rows.data + static_cast<std::int64_t>(id) * rows.row_bytes;
+    if constexpr (kBytes == 0) {
+      prefetch(row, rows.row_bytes);
+    } else {
+      constexpr int kLines = (kBytes + kLineBytes - 1) / kLineBytes;
+      constexpr int kHalf = (kLines + 1) / 2;
+#pragma GCC unroll 16
+      for (int i = 0; i < kHalf; ++i) {
+        if (kHalf + i < kLines) prefetch_line(row + (kHalf + i) * kLineBytes);
+        prefetch_line(row + i * kLineBytes);
+      }
+      // Rows begin at multiples of 4: where 4 bytes are left, they lie in the line of the first.
+      if constexpr (kBytes % kLineBytes != 4) {
+        if ((reinterpret_cast<std::uintptr_t>(row) & (kLineBytes - 1)) != 0) {
+          prefetch_line(row + kBytes - 1);
+        }
+      }
+    }
   }
   /// Null for an id that is not a row.
   TESSERA_INLINE_ALWAYS const std::uint8_t* row(std::int64_t k) const {
@@ -382,6 +420,16 @@ struct Walk {
   std::int64_t last;
   std::int64_t ahead;
 };
+
+// The order in which the groups of a row are read: pairs from both ends towards the middle. Read
+// from front to back, three lines are a stream to the processor, which then fetches lines behind
+// the row that nobody wants: a row of 256 bytes took half as long again. (Lines are asked for out
+// of order for the same reason.)
+constexpr int group_in_turn(int turn, int num_groups) {
+  if (num_groups < 4) return turn;
+  const int from_end = turn / 4 * 2;
+  return turn % 4 < 2 ? num_groups - 1 - from_end - turn % 2 : from_end + 1 - turn % 2;
+}
 
 // Adds codes times scale. Without weights the product is exact (11 bits times 8), so one
 // instruction for both gives the same bits.
@@ -401,7 +449,7 @@ TESSERA_INLINE_ALWAYS Floats added(Floats sum, Floats codes, Floats scale) {
 template <typename Form, bool kWeighted, int kGroups>
 std::int64_t pool_rows(const QuantisedRows& rows, const QuantisedBags& bags, float* output,
                        std::int64_t stride) {
-  const Walk<Form> walk(rows, bags);
+  const Walk<kGroups == 0 ? 0 : kHead<Form> + kGroups * Form::kGroupBytes> walk(rows, bags);
   const std::int64_t count = rows.num_columns;
   const std::int64_t whole = kGroups > 0 ? kGroups * kGroup : count / kGroup * kGroup;
   for (std::int64_t b = 0; b < bags.num_bags; ++b) {
@@ -428,7 +476,8 @@ std::int64_t pool_rows(const QuantisedRows& rows, const QuantisedBags& bags, flo
       const std::uint8_t* codes = row + kHead<Form>;
       if constexpr (kGroups > 0) {
 #pragma GCC unroll 16
-        for (int g = 0; g < kGroups; ++g) {
+        for (int turn = 0; turn < kGroups; ++turn) {
+          const int g = group_in_turn(turn, kGroups);
           Floats numbers[kVectors];
           Form::load(codes + g * Form::kGroupBytes, numbers);
           for (int v = 0; v < kVectors; ++v) {
@@ -481,6 +530,8 @@ std::int64_t pool_by_width(const QuantisedRows& rows, const QuantisedBags& bags,
       return pool_rows<Form, kWeighted, 4>(rows, bags, output, stride);
     case 128:
       return pool_rows<Form, kWeighted, 8>(rows, bags, output, stride);
+    case 256:
+      return pool_rows<Form, kWeighted, 16>(rows, bags, output, stride);
     default:
       return pool_rows<Form, kWeighted, 0>(rows, bags, output, stride);
   }
@@ -498,7 +549,7 @@ std::int64_t pooled(const QuantisedRows& rows, const QuantisedBags& bags, float*
 template <typename Form>
 std::int64_t copy_rows(const QuantisedRows& rows, const QuantisedBags& bags, float* output,
                        std::int64_t stride) {
-  const Walk<Form> walk(rows, bags);
+  const Walk<0> walk(rows, bags);
   for (std::int64_t k = walk.first; k < walk.last; ++k) {
     const std::uint8_t* row = walk.row(k);
     if (row == nullptr) return k;
