@@ -73,7 +73,7 @@ Problem random_problem(std::uint64_t seed) {
   problem.ranks_per_host = numbers.one_in(3) ? 1 : world;
   problem.reserved_percent = numbers.one_of<double>({0, 15});
   problem.objective = numbers.one_in(2) ? Objective::kPhases : Objective::kSum;
-  problem.tries = numbers.one_in(16) ? 64 : 16;  // with 64 the bound is sharpened by pays
+  problem.tries = numbers.one_in(4) ? 64 : 16;  // with 64 the bound is sharpened by pays
   const double share = numbers.one_of<double>({0, 0.7, 1, 1.1, 1.3, 2});
   const bool is_mixed = numbers.one_in(4);
   for (Rank& rank : problem.ranks) {
