@@ -40,6 +40,8 @@ bool fits(const Load& load, double seconds, double capacity) {
 int least_parts(const std::vector<Load>& loads, int units, int limit, double seconds,
                 double capacity) {
   limit = std::min(limit, units);
+  // A whole table may fit where no part does: parts of exact norms sum gradients first.
+  if (fits(loads[static_cast<std::size_t>(units)], seconds, capacity)) return 1;
   if (!fits(loads[static_cast<std::size_t>((units + limit - 1) / limit)], seconds, capacity)) {
     return 0;
   }
@@ -228,8 +230,12 @@ double least_seconds(const Options& options, std::string& table) {
       limit = std::min(limit, one.units);
       return (one.units + limit - 1) / limit;
     };
-    if (one.has_parts) consider(one.parts, narrowest(parts_limit(options, one)));
+    if (one.has_parts) {
+      consider(one.parts, one.units);
+      consider(one.parts, narrowest(parts_limit(options, one)));
+    }
     if (one.has_hosts) {
+      consider(one.host_parts.full, one.units);
       consider(one.host_parts.full,
                narrowest(one.can_cut_hosts ? static_cast<int>(one.hosts.size()) : 1));
     }
@@ -532,12 +538,14 @@ double cheapest(const Options& options, const TableClass& one, double seconds,
   if (one.has_parts && part_price(widest(parts_limit(options, one))) != kInfinity) {
     best = cheapest_cuts(one.units, one.can_cut, part_price);
   }
+  if (one.has_parts) best = std::min(best, part_price(one.units));
   const int hosts_limit = one.can_cut_hosts ? static_cast<int>(one.hosts.size()) : 1;
   if (one.has_hosts && row_price(one.host_parts, widest(hosts_limit)) != kInfinity) {
     best = std::min(best, cheapest_cuts(one.units, one.can_cut_hosts, [&](int units) {
                       return row_price(one.host_parts, units);
                     }));
   }
+  if (one.has_hosts) best = std::min(best, row_price(one.host_parts, one.units));
   for (const UniformOption& option : one.uniform) {
     // Every rank has its own shard.
     double price = 0;

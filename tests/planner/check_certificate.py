@@ -158,7 +158,7 @@ class Checker:
 
             single = [price_of(u * unit) if limit > 1 or u == units else INF for u in range(units + 1)]
             if limit == 1 or single[-(-units // min(limit, units))] == INF:  # one part is at least so wide
-                best = min(best, single[units] if limit == 1 else INF)
+                best = min(best, single[units])
                 continue
             sums = [0.0]
             for u in range(1, units + 1):

@@ -246,6 +246,29 @@ TEST(PlannerTest, ListsThatCannotBeMeantAreNamed) {
       "may not be whole");
 }
 
+// Parts of a table with exact norms sum gradients before the step: whole it is the fastest.
+TEST(PlannerTest, AWholeTableMayFitWhereNoPartDoes) {
+  Problem problem;
+  Table& table = problem.tables.emplace_back();
+  table.name = "norms";
+  table.rows = 1000;
+  table.dim = 16;
+  table.features[0].ids = 100;
+  table.has_exact_norms = true;
+  problem.rules["norms"].cuts = {Cut::kTableWise, Cut::kColumnWise};
+  Rank rank;
+  rank.speeds.merge_seconds = 1e-3;
+  problem.ranks.assign(4, rank);
+  problem.ranks_per_host = 4;
+  for (const bool is_mixed : {false, true}) {
+    if (is_mixed) problem.ranks[3].speeds.memory *= 2;
+    const PlanResult result = plan(problem);
+    EXPECT_EQ(result.plan[0].cut, Cut::kTableWise);
+    EXPECT_LE(result.certificate.seconds, result.seconds);
+    EXPECT_TRUE(holds(result.certificate, problem));
+  }
+}
+
 TEST(PlannerTest, RulesThatCostMuchAreToldWithTheirPrice) {
   Problem problem = models::problem_of("mlperf", 8, false);
   problem.rules["t0020"].ranks = {3};
