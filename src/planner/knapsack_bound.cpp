@@ -18,6 +18,7 @@
 #include "planner/places.h"
 
 namespace tessera::planner {
+namespace knapsack {  // names of its own, for files that are compiled together
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
@@ -400,7 +401,7 @@ bool refute(const Options& options, double seconds, Pays& pays, std::vector<Patt
 
 }  // namespace
 
-void sharpen_by_pays(const Options& options, Bound& bound, double reached, double budget) {
+void sharpen(const Options& options, Bound& bound, double reached, double budget) {
   if (options.kinds.size() != 1 || options.classes.size() > kMostClasses) return;
   double low = bound.certificate.seconds;
   double high = reached;
@@ -426,7 +427,7 @@ void sharpen_by_pays(const Options& options, Bound& bound, double reached, doubl
   }
 }
 
-bool pays_hold(const Options& options, const Certificate& certificate) {
+bool hold(const Options& options, const Certificate& certificate) {
   const auto& given = certificate.pays;
   const bool is_right = options.kinds.size() == 1 && certificate.seconds > 0 && given.byte >= 0 &&
                         given.byte < kInfinity && given.tables.size() == options.classes.size();
@@ -446,6 +447,16 @@ bool pays_hold(const Options& options, const Certificate& certificate) {
   const std::vector<ClassShards> classes = shards_within(options, certificate.seconds);
   Knapsack knapsack(classes, certificate.seconds);
   return excess_of(options, pays, knapsack.most(pays.shares, pays.counts, pays.byte)) > 0;
+}
+
+}  // namespace knapsack
+
+void sharpen_by_pays(const Options& options, Bound& bound, double reached, double budget) {
+  knapsack::sharpen(options, bound, reached, budget);
+}
+
+bool pays_hold(const Options& options, const Certificate& certificate) {
+  return knapsack::hold(options, certificate);
 }
 
 }  // namespace tessera::planner
