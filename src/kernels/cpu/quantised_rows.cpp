@@ -23,11 +23,13 @@ inline Bytes load_16(const std::uint8_t* from) {
   __builtin_memcpy(&bytes, from, sizeof(bytes));
   return bytes;
 }
+#if !defined(__AVX512F__)
 inline Bytes load_8(const std::uint8_t* from) {
   std::uint64_t word;
   __builtin_memcpy(&word, from, sizeof(word));
   return bits_as<Bytes>(LongPair{word, 0});
 }
+#endif
 inline Bytes load_4(const std::uint8_t* from) {
   std::uint32_t word;
   __builtin_memcpy(&word, from, sizeof(word));
