@@ -11,6 +11,7 @@
 #include "tessera/checkpoint/modules.h"
 #include "tessera/checkpoint/save.h"
 #include "tessera/collision/id_table.h"
+#include "tessera/collision/managed_collision_tables.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/failure.h"
 #include "tessera/comm/mesh.h"
@@ -229,6 +230,17 @@ void id_table(std::span<const std::int64_t> ids, std::int64_t step, std::span<st
   table.find(ids, rows);
 }
 
+void managed_collision(const embedding::EmbeddingBagConfig& user,
+                       const jagged::KeyedJaggedTensor& features) {
+  collision::MchOptions options;
+  options.zch_size = 1000;
+  options.eviction_policy = std::make_shared<collision::LfuEvictionPolicy>();
+  options.eviction_interval = 10;
+  const auto ids = std::make_shared<collision::MCHManagedCollisionModule>(options);
+  collision::ManagedCollisionEmbeddingBagCollection module({user}, {{"user", ids}});
+  auto [pooled, remapped] = module.forward(features);
+}
+
 void served(const serving::Request& request, std::span<float> logits) {
   tessera::serving::Model model("pkg");
   auto lease = model.lease();
@@ -252,6 +264,17 @@ void table_batch(const at::Tensor& user, const at::Tensor& item, const at::Tenso
                     .optimizer = {.kind = OptimizerKind::kRowWiseAdagrad, .learning_rate = 0.02}});
   auto pooled = batch.pooled({.ids = ids, .offsets = offsets});
   pooled.backward(grad);
+}
+
+void cached_tables(const embedding::LookupInput& next) {
+  using embedding::CachePolicy;
+  using embedding::GradientForm;
+  using embedding::PoolingType;
+  auto rows = embedding::mapped_rows(40'000'000, 128, at::kBFloat16, at::kCUDA);
+  embedding::TableBatch batch(
+      {{"user", rows, PoolingType::kSum, /*cached_rows=*/4'000'000}}, {{"user", 0}},
+      {.gradients = GradientForm::kFused, .cache_policy = CachePolicy::kLfu});
+  batch.prefetch(next);
 }
 
 }  // namespace tessera::page_samples
