@@ -58,24 +58,38 @@ void Batcher::stop() {
   workers_.clear();
 }
 
+void Batcher::refuse_unless_in_time(std::int64_t num_samples, std::uint64_t num_bytes,
+                                    Clock::time_point deadline) {
+  if (queued_samples_ + num_samples > options_.queue_samples ||
+      queued_bytes_ + num_bytes > options_.queue_bytes) {
+    metrics_.refused(Refusal::kQueueFull);
+    throw HttpError(429, std::to_string(queued_samples_) + " samples wait already");
+  }
+  // Who waits for nobody is computed whatever is thought of its time: nothing else would correct
+  // that.
+  const std::int64_t before = computed_samples_ + queued_samples_;
+  const double wait = before == 0
+                          ? 0
+                          : seconds_per_sample_ * static_cast<double>(before + num_samples) /
+                                std::max(options_.workers, 1);
+  if (Clock::now() +
+          std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(wait)) >
+      deadline) {
+    metrics_.refused(Refusal::kDeadline);
+    throw HttpError(
+        429, "the deadline cannot be met: " + std::to_string(queued_samples_) + " samples wait");
+  }
+}
+
+void Batcher::check_room(std::uint64_t num_bytes, Clock::time_point deadline) {
+  const std::lock_guard lock(mutex_);
+  refuse_unless_in_time(0, num_bytes, deadline);
+}
+
 void Batcher::add(Job job) {
   {
     const std::lock_guard lock(mutex_);
-    if (queued_samples_ + job.request.num_samples > options_.queue_samples ||
-        queued_bytes_ + job.num_bytes > options_.queue_bytes) {
-      metrics_.refused(Refusal::kQueueFull);
-      throw HttpError(429, std::to_string(queued_samples_) + " samples wait already");
-    }
-    const double wait = seconds_per_sample_ *
-                        static_cast<double>(queued_samples_ + job.request.num_samples) /
-                        std::max(options_.workers, 1);
-    if (Clock::now() +
-            std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(wait)) >
-        job.deadline) {
-      metrics_.refused(Refusal::kDeadline);
-      throw HttpError(
-          429, "the deadline cannot be met: " + std::to_string(queued_samples_) + " samples wait");
-    }
+    refuse_unless_in_time(job.request.num_samples, job.num_bytes, job.deadline);
     queued_samples_ += job.request.num_samples;
     queued_bytes_ += job.num_bytes;
     gauges_.queued_samples.store(queued_samples_);
@@ -108,6 +122,7 @@ std::vector<Job> Batcher::take() {
     queue_.pop_front();
   }
   queued_samples_ -= num_samples;
+  computed_samples_ += num_samples;
   gauges_.queued_samples.store(queued_samples_);
   return jobs;
 }
@@ -122,7 +137,9 @@ void Batcher::work() {
     }
     const auto now = Clock::now();
     std::vector<Job> in_time;
+    std::int64_t num_samples = 0;
     for (Job& job : jobs) {
+      num_samples += job.request.num_samples;
       metrics_.queue.add(now - job.arrived);
       if (now > job.deadline) {
         metrics_.refused(Refusal::kLate);
@@ -132,6 +149,8 @@ void Batcher::work() {
       }
     }
     if (!in_time.empty()) compute(in_time);
+    const std::lock_guard lock(mutex_);
+    computed_samples_ -= num_samples;
   }
 }
 

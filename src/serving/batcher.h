@@ -51,6 +51,9 @@ class Batcher {
   Batcher& operator=(const Batcher&) = delete;
   ~Batcher() { stop(); }
 
+  /// Throws HttpError 429 if the queue has no room for a request, or takes longer than the deadline
+  /// allows. Asked before a body is read into numbers, so that refusing costs little.
+  void check_room(std::uint64_t num_bytes, Clock::time_point deadline);
   /// Takes a request, or throws HttpError 429: the queue is full, or its deadline cannot be met.
   void add(Job job);
   /// Computes what waits, then ends the workers.
@@ -59,6 +62,9 @@ class Batcher {
  private:
   void work();
   std::vector<Job> take();
+  // Throws as check_room; the mutex is held.
+  void refuse_unless_in_time(std::int64_t num_samples, std::uint64_t num_bytes,
+                             Clock::time_point deadline);
   void compute(std::vector<Job>& jobs);
   void compute_alone(Job& job);
   /// The version a job asks for. Throws HttpError 404 if it is gone.
@@ -74,6 +80,7 @@ class Batcher {
   std::condition_variable changed_;
   std::deque<Job> queue_;
   std::int64_t queued_samples_ = 0;
+  std::int64_t computed_samples_ = 0;  // that are being computed now
   std::uint64_t queued_bytes_ = 0;
   double seconds_per_sample_ = 0;  // a moving mean
   bool is_stopping_ = false;

@@ -312,6 +312,12 @@ void Service::infer(HttpRequest request, std::function<void(HttpAnswer)> done) {
   const auto timeout = number_in(request.timeout, "Request-Timeout-Ms");
   Job job;
   job.step = step;
+  job.arrived = arrived;
+  job.deadline =
+      arrived + (timeout ? std::chrono::milliseconds(std::min<std::uint64_t>(*timeout, 3'600'000))
+                         : options_.latency_budget);
+  job.num_bytes = request.body.size();
+  batcher_.check_room(job.num_bytes, job.deadline);
   job.request = parser_.parse(request.body, json_bytes);
   const std::vector<FeatureBags> bags = job.request.bags();
   try {
@@ -319,11 +325,6 @@ void Service::infer(HttpRequest request, std::function<void(HttpAnswer)> done) {
   } catch (const BadRequest& error) {
     throw HttpError(error.is_malformed() ? 400 : 422, error.what(), error.where());
   }
-  job.arrived = arrived;
-  job.deadline =
-      arrived + (timeout ? std::chrono::milliseconds(std::min<std::uint64_t>(*timeout, 3'600'000))
-                         : options_.latency_budget);
-  job.num_bytes = request.body.size();
   job.done = [this, done = std::move(done)](const InferRequest& asked, Outcome outcome) {
     done(from(asked, std::move(outcome)));
   };

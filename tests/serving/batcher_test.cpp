@@ -1,0 +1,104 @@
+// Who is taken and who is refused before anything is computed.
+
+#include "serving/batcher.h"
+
+#include <gtest/gtest.h>
+
+#include <future>
+
+#include "samples.h"
+
+namespace tessera::serving {
+namespace {
+
+struct World {
+  explicit World(std::int64_t num_samples) : small(), samples(small, num_samples) {
+    export_model(small, folder);
+    model.emplace(folder / "pkg");
+  }
+  Job job(Clock::time_point deadline) {
+    Job job;
+    job.request.num_samples = samples.num_samples;
+    job.request.dense = samples.dense;
+    for (std::size_t f = 0; f < 3; ++f) {
+      job.request.features.push_back({samples.ids[f], samples.lengths[f], {}});
+    }
+    job.arrived = Clock::now();
+    job.deadline = deadline;
+    return job;
+  }
+  // Its code, or 429 if it was not taken; and how long it took.
+  int ask(Batcher& batcher, Clock::time_point deadline, Clock::duration* time = nullptr) {
+    Job asked = job(deadline);
+    std::promise<int> code;
+    asked.done = [&](InferRequest, Outcome outcome) { code.set_value(outcome.code); };
+    const auto begin = Clock::now();
+    try {
+      batcher.add(std::move(asked));
+    } catch (const HttpError& error) {
+      return error.code();
+    }
+    const int found = code.get_future().get();
+    if (time != nullptr) *time = Clock::now() - begin;
+    return found;
+  }
+
+  const Folder folder;
+  const SmallModel small;
+  const Samples samples;
+  std::optional<Model> model;
+  ServerOptions options;
+  Metrics metrics;
+  ProcessGauges gauges;
+};
+
+TEST(ServingBatcher, OneThatWaitsForNobodyIsComputedHoweverLongItTookBefore) {
+  World world(20'000);
+  Batcher batcher(*world.model, world.options, world.metrics, world.gauges);
+  Clock::duration time{};
+  ASSERT_EQ(world.ask(batcher, Clock::now() + std::chrono::hours(1), &time), 200);
+  // Less time than it is known to take: it may come too late, but once the worker is done with the
+  // first nobody stands in front of it.
+  bool is_taken = false;
+  const auto limit = Clock::now() + std::chrono::seconds(20);
+  while (!is_taken && Clock::now() < limit) {
+    is_taken = world.ask(batcher, Clock::now() + time / 2) != 429;
+  }
+  EXPECT_TRUE(is_taken);
+}
+
+TEST(ServingBatcher, OneThatCannotBeInTimeBehindOthersIsRefusedAtOnce) {
+  World world(20'000);
+  world.options.queue_samples = 1'000'000;
+  Batcher batcher(*world.model, world.options, world.metrics, world.gauges);
+  ASSERT_EQ(world.ask(batcher, Clock::now() + std::chrono::hours(1)), 200);
+  std::promise<void> all;
+  std::atomic<int> num_open{30};
+  for (int i = 0; i < 30; ++i) {
+    Job job = world.job(Clock::now() + std::chrono::hours(1));
+    job.done = [&](InferRequest, const Outcome&) {
+      if (--num_open == 0) all.set_value();
+    };
+    batcher.add(std::move(job));
+  }
+  // Thirty times 20,000 samples stand in front of one that has no time.
+  EXPECT_EQ(world.ask(batcher, Clock::now() + std::chrono::microseconds(1)), 429);
+  EXPECT_THROW(batcher.check_room(100, Clock::now() + std::chrono::microseconds(1)), HttpError);
+  EXPECT_EQ(world.metrics.refusals[static_cast<std::size_t>(Refusal::kDeadline)].load(), 2U);
+  all.get_future().wait();
+}
+
+TEST(ServingBatcher, TheQueueHasAnEnd) {
+  World world(100);
+  world.options.queue_samples = 99;
+  world.options.queue_bytes = 1000;
+  Batcher batcher(*world.model, world.options, world.metrics, world.gauges);
+  const auto later = Clock::now() + std::chrono::hours(1);
+  EXPECT_EQ(world.ask(batcher, later), 429);
+  EXPECT_NO_THROW(batcher.check_room(1000, later));
+  EXPECT_THROW(batcher.check_room(1001, later), HttpError);
+  EXPECT_EQ(world.metrics.refusals[static_cast<std::size_t>(Refusal::kQueueFull)].load(), 2U);
+}
+
+}  // namespace
+}  // namespace tessera::serving
