@@ -64,10 +64,13 @@ std::vector<std::string_view> lines_of(std::string_view text) {
 bool goes_on(std::string_view first, std::string_view next) {
   if (first.empty() || next.empty()) return false;
   if (indent_of(first) > 0) return indent_of(next) >= 16 && indent_of(next) > indent_of(first);
-  // A word alone is the title of what comes below.
-  const bool begins_anew = next.starts_with("More:") || next.starts_with("Exit codes:") ||
-                           next.find_first_of(" .") == std::string_view::npos;
+  const bool begins_anew = next.starts_with("More:") || next.starts_with("Exit codes:");
   return indent_of(next) == 0 && !begins_anew && text_column(first) == 0;
+}
+
+// Whether a line is the title of the flags below it: a word alone.
+bool is_title(std::string_view line, std::string_view below) {
+  return line.find(' ') == std::string_view::npos && !below.empty() && indent_of(below) > 0;
 }
 
 }  // namespace
@@ -77,7 +80,10 @@ std::string fitted_help(std::string_view text, std::size_t width) {
   std::string result;
   for (std::size_t begin = 0; begin < lines.size();) {
     std::size_t end = begin + 1;
-    while (end < lines.size() && goes_on(lines[begin], lines[end])) ++end;
+    while (end < lines.size() && goes_on(lines[begin], lines[end]) &&
+           !is_title(lines[end], end + 1 < lines.size() ? lines[end + 1] : "")) {
+      ++end;
+    }
     const bool fits = std::all_of(lines.begin() + static_cast<long>(begin),
                                   lines.begin() + static_cast<long>(end),
                                   [&](std::string_view line) { return columns_of(line) <= width; });

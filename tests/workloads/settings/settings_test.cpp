@@ -97,6 +97,9 @@ TEST(Help, FitsItsColumns) {
   EXPECT_EQ(fitted_help(
                 "\none two three four\nfive\nMore: docs/x.md\n\nsix seven. More: docs/y.md\n", 15),
             "\none two three\nfour five\nMore: docs/x.md\n\nsix seven.\nMore: docs/y.md\n");
+  // A word above flags is their title, and ends the paragraph before it.
+  EXPECT_EQ(fitted_help("one two three four\nranks\n  --ranks N\n", 15),
+            "one two three\nfour\nranks\n  --ranks N\n");
 }
 
 TEST(Settings, AFileIsToml) {
