@@ -1,9 +1,9 @@
 """Tables in host memory with a cache of rows in the GPU's: what a plan asks for, and what a cache did.
 
 >>> from tessera.distributed._row_cache import MeasuredCacheStatistics
->>> found = MeasuredCacheStatistics(1000, cached_rows=250, num_calls=10, num_found=900, num_loaded=100)
+>>> found = MeasuredCacheStatistics(1000, cached_rows=250, num_calls=10, num_found=750, num_loaded=250)
 >>> found.expected_lookups, found.expected_miss_rate(0.25), found.expected_miss_rate(0.0)
-(100.0, 0.1, 1.0)
+(100.0, 0.25, 1.0)
 """
 
 from __future__ import annotations
