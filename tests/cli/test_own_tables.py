@@ -15,6 +15,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 TESSERA = os.environ.get("TESSERA_BIN", str(ROOT / "build/release/bin/tessera"))
 SMALL = ["--dim", 8, "--bottom", "16,8", "--top", "16,1", "--batch", 64, "--epochs", 6]
 SMALL += ["--optimizer", "adam", "--lr", 0.01, "--table-lr", 0.3]
+NUM_SAMPLES = 12000
 SCHEMA = """
 [label]
 column = "clicked"
@@ -50,7 +51,7 @@ def write(folder: pathlib.Path, user: str) -> None:
     (folder / "log.toml").write_text(SCHEMA.format(user=user))
     with (folder / "log.csv").open("w") as file:
         file.write("clicked,price,user,item,tags\n")
-        for _ in range(12000):
+        for _ in range(NUM_SAMPLES):
             user_number, item = draw.randrange(200), draw.randrange(50)
             clicked = int(draw.random() < (0.8 if user_number % 5 == item % 5 else 0.1))
             tags = "|".join(draw.choice(["new", "sale", "red", "used"]) for _ in range(draw.randrange(4)))
@@ -108,7 +109,7 @@ def test_tables_of_several_widths_learn(fixed):
 def test_predictions_and_packages_are_the_trainers(fixed, tmp_path):
     """A package holds rows as wide as the model, and averages what the schema averages."""
     answer = json.loads(run("eval", fixed / "run", "--json"))
-    words = ["--dtype", "fp32", "--eval", fixed / "log.click", "--eval-samples", 4000, "--json"]
+    words = ["--dtype", "fp32", "--eval", fixed / "log.click", "--eval-samples", NUM_SAMPLES, "--json"]
     exported = json.loads(run("export", fixed / "run", "--out", tmp_path / "package", *words))
     assert exported["judged"]["samples"] == answer["samples"]
     assert exported["judged"]["auc_after"] == pytest.approx(answer["auc"], abs=2e-6)
@@ -139,7 +140,7 @@ def test_a_table_is_predicted_on_by_the_schema_of_the_run(growing, tmp_path):
         run("predict", growing / "run", "--data", growing / name, "--out", tmp_path / f"{name}.scores.csv")
     one, other = (np.loadtxt(tmp_path / f"{name}.scores.csv", delimiter=",", skiprows=1) for name in
                   ("log.csv", "log.click"))  # fmt: skip
-    assert len(one) == 4000 and np.array_equal(one, other)
+    assert len(one) == NUM_SAMPLES and np.array_equal(one, other)
 
 
 @pytest.mark.parametrize(
