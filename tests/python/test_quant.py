@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import threading
 
 import pytest
 import torch
 from tessera import _C
+from tessera.distributed._infer_lookups import look_up_beside_each_other
 from tessera.distributed.embedding_lookup import (
     InferGroupedEmbeddingsLookup,
     InferGroupedPooledEmbeddingsLookup,
@@ -424,6 +427,100 @@ def test_lookups_of_several_devices_join_their_state():
         (3, 8),
         (3, 8),
     ]
+
+
+class _Elsewhere:
+    """A lookup of a GPU that is not there: both must be asked before one of them answers."""
+
+    def __init__(self, number, barrier, error=None):
+        self.device, self.barrier, self.error = torch.device("cuda", number), barrier, error
+
+    def __call__(self, features):
+        self.barrier.wait(30)
+        if self.error:
+            raise self.error
+        return torch.full((1,), float(features))
+
+
+def test_gpus_look_up_beside_each_other(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    barrier = threading.Barrier(2)
+    found = look_up_beside_each_other([_Elsewhere(0, barrier), _Elsewhere(1, barrier)], [3, 4])
+    assert [part.item() for part in found] == [3.0, 4.0]
+    error = IndexError("table 'a' has 3 rows")
+    with pytest.raises(IndexError, match="table 'a' has 3 rows"):
+        look_up_beside_each_other([_Elsewhere(0, barrier), _Elsewhere(1, barrier, error)], [3, 4])
+
+
+# ---- On a GPU: the bits of the CPU
+
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+# Several shards on one GPU, and one GPU for each.
+GPUS = ["cuda:0", pytest.param("cuda", marks=pytest.mark.skipif(
+    torch.cuda.device_count() < 3, reason="there are fewer than three GPUs here"))]  # fmt: skip
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("device", GPUS)
+@pytest.mark.parametrize("ids_on", ["cpu", "cuda:0"])
+def test_shards_on_gpus_have_the_bits_of_the_cpu(dtype, is_weighted, plan, device, ids_on):
+    module = quantised(dtype, is_weighted=is_weighted)
+    env = ShardingEnv.from_local(3, 0)
+    sharded = QuantEmbeddingBagCollectionSharder().shard(module, PLANS[plan], env, torch.device(device))
+    assert all(tbe.rows(0).is_cuda for tbe in sharded.tbes_configs())
+    found = sharded(batch(is_weighted).to(torch.device(ids_on)))
+    assert found.values().device == torch.device("cuda:0")
+    wanted = sharded_of(module, plan)(batch(is_weighted))
+    assert found.keys() == wanted.keys()
+    assert torch.equal(found.values().cpu(), wanted.values())
+    state = module.state_dict()
+    assert all(torch.equal(rows.cpu(), state[name]) for name, rows in sharded.state_dict().items())
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("device", GPUS)
+def test_an_id_outside_is_named_on_gpus_too(plan, device):
+    env = ShardingEnv.from_local(3, 0)
+    sharded = QuantEmbeddingBagCollectionSharder().shard(quantised(), PLANS[plan], env, torch.device(device))
+    features = batch()
+    values = features.values().clone()
+    values[2] = 33  # the first feature is "i"
+    wrong = KeyedJaggedTensor.from_lengths_sync(features.keys(), values, features.lengths())
+    with pytest.raises(IndexError, match=r"table 'c' has 33 rows; id 33 at position 2 of feature 'i'"):
+        sharded(wrong.to(torch.device("cuda:0")))
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("plan", ["table_wise", "column_wise"])
+def test_features_get_their_weights_on_gpus_too(plan):
+    processors = {name: PositionWeightedModule(5) for name in "fghi"}
+    for number, processor in enumerate(processors.values()):
+        processor.position_weight.data = torch.arange(5.0) / (number + 1)
+    plain = FeatureProcessedEmbeddingBagCollection(float_module(is_weighted=True), processors)
+    plain.qconfig = quant.QuantConfig.of(torch.qint8)
+    module = quant.FeatureProcessedEmbeddingBagCollection.from_float(plain)
+    sharder = QuantFeatureProcessedEmbeddingBagCollectionSharder()
+    sharded = sharder.shard(module, PLANS[plan], ShardingEnv.from_local(2, 0), torch.device("cuda:0"))
+    found = sharded(batch().to(torch.device("cuda:0")))
+    assert_same(
+        found, {key: own.cuda() for key, own in module(batch()).to_dict().items()}, rtol=1e-5, atol=1e-5
+    )
+
+
+@NEEDS_GPU
+def test_halves_on_a_gpu_are_those_of_the_cpu():
+    made = {}
+    for device in ("cpu", "cuda:0"):
+        lookup = MetaInferGroupedPooledEmbeddingsLookup([grouped("ab")], torch.device(device))
+        fill(lookup)
+        made[device] = lookup(features_of("ab"))
+        assert made[device].dtype == torch.float16
+    assert torch.equal(made["cuda:0"].cpu(), made["cpu"])
 
 
 def test_lengths_of_two_dimensions_become_one():

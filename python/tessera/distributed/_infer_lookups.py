@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -40,6 +43,34 @@ def device_of_rank(device: torch.device | str | None, rank: int) -> torch.device
     """
     device = _check_device(device)
     return torch.device("cuda", rank) if device.type == "cuda" and device.index is None else device
+
+
+@functools.cache
+def _threads(process: int, count: int) -> ThreadPoolExecutor:
+    """Threads of this process; a fork makes its own."""
+    return ThreadPoolExecutor(count, thread_name_prefix="tessera-lookup")
+
+
+def look_up_beside_each_other(lookups, features) -> list[torch.Tensor]:
+    """Return what each lookup finds. Several GPUs work at the same time, each on its current stream.
+
+    A lookup waits for its device, which says whether all ids are rows. On the CPU one lookup after the
+    other has all cores.
+    """
+    devices = [lookup.device for lookup in lookups]
+    if len({device for device in devices if device.type == "cuda"}) < 2:
+        return [lookup(own) for lookup, own in zip(lookups, features, strict=True)]
+    streams = [torch.cuda.current_stream(device) for device in devices]
+    is_inference = torch.is_inference_mode_enabled()
+
+    def look_up(lookup, own, stream):
+        with torch.inference_mode(is_inference), torch.cuda.stream(stream):
+            return lookup(own)
+
+    threads = _threads(os.getpid(), len(lookups))
+    begun = [threads.submit(look_up, *one) for one in zip(lookups, features, streams, strict=True)]
+    wait(begun)  # also of one that fails, so that nothing is used any more
+    return [one.result() for one in begun]
 
 
 class _QuantGroup(nn.Module):
@@ -209,7 +240,7 @@ class InferGroupedLookupMixin:
                 f"{len(self._is_empty_rank)}."
             )
         used = [own for own, is_empty in zip(features, self._is_empty_rank, strict=True) if not is_empty]
-        return [lookup(own) for lookup, own in zip(self._embedding_lookups_per_rank, used, strict=True)]
+        return look_up_beside_each_other(self._embedding_lookups_per_rank, used)
 
     def state_dict(self, destination=None, prefix: str = "", keep_vars: bool = False) -> dict:
         """Return the rows of all devices."""

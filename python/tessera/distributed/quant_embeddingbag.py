@@ -223,7 +223,9 @@ class _InferSharding:
 
     def create_input_dist(self, device=None) -> nn.Module:
         """Return what cuts features for the devices."""
-        return _RowInputDist(self) if self.kind == ShardingType.ROW_WISE else _KeyInputDist(self)
+        if self.kind == ShardingType.ROW_WISE:
+            return _RowInputDist(self)
+        return _KeyInputDist(self, [device_of_rank(device, rank) for rank in range(self.env.world_size)])
 
     def create_output_dist(self, device=None) -> nn.Module:
         """Return what joins the results of the devices, on `device`."""
@@ -234,10 +236,11 @@ class _InferSharding:
 class _KeyInputDist(nn.Module):
     """Send each feature to the devices that have columns of its table."""
 
-    def __init__(self, sharding: _InferSharding) -> None:
+    def __init__(self, sharding: _InferSharding, devices: list[torch.device]) -> None:
         super().__init__()
         self._names = sharding.feature_names()
         self._dist = KJTOneToAll(sharding.features_per_rank(), sharding.env.world_size)
+        self._dist._devices = devices  # which may be one, of several shards
 
     def forward(self, features: KeyedJaggedTensor) -> KJTList:
         keys = features.keys()
@@ -411,7 +414,7 @@ class ShardedQuantEmbeddingBagCollection(nn.Module):
         self._shardings = {
             kind: create_infer_embedding_bag_sharding(kind, infos, env) for kind, infos in kinds.items()
         }
-        self._input_dists = nn.ModuleList([s.create_input_dist() for s in self._shardings.values()])
+        self._input_dists = nn.ModuleList([s.create_input_dist(device) for s in self._shardings.values()])
         self._lookups = nn.ModuleList(
             [
                 s.create_lookup(device, self._fused_params, is_weighted=self._is_weighted)
@@ -602,7 +605,7 @@ class ShardedQuantFeatureProcessedEmbeddingBagCollection(ShardedQuantEmbeddingBa
             )
         processor = module.feature_processor if feature_processor is None else feature_processor
         self.feature_processors_per_rank = nn.ModuleList(
-            [copy.deepcopy(processor) for _ in range(env.world_size)]
+            [copy.deepcopy(processor).to(device_of_rank(device, rank)) for rank in range(env.world_size)]
         )
 
     def state_dict(self, destination=None, prefix: str = "", keep_vars: bool = False) -> dict:
