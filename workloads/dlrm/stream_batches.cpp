@@ -13,8 +13,9 @@
 namespace tessera::workloads::dlrm {
 namespace {
 
-// The others hear from rank 0 this often, so that waiting for samples is no late rank.
-constexpr std::chrono::milliseconds kPatience{1000};
+// The others hear from rank 0 this often, so that waiting for samples is no late rank. Also how
+// long samples stay away before those that were there are trained on without them.
+constexpr std::chrono::milliseconds kPatience{200};
 
 comm::Group own_group(const comm::Group& world) {
   if (world.size() == 1) return world;
@@ -140,7 +141,10 @@ std::optional<ClickBatch> StreamBatches::receive(const std::function<bool()>& is
     if (world > 1) comm::broadcast_(head, 0, group_);
     const auto kind = static_cast<Kind>(head[0].item<std::int64_t>());
     sizes = head.data_ptr<std::int64_t>() + 1;
-    if (kind == Kind::kWait) continue;
+    if (kind == Kind::kWait) {
+      if (drops || !std::exchange(gave_samples_, false)) continue;
+      return make_batch(std::make_shared<SampleBlock>(), schema_);
+    }
     if (kind == Kind::kEnd) {
       has_ended_ = true;
       return std::nullopt;
@@ -165,6 +169,7 @@ std::optional<ClickBatch> StreamBatches::receive(const std::function<bool()>& is
       throw DataError(std::string(reinterpret_cast<const char*>(bytes.const_data_ptr()),
                                   static_cast<std::size_t>(bytes.numel())));
     }
+    gave_samples_ = true;
     return make_batch(unpacked(bytes, schema_), schema_);
   }
 }

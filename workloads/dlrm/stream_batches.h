@@ -33,7 +33,8 @@ class StreamBatches {
                 const comm::Group& world);
 
   /// The batch of this rank for the next step; nothing, on all ranks, when the stream has ended or
-  /// `is_told_to_stop` says so on rank 0. A last step of fewer samples than ranks is left out.
+  /// `is_told_to_stop` says so on rank 0. A last step of fewer samples than ranks is left out. A
+  /// batch without samples says, once, that the samples of the next step are not there yet.
   /// Collective. Throws the same DataError on all ranks.
   std::optional<ClickBatch> next(const std::function<bool()>& is_told_to_stop);
   /// Drops the samples of so many steps, those a run has done already. Collective; the same on all
@@ -60,6 +61,7 @@ class StreamBatches {
   std::unique_ptr<data::RawStream> stream_;  // on rank 0
   SampleBlock block_;                        // the samples of a step, on rank 0
   bool has_ended_ = false;
+  bool gave_samples_ = false;  // since it last said that there are none
   std::atomic<bool> is_stopping_ = false;
 };
 

@@ -177,8 +177,13 @@ class Training final : public trainer::Workload<ClickBatch> {
   std::optional<ClickBatch> read_or_end(std::int64_t step) override {
     if (stream_ == nullptr) return read(step);
     if (next_streamed_ != step) stream_->skip(step - next_streamed_, trainer::told_to_stop);
-    next_streamed_ = step + 1;
-    return stream_->next(trainer::told_to_stop);
+    auto batch = stream_->next(trainer::told_to_stop);
+    next_streamed_ = step + (batch && is_pause(*batch) ? 0 : 1);
+    return batch;
+  }
+  // A rank of a stream has a sample in every step.
+  bool is_pause(const ClickBatch& batch) const override {
+    return stream_ != nullptr && batch.size() == 0;
   }
   void stop_reading() noexcept override {
     if (stream_ != nullptr) stream_->stop();

@@ -394,7 +394,9 @@ Summary train(AnyWorkload& workload, const comm::Group& world, const std::string
     const bool judges = is_due(step + 1, settings.eval_every) || is_last;
     const bool saves = is_due(step + 1, settings.checkpoint_every) && !steps.has_ended();
     const bool stops = steps.is_stopping() && !is_last;
-    const bool publishes = publisher && (steps.is_publishing() || is_last || stops);
+    // Who waits for samples may wait for long: servers get what was learned so far.
+    const bool publishes =
+        publisher && (steps.is_publishing() || is_last || stops || workload.has_caught_up());
     // What is judged, saved, published or left must be known to be sound.
     if (!summary.has_diverged && (judges || saves || stops || publishes)) tell(steps.rest());
     if (summary.has_diverged) break;

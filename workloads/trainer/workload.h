@@ -122,6 +122,9 @@ class TESSERA_API AnyWorkload {
   virtual void start(const Run& run) = 0;
   /// False, and nothing was done, if the samples have ended: on all ranks at the same step.
   virtual bool step() = 0;
+  /// All samples that were there have been trained on, and more may come: on all ranks after the
+  /// same step.
+  virtual bool has_caught_up() const = 0;
   /// No batch is read any more when it returns.
   virtual void stop() noexcept = 0;
 };
@@ -140,6 +143,9 @@ class Workload : public AnyWorkload {
   virtual Batch read(std::int64_t step) = 0;
   /// The same where samples may end before the steps do: nothing then, on all ranks.
   virtual std::optional<Batch> read_or_end(std::int64_t step) { return read(step); }
+  /// Whether that is no batch, but says that the samples of this step are not there yet: on all
+  /// ranks at the same place. Batches before it are trained on then, not held for company.
+  virtual bool is_pause(const Batch& /*batch*/) const { return false; }
   /// Batches are no longer wanted: a read that waits for samples must return.
   virtual void stop_reading() noexcept {}
   /// Loss and output; the trainer does backward and the optimizer's step.
@@ -167,10 +173,16 @@ class Workload : public AnyWorkload {
   }
 
   bool step() final {
-    const auto output = pipeline_->progress([this] { return reader_->next(); });
-    if (output) output_ = *output;
-    return output.has_value();
+    for (;;) {
+      if (const auto output = pipeline_->progress([this] { return take(); })) {
+        output_ = *output;
+        return true;
+      }
+      if (!has_paused_) return false;
+      has_paused_ = false;  // nothing is in flight: the next samples are waited for
+    }
   }
+  bool has_caught_up() const final { return has_paused_ && pipeline_->num_in_flight() == 0; }
 
   void stop() noexcept final {
     stop_reading();
@@ -183,11 +195,21 @@ class Workload : public AnyWorkload {
   const at::Tensor& output() const noexcept { return output_; }
 
  private:
+  // The next batch; nothing at the end, and where the samples pause.
+  std::optional<Batch> take() {
+    std::optional<Batch> batch = reader_->next();
+    has_paused_ = batch && is_pause(*batch);
+    if (has_paused_) return std::nullopt;
+    return batch;
+  }
+
   // No further than the last step. A checkpoint holds the number of steps that were done, so it
   // knows nothing of what was read ahead.
   std::optional<Batch> read_next() {
     if (next_read_ >= run_.num_steps) return std::nullopt;
-    std::optional<Batch> batch = read_or_end(next_read_++);
+    std::optional<Batch> batch = read_or_end(next_read_);
+    if (batch && is_pause(*batch)) return batch;
+    ++next_read_;
     if constexpr (requires { Batch(batch->pin_memory()); }) {
       if (is_pinned_ && batch) return batch->pin_memory();
     }
@@ -197,6 +219,7 @@ class Workload : public AnyWorkload {
   Run run_;
   std::int64_t next_read_ = 0;  // the reader's
   bool is_pinned_ = false;      // batches go to a GPU
+  bool has_paused_ = false;     // the source, when it was asked last
   std::optional<pipeline::TrainPipelineSparseDist<Batch>> pipeline_;
   at::Tensor output_;
   std::optional<pipeline::ReadAhead<Batch>> reader_;
