@@ -6,6 +6,7 @@
 //   p  bytes that stand in a file of a package instead of others: which file and where, a byte and
 //      two, then the bytes: refused, or a package whose dense weights are finite
 
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -107,6 +108,34 @@ void try_delta(std::string_view text) {
   if (is_taken) require(world.model.roll_back(published.step));
 }
 
+// A file of a package with other bytes from some place on, for as long as this lives.
+class Written {
+ public:
+  Written(const std::string& name, const std::string& whole, const std::string& changed,
+          std::size_t place)
+      : file_(::open(name.c_str(), O_WRONLY | O_CLOEXEC)), whole_(whole), place_(place) {
+    write(changed);
+  }
+  Written(const Written&) = delete;
+  Written& operator=(const Written&) = delete;
+  ~Written() {
+    write(whole_);
+    ::close(file_);
+  }
+
+ private:
+  void write(const std::string& text) const {
+    const std::size_t count = text.size() - place_;
+    require(::pwrite(file_, text.data() + place_, count, static_cast<off_t>(place_)) ==
+            static_cast<ssize_t>(count));
+    require(::ftruncate(file_, static_cast<off_t>(text.size())) == 0);
+  }
+
+  int file_;
+  const std::string& whole_;
+  std::size_t place_;
+};
+
 void try_package(std::string_view text) {
   static const Folder folder;
   static const std::string path = folder / "pkg";
@@ -125,15 +154,16 @@ void try_package(std::string_view text) {
   const auto& [name, whole] = files[bytes.take<std::uint8_t>() % files.size()];
   const std::size_t place = bytes.take<std::uint16_t>() % (whole.size() + 1);
   std::string changed = whole;
-  changed.replace(place, std::min(bytes.rest().size(), changed.size() - place), bytes.rest());
-  std::ofstream(name, std::ios::binary) << changed;
+  const std::size_t count = std::min(bytes.rest().size(), changed.size() - place);
+  changed.replace(place, count, bytes.rest());
+  // Only what differs is written: a file of the same length keeps its place.
+  const Written written(name, whole, changed, place);
   try {
     const Package package(path, /*verifies=*/true);
     require(changed == whole);  // the sums are of every byte
   } catch (const checkpoint::Error&) {
     require(changed != whole);
   }
-  std::ofstream(name, std::ios::binary) << whole;
 }
 
 }  // namespace

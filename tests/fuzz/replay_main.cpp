@@ -2,7 +2,8 @@
 // each: cut short at every length, and with every byte flipped once. Then as many random ones as
 // TESSERA_FUZZ_INPUTS says, or --inputs=N before the folders (10,000): bytes and digits changed,
 // pieces dropped, doubled, and taken from another file. The n-th is the same in every run;
-// TESSERA_FUZZ_FIRST begins at another.
+// TESSERA_FUZZ_FIRST begins at another. Says how much memory of its own the program has more at the
+// end than after a tenth of them.
 
 #include <algorithm>
 #include <cstdint>
@@ -26,6 +27,14 @@ void feed(const std::string& input) {
 std::uint64_t number_of(const char* name, std::uint64_t otherwise) {
   const char* text = std::getenv(name);
   return text == nullptr ? otherwise : std::strtoull(text, nullptr, 10);
+}
+
+long own_kilobytes() {
+  std::ifstream status("/proc/self/status");
+  for (std::string line; std::getline(status, line);) {
+    if (line.starts_with("RssAnon:")) return std::strtol(line.c_str() + 8, nullptr, 10);
+  }
+  return 0;
 }
 
 // A few changes at random places.
@@ -94,11 +103,13 @@ int main(int argc, char** argv) {
   std::sort(files.begin(), files.end());  // folders have no order
   const std::uint64_t first = number_of("TESSERA_FUZZ_FIRST", 0);
   const std::uint64_t count = number_of("TESSERA_FUZZ_INPUTS", usual);
+  long before = 0;
   for (std::uint64_t i = first; i < first + count; ++i) {
+    if (i == first + count / 10) before = own_kilobytes();
     std::mt19937_64 random(i);
     feed(mutated(files, random));
   }
-  std::printf("%zu inputs replayed, %llu mutated\n", files.size(),
-              static_cast<unsigned long long>(count));
+  std::printf("%zu inputs replayed, %llu mutated; memory %ld KiB, grown by %ld\n", files.size(),
+              static_cast<unsigned long long>(count), own_kilobytes(), own_kilobytes() - before);
   return 0;
 }
