@@ -31,19 +31,21 @@ using checkpoint::Reader;
 using embedding::RowType;
 using Json = nlohmann::ordered_json;
 
-constexpr std::string_view kHelp = R"(tessera export RUN|CHECKPOINTS --out PKG [flags]
+constexpr std::string_view kHelp = R"(tessera export RUN|CHECKPOINTS PKG [flags]
 
-  tessera export runs/2026-11-15-1 --out pkg                     int8 tables, ready to serve
-  tessera export runs/a --out pkg --dtype int4 --table cat_0=fp16
-  tessera export runs/a --out pkg --eval synthetic               AUC before and after
+  tessera export runs/2026-11-15-1 pkg                           int8 tables, ready to serve
+  tessera export runs/a pkg --quantise int4 --table cat_0=fp16
+  tessera export runs/a pkg --eval synthetic                     AUC before and after
 
 Takes the newest checkpoint of tessera train dlrm and writes a package for tessera serve: tables
 with rows in few bits, dense layers, names and sums. Says what rounding costs.
 
-  --out PKG                 folder to write; a package that is there is replaced in one step
+  --out PKG                 folder to write, if not named behind the run; a package that is there
+                            is replaced in one step
   --step N                  which checkpoint (the newest)
-  --dtype T                 fp32, fp16, bf16, fp8, int8, int4 or int2 (int8)
+  --quantise T, --dtype T   fp32, fp16, bf16, fp8, int8, int4 or int2 (int8)
   --table NAME=T            another type for one table; may be given again
+  --output-dtype T          servers answer in fp32 or fp16 (fp32)
   --align N                 rows begin at multiples of 1, 4 or 16 bytes (4)
   --on-overflow W           numbers that the type cannot hold: error, clamp, or bf16 for the
                             whole table (error)
@@ -62,6 +64,7 @@ struct ExportWords {
   std::string out;
   std::int64_t step = -1;
   std::string dtype = "int8";
+  std::string output_dtype = "fp32";
   std::vector<std::string> tables;
   std::int64_t alignment = 4;
   std::string on_overflow = "error";
@@ -78,7 +81,8 @@ void define_flags(CLI::App& app, ExportWords& words) {
   app.set_help_flag();
   app.add_option("--out,-o", words.out);
   app.add_option("--step", words.step);
-  app.add_option("--dtype", words.dtype);
+  app.add_option("--quantise,--dtype", words.dtype);
+  app.add_option("--output-dtype", words.output_dtype)->check(CLI::IsMember({"fp32", "fp16"}));
   app.add_option("--table", words.tables)->expected(1)->take_all();
   app.add_option("--align", words.alignment);
   app.add_option("--on-overflow", words.on_overflow);
@@ -122,6 +126,7 @@ serving::ExportOptions options_of(const ExportWords& words) {
     throw UsageError("export: --align is 1, 4 or 16");
   }
   options.alignment = words.alignment;
+  options.has_half_outputs = words.output_dtype == "fp16";
   if (words.on_overflow == "fp16") {
     throw UsageError(
         "export: --on-overflow fp16 would not help: a float16 holds no more than the "
@@ -328,10 +333,19 @@ int run(const std::vector<std::string>& words) {
   const auto [names, flags] = names_and_flags(app, words);
   read_flags(app, flags);
   if (given.wants_help) return print_help(kHelp);
-  if (names.size() != 1) {
-    throw UsageError("export: name one run or checkpoint, as in tessera export runs/a --out pkg");
+  if (names.empty() || names.size() > 2) {
+    throw UsageError("export: name one run or checkpoint, as in tessera export runs/a pkg");
   }
-  if (given.out.empty()) throw UsageError("export: --out names the package to write");
+  if (names.size() == 2) {
+    if (!given.out.empty()) {
+      throw UsageError("export: the package is named twice, '" + names[1] + "' and --out " +
+                       given.out);
+    }
+    given.out = names[1];
+  }
+  if (given.out.empty()) {
+    throw UsageError("export: name the package to write, as in tessera export runs/a pkg");
+  }
   if (given.max_auc_drop >= 0 && given.eval.empty()) {
     throw UsageError("export: --max-auc-drop needs --eval");
   }
@@ -356,6 +370,8 @@ std::vector<std::string> flags() {
 
 std::map<std::string, std::string> values() {
   return {{"--dtype", "fp32 fp16 bf16 fp8 int8 int4 int2"},
+          {"--quantise", "fp32 fp16 bf16 fp8 int8 int4 int2"},
+          {"--output-dtype", "fp32 fp16"},
           {"--on-overflow", "error clamp bf16"},
           {"--align", "1 4 16"},
           {"--eval", "synthetic"}};

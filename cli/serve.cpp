@@ -48,7 +48,8 @@ live figures. SIGTERM finishes what was accepted and ends with 0; SIGHUP opens t
   --processes N             that answer, over one copy of the tables (1)
   --unknown W               ids without a row, in tables that grow: default, as in training, or
                             zero
-  --verify                  compare all sums of the package first
+  --verify, --no-verify     compare all sums of the package first, or not at all; otherwise while
+                            it serves, and one that is wrong ends the answers with 503
   --warm-bytes N            of tables that are read into memory before it is ready (1073741824)
   --threads N --workers N   for connections (1), to compute (1)
   --max-batch N             samples that are computed together (256)
@@ -80,6 +81,7 @@ struct ServeWords {
   std::int64_t request_time = 30'000;
   bool is_insecure = false;
   bool verifies = false;
+  bool verifies_never = false;
   bool wants_json = false;
   bool wants_help = false;
 };
@@ -102,6 +104,7 @@ void define_flags(CLI::App& app, ServeWords& words) {
   app.add_option("--processes", options.processes)->check(CLI::Range(1, 30));
   app.add_option("--unknown", words.unknown)->check(CLI::IsMember({"default", "zero"}));
   app.add_flag("--verify", words.verifies);
+  app.add_flag("--no-verify", words.verifies_never)->excludes("--verify");
   app.add_option("--warm-bytes", options.warm_bytes)->check(CLI::NonNegativeNumber);
   app.add_option("--threads", options.io_threads)->check(CLI::Range(1, 256));
   app.add_option("--workers", options.workers)->check(CLI::Range(1, 256));
@@ -192,6 +195,7 @@ int run_server(const std::string& package, ServeWords& words) {
   if (!options.canary.empty() && options.watched.empty()) {
     throw UsageError("serve: --canary judges what --watch brings; name a folder with it");
   }
+  options.verifies_later = !words.verifies && !words.verifies_never;
   options.model = {.verifies = words.verifies,
                    .keep_versions = words.keep_versions,
                    .unknown = words.unknown == "zero" ? serving::UnknownIds::kZero

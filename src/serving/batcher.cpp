@@ -98,15 +98,27 @@ void Batcher::add(Job job) {
   changed_.notify_one();
 }
 
+Clock::time_point Batcher::latest_start() const {
+  const auto compute = std::chrono::duration_cast<Clock::duration>(
+      std::chrono::duration<double>(metrics_.compute.quantile(0.99)));
+  auto until = queue_.front().arrived + options_.batch_wait;
+  for (const Job& job : queue_) {
+    // Nothing may have been measured yet, and workers wake late.
+    const auto needed = std::max(compute, (job.deadline - job.arrived) / 8);
+    until = std::min(until, job.deadline - needed);
+  }
+  return until;
+}
+
 std::vector<Job> Batcher::take() {
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [this] { return is_stopping_ || !queue_.empty(); });
   if (queue_.empty()) return {};
-  if (options_.batch_wait.count() > 0) {
-    const auto until = queue_.front().arrived + options_.batch_wait;
-    changed_.wait_until(lock, until, [this] {
-      return is_stopping_ || queue_.empty() || queued_samples_ >= options_.max_batch;
-    });
+  while (options_.batch_wait.count() > 0 && !is_stopping_ && !queue_.empty() &&
+         queued_samples_ < options_.max_batch) {
+    const auto until = latest_start();
+    if (Clock::now() >= until) break;
+    changed_.wait_until(lock, until);  // or until another one comes, who may have less time
   }
   std::vector<Job> jobs;
   std::int64_t num_samples = 0;

@@ -62,6 +62,8 @@ class Batcher {
  private:
   void work();
   std::vector<Job> take();
+  // Until when those in the queue may wait to be joined.
+  Clock::time_point latest_start() const;
   // Throws as check_room; the mutex is held.
   void refuse_unless_in_time(std::int64_t num_samples, std::uint64_t num_bytes,
                              Clock::time_point deadline);

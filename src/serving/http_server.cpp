@@ -27,6 +27,7 @@
 #include <boost/asio/signal_set.hpp>
 #include <boost/asio/steady_timer.hpp>
 #include <boost/asio/strand.hpp>
+#include <boost/asio/write.hpp>
 #include <boost/beast/core.hpp>
 #include <boost/beast/http.hpp>
 #if TESSERA_HAS_TLS
@@ -36,6 +37,7 @@
 
 #include "serving/server_process.h"
 #include "serving/service.h"
+#include "serving/verification.h"
 #include "tessera/serving/server.h"
 
 namespace tessera::serving {
@@ -189,6 +191,8 @@ class Session : public AnySession, public std::enable_shared_from_this<Session<S
     parser_.emplace();
     parser_->header_limit(limits().header_bytes);
     parser_->body_limit(limits().body_bytes);
+    if (const ErrorCode error = read_what_is_here(false)) return fail(error);
+    if (parser_->is_header_done()) return take_header();
     allow(limits().header_time);
     http::async_read_header(stream_, buffer_, *parser_,
                             [self = this->shared_from_this()](ErrorCode error, std::size_t) {
@@ -196,6 +200,15 @@ class Session : public AnySession, public std::enable_shared_from_this<Session<S
                               if (error) return self->fail(error);
                               self->take_header();
                             });
+  }
+
+  // Reads what has come already, up to the end of the headers or of the request. Most requests are
+  // there as a whole, and need neither a timer nor another turn.
+  ErrorCode read_what_is_here(bool reads_body) {
+    ErrorCode error;
+    parser_->eager(reads_body);
+    buffer_.consume(parser_->put(buffer_.data(), error));
+    return error == http::error::need_more ? ErrorCode() : error;
   }
 
   void take_header() {
@@ -223,6 +236,10 @@ class Session : public AnySession, public std::enable_shared_from_this<Session<S
   }
 
   void read_body() {
+    if (!parser_->is_done()) {
+      if (const ErrorCode error = read_what_is_here(true)) return fail(error);
+    }
+    if (parser_->is_done()) return answer();
     allow(limits().request_time);
     http::async_read(stream_, buffer_, *parser_,
                      [self = this->shared_from_this()](ErrorCode error, std::size_t) {
@@ -247,12 +264,12 @@ class Session : public AnySession, public std::enable_shared_from_this<Session<S
     if (is_head_) request.method = "GET";
     lowest().expires_never();
     ++shared_.num_open;
-    shared_.service.handle(
-        std::move(request), [self = this->shared_from_this()](HttpAnswer answer) {
-          asio::post(self->stream_.get_executor(), [self, answer = std::move(answer)]() mutable {
-            self->write(std::move(answer), true);
-          });
-        });
+    shared_.service.handle(std::move(request), [self =
+                                                    this->shared_from_this()](HttpAnswer answer) {
+      asio::dispatch(self->stream_.get_executor(), [self, answer = std::move(answer)]() mutable {
+        self->write(std::move(answer), true);
+      });
+    });
   }
 
   // What could not be read: a limit, a timeout, or no HTTP at all.
@@ -278,26 +295,52 @@ class Session : public AnySession, public std::enable_shared_from_this<Session<S
 
   void write(HttpAnswer answer, bool is_counted = false) {
     if (shared_.service.is_draining()) keeps_alive_ = false;
-    response_.emplace(static_cast<http::status>(answer.code), 11);
-    response_->set(http::field::server, "tessera");
-    response_->set(http::field::content_type, answer.type);
-    for (const auto& [name, value] : answer.headers) response_->set(name, value);
-    response_->keep_alive(keeps_alive_);
-    response_->body() = std::move(answer.body);
-    response_->prepare_payload();
-    if (is_head_) response_->body().clear();
+    encode(answer);
+    num_written_ = kIsTls ? 0 : send_now();
+    if (num_written_ == response_.size()) return written({}, is_counted);
     lowest().expires_after(limits().request_time);
-    http::async_write(stream_, *response_,
+    asio::async_write(stream_, asio::buffer(response_) + num_written_,
                       [self = this->shared_from_this(), is_counted](ErrorCode error, std::size_t) {
-                        if (is_counted) --self->shared_.num_open;
-                        if (error) {
-                          if (is_counted) ++self->shared_.service.metrics().cancelled;
-                          return self->close();
-                        }
-                        if (!self->keeps_alive_) return self->linger();
-                        self->is_head_ = false;
-                        self->wait();
+                        self->written(error, is_counted);
                       });
+  }
+
+  void encode(const HttpAnswer& answer) {
+    response_.clear();
+    const auto line = [this](beast::string_view name, beast::string_view value) {
+      response_.append(name.data(), name.size()).append(": ");
+      response_.append(value.data(), value.size()).append("\r\n");
+    };
+    const auto reason = http::obsolete_reason(static_cast<http::status>(answer.code));
+    response_.append("HTTP/1.1 ").append(std::to_string(answer.code)).append(" ");
+    response_.append(reason.data(), reason.size()).append("\r\n");
+    line("Server", "tessera");
+    line("Content-Type", answer.type);
+    for (const auto& [name, value] : answer.headers) line(name, value);
+    if (!keeps_alive_) line("Connection", "close");
+    line("Content-Length", std::to_string(answer.body.size()));
+    response_.append("\r\n");
+    if (!is_head_) response_.append(answer.body);
+  }
+
+  // How much of the answer the socket takes at once, which is all of most; errors come again.
+  std::size_t send_now() {
+    const ssize_t count = ::send(lowest().socket().native_handle(), response_.data(),
+                                 response_.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
+    return count < 0 ? 0 : static_cast<std::size_t>(count);
+  }
+
+  void written(ErrorCode error, bool is_counted) {
+    if (is_counted) --shared_.num_open;
+    if (error) {
+      if (is_counted) ++shared_.service.metrics().cancelled;
+      return close();
+    }
+    if (!keeps_alive_) return linger();
+    is_head_ = false;
+    if (buffer_.size() == 0) return wait();
+    // The next request is here: not on top of this one's stack.
+    asio::post(stream_.get_executor(), [self = this->shared_from_this()] { self->wait(); });
   }
 
   // Lets the answer arrive before the socket goes: a client that is still sending would otherwise
@@ -339,7 +382,8 @@ class Session : public AnySession, public std::enable_shared_from_this<Session<S
   bool is_admin_;
   beast::flat_buffer buffer_;
   std::optional<http::request_parser<http::string_body>> parser_;
-  std::optional<http::response<http::string_body>> response_;
+  std::string response_;  // that is being written, headers and all
+  std::size_t num_written_ = 0;
   bool keeps_alive_ = true;
   bool is_idle_ = false;
   bool is_head_ = false;
@@ -397,7 +441,10 @@ class Door : public std::enable_shared_from_this<Door> {
     const int yes = 1;
     if (!is_unix_) ::setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &yes, sizeof(yes));
     ErrorCode error;
-    Plain::socket_type socket(asio::make_strand(context_));
+    // One thread needs no order beside its own.
+    Plain::socket_type socket(shared_.options.io_threads > 1
+                                  ? asio::any_io_executor(asio::make_strand(context_))
+                                  : asio::any_io_executor(context_.get_executor()));
     socket.assign(asio::generic::stream_protocol(is_unix_ ? AF_UNIX : AF_INET, 0), fd, error);
     if (error) {
       ::close(fd);
@@ -523,6 +570,10 @@ int run_server_process(Model& model, const ServerOptions& options, const ServerP
   service.on_drain(process.on_drain ? process.on_drain
                                     : [&] { asio::post(context, [&] { drain.start(); }); });
   if (process.on_reload) service.on_reload(process.on_reload);
+  Verification verification(model, process.metrics, log);
+  const bool verifies = options.verifies_later && process.verifies;
+  service.set_package(process.package);
+  if (verifies) service.on_opened([&](std::int64_t number) { verification.start(number); });
   const auto warm_up = [&] {
     try {
       model.warm_up(options.warm_bytes, options.max_batch, [&] { return !service.is_draining(); });
@@ -530,6 +581,7 @@ int run_server_process(Model& model, const ServerOptions& options, const ServerP
       log(std::string("could not warm up: ") + error.what());
     }
     service.be_ready();
+    if (verifies) verification.start(process.package);
     if (!service.is_draining()) on_ready();
   };
   // Beside others that answer, a process takes no connection before it can answer too. A lone one
@@ -542,6 +594,7 @@ int run_server_process(Model& model, const ServerOptions& options, const ServerP
   for (int i = 1; i < num_threads; ++i) threads.emplace_back([&] { context.run(); });
   context.run();
   for (std::thread& thread : threads) thread.join();
+  verification.stop();
   service.stop();  // its workers post to the context
   return drain.is_late() ? 75 : 0;
 }

@@ -1,6 +1,7 @@
 #include "serving/infer_request.h"
 
 #include <charconv>
+#include <cmath>
 #include <cstring>
 #include <functional>
 
@@ -8,6 +9,7 @@
 
 #include "serving/json_reader.h"
 #include "serving/text_id.h"
+#include "tessera/embedding/quantised_rows.h"
 
 namespace tessera::serving {
 namespace {
@@ -24,6 +26,18 @@ template <typename Number>
 void copy_binary(std::vector<Number>& to, std::string_view bytes) {
   to.resize(bytes.size() / sizeof(Number));
   if (!to.empty()) std::memcpy(to.data(), bytes.data(), bytes.size());
+}
+
+// The nearest FP16, as bytes and as the number it stands for.
+void round_to_half(float& value, std::uint8_t* half, const std::string& name, std::size_t sample) {
+  using embedding::RowType;
+  if (embedding::quantise_row(RowType::kFp16, {&value, 1}, half).is_overflow) {
+    throw HttpError(422,
+                    "the " + name + " of sample " + std::to_string(sample) + " is " +
+                        std::to_string(value) + ", which FP16 cannot hold; ask for FP32",
+                    "outputs");
+  }
+  embedding::dequantise_row(RowType::kFp16, half, {&value, 1});
 }
 
 }  // namespace
@@ -50,6 +64,7 @@ struct InferParser::Parse {
   Parse(const InferParser& owner, std::string_view json, std::string_view tail)
       : owner(owner), json(json), tail(tail), reader(json) {
     request.features.resize(owner.names_.size());
+    request.probability.is_half = request.logit.is_half = owner.has_half_outputs_;
     seen.resize(4 * owner.names_.size() + 4);
   }
 
@@ -96,9 +111,9 @@ struct InferParser::Parse {
       has_inputs = true;
       reader.array([this](std::size_t index) { input(index); });
     } else if (key == "outputs") {
-      request.wants_probability = false;
+      request.probability.is_wanted = false;
       reader.array([this](std::size_t index) { output(index); });
-      if (!request.wants_probability && !request.wants_logit) request.wants_probability = true;
+      if (!request.logit.is_wanted) request.probability.is_wanted = true;
     } else {
       throw HttpError(400, "unknown key '" + key.substr(0, 100) + "'", key.substr(0, 100));
     }
@@ -107,6 +122,7 @@ struct InferParser::Parse {
   void output(std::size_t index) {
     const std::string where = "outputs[" + std::to_string(index) + "]";
     std::string name;
+    std::string type;
     reader.object([&](const std::string& key) {
       if (key == "name") {
         name = reader.string();
@@ -114,6 +130,8 @@ struct InferParser::Parse {
         reader.object([&](const std::string& parameter) {
           if (parameter == "binary_data") {
             request.wants_binary = reader.boolean();
+          } else if (parameter == "datatype") {
+            type = reader.string();
           } else {
             reader.skip();
           }
@@ -122,13 +140,17 @@ struct InferParser::Parse {
         throw HttpError(400, "unknown key '" + key.substr(0, 100) + "'", where);
       }
     });
-    if (name == "probability") {
-      request.wants_probability = true;
-    } else if (name == "logit") {
-      request.wants_logit = true;
-    } else {
+    if (name != "probability" && name != "logit") {
       throw HttpError(422, "there is no output '" + name.substr(0, 100) + "'", where + ".name");
     }
+    WantedOutput& wanted = name == "probability" ? request.probability : request.logit;
+    wanted.is_wanted = true;
+    if (type.empty()) return;
+    if (type != "FP32" && type != "FP16") {
+      throw HttpError(422, "outputs are FP32 or FP16, not '" + type.substr(0, 100) + "'",
+                      where + ".parameters.datatype");
+    }
+    wanted.is_half = type == "FP16";
   }
 
   void input(std::size_t index) {
@@ -376,7 +398,7 @@ struct InferParser::Parse {
 };
 
 InferParser::InferParser(const ModelInfo& model, const ServerLimits& limits)
-    : num_dense_(model.num_dense), limits_(limits) {
+    : num_dense_(model.num_dense), has_half_outputs_(model.has_half_outputs), limits_(limits) {
   for (const FeatureInfo& feature : model.features) {
     names_.push_back(feature.name);
     takes_texts_.push_back(model.tables[feature.table].is_growing && has_text_ids());
@@ -420,30 +442,42 @@ InferAnswer encode_answer(const InferRequest& request, const ModelInfo& model, s
   text += ",\"outputs\":[";
   std::string tail;
   bool is_first = true;
-  const auto add = [&](const char* name, const std::function<float(float)>& of) {
+  const auto add = [&](const std::string& name, const WantedOutput& wanted,
+                       const std::function<float(float)>& of) {
+    if (!wanted.is_wanted) return;
+    const std::size_t bytes = wanted.is_half ? 2 : 4;
     text += is_first ? "{" : ",{";
     is_first = false;
-    text += std::string("\"name\":\"") + name + "\",\"datatype\":\"FP32\",\"shape\":[" +
-            std::to_string(logits.size()) + "],";
+    text += "\"name\":\"" + name + "\",\"datatype\":\"" + (wanted.is_half ? "FP16" : "FP32") +
+            "\",\"shape\":[" + std::to_string(logits.size()) + "],";
     if (request.wants_binary) {
-      text += "\"parameters\":{\"binary_data_size\":" + std::to_string(4 * logits.size()) + "}}";
-      for (const float logit : logits) {
-        const float value = of(logit);
-        tail.append(reinterpret_cast<const char*>(&value), sizeof(value));
-      }
-      return;
+      text +=
+          "\"parameters\":{\"binary_data_size\":" + std::to_string(bytes * logits.size()) + "}}";
+    } else {
+      text += "\"data\":[";
     }
-    text += "\"data\":[";
-    char digits[32];
     for (std::size_t i = 0; i < logits.size(); ++i) {
+      float value = of(logits[i]);
+      if (!std::isfinite(value)) {
+        throw std::runtime_error("the model's " + name + " of sample " + std::to_string(i) +
+                                 " is not finite");
+      }
+      std::uint8_t half[2];
+      if (wanted.is_half) round_to_half(value, half, name, i);
+      if (request.wants_binary) {
+        const void* from = wanted.is_half ? static_cast<const void*>(half) : &value;
+        tail.append(static_cast<const char*>(from), bytes);
+        continue;
+      }
       if (i > 0) text += ',';
-      const auto end = std::to_chars(digits, digits + sizeof(digits), of(logits[i]));
+      char digits[32];
+      const auto end = std::to_chars(digits, digits + sizeof(digits), value);
       text.append(digits, end.ptr);
     }
-    text += "]}";
+    if (!request.wants_binary) text += "]}";
   };
-  if (request.wants_probability) add("probability", sigmoid);
-  if (request.wants_logit) add("logit", [](float x) { return x; });
+  add("probability", request.probability, sigmoid);
+  add("logit", request.logit, [](float x) { return x; });
   text += "]}";
   InferAnswer answer;
   if (request.wants_binary) answer.json_bytes = text.size();
@@ -468,7 +502,8 @@ std::string encode_metadata(const ModelInfo& model, const std::vector<std::int64
   }
   Json outputs = Json::array();
   for (const char* name : {"probability", "logit"}) {
-    outputs.push_back({{"name", name}, {"datatype", "FP32"}, {"shape", {-1}}});
+    outputs.push_back(
+        {{"name", name}, {"datatype", model.has_half_outputs ? "FP16" : "FP32"}, {"shape", {-1}}});
   }
   const Json metadata = {{"name", model.name},
                          {"versions", versions},

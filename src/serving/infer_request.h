@@ -3,7 +3,8 @@
 // Inputs: `dense` FP32 [samples, n]; for each feature `<feature>.values` INT64 [ids] (or BYTES if
 // its table grows: texts),
 // `<feature>.lengths` INT32 [samples] and, if wanted, `<feature>.weights` FP32 [ids]. Outputs:
-// `probability` and, if asked for, `logit`, FP32 [samples].
+// `probability` and, if asked for, `logit`, [samples], FP32 or FP16: as the package says, or the
+// parameter `datatype` of an output.
 
 #pragma once
 
@@ -39,6 +40,12 @@ struct OwnedBags {
   std::vector<float> weights;
 };
 
+/// One output of a request.
+struct WantedOutput {
+  bool is_wanted = false;
+  bool is_half = false;  // FP16
+};
+
 struct InferRequest {
   std::string id;
   std::string request_id;
@@ -46,8 +53,8 @@ struct InferRequest {
   std::int64_t num_ids = 0;
   std::vector<float> dense;
   std::vector<OwnedBags> features;  // in the model's order
-  bool wants_probability = true;
-  bool wants_logit = false;
+  WantedOutput probability{true, false};
+  WantedOutput logit;
   bool wants_binary = false;
 
   std::vector<FeatureBags> bags() const;
@@ -75,6 +82,7 @@ class InferParser {
   std::vector<std::string> names_;  // of features
   std::vector<bool> takes_texts_;   // instead of ids, by feature
   std::int64_t num_dense_;
+  bool has_half_outputs_;
   std::map<std::string, Place> inputs_;
   ServerLimits limits_;
 };
@@ -84,7 +92,8 @@ struct InferAnswer {
   std::uint64_t json_bytes = 0;  // 0: all of it is JSON
 };
 
-/// Logits of a model's version `step` as an answer.
+/// Logits of a model's version `step` as an answer. Throws HttpError 422 for a number that FP16,
+/// where it was asked for, cannot hold; std::runtime_error for one that is not finite.
 InferAnswer encode_answer(const InferRequest& request, const ModelInfo& model, std::int64_t step,
                           std::span<const float> logits);
 /// {"error": ..., "where": ...}

@@ -1,6 +1,7 @@
 #include "serving/metrics.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 
 #include <nlohmann/json.hpp>
@@ -41,6 +42,20 @@ std::array<std::uint64_t, Histogram::kBounds.size() + 1> Histogram::counts() con
 
 double Histogram::seconds() const {
   return 1e-9 * static_cast<double>(nanoseconds_.load(std::memory_order_relaxed));
+}
+
+double Histogram::quantile(double share) const {
+  const auto all = counts();
+  std::uint64_t sum = 0;
+  for (const std::uint64_t count : all) sum += count;
+  const auto wanted = static_cast<std::uint64_t>(std::ceil(share * static_cast<double>(sum)));
+  if (sum == 0) return 0;
+  std::uint64_t below = 0;
+  for (std::size_t i = 0; i < kBounds.size(); ++i) {
+    below += all[i];
+    if (below >= wanted) return kBounds[i];
+  }
+  return kBounds.back();
 }
 
 void Histogram::write(std::string& text, const std::string& stage) const {
@@ -158,6 +173,10 @@ std::string Metrics::text(const Model& model) const {
        number(reloads_refused));
   line(text, "tessera_restarts_total", "counter", "Processes that died and were started again.",
        number(restarts));
+  line(text, "tessera_package_verified", "gauge", "1 when all sums of the package are right.",
+       model.is_verified ? 1 : 0);
+  line(text, "tessera_package_damaged", "gauge", "1 if one is wrong: nothing is answered.",
+       model.is_damaged ? 1 : 0);
   line(text, "tessera_updates_total", "counter", "Published versions taken over.",
        number(updates.applied));
   line(text, "tessera_delta_refused_total", "counter", "Published versions that were refused.",

@@ -22,6 +22,8 @@ class Histogram {
   /// How many were in each bucket, those above the last bound at the end.
   std::array<std::uint64_t, kBounds.size() + 1> counts() const;
   double seconds() const;  // the sum of all
+  /// The bound below which that share of the times lies; 0 if there are none.
+  double quantile(double share) const;
 
  private:
   std::array<std::atomic<std::uint64_t>, kBounds.size() + 1> counts_{};
@@ -89,6 +91,10 @@ struct Metrics {
   std::atomic<std::uint64_t> reloads{0};
   std::atomic<std::uint64_t> reloads_refused{0};
   std::atomic<std::uint64_t> restarts{0};  // of processes that died
+  // The last package, counted from 1, whose sums were all right, and the last with one that was
+  // not.
+  std::atomic<std::int64_t> verified_package{0};
+  std::atomic<std::int64_t> damaged_package{0};
   std::array<ProcessGauges, kMaxProcesses> processes;
   UpdateFigures updates;
   Histogram queue;
@@ -105,6 +111,8 @@ struct Metrics {
     std::int64_t age = 0;  // seconds
     std::int64_t mapped_bytes = 0;
     bool is_ready = false;
+    bool is_verified = false;
+    bool is_damaged = false;
   };
   /// Prometheus' text format, 0.0.4.
   std::string text(const Model& model) const;

@@ -183,8 +183,9 @@ void Model::reload(const std::string& path, bool verifies) {
   std::vector<std::shared_ptr<Store>> gone;  // after the lock
   const std::lock_guard lock(state_->mutex);
   if (!has_same_inputs(store->model(), state_->store->model())) {
-    throw checkpoint::Error(checkpoint::ErrorKind::kInvalid,
-                            path + ": its inputs are not those of the model that is served.");
+    throw checkpoint::Error(
+        checkpoint::ErrorKind::kInvalid,
+        path + ": its inputs and outputs are not those of the model that is served.");
   }
   auto& stores = state_->stores;
   state_->store = store;
@@ -252,6 +253,11 @@ bool Model::roll_back(std::int64_t step) {
 std::int64_t Model::mapped_bytes() const {
   const auto store = state_->newest();
   return store->package().mapped_bytes() + store->updated_bytes();
+}
+
+bool Model::verify(const std::function<bool()>& goes_on) const {
+  const auto store = state_->newest();
+  return store->package().verify(goes_on);
 }
 
 embedding::RowTable Model::table_of_package(std::size_t table) const {

@@ -84,6 +84,7 @@ std::string encode_model(const ModelInfo& model) {
                {"cross_rank", model.cross_rank},
                {"top", model.top},
                {"output", "sigmoid"}};
+  if (model.has_half_outputs) text["output_type"] = "fp16";
   return text.dump(1) + "\n";
 }
 
@@ -96,6 +97,7 @@ std::int64_t most_ids(std::int64_t num_ids) { return 4 * num_ids + (std::int64_t
 
 bool has_same_inputs(const ModelInfo& a, const ModelInfo& b) {
   return a.name == b.name && a.num_dense == b.num_dense &&
+         a.has_half_outputs == b.has_half_outputs &&
          std::equal(a.features.begin(), a.features.end(), b.features.begin(), b.features.end(),
                     [](const FeatureInfo& x, const FeatureInfo& y) { return x.name == y.name; });
 }
@@ -126,7 +128,7 @@ ModelInfo decode_model(std::string_view text, const std::string& where) {
   const nlohmann::json object = json::parse_object(text, where, 1'000'000);
   json::check_keys(object,
                    {"version", "name", "step", "source", "dense", "features", "tables", "bottom",
-                    "interaction", "cross_layers", "cross_rank", "top", "output"},
+                    "interaction", "cross_layers", "cross_rank", "top", "output", "output_type"},
                    where);
   const std::int64_t version = json::count_of(object, "version", where);
   check(version == kPackageVersion || version == kGrowingVersion, where,
@@ -146,6 +148,11 @@ ModelInfo decode_model(std::string_view text, const std::string& where) {
   model.cross_layers = json::count_of(object, "cross_layers", where);
   model.cross_rank = json::count_of(object, "cross_rank", where);
   check(json::string_of(object, "output", where) == "sigmoid", where, "has an unknown output");
+  if (object.contains("output_type")) {
+    const std::string type = json::string_of(object, "output_type", where);
+    check(type == "fp16" || type == "fp32", where, "has outputs of an unknown type '" + type + "'");
+    model.has_half_outputs = type == "fp16";
+  }
 
   std::map<std::string, std::size_t> places;
   for (const auto& entry : list_in(object, "tables", where)) {

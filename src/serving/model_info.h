@@ -28,7 +28,7 @@ std::string encode_model(const ModelInfo& model);
 /// Throws checkpoint::Error(kCorrupt) that begins with `where` unless everything fits together.
 ModelInfo decode_model(std::string_view text, const std::string& where);
 
-/// Whether a request for the one is a request for the other.
+/// Whether a request for the one is a request for the other, and answered in the same types.
 bool has_same_inputs(const ModelInfo& a, const ModelInfo& b);
 
 bool has_growing(const ModelInfo& model);

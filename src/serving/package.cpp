@@ -106,6 +106,7 @@ struct Package::State {
   checkpoint::Manifest manifest;
   ModelInfo model;
   std::map<std::string, std::vector<float>> dense;
+  std::vector<OpenFile> files;
   std::vector<Mapping> mappings;  // one per table
   std::vector<std::uint64_t> begins;
   std::int64_t mapped_bytes = 0;
@@ -122,7 +123,7 @@ Package::Package(const std::string& path, bool verifies, int spare_copies)
     corrupt(path, "is not a package; make one with tessera export");
   }
   std::string description;
-  std::vector<OpenFile> files;
+  std::vector<OpenFile>& files = state.files;
   for (const checkpoint::FileRecord& record : manifest.files) {
     OpenFile file(folder, record.name);
     if (file.num_bytes() != record.num_bytes) {
@@ -154,7 +155,6 @@ Package::Package(const std::string& path, bool verifies, int spare_copies)
     chunks.copy(0, region.end - region.begin, reinterpret_cast<std::byte*>(numbers.data()));
     state.dense.emplace(name, std::move(numbers));
   }
-  std::vector<std::byte> buffer(std::size_t{1} << 18);
   for (const TableInfo& table : state.model.tables) {
     const std::string name = "tables." + table.name + ".weight";
     const RegionRecord& region = region_of(manifest, name, checkpoint::Dtype::kU8,
@@ -171,12 +171,22 @@ Package::Package(const std::string& path, bool verifies, int spare_copies)
             : spare_rows(table, spare_copies) * static_cast<std::uint64_t>(table.row_bytes));
     state.begins.push_back(region.begin);
     state.mapped_bytes += static_cast<std::int64_t>(file.num_bytes);
-    if (!verifies) continue;
-    checkpoint::Chunks chunks(numbered(region), region, name);
+  }
+  if (verifies) verify();
+}
+
+bool Package::verify(const std::function<bool()>& goes_on) const {
+  std::vector<std::byte> buffer(std::size_t{1} << 18);
+  for (const TableInfo& table : state_->model.tables) {
+    const std::string name = "tables." + table.name + ".weight";
+    const RegionRecord& region = state_->manifest.find(name)->regions.front();
+    checkpoint::Chunks chunks(state_->files[static_cast<std::size_t>(region.file)], region, name);
     for (std::uint64_t chunk = 0; chunk < region.chunk_crcs.size(); ++chunk) {
+      if (goes_on && !goes_on()) return false;
       chunks.check(chunk, buffer);
     }
   }
+  return true;
 }
 
 Package::~Package() = default;

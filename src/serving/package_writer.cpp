@@ -154,6 +154,7 @@ ModelInfo model_of(const Reader& reader, const ExportOptions& options) {
   ModelInfo model;
   model.step = reader.manifest().step;
   model.source = reader.manifest().sha256;
+  model.has_half_outputs = options.has_half_outputs;
   model.bottom = widths_of(reader, "model.bottom");
   model.top = widths_of(reader, "model.top");
   model.num_dense = model.bottom.front();

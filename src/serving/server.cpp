@@ -39,9 +39,9 @@ int serve(Model& model, const ServerOptions& options,
       updater.emplace(model, metrics.updates, options.watched, canary, log);
       updater->start();
     }
-    code = run_server_process(model, options,
-                              {data, admin ? &*admin : nullptr, metrics, 0, nullptr, nullptr},
-                              ready, log);
+    code = run_server_process(
+        model, options, {data, admin ? &*admin : nullptr, metrics, 0, 1, true, nullptr, nullptr},
+        ready, log);
   }
   log("answered " + std::to_string(metrics.num_answered()) + " of " +
       std::to_string(metrics.received.load()) + " requests, " +

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <string>
 
@@ -14,9 +15,11 @@ namespace tessera::serving {
 /// What a process is given by whoever started it.
 struct ServerProcess {
   const Listener& data;
-  const Listener* admin;  // null: none
-  Metrics& metrics;       // of all processes
-  int number = 0;         // which one this is
+  const Listener* admin;     // null: none
+  Metrics& metrics;          // of all processes
+  int number = 0;            // which one this is
+  std::int64_t package = 1;  // how often one was opened until this one
+  bool verifies = true;      // one process compares the sums for all
   /// Sends a wish to reload or drain to the process that watches over this one; null: this process
   /// does it by itself, also for SIGHUP.
   std::function<void()> on_reload;

@@ -109,14 +109,22 @@ std::string Service::versions_text() const {
 }
 
 Metrics::Model Service::model_figures() const {
+  const bool is_damaged = metrics_.damaged_package == package_;
   const VersionInfo now = model_.current();
-  return {now.step, static_cast<std::int64_t>(std::time(nullptr)) - now.made, model_.mapped_bytes(),
-          is_ready_ && !is_draining_};
+  return {now.step,
+          static_cast<std::int64_t>(std::time(nullptr)) - now.made,
+          model_.mapped_bytes(),
+          is_ready_ && !is_draining_ && !is_damaged,
+          metrics_.verified_package == package_,
+          is_damaged};
 }
 
 void Service::check_ready() const {
   if (is_draining_) throw HttpError(503, "the server is draining");
   if (!is_ready_) throw HttpError(503, "the server is warming up");
+  if (metrics_.damaged_package == package_) {
+    throw HttpError(503, "the package is damaged; the log says where. Export it again, and reload");
+  }
 }
 
 void Service::check_token(const HttpRequest& request) const {
@@ -143,6 +151,8 @@ bool Service::reload() {
   try {
     model_.reload(options_.package);
     ++metrics_.reloads;
+    ++package_;
+    if (opened_) opened_(package_);
     log_("serving step " + std::to_string(model_.current().step) + " of " + options_.package);
     return true;
   } catch (const std::exception& error) {
@@ -279,9 +289,7 @@ void Service::handle(HttpRequest request, std::function<void(HttpAnswer)> done) 
   } catch (const HttpError& error) {
     finish(failure(error.code(), error.what(), error.where()));
   } catch (const std::exception& error) {
-    const std::string number = std::to_string(++num_incidents_);
-    log_("incident " + number + ": " + error.what());
-    finish(failure(500, "incident " + number + "; the log says more"));
+    finish(incident(error.what()));
   }
 }
 
@@ -331,14 +339,23 @@ void Service::infer(HttpRequest request, std::function<void(HttpAnswer)> done) {
   batcher_.add(std::move(job));
 }
 
+HttpAnswer Service::incident(const std::string& what) {
+  const std::string number = std::to_string(++num_incidents_);
+  log_("incident " + number + ": " + what);
+  return failure(500, "incident " + number + "; the log says more");
+}
+
 HttpAnswer Service::from(const InferRequest& request, Outcome outcome) {
-  if (outcome.code == 500) {
-    const std::string number = std::to_string(++num_incidents_);
-    log_("incident " + number + ": " + outcome.error);
-    return failure(500, "incident " + number + "; the log says more");
-  }
+  if (outcome.code == 500) return incident(outcome.error);
   if (outcome.code != 200) return failure(outcome.code, outcome.error, outcome.where);
-  InferAnswer encoded = encode_answer(request, info_, outcome.step, outcome.logits);
+  InferAnswer encoded;
+  try {
+    encoded = encode_answer(request, info_, outcome.step, outcome.logits);
+  } catch (const HttpError& error) {
+    return failure(error.code(), error.what(), error.where());
+  } catch (const std::exception& error) {
+    return incident(error.what());
+  }
   HttpAnswer answer{200, "application/json", std::move(encoded.body), {}};
   if (encoded.json_bytes > 0) {
     answer.type = "application/octet-stream";

@@ -63,6 +63,10 @@ class Service {
   /// What /admin/drain does, and, unless this process reloads by itself, /admin/reload.
   void on_drain(std::function<void()> drain) { drain_ = std::move(drain); }
   void on_reload(std::function<void()> reload) { reload_ = std::move(reload); }
+  /// After this process has opened another package: the n-th.
+  void on_opened(std::function<void(std::int64_t)> opened) { opened_ = std::move(opened); }
+  /// Which package it is, counted from 1 over all processes.
+  void set_package(std::int64_t number) { package_ = number; }
 
  private:
   HttpAnswer answer(const HttpRequest& request);
@@ -75,6 +79,8 @@ class Service {
   std::vector<std::int64_t> steps() const;
   std::string versions_text() const;
   Metrics::Model model_figures() const;
+  /// A 500 with a number, whose cause is in the log alone.
+  HttpAnswer incident(const std::string& what);
   HttpAnswer from(const InferRequest& request, Outcome outcome);
   HttpAnswer counted(HttpAnswer answer, Clock::time_point arrived);
 
@@ -93,6 +99,8 @@ class Service {
   std::atomic<std::uint64_t> num_incidents_{0};
   std::function<void()> drain_;
   std::function<void()> reload_;
+  std::function<void(std::int64_t)> opened_;
+  std::atomic<std::int64_t> package_{1};
   Batcher batcher_;  // last: it ends first
 };
 

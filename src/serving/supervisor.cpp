@@ -87,6 +87,8 @@ class Supervisor {
   };
 
   void start_all() {
+    ++package_;
+    verifier_ = free_number();
     for (int i = 0; i < options_.processes; ++i) start(free_number());
     if (!options_.watched.empty()) start(-1);
   }
@@ -132,6 +134,8 @@ class Supervisor {
                                   admin_,
                                   metrics_,
                                   number,
+                                  package_,
+                                  number == verifier_,
                                   [parent] { ::kill(parent, SIGHUP); },
                                   [parent] { ::kill(parent, SIGTERM); }};
       return run_server_process(*model_, options_, process, say_ready, log_);
@@ -260,8 +264,9 @@ class Supervisor {
       }
       next = std::make_unique<Model>(options_.package, options_.model);
       if (!has_same_inputs(next->lease().model(), model_->lease().model())) {
-        throw std::runtime_error(options_.package +
-                                 ": its inputs are not those of the model that is served");
+        throw std::runtime_error(
+            options_.package +
+            ": its inputs and outputs are not those of the model that is served");
       }
     } catch (const std::exception& error) {
       ++metrics_.reloads_refused;
@@ -287,6 +292,8 @@ class Supervisor {
   Model* model_;  // of the children that are started from now on
   std::vector<std::unique_ptr<Model>> models_;
   bool is_replacing_ = false;
+  std::int64_t package_ = 0;  // how often one was opened
+  int verifier_ = 0;          // the process that compares its sums
   const ServerOptions& options_;
   const Listener& data_;
   const Listener* admin_;

@@ -88,6 +88,34 @@ TEST(ServingBatcher, OneThatCannotBeInTimeBehindOthersIsRefusedAtOnce) {
   all.get_future().wait();
 }
 
+TEST(ServingBatcher, NobodyWaitsForCompanyLongerThanItsDeadlineAllows) {
+  World world(4);
+  world.options.batch_wait = std::chrono::hours(1);
+  Batcher batcher(*world.model, world.options, world.metrics, world.gauges);
+  Clock::duration time{};
+  EXPECT_EQ(world.ask(batcher, Clock::now() + std::chrono::seconds(2), &time), 200);
+  EXPECT_GE(time, std::chrono::milliseconds(500));  // it did wait
+  EXPECT_LT(time, std::chrono::seconds(2));
+  // One that has less time is not held by one that has more.
+  std::promise<int> first;
+  Job job = world.job(Clock::now() + std::chrono::hours(1));
+  job.done = [&](InferRequest, const Outcome& outcome) { first.set_value(outcome.code); };
+  batcher.add(std::move(job));
+  EXPECT_EQ(world.ask(batcher, Clock::now() + std::chrono::seconds(2), &time), 200);
+  EXPECT_LT(time, std::chrono::seconds(2));
+  EXPECT_EQ(first.get_future().get(), 200);
+}
+
+TEST(ServingBatcher, AFullBatchWaitsForNobody) {
+  World world(4);
+  world.options.batch_wait = std::chrono::hours(1);
+  world.options.max_batch = 4;
+  Batcher batcher(*world.model, world.options, world.metrics, world.gauges);
+  Clock::duration time{};
+  EXPECT_EQ(world.ask(batcher, Clock::now() + std::chrono::hours(2), &time), 200);
+  EXPECT_LT(time, std::chrono::seconds(30));
+}
+
 TEST(ServingBatcher, TheQueueHasAnEnd) {
   World world(100);
   world.options.queue_samples = 99;

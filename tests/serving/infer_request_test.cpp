@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstring>
 #include <random>
 
@@ -65,7 +66,7 @@ TEST(InferRequest, ReadsNumbersInAnyOrderOfMembers) {
   EXPECT_EQ(request.features[0].ids, (std::vector<std::int64_t>{7, 8, 9}));
   EXPECT_EQ(request.features[0].lengths, (std::vector<std::int32_t>{2, 1}));
   EXPECT_EQ(request.features[1].ids, (std::vector<std::int64_t>{5}));
-  EXPECT_TRUE(request.wants_probability);
+  EXPECT_TRUE(request.probability.is_wanted);
   EXPECT_FALSE(request.wants_binary);
 }
 
@@ -91,7 +92,7 @@ TEST(InferRequest, ReadsTensorsBehindTheJson) {
   EXPECT_EQ(request.dense, (std::vector<float>{1.5F, -2}));
   EXPECT_EQ(request.features[0].ids, (std::vector<std::int64_t>{std::int64_t{1} << 40, 3}));
   EXPECT_EQ(request.features[1].lengths, (std::vector<std::int32_t>{0}));
-  EXPECT_TRUE(request.wants_binary && request.wants_logit && !request.wants_probability);
+  EXPECT_TRUE(request.wants_binary && request.logit.is_wanted && !request.probability.is_wanted);
 
   ModelInfo model = two_features();
   model.step = 9;
@@ -105,6 +106,50 @@ TEST(InferRequest, ReadsTensorsBehindTheJson) {
   expect_error(body + "x", 400, "body", json.size());
   expect_error(body.substr(0, body.size() - 1), 400, "inputs[4].binary_data_size", json.size());
   expect_error(body, 400, "Inference-Header-Content-Length", body.size() + 1);
+}
+
+TEST(InferRequest, OutputsAreHalvesWhereTheyAreAskedFor) {
+  const std::string asks =
+      R"(, "outputs": [{"name": "logit", "parameters": {"datatype": "FP16"}}, {"name": "probability"}]})";
+  const std::string body = kGood.substr(0, kGood.rfind('}')) + asks;
+  InferRequest request = parse(body);
+  EXPECT_TRUE(request.logit.is_half);
+  EXPECT_FALSE(request.probability.is_half);
+  const ModelInfo model = two_features();
+  const std::vector<float> logits = {0.1F, -2.0F};
+  const std::string json = encode_answer(request, model, 1, logits).body;
+  EXPECT_NE(json.find(R"("name":"probability","datatype":"FP32","shape":[2],"data":[0.52)"),
+            std::string::npos)
+      << json;
+  // The nearest half.
+  EXPECT_NE(json.find(R"("name":"logit","datatype":"FP16","shape":[2],"data":[0.099975586,-2]})"),
+            std::string::npos)
+      << json;
+  request.wants_binary = true;
+  const InferAnswer answer = encode_answer(request, model, 1, logits);
+  ASSERT_EQ(answer.body.size(), answer.json_bytes + 2 * 4 + 2 * 2);
+  std::uint16_t halves[2];
+  std::memcpy(halves, answer.body.data() + answer.json_bytes + 8, 4);
+  EXPECT_EQ(halves[0], 0x2E66);
+  EXPECT_EQ(halves[1], 0xC000);
+
+  // As the package says, unless the request says something else.
+  ModelInfo half = two_features();
+  half.has_half_outputs = true;
+  const InferParser parser(half, ServerLimits{});
+  EXPECT_TRUE(parser.parse(kGood, std::nullopt).probability.is_half);
+  std::string other = body;
+  other.replace(other.find("FP16"), 4, "FP32");
+  EXPECT_FALSE(parser.parse(other, std::nullopt).logit.is_half);
+  EXPECT_TRUE(parser.parse(other, std::nullopt).probability.is_half);
+  EXPECT_NE(encode_metadata(half, {1}).find("FP16"), std::string::npos);
+
+  other.replace(other.find("\"FP32\"}}"), 6, "\"FP64\"");
+  expect_error(other, 422, "outputs[0].parameters.datatype");
+  const std::vector<float> large = {70000.0F, 0.0F};
+  EXPECT_THROW(encode_answer(request, model, 1, large), HttpError);
+  const std::vector<float> infinite = {INFINITY, 0.0F};
+  EXPECT_THROW(encode_answer(parse(body), model, 1, infinite), std::runtime_error);
 }
 
 TEST(InferRequest, SaysWhatIsWrongAndWhere) {

@@ -74,11 +74,25 @@ def test_any_name_of_the_checkpoint_will_do(run, tmp_path):
     assert len(sums) == 1
 
 
+def test_the_package_may_be_named_behind_the_run(run, tmp_path):
+    package = tmp_path / "pkg"
+    report = json.loads(tessera("export", run, "--quantise", "int4", package, "--json").stdout)
+    assert {table["type"] for table in report["tables"]} == {"int4"}
+    assert (package / "MANIFEST.json").exists()
+    assert "output_type" not in json.loads((package / "model.json").read_text())
+    tessera("export", run, package, "--output-dtype", "fp16")
+    assert json.loads((package / "model.json").read_text())["output_type"] == "fp16"
+
+
 @pytest.mark.parametrize(
     ("words", "code", "text"),
     [
         (["--out", "{out}", "--dtype", "int9"], 2, "unknown type 'int9'"),
-        (["--dtype", "int8"], 2, "--out names the package"),
+        (["--dtype", "int8"], 2, "name the package to write"),
+        (["{out}", "--out", "{out}"], 2, "named twice"),
+        (["{out}", "more"], 2, "name one run or checkpoint"),
+        (["{out}", "--quantise", "int3"], 2, "unknown type 'int3'"),
+        (["{out}", "--output-dtype", "fp64"], 2, "--output-dtype"),
         (["--out", "{out}", "--table", "cat_0"], 2, "NAME=TYPE"),
         (["--out", "{out}", "--table", "nobody=int4"], 65, "no table 'nobody'"),
         (["--out", "{out}", "--align", "3"], 2, "1, 4 or 16"),

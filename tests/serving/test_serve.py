@@ -116,6 +116,49 @@ def test_binary_tensors_give_the_bits_of_json(package, serve):
     assert server.ask(INFER, head, {"Inference-Header-Content-Length": "x"})[0] == 400
 
 
+def test_outputs_are_halves_where_the_package_or_the_request_says_so(run, serve, tmp_path):
+    tessera("export", run, tmp_path / "pkg", "--output-dtype", "fp16")
+    server = serve(tmp_path / "pkg")
+    metadata = json.loads(server.ask("/v2/models/dlrm")[2])
+    assert {output["datatype"] for output in metadata["outputs"]} == {"FP16"}
+    request = request_of(some_samples(5))
+    request["outputs"] = [
+        {"name": "probability"},
+        {"name": "logit", "parameters": {"datatype": "FP32"}},
+    ]
+    code, answer = server.infer(request)
+    assert code == 200, answer
+    halves, singles = answer["outputs"]
+    assert (halves["datatype"], singles["datatype"]) == ("FP16", "FP32")
+    assert halves["data"] != singles["data"]
+    for half in halves["data"]:  # each is a number that a half can hold
+        assert struct.unpack("<e", struct.pack("<e", half))[0] == pytest.approx(half, rel=1e-7)
+    request["parameters"] = {"binary_data_output": True}
+    code, headers, body = server.ask(INFER, json.dumps(request).encode())
+    assert code == 200, body
+    tail = body[int(headers["Inference-Header-Content-Length"]) :]
+    assert len(tail) == 5 * 2 + 5 * 4
+    assert struct.unpack("<5e", tail[:10]) == pytest.approx(halves["data"], rel=1e-7)
+    request["outputs"][0]["parameters"] = {"datatype": "INT8"}
+    code, answer = server.infer(request)
+    assert (code, answer["where"]) == (422, "outputs[0].parameters.datatype")
+
+
+def test_requests_behind_each_other_are_answered_in_their_order(package, serve):
+    """Thousands of requests in one piece: one answer each, and no stack that grows with them."""
+    server = serve(package)
+    count = 3000
+    with contextlib.closing(socket.create_connection(("127.0.0.1", server.port), 30)) as raw:
+        raw.sendall(b"GET /v2/health/live HTTP/1.1\r\n\r\n" * (count - 1))
+        raw.sendall(b"GET /nowhere HTTP/1.1\r\nConnection: close\r\n\r\n")
+        answers = b""
+        while piece := raw.recv(1 << 16):
+            answers += piece
+    assert answers.count(b"HTTP/1.1 200 OK\r\n") == count - 1
+    assert answers.count(b'{"live":true}\n') == count - 1
+    assert answers.index(b"HTTP/1.1 404 Not Found\r\n") > answers.rindex(b"HTTP/1.1 200 OK\r\n")
+
+
 def test_company_in_a_batch_changes_no_bit(package, serve):
     server = serve(package, "--batch-wait", "2000", "--threads", "2", "--workers", "2")
     samples = some_samples(60)
@@ -333,6 +376,41 @@ def test_a_damaged_package_is_refused(run, tmp_path, file):
     assert result.returncode == 65
     # Data is named by its tensor, the rest by its file.
     assert file in result.stderr or "tables.cat_3.weight" in result.stderr or "safetensors" in result.stderr
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_damage_that_is_found_while_serving_ends_the_answers(run, serve, tmp_path, processes):
+    """Tables are mapped, not read; their sums are compared beside the first requests."""
+    package = tmp_path / "pkg"
+    tessera("export", run, package)
+    table = package / "tables-2.safetensors"
+    data = bytearray(table.read_bytes())
+    data[-3] ^= 1
+    table.write_bytes(data)
+    server = serve(package, "--processes", processes)
+    request = request_of(some_samples(1))
+
+    def until(code, path="/v2/health/ready"):
+        deadline = time.monotonic() + 30
+        while server.ask(path)[0] != code:
+            assert time.monotonic() < deadline, server.errors.read_text()
+            time.sleep(0.02)
+
+    until(503)
+    code, answer = server.infer(request)
+    assert (code, "damaged" in answer["error"]) == (503, True)
+    assert server.ask("/v2/health/live")[0] == 200
+    assert b"\ntessera_package_damaged 1\n" in server.ask("/metrics")[2]
+    assert "tables.cat_2.weight" in server.errors.read_text()
+    tessera("export", run, package)
+    assert server.ask("/admin/reload", b"", port=server.admin_port)[0] in (200, 202)
+    until(200)
+    deadline = time.monotonic() + 30
+    while b"\ntessera_package_verified 1\n" not in server.ask("/metrics")[2]:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert server.infer(request)[0] == 200
+    assert server.stop() == 0
 
 
 def test_a_stop_finishes_what_was_accepted(package, serve):

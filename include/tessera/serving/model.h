@@ -141,6 +141,10 @@ class TESSERA_API Model {
   std::int64_t warm_up(std::int64_t most_bytes, std::int64_t most_samples,
                        const std::function<bool()>& goes_on = {});
 
+  /// Compares all rows of the package that is served now with their sums. Throws
+  /// checkpoint::Error naming the file and the place. False if `goes_on` ended it early.
+  bool verify(const std::function<bool()>& goes_on = {}) const;
+
   /// Opens another package, checks it and lets later leases have it; those that live keep theirs.
   /// Throws checkpoint::Error, also if its inputs are not the same, and changes nothing then.
   void reload(const std::string& path, bool verifies = false);

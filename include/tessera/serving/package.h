@@ -12,6 +12,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <span>
@@ -68,7 +69,8 @@ struct ModelInfo {
   Interaction interaction = Interaction::kDot;
   std::int64_t cross_layers = 0;
   std::int64_t cross_rank = 0;
-  std::string source;  // SHA-256 of the checkpoint's manifest
+  bool has_half_outputs = false;  // servers answer in FP16 unless asked for FP32
+  std::string source;             // SHA-256 of the checkpoint's manifest
 };
 
 /// What happens to rows whose numbers, scale or bias their type cannot hold.
@@ -83,6 +85,7 @@ struct ExportOptions {
   std::map<std::string, embedding::RowType> tables;  // by name, where it differs
   std::int64_t alignment = 4;
   OnOverflow on_overflow = OnOverflow::kError;
+  bool has_half_outputs = false;  // see ModelInfo
   /// Takes runs that began unknown ids with numbers of their own (`--id-default init`); servers
   /// read zeros.
   bool zeroes_unknown = false;
@@ -134,6 +137,10 @@ class TESSERA_API Package {
   Package(const Package&) = delete;
   Package& operator=(const Package&) = delete;
   ~Package();
+
+  /// Compares the rows of all tables with their sums, those of the files that were opened. Throws
+  /// checkpoint::Error naming the file and the place. False if `goes_on` ended it early.
+  bool verify(const std::function<bool()>& goes_on = {}) const;
 
   const std::string& path() const noexcept;
   const ModelInfo& model() const noexcept;

@@ -50,6 +50,9 @@ struct ServerOptions {
   /// Bytes of tables that are brought into memory before the server is ready. Requests of all sizes
   /// are computed then too, so that the first ones find everything in place.
   std::int64_t warm_bytes = std::int64_t{1} << 30;
+  /// Compare the rows with their sums while they are served; a difference ends the answers. For
+  /// packages that were not verified when they were opened.
+  bool verifies_later = true;
   int io_threads = 1;
   int workers = 1;               // threads that compute
   std::int64_t max_batch = 256;  // samples that are computed together
