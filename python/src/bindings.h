@@ -22,6 +22,7 @@ void bind_embedding(pybind11::module_& module);
 void bind_quantised(pybind11::module_& module);
 void bind_collision(pybind11::module_& module);
 void bind_sharding(pybind11::module_& module);
+void bind_pipeline(pybind11::module_& module);
 void bind_graph_parallel(pybind11::module_& module);
 void bind_vocab_parallel(pybind11::module_& module);
 /// Only if the library was built with checkpoints.

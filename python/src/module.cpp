@@ -26,6 +26,7 @@ PYBIND11_MODULE(_C, module) {
   tessera::python::bind_collision(module);
   tessera::python::bind_dist_data(module);
   tessera::python::bind_sharding(module);
+  tessera::python::bind_pipeline(module);
   tessera::python::bind_growing(module);
   tessera::python::bind_graph_parallel(module);
   tessera::python::bind_vocab_parallel(module);

@@ -60,7 +60,10 @@ def stub_functions(body=None, prefix=""):
 SAME = [
     (r"\b(?:typing|collections\.abc|datetime|torch\.distributed\.distributed_c10d|torch\.futures)\.", ""),
     (r"\b(?:tessera\._C|ReduceOp)\.", ""),
-    (r"\b(?:collision|comm_ops|dist_data|embedding|graph_parallel|jagged|planner|regions|sharding)\.", ""),
+    (
+        r"\b(?:collision|comm_ops|dist_data|embedding|graph_parallel|jagged|pipeline|planner|regions|sharding)\.",
+        "",
+    ),
     (r"\btorch\.(Tensor|dtype|device)\b", r"\1"),
     (r"\bstr \| device\b", "device | str"),
     (r'\bAnnotated\[(.*?), "FixedSize\(\d+\)"\]', r"\1"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from tessera.comm import NoWait
@@ -245,6 +248,26 @@ def test_after_an_exception_a_pipeline_refuses_to_go_on():
         pipeline.progress(batches(2))
     assert pipeline.detach() is model and pipeline.num_in_flight == 0
     assert len(train(pipeline, batches(2))) == 2
+
+
+def test_a_step_does_not_change_the_batches_under_itself():
+    model = nn.Linear(1, 1)
+    pipeline = TrainPipelineBase(model, None, "cpu")
+    model.forward = lambda batch: pipeline.reset()
+    with pytest.raises(RuntimeError, match="called from within one of its own steps"):
+        pipeline.progress(iter([1, 2]))
+    pipeline.reset()
+    assert pipeline.num_in_flight == 0
+
+
+def test_a_pipeline_with_batches_in_flight_is_collected():
+    pipeline = TrainPipelineSparseDist(Model(Tables()), None, "cpu")
+    pipeline.progress(batches(5))
+    assert pipeline.num_in_flight == 2
+    dropped = weakref.ref(pipeline)
+    del pipeline
+    gc.collect()
+    assert dropped() is None
 
 
 def test_what_a_model_may_return():

@@ -26,10 +26,7 @@
 
 #pragma once
 
-#include <algorithm>
-#include <chrono>
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -43,6 +40,7 @@
 #include "tessera/core/check.h"
 #include "tessera/core/step_recorder.h"
 #include "tessera/pipeline/copy_stream.h"
+#include "tessera/pipeline/loop.h"
 #include "tessera/pipeline/sparse_inputs.h"
 
 namespace tessera::pipeline {
@@ -87,41 +85,7 @@ struct PipelineOptions {
   bool reads_late = false;
 };
 
-/// Where the time of a step went, in seconds of this rank. `wait_ids` and `wait_sizes` are the part
-/// of the input dist that nothing hid; the rest of the communication is inside forward (output
-/// dist) and backward.
-struct StepReport {
-  double read = 0;        // the source, and the copy to the device
-  double start_dist = 0;  // extractors, and starting the input dist of a later batch
-  double wait_ids = 0;    // for the ids of this batch (prefetch: of the next)
-  double wait_sizes = 0;  // for the sizes of a later batch
-  double prefetch = 0;    // what PrefetchTrainPipelineSparseDist was given to do
-  double zero_grad = 0;
-  double forward = 0;
-  double backward = 0;
-  double step = 0;
-  double total = 0;
-  /// Bytes of the features of this batch, before they were sent.
-  std::int64_t feature_bytes = 0;
-
-  double exposed_input_dist() const noexcept { return wait_ids + wait_sizes; }
-};
-
 namespace detail {
-
-/// Adds the time until the end of the scope.
-class Timed {
- public:
-  explicit Timed(double& seconds) : seconds_(seconds), begin_(Clock::now()) {}
-  ~Timed() { seconds_ += std::chrono::duration<double>(Clock::now() - begin_).count(); }
-  Timed(const Timed&) = delete;
-  Timed& operator=(const Timed&) = delete;
-
- private:
-  using Clock = std::chrono::steady_clock;
-  double& seconds_;
-  Clock::time_point begin_;
-};
 
 /// A batch where it is wanted, and its copy if that may still be on its way.
 template <class Batch>
@@ -149,17 +113,33 @@ Moved<Batch> on_device(Batch batch, const PipelineOptions& options,
   return {std::move(batch)};
 }
 
-/// The one loop: input dists are started `lead` batches ahead. Lead 0 starts and waits in place.
+/// A batch in flight and the ids it has sent.
 template <class Batch>
-class Pipeline {
+struct BatchFlight final : Flight {
+  explicit BatchFlight(Moved<Batch> moved)
+      : batch(std::move(moved.batch)), copy(std::move(moved.copy)) {}
+  Batch batch;
+  std::optional<CopyStream::Copy> copy;  // of the batch, until it is used
+  std::unique_ptr<SparseInputs> inputs;
+  Result result;
+};
+
+/// What the loop does with the batches of one type.
+template <class Batch>
+class Pipeline : private Stages {
  public:
   Pipeline(Steps<Batch> steps, std::vector<PipelinedModule<Batch>> modules,
-           const PipelineOptions& options, std::size_t lead, bool trains)
+           const PipelineOptions& options, std::size_t lead, bool trains,
+           std::function<void(const SparseInputs&)> prefetch = nullptr)
       : steps_(std::move(steps)),
         modules_(std::move(modules)),
         options_(options),
-        lead_(lead),
-        trains_(trains) {
+        trains_(trains),
+        prefetch_(std::move(prefetch)),
+        loop_({.lead = lead,
+               .needed = options.execute_all_batches ? 1 : lead + 1,
+               .reads_late = options.reads_late,
+               .prefetches = static_cast<bool>(prefetch_)}) {
     TESSERA_CHECK_VALUE(steps_.forward, "pipeline: forward is missing.");
     std::vector<Registration> registrations;
     for (const auto& module : modules_) {
@@ -170,136 +150,64 @@ class Pipeline {
   }
 
   std::optional<at::Tensor> progress(const Source<Batch>& source) {
-    TORCH_CHECK(!has_failed_,
-                "pipeline: an earlier step threw an exception, so the batches in flight are in an "
-                "unknown state. Make a new pipeline.");
-    has_failed_ = true;
-    std::optional<at::Tensor> output = advance(source);
-    has_failed_ = false;
-    return output;
-  }
-
-  /// Of the last step.
-  const StepReport& report() const noexcept { return report_; }
-  const at::Tensor& losses() const noexcept { return losses_; }
-  /// Batches that were read and not yet trained on: what a saved position of the source must be
-  /// moved back by.
-  std::int64_t num_in_flight() const noexcept { return static_cast<std::int64_t>(slots_.size()); }
-
- protected:
-  ~Pipeline() = default;
-  /// Called with the inputs of every batch once, when they are here: of the first before its
-  /// forward, of the others after the forward of the batch before.
-  std::function<void(const SparseInputs&)> prefetch_;
-
- private:
-  struct Slot {
-    Batch batch;
-    std::optional<CopyStream::Copy> copy;  // of the batch, until it is used
-    std::unique_ptr<SparseInputs> inputs = nullptr;
-    bool is_prefetched = false;
-  };
-
-  std::optional<at::Tensor> advance(const Source<Batch>& source) {
-    StepReport report;
-    Result result;
-    {
-      const Timed total(report.total);
-      fill(source, report);
-      if (slots_.empty() || (has_ended_ && !options_.execute_all_batches)) {
-        slots_.clear();
-        has_ended_ = false;  // the next call begins anew
-        return std::nullopt;
-      }
-      result = run(source, report);
-      report.feature_bytes = slots_.front().inputs->num_bytes();
-      slots_.pop_front();
-    }
-    report_ = report;
+    source_ = &source;
+    const std::unique_ptr<Flight> done = loop_.progress(*this);
+    if (done == nullptr) return std::nullopt;
+    const Result& result = of(*done).result;
     losses_ = result.losses;
     return result.output;
   }
 
-  void load(const Source<Batch>& source, StepReport& report) {
-    if (has_ended_) return;
-    const Timed timed(report.read);
-    const core::Span span(core::Phase::kData);
-    std::optional<Batch> batch = source();
-    if (!batch) {
-      has_ended_ = true;
-      return;
-    }
-    auto moved = on_device(std::move(*batch), options_, copy_stream_);
-    slots_.push_back({std::move(moved.batch), std::move(moved.copy)});
+  /// Of the last step.
+  const StepReport& report() const noexcept { return loop_.report(); }
+  const at::Tensor& losses() const noexcept { return losses_; }
+  /// Batches that were read and not yet trained on: what a saved position of the source must be
+  /// moved back by.
+  std::int64_t num_in_flight() const noexcept { return loop_.num_in_flight(); }
+
+ protected:
+  ~Pipeline() override = default;
+
+ private:
+  static BatchFlight<Batch>& of(Flight& batch) { return static_cast<BatchFlight<Batch>&>(batch); }
+
+  std::unique_ptr<Flight> read() override {
+    std::optional<Batch> batch = (*source_)();
+    if (!batch) return nullptr;
+    return std::make_unique<BatchFlight<Batch>>(
+        on_device(std::move(*batch), options_, copy_stream_));
   }
 
-  void start(Slot& slot, StepReport& report) {
-    const Timed timed(report.start_dist);
-    if (slot.copy) slot.copy->wait();
-    slot.copy.reset();
+  std::int64_t start(Flight& batch) override {
+    BatchFlight<Batch>& own = of(batch);
+    if (own.copy) own.copy->wait();
+    own.copy.reset();
     std::vector<SparseInput> inputs;
     for (const auto& module : modules_) {
-      inputs.push_back({module.name, module.tables, module.features(slot.batch)});
+      inputs.push_back({module.name, module.tables, module.features(own.batch)});
     }
-    slot.inputs = std::make_unique<SparseInputs>(std::move(inputs));
+    own.inputs = std::make_unique<SparseInputs>(std::move(inputs));
+    return own.inputs->num_bytes();
   }
 
-  void wait_sizes(Slot& slot, StepReport& report) {
-    const Timed timed(report.wait_sizes);
-    slot.inputs->wait_sizes();
+  void wait_sizes(Flight& batch) override { of(batch).inputs->wait_sizes(); }
+  void wait_ids(Flight& batch) override { of(batch).inputs->wait_ids(); }
+  void prefetch(Flight& batch) override { prefetch_(*of(batch).inputs); }
+
+  void forward(Flight& batch) override {
+    BatchFlight<Batch>& own = of(batch);
+    const at::AutoGradMode grad_mode(trains_ && at::GradMode::is_enabled());
+    own.result = steps_.forward(own.batch, *own.inputs);
+    own.inputs->check_all_used();
   }
 
-  void wait_ids(Slot& slot, StepReport& report) {
-    {
-      const Timed timed(report.wait_ids);
-      slot.inputs->wait_ids();
-    }
-    if (!prefetch_ || slot.is_prefetched) return;
-    const Timed timed(report.prefetch);
-    prefetch_(*slot.inputs);
-    slot.is_prefetched = true;
-  }
+  bool trains() override { return trains_; }
+  void zero_grad() override { call(steps_.zero_grad); }
+  void backward(Flight& batch) override { of(batch).result.losses.sum().backward(); }
+  void step() override { call(steps_.step); }
 
-  // At the beginning: `lead` batches with their sizes known, and one more that was read.
-  void fill(const Source<Batch>& source, StepReport& report) {
-    while (slots_.size() < lead_ + 1 && !has_ended_) load(source, report);
-    for (std::size_t i = 0; i < std::min(lead_, slots_.size()); ++i) {
-      if (slots_[i].inputs != nullptr) continue;
-      start(slots_[i], report);
-      wait_sizes(slots_[i], report);
-    }
-  }
-
-  Result run(const Source<Batch>& source, StepReport& report) {
-    call(trains_ ? steps_.zero_grad : nullptr, report.zero_grad);
-    if (slots_[0].inputs == nullptr) start(slots_[0], report);
-    wait_ids(slots_[0], report);
-    const bool starts_later = lead_ > 0 && slots_.size() > lead_;
-    if (starts_later) start(slots_[lead_], report);
-    if (!options_.reads_late) load(source, report);
-    Result result;
-    {
-      const Timed timed(report.forward);
-      const at::AutoGradMode grad_mode(trains_ && at::GradMode::is_enabled());
-      result = steps_.forward(slots_[0].batch, *slots_[0].inputs);
-    }
-    slots_[0].inputs->check_all_used();
-    if (lead_ > 1 && slots_.size() > 1) wait_ids(slots_[1], report);
-    if (starts_later) wait_sizes(slots_[lead_], report);
-    if (trains_) {
-      {
-        const Timed timed(report.backward);
-        const core::Span span(core::Phase::kBackward);
-        result.losses.sum().backward();
-      }
-      call(steps_.step, report.step);
-    }
-    return result;
-  }
-
-  static void call(const std::function<void()>& function, double& seconds) {
+  static void call(const std::function<void()>& function) {
     if (!function) return;
-    const Timed timed(seconds);
     const core::Span span(core::Phase::kOptimizer);
     function();
   }
@@ -307,13 +215,11 @@ class Pipeline {
   Steps<Batch> steps_;
   std::vector<PipelinedModule<Batch>> modules_;
   PipelineOptions options_;
-  std::size_t lead_;
   bool trains_;
+  std::function<void(const SparseInputs&)> prefetch_;
   std::optional<CopyStream> copy_stream_;
-  std::deque<Slot> slots_;
-  bool has_ended_ = false;
-  bool has_failed_ = false;  // or is in a step
-  StepReport report_;
+  const Source<Batch>* source_ = nullptr;  // of the call
+  Loop loop_;
   at::Tensor losses_;
 };
 
@@ -350,9 +256,8 @@ class PrefetchTrainPipelineSparseDist : public detail::Pipeline<Batch> {
       Steps<Batch> steps, std::vector<PipelinedModule<Batch>> modules,
       const PipelineOptions& options = {},
       std::function<void(const SparseInputs&)> prefetch = [](const SparseInputs&) {})
-      : detail::Pipeline<Batch>(std::move(steps), std::move(modules), options, 2, true) {
-    this->prefetch_ = std::move(prefetch);
-  }
+      : detail::Pipeline<Batch>(std::move(steps), std::move(modules), options, 2, true,
+                                std::move(prefetch)) {}
 };
 
 /// As TrainPipelineSparseDist, without gradients: forward alone is called. Collective.

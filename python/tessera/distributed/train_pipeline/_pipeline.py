@@ -1,18 +1,16 @@
-"""The one loop of all pipelines, and what it tells of a step."""
+"""What all pipelines do with a batch. When, the engine's loop decides (`tessera/pipeline/loop.h`)."""
 
 from __future__ import annotations
 
 import abc
-import contextlib
-import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
 
+from tessera import _C
 from tessera.distributed._pipelined_modules import (
     ArgInfo,
     BaseForward,
@@ -56,25 +54,13 @@ class StepReport:
         """Return the part of the input dist that nothing hid."""
         return self.wait_ids + self.wait_sizes
 
-    @contextlib.contextmanager
-    def timing(self, part: str) -> Iterator[None]:
-        """Add the time of the body to a part."""
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            setattr(self, part, getattr(self, part) + time.perf_counter() - begin)
-
-
-_END = object()  # of the batches; StopIteration of a model or extractor is none
-
 
 class _Slot:
     def __init__(self, batch: Any, context: TrainPipelineContext) -> None:
         self.batch = batch
         self.context = context
-        self.is_started = False
-        self.feature_bytes = 0
+        self.losses: Any = None
+        self.output: Any = None
 
 
 class TrainPipeline(abc.ABC, Generic[In, Out]):
@@ -86,10 +72,11 @@ class TrainPipeline(abc.ABC, Generic[In, Out]):
 
 
 class _Pipeline(TrainPipeline[In, Out]):
-    """The one loop: input dists are started `_lead` batches ahead."""
+    """Input dists are started `_lead` batches ahead. The engine's loop calls the methods under "stages"."""
 
     _lead = 1
     _trains = True
+    _prefetches = False
     _syncs_replicas = False  # of a DMPCollection
     _forward: type[BaseForward] = PipelinedForward
     _context: type[TrainPipelineContext] = TrainPipelineContext
@@ -125,16 +112,12 @@ class _Pipeline(TrainPipeline[In, Out]):
         self._model = model
         self._optimizer = optimizer
         self._device = torch.device(device)
-        self._execute_all_batches = execute_all_batches
+        self._num_needed = 1 if execute_all_batches else self._lead + 2
         self._custom_forward = custom_model_fwd
         self._context = context_type or self._context
         self._sync_interval = dmp_collection_sync_interval_batches if self._syncs_replicas else None
-        self._num_trained = 0  # batches
         self._postprocs: dict[str, nn.Module] = {}
-        self._slots: deque[_Slot] = deque()
-        self._ended = False
-        self._has_failed = False  # or is in a step
-        self._report = StepReport()
+        self._loop = self._make_loop()
         self._losses: torch.Tensor | None = None
         self._forwards = [
             self._forward(name, args, find_module(model, name), self._context(), None)
@@ -142,6 +125,16 @@ class _Pipeline(TrainPipeline[In, Out]):
         ]
         if apply_jit:
             self._script()
+
+    def _make_loop(self, ahead_from: int = 0) -> _C.pipeline.Loop:
+        return _C.pipeline.Loop(
+            _C.pipeline.LoopOptions(
+                lead=self._lead,
+                needed=self._num_needed,
+                prefetches=self._prefetches,
+                ahead_from=ahead_from,
+            )
+        )
 
     def _find(self, modules: Mapping[str, Extractor] | None, runs_ahead: bool) -> dict[str, list[ArgInfo]]:
         if modules is None:
@@ -171,12 +164,13 @@ class _Pipeline(TrainPipeline[In, Out]):
     @property
     def num_in_flight(self) -> int:
         """Return how many batches were read and not yet trained on."""
-        return len(self._slots)
+        return self._loop.num_in_flight
 
     @property
     def report(self) -> StepReport:
         """Return where the time of the last step went."""
-        return self._report
+        found = self._loop.report
+        return StepReport(**{part.name: getattr(found, part.name) for part in fields(StepReport)})
 
     @property
     def losses(self) -> torch.Tensor | None:
@@ -195,130 +189,78 @@ class _Pipeline(TrainPipeline[In, Out]):
 
     def reset(self) -> None:
         """Drop the batches in flight."""
-        self._slots.clear()
-        self._ended = False
-        self._has_failed = False
+        self._loop.reset()
 
     def fill_pipeline(self, dataloader_iter: Iterator[In]) -> None:
         """Read and send what the first `progress` would. Collective."""
-        self._fill(dataloader_iter, StepReport())
+        self._loop.fill(self, dataloader_iter)
 
     def has_another_after(self, dataloader_iter: Iterator[In]) -> bool:
         """Tell whether a batch will be trained on after that of the next `progress`. Reads ahead."""
-        needed = 2 if self._execute_all_batches else self._lead + 3
-        while len(self._slots) < needed and not self._ended:
-            self._load(dataloader_iter, StepReport())
-        return len(self._slots) >= needed
+        return self._loop.read_until(self, dataloader_iter, self._num_needed + 1)
 
     def progress(self, dataloader_iter: Iterator[In]) -> Out:
         """Train on one batch and return the model's output. Raise StopIteration at the end. Collective."""
-        if self._has_failed:
+        if self._loop.has_failed:
             raise RuntimeError(
                 "pipeline: an earlier step raised an exception, so the batches in flight are in an unknown "
                 "state. Make a new pipeline, or call detach() to drop them."
             )
-        self._has_failed = True
-        output = self._advance(dataloader_iter)
-        self._has_failed = False
-        if output is _END:
+        with torch.set_grad_enabled(self._trains and torch.is_grad_enabled()):
+            done = self._loop.progress(self, dataloader_iter)
+        if done is None:
             raise StopIteration
-        return output
+        self._losses = done.losses.detach() if isinstance(done.losses, torch.Tensor) else None
+        return done.output
 
-    def _advance(self, dataloader_iter: Iterator[In]) -> Any:
-        report = StepReport()
-        with report.timing("total"):
-            self._fill(dataloader_iter, report)
-            while not self._execute_all_batches and len(self._slots) < self._lead + 2 and not self._ended:
-                self._load(dataloader_iter, report)
-            is_last = not self._execute_all_batches and len(self._slots) < self._lead + 2
-            if not self._slots or is_last:
-                self._slots.clear()
-                self._ended = False  # the next call begins anew
-                return _END
-            with torch.set_grad_enabled(self._trains and torch.is_grad_enabled()):
-                output = self._run(dataloader_iter, report)
-            report.feature_bytes = self._slots.popleft().feature_bytes
-        self._report = report
-        return output
+    # ---- stages, in the order of a batch ----
 
-    def _load(self, batches: Iterator[In], report: StepReport) -> None:
-        if self._ended:
-            return
-        with report.timing("read"):
-            try:
-                batch = next(batches)
-            except StopIteration:
-                self._ended = True
-                return
-            if hasattr(batch, "to"):
-                batch = batch.to(self._device, non_blocking=True)
-        self._slots.append(_Slot(batch, self._context()))
+    def _read(self, batches: Iterator[In]) -> _Slot | None:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return None
+        if hasattr(batch, "to"):
+            batch = batch.to(self._device, non_blocking=True)
+        return _Slot(batch, self._context())
 
-    def _start(self, slot: _Slot, report: StepReport) -> None:
-        with report.timing("start_dist"), shared_sizes(), slot.context.recording(self._postprocs):
-            slot.feature_bytes = sum(forward.start(slot.batch, slot.context) for forward in self._forwards)
-        slot.is_started = True
+    def _start(self, slot: _Slot) -> int:
+        with shared_sizes(), slot.context.recording(self._postprocs):
+            return sum(forward.start(slot.batch, slot.context) for forward in self._forwards)
 
-    def _wait_sizes(self, slot: _Slot, report: StepReport) -> None:
-        with report.timing("wait_sizes"):
-            slot.context.wait_sizes()
+    def _wait_sizes(self, slot: _Slot) -> None:
+        slot.context.wait_sizes()
 
-    def _wait_ids(self, slot: _Slot, report: StepReport) -> None:
-        with report.timing("wait_ids"):
-            slot.context.wait_ids()
+    def _wait_ids(self, slot: _Slot) -> None:
+        slot.context.wait_ids()
 
-    # At the beginning: `_lead` batches with their sizes known, and one more that was read.
-    def _fill(self, batches: Iterator[In], report: StepReport) -> None:
-        while len(self._slots) < self._lead + 1 and not self._ended:
-            self._load(batches, report)
-        for slot in list(self._slots)[: self._lead]:
-            if not slot.is_started:
-                self._start(slot, report)
-                self._wait_sizes(slot, report)
-
-    def _run(self, batches: Iterator[In], report: StepReport) -> Out:
-        slots = self._slots
-        current = slots[0]
-        if self._is_training() and self._optimizer is not None:
-            with report.timing("zero_grad"):
-                self._optimizer.zero_grad()
-        if not current.is_started:
-            self._start(current, report)
-        self._arrive(current, report)
-        later = slots[self._lead] if 0 < self._lead < len(slots) else None
-        if later is not None:
-            self._start(later, report)
-        if len(slots) < self._lead + 2:
-            self._load(batches, report)
-        with report.timing("forward"):
-            losses, output = self._call(current)
-        if self._lead > 1 and len(slots) > 1:
-            self._arrive(slots[1], report)
-        if later is not None:
-            self._wait_sizes(later, report)
-        if self._is_training():
-            with report.timing("backward"):
-                losses.sum().backward()
-            self._after_backward()
-            if self._optimizer is not None:
-                with report.timing("step"):
-                    self._optimizer.step()
-        self._losses = losses.detach() if isinstance(losses, torch.Tensor) else None
-        return output
+    def _prefetch(self, slot: _Slot) -> None:
+        """Use the ids that are here, once for every batch, where `_prefetches`."""
 
     def _is_training(self) -> bool:
         """Tell whether batches are trained on: a model in eval mode is called alone."""
         return self._trains and self._model.training
 
-    def _after_backward(self) -> None:
-        """Count a batch, and average the tables of replicas where it is time. Collective."""
-        is_time = self._sync_interval is not None and self._num_trained % self._sync_interval == 0
-        self._num_trained += 1
+    def _zero_grad(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.zero_grad()
+
+    def _run_forward(self, slot: _Slot) -> None:
+        slot.losses, slot.output = self._call(slot)
+
+    def _backward(self, slot: _Slot) -> None:
+        slot.losses.sum().backward()
+        self._sync()
+
+    def _sync(self) -> None:
+        """Average the tables of replicas where it is time. Collective."""
+        is_time = self._sync_interval is not None and self._loop.num_trained % self._sync_interval == 0
         if is_time and isinstance(self._model, DMPCollection):
             self._model.sync()
 
-    def _arrive(self, slot: _Slot, report: StepReport) -> None:
-        self._wait_ids(slot, report)
+    def _step(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.step()
 
     def _call(self, slot: _Slot) -> tuple[torch.Tensor, Out]:
         for forward in self._forwards:

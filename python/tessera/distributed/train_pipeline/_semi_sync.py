@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from tessera.distributed._pipelined_modules import (
     EmbeddingTrainPipelineContext,
     Extractor,
 )
-from tessera.distributed.train_pipeline._pipeline import In, Out, StepReport, _Pipeline, _Slot
+from tessera.distributed.train_pipeline._pipeline import In, Out, _Pipeline, _Slot
 
 
 class TrainPipelineSemiSync(_Pipeline[In, Out]):
@@ -28,6 +28,7 @@ class TrainPipelineSemiSync(_Pipeline[In, Out]):
     """
 
     _lead = 2
+    _prefetches = True
     _syncs_replicas = True
     _forward = EmbeddingPipelinedForward
     _context = EmbeddingTrainPipelineContext
@@ -64,6 +65,7 @@ class TrainPipelineSemiSync(_Pipeline[In, Out]):
             modules=modules,
         )
         self._start_batch = start_batch
+        self._loop = self._make_loop(ahead_from=start_batch)
         self._stashes = stash_gradients
         self._stash: dict[str, torch.Tensor] = {}
         self._check_optimizer(strict)
@@ -82,52 +84,24 @@ class TrainPipelineSemiSync(_Pipeline[In, Out]):
 
     def is_semi_sync(self) -> bool:
         """Tell whether the next batch's rows were looked up before the last batch changed them."""
-        return bool(self._slots) and self._num_trained >= self._start_batch
+        return self._loop.num_in_flight > 0 and self._loop.num_trained >= self._start_batch
 
     def reset(self) -> None:
         """Drop the batches in flight, and gradients that were kept."""
         super().reset()
         self._stash.clear()
 
-    def _arrive(self, slot: _Slot, report: StepReport) -> None:
-        self._wait_ids(slot, report)
-        with report.timing("prefetch"):
-            for forward in self._forwards:
-                forward.look_up(slot.context)
+    def _prefetch(self, slot: _Slot) -> None:
+        for forward in self._forwards:
+            forward.look_up(slot.context)
 
-    def _run(self, batches: Iterator[In], report: StepReport) -> Out:
-        slots = self._slots
-        current = slots[0]
-        index = self._num_trained
-        is_ahead = index >= self._start_batch
-        if self._is_training():
-            with report.timing("zero_grad"):
-                self._optimizer.zero_grad()
-        self._arrive(current, report)
-        later = slots[self._lead] if self._lead < len(slots) else None
-        if later is not None:
-            self._start(later, report)
-        if len(slots) < self._lead + 2:
-            self._load(batches, report)
-        with report.timing("forward"):
-            losses, output = self._call(current)
-        if is_ahead and len(slots) > 1:
-            self._arrive(slots[1], report)
-        if later is not None:
-            self._wait_sizes(later, report)
-        if self._is_training():
-            with report.timing("backward"):
-                losses.sum().backward()
-                current.context.embedding_backward()
-            self._after_backward()
-            with report.timing("step"):
-                self._step(index)
-        if not is_ahead and len(slots) > 1:
-            self._arrive(slots[1], report)
-        self._losses = losses.detach() if isinstance(losses, torch.Tensor) else None
-        return output
+    def _backward(self, slot: _Slot) -> None:
+        slot.losses.sum().backward()
+        slot.context.embedding_backward()
+        self._sync()
 
-    def _step(self, index: int) -> None:
+    def _step(self) -> None:
+        index = self._loop.num_trained - 1  # its backward has run
         if not self._stashes or index < self._start_batch:
             self._optimizer.step()
             return

@@ -231,6 +231,7 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
     """
 
     _lead = 2
+    _prefetches = True
     _syncs_replicas = False
     _forward = PrefetchPipelinedForward
     _context = PrefetchTrainPipelineContext
@@ -262,11 +263,9 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
             modules=modules,
         )
 
-    def _arrive(self, slot: _Slot, report: StepReport) -> None:
-        self._wait_ids(slot, report)
-        with report.timing("prefetch"):
-            for forward in self._forwards:
-                forward.prefetch(slot.context)
+    def _prefetch(self, slot: _Slot) -> None:
+        for forward in self._forwards:
+            forward.prefetch(slot.context)
 
 
 class EvalPipelineSparseDist(_Pipeline[In, Out]):
