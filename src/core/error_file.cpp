@@ -29,6 +29,18 @@ size_t utf8_length(std::string_view text) noexcept {
   return point >= kSmallest[length] && point <= 0x10ffff && !is_surrogate ? length : 0;
 }
 
+// The digits of a number that is not negative, least first.
+struct Digits {
+  explicit Digits(int64_t value) noexcept {
+    do {
+      digits[count++] = static_cast<char>('0' + value % 10);
+      value /= 10;
+    } while (value > 0);
+  }
+  char digits[20] = {};
+  int count = 0;
+};
+
 // Collects bytes in a fixed buffer and writes it whenever it is full.
 class JsonFile {
  public:
@@ -55,13 +67,8 @@ class JsonFile {
   }
 
   void number(int64_t value) noexcept {
-    char digits[20];
-    int count = 0;
-    do {
-      digits[count++] = static_cast<char>('0' + value % 10);
-      value /= 10;
-    } while (value > 0);
-    while (count > 0) put(digits[--count]);
+    Digits number(value);
+    while (number.count > 0) put(number.digits[--number.count]);
   }
 
   bool finish() noexcept {
@@ -117,15 +124,10 @@ bool temporary_name(const char* path, char* name, size_t capacity) noexcept {
   if (length + 32 > capacity) return false;
   std::memcpy(name, path, length);
   char* end = name + length;
-  for (int64_t value : {static_cast<int64_t>(getpid()), static_cast<int64_t>(counter++)}) {
-    char digits[20];
-    int count = 0;
-    do {
-      digits[count++] = static_cast<char>('0' + value % 10);
-      value /= 10;
-    } while (value > 0);
+  for (const int64_t value : {static_cast<int64_t>(getpid()), static_cast<int64_t>(counter++)}) {
+    Digits number(value);
     *end++ = '.';
-    while (count > 0) *end++ = digits[--count];
+    while (number.count > 0) *end++ = number.digits[--number.count];
   }
   *end = '\0';
   return true;

@@ -9,6 +9,7 @@
 #include "core/kept_memory.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/core/check.h"
+#include "vocab_parallel/saved_settings.h"
 #include "vocab_parallel/token_pass.h"
 
 namespace tessera::vocab_parallel {
@@ -132,8 +133,7 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
   static variable_list backward(AutogradContext* context, variable_list gradients) {
     auto state = carried<LinearState>(context);
     const PassSettings& settings = state->settings;
-    TORCH_CHECK(!at::GradMode::is_enabled(), settings.operation,
-                ": gradients of gradients are not available. Call backward without create_graph.");
+    detail::check_first_gradient(settings);
     const variable_list saved = context->get_saved_variables();
     const at::Tensor& hidden = saved[0];
     const at::Tensor& weight = saved[1];

@@ -110,9 +110,7 @@ class LogProbabilitiesAt : public torch::autograd::Function<LogProbabilitiesAt> 
   }
 
   static variable_list backward(AutogradContext* context, variable_list gradients) {
-    const PassSettings& settings = detail::saved_settings(context);
-    TORCH_CHECK(!at::GradMode::is_enabled(), settings.operation,
-                ": gradients of gradients are not available. Call backward without create_graph.");
+    const PassSettings& settings = detail::settings_for_gradient(context);
     const variable_list saved = context->get_saved_variables();
     const at::Tensor& ids = saved[1];
     const at::Tensor& log_p = saved[5];
@@ -194,8 +192,7 @@ class LogSoftmax : public torch::autograd::Function<LogSoftmax> {
   static variable_list backward(AutogradContext* context, variable_list gradients) {
     const auto state = carried<LogSoftmaxState>(context);
     const PassSettings& settings = state->settings;
-    TORCH_CHECK(!at::GradMode::is_enabled(), settings.operation,
-                ": gradients of gradients are not available. Call backward without create_graph.");
+    detail::check_first_gradient(settings);
     const variable_list saved = context->get_saved_variables();
     const at::Tensor rows = flat_rows(saved[0]);
     const at::Tensor upstream = gradients[0].reshape(rows.sizes());

@@ -191,9 +191,7 @@ class Sampled : public torch::autograd::Function<Sampled> {
   }
 
   static variable_list backward(AutogradContext* context, variable_list gradients) {
-    const PassSettings& settings = detail::saved_settings(context);
-    TORCH_CHECK(!at::GradMode::is_enabled(), settings.operation,
-                ": gradients of gradients are not available. Call backward without create_graph.");
+    const PassSettings& settings = detail::settings_for_gradient(context);
     const variable_list saved = context->get_saved_variables();
     const at::Tensor rows = flat_rows(saved[0]);
     const at::Tensor& column = saved[1];

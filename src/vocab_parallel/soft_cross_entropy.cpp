@@ -46,9 +46,7 @@ class SoftCrossEntropy : public torch::autograd::Function<SoftCrossEntropy> {
   }
 
   static variable_list backward(AutogradContext* context, variable_list gradients) {
-    const PassSettings& settings = detail::saved_settings(context);
-    TORCH_CHECK(!at::GradMode::is_enabled(), settings.operation,
-                ": gradients of gradients are not available. Call backward without create_graph.");
+    const PassSettings& settings = detail::settings_for_gradient(context);
     const variable_list saved = context->get_saved_variables();
     const at::Tensor rows = flat_rows(saved[0]);
     const at::Tensor target_rows = flat_rows(saved[1]);

@@ -64,9 +64,7 @@ class TokenFunction : public torch::autograd::Function<TokenFunction> {
   }
 
   static variable_list backward(AutogradContext* context, variable_list gradients) {
-    const PassSettings& settings = detail::saved_settings(context);
-    TORCH_CHECK(!at::GradMode::is_enabled(), settings.operation,
-                ": gradients of gradients are not available. Call backward without create_graph.");
+    const PassSettings& settings = detail::settings_for_gradient(context);
     TORCH_CHECK(!context->saved_data[kSpent].toBool(), settings.operation,
                 ": the logits were overwritten by their gradient in an earlier backward. Use "
                 "Overwrite::kNever to go back twice.");

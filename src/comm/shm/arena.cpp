@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "comm/shm/layout.h"
+#include "comm/shm/round_up.h"
 
 namespace tessera::comm::shm {
 
@@ -11,10 +12,6 @@ namespace {
 
 constexpr std::size_t kPageBytes = 4096;
 constexpr std::size_t kAlignedBytes = 32 * kHugePageBytes;
-
-std::size_t round_up(std::size_t value, std::size_t unit) {
-  return (value + unit - 1) / unit * unit;
-}
 
 }  // namespace
 

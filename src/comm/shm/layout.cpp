@@ -2,16 +2,14 @@
 
 #include <algorithm>
 
+#include "comm/shm/round_up.h"
+
 namespace tessera::comm::shm {
 
 namespace {
 
 constexpr std::size_t kKiB = 1024;
 constexpr std::size_t kMiB = 1024 * kKiB;
-
-std::size_t round_up(std::size_t value, std::size_t unit) {
-  return (value + unit - 1) / unit * unit;
-}
 
 std::size_t default_ring_bytes(int size) {
   if (size <= 4) return 4 * kMiB;
