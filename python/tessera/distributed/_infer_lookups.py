@@ -282,7 +282,18 @@ class InferGroupedLookupMixin:
             for tbe, config in lookup.get_tbes_to_register().items()
         }
 
-    def _make(self, kind, grouped_configs_per_rank, world_size, fused_params, device) -> None:
+
+class _InferGroupedLookup(InferGroupedLookupMixin, BaseEmbeddingLookup[KJTList, list[torch.Tensor]]):
+    _KIND: type[_MetaLookup]  # of one device
+
+    def __init__(
+        self,
+        grouped_configs_per_rank: list[list[GroupedEmbeddingConfig]],
+        world_size: int,
+        fused_params: dict[str, Any] | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
         if len(grouped_configs_per_rank) != world_size:
             raise ValueError(
                 f"sharding.quant: there are groups for {len(grouped_configs_per_rank)} devices, not for "
@@ -290,39 +301,19 @@ class InferGroupedLookupMixin:
             )
         self._is_empty_rank = [not configs for configs in grouped_configs_per_rank]
         self._embedding_lookups_per_rank = [
-            kind(configs, device=device_of_rank(device, rank), fused_params=fused_params)
+            self._KIND(configs, device=device_of_rank(device, rank), fused_params=fused_params)
             for rank, configs in enumerate(grouped_configs_per_rank)
             if configs
         ]
 
 
-class InferGroupedPooledEmbeddingsLookup(
-    InferGroupedLookupMixin, BaseEmbeddingLookup[KJTList, list[torch.Tensor]]
-):
+class InferGroupedPooledEmbeddingsLookup(_InferGroupedLookup):
     """Pool the rows of the tables of each device of this process."""
 
-    def __init__(
-        self,
-        grouped_configs_per_rank: list[list[GroupedEmbeddingConfig]],
-        world_size: int,
-        fused_params: dict[str, Any] | None = None,
-        device: torch.device | None = None,
-    ) -> None:
-        super().__init__()
-        kind = MetaInferGroupedPooledEmbeddingsLookup
-        self._make(kind, grouped_configs_per_rank, world_size, fused_params, device)
+    _KIND = MetaInferGroupedPooledEmbeddingsLookup
 
 
-class InferGroupedEmbeddingsLookup(InferGroupedLookupMixin, BaseEmbeddingLookup[KJTList, list[torch.Tensor]]):
+class InferGroupedEmbeddingsLookup(_InferGroupedLookup):
     """Look up the rows of every id in the tables of each device of this process."""
 
-    def __init__(
-        self,
-        grouped_configs_per_rank: list[list[GroupedEmbeddingConfig]],
-        world_size: int,
-        fused_params: dict[str, Any] | None = None,
-        device: torch.device | None = None,
-    ) -> None:
-        super().__init__()
-        kind = MetaInferGroupedEmbeddingsLookup
-        self._make(kind, grouped_configs_per_rank, world_size, fused_params, device)
+    _KIND = MetaInferGroupedEmbeddingsLookup

@@ -32,6 +32,22 @@ from tessera.sparse.jagged_tensor import KeyedJaggedTensor
 _MODULE = "_embedding_module"
 
 
+@dataclasses.dataclass
+class MappedIds:
+    """What became of the ids of one batch, beside the context of its tables."""
+
+    evictions_per_table: dict[str, torch.Tensor | None] | None = None
+    remapped_kjt: KeyedJaggedTensor | None = None
+    ids: ManagedCollisionCollectionContext | None = None
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the memory of the tensors until `stream` has used them."""
+        super().record_stream(stream)
+        for part in (self.remapped_kjt, self.ids, *(self.evictions_per_table or {}).values()):
+            if part is not None:
+                part.record_stream(stream)
+
+
 class ShardedManagedCollisionTables(ShardedEmbeddingModule):
     """Map the ids, reset rows that got another id, look up: all over ranks.
 
@@ -191,6 +207,8 @@ class ShardedManagedCollisionTables(ShardedEmbeddingModule):
 class ManagedCollisionTablesSharder(BaseEmbeddingSharder):
     """Shard tables behind managed collision: where both the tables and the ids can be cut alike."""
 
+    _SHARDED: type[ShardedManagedCollisionTables]
+
     def __init__(
         self,
         sharder: BaseEmbeddingSharder,
@@ -201,6 +219,22 @@ class ManagedCollisionTablesSharder(BaseEmbeddingSharder):
         super().__init__(fused_params, qcomm_codecs_registry)
         self._sharder = sharder
         self._mc_sharder = mc_sharder or ManagedCollisionCollectionSharder(qcomm_codecs_registry)
+
+    def shard(
+        self,
+        module: nn.Module,
+        params: Mapping[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedManagedCollisionTables:
+        """Return the collection over the ranks of `env`. Collective."""
+        return self._SHARDED(module, params, self._sharder, self._mc_sharder, env, device)
+
+    @property
+    def module_type(self) -> type[nn.Module]:
+        """Return the collection that is sharded."""
+        return self._SHARDED._MAPPED
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Return the types of sharding that both know."""

@@ -17,19 +17,19 @@ from typing import Any
 
 import torch
 
-from tessera.distributed._mc_embedding import ManagedCollisionTablesSharder, ShardedManagedCollisionTables
+from tessera.distributed._mc_embedding import (
+    ManagedCollisionTablesSharder,
+    MappedIds,
+    ShardedManagedCollisionTables,
+)
 from tessera.distributed.embedding import (
     EmbeddingCollectionAwaitable,
     EmbeddingCollectionContext,
     EmbeddingCollectionSharder,
 )
-from tessera.distributed.mc_modules import (
-    ManagedCollisionCollectionContext,
-    ManagedCollisionCollectionSharder,
-)
+from tessera.distributed.mc_modules import ManagedCollisionCollectionSharder
 from tessera.distributed.types import ParameterSharding, QuantizedCommCodecs, ShardingEnv
 from tessera.modules.mc_embedding_modules import ManagedCollisionEmbeddingCollection
-from tessera.sparse.jagged_tensor import KeyedJaggedTensor
 
 __all__ = [
     "ManagedCollisionEmbeddingCollectionContext",
@@ -39,19 +39,8 @@ __all__ = [
 
 
 @dataclass
-class ManagedCollisionEmbeddingCollectionContext(EmbeddingCollectionContext):
+class ManagedCollisionEmbeddingCollectionContext(MappedIds, EmbeddingCollectionContext):
     """Carry one batch: that of the tables, and what became of the ids."""
-
-    evictions_per_table: dict[str, torch.Tensor | None] | None = None
-    remapped_kjt: KeyedJaggedTensor | None = None
-    ids: ManagedCollisionCollectionContext | None = None
-
-    def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the memory of the tensors until `stream` has used them."""
-        super().record_stream(stream)
-        for part in (self.remapped_kjt, self.ids, *(self.evictions_per_table or {}).values()):
-            if part is not None:
-                part.record_stream(stream)
 
 
 class ShardedManagedCollisionEmbeddingCollection(ShardedManagedCollisionTables):
@@ -81,6 +70,8 @@ class ShardedManagedCollisionEmbeddingCollection(ShardedManagedCollisionTables):
 class ManagedCollisionEmbeddingCollectionSharder(ManagedCollisionTablesSharder):
     """Shard ManagedCollisionEmbeddingCollection; `ec_sharder` says how its tables are stepped."""
 
+    _SHARDED = ShardedManagedCollisionEmbeddingCollection
+
     def __init__(
         self,
         ec_sharder: EmbeddingCollectionSharder | None = None,
@@ -90,21 +81,3 @@ class ManagedCollisionEmbeddingCollectionSharder(ManagedCollisionTablesSharder):
     ) -> None:
         inner = ec_sharder or EmbeddingCollectionSharder(fused_params, qcomm_codecs_registry)
         super().__init__(inner, mc_sharder, fused_params, qcomm_codecs_registry)
-
-    def shard(
-        self,
-        module: ManagedCollisionEmbeddingCollection,
-        params: Mapping[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedManagedCollisionEmbeddingCollection:
-        """Return the collection over the ranks of `env`. Collective."""
-        return ShardedManagedCollisionEmbeddingCollection(
-            module, params, self._sharder, self._mc_sharder, env, device
-        )
-
-    @property
-    def module_type(self) -> type[ManagedCollisionEmbeddingCollection]:
-        """Return ManagedCollisionEmbeddingCollection."""
-        return ManagedCollisionEmbeddingCollection

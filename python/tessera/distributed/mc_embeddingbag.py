@@ -17,16 +17,16 @@ from typing import Any
 
 import torch
 
-from tessera.distributed._mc_embedding import ManagedCollisionTablesSharder, ShardedManagedCollisionTables
+from tessera.distributed._mc_embedding import (
+    ManagedCollisionTablesSharder,
+    MappedIds,
+    ShardedManagedCollisionTables,
+)
 from tessera.distributed._pooled_rows import EmbeddingBagCollectionAwaitable
 from tessera.distributed.embeddingbag import EmbeddingBagCollectionContext, EmbeddingBagCollectionSharder
-from tessera.distributed.mc_modules import (
-    ManagedCollisionCollectionContext,
-    ManagedCollisionCollectionSharder,
-)
+from tessera.distributed.mc_modules import ManagedCollisionCollectionSharder
 from tessera.distributed.types import ParameterSharding, QuantizedCommCodecs, ShardingEnv
 from tessera.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
-from tessera.sparse.jagged_tensor import KeyedJaggedTensor
 
 __all__ = [
     "ManagedCollisionEmbeddingBagCollectionContext",
@@ -36,19 +36,8 @@ __all__ = [
 
 
 @dataclass
-class ManagedCollisionEmbeddingBagCollectionContext(EmbeddingBagCollectionContext):
+class ManagedCollisionEmbeddingBagCollectionContext(MappedIds, EmbeddingBagCollectionContext):
     """Carry one batch: that of the tables, and what became of the ids."""
-
-    evictions_per_table: dict[str, torch.Tensor | None] | None = None
-    remapped_kjt: KeyedJaggedTensor | None = None
-    ids: ManagedCollisionCollectionContext | None = None
-
-    def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the memory of the tensors until `stream` has used them."""
-        super().record_stream(stream)
-        for part in (self.remapped_kjt, self.ids, *(self.evictions_per_table or {}).values()):
-            if part is not None:
-                part.record_stream(stream)
 
 
 class ShardedManagedCollisionEmbeddingBagCollection(ShardedManagedCollisionTables):
@@ -78,6 +67,8 @@ class ShardedManagedCollisionEmbeddingBagCollection(ShardedManagedCollisionTable
 class ManagedCollisionEmbeddingBagCollectionSharder(ManagedCollisionTablesSharder):
     """Shard ManagedCollisionEmbeddingBagCollection; `ebc_sharder` says how its tables are stepped."""
 
+    _SHARDED = ShardedManagedCollisionEmbeddingBagCollection
+
     def __init__(
         self,
         ebc_sharder: EmbeddingBagCollectionSharder | None = None,
@@ -87,21 +78,3 @@ class ManagedCollisionEmbeddingBagCollectionSharder(ManagedCollisionTablesSharde
     ) -> None:
         inner = ebc_sharder or EmbeddingBagCollectionSharder(fused_params, qcomm_codecs_registry)
         super().__init__(inner, mc_sharder, fused_params, qcomm_codecs_registry)
-
-    def shard(
-        self,
-        module: ManagedCollisionEmbeddingBagCollection,
-        params: Mapping[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedManagedCollisionEmbeddingBagCollection:
-        """Return the collection over the ranks of `env`. Collective."""
-        return ShardedManagedCollisionEmbeddingBagCollection(
-            module, params, self._sharder, self._mc_sharder, env, device
-        )
-
-    @property
-    def module_type(self) -> type[ManagedCollisionEmbeddingBagCollection]:
-        """Return ManagedCollisionEmbeddingBagCollection."""
-        return ManagedCollisionEmbeddingBagCollection

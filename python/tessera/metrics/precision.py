@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -14,25 +15,37 @@ from tessera.metrics.rec_metric import RecMetric, RecMetricComputation
 __all__ = ["PrecisionMetric", "PrecisionMetricComputation"]
 
 
-class PrecisionMetricComputation(RecMetricComputation):
-    """Add up right and wrong answers; a prediction of `threshold` or more says 1."""
+class RightPositives(RecMetricComputation, abc.ABC):
+    """Divide the right positives by them and the wrong answers of one kind, the second of `SUMS`."""
 
-    SUMS: ClassVar = ("true_pos_sum", "false_pos_sum")
+    NAME: ClassVar[MetricName]
 
     def __init__(self, *args: Any, threshold: float = 0.5) -> None:
         super().__init__(*args)
         self._threshold = threshold
 
+    @abc.abstractmethod
+    def _is_wrong(self, says_so: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return what a sample counts as such an answer."""
+
     def _sums(self, predictions, labels, weights) -> Mapping[str, torch.Tensor]:
         says_so = predictions >= self._threshold
-        return {
-            "true_pos_sum": (weights * (says_so * labels)).sum(-1),
-            "false_pos_sum": (weights * (says_so * (1.0 - labels))).sum(-1),
-        }
+        right, wrong = says_so * labels, self._is_wrong(says_so, labels)
+        return dict(zip(self.SUMS, ((weights * right).sum(-1), (weights * wrong).sum(-1)), strict=True))
 
     def _numbers(self, sums) -> dict[MetricName, torch.Tensor]:
-        right, wrong = sums["true_pos_sum"], sums["false_pos_sum"]
-        return {MetricName.PRECISION: compute_calibration(right, right + wrong)}
+        right, wrong = (sums[name] for name in self.SUMS)
+        return {self.NAME: compute_calibration(right, right + wrong)}
+
+
+class PrecisionMetricComputation(RightPositives):
+    """Add up right and wrong answers; a prediction of `threshold` or more says 1."""
+
+    SUMS: ClassVar = ("true_pos_sum", "false_pos_sum")
+    NAME = MetricName.PRECISION
+
+    def _is_wrong(self, says_so: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return says_so * (1.0 - labels)
 
 
 class PrecisionMetric(RecMetric):

@@ -38,10 +38,26 @@ def _ones(name: str, length: int, device: torch.device | None) -> nn.Parameter:
     return nn.Parameter(torch.ones(length, device=device))
 
 
-def _position_weights(max_feature_lengths: dict[str, int], device) -> nn.ParameterDict:
-    return nn.ParameterDict(
-        {name: _ones(name, length, device) for name, length in max_feature_lengths.items()}
-    )
+class _PositionWeights(nn.Module):
+    """Hold one weight for every place in the bags of features."""
+
+    def __prepare_scriptable__(self) -> Any:
+        """Be asked by torch.jit.script, which cannot look into a ParameterDict."""
+        self._weights_by_name = dict(self.position_weights.items())
+        return self
+
+    def __init__(self, max_feature_lengths: dict[str, int], device: torch.device | None = None) -> None:
+        super().__init__()
+        self.max_feature_lengths = max_feature_lengths
+        self.position_weights = nn.ParameterDict(
+            {name: _ones(name, length, device) for name, length in max_feature_lengths.items()}
+        )
+
+    def reset_parameters(self) -> None:
+        """Make all weights one."""
+        with torch.no_grad():
+            for weight in self.position_weights.values():
+                weight.fill_(1.0)
 
 
 class BaseFeatureProcessor(nn.Module, metaclass=abc.ABCMeta):
@@ -52,27 +68,11 @@ class BaseFeatureProcessor(nn.Module, metaclass=abc.ABCMeta):
         """Return the changed features."""
 
 
-class PositionWeightedModule(BaseFeatureProcessor):
+class PositionWeightedModule(_PositionWeights, BaseFeatureProcessor):
     """Give features weights by position: `position_weights.<feature>`, ones at first.
 
     A bag longer than its feature's weights is a ValueError that names feature, sample and length.
     """
-
-    def __prepare_scriptable__(self) -> Any:
-        """Be asked by torch.jit.script, which cannot look into a ParameterDict."""
-        self._weights_by_name = dict(self.position_weights.items())
-        return self
-
-    def __init__(self, max_feature_lengths: dict[str, int], device: torch.device | None = None) -> None:
-        super().__init__()
-        self.max_feature_lengths = max_feature_lengths
-        self.position_weights = _position_weights(max_feature_lengths, device)
-
-    def reset_parameters(self) -> None:
-        """Make all weights one."""
-        with torch.no_grad():
-            for weight in self.position_weights.values():
-                weight.fill_(1.0)
 
     def forward(self, features: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
         """Return `features` with the weights filled in."""
@@ -103,7 +103,7 @@ class BaseGroupedFeatureProcessor(nn.Module, metaclass=abc.ABCMeta):
         """Return the changed features."""
 
 
-class PositionWeightedProcessor(BaseGroupedFeatureProcessor):
+class PositionWeightedProcessor(_PositionWeights, BaseGroupedFeatureProcessor):
     """Give the features of a batch weights by position; features not named weigh 1.
 
     If the features have weights already, those are the positions: that is how ids arrive that were
@@ -112,26 +112,10 @@ class PositionWeightedProcessor(BaseGroupedFeatureProcessor):
 
     __jit_unused_properties__ = ("position_weights_dict",)
 
-    def __prepare_scriptable__(self) -> Any:
-        """Be asked by torch.jit.script, which cannot look into a ParameterDict."""
-        self._weights_by_name = dict(self.position_weights.items())
-        return self
-
-    def __init__(self, max_feature_lengths: dict[str, int], device: torch.device | None = None) -> None:
-        super().__init__()
-        self.max_feature_lengths = max_feature_lengths
-        self.position_weights = _position_weights(max_feature_lengths, device)
-
     @property
     def position_weights_dict(self) -> dict[str, nn.Parameter]:
         """Return the weights by feature."""
         return dict(self.position_weights.items())
-
-    def reset_parameters(self) -> None:
-        """Make all weights one."""
-        with torch.no_grad():
-            for weight in self.position_weights.values():
-                weight.fill_(1.0)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return the same features with weights."""
