@@ -17,12 +17,25 @@ if(NOT TESSERA_PYTHON)
     set(TESSERA_PYTHON ${TESSERA_DEFAULT_PYTHON})
   endif()
 endif()
+# tessera_find_python_package(<variable> <name>): the folder of an installed package; empty if there is none.
+# Found through the file system: importing torch takes a second and is not needed. pip hides what is
+# installed from an isolated build by variables of Python's, which -E does not look at: the environment that
+# is installed into is the one to build for.
+function(tessera_find_python_package variable name)
+  foreach(flag -B -E)
+    execute_process(
+      COMMAND ${TESSERA_PYTHON} ${flag} -c
+              "import importlib.util, os; print(os.path.dirname(os.path.realpath(importlib.util.find_spec('${name}').origin)))"
+      OUTPUT_VARIABLE folder OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+    if(folder)
+      break()
+    endif()
+  endforeach()
+  set(${variable} "${folder}" PARENT_SCOPE)
+endfunction()
+
 if(NOT TESSERA_TORCH_DIR)
-  # Found through the file system: importing torch takes a second and is not needed.
-  execute_process(
-    COMMAND ${TESSERA_PYTHON} -c
-            "import importlib.util, os; print(os.path.dirname(importlib.util.find_spec('torch').origin))"
-    OUTPUT_VARIABLE TESSERA_TORCH_DIR OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+  tessera_find_python_package(TESSERA_TORCH_DIR torch)
 endif()
 if(NOT EXISTS "${TESSERA_TORCH_DIR}/include/torch/csrc/api/include/torch/version.h")
   message(FATAL_ERROR

@@ -3,6 +3,9 @@
 # which lies among the environment's own programs. Plain `cmake --install` leaves it out.
 
 if(NOT TARGET tessera_python OR NOT TARGET tessera_worker)
+  if(SKBUILD)
+    message(FATAL_ERROR "A package needs the bindings and the programs; what they lack is named above.")
+  endif()
   return()
 endif()
 # scikit-build-core names a folder; cmake/make_wheel.py expects this one.

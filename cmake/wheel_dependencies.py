@@ -6,20 +6,44 @@ Parquet is an extra, `tessera-parallel[parquet]`: Arrow's C++ library has anothe
 
 from __future__ import annotations
 
-import importlib.metadata
+import subprocess
+import sys
+
+_state = "wheel"
+_VERSION = "import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))"
+_NO_TORCH = """tessera is compiled against the torch it will run with, and this environment has none.
+Install it first:
+    pip install torch==2.13.0
+Where pip is not the installer, `--no-build-isolation` lets the build see it."""
 
 
-def _built_with(package: str, otherwise: str) -> str:
-    try:
-        return f"{package}=={importlib.metadata.version(package).partition('+')[0]}"
-    except importlib.metadata.PackageNotFoundError:
-        return otherwise  # as for a source distribution
+def _installed(package: str) -> str | None:
+    """The version that the environment has; -E sees it from an isolated build, too (TesseraTorch.cmake)."""
+    for flag in ("-B", "-E"):
+        words = [sys.executable, flag, "-c", _VERSION, package]
+        found = subprocess.run(words, capture_output=True, text=True).stdout.strip()
+        if found:
+            return found.partition("+")[0]
+    return None
 
 
-def dynamic_metadata(field: str, settings=None) -> list[str] | dict[str, list[str]]:
-    """Return the dependencies, or those of extras."""
-    if field == "dependencies":
-        return [_built_with("torch", "torch>=2.11,<2.14")]
-    if field == "optional-dependencies":
-        return {"parquet": [_built_with("pyarrow", "pyarrow")]}
-    raise ValueError(f"wheel_dependencies: there is nothing to say about {field}")
+def build_state(state: str) -> None:
+    """Is told before the rest what is made: a wheel, or a source distribution."""
+    global _state
+    _state = state
+
+
+def dynamic_wheel(settings=None) -> dict[str, bool]:
+    """Return what a wheel may say otherwise than the sources that it is made of."""
+    return {"dependencies": True, "optional-dependencies": True}
+
+
+def dynamic_metadata(settings=None, project=None) -> dict:
+    """Return the dependencies and those of extras."""
+    torch, arrow = _installed("torch"), _installed("pyarrow")
+    if torch is None and _state != "sdist":
+        sys.exit(_NO_TORCH)  # now: pip would fetch gigabytes first, and then fail to compile
+    return {
+        "dependencies": [f"torch=={torch}" if torch else "torch>=2.11,<2.14"],
+        "optional-dependencies": {"parquet": [f"pyarrow=={arrow}" if arrow else "pyarrow"]},
+    }

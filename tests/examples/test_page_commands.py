@@ -40,7 +40,7 @@ ELSEWHERE = {
     "make test": "tests/examples/test_page_commands.py::test_commands_run",  # it is what runs this
     "cmake --preset": "tests/package/test_cmake_package.py::test_headers_library_and_programs_are_installed",
     "cmake --install": "tests/package/test_cmake_package.py::test_headers_library_and_programs_are_installed",
-    "pip install": "tests/package/test_wheel.py::test_package_imports_from_the_environment",
+    "pip install": "tests/package/test_source_install.py::test_pip_install_from_source",
     "tessera bench collectives": "tests/cli/test_bench.py::test_the_real_one_has_rows_for_every_size",
     "tessera bench embedding": "tests/cli/test_bench.py::test_the_tree_is_asked_for_what_was_named",
     "tessera doctor --profile": "tests/cli/test_plan_inputs.py::test_a_machine_is_measured_kept_and_used",

@@ -6,39 +6,22 @@ of unpacking it again, and nothing else: no pip, and no compiler on the path.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import pathlib
 import re
-import subprocess
 import sys
 import sysconfig
-import venv
 import zipfile
 
 import pyarrow.csv
 import pyarrow.parquet
 import pytest
 import torch
+from empty_environment import make_environment, run
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TORCH = pathlib.Path(torch.__file__).parent
-
-
-def run(*words, limit=100, path=None, expected=0, **options) -> subprocess.CompletedProcess:
-    # Nothing of the environment around the tests may help.
-    hidden = ("PYTHONPATH", "VIRTUAL_ENV", "TESSERA_WORKER", "TESSERA_BIN", "LD_LIBRARY_PATH")
-    env = {name: value for name, value in os.environ.items() if name not in hidden}
-    env["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
-    if path is not None:
-        env["PATH"] = str(path)
-    result = subprocess.run(
-        [str(word) for word in words],
-        capture_output=True, text=True, timeout=limit, cwd=options.pop("cwd", "/"), env=env, **options,
-    )  # fmt: skip
-    assert result.returncode == expected, result.stdout + result.stderr
-    return result
 
 
 @pytest.fixture(scope="module")
@@ -49,38 +32,9 @@ def wheel(tmp_path_factory) -> pathlib.Path:
     return packed
 
 
-def needed_by_torch() -> set[str]:
-    """Distributions that torch needs, and those that they need."""
-    found, waiting = set(), ["torch"]
-    while waiting:
-        name = waiting.pop()
-        if name in found:
-            continue
-        found.add(name)
-        for line in importlib.metadata.requires(name) or []:
-            other = re.match(r"[\w.-]+", line)[0].lower()
-            try:
-                importlib.metadata.version(other)
-            except importlib.metadata.PackageNotFoundError:
-                continue  # of another platform, or an extra
-            if "extra ==" not in line:
-                waiting.append(other)
-    return found
-
-
 @pytest.fixture(scope="module")
 def environment(wheel, tmp_path_factory) -> pathlib.Path:
-    environment = tmp_path_factory.mktemp("environment")
-    venv.create(environment, with_pip=False)
-    packages = pathlib.Path(
-        sysconfig.get_path("purelib", vars={"base": str(environment), "platbase": str(environment)})
-    )
-    for name in needed_by_torch():
-        distribution = importlib.metadata.distribution(name)
-        tops = {pathlib.PurePath(str(file)).parts[0] for file in distribution.files or []}
-        for top in tops - {"..", "__pycache__"}:
-            if not (packages / top).exists():
-                (packages / top).symlink_to(pathlib.Path(str(distribution.locate_file(top))))
+    environment = make_environment(tmp_path_factory.mktemp("environment"))
     # The pip of the tests, for the environment; it looks at no index, so torch must satisfy the wheel.
     run(sys.executable, "-m", "pip", "--python", environment / "bin/python", "install", "--no-index", wheel)
     return environment
