@@ -110,6 +110,7 @@ int run(const std::string& verb, std::string_view help, const std::vector<std::s
   launch::RunOptions options;
   options.num_local_ranks = given.ranks;
   options.prefix_lines = false;
+  options.can_keep_output = false;
   options.use_python = false;
   options.command = {worker_program(verb), verb};
   options.command.insert(options.command.end(), told.begin(), told.end());

@@ -170,6 +170,7 @@ int run(const std::vector<std::string>& words) {
   const int share = std::max(1, cores_left(read_machine()) / options.num_local_ranks);
   setenv("OMP_NUM_THREADS", std::to_string(share).c_str(), /*overwrite=*/0);
   options.prefix_lines = false;
+  options.can_keep_output = false;
   options.use_python = false;
   options.shutdown_timeout = kTimeToSave;
   options.passes_stdin = given->reads_stdin();

@@ -21,6 +21,7 @@
 #include "tessera/comm/failure.h"
 #include "tessera/launch/exit_code.h"
 #include "tessera/launch/launch_error.h"
+#include "trainer/last_words.h"
 #include "trainer/train.h"
 #include "worker_verb.h"
 
@@ -124,9 +125,8 @@ int run_rank(const std::string& verb, const EvalWords& words, const comm::Group&
 int run(const std::string& verb, const std::vector<std::string>& all) {
   const EvalWords words = read_eval_words(verb, all);
   const comm::Group world = comm::init();
-  const auto fail = [&](const char* text, int code) {
-    if (world.rank() == 0) std::fprintf(stderr, "error: %s: %s\n", verb.c_str(), text);
-    return code;
+  const auto fail = [&](const std::string& text, int code) {
+    return trainer::end_alike(world, verb + ": " + text, code);
   };
   try {
     return comm::guarded([&] { return run_rank(verb, words, world); });

@@ -240,6 +240,7 @@ void Job::report(const std::vector<RankFailure>& failures, const Attempt& attemp
   context.max_restarts = options_.max_restarts;
   context.num_nodes = options_.num_nodes;
   context.memory_kill_seen = num_memory_kills() > memory_kills_before_;
+  context.can_keep_output = options_.can_keep_output;
   context.use_color = err_.use_color();
   context.width = err_.width();
   err_.print(options_.json_report ? format_report_json(failures, context)

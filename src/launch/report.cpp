@@ -75,7 +75,7 @@ std::string why_line(const RankFailure& root, const ReportContext& context) {
   return why;
 }
 
-std::string try_line(const RankFailure& root) {
+std::string try_line(const RankFailure& root, const ReportContext& context) {
   if (root.rank < 0) return "look at the output of tessera run on that host";
   if (!root.error_file.empty()) return "read " + root.error_file;
   if (root.signal_number == SIGKILL) {
@@ -87,6 +87,7 @@ std::string try_line(const RankFailure& root) {
     return "run it under a debugger: gdb --args program arguments, or allow core files (ulimit -c)";
   }
   if (!root.tail.empty()) return "see the last lines of its stderr below";
+  if (!context.can_keep_output) return "read its output above";
   return "read its output above; --log-dir DIR keeps the output and error of every rank";
 }
 
@@ -152,7 +153,7 @@ std::string format_report(const std::vector<RankFailure>& failures, const Report
   const char* plain = context.use_color ? "\x1b[0m" : "";
   std::string text = std::string(red) + "error:" + plain + " " + name_of(root) +
                      " failed first: " + what + "\n  why: " + why_line(root, context) +
-                     "\n  try: " + try_line(root) + "\n";
+                     "\n  try: " + try_line(root, context) + "\n";
   if (!root.tail.empty()) {
     text += "  stderr of " + name_of(root) + " ends with:\n";
     const std::string tail = last_lines(root.tail, kMostTailLines);

@@ -350,7 +350,7 @@ def test_a_loss_that_is_not_a_number_ends_the_run_with_a_report(tmp_path, steps)
     told = re.search(r"error: train: the loss is not a number at step (\d+) of (\d+): ", result.stderr)
     assert told and int(told[2]) == steps
     assert "with --lr 1e+38 and --table-lr 1e+38 the parameters have grown" in result.stderr
-    assert "error: rank 0 failed first: error: train: the loss is not a number" in result.stderr
+    assert "error: rank 0 failed first: train: the loss is not a number" in result.stderr
     folder = next(tmp_path.glob("*/report.html")).parent
     assert str(folder / "report.html") in result.stdout and "judged" not in result.stdout
     lines = metrics(folder)

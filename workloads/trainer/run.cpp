@@ -32,6 +32,7 @@
 #include "trainer/data_error.h"
 #include "trainer/device.h"
 #include "trainer/event_file.h"
+#include "trainer/last_words.h"
 #include "trainer/progress_line.h"
 #include "trainer/train.h"
 
@@ -71,8 +72,12 @@ std::string eta_text(double seconds) {
   char text[32];
   if (eta < 60) {
     std::snprintf(text, sizeof(text), "%lds", eta);
-  } else {
+  } else if (eta < 3600) {
     std::snprintf(text, sizeof(text), "%ldm%02lds", eta / 60, eta % 60);
+  } else if (eta < 48L * 3600) {
+    std::snprintf(text, sizeof(text), "%ldh%02ldm", eta / 3600, eta / 60 % 60);
+  } else {
+    std::snprintf(text, sizeof(text), "%ldd%02ldh", eta / 86400, eta / 3600 % 24);
   }
   return text;
 }
@@ -275,12 +280,10 @@ class Speaker {
 
   void complain(const Summary& summary) const {
     // In one line, which the launcher shows as the reason.
-    std::fprintf(stderr,
-                 "error: train: the loss is not a number at step %ld of %ld: with %s the "
-                 "parameters have grown out of all bounds. Use smaller rates, or --warmup; "
-                 "checkpoints of earlier steps are untouched.\n",
-                 static_cast<long>(summary.last_step), static_cast<long>(num_steps_),
-                 workload_.rates().c_str());
+    say_last_words("train: the loss is not a number at step " + std::to_string(summary.last_step) +
+                   " of " + std::to_string(num_steps_) + ": with " + workload_.rates() +
+                   " the parameters have grown out of all bounds. Use smaller rates, or --warmup; "
+                   "checkpoints of earlier steps are untouched.");
   }
 
   std::string device_words() const {
@@ -508,18 +511,14 @@ int run(Settings& settings, const Maker& make, const MetricsCallback& watch) {
   std::signal(SIGTERM, end_soon);
   std::signal(SIGINT, end_soon);
   const comm::Group world = comm::init();
-  // The same mistake on all ranks: one says so.
-  const auto fail = [&](const char* text, int code) {
-    if (world.rank() == 0) std::fprintf(stderr, "error: %s\n", text);
-    return code;
-  };
+  const auto fail = [&](const std::string& text, int code) { return end_alike(world, text, code); };
   try {
     return comm::guarded([&] { return train_on_device(settings, make, world, watch); });
   } catch (const NoMemoryLeft& error) {
-    std::fprintf(stderr, "error: %s\n", error.what());  // of this rank; the others are told
+    say_last_words(error.what());  // of this rank; the others are told
     return launch::kExitConfiguration;
   } catch (const DeviceLost& error) {
-    std::fprintf(stderr, "error: %s\n", error.what());
+    say_last_words(error.what());
     return launch::kExitLostPeer;
   } catch (const DataError& error) {
     return fail(error.what(), launch::kExitData);
@@ -528,7 +527,7 @@ int run(Settings& settings, const Maker& make, const MetricsCallback& watch) {
   } catch (const checkpoint::Error& error) {
     return fail(error.what(), launch::kExitData);
   } catch (const collision::IdTableError& error) {
-    return fail(("train: " + std::string(error.what())).c_str(), launch::kExitConfiguration);
+    return fail("train: " + std::string(error.what()), launch::kExitConfiguration);
   } catch (const c10::ValueError& error) {
     return fail(error.what_without_backtrace(), launch::kExitConfiguration);
   }

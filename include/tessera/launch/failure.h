@@ -51,6 +51,7 @@ struct ReportContext {
   int max_restarts = 0;
   int num_nodes = 1;
   bool memory_kill_seen = false;  // the kernel's out-of-memory killer was active meanwhile
+  bool can_keep_output = true;    // the command line knows --log-dir
   bool use_color = false;
   int width = 100;
 };

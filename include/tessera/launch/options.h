@@ -61,6 +61,7 @@ struct RunOptions {
   StreamRule redirects;                // to a file only
   std::vector<int> shown_local_ranks;  // whose output reaches the console; empty: all
   bool prefix_lines = true;
+  bool can_keep_output = true;  // the command line knows --log-dir, so that reports may name it
 
   std::chrono::milliseconds shutdown_timeout{10'000};  // from SIGTERM to SIGKILL
   // How long the other ranks may end by themselves after a failure, before SIGTERM. Unset: 30 ms
