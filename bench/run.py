@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import difflib
 import json
 import os
 import pathlib
@@ -286,7 +287,11 @@ def main() -> int:
     words = parser.parse_args()
     for name in words.names:
         if name not in BENCHMARKS:
-            parser.error(f"no benchmark '{name}'; there are {', '.join(BENCHMARKS)}")
+            near = difflib.get_close_matches(name, BENCHMARKS, n=1)
+            parser.error(
+                f"no benchmark '{name}': "
+                + (f"did you mean {near[0]}?" if near else f"there are {', '.join(BENCHMARKS)}")
+            )
     if words.list:
         list_benchmarks()
         return 0

@@ -192,8 +192,10 @@ int run(const std::vector<std::string>& words) {
         "bench: collectives is measured by itself; comm_collectives is the same in a list");
   }
   if (has_own) return measure_collectives(given);
-  if (sorted.names[0].starts_with("coll")) {  // no benchmark of the tree begins so
-    throw UsageError("bench: there is no '" + sorted.names[0] + "': did you mean collectives?");
+  // What these are mistyped for is no benchmark of the tree, but "serving" is.
+  const std::string meant = suggestion(sorted.names[0], {kCollectives, kServe});
+  if (!meant.empty() && sorted.names[0] != "serving") {
+    throw UsageError("bench: there is no '" + sorted.names[0] + "'" + meant);
   }
   if (app.count("--ranks") + app.count("--op") > 0) {
     throw UsageError("bench: --ranks and --op are for collectives, not for " + sorted.names[0]);

@@ -221,7 +221,11 @@ int run(const std::vector<std::string>& words) {
   if (!split.names.empty() && split.names[0] == "diff") {
     return diff({split.names.begin() + 1, split.names.end()}, given);
   }
-  if (split.names.size() > 1) throw UsageError("runs: name one folder, or say runs diff A B");
+  if (split.names.size() > 1) {
+    const std::string meant = suggestion(split.names[0], {"diff"});
+    throw UsageError(meant.empty() ? "runs: name one folder, or say runs diff A B"
+                                   : "runs: there is no '" + split.names[0] + "'" + meant);
+  }
   const std::string root = split.names.empty() ? "runs" : split.names[0];
   if (!split.names.empty() && !fs::is_directory(root)) {
     throw launch::LaunchError(launch::kExitData, "runs: there is no folder " + root,

@@ -28,6 +28,10 @@ std::string fitted(std::string text, std::size_t width) {
     const std::size_t begin = end == std::string::npos ? end : text.rfind(" | ", end);
     if (begin != std::string::npos) text.erase(begin, end + 3 - begin);
   }
+  // Then whole parts from the end, and of the last one what there is room for.
+  while (text.size() > width && text.rfind(" | ") != std::string::npos) {
+    text.erase(text.rfind(" | "));
+  }
   if (text.size() > width) text.resize(width);
   return text;
 }
