@@ -83,7 +83,9 @@ void Batcher::refuse_unless_in_time(std::int64_t num_samples, std::uint64_t num_
 
 void Batcher::check_room(std::uint64_t num_bytes, Clock::time_point deadline) {
   const std::lock_guard lock(mutex_);
-  refuse_unless_in_time(0, num_bytes, deadline);
+  const double guess =
+      bytes_per_sample_ > 0 ? static_cast<double>(num_bytes) / bytes_per_sample_ : 0;
+  refuse_unless_in_time(static_cast<std::int64_t>(guess), num_bytes, deadline);
 }
 
 void Batcher::add(Job job) {
@@ -92,6 +94,9 @@ void Batcher::add(Job job) {
     refuse_unless_in_time(job.request.num_samples, job.num_bytes, job.deadline);
     queued_samples_ += job.request.num_samples;
     queued_bytes_ += job.num_bytes;
+    const double own = static_cast<double>(job.num_bytes) /
+                       static_cast<double>(std::max<std::int64_t>(job.request.num_samples, 1));
+    bytes_per_sample_ = bytes_per_sample_ == 0 ? own : 0.9 * bytes_per_sample_ + 0.1 * own;
     gauges_.queued_samples.store(queued_samples_);
     queue_.push_back(std::move(job));
   }

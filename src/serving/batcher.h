@@ -52,7 +52,8 @@ class Batcher {
   ~Batcher() { stop(); }
 
   /// Throws HttpError 429 if the queue has no room for a request, or takes longer than the deadline
-  /// allows. Asked before a body is read into numbers, so that refusing costs little.
+  /// allows; how many samples it has is guessed from its bytes. Asked before a body is read, so
+  /// that refusing costs little.
   void check_room(std::uint64_t num_bytes, Clock::time_point deadline);
   /// Takes a request, or throws HttpError 429: the queue is full, or its deadline cannot be met.
   void add(Job job);
@@ -85,6 +86,7 @@ class Batcher {
   std::int64_t computed_samples_ = 0;  // that are being computed now
   std::uint64_t queued_bytes_ = 0;
   double seconds_per_sample_ = 0;  // a moving mean
+  double bytes_per_sample_ = 0;    // the same, of requests that were taken
   bool is_stopping_ = false;
   std::vector<std::thread> workers_;
 };

@@ -7,6 +7,8 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
 #include <atomic>
 #include <cerrno>
 #include <csignal>
@@ -222,6 +224,19 @@ class Session : public AnySession, public std::enable_shared_from_this<Session<S
       return refuse(413, "the body has " + std::to_string(*parser_->content_length()) +
                              " bytes; the limit is " + std::to_string(limits().body_bytes));
     }
+    if (!kIsTls && !is_admin_ && parser_->content_length() && head.method() == http::verb::post &&
+        head.target().ends_with("/infer")) {
+      skipped_ = *parser_->content_length();
+      refusal_ = shared_.service.refusal(skipped_, text_of(head["Request-Timeout-Ms"]));
+      if (refusal_ && !beast::iequals(head[http::field::expect], "100-continue")) {
+        allow(limits().request_time);
+        return skip();
+      }
+      if (refusal_) {  // the client waits for leave to send
+        keeps_alive_ = false;
+        return write(std::move(*refusal_));
+      }
+    }
     if (beast::iequals(head[http::field::expect], "100-continue")) {
       auto answer = std::make_shared<http::response<http::empty_body>>(http::status::continue_, 11);
       lowest().expires_after(limits().header_time);
@@ -233,6 +248,35 @@ class Session : public AnySession, public std::enable_shared_from_this<Session<S
       return;
     }
     read_body();
+  }
+
+  // Lets the body of a refused request pass without reading it: a server that has too much to do
+  // must not spend its time on what it will not answer.
+  void skip() {
+    const std::size_t here = std::min<std::size_t>(buffer_.size(), skipped_);
+    buffer_.consume(here);
+    skipped_ -= here;
+    // TCP drops the bytes and copies none; a Unix socket fills this.
+    static thread_local std::array<char, 256 << 10> dropped;
+    while (skipped_ > 0) {
+      const ssize_t count =
+          ::recv(lowest().socket().native_handle(), dropped.data(),
+                 std::min<std::uint64_t>(skipped_, dropped.size()), MSG_TRUNC | MSG_DONTWAIT);
+      if (count < 0 && errno == EINTR) continue;
+      if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
+        lowest().socket().async_wait(asio::socket_base::wait_read,
+                                     [self = this->shared_from_this()](ErrorCode error) {
+                                       if (error) return self->fail(error);
+                                       self->skip();
+                                     });
+        return;
+      }
+      if (count <= 0) return close();
+      skipped_ -= static_cast<std::uint64_t>(count);
+    }
+    ++turn_;
+    lowest().expires_never();
+    write(std::move(*refusal_));
   }
 
   void read_body() {
@@ -382,7 +426,9 @@ class Session : public AnySession, public std::enable_shared_from_this<Session<S
   bool is_admin_;
   beast::flat_buffer buffer_;
   std::optional<http::request_parser<http::string_body>> parser_;
-  std::string response_;  // that is being written, headers and all
+  std::optional<HttpAnswer> refusal_;  // of a request whose body is not read
+  std::uint64_t skipped_ = 0;          // bytes of it that are still to come
+  std::string response_;               // that is being written, headers and all
   std::size_t num_written_ = 0;
   bool keeps_alive_ = true;
   bool is_idle_ = false;

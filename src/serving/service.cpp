@@ -293,6 +293,27 @@ void Service::handle(HttpRequest request, std::function<void(HttpAnswer)> done) 
   }
 }
 
+Clock::time_point Service::deadline_of(const std::string& timeout,
+                                       Clock::time_point arrived) const {
+  const auto time = number_in(timeout, "Request-Timeout-Ms");
+  return arrived + (time ? std::chrono::milliseconds(std::min<std::uint64_t>(*time, 3'600'000))
+                         : options_.latency_budget);
+}
+
+std::optional<HttpAnswer> Service::refusal(std::uint64_t num_bytes, const std::string& timeout) {
+  // Who is not let in, or came too early, is told that first.
+  if (!options_.token.empty() || !is_ready_ || is_draining_) return std::nullopt;
+  const auto arrived = Clock::now();
+  try {
+    batcher_.check_room(num_bytes, deadline_of(timeout, arrived));
+    return std::nullopt;
+  } catch (const HttpError& error) {
+    if (error.code() != 429) return std::nullopt;  // it is told with the rest of what is wrong
+    ++metrics_.received;
+    return counted(failure(error.code(), error.what(), error.where()), arrived);
+  }
+}
+
 void Service::infer(HttpRequest request, std::function<void(HttpAnswer)> done) {
   const auto arrived = Clock::now();
   check_token(request);
@@ -317,13 +338,10 @@ void Service::infer(HttpRequest request, std::function<void(HttpAnswer)> done) {
         "Content-Encoding");
   }
   const auto json_bytes = number_in(request.json_bytes, "Inference-Header-Content-Length");
-  const auto timeout = number_in(request.timeout, "Request-Timeout-Ms");
   Job job;
   job.step = step;
   job.arrived = arrived;
-  job.deadline =
-      arrived + (timeout ? std::chrono::milliseconds(std::min<std::uint64_t>(*timeout, 3'600'000))
-                         : options_.latency_budget);
+  job.deadline = deadline_of(request.timeout, arrived);
   job.num_bytes = request.body.size();
   batcher_.check_room(job.num_bytes, job.deadline);
   job.request = parser_.parse(request.body, json_bytes);

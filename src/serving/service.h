@@ -47,6 +47,10 @@ class Service {
   /// Calls `done` once, here or later from another thread.
   void handle(HttpRequest request, std::function<void(HttpAnswer)> done);
 
+  /// The answer to a request for predictions that would be refused for want of room or time
+  /// whatever its body says; nothing otherwise. `timeout` is its Request-Timeout-Ms.
+  std::optional<HttpAnswer> refusal(std::uint64_t num_bytes, const std::string& timeout);
+
   /// An answer to what could not even be read.
   HttpAnswer failure(int code, const std::string& what, const std::string& where = {});
 
@@ -73,6 +77,7 @@ class Service {
   std::optional<HttpAnswer> answer_admin(const HttpRequest& request, const std::string& path);
   HttpAnswer answer_model(const HttpRequest& request, const std::string& path);
   void check_token(const HttpRequest& request) const;
+  Clock::time_point deadline_of(const std::string& timeout, Clock::time_point arrived) const;
   void infer(HttpRequest request, std::function<void(HttpAnswer)> done);
   /// The step in an address ".../versions/STEP"; throws HttpError 404 if there is none like it.
   std::int64_t version_in(const std::string& text) const;

@@ -337,6 +337,31 @@ def test_what_cannot_be_in_time_is_refused(package, serve):
     assert server.infer(request_of(some_samples(2)))[0] == 200
 
 
+def test_a_body_that_is_refused_is_not_read_and_the_connection_goes_on(package, serve):
+    """Behind one that holds the queue, others are told at once; their bodies pass, in pieces too."""
+    server = serve(package, "--queue", "4", "--batch-wait", "1000000", "--max-batch", "100")
+    body = json.dumps(request_of(some_samples(3))).encode()
+    assert server.infer(body)[0] == 200  # so that it knows how many bytes a sample has
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        first = pool.submit(server.infer, body)
+        deadline = time.monotonic() + 20
+        while b"\ntessera_queued_samples 3\n" not in server.ask("/metrics")[2]:
+            assert time.monotonic() < deadline
+        with contextlib.closing(socket.create_connection(("127.0.0.1", server.port), 20)) as raw:
+            head = f"POST {INFER} HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+            raw.sendall(head + body[:100])
+            time.sleep(0.05)
+            raw.sendall(body[100:] + b"GET /v2/health/live HTTP/1.1\r\nConnection: close\r\n\r\n")
+            answers = b""
+            while piece := raw.recv(1 << 16):
+                answers += piece
+        assert answers.startswith(b"HTTP/1.1 429 Too Many Requests\r\n"), answers
+        assert b"Retry-After: 1\r\n" in answers
+        assert answers.endswith(b'{"live":true}\n')
+        assert first.result()[0] == 200
+    assert server.stop() == 0
+
+
 def test_the_token_is_asked_for(package, serve, tmp_path):
     file = tmp_path / "token"
     file.write_text("correct-horse-battery\n")
