@@ -6,6 +6,7 @@
 #include <climits>
 #include <cstring>
 
+#include "core/listening.h"
 #include "tessera/launch/exit_code.h"
 
 namespace tessera::launch {
@@ -13,8 +14,6 @@ namespace {
 
 constexpr char kProtocol[] = "tessera-launch-2";
 constexpr char kPurpose[] = "launchers";
-constexpr size_t kMostStrangers = 256;  // connections that have not proven the secret
-constexpr int kMostAccepted = 64;       // before other work is looked at
 constexpr size_t kLongestRefusals = 2000;
 constexpr std::chrono::seconds kGreetingLimit{core::kHandshakeSeconds};
 constexpr std::chrono::milliseconds kRetryDelay{100};
@@ -47,7 +46,7 @@ Coordinator::Coordinator(EventLoop& loop, Wire& wire, const RunOptions& options,
       listener_(wire.listen(resolve(endpoint_))),
       stranger_log_(loop, [this](const std::string& line) { events_.note(line); }),
       begin_(loop.now()) {
-  loop_.watch(listener_.fd.get(), POLLIN, [this](short) { accept_guests(); });
+  listen();
   reminder_ = loop_.after(kFirstReminder, [this] { remind(); });
   deadline_ = loop_.after(options_.rendezvous_timeout, [this] { time_out(); });
   if (listener_.address.is_loopback() && endpoint_.host != listener_.address.host() &&
@@ -59,13 +58,27 @@ Coordinator::Coordinator(EventLoop& loop, Wire& wire, const RunOptions& options,
 
 Coordinator::~Coordinator() {
   loop_.unwatch(listener_.fd.get());
+  loop_.cancel(pause_);
   loop_.cancel(reminder_);
   loop_.cancel(deadline_);
   for (auto& [id, guest] : guests_) loop_.cancel(guest.deadline);
 }
 
+void Coordinator::listen() {
+  loop_.watch(listener_.fd.get(), POLLIN, [this](short) { accept_guests(); });
+}
+
+// Whoever waits longest without a proof has had its chance. If there is nobody of the kind, those
+// in line wait for a file to be closed, and the loop is not told of them without a pause.
+void Coordinator::make_room() {
+  if (!strangers_.empty()) return evict_stranger();
+  loop_.unwatch(listener_.fd.get());
+  loop_.cancel(pause_);
+  pause_ = loop_.after(core::kPauseOfAccepting, [this] { listen(); });
+}
+
 void Coordinator::accept_guests() {
-  for (int i = 0; i < kMostAccepted; ++i) {
+  for (int i = 0; i < core::kMostAccepted; ++i) {
     if (!accept_guest()) return;
   }
 }
@@ -75,11 +88,10 @@ bool Coordinator::accept_guest() {
   std::string address;
   FileDescriptor socket = wire_.accept(listener_.fd.get(), address);
   if (!socket.is_open()) {
-    // Out of files: whoever waits longest without a proof has had its chance.
-    if (errno == EMFILE || errno == ENFILE) evict_stranger();
+    if (core::is_scarcity(errno)) make_room();
     return false;
   }
-  if (strangers_.size() >= kMostStrangers) evict_stranger();
+  if (strangers_.size() >= core::kMostStrangers) evict_stranger();
   const int id = next_guest_++;
   Guest& guest = guests_[id];
   guest.address = address;

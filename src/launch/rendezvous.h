@@ -54,6 +54,8 @@ class Coordinator {
     bool is_leaving = false;
   };
 
+  void listen();
+  void make_room();
   void accept_guests();
   bool accept_guest();
   void on_proven(int id);
@@ -81,6 +83,7 @@ class Coordinator {
   bool is_complete_ = false;
   std::string refusals_;  // bounded
   Clock::time_point begin_;
+  EventLoop::TimerId pause_ = 0;  // of listening
   EventLoop::TimerId reminder_ = 0;
   EventLoop::TimerId deadline_ = 0;
 };

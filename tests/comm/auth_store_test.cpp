@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <poll.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <sys/wait.h>
@@ -9,6 +10,7 @@
 
 #include <csignal>
 #include <filesystem>
+#include <optional>
 #include <random>
 #include <thread>
 
@@ -302,6 +304,44 @@ TEST_P(StoreTest, SlowStrangersDoNotKeepOthersOut) {
         connect_to("127.0.0.1", place_.port, std::chrono::steady_clock::now() + seconds(10)));
   }
   client(seconds(4))->set("key", bytes("value"));  // less than a stranger's own limit
+}
+
+double processor_seconds() {
+  rusage usage{};
+  ::getrusage(RUSAGE_SELF, &usage);
+  const auto seconds_of = [](const timeval& t) { return t.tv_sec + 1e-6 * t.tv_usec; };
+  return seconds_of(usage.ru_utime) + seconds_of(usage.ru_stime);
+}
+
+// While it lives, this process may open one file more.
+class OneFileLeft {
+ public:
+  OneFileLeft() {
+    EXPECT_EQ(::getrlimit(RLIMIT_NOFILE, &before_), 0);
+    const int free = ::dup(STDERR_FILENO);
+    ::close(free);
+    const rlimit few{static_cast<rlim_t>(free) + 1, before_.rlim_max};
+    EXPECT_EQ(::setrlimit(RLIMIT_NOFILE, &few), 0);
+  }
+  ~OneFileLeft() { ::setrlimit(RLIMIT_NOFILE, &before_); }
+
+ private:
+  rlimit before_{};
+};
+
+TEST_P(StoreTest, WithoutDescriptorsItWaitsForOneAndDoesNotSpin) {
+  const auto known = client();
+  std::optional<OneFileLeft> scarcity(std::in_place);
+  // Takes the last one, so that the server has none to take it in with.
+  std::thread late([&] { client()->set("late", bytes("came")); });
+  std::this_thread::sleep_for(milliseconds(200));
+  const double before = processor_seconds();
+  std::this_thread::sleep_for(milliseconds(600));
+  EXPECT_LT(processor_seconds() - before, 0.2);
+  EXPECT_FALSE(known->check({"late"}));  // those who are in are served
+  scarcity.reset();
+  late.join();
+  EXPECT_EQ(known->get("late"), bytes("came"));
 }
 
 TEST(Place, IsReadFromText) {

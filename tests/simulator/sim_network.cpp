@@ -158,6 +158,11 @@ launch::Listener SimWire::listen(const launch::SocketAddress& address) {
 }
 
 FileDescriptor SimWire::accept(int listener, std::string& host) {
+  // The host has no descriptor left for the next in line, for now.
+  if (network_.listener_ && !network_.listener_->waiting.empty() && network_.random_.one_in(16)) {
+    errno = EMFILE;
+    return {};
+  }
   std::uint64_t one = 0;
   if (::read(listener, &one, sizeof(one)) < 0 || !network_.listener_) {
     errno = EAGAIN;

@@ -11,13 +11,11 @@
 #include <utility>
 #include <vector>
 
+#include "core/listening.h"
 #include "core/own_files.h"
 
 namespace tessera::comm::store {
 namespace {
-
-constexpr std::size_t kMostStrangers = 256;
-constexpr int kMostAccepted = 64;  // before other work is looked at
 
 bool is_unix_socket(int socket) {
   sockaddr_storage address{};
@@ -52,15 +50,15 @@ void Server::run(int stop) {
   std::vector<pollfd> files;
   std::vector<Client> ids;
   while (true) {
-    files = {{stop, POLLIN, 0}, {listener_, POLLIN, 0}};
+    // A negative file is passed over.
+    files = {{stop, POLLIN, 0}, {is_accepting() ? listener_ : -1, POLLIN, 0}};
     ids.clear();
     for (auto& [id, connection] : connections_) {
       const short events = connection.session.unsent().empty() ? POLLIN : POLLIN | POLLOUT;
       files.push_back({connection.socket, events, 0});
       ids.push_back(id);
     }
-    if (::poll(files.data(), files.size(), milliseconds_to_deadline()) < 0 && errno != EINTR)
-      return;
+    if (::poll(files.data(), files.size(), milliseconds_to_next()) < 0 && errno != EINTR) return;
     if (files[0].revents != 0) return;
     for (std::size_t i = 0; i < ids.size(); ++i) {
       const short ready = files[i + 2].revents;
@@ -78,25 +76,33 @@ void Server::run(int stop) {
   }
 }
 
-int Server::milliseconds_to_deadline() const {
-  if (strangers_.empty()) return -1;
-  const auto left = connections_.at(*strangers_.begin()).deadline - Clock::now();
+bool Server::is_accepting() const { return Clock::now() >= accepting_from_; }
+
+int Server::milliseconds_to_next() const {
+  auto next = Clock::time_point::max();
+  if (!is_accepting()) next = accepting_from_;
+  if (!strangers_.empty()) next = std::min(next, connections_.at(*strangers_.begin()).deadline);
+  if (next == Clock::time_point::max()) return -1;
+  const auto left = next - Clock::now();
   const auto milliseconds = std::chrono::ceil<std::chrono::milliseconds>(left).count();
   return static_cast<int>(std::max<std::int64_t>(milliseconds, 0));
 }
 
 void Server::accept_some() {
-  for (int i = 0; i < kMostAccepted && accept_one(); ++i) {
+  for (int i = 0; i < core::kMostAccepted && accept_one(); ++i) {
   }
 }
 
 // Returns whether there may be more.
 bool Server::accept_one() {
   const int socket = ::accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
-  const bool is_full = socket < 0 && (errno == EMFILE || errno == ENFILE);
-  if ((is_full || strangers_.size() >= kMostStrangers) && !strangers_.empty()) {
+  const bool is_full = socket < 0 && core::is_scarcity(errno);
+  if ((is_full || strangers_.size() >= core::kMostStrangers) && !strangers_.empty()) {
     connections_.at(*strangers_.begin()).session.end();
     remove_ended();
+  } else if (is_full) {
+    // Whoever waits stays in line, and poll would tell of it without a pause.
+    accepting_from_ = Clock::now() + core::kPauseOfAccepting;
   }
   if (socket < 0) return false;
   if (is_local_ && !is_own_user(socket)) {

@@ -43,13 +43,15 @@ class Server {
   static void write_to(Connection& connection);
   void answer(Client id, const Packet& packet);
   void remove_ended();
-  int milliseconds_to_deadline() const;
+  bool is_accepting() const;
+  int milliseconds_to_next() const;
 
   const int listener_;
   const core::Secret secret_;
   const bool is_local_;
   std::map<Client, Connection> connections_;
   std::set<Client> strangers_;  // oldest first
+  Clock::time_point accepting_from_{};
   Client next_id_ = 0;
   Table table_;
 };
