@@ -10,7 +10,7 @@ import subprocess
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-os.environ["TESSERA_PROFILE"] = "assume"
+ENVIRONMENT = {"TESSERA_PROFILE": "assume"}
 TESSERA = os.environ.get("TESSERA_BIN", str(ROOT / "build/release/bin/tessera"))
 ROWS, DIM = 50, 8
 

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-os.environ["TESSERA_PROFILE"] = "assume"  # a profile of this machine would change the plans
+ENVIRONMENT = {"TESSERA_PROFILE": "assume"}  # a profile of this machine would change the plans
 TESSERA = os.environ.get("TESSERA_BIN", str(ROOT / "build/release/bin/tessera"))
 
 

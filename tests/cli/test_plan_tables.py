@@ -11,7 +11,7 @@ import subprocess
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-os.environ["TESSERA_PROFILE"] = "assume"  # a profile of this machine would change the plans
+ENVIRONMENT = {"TESSERA_PROFILE": "assume"}  # a profile of this machine would change the plans
 TESSERA = os.environ.get("TESSERA_BIN", str(ROOT / "build/release/bin/tessera"))
 # Bytes per second that make sums simple: GB/s of a rank.
 SPEEDS = ["--memory-speed", "1", "--host-speed", "0.5", "--network-speed", "0.25"]

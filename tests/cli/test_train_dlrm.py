@@ -16,7 +16,7 @@ import pytest
 from report_data import data_of
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-os.environ["TESSERA_PROFILE"] = "assume"  # a profile of this machine would change the plans
+ENVIRONMENT = {"TESSERA_PROFILE": "assume"}  # a profile of this machine would change the plans
 TESSERA = os.environ.get("TESSERA_BIN", str(ROOT / "build/release/bin/tessera"))
 LIMIT = 180.0  # seconds; for a loaded machine, not a figure
 SMALL = ["--tables", "5", "--rows", "200", "--bag", "2", "--dim", "8", "--bottom", "16,8", "--top", "16,1"]

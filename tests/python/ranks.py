@@ -27,8 +27,10 @@ class Outcome:
     trace: str = ""
 
 
-def _main(connection, body, rank, size, store, backend, env, args):
-    os.environ.update(env)
+def _main(connection, body, rank, size, store, backend, env, environment, args):
+    # The process that forks the ranks has the environment of the test that asked for the first one.
+    os.environ.clear()
+    os.environ.update(environment | env)
     import tessera  # noqa: F401
     import torch
     import torch.distributed as dist
@@ -62,7 +64,7 @@ def run_ranks_collecting(
         ranks = []
         for rank in range(size):
             ours, theirs = _context.Pipe(duplex=False)
-            words = (theirs, body, rank, size, f"{folder}/store", backend, env or {}, args)
+            words = (theirs, body, rank, size, f"{folder}/store", backend, env or {}, dict(os.environ), args)
             process = _context.Process(target=_main, args=words)
             process.start()
             theirs.close()

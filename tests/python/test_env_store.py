@@ -19,7 +19,7 @@ WARNING = "asks for no secret"
 
 # What torchrun's store, or rank 0's at MASTER_ADDR, knows of the job afterwards.
 JOB = """
-    import datetime, os, torch, torch.distributed as dist, tessera
+    import datetime, os, sys, torch, torch.distributed as dist, tessera
     dist.init_process_group("gloo")
     total = torch.tensor([dist.get_rank() + 1.0])
     dist.all_reduce(total)
@@ -31,7 +31,8 @@ JOB = """
     except dist.DistNetworkError:
         keys = []
     is_open = any(key.endswith("probe") for key in keys)
-    print(f"rank {dist.get_rank()}: total {total.item()}, open {is_open}", flush=True)
+    # One write, so that the ranks' lines do not mix.
+    sys.stdout.write(f"rank {dist.get_rank()}: total {total.item()}, open {is_open}\\n")
     dist.barrier()
 """
 

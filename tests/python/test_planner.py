@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import tessera._C
 import torch
@@ -14,8 +12,6 @@ from torch import nn
 
 if not hasattr(tessera._C, "planner"):
     pytest.skip("the library was built without the planner", allow_module_level=True)
-os.environ["TESSERA_PROFILE"] = "assume"
-
 from tessera.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from tessera.distributed.planner.proposers import UniformProposer
 from tessera.distributed.planner.storage_reservations import (
@@ -32,6 +28,7 @@ from tessera.distributed.planner.types import (
     Storage,
 )
 
+ENVIRONMENT = {"TESSERA_PROFILE": "assume"}
 GIB = 1024**3
 
 
@@ -211,6 +208,8 @@ def test_costs_add_up_and_statistics_of_ones_own_are_called():
     assert max(totals) == pytest.approx(1e3 * ours.last_result.plan_seconds)
     assert given["batch_size"] == 512
     assert Perf(1, 2, 3, 4) + Perf(1, 1, 1, 1) == Perf(2, 3, 4, 5)
+    both = Perf(1, 2, 3, 4, 50, 6) + Perf(0, 0, 0, 0, 1, 2)
+    assert (both.input_dist_comms, both.prefetch_compute, both.total) == (51, 8, 18)
     assert Storage(1, 2).fits_in(Storage(1, 2)) and not Storage(2, 0).fits_in(Storage(1, 9))
 
 

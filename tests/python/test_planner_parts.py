@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 
 import pytest
 import tessera._C
@@ -15,8 +14,6 @@ from torch import nn
 
 if not hasattr(tessera._C, "planner"):
     pytest.skip("the library was built without the planner", allow_module_level=True)
-os.environ["TESSERA_PROFILE"] = "assume"
-
 from tessera.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from tessera.distributed.planner._search import search_plan
 from tessera.distributed.planner.constants import kernel_bw_lookup
@@ -70,6 +67,7 @@ from tessera.distributed.planner.utils import BinarySearchPredicate, LuusJaakola
 from tessera.distributed.sharding_plan import get_default_sharders
 from tessera.distributed.types import CacheParams
 
+ENVIRONMENT = {"TESSERA_PROFILE": "assume"}
 GIB = 1024**3
 TABLES = {"a": (100_000, 64), "b": (20_000, 32), "c": (1000, 64)}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 
 import pytest
@@ -18,11 +17,10 @@ from torch import nn
 
 if not hasattr(tessera._C, "planner"):
     pytest.skip("the library was built without the planner", allow_module_level=True)
-os.environ["TESSERA_PROFILE"] = "assume"
-
 from tessera.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from tessera.distributed.planner.proposers import GreedyProposer
 
+ENVIRONMENT = {"TESSERA_PROFILE": "assume"}
 CUTS = ["table_wise", "column_wise", "row_wise", "table_row_wise", "table_column_wise", "grid_shard"]
 
 
