@@ -122,8 +122,9 @@ class TheirCosts(OURS("distributed.planner.types").ShardEstimator):
                 perf = found.perf
                 shard.perf = ours.Perf(
                     perf.fwd_compute, perf.fwd_comms, perf.bwd_compute, perf.bwd_comms,
-                    perf.prefetch_compute, perf.input_dist_comms,
+                    perf.input_dist_comms, perf.prefetch_compute,
                 )  # fmt: skip
+                assert shard.perf.total == pytest.approx(perf.total, rel=1e-12)
                 shard.storage = ours.Storage(found.storage.hbm, found.storage.ddr)
 
 

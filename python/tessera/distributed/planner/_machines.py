@@ -23,26 +23,27 @@ from tessera.distributed.planner.constants import (
 
 @dataclass
 class Perf:
-    """Milliseconds of a step, by part."""
+    """Milliseconds of a step, by part.
+
+    As in torchrec, ids on their way are not part of the total: where they count, they are in `fwd_comms` too.
+    """
 
     fwd_compute: float
     fwd_comms: float
     bwd_compute: float
     bwd_comms: float
-    prefetch_compute: float = 0.0
     input_dist_comms: float = 0.0
+    prefetch_compute: float = 0.0
 
     @property
     def total(self) -> float:
-        """Return all parts, one after the other."""
-        return (
-            self.fwd_compute
-            + self.fwd_comms
-            + self.bwd_compute
-            + self.bwd_comms
-            + self.prefetch_compute
-            + self.input_dist_comms
-        )
+        """Return all parts but the ids, one after the other.
+
+        >>> Perf(1, 2, 3, 4, input_dist_comms=100).total
+        10
+        """
+        parts = (self.fwd_compute, self.fwd_comms, self.bwd_compute, self.bwd_comms, self.prefetch_compute)
+        return sum(parts)
 
     def __add__(self, other: Perf) -> Perf:
         return Perf(
@@ -50,8 +51,8 @@ class Perf:
             self.fwd_comms + other.fwd_comms,
             self.bwd_compute + other.bwd_compute,
             self.bwd_comms + other.bwd_comms,
-            self.prefetch_compute + other.prefetch_compute,
             self.input_dist_comms + other.input_dist_comms,
+            self.prefetch_compute + other.prefetch_compute,
         )
 
     def __hash__(self) -> int:

@@ -58,10 +58,25 @@ def _worth_trying(space: Sequence[ShardingOption]) -> dict[str, list[ShardingOpt
     return found
 
 
+def _costs_of(options: Sequence[ShardingOption]) -> tuple:
+    """Return what decides where a table goes: equal for tables that are alike."""
+    return tuple(
+        (
+            option.sharding_type,
+            option.partition_by,
+            option.compute_kernel,
+            tuple((shard.perf.total, shard.storage.hbm, shard.storage.ddr) for shard in option.shards),
+        )
+        for option in options
+    )
+
+
 class _Search:
     def __init__(self, space: Sequence[ShardingOption], topology: Topology) -> None:
         self.options = _worth_trying(space)
         self.names = sorted(self.options)
+        kinds: dict[tuple, int] = {}
+        self.kind = {name: kinds.setdefault(_costs_of(self.options[name]), len(kinds)) for name in self.names}
         self.world, self.local = topology.world_size, topology.intra_group_size
         self.hosts = [range(h, h + self.local) for h in range(0, self.world, self.local)]
         self.room = [[device.storage.hbm, device.storage.ddr] for device in topology.devices]
@@ -171,7 +186,14 @@ class _Search:
         for _ in range(8 * (self.world + len(self.names))):
             now = self.value()
             slowest = max(range(self.world), key=lambda rank: (self.load[rank], -rank))
-            names = [name for name in self.names if slowest in self.chosen[name][1]]
+            # Of tables that are alike and lie alike, one.
+            alike = {}
+            for name in self.names:
+                option, ranks = self.chosen[name]
+                if slowest in ranks:
+                    way = (option.sharding_type, option.compute_kernel, tuple(ranks))
+                    alike.setdefault((self.kind[name], *way), name)
+            names = [*alike.values()]
             found = (_WORSE, None)
             for name in names:
                 option, ranks = self.take(name)
@@ -179,7 +201,7 @@ class _Search:
                 self.put(name, option, ranks)
                 if way is not None and way[0] < found[0]:
                     found = (way[0], [(name, way[1], way[2])])
-            swap = self._best_swap(names, slowest)
+            swap = self._best_swap(slowest)
             if swap[0] < found[0]:
                 found = swap
             slack = 1e-9
@@ -192,46 +214,56 @@ class _Search:
             for change in found[1]:
                 self.put(*change)
 
-    def _best_swap(self, names: list[str], slowest: int):
+    def _best_swap(self, slowest: int):
         """Return the best exchange of a shard of the slowest rank with one of another rank."""
-        movable = ("device",)
-        found = (_WORSE, None)
-        mine = [
-            (name, i)
-            for name in names
-            if self.chosen[name][0].partition_by in movable
-            for i, rank in enumerate(self.chosen[name][1])
-            if rank == slowest
-        ]
-        for other in self.names:
-            option, ranks = self.chosen[other]
-            if option.partition_by not in movable:
+        # Of shards that cost the same, one a rank.
+        shards: list[dict[tuple[float, int, int], tuple[str, int]]] = [{} for _ in range(self.world)]
+        for name in self.names:
+            option, ranks = self.chosen[name]
+            if option.partition_by != "device":
                 continue
-            for k, rank in enumerate(ranks):
-                if rank == slowest:
-                    continue
-                for name, i in mine:
-                    if name == other:
+            for i, rank in enumerate(ranks):
+                shard = option.shards[i]
+                cost = (shard.perf.total, shard.storage.hbm, shard.storage.ddr)
+                shards[rank].setdefault(cost, (name, i))
+        slow, room = self.load[slowest], self.room
+        squares = sum(load * load for load in self.load)
+        largest = sorted(range(self.world), key=lambda rank: -self.load[rank])[:3]
+        found, pair = _WORSE, None
+        for rank in range(self.world):
+            load = self.load[rank]
+            if rank == slowest:
+                continue
+            rest = max((self.load[other] for other in largest if other not in (rank, slowest)), default=0.0)
+            for own, mine in shards[slowest].items():
+                for other, theirs in shards[rank].items():
+                    gain = own[0] - other[0]
+                    if gain <= 0 or load + gain >= slow or mine[0] == theirs[0]:
                         continue
-                    own, own_ranks = self.chosen[name]
-                    gain = own.shards[i].perf.total - option.shards[k].perf.total
-                    if gain <= 0 or self.load[rank] + gain >= self.load[slowest]:
+                    most = max(rest, slow - gain, load + gain)
+                    if most > found[0]:
                         continue
-                    first = [rank if n == i else r for n, r in enumerate(own_ranks)]
-                    second = [slowest if n == k else r for n, r in enumerate(ranks)]
-                    self.change(own, own_ranks, -1)
-                    self.change(option, ranks, -1)
-                    self.change(own, first, 1)
-                    self.change(option, second, 1)
-                    if self.holds(rank) and self.holds(slowest):
-                        value = self.value()
-                        if value < found[0]:
-                            found = (value, [(name, own, first), (other, option, second)])
-                    self.change(own, first, -1)
-                    self.change(option, second, -1)
-                    self.change(own, own_ranks, 1)
-                    self.change(option, ranks, 1)
-        return found
+                    value = (
+                        most,
+                        squares - slow * slow - load * load + (slow - gain) ** 2 + (load + gain) ** 2,
+                    )
+                    if value >= found:
+                        continue
+                    fits = all(
+                        room[rank][k] + other[k + 1] - own[k + 1] >= 0
+                        and room[slowest][k] + own[k + 1] - other[k + 1] >= 0
+                        for k in range(2)
+                    )
+                    if fits:
+                        found, pair = value, (mine, theirs, rank)
+        if pair is None:
+            return found, None
+        (name, i), (other_name, k), rank = pair
+        own_option, own_ranks = self.chosen[name]
+        other_option, other_ranks = self.chosen[other_name]
+        first = [rank if n == i else r for n, r in enumerate(own_ranks)]
+        second = [slowest if n == k else r for n, r in enumerate(other_ranks)]
+        return found, [(name, own_option, first), (other_name, other_option, second)]
 
 
 def search_plan(

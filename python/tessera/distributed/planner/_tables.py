@@ -59,6 +59,12 @@ class PlannedTable:
         """Return the name that the engine knows it by."""
         return f"{self.path}.{self.name}" if self.path else self.name
 
+    def offered_types(self, device: str) -> list[str]:
+        """Return the types of sharding that the sharder knows for this module."""
+        assert self.sharder is not None
+        narrow = getattr(self.sharder, "_types_for", None)
+        return self.sharder.sharding_types(device) if narrow is None else narrow(self.module, device)
+
 
 def _configs_of(module: nn.Module) -> tuple[dict[str, Any], bool, bool]:
     """Return the tables' configurations, whether ids have weights, and whether bags are pooled."""
@@ -174,7 +180,7 @@ def rules_of(table: PlannedTable, own: ParameterConstraints, device: str) -> dic
             stacklevel=5,
         )
     assert table.sharder is not None
-    offered = table.sharder.sharding_types(device)
+    offered = table.offered_types(device)
     cuts = [cut for cut in offered if not own.sharding_types or cut in own.sharding_types]
     kernels = {kernel for cut in cuts for kernel in table.sharder.compute_kernels(cut, device)}
     if own.compute_kernels:

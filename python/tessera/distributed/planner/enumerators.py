@@ -146,7 +146,7 @@ class EmbeddingEnumerator(Enumerator):
             if own.device_group is not None and own.device_group != self._compute_device:
                 continue
             assert table.sharder is not None
-            offered = table.sharder.sharding_types(self._compute_device)
+            offered = table.offered_types(self._compute_device)
             found = []
             for cut in self._allowed(offered, own):
                 sizes, offsets = calculate_shard_sizes_and_offsets(

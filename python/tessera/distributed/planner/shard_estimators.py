@@ -107,7 +107,14 @@ def _numbers_of(
             missed = stats.expected_lookups * stats.expected_miss_rate(factor or UVM_CACHING_RATIO)
             share = size[0] / max(1, entry["rows"])
             prefetch = missed * share * size[1] * entry["element_bytes"] / topology.hbm_to_ddr_mem_bw
-    perf = Perf(slower * 1e3 * lookup, 1e3 * out, slower * 1e3 * step, 1e3 * grads, prefetch, 1e3 * ids)
+    perf = Perf(
+        fwd_compute=slower * 1e3 * lookup,
+        fwd_comms=1e3 * (ids + out),  # nothing can be looked up before
+        bwd_compute=slower * 1e3 * step,
+        bwd_comms=1e3 * grads,
+        input_dist_comms=1e3 * ids,
+        prefetch_compute=prefetch,
+    )
     if not on_device:
         return perf, Storage(0, int(held))
     if "uvm" not in kernel:
