@@ -23,7 +23,10 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kMargin = 1e-9;
-constexpr int kCells = 8192;           // of time; shards are rounded down to them
+// Cells of time, to which shards are rounded down. A proof by some cells is one by twice as many.
+constexpr int kCells = 8192;
+constexpr int kFineCells = 32768;
+constexpr double kBudgetForFine = 1e10;
 constexpr double kSmall = 1.0 / 1024;  // of the time: a smaller shard is a fluid
 constexpr std::size_t kMostClasses = 64;
 constexpr double kFew = 8;       // tables of a class of which each is counted once
@@ -35,6 +38,7 @@ struct Piece {
   double count = 0;  // of its parts, as one of the fewest it may have; of all shards 1 or more
   double seconds = 0;
   double bytes = 0;
+  bool is_on_all = false;  // ranks: a rank has at most one of each table
 };
 
 struct ClassShards {
@@ -51,8 +55,10 @@ std::vector<ClassShards> shards_within(const Options& options, double seconds) {
     const auto fits = [&](const Load& load) {
       return load.seconds() <= seconds && load.bytes <= options.kinds[0].capacity;
     };
+    bool is_on_all = false;
     const auto add = [&](const Load& load, double share, double count) {
-      if (fits(load)) found.shards.push_back({share, count, load.seconds(), load.bytes});
+      if (!fits(load)) return;
+      found.shards.push_back({share, count, load.seconds(), load.bytes, is_on_all});
     };
     const double rows = static_cast<double>(options.tables[at(one.tables[0])].rows);
     const auto add_rows = [&](const RowParts& parts, int ranks, int u, double width, double count,
@@ -81,6 +87,7 @@ std::vector<ClassShards> shards_within(const Options& options, double seconds) {
                  false);
       }
     }
+    is_on_all = true;
     for (const UniformOption& option : one.uniform) {
       add_rows(option.parts, options.num_ranks(), 1, 1, 1, option.cut == Cut::kDataParallel);
     }
@@ -92,12 +99,12 @@ std::vector<ClassShards> shards_within(const Options& options, double seconds) {
 // Sets of shards on one rank.
 class Knapsack {
  public:
-  Knapsack(const std::vector<ClassShards>& classes, double seconds)
-      : classes_(classes), seconds_(seconds) {}
+  Knapsack(const std::vector<ClassShards>& classes, double seconds, int cells)
+      : classes_(classes), seconds_(seconds), cells_(cells) {}
 
   /// The most that a set earns; at least 0, of no shards.
   double most(const std::vector<double>& shares, const std::vector<double>& counts, double byte) {
-    best_.assign(kCells + 1, 0);
+    best_.assign(cells_ + 1, 0);
     stages_.clear();
     std::vector<Item> endless;
     Item fluid;  // of the small shards, the one that earns most in a cell; of it, any share
@@ -108,9 +115,12 @@ class Knapsack {
         const double earned =
             shares[c] * shard.share + counts[c] * shard.count - byte * shard.bytes;
         if (!(earned > 0)) continue;
-        const double cells = shard.seconds / seconds_ * kCells;
+        const double cells = shard.seconds / seconds_ * cells_;
         const auto place = static_cast<int>(c);
-        if (shard.seconds >= kSmall * seconds_) {
+        if (shard.is_on_all && classes_[c].tables > kFew) {
+          take_some({0, earned, place, static_cast<int>(i), 1}, cells,
+                    static_cast<int>(classes_[c].tables));
+        } else if (shard.seconds >= kSmall * seconds_) {
           items_.push_back(
               {static_cast<int>(cells * (1 - kMargin)), earned, place, static_cast<int>(i), 1});
         } else if (earned > fluid.earned * cells) {
@@ -127,7 +137,7 @@ class Knapsack {
     if (fluid.earned > 0) endless.push_back(fluid);
     drop_worse(endless);
     take_any(endless);
-    return best_[kCells] + fluid.earned;  // less than a cell may be left beside all of them
+    return best_[cells_] + fluid.earned;  // less than a cell may be left beside all of them
   }
 
   struct Item {
@@ -141,7 +151,7 @@ class Knapsack {
   /// The set that earns most.
   template <class Use>
   void each(Use use) const {
-    int cell = kCells;
+    int cell = cells_;
     for (std::size_t stage = stages_.size(); stage-- > 0;) {
       const Stage& one = stages_[stage];
       for (int item = one.chosen[at(cell)]; item >= 0; item = one.chosen[at(cell)]) {
@@ -173,21 +183,36 @@ class Knapsack {
     items.resize(kept);
   }
 
-  void take_one() {
-    if (items_.empty()) return;
-    Stage stage{false, items_, std::vector<int>(kCells + 1, -1)};
+  void take_one() { take_one_of(items_); }
+
+  // At most `most` of a shard that takes so many cells: bundles of 1, 2, 4 … of them, each once.
+  void take_some(const Item& item, double cells, int most) {
+    for (int count = 1; most > 0; count *= 2) {
+      const int taken = std::min(count, most);
+      Item bundle = item;
+      bundle.cells = static_cast<int>(std::min(cells * taken * (1 - kMargin), cells_ + 1.0));
+      bundle.earned = item.earned * taken;
+      bundle.count = taken;
+      if (bundle.cells <= cells_) take_one_of({bundle});
+      most -= taken;
+    }
+  }
+
+  void take_one_of(const std::vector<Item>& items) {
+    if (items.empty()) return;
+    Stage stage{false, items, std::vector<int>(cells_ + 1, -1)};
     std::vector<double> next = best_;
-    for (std::size_t i = 0; i < items_.size(); ++i) {
-      const int cells = items_[i].cells;
-      const double earned = items_[i].earned;
+    for (std::size_t i = 0; i < items.size(); ++i) {
+      const int cells = items[i].cells;
+      const double earned = items[i].earned;
       const auto place = static_cast<int>(i);
-      for (int cell = cells; cell <= kCells; ++cell) {
+      for (int cell = cells; cell <= cells_; ++cell) {
         const double value = best_[at(cell - cells)] + earned;
         const bool is_more = value > next[at(cell)];
         next[at(cell)] = is_more ? value : next[at(cell)];
         stage.chosen[at(cell)] = is_more ? place : stage.chosen[at(cell)];
       }
-      steps_ += kCells;
+      steps_ += cells_;
     }
     best_ = std::move(next);
     stages_.push_back(std::move(stage));
@@ -196,23 +221,24 @@ class Knapsack {
   // Any number of each: shards of classes that have many tables.
   void take_any(const std::vector<Item>& items) {
     if (items.empty()) return;
-    Stage stage{true, items, std::vector<int>(kCells + 1, -1)};
+    Stage stage{true, items, std::vector<int>(cells_ + 1, -1)};
     for (std::size_t i = 0; i < items.size(); ++i) {
       const int cells = items[i].cells;
-      for (int cell = cells; cell <= kCells; ++cell) {
+      for (int cell = cells; cell <= cells_; ++cell) {
         const double value = best_[at(cell - cells)] + items[i].earned;
         if (value > best_[at(cell)]) {
           best_[at(cell)] = value;
           stage.chosen[at(cell)] = static_cast<int>(i);
         }
       }
-      steps_ += kCells;
+      steps_ += cells_;
     }
     stages_.push_back(std::move(stage));
   }
 
   const std::vector<ClassShards>& classes_;
   double seconds_;
+  int cells_;
   double steps_ = 0;
   std::vector<double> best_;
   std::vector<Item> items_;
@@ -343,7 +369,7 @@ struct Pattern {
 
 // Whether some pays refute `seconds`; spends of `budget`.
 bool refute(const Options& options, double seconds, Pays& pays, std::vector<Pattern>& patterns,
-            double& budget) {
+            int cells, double& budget) {
   const std::vector<ClassShards> classes = shards_within(options, seconds);
   const std::size_t num = classes.size();
   const double capacity = options.kinds[0].capacity;
@@ -365,7 +391,7 @@ bool refute(const Options& options, double seconds, Pays& pays, std::vector<Patt
   for (const Pattern& pattern : patterns) {
     if (pattern.seconds <= seconds) add(pattern);
   }
-  Knapsack knapsack(classes, seconds);
+  Knapsack knapsack(classes, seconds, cells);
   while (budget > 0) {
     const std::vector<double> prices = simplex.solve();
     pays.shares.clear();
@@ -401,16 +427,22 @@ bool refute(const Options& options, double seconds, Pays& pays, std::vector<Patt
 
 }  // namespace
 
-void sharpen(const Options& options, Bound& bound, double reached, double budget) {
+void sharpen(const Options& options, Bound& bound, double reached, double budget, double enough) {
   if (options.kinds.size() != 1 || options.classes.size() > kMostClasses) return;
   double low = bound.certificate.seconds;
   double high = reached;
   Pays best;
   std::vector<Pattern> patterns;
-  while (budget > 0 && high - low > kClose * low) {
-    const double middle = low + (high - low) / 2;
+  const bool is_fine = budget >= kBudgetForFine;
+  const int cells = is_fine ? kFineCells : kCells;
+  while (budget > 0 && high - low > (is_fine ? kClose / 8 : kClose) * low) {
+    if (enough > 0 && low * (1 + enough) >= reached) break;
+    // What is enough is tried at once, the least that is.
+    const double wanted = reached / (1 + enough) * (1 + kClose / 8);
+    const bool is_wanted = enough > 0 && wanted > low && wanted < high;
+    const double middle = is_wanted ? wanted : low + (high - low) / 2;
     Pays pays;
-    const bool is_refuted = refute(options, middle, pays, patterns, budget);
+    const bool is_refuted = refute(options, middle, pays, patterns, cells, budget);
     (is_refuted ? low : high) = middle;
     if (is_refuted) best = std::move(pays);
   }
@@ -445,14 +477,15 @@ bool hold(const Options& options, const Certificate& certificate) {
     pays.counts.push_back(pay.part);
   }
   const std::vector<ClassShards> classes = shards_within(options, certificate.seconds);
-  Knapsack knapsack(classes, certificate.seconds);
+  Knapsack knapsack(classes, certificate.seconds, kFineCells);
   return excess_of(options, pays, knapsack.most(pays.shares, pays.counts, pays.byte)) > 0;
 }
 
 }  // namespace knapsack
 
-void sharpen_by_pays(const Options& options, Bound& bound, double reached, double budget) {
-  knapsack::sharpen(options, bound, reached, budget);
+void sharpen_by_pays(const Options& options, Bound& bound, double reached, double budget,
+                     double enough) {
+  knapsack::sharpen(options, bound, reached, budget, enough);
 }
 
 bool pays_hold(const Options& options, const Certificate& certificate) {

@@ -7,8 +7,10 @@
 namespace tessera::planner {
 
 /// Raises the bound if pays for columns refute more than prices alone. `reached` is the time of a
-/// plan, which nothing refutes; `budget` limits the work, in steps of the knapsack.
-void sharpen_by_pays(const Options& options, Bound& bound, double reached, double budget);
+/// plan, which nothing refutes; `budget` limits the work, in steps of the knapsack;
+/// a gap of `enough` to `reached` ends it.
+void sharpen_by_pays(const Options& options, Bound& bound, double reached, double budget,
+                     double enough);
 
 /// Whether the pays of `certificate` refute its seconds.
 bool pays_hold(const Options& options, const Certificate& certificate);

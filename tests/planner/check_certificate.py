@@ -167,7 +167,7 @@ class Checker:
         return best
 
     def shards(self, t, rule, seconds):
-        """Yield (share of the table, part of its fewest parts, seconds, bytes) of shards that fit."""
+        """Yield share of the table, part of its fewest parts, seconds, bytes, is on all ranks."""
         found, unit = self.ways(t, rule)
         for cut, kernel, limit, places in found:
             rows = self.heights(t, cut, places[0])
@@ -183,7 +183,8 @@ class Checker:
                 if cost(height, columns):
                     share = 1 / self.world if cut == "data_parallel" else height / t["rows"]
                     part = share if columns == t["dim"] else share / -(-t["dim"] // widest)
-                    yield share * columns / t["dim"], part, *cost(height, columns)
+                    uniform = cut in ("row_wise", "data_parallel")
+                    yield share * columns / t["dim"], part, *cost(height, columns), uniform
 
     def pays_refute(self, pays, seconds):
         """Return whether tables are paid more than ranks can earn: the best set of shards, a knapsack."""
@@ -197,25 +198,36 @@ class Checker:
         for name, t in self.tables.items():
             key = name if name in self.apart else self.key(name, t)
             groups.setdefault(key, []).append(name)
-        cells, fluid, endless, paid = 2**14, 0.0, [], 0.0
+        cells, fluid, endless, paid = 2**15, 0.0, [], 0.0
         best, steps = np.zeros(cells + 1), np.arange(cells + 1)
+
+        def with_one(best, items):
+            return np.max(
+                [best, *(np.r_[best[:c], best[: max(0, cells + 1 - c)] + e] for c, e in items)], axis=0
+            )
+
         for names in groups.values():
             pay, items = next((given[name] for name in names if name in given), None), []
             if pay is None:
                 return False
             paid += (pay["share"] + pay["part"]) * len(names)
-            for share, part, time, held in self.shards(
+            for share, part, time, held, on_all in self.shards(
                 self.tables[names[0]], self.rules.get(names[0], {}), seconds
             ):
                 earned = pay["share"] * share + pay["part"] * part - pays["byte"] * held
-                if earned > 0 and time * 1024 >= seconds:
-                    items.append((int(time / seconds * cells * (1 - 1e-9)), earned))  # rounded down
+                size, left = time / seconds * cells * (1 - 1e-9), len(names) if on_all else 0
+                if earned > 0 and on_all and len(names) > 8:  # one of each table at most: 1, 2, 4 … at once
+                    for count in (2**i for i in range(left.bit_length())):
+                        some, left = min(count, left), left - min(count, left)
+                        best = with_one(best, [(min(int(size * some), cells + 1), earned * some)])
+                elif earned > 0 and time * 1024 >= seconds:
+                    items.append((int(size), earned))  # rounded down
                 elif earned > 0:
                     fluid = max(fluid, earned / (time / seconds * cells))
             if len(names) > 8:
                 endless += items
             for _ in range(len(names) if len(names) <= 8 and items else 0):
-                best = np.max([best, *(np.r_[best[:c], best[: cells + 1 - c] + e] for c, e in items)], axis=0)
+                best = with_one(best, items)
         for c, e in endless:  # any number of each
             for k in range(c, cells + 1, c):
                 best[k : k + c] = np.maximum(best[k : k + c], best[k - c : k][: len(best[k : k + c])] + e)
