@@ -18,6 +18,10 @@ void merge_tokens(const MergeTask& task) {
   *task.inverse = static_cast<float>(inverse);
 }
 
+void fold_parts(const MergeTask& task, float* statistics, std::int64_t first, std::int64_t last) {
+  for (std::int64_t row = first; row < last; ++row) fold_row(task, statistics, row);
+}
+
 void token_coefficients(const CoefficientsTask& task) {
   for (std::int64_t row = 0; row < task.num_rows; ++row) coefficients_row(task, row);
 }

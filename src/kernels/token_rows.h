@@ -16,8 +16,11 @@
 // with a the label smoothing and z the weight of the squared log-sum-exp. A row whose label is the
 // ignored one has loss and log_probability 0. A label outside the vocabulary makes both NaN.
 //
+// fold_parts does the first two lines for the parts of one rank alone, and leaves one part of them.
+// A rank that sees its columns a few at a time holds few parts so, however many there are.
+//
 // token_coefficients turns the gradients of these numbers into what softmax_gradient.h asks for.
-// Both compute in double: there are few rows. The same text serves CPU and CUDA.
+// All compute in double: there are few rows. The same text serves CPU and CUDA.
 
 #pragma once
 
@@ -117,6 +120,15 @@ TESSERA_HOST_DEVICE inline std::int32_t word_of(const float* at) {
   return both.word;
 }
 
+TESSERA_HOST_DEVICE inline float float_of(std::int32_t word) {
+  union {
+    std::int32_t word;
+    float value;
+  } both;
+  both.word = word;
+  return both.value;
+}
+
 TESSERA_HOST_DEVICE inline std::int64_t vocab_of(const MergeTask& task) {
   if (task.vocab_size > 0) return task.vocab_size;
   std::int64_t vocab = 0;
@@ -171,6 +183,22 @@ TESSERA_HOST_DEVICE inline TokenRow merged_row(const MergeTask& task, std::int64
     }
   }
   return merged;
+}
+
+/// Writes one row of the parts at `statistics`, which is behind the header of the task's only rank,
+/// into the first of them.
+TESSERA_HOST_DEVICE inline void fold_row(const MergeTask& task, float* statistics,
+                                         std::int64_t row) {
+  const TokenRow merged = merged_row(task, row);
+  const auto field = [&](int place) -> float& { return statistics[place * task.num_rows + row]; };
+  field(0) = static_cast<float>(merged.maximum);
+  field(1) = static_cast<float>(merged.sum);
+  if (task.target_field >= 0) field(task.target_field) = static_cast<float>(merged.target);
+  if (task.total_field >= 0) field(task.total_field) = static_cast<float>(merged.total);
+  if (task.weighted_field >= 0) field(task.weighted_field) = static_cast<float>(merged.weighted);
+  if (task.best_field >= 0) {
+    field(task.best_field) = float_of(static_cast<std::int32_t>(merged.best));
+  }
 }
 
 TESSERA_HOST_DEVICE inline bool is_ignored(const LossShape& shape, const std::int64_t* labels,
@@ -263,6 +291,7 @@ TESSERA_HOST_DEVICE inline void coefficients_row(const CoefficientsTask& task, s
 
 /// The loops for CPU tensors.
 void merge_tokens(const MergeTask& task);
+void fold_parts(const MergeTask& task, float* statistics, std::int64_t first, std::int64_t last);
 void token_coefficients(const CoefficientsTask& task);
 
 }  // namespace tessera::kernels

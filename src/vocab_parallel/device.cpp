@@ -39,6 +39,14 @@ void run_merge(c10::Device device, const kernels::MergeTask& task) {
   kernels::merge_tokens(task);
 }
 
+void run_fold(c10::Device device, const kernels::MergeTask& task, float* statistics) {
+  if (device.is_cuda()) return cuda_fold(task, statistics);
+  at::parallel_for(0, task.num_rows, grain(task.num_parts * task.num_fields),
+                   [&](std::int64_t first, std::int64_t last) {
+                     kernels::fold_parts(task, statistics, first, last);
+                   });
+}
+
 void run_coefficients(c10::Device device, const kernels::CoefficientsTask& task) {
   if (device.is_cuda()) return cuda_coefficients(task);
   kernels::token_coefficients(task);

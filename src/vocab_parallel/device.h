@@ -15,6 +15,7 @@ namespace tessera::vocab_parallel::detail {
 void run_statistics(c10::Device device, const kernels::SoftmaxStatisticsTask& task);
 void run_gradient(c10::Device device, const kernels::SoftmaxGradientTask& task);
 void run_merge(c10::Device device, const kernels::MergeTask& task);
+void run_fold(c10::Device device, const kernels::MergeTask& task, float* statistics);
 void run_coefficients(c10::Device device, const kernels::CoefficientsTask& task);
 
 /// Statistics and gradient of a loss in one visit of each row, for one rank. The gradient
@@ -30,6 +31,7 @@ bool run_fused(c10::Device device, const kernels::SoftmaxStatisticsTask& task,
 void cuda_statistics(const kernels::SoftmaxStatisticsTask& task);
 void cuda_gradient(const kernels::SoftmaxGradientTask& task);
 void cuda_merge(const kernels::MergeTask& task);
+void cuda_fold(const kernels::MergeTask& task, float* statistics);
 void cuda_coefficients(const kernels::CoefficientsTask& task);
 bool cuda_fused(const kernels::SoftmaxStatisticsTask& task, const kernels::LossShape& shape,
                 bool divide_by_count);

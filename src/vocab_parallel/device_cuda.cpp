@@ -40,6 +40,10 @@ void cuda_merge(const kernels::MergeTask& task) {
         "merge tokens");
 }
 
+void cuda_fold(const kernels::MergeTask& task, float* statistics) {
+  check(kernels::cuda::fold_parts(task, statistics, stream()), "fold parts");
+}
+
 void cuda_coefficients(const kernels::CoefficientsTask& task) {
   check(kernels::cuda::token_coefficients(task, stream()), "token coefficients");
 }

@@ -17,6 +17,7 @@ namespace {
 void cuda_statistics(const kernels::SoftmaxStatisticsTask&) { refuse(); }
 void cuda_gradient(const kernels::SoftmaxGradientTask&) { refuse(); }
 void cuda_merge(const kernels::MergeTask&) { refuse(); }
+void cuda_fold(const kernels::MergeTask&, float*) { refuse(); }
 void cuda_coefficients(const kernels::CoefficientsTask&) { refuse(); }
 bool cuda_fused(const kernels::SoftmaxStatisticsTask&, const kernels::LossShape&, bool) {
   refuse();

@@ -201,6 +201,33 @@ PassResult allocate_results(const PassSettings& settings, std::int64_t num_rows,
   return result;
 }
 
+/// The statistics of `num_parts` parts per rank, from `gathered`, and nothing of what is wanted.
+kernels::MergeTask merge_task(const at::Tensor& gathered, std::int64_t num_ranks,
+                              std::int64_t num_parts, std::int64_t num_rows, const Fields& fields,
+                              const PassSettings& settings) {
+  kernels::MergeTask merge;
+  merge.gathered = gathered.const_data_ptr<float>();
+  merge.num_ranks = num_ranks;
+  merge.num_parts = num_parts;
+  merge.num_fields = fields.count;
+  merge.num_rows = num_rows;
+  merge.target_field = fields.target;
+  merge.total_field = fields.total;
+  merge.weighted_field = fields.weighted;
+  merge.best_field = fields.best;
+  merge.shape = settings.shape;
+  merge.vocab_size = settings.vocab_size;
+  return merge;
+}
+
+/// Makes one part, the first, of the first `num_parts` behind the header of `packed`.
+void fold(const at::Tensor& packed, std::int64_t num_parts, std::int64_t num_rows,
+          const Fields& fields, const PassSettings& settings) {
+  if (num_parts == 1) return;
+  run_fold(packed.device(), merge_task(packed, 1, num_parts, num_rows, fields, settings),
+           packed.data_ptr<float>() + kHeader);
+}
+
 template <typename T>
 T* pointer_of(const at::Tensor& tensor) {
   return tensor.defined() ? tensor.data_ptr<T>() : nullptr;
@@ -221,19 +248,9 @@ void exchange_and_merge(const at::Tensor& packed, std::int64_t num_parts, std::i
     }
   }
 
-  kernels::MergeTask merge;
-  merge.gathered = gathered.const_data_ptr<float>();
-  merge.num_ranks = group.size();
-  merge.num_parts = num_parts;
-  merge.num_fields = fields.count;
-  merge.num_rows = num_rows;
-  merge.target_field = fields.target;
-  merge.total_field = fields.total;
-  merge.weighted_field = fields.weighted;
-  merge.best_field = fields.best;
+  kernels::MergeTask merge =
+      merge_task(gathered, group.size(), num_parts, num_rows, fields, settings);
   merge.labels = pointer_of<std::int64_t>(labels);
-  merge.shape = settings.shape;
-  merge.vocab_size = settings.vocab_size;
   merge.maximum = pointer_of<float>(result.maximum);
   merge.sum = pointer_of<float>(result.sum);
   merge.weighted = pointer_of<float>(result.weighted);
@@ -304,9 +321,16 @@ PassResult forward_pass_in_parts(const PartsOfLogits& parts, const at::TensorOpt
   const Fields fields = fields_of(settings, labels.defined());
   PassResult result = allocate_results(settings, parts.num_rows, options);
   const std::int64_t part_size = fields.count * parts.num_rows;
-  const at::Tensor packed = at::empty({kHeader + parts.num_parts * part_size}, options);
-  std::int64_t num_own = 0;
+  // With few columns a part, the statistics of all parts would weigh more than the workspace.
+  constexpr std::int64_t kMostParts = 16;
+  const at::Tensor packed =
+      at::empty({kHeader + std::min(parts.num_parts, kMostParts) * part_size}, options);
+  std::int64_t num_held = 0;
   for (std::int64_t first = 0; first == 0 || first < settings.num_valid; first += parts.columns) {
+    if (num_held == kMostParts) {
+      fold(packed, num_held, parts.num_rows, fields, settings);
+      num_held = 1;
+    }
     const std::int64_t last = std::min(first + parts.columns, settings.num_valid);
     const at::Tensor logits = parts.logits(first, last);
     auto task = statistics_task(settings, labels, 0);
@@ -316,16 +340,14 @@ PassResult forward_pass_in_parts(const PartsOfLogits& parts, const at::TensorOpt
     }
     task.rows.num_columns = last - first;
     task.labels.first_column += first;
-    task.out = arrays_of(packed.data_ptr<float>() + kHeader + num_own * part_size, fields,
+    task.out = arrays_of(packed.data_ptr<float>() + kHeader + num_held * part_size, fields,
                          parts.num_rows, 0);
     if (!result.gradient_is_written) run_statistics(logits.device(), task);
-    ++num_own;
+    ++num_held;
   }
-  if (num_own < parts.num_parts) {
-    fill_missing_parts(packed, fields, parts.num_rows, num_own, parts.num_parts);
-  }
-  exchange_and_merge(packed, parts.num_parts, parts.held, parts.num_rows, fields, labels, group,
-                     settings, result);
+  fold(packed, num_held, parts.num_rows, fields, settings);
+  exchange_and_merge(packed.narrow(0, 0, kHeader + part_size), /*num_parts=*/1, parts.held,
+                     parts.num_rows, fields, labels, group, settings, result);
   return result;
 }
 

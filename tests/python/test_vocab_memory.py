@@ -186,3 +186,35 @@ def test_a_large_vocabulary_needs_its_workspace_alone():
         [sys.executable, "-W", "ignore", "-c", GROWTH], capture_output=True, text=True, check=True
     )
     assert float(ended.stdout) < 300  # MiB; the workspace is 256
+
+
+MANY_PARTS = """
+import resource, torch
+from tessera import vocab_parallel
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+tokens, vocabulary = 8192, 16_000  # in parts of 8 columns: 2,000, of 96 KiB of statistics each
+torch.set_num_threads(1)
+hidden = torch.randn(tokens, 4, requires_grad=True)
+weight = torch.randn(vocabulary, 4, requires_grad=True)
+labels = torch.randint(vocabulary, (tokens,))
+
+def loss_of(columns):
+    return vocab_parallel.linear_cross_entropy(
+        hidden, weight[:columns], labels % columns, workspace_bytes=tokens * 4 * 8
+    )
+
+loss_of(64).backward()  # what libraries keep
+before = peak()
+loss_of(vocabulary).backward()
+print(peak() - before)
+"""
+
+
+def test_many_parts_of_a_vocabulary_weigh_as_much_as_few():
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", MANY_PARTS], capture_output=True, text=True, check=True
+    )
+    assert float(ended.stdout) < 40  # MiB; the statistics of all parts are 187

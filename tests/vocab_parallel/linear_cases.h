@@ -125,7 +125,7 @@ TEST_P(Linear, UnevenShardsInParts) {
     const at::Tensor expected = plain_scores(at::matmul(h, w.t()), input.labels).loss.sum() / 13;
     const auto gradients = torch::autograd::grad({expected}, {h, w});
     const double tolerance = type == at::kFloat ? 1e-5 : 2e-2;
-    for (const std::int64_t part : {30, 70, 150}) {
+    for (const std::int64_t part : {2, 30, 70, 150}) {
       on_all_ranks([&](const comm::Group& group) {
         // Half of the rest for every rank but the last; the third gets nothing.
         const std::int64_t ends[] = {105, 158, 158, 211};
@@ -179,14 +179,17 @@ TEST_P(Linear, MeanAndScoresOfTheSamePass) {
     const Columns columns = columns_of(211, group);
     LinearOptions options;
     options.columns = columns;
-    options.workspace_bytes = 4 * 211 * 6;
-    const auto scores = linear_cross_entropy_with_scores(
-        input.hidden.to(device()), input.weight.slice(0, columns.start, columns.end).to(device()),
-        input.labels.to(device()), group, {true, true, true, true}, options);
-    expect_close(plain.loss.sum() / 13, scores.loss, 1e-5, 1e-6, "loss");
-    expect_close(plain.log_probability, scores.tokens.log_probability, 1e-5, 1e-5, "log p");
-    expect_close(plain.entropy, scores.tokens.entropy, 1e-4, 1e-5, "entropy");
-    EXPECT_TRUE(at::equal(logits.argmax(-1), scores.tokens.argmax.cpu()));
+    // In a few parts, and a column at a time.
+    for (const std::int64_t bytes : {4 * 211 * 6, 4}) {
+      options.workspace_bytes = bytes;
+      const auto scores = linear_cross_entropy_with_scores(
+          input.hidden.to(device()), input.weight.slice(0, columns.start, columns.end).to(device()),
+          input.labels.to(device()), group, {true, true, true, true}, options);
+      expect_close(plain.loss.sum() / 13, scores.loss, 1e-5, 1e-6, "loss");
+      expect_close(plain.log_probability, scores.tokens.log_probability, 1e-5, 1e-5, "log p");
+      expect_close(plain.entropy, scores.tokens.entropy, 1e-4, 1e-5, "entropy");
+      EXPECT_TRUE(at::equal(logits.argmax(-1), scores.tokens.argmax.cpu()));
+    }
   });
 }
 

@@ -18,6 +18,7 @@ int softmax_gradient(const SoftmaxGradientTask& task, void* stream);
 /// `workspace` holds merge_workspace_bytes; it may be null if the losses are not reduced.
 int merge_tokens(const MergeTask& task, void* workspace, void* stream);
 std::int64_t merge_workspace_bytes(std::int64_t num_rows);
+int fold_parts(const MergeTask& task, float* statistics, void* stream);
 int token_coefficients(const CoefficientsTask& task, void* stream);
 
 /// Statistics, and the gradient of the summed loss written over the logits, with each row held on

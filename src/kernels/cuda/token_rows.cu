@@ -74,6 +74,11 @@ __global__ void __launch_bounds__(kThreads)
   *task.inverse = static_cast<float>(inverse);
 }
 
+__global__ void fold_kernel(MergeTask task, float* statistics) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (row < task.num_rows) fold_row(task, statistics, row);
+}
+
 __global__ void coefficients_kernel(CoefficientsTask task) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (row < task.num_rows) coefficients_row(task, row);
@@ -142,6 +147,13 @@ int merge_tokens(const MergeTask& task, void* workspace, void* stream) {
     error = start_early(reduce_kernel, 1U, on, task, partials, static_cast<int>(blocks));
   }
   return static_cast<int>(error);
+}
+
+int fold_parts(const MergeTask& task, float* statistics, void* stream) {
+  if (task.num_rows == 0) return 0;
+  fold_kernel<<<blocks_for(task.num_rows), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+      task, statistics);
+  return static_cast<int>(cudaGetLastError());
 }
 
 int token_coefficients(const CoefficientsTask& task, void* stream) {
