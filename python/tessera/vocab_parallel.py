@@ -9,7 +9,7 @@ placement which ids they are, and over which group. Everything here but columns_
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ __all__ = [
     "kept_log_probabilities",
     "linear_cross_entropy",
     "linear_cross_entropy_with_scores",
+    "linear_jensen_shannon_divergence",
     "linear_log_probabilities_at",
     "log_probabilities",
     "log_probabilities_at",
@@ -608,3 +609,159 @@ def jensen_shannon_divergence(
         mixed = torch.logaddexp(target + math.log(beta), own + math.log1p(-beta))
         part = beta * divergence(target, mixed) + (1.0 - beta) * divergence(own, mixed)
     return part if group is None else regions.reduce(part, group)
+
+
+class _LinearDivergence(torch.autograd.Function):
+    """The divergence by parts of the tokens; backward computes each part's logits again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        own: tuple[Tensor, ...],
+        target: tuple[Tensor, ...],
+        group: ProcessGroup | None,
+        beta: float,
+        temperature: float,
+        rows: int,
+        *leaves: Tensor | None,
+    ) -> Tensor:
+        ctx.settings = own, target, beta, temperature, rows
+        hidden = own[0]
+        sums = torch.zeros(2, hidden.shape[0], dtype=torch.float32, device=hidden.device)
+        for first in range(0, hidden.shape[0], rows):
+            part = slice(first, first + rows)
+            log_q, log_p, log_mixed = _logarithms(own, target, beta, temperature, part)
+            if beta < 1.0:
+                sums[0, part] = _divergence(log_p, log_q if beta == 0.0 else log_mixed)
+            if beta > 0.0:
+                sums[1, part] = _divergence(log_q, log_mixed)
+        if group is not None:
+            sums = regions.reduce(sums, group)
+        # Of the student from the mixture, over all ids: its gradient needs it.
+        ctx.save_for_backward(sums[1])
+        return sums[0] if beta == 0.0 else beta * sums[0] + (1.0 - beta) * sums[1] if beta < 1.0 else sums[1]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        own, target, beta, temperature, rows = ctx.settings
+        hidden, weight, bias, _ = own
+        (of_student,) = ctx.saved_tensors
+        factor = gradients[0].float().unsqueeze(-1) / temperature
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[6:]
+        of_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+        of_weight = (
+            torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if need_weight else None
+        )
+        of_bias = (
+            torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device) if need_bias else None
+        )
+        for first in range(0, hidden.shape[0], rows):
+            part = slice(first, first + rows)
+            log_q, log_p, log_mixed = _logarithms(own, target, beta, temperature, part)
+            q = log_q.exp()
+            if beta == 0.0:
+                slope = q - log_p.exp()
+            else:
+                slope = torch.where(q > 0, q * (log_q - log_mixed - of_student[part].unsqueeze(-1)), 0.0)
+                slope *= 1.0 - beta if beta < 1.0 else 1.0
+            slope *= factor[part]
+            if need_hidden:
+                of_hidden[part] = slope.to(weight.dtype) @ weight
+            if of_weight is not None:
+                of_weight += slope.to(hidden.dtype).t() @ hidden[part]
+            if of_bias is not None:
+                of_bias += slope.sum(0)
+        return (
+            *(None,) * 6,
+            of_hidden.to(hidden.dtype) if need_hidden else None,
+            None if of_weight is None else of_weight.to(weight.dtype),
+            None if of_bias is None or bias is None else of_bias.to(bias.dtype),
+        )
+
+
+def _logarithms(
+    own: tuple[Tensor, ...], target: tuple[Tensor, ...], beta: float, temperature: float, part: slice
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log q of the student, log p of the teacher and of what the student is held against."""
+
+    def of(hidden: Tensor, weight: Tensor, bias: Tensor | None, log_sum_exp: Tensor) -> Tensor:
+        logits = (hidden[part] @ weight.t()).float()
+        if bias is not None:
+            logits += bias.float()
+        return logits.div_(temperature).sub_(log_sum_exp[part].unsqueeze(-1))
+
+    log_q, log_p = of(*own), of(*target)
+    if beta in (0.0, 1.0):
+        return log_q, log_p, log_p
+    return log_q, log_p, torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
+
+
+def _divergence(of: Tensor, other: Tensor) -> Tensor:
+    p = of.exp()
+    return torch.where(p > 0, p * (of - other), 0.0).sum(-1)
+
+
+def linear_jensen_shannon_divergence(
+    hidden: Tensor,
+    local_weight: Tensor,
+    target_hidden: Tensor,
+    local_target_weight: Tensor,
+    group: ProcessGroup | None = None,
+    *,
+    beta: float = 0.5,
+    columns: Columns | None = None,
+    vocab_size: int | None = None,
+    temperature: float = 1.0,
+    workspace_bytes: int | None = None,
+    local_bias: Tensor | None = None,
+    local_target_bias: Tensor | None = None,
+) -> Tensor:
+    """Return jensen_shannon_divergence of a student's and a teacher's hidden states, without all logits.
+
+    Tensors as in linear_cross_entropy, the teacher's with a width of their own. The gradient goes to the
+    student alone. What exists at a time of both models' logits stays near `workspace_bytes` (default: 256
+    MiB), and backward computes them again.
+
+    >>> import torch
+    >>> hidden, weight = torch.ones(1, 4), torch.eye(4)
+    >>> round(float(linear_jensen_shannon_divergence(hidden, weight, hidden, weight)), 4)
+    0.0
+    """
+    name = "linear_jensen_shannon_divergence"
+    if not 0.0 <= beta <= 1.0:
+        raise ValueError(f"vocab.{name}: a beta of {beta} is not between 0 and 1.")
+    weight, group, columns = vocab_part(name, local_weight, group, columns, dim=0)
+    hidden, bias = whole_on_group(hidden), local_part(local_bias)
+    target = whole_on_group(target_hidden), local_part(local_target_weight), local_part(local_target_bias)
+    if target[1].shape[0] != weight.shape[0] or target[0].shape[:-1] != hidden.shape[:-1]:
+        raise ValueError(
+            f"vocab.{name}: hidden states of {list(hidden.shape)} and a weight of {list(weight.shape)} "
+            f"beside a teacher's of {list(target[0].shape)} and {list(target[1].shape)}. Tokens and ids have "
+            "to match."
+        )
+    first = (weight.shape[0] * (0 if group is None else group.rank())) if columns is None else columns[0]
+    valid = weight.shape[0] if vocab_size is None else min(max(vocab_size - first, 0), weight.shape[0])
+    workspace = 256 * 2**20 if workspace_bytes is None else workspace_bytes
+    shape = hidden.shape[:-1]
+
+    def model(states: Tensor, rows: Tensor, addend: Tensor | None) -> tuple[Any, ...]:
+        flat = states.detach().reshape(-1, states.shape[-1])
+        labels = torch.zeros(flat.shape[0], dtype=torch.long, device=flat.device)
+        scores = linear_cross_entropy_with_scores(
+            flat, rows.detach(), labels, group, ("log_sum_exp",), reduction="none", columns=columns,
+            vocab_size=vocab_size, temperature=temperature, workspace_bytes=workspace,
+            local_bias=None if addend is None else addend.detach(),
+        )  # fmt: skip
+        kept = None if addend is None else addend.detach()[:valid]
+        return flat, rows.detach()[:valid], kept, scores.tokens.log_sum_exp.float()
+
+    with torch.no_grad():
+        own_model, target_model = model(hidden, weight, bias), model(*target)
+    rows = max(1, workspace // (6 * 4 * max(valid, 1)))  # six float32 copies of a part's logits
+    leaves = (hidden if group is None else regions.copy(hidden, group)).reshape(-1, hidden.shape[-1])
+    value = _LinearDivergence.apply(
+        own_model, target_model, group, beta, temperature, rows,
+        leaves, weight[:valid], None if bias is None else bias[:valid],
+    )  # fmt: skip
+    return value.reshape(shape)

@@ -159,3 +159,67 @@ def hidden_rank(rank):
 @pytest.mark.parametrize(("size", "backend"), WORLDS)
 def test_hidden_states_at_ids(size, backend):
     run_ranks(size, hidden_rank, backend=backend)
+
+
+def hidden_divergence_rank(rank):
+    group = dist.group.WORLD
+    generator = torch.Generator().manual_seed(11)
+
+    def made(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    hidden, weight, bias = made(2, 5, 8), made(VOCAB, 8), made(VOCAB)
+    teacher, teacher_weight, teacher_bias = made(2, 5, 12), made(VOCAB, 12), made(VOCAB)
+    columns = vocab_parallel.columns_of(VOCAB, group)
+    own = slice(*columns)
+    factors = torch.arange(1.0, 11.0).view(2, 5)
+    for beta in (0.0, 0.1, 0.5, 1.0):
+        # A workspace of one byte: every token is a part of its own. Ids from 90 on are padding.
+        for workspace, vocab_size in ((None, VOCAB), (1, VOCAB), (8 * VOCAB * 4, 90)):
+            h = hidden.clone().requires_grad_(True)
+            w, b = (t[own].clone().requires_grad_(True) for t in (weight, bias))
+            value = vocab_parallel.linear_jensen_shannon_divergence(
+                h, w, teacher, teacher_weight[own], group, beta=beta, columns=columns, vocab_size=vocab_size,
+                temperature=1.5, workspace_bytes=workspace, local_bias=b, local_target_bias=teacher_bias[own],
+            )  # fmt: skip
+            leaves = [t.double().requires_grad_(True) for t in (hidden, weight, bias)]
+            student = (leaves[0] @ leaves[1].t() + leaves[2]) / 1.5
+            target = (teacher.double() @ teacher_weight.double().t() + teacher_bias.double()) / 1.5
+            expected = divergence(target[..., :vocab_size], student[..., :vocab_size], beta)
+            torch.testing.assert_close(value.double(), expected.detach(), rtol=2e-5, atol=2e-5)
+            (value * factors).sum().backward()
+            (expected * factors).sum().backward()
+            close = {"rtol": 1e-4, "atol": 1e-4}
+            torch.testing.assert_close(h.grad.double(), leaves[0].grad, **close)
+            torch.testing.assert_close(w.grad.double(), leaves[1].grad[own], **close)
+            torch.testing.assert_close(b.grad.double(), leaves[2].grad[own], **close)
+    divided = vocab_parallel.linear_jensen_shannon_divergence
+    with pytest.raises(ValueError, match=r"a beta of -1 is not between 0 and 1"):
+        divided(hidden, weight, hidden, weight, beta=-1)
+    with pytest.raises(ValueError, match="Tokens and ids have to match"):
+        divided(hidden, weight, hidden[:1], weight)
+
+
+@pytest.mark.parametrize(("size", "backend"), WORLDS)
+def test_divergence_of_hidden_states(size, backend):
+    run_ranks(size, hidden_divergence_rank, backend=backend)
+
+
+def test_divergence_of_hidden_states_holds_no_logits():
+    sizes = []
+
+    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            found = func(*args, **(kwargs or {}))
+            if isinstance(found, torch.Tensor):
+                sizes.append(found.untyped_storage().nbytes())
+            return found
+
+    tokens, ids, workspace = 512, 2048, 2**18
+    hidden, weight = torch.randn(tokens, 4, requires_grad=True), torch.randn(ids, 4, requires_grad=True)
+    with Sizes():
+        value = vocab_parallel.linear_jensen_shannon_divergence(
+            hidden, weight, hidden.detach() + 1, weight.detach(), workspace_bytes=workspace
+        )
+        value.sum().backward()
+    assert max(sizes) <= workspace < tokens * ids * 4
