@@ -150,14 +150,30 @@ bool GrowingPart::take(IdTable loaded, const at::Tensor& rows,
   return true;
 }
 
-std::int64_t GrowingPart::bytes() const {
-  const std::int64_t rows = ids.num_rows() + 1;
-  const auto row_bytes = [](const at::Tensor& tensor) {
+std::int64_t GrowingPart::bytes() const { return ids.bytes() + (ids.num_rows() + 1) * row_bytes(); }
+
+std::int64_t GrowingPart::row_bytes() const {
+  const auto bytes_of = [](const at::Tensor& tensor) {
     return static_cast<std::int64_t>(tensor.element_size()) * tensor.stride(0);
   };
-  std::int64_t bytes = ids.bytes() + rows * row_bytes(weight->tensor());
-  for (const auto& [name, tensor] : state) bytes += rows * row_bytes(tensor->tensor());
+  std::int64_t bytes = bytes_of(weight->tensor());
+  for (const auto& [name, tensor] : state) bytes += bytes_of(tensor->tensor());
   return bytes;
+}
+
+IdChanges GrowingPart::plan(const std::vector<std::int64_t>& batch, std::int64_t step,
+                            std::vector<std::int64_t>& rows) {
+  IdChanges changes = ids.plan_admit(batch, {}, step, rows);
+  std::int64_t last = -1;
+  for (const std::int64_t row : changes.new_rows) last = std::max(last, row);
+  if (reserve(std::max(ids.num_rows(), last + 1))) return changes;
+  ids.undo_admitted();
+  throw IdMemoryError("id table '" + ids.options().name + "': no memory for " +
+                      std::to_string((last + 1) * row_bytes()) + " bytes, " +
+                      std::to_string(last + 1) + " rows of " +
+                      std::to_string(config->config.embedding_dim) +
+                      " columns with their optimizer's state; " + std::to_string(ids.size()) +
+                      " ids are held. Set a capacity with eviction, or use more ranks.");
 }
 
 void GrowingState::check_tables() const {
@@ -319,17 +335,7 @@ void GrowingState::admit(std::vector<std::vector<std::int64_t>>& ids,
   try {
     for (; num_planned < parts.size(); ++num_planned) {
       GrowingPart& part = *parts[num_planned];
-      changes[num_planned] =
-          part.ids.plan_admit(ids[num_planned], {}, num_calls + 1, rows[num_planned]);
-      std::int64_t last = -1;
-      for (const std::int64_t row : changes[num_planned].new_rows) last = std::max(last, row);
-      if (part.reserve(std::max(part.ids.num_rows(), last + 1))) continue;
-      ++num_planned;
-      throw IdMemoryError("id table '" + part.config->config.name + "': no memory for " +
-                          std::to_string(last + 1) + " rows of " +
-                          std::to_string(part.config->config.embedding_dim) + " columns; " +
-                          std::to_string(part.ids.size()) +
-                          " ids are held. Set a capacity with eviction, or use more ranks.");
+      changes[num_planned] = part.plan(ids[num_planned], num_calls + 1, rows[num_planned]);
     }
   } catch (const std::exception& error) {
     if (group.size() == 1) {

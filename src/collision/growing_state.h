@@ -24,6 +24,10 @@ struct GrowingPart {
 
   /// Memory for so many ids; false if it cannot be had.
   [[nodiscard]] bool reserve(std::int64_t ids) noexcept;
+  /// Plans the admission of a batch, with memory for its rows. Throws IdMemoryError, and nothing
+  /// has changed, if there is none.
+  IdChanges plan(const std::vector<std::int64_t>& batch, std::int64_t step,
+                 std::vector<std::int64_t>& rows);
   /// As many rows as the id table has, and one.
   void resize();
   /// What the rows of these ids begin with, float32.
@@ -34,6 +38,7 @@ struct GrowingPart {
   [[nodiscard]] bool take(IdTable loaded, const at::Tensor& rows,
                           const std::map<std::string, at::Tensor>& states);
   std::int64_t bytes() const;
+  std::int64_t row_bytes() const;
 
   std::size_t table;  // its number
   const GrowingTable* config;

@@ -42,10 +42,12 @@ GrowingTensor::GrowingTensor(std::int64_t columns, at::ScalarType type)
 }
 
 bool GrowingTensor::reserve(std::int64_t rows) noexcept {
-  // Half as much again, so that the system is seldom asked; it gives pages when they are used.
+  // A little more, so that the system is seldom asked.
+  constexpr std::size_t kMostAhead = std::size_t{8} << 20;
   const auto needed = static_cast<std::size_t>(rows * row_bytes_);
   if (needed <= memory_->size()) return true;
-  return memory_->grow(std::min(needed + needed / 2, memory_->reserved())) || memory_->grow(needed);
+  const std::size_t wished = needed + std::min(needed / 2, kMostAhead);
+  return memory_->grow(std::min(wished, memory_->reserved())) || memory_->grow(needed);
 }
 
 void GrowingTensor::resize(std::int64_t rows) {

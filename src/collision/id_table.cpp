@@ -5,6 +5,7 @@
 #include <cmath>
 #include <functional>
 #include <limits>
+#include <new>
 #include <string>
 #include <utility>
 
@@ -141,7 +142,12 @@ void IdTable::State::apply(std::int64_t step) noexcept {
 
 IdTable::IdTable(IdTableOptions options) {
   check_options(options);
-  state_ = std::make_unique<State>(std::move(options));
+  const std::string name = options.name;
+  try {
+    state_ = std::make_unique<State>(std::move(options));
+  } catch (const std::bad_alloc&) {
+    throw IdMemoryError("id table '" + name + "': no memory to begin with.");
+  }
 }
 IdTable::IdTable(IdTable&&) noexcept = default;
 IdTable& IdTable::operator=(IdTable&&) noexcept = default;

@@ -1,13 +1,18 @@
 #include "collision/reserved_memory.h"
 
 #include <sys/mman.h>
+#include <sys/resource.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <fstream>
 #include <new>
 #include <string>
+
+#include "collision/memory_headroom.h"
 
 namespace tessera::collision {
 namespace {
@@ -19,13 +24,63 @@ std::size_t whole_pages(std::size_t bytes) {
   return (bytes + kHugePage - 1) / kHugePage * kHugePage;
 }
 
+// Where addresses are counted, none are reserved: memory is mapped behind what is there, so far
+// from everything else that nobody comes in between.
+constexpr std::uintptr_t kFirstAddress = std::uintptr_t{1} << 44;
+constexpr std::uintptr_t kEndAddress = 5 * kFirstAddress;
+constexpr std::size_t kGap = std::size_t{1} << 30;
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+#ifndef MAP_FIXED_NOREPLACE
+#define MAP_FIXED_NOREPLACE 0x100000
+#endif
+
+constexpr int kReserved = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+
+/// Maps exactly there, or not at all.
+bool map_at(std::uintptr_t place, std::size_t bytes) noexcept {
+  void* const wanted = reinterpret_cast<void*>(place);
+  void* const got = mmap(wanted, bytes, PROT_NONE, kReserved | MAP_FIXED_NOREPLACE, -1, 0);
+  if (got == MAP_FAILED) return false;
+  if (got == wanted) return true;
+  munmap(got, bytes);  // an old kernel took it for a wish
+  return false;
+}
+
+/// The first page of `bytes` free addresses; 0: none found.
+std::uintptr_t map_far_off(std::size_t bytes) noexcept {
+  static std::atomic<std::uintptr_t> next = kFirstAddress;
+  constexpr int kTries = 1024;
+  for (int i = 0; i < kTries; ++i) {
+    const std::uintptr_t place = next.fetch_add(bytes + kGap);
+    if (place < kFirstAddress || place + bytes + kGap > kEndAddress) {
+      next = kFirstAddress;
+      continue;
+    }
+    if (map_at(place, kHugePage)) return place;
+  }
+  return 0;
+}
+
 }  // namespace
 
 ReservedMemory::ReservedMemory(std::size_t most_bytes) {
+  rlimit addresses{};
+  if (getrlimit(RLIMIT_AS, &addresses) == 0 && addresses.rlim_cur != RLIM_INFINITY) {
+    most_bytes = std::min<std::size_t>(most_bytes, addresses.rlim_cur);
+    if (const std::uintptr_t place = map_far_off(whole_pages(most_bytes))) {
+      data_ = reinterpret_cast<void*>(place);
+      reserved_ = whole_pages(most_bytes);
+      mapped_ = kHugePage;
+      return;
+    }
+    most_bytes /= 64;
+  }
   for (std::size_t bytes = whole_pages(most_bytes);; bytes = whole_pages(bytes / 2)) {
     // One page more than wanted, so that it can begin where a huge page may.
-    void* got = mmap(nullptr, bytes + kHugePage, PROT_NONE,
-                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* got = mmap(nullptr, bytes + kHugePage, PROT_NONE, kReserved, -1, 0);
     if (got != MAP_FAILED) {
       const auto start = reinterpret_cast<std::uintptr_t>(got);
       const std::uintptr_t begin = whole_pages(start);
@@ -33,31 +88,52 @@ ReservedMemory::ReservedMemory(std::size_t most_bytes) {
       if (begin > start) munmap(got, begin - start);
       if (end > begin + bytes) munmap(reinterpret_cast<void*>(begin + bytes), end - begin - bytes);
       data_ = reinterpret_cast<void*>(begin);
-      reserved_ = bytes;
+      reserved_ = mapped_ = bytes;
       return;
     }
     if (bytes <= kLeast) throw std::bad_alloc();
   }
 }
 
-ReservedMemory::~ReservedMemory() { munmap(data_, reserved_); }
+ReservedMemory::~ReservedMemory() { munmap(data_, mapped_); }
 
 bool ReservedMemory::grow(std::size_t bytes) noexcept {
   const std::size_t wanted = whole_pages(bytes);
   if (wanted <= size_) return true;
-  if (wanted > reserved_) return false;
+  if (wanted > reserved_ || wanted - size_ > memory_headroom()) return false;
+  const auto begin = reinterpret_cast<std::uintptr_t>(data_);
+  if (wanted > mapped_) {
+    if (!map_at(begin + mapped_, wanted - mapped_)) return false;
+    mapped_ = wanted;
+  }
   char* behind = static_cast<char*>(data_) + size_;
   if (mprotect(behind, wanted - size_, PROT_READ | PROT_WRITE) != 0) return false;
   madvise(behind, wanted - size_, MADV_HUGEPAGE);  // a wish; ordinary pages do as well
+  // Pages are taken now, so that the next to ask for memory hears of it; but tables that are small,
+  // of which there may be many, have the pages they use. Kernels before 5.14 do not know how.
+  const std::size_t first = std::max(size_, kHugePage);
+  if (wanted > first &&
+      madvise(static_cast<char*>(data_) + first, wanted - first, MADV_POPULATE_WRITE) != 0 &&
+      errno != EINVAL) {
+    drop(size_, wanted);
+    return false;
+  }
   size_ = wanted;
   return true;
 }
 
+void ReservedMemory::drop(std::size_t from, std::size_t end) noexcept {
+  // A fresh mapping in place of the old one: its pages go back, and it can be grown again.
+  mmap(static_cast<char*>(data_) + from, end - from, PROT_NONE, kReserved | MAP_FIXED, -1, 0);
+}
+
 void ReservedMemory::clear() noexcept {
   if (size_ == 0) return;
-  // A fresh mapping in place of the old one: its pages go back, and it can be grown again.
-  mmap(data_, size_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+  drop(0, size_);
   size_ = 0;
+  if (mapped_ == reserved_) return;
+  munmap(static_cast<char*>(data_) + kHugePage, mapped_ - kHugePage);
+  mapped_ = kHugePage;
 }
 
 std::int64_t ReservedMemory::huge_page_bytes() const {

@@ -11,13 +11,15 @@ namespace tessera::collision {
 /// the system has them. What lies in it never moves.
 class ReservedMemory {
  public:
-  /// Reserves up to `most_bytes` of addresses: less where the process may not have so many.
+  /// Reserves up to `most_bytes` of addresses. Where the process may not have so many (RLIMIT_AS),
+  /// they are taken as memory is, from a part of its space where nothing else comes to lie.
   explicit ReservedMemory(std::size_t most_bytes);
   ReservedMemory(const ReservedMemory&) = delete;
   ReservedMemory& operator=(const ReservedMemory&) = delete;
   ~ReservedMemory();
 
-  /// Makes the first `bytes` usable; false if they cannot be had.
+  /// Makes the first `bytes` usable; false, and nothing has changed, if they cannot be had or leave
+  /// too little for others (memory_headroom.h).
   [[nodiscard]] bool grow(std::size_t bytes) noexcept;
   /// Gives the memory back; what is read afterwards, once grown again, is zero.
   void clear() noexcept;
@@ -29,8 +31,11 @@ class ReservedMemory {
   std::int64_t huge_page_bytes() const;
 
  private:
+  void drop(std::size_t from, std::size_t end) noexcept;
+
   void* data_ = nullptr;
   std::size_t size_ = 0;
+  std::size_t mapped_ = 0;
   std::size_t reserved_ = 0;
 };
 
