@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <tuple>
 #include <utility>
 
 #include <ATen/Functions.h>
@@ -30,10 +31,12 @@ std::vector<std::int64_t> row_sums(const at::Tensor& table) {
   return {first, first + sums.numel()};
 }
 
-/// Which rank has an id of a table.
+/// Which rank has an id of a table. Where columns are cut, it is the one with the first columns of
+/// the row.
 struct Owners {
   std::vector<std::int64_t> ranks;   // that have rows, in order of the rows
   std::vector<std::int64_t> bounds;  // of their rows: one more
+  bool has_others = false;           // other ranks have other columns of the rows
   bool is_by_range = false;
   std::int64_t input_size = kAnyId;
 
@@ -60,16 +63,23 @@ struct Owners {
 
 Owners owners_of(const EmbeddingTableConfig& table, const sharding::ParameterSharding& sharding,
                  const MchOptions& module) {
-  TESSERA_CHECK_VALUE(
-      sharding.type == ShardingType::kRowWise || sharding.type == ShardingType::kTableWise,
-      kSharded, ": table '", table.name, "' is to lie ", sharding::name_of(sharding.type),
-      "; ids are cut row_wise or table_wise.");
+  TESSERA_CHECK_VALUE(sharding.type != ShardingType::kDataParallel, kSharded, ": table '",
+                      table.name, "' is to lie ", sharding::name_of(sharding.type),
+                      "; ids have one owner each. Cut it by table, rows or columns.");
   Owners owners;
   std::vector<sharding::Shard> shards = sharding.shards;
   std::erase_if(shards, [](const sharding::Shard& shard) { return shard.rows == 0; });
-  std::sort(shards.begin(), shards.end(),
-            [](const auto& one, const auto& other) { return one.row < other.row; });
+  std::sort(shards.begin(), shards.end(), [](const auto& one, const auto& other) {
+    return std::tie(one.row, one.column) < std::tie(other.row, other.column);
+  });
   for (const sharding::Shard& shard : shards) {
+    if (shard.column != 0) {
+      TESSERA_CHECK_VALUE(!owners.bounds.empty() && owners.bounds.back() == shard.row, kSharded,
+                          ": the columns of table '", table.name,
+                          "' are not all cut at the same rows.");
+      owners.has_others = true;
+      continue;
+    }
     owners.ranks.push_back(shard.rank);
     owners.bounds.push_back(shard.row);
   }
@@ -163,6 +173,27 @@ std::map<std::string, std::optional<at::Tensor>> ShardedManagedCollisionCollecti
   for (std::size_t t = 0; t < state_->tables.size(); ++t) {
     const auto& part = state_->parts[t];
     evicted[state_->tables[t].name] = part == nullptr ? std::nullopt : part->evict();
+  }
+  // Ranks with other columns of the rows learn of them.
+  std::vector<at::Tensor> own;
+  for (std::size_t t = 0; t < state_->tables.size(); ++t) {
+    if (!state_->owners[t].has_others) continue;
+    const at::Tensor rows =
+        evicted[state_->tables[t].name].value_or(at::empty({0}, at::kLong)).cpu();
+    own.push_back(at::stack({at::full_like(rows, static_cast<std::int64_t>(t)), rows}, 1));
+  }
+  if (own.empty()) return evicted;
+  const at::Tensor all = comm::all_gather_v(at::cat(own), state_->group);
+  for (std::size_t t = 0; t < state_->tables.size(); ++t) {
+    if (!state_->owners[t].has_others) continue;
+    const at::Tensor is_its = all.select(1, 0) == static_cast<std::int64_t>(t);
+    const at::Tensor rows = all.select(1, 1).masked_select(is_its);
+    auto& found = evicted[state_->tables[t].name];
+    if (rows.numel() > 0) {
+      found = rows;
+    } else {
+      found.reset();
+    }
   }
   return evicted;
 }

@@ -395,7 +395,8 @@ TEST(ShardedManagedCollision, EveryIdHasOneRowOnAnyNumberOfRanks) {
 }
 
 TEST(ShardedManagedCollision, RowsThatChangeHandsBeginAnewWhereTheyLie) {
-  for (const auto& wish : {sharding::table_wise(1), sharding::row_wise({2, 2})}) {
+  for (const auto& wish : {sharding::table_wise(1), sharding::row_wise({2, 2}),
+                           sharding::column_wise({1, 0}), sharding::column_wise({0, 1})}) {
     run_ranks(2, [&](const comm::Group& group) {
       sharding::set_gradient_division(false);
       const std::vector<embedding::EmbeddingTableConfig> tables{table("t", 4, {"f"})};
@@ -416,10 +417,73 @@ TEST(ShardedManagedCollision, RowsThatChangeHandsBeginAnewWhereTheyLie) {
       // New ids in every call: each part of the table gives up what it had.
       for (std::int64_t id = 100; id < 140; id += 2) call(id + group.rank());
       const auto [pooled, mapped] = call(7);
-      EXPECT_EQ(pooled.values()[0][0].item<float>(), 1.0F);
+      EXPECT_TRUE(pooled.values().eq(1.0F).all().item<bool>()) << pooled.values();
       EXPECT_EQ(mapped->keys(), std::vector<std::string>{"f"});
     });
   }
+}
+
+// The rank with the first columns of a row owns its id, and tells the others what it gave away.
+TEST(ShardedManagedCollision, ColumnsAreCutAsWholeRowsAre) {
+  std::map<std::string, std::vector<at::Tensor>> found;  // by cut, of rank 0, step by step
+  const std::vector<std::pair<std::string, sharding::Placement>> cuts{
+      {"whole", sharding::table_wise(0)},
+      {"columns", sharding::column_wise({3, 1})},
+      {"columns of a host", sharding::table_column_wise({1, 0})}};
+  for (const auto& [name, wish] : cuts) {
+    run_ranks(4, [&, cut = name, placed = wish](const comm::Group& group) {
+      sharding::set_gradient_division(false);
+      const std::vector<embedding::EmbeddingTableConfig> tables{table("t", 8, {"f"})};
+      const auto ids = std::make_shared<MCHManagedCollisionModule>(
+          options(8, std::make_shared<LruEvictionPolicy>()));
+      sharding::ShardedOptions stepped;
+      stepped.optimizer = fused().optimizer;
+      collision::ShardedManagedCollisionEmbeddingBagCollection module(
+          tables, {{"t", ids}}, plan_of(tables, {{"t", placed}}, 4), group, true, false, stepped);
+      for (std::int64_t step = 0; step < 12; ++step) {
+        const std::int64_t first = 2 * group.rank() + 5 * step;
+        const auto [pooled, mapped] =
+            module.forward(features({"f"}, {{{first, first % 7}, {first + 1}}}));
+        pooled.values().sum().backward();
+        if (group.rank() != 0) continue;
+        found[cut].push_back(pooled.values().detach().clone());
+        found[cut].push_back(mapped->values().to(at::kFloat));
+      }
+    });
+  }
+  for (const auto& [name, steps] : found) {
+    ASSERT_EQ(steps.size(), found["whole"].size());
+    for (std::size_t i = 0; i < steps.size(); ++i) {
+      EXPECT_TRUE(at::equal(steps[i], found["whole"][i])) << name << ", " << i;
+    }
+  }
+  EXPECT_FALSE(found["whole"][2].eq(2.0F).all().item<bool>());
+}
+
+// Rows over the ranks of a host, columns over hosts: each run of rows has its own owner.
+TEST(ShardedManagedCollision, AGridDealsIdsByItsRows) {
+  run_ranks(4, [&](const comm::Group& group) {
+    const std::vector<embedding::EmbeddingTableConfig> tables{table("t", 64, {"f"})};
+    sharding::ShardedOptions stepped;
+    stepped.optimizer = fused().optimizer;
+    stepped.local_size = 2;
+    const auto plan = sharding::make_module_plan(tables, {{"t", sharding::grid_shard({1, 0})}},
+                                                 {.world_size = 4, .local_size = 2});
+    collision::ShardedManagedCollisionEmbeddingBagCollection module(
+        tables, {{"t", lfu_ids(64)}}, plan, group, true, false, stepped);
+    EXPECT_EQ(module.ids()->part("t") != nullptr, group.rank() >= 2);
+    std::map<std::int64_t, std::int64_t> row_of;
+    for (int step = 0; step < 3; ++step) {
+      const auto [pooled, mapped] = module.forward(features({"f"}, {{{1, 2, 3}, {4, 5, 6}}}));
+      const Numbers rows = numbers(mapped->values());
+      for (std::size_t i = 0; i < rows.size(); ++i) {
+        const auto id = static_cast<std::int64_t>(i);
+        EXPECT_EQ(row_of.try_emplace(id, rows[i]).first->second, rows[i]);
+      }
+      EXPECT_EQ(std::set<std::int64_t>(rows.begin(), rows.end()).size(), 6U);
+      pooled.values().sum().backward();
+    }
+  });
 }
 
 TEST(ShardedManagedCollision, RowsOfSingleIds) {
@@ -455,8 +519,8 @@ TEST(ShardedManagedCollision, WhatCannotBeShardedIsSaid) {
       return refusal(
           [&] { collision::ShardedManagedCollisionCollection({{"t", own}}, tables, plan, group); });
     };
-    expect_parts(make(lfu_ids(12), plan_of(tables, {{"t", sharding::column_wise({0, 1})}}, 2)),
-                 {"'t' is to lie column_wise", "row_wise or table_wise"});
+    expect_parts(make(lfu_ids(12), plan_of(tables, {{"t", sharding::data_parallel()}}, 2)),
+                 {"'t' is to lie data_parallel", "by table, rows or columns"});
     expect_parts(make(lfu_ids(12), {}), {"no table 't'"});
     const auto trained = lfu_ids(12);
     trained->forward(tensor({4, 5}));

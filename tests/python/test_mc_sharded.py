@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +13,17 @@ from tessera.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from tessera.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
 from tessera.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
 from tessera.distributed.mc_modules import create_mc_sharding
-from tessera.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
+from tessera.distributed.planner.planners import EmbeddingShardingPlanner
+from tessera.distributed.planner.types import ParameterConstraints, Topology
+from tessera.distributed.sharding_plan import (
+    column_wise,
+    construct_module_sharding_plan,
+    grid_shard,
+    row_wise,
+    table_column_wise,
+    table_row_wise,
+    table_wise,
+)
 from tessera.distributed.types import ShardingEnv
 from tessera.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from tessera.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -68,7 +80,15 @@ def batch(rank, step, samples, spread=40):
 
 
 def cut(kind):
-    return {"a": row_wise(), "b": table_wise(0)} if kind == "mixed" else {"a": row_wise(), "b": row_wise()}
+    last = dist.get_world_size() - 1
+    return {
+        "mixed": {"a": row_wise(), "b": table_wise(0)},
+        "rows": {"a": row_wise(), "b": row_wise()},
+        "columns": {"a": column_wise([last, 0]), "b": row_wise()},
+        "columns of a host": {"a": table_column_wise([1, 0]), "b": column_wise(size_per_rank=[1, 3])},
+        "host": {"a": table_row_wise(0), "b": table_wise(0)},
+        "grid": {"a": grid_shard([1, 0]), "b": column_wise([0, 1, 1, 2])},
+    }[kind]
 
 
 def _every_id_has_one_row(rank, kind, is_pooled):
@@ -97,11 +117,25 @@ def _every_id_has_one_row(rank, kind, is_pooled):
 
 
 def _both_kinds(rank, kind):
-    return [_every_id_has_one_row(rank, kind, is_pooled) for is_pooled in (True, False)]
+    pooled_only = kind in ("grid", "host")
+    if pooled_only:
+        os.environ["LOCAL_WORLD_SIZE"] = "2"
+    return [_every_id_has_one_row(rank, kind, is_pooled) for is_pooled in (True, False)[: 2 - pooled_only]]
 
 
 # One job for several cases: starting ranks takes longer than what they do.
-@pytest.mark.parametrize(("kind", "world"), [("mixed", 4), ("rows", 3), ("rows", 1)])
+@pytest.mark.parametrize(
+    ("kind", "world"),
+    [
+        ("mixed", 4),
+        ("rows", 3),
+        ("rows", 1),
+        ("columns", 3),
+        ("columns of a host", 2),
+        ("grid", 4),
+        ("host", 4),
+    ],
+)
 def test_every_id_has_one_row(kind, world):
     for outcomes in zip(*run_ranks(world, _both_kinds, kind), strict=True):
         row_of: dict = {}
@@ -144,10 +178,10 @@ def _split_like(mapped, parts):
     return [{k: pieces[k][rank] for k in pieces} for rank in range(len(parts))]
 
 
-def _resets(rank):
+def _resets(rank, wish):
     """A row that changes hands begins anew on its owner, state of the optimizer included."""
     module = whole(sizes={"a": 6}, policy=LRU_EvictionPolicy)
-    sharded = shard(module, {"a": row_wise()}, {**FUSED, "learning_rate": 0.5})
+    sharded = shard(module, {"a": wish}, {**FUSED, "learning_rate": 0.5})
     for step in range(8):
         ids = torch.arange(3) + 10 * step  # new ids in every step
         features = KeyedJaggedTensor.from_lengths_sync(["f", "g"], ids, torch.tensor([3, 0]))
@@ -159,6 +193,46 @@ def _resets(rank):
             assert torch.equal(pooled.detach(), torch.full((1, 4), 3.0)), step
         pooled.sum().backward()
     assert int(known.sum()) > 0
+
+
+def _columns_as_whole_rows(rank):
+    """Cut by columns, a table has the bits of one that lies on one rank: ids, rows, weights and state."""
+    fused = {"optimizer": "EXACT_ADAGRAD", "learning_rate": 0.5}
+    tables = [
+        shard(whole(sizes={"a": 12}, policy=LRU_EvictionPolicy), {"a": wish}, fused)
+        for wish in (table_wise(1), column_wise([1, 0]), column_wise([0, 0, 1], [1, 2, 1]))
+    ]
+    for step in range(8):  # more ids than rows: rows change hands in every step
+        found = [each(batch(rank, step, 4, spread=60)) for each in tables]
+        for pooled, mapped in found[1:]:
+            assert torch.equal(mapped.wait().values(), found[0][1].wait().values()), step
+            for key in ("f", "g"):
+                assert torch.equal(pooled.wait()[key], found[0][0].wait()[key]), step
+        for pooled, _ in found:
+            (pooled.wait().values() ** 2).sum().backward()
+        wholes = [each.gather_tables()["a"] for each in tables]
+        assert torch.equal(wholes[0], wholes[1]) and torch.equal(wholes[0], wholes[2]), step
+    assert not torch.equal(wholes[0], torch.ones(12, 4))
+
+
+def _planned_by_columns(rank):
+    """A planner that is told to cut columns is obeyed."""
+    module = nn_with(whole(sizes={"a": 64}))
+    sharder = ManagedCollisionEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder(FUSED))
+    constraints = {"a": ParameterConstraints(sharding_types=["column_wise"], min_partition=2)}
+    planner = EmbeddingShardingPlanner(Topology(2, "cpu"), constraints=constraints)
+    plan = planner.plan(module, [sharder])
+    sharding = plan.plan["bags"]["a"]
+    assert sharding.sharding_type == "column_wise"
+    sharded = sharder.shard(module.bags, plan.plan["bags"], ShardingEnv.from_process_group(dist.group.WORLD))
+    pooled, _ = sharded(batch(rank, 0, 4))
+    pooled.wait().values().sum().backward()
+
+
+def nn_with(bags):
+    model = torch.nn.Module()
+    model.bags = bags
+    return model
 
 
 def _resumes(rank, kind):
@@ -194,18 +268,21 @@ def _refused(rank):
 
 def _two_ranks(rank):
     _as_in_one_process(rank)
-    _resets(rank)
+    for wish in (row_wise(), column_wise([0, 1]), column_wise([1, 1, 0, 0], [1, 1, 1, 1])):
+        _resets(rank, wish)
+    _columns_as_whole_rows(rank)
+    _planned_by_columns(rank)
     _refused(rank)
-    return [_resumes(rank, kind) for kind in ("mixed", "rows")]
+    return [_resumes(rank, kind) for kind in ("mixed", "rows", "columns")]
 
 
 def test_maps_as_one_process_resets_rows_and_resumes():
     base = "_managed_collision_collection._managed_collision_modules."
     names = ["_mch_counts", "_mch_remapped_ids_mapping", "_mch_sorted_raw_ids"]
     wanted = [f"{base}{table}.{name}" for table in "ab" for name in names]
-    assert run_ranks(2, _two_ranks) == [[wanted, wanted]] * 2
+    assert run_ranks(2, _two_ranks) == [[wanted] * 3] * 2
 
 
 def test_what_cannot_be_sharded_is_said():
-    with pytest.raises(ValueError, match="Sharding not supported column_wise"):
-        create_mc_sharding("column_wise", [], None)
+    with pytest.raises(ValueError, match="Sharding not supported data_parallel"):
+        create_mc_sharding("data_parallel", [], None)

@@ -34,8 +34,9 @@ using ManagedCollisionDist = comm::Awaitable<comm::Awaitable<ManagedCollisionInp
 
 /// A ManagedCollisionCollection over ranks. Tables lie row_wise, their ids dealt by bits of their
 /// hash, as many as a rank has rows (by ranges of the hashed ids where a module has a hash function
-/// and a bound); or table_wise, on one rank. Every rank sends a different id once, with how often
-/// it came. Unknown ids all have the table's last row.
+/// and a bound); or table_wise, on one rank. Where columns are cut too, the rank with the first
+/// columns of some rows has their ids. Every rank sends a different id once, with how often it
+/// came. Unknown ids all have the table's last row.
 ///
 /// Collective: construction, input_dist, compute, forward. What is wrong with one rank's features
 /// is the same ValueError on all, raised by the first wait.
@@ -58,7 +59,8 @@ class TESSERA_API ShardedManagedCollisionCollection : public torch::nn::Module {
 
   const std::vector<embedding::EmbeddingTableConfig>& embedding_configs() const noexcept;
   std::vector<embedding::EmbeddingTableConfig> mapped_configs() const;
-  /// The rows on this rank that got another id, to be reset, by table.
+  /// The rows that got another id, to be reset, by table: those whose ids this rank owns, or, where
+  /// a table's columns are cut, all of them; then it is collective.
   std::map<std::string, std::optional<at::Tensor>> evict();
   /// This rank's part of a table's ids; null if it has none.
   std::shared_ptr<MCHManagedCollisionModule> part(const std::string& table) const;

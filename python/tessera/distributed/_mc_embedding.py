@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tessera import _C
-from tessera.distributed._mc_growing import GrowingEngine, growing_modules
+from tessera.distributed._mc_growing import GROWING_TYPES, GrowingEngine, growing_modules
 from tessera.distributed.embedding_types import BaseEmbeddingSharder, ShardedEmbeddingModule
 from tessera.distributed.mc_modules import (
     ManagedCollisionCollectionContext,
@@ -240,6 +240,10 @@ class ManagedCollisionTablesSharder(BaseEmbeddingSharder):
         """Return the types of sharding that both know."""
         known = self._mc_sharder.sharding_types(compute_device_type)
         return [kind for kind in self._sharder.sharding_types(compute_device_type) if kind in known]
+
+    def _types_for(self, module: nn.Module, compute_device_type: str) -> list[str]:
+        known = self.sharding_types(compute_device_type)
+        return [kind for kind in known if kind in GROWING_TYPES] if growing_modules(module) else known
 
     @property
     def fused_params(self) -> dict[str, Any] | None:

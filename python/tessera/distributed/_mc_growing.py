@@ -21,6 +21,7 @@ from tessera.sparse.jagged_tensor import KeyedJaggedTensor
 
 _engine = _C.collision
 _LISTS = ("ids", "counts", "last_steps", "sketch_buckets", "sketch_counters", "sketch_sightings")
+GROWING_TYPES = (ShardingType.ROW_WISE.value, ShardingType.TABLE_WISE.value)
 _UNKNOWN = {"row": "ROW", "zero": "ZERO", "init": "INIT"}
 
 

@@ -6,7 +6,7 @@
     rows, remapped = sharded(features)  # this rank's own samples; all ranks call it
 
 >>> ManagedCollisionEmbeddingCollectionSharder().sharding_types("cpu")
-['table_wise', 'row_wise']
+['table_wise', 'column_wise', 'table_column_wise', 'row_wise', 'table_row_wise', 'grid_shard']
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
     pooled, remapped = sharded(features)  # this rank's own samples; all ranks call it
 
 >>> ManagedCollisionCollectionSharder().sharding_types("cpu")
-['table_wise', 'row_wise']
+['table_wise', 'column_wise', 'row_wise', 'table_row_wise', 'table_column_wise', 'grid_shard']
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ __all__ = [
     "create_mc_sharding",
 ]
 
-_TYPES = (ShardingType.TABLE_WISE.value, ShardingType.ROW_WISE.value)
+_TYPES = tuple(kind.value for kind in ShardingType if kind != ShardingType.DATA_PARALLEL)
 
 
 @dataclass
@@ -100,10 +100,14 @@ class ManagedCollisionCollectionAwaitable(LazyAwaitable[KeyedJaggedTensor]):
 
 @dataclass
 class _Owners:
-    """Say which rank has an id of a table: ranks with rows, their rows, and their first buckets."""
+    """Say which rank has an id of a table: ranks with rows, their rows, and their first buckets.
+
+    Where columns are cut, the owner of a run of rows has its first columns.
+    """
 
     ranks: list[int]
     bounds: list[int]  # of rows: one more than ranks
+    has_others: bool  # ranks with other columns of the rows
     by_range: bool
     input_size: int
 
@@ -140,10 +144,17 @@ class _McSharding:
 
 def _owners(table: str, sharding: ParameterSharding, module: MCHManagedCollisionModule) -> _Owners:
     shards = [shard for shard in sharding.sharding_spec.shards if shard.shard_sizes[0] > 0]
-    shards.sort(key=lambda shard: shard.shard_offsets[0])
-    bounds = [shard.shard_offsets[0] for shard in shards] + [module.output_size()]
+    shards.sort(key=lambda shard: shard.shard_offsets)
+    first = [shard for shard in shards if shard.shard_offsets[1] == 0]
+    begins = [shard.shard_offsets[0] for shard in first]
+    if {shard.shard_offsets[0] for shard in shards} != set(begins) or len(set(begins)) < len(begins):
+        raise ValueError(
+            f"collision.sharded: the columns of table '{table}' are not all cut at the same rows."
+        )
     by_range = module._input_hash_func is not None and module.input_size() != LARGEST
-    return _Owners([shard.placement.rank() for shard in shards], bounds, by_range, module.input_size())
+    ranks = [shard.placement.rank() for shard in first]
+    bounds = [*begins, module.output_size()]
+    return _Owners(ranks, bounds, len(first) < len(shards), by_range, module.input_size())
 
 
 def create_mc_sharding(
@@ -152,9 +163,9 @@ def create_mc_sharding(
     env: ShardingEnv,
     device: torch.device | None = None,
 ) -> _McSharding:
-    """Return how the ids of tables of one type of sharding are dealt: `row_wise` or `table_wise`."""
+    """Return how the ids of tables of one type of sharding are dealt: any but `data_parallel`."""
     if sharding_type not in _TYPES:
-        raise ValueError(f"Sharding not supported {sharding_type}: ids are cut {' or '.join(_TYPES)}.")
+        raise ValueError(f"Sharding not supported {sharding_type}: ids are dealt {', '.join(_TYPES)}.")
     return _McSharding(sharding_type, sharding_infos, env)
 
 
@@ -208,9 +219,11 @@ class ShardedManagedCollisionCollection(
     """Map ids where they belong: each rank decides on the ids it owns, and sends their rows back.
 
     Ids of a row-wise table belong to ranks by bits of their hash, those of a table-wise one to one rank;
-    with an `input_hash_func` and an `input_hash_size`, to ranks by ranges of the hashed ids. A rank sends
-    each id once, with how often it came. Admission and eviction happen in `compute`, in the order of the
-    batches, each among the ids of one rank. Unknown ids all have the table's last row.
+    with an `input_hash_func` and an `input_hash_size`, to ranks by ranges of the hashed ids. Where columns
+    are cut, the rank with the first columns of some rows has their ids too, and tells the others which rows
+    got another id. A rank sends each id once, with how often it came. Admission and eviction happen in
+    `compute`, in the order of the batches, each among the ids of one rank. Unknown ids all have the table's
+    last row.
 
     Collective: construction, forward, loading. What is wrong with one rank's ids is raised on all.
     """
@@ -366,9 +379,26 @@ class ShardedManagedCollisionCollection(
         return self._collection[0].embedding_configs()
 
     def evict(self) -> dict[str, torch.Tensor | None]:
-        """Return the rows on this rank that got another id, to be reset, by table."""
+        """Return the rows that got another id, to be reset, by table.
+
+        Those whose ids this rank owns; of a table whose columns are cut, all of them on every rank, and all
+        ranks must call.
+        """
         modules = self._managed_collision_modules
-        return {name: modules[name].evict() if name in modules else None for name in self._table_names}
+        evicted = {name: modules[name].evict() if name in modules else None for name in self._table_names}
+        cut = [name for name in self._table_names if self._owners[name].has_others]
+        if not cut:
+            return evicted
+        own = [torch.empty(0, 2, dtype=torch.int64)]
+        for number, name in enumerate(cut):
+            if evicted[name] is not None:
+                rows = evicted[name].cpu()
+                own.append(torch.stack([torch.full_like(rows, number), rows], dim=1))
+        every = _C.all_gather_v(torch.cat(own), self._env.process_group, None)
+        for number, name in enumerate(cut):
+            rows = every[every[:, 0] == number, 1]
+            evicted[name] = rows.to(self._device) if rows.numel() > 0 else None
+        return evicted
 
     def open_slots(self) -> dict[str, torch.Tensor]:
         """Return how many ids every table has room for on this rank."""
@@ -449,7 +479,7 @@ class ShardedManagedCollisionCollection(
 
 
 class ManagedCollisionCollectionSharder(ModuleSharder[ManagedCollisionCollection]):
-    """Shard ManagedCollisionCollection as its tables are: row-wise or table-wise."""
+    """Shard ManagedCollisionCollection as its tables are: by table, rows, columns or both."""
 
     def __init__(self, qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None) -> None:
         super().__init__(qcomm_codecs_registry)
@@ -475,7 +505,7 @@ class ManagedCollisionCollectionSharder(ModuleSharder[ManagedCollisionCollection
         return {}
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Return the types of sharding: by table and by row."""
+        """Return the types of sharding: all but `data_parallel`."""
         return list(_TYPES)
 
     @property
