@@ -32,6 +32,7 @@
 #include "tessera/serving/model.h"
 #include "tessera/sharding/distributed_model_parallel.h"
 #include "tessera/sharding/sharded_embedding_bag_collection.h"
+#include "tessera/sharding/sharded_quant_embedding_bag_collection.h"
 #include "tessera/vocab_parallel/cross_entropy.h"
 
 namespace tessera::page_samples {
@@ -245,6 +246,19 @@ void served(const serving::Request& request, std::span<float> logits) {
   tessera::serving::Model model("pkg");
   auto lease = model.lease();
   lease.predict(request, logits);
+}
+
+void sharded_rows(const embedding::EmbeddingBagCollection& bags,
+                  const std::vector<at::Device>& devices,
+                  const jagged::KeyedJaggedTensor& features) {
+  auto rounded =
+      embedding::QuantEmbeddingBagCollection::from_float(bags, embedding::DataType::kINT8);
+  auto plan = sharding::make_module_plan(
+      bags.embedding_bag_configs(),
+      {{"user", sharding::table_wise(1)}, {"item", sharding::row_wise()}},
+      {.world_size = 2, .local_size = 2});
+  auto sharded = sharding::QuantEmbeddingBagCollectionSharder().shard(*rounded, plan, devices);
+  auto pooled = sharded->forward(features);
 }
 
 void click_log() {
