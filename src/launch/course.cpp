@@ -191,12 +191,18 @@ void Course::start_ranks() {
     ranks_ =
         host_.start_ranks(attempt_, {[this] { on_local_failure(); }, [this] { on_local_gone(); }});
   } catch (const LaunchError& error) {
-    if (coordinator_) {
-      coordinator_->broadcast(
-          {"end", {{"code", std::to_string(error.exit_code())}, {"failures", "[]"}}});
-    }
-    error_ = error;
+    fail(error);
   }
+}
+
+void Course::fail(const LaunchError& error) {
+  if (is_over()) return;
+  if (coordinator_) {
+    coordinator_->broadcast(
+        {"end", {{"code", std::to_string(error.exit_code())}, {"failures", "[]"}}});
+  }
+  error_ = error;
+  if (ranks_ && !ranks_->is_gone()) ranks_->kill_all();
 }
 
 std::chrono::milliseconds Course::grace() const {

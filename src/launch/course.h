@@ -60,6 +60,9 @@ class Course {
   /// The user, or who else may send signals, wants the job to end.
   void on_signal(int number);
 
+  /// On node 0: ends the job at once, on all hosts.
+  void fail(const LaunchError& error);
+
   bool is_over() const noexcept { return exit_code_ || error_; }
   /// How it ended: one of them, once it is over.
   const std::optional<int>& exit_code() const noexcept { return exit_code_; }

@@ -166,6 +166,7 @@ void Job::open_stores(Attempt& attempt, const SocketAddress* meeting) {
                                               : resolve({"127.0.0.1", 0});
   if (meeting != nullptr) address.set_port(0);
   const auto warn = [this](const std::string& line) { note("warning: " + line); };
+  const auto fail = [this](const LaunchError& error) { course_->fail(error); };
   torch_store_.reset();  // an attempt before this one may still have the port
   store_.reset();
   Listener torch_listener = listen_on(address);
@@ -173,7 +174,7 @@ void Job::open_stores(Attempt& attempt, const SocketAddress* meeting) {
   attempt.master_port = torch_listener.address.port();
   torch_store_ = std::make_unique<StoreHost>(
       loop_, guard_, std::move(torch_listener.fd),
-      torch_store(attempt.master_address, signals_, guard_, warn), warn);
+      torch_store(attempt.master_address, signals_, guard_, warn), warn, fail);
   // On one host a socket that other users cannot even see, as far as its path is short enough.
   const std::string path = scratch_.path() + "/store." + std::to_string(attempt.number);
   FileDescriptor listening;
@@ -189,7 +190,7 @@ void Job::open_stores(Attempt& attempt, const SocketAddress* meeting) {
     listening = std::move(listener.fd);
   }
   store_ = std::make_unique<StoreHost>(loop_, guard_, std::move(listening),
-                                       job_store(rank_secret(attempt), guard_), warn);
+                                       job_store(rank_secret(attempt), guard_), warn, fail);
 }
 
 core::Secret Job::rank_secret(const Attempt& attempt) const {

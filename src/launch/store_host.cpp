@@ -12,6 +12,7 @@
 #include <system_error>
 
 #include "comm/store/server.h"
+#include "tessera/launch/exit_code.h"
 
 extern char** environ;
 
@@ -60,12 +61,14 @@ std::string find_worker_program() {
 }
 
 StoreHost::StoreHost(EventLoop& loop, Guard& guard, FileDescriptor listening, Start start,
-                     std::function<void(const std::string&)> warn)
+                     std::function<void(const std::string&)> warn,
+                     std::function<void(const LaunchError&)> fail)
     : loop_(loop),
       guard_(guard),
       listening_(std::move(listening)),
       start_(std::move(start)),
-      warn_(std::move(warn)) {
+      warn_(std::move(warn)),
+      fail_(std::move(fail)) {
   loop_.watch(listening_.get(), POLLIN, [this](short) { start_helper(); });
 }
 
@@ -88,8 +91,11 @@ void StoreHost::start_helper() {
     Pipe life_line = make_pipe();
     helper_ = start_(listening.get(), life_line.read_end.get());
     life_line_ = std::move(life_line.write_end);
+  } catch (const LaunchError& error) {
+    fail_(error);
   } catch (const std::system_error& error) {
-    warn_("the store cannot be started: " + std::string(error.what()));
+    fail_({kExitRendezvous, "run: the store of the job cannot be started", error.what(),
+           "what the system lacks; `ulimit -a` shows its limits"});
   }
 }
 
@@ -125,10 +131,10 @@ StoreHost::Start torch_store(const std::string& host, const SignalState& signals
   return [host, &signals, &guard, warn = std::move(warn)](int listening, int life_line) -> pid_t {
     const std::string program = find_worker_program();
     if (program.empty()) {
-      warn(
-          "a rank asks for the store, but there is no tessera-worker program beside tessera; "
-          "set TESSERA_WORKER to its path");
-      return -1;
+      throw LaunchError(kExitConfiguration, "run: a rank asks for torch's store, and there is none",
+                        "there is no tessera-worker program beside tessera",
+                        "set TESSERA_WORKER to its path, or `import tessera` before "
+                        "init_process_group");
     }
     warn(
         "a program uses torch's own store at MASTER_PORT, which asks for no secret: whoever "
@@ -149,10 +155,15 @@ bool StoreHost::on_child_exit(pid_t pid, int status) {
   if (pid != helper_) return false;
   guard_.remove(helper_);
   helper_ = -1;
-  const std::string how = WIFSIGNALED(status)
-                              ? "by " + signal_name(WTERMSIG(status))
-                              : "with exit code " + std::to_string(WEXITSTATUS(status));
-  warn_("the store ended " + how + "; the ranks go on, but new groups cannot be made");
+  if (WIFSIGNALED(status)) {
+    warn_("the store ended by " + signal_name(WTERMSIG(status)) +
+          "; the ranks go on, but new groups cannot be made");
+  } else {
+    // It serves until it is killed: whatever else ends it has kept it from starting.
+    fail_({kExitRendezvous, "run: the store of the job cannot be started",
+           "tessera-worker ended with exit code " + std::to_string(WEXITSTATUS(status)),
+           "`tessera doctor`; what the program said is above"});
+  }
   return true;
 }
 

@@ -18,19 +18,21 @@
 #include "guard.h"
 #include "process.h"
 #include "socket.h"
+#include "tessera/launch/launch_error.h"
 
 namespace tessera::launch {
 
 class StoreHost {
  public:
-  /// Starts the process that serves on `listening` until its life line, a pipe, is closed. Returns
-  /// -1 if it cannot, and has then said why.
+  /// Starts the process that serves on `listening` until its life line, a pipe, is closed. Throws
+  /// LaunchError or std::system_error if it cannot.
   using Start = std::function<pid_t(int listening, int life_line)>;
 
-  /// Waits for the first connection. `warn` receives one line when the helper ends early; the job
-  /// goes on.
+  /// Waits for the first connection. `warn` receives one line when the helper is killed; the job
+  /// goes on. `fail` is told why there is no store: ranks would ask for it for many minutes.
   StoreHost(EventLoop& loop, Guard& guard, FileDescriptor listening, Start start,
-            std::function<void(const std::string&)> warn);
+            std::function<void(const std::string&)> warn,
+            std::function<void(const LaunchError&)> fail);
   StoreHost(const StoreHost&) = delete;
   StoreHost& operator=(const StoreHost&) = delete;
 
@@ -51,6 +53,7 @@ class StoreHost {
   FileDescriptor listening_;
   Start start_;
   std::function<void(const std::string&)> warn_;
+  std::function<void(const LaunchError&)> fail_;
   FileDescriptor life_line_;
   pid_t helper_ = -1;
   bool was_used_ = false;
@@ -59,8 +62,7 @@ class StoreHost {
 /// The job's own store: a fork of the launcher, ready in a millisecond.
 StoreHost::Start job_store(const core::Secret& secret, Guard& guard);
 
-/// LibTorch's store, in `tessera-worker`. `warn` is told that no secret is asked for, or why there
-/// is no such store.
+/// LibTorch's store, in `tessera-worker`. `warn` is told that no secret is asked for.
 StoreHost::Start torch_store(const std::string& host, const SignalState& signals, Guard& guard,
                              std::function<void(const std::string&)> warn);
 

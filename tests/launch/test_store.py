@@ -93,10 +93,25 @@ def test_killed_launcher_takes_the_store_with_it():
         job.end()
 
 
-def test_missing_helper_is_said_and_ranks_do_not_wait(tmp_path):
-    code = CONNECT + "print(s.recv(1))"
-    result = run("run", "--", *python(code), env={"TESSERA_WORKER": str(tmp_path / "none")})
-    assert "there is no tessera-worker program beside tessera" in result.err
+@pytest.mark.parametrize(
+    ("worker", "code", "why"),
+    [
+        (None, 78, "there is no tessera-worker program beside tessera"),
+        ("#!/bin/sh\nexit 3\n", 69, "tessera-worker ended with exit code 3"),
+        ("#!/nowhere/sh\n", 69, ""),
+    ],
+)
+def test_a_store_that_cannot_start_ends_the_job_at_once(tmp_path, worker, code, why):
+    # As torch's client does, which would go on for half an hour.
+    patient = CONNECT.replace("s = ", "while True:\n  s = ").replace(
+        "print(", "  s.settimeout(5)\n  try: s.recv(1)\n  except OSError: pass\n  time.sleep(0.2); print("
+    )
+    if worker is not None:
+        (tmp_path / "worker").write_text(worker)
+        (tmp_path / "worker").chmod(0o755)
+    result = run("run", "-n", 2, "--", *python(patient), env={"TESSERA_WORKER": str(tmp_path / "worker")})
+    assert result.code == code, result.err
+    assert "error: run: " in result.err and why in result.err
     assert result.seconds < 20
 
 
