@@ -169,6 +169,48 @@ def test_the_text_of_a_rank_that_speaks_for_all_is_the_reason(tmp_path):
         assert "--log-dir" not in failed
 
 
+def test_a_run_is_not_said_to_have_done_fewer_steps_than_it_has(tmp_path):
+    tessera("train", "dlrm", "--steps", 2, *SMALL, "--save", tmp_path / "run")
+    for steps in (0, 1):
+        said = tessera("train", "dlrm", "--resume", tmp_path / "run", "--steps", steps).stdout
+        assert f"run is at step 2 already, beyond the {steps} steps asked for; " in said
+        assert "--steps N goes on up to step N" in said
+    said = tessera("train", "dlrm", "--resume", tmp_path / "run", "--steps", 2).stdout
+    assert "run has done its 2 steps already; " in said
+
+
+def test_words_where_numbers_are_wanted():
+    for words in ("train dlrm --ranks two", "train lm --ranks two", "run -n two -- true"):
+        assert "'two' is not a number" in tessera(*words.split(), code=2).stderr, words
+    assert "--ranks: Value 0 not in range 1 to 4096" in tessera("train", "dlrm", "--ranks", 0, code=2).stderr
+
+
+def test_the_example_for_slurm_meets_on_both_hosts(tmp_path):
+    """With stand-ins for Slurm's programs; each host's launcher gets its own number and one secret."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    stands = {
+        "scontrol": "echo 127.0.0.1",
+        "srun": 'SLURM_NODEID=0 "$@" & SLURM_NODEID=1 "$@"; wait $!',
+        "tessera": 'test -s "$TESSERA_JOB_SECRET_FILE" && echo "$@"',
+    }
+    for name, text in stands.items():
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    env = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+    env |= {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "a,b"}
+    script = ROOT / "examples/slurm/train.sbatch"
+    result = subprocess.run(
+        ["bash", script], env=env, cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    lines = sorted(result.stdout.splitlines())
+    assert len(lines) == 2 and not list(tmp_path.glob("secret-*"))
+    for node, line in enumerate(lines):
+        assert f"--nnodes 2 --node-rank {node} --rdzv-endpoint 127.0.0.1:29500 --rdzv-id 7" in line
+        # The verb knows every flag that the example gives it.
+        tessera("train", "dlrm", *line.split()[2:], "--print-config")
+
+
 def test_a_rank_that_raised_is_not_said_to_have_ended_with_a_signal(tmp_path):
     (tmp_path / "raises.py").write_text(
         "import atexit, time\n"

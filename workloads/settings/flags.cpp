@@ -141,7 +141,15 @@ void define(CLI::App& app, const Table& table) {
       option->check(
           CLI::Validator([wrong_with](std::string& text) { return wrong_with(text); }, ""));
     }
-    for (const auto& [low, high] : setting.ranges) option->check(CLI::Range(low, high));
+    for (const auto& [low, high] : setting.ranges) {
+      option->check(CLI::Validator(
+          [](std::string& text) {
+            double number = 0;
+            return CLI::detail::lexical_cast(text, number) ? "" : "'" + text + "' is not a number";
+          },
+          ""));
+      option->check(CLI::Range(low, high));
+    }
     if (!setting.choices.empty()) option->check(CLI::IsMember(setting.choices));
   }
   if (table.has_config()) app.set_config("--config")->configurable(false);

@@ -220,7 +220,11 @@ class Speaker {
       say_json(summary, page, /*seconds=*/0);
       return;
     }
-    say("finished " + folder_ + " has done its " + std::to_string(num_steps_) + " steps already; " +
+    const bool is_beyond = summary.last_step > num_steps_;
+    say("finished " + folder_ +
+        (is_beyond ? " is at step " + std::to_string(summary.last_step) + " already, beyond the " +
+                         std::to_string(num_steps_) + " steps asked for; "
+                   : " has done its " + std::to_string(num_steps_) + " steps already; ") +
         workload_.command() + " --resume " + folder_ + " --steps N goes on up to step N\n");
     say("report   " + page + "\n");
   }
