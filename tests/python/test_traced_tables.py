@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import shutil
 
 import pytest
 import torch
@@ -130,6 +131,19 @@ def test_a_compiled_model_trains_as_it_does_eagerly(model, is_weighted, is_fused
         torch.testing.assert_close(theirs, ours, rtol=1e-6, atol=1e-7)
     assert not _traced_rows._tickets  # graphs go with their tensors
     torch._dynamo.utils.counters.clear()
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.timeout(300)  # compiles C++ against torch's headers, twice
+def test_a_model_of_machine_code_trains_as_it_does_eagerly():
+    found = []
+    for model in (Bags(), Bags()):
+        called = torch.compile(model, fullgraph=True, backend="inductor") if found else model
+        loss = called(batch(4)).square().sum()
+        loss.backward()
+        found.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
+    assert len(found[0]) > 1
+    torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-7)
 
 
 def test_batches_of_other_sizes_are_one_more_graph():
