@@ -68,8 +68,8 @@ SAME = [
     (r"\bstr \| device\b", "device | str"),
     (r'\bAnnotated\[(.*?), "FixedSize\(\d+\)"\]', r"\1"),
     # What takes an int or a float takes what can be made one.
-    (r"\bSupportsInt \| SupportsIndex\b", "int"),
-    (r"\bSupportsFloat \| SupportsIndex\b", "float"),
+    (r"\bSupportsInt(?: \| SupportsIndex)?\b", "int"),
+    (r"\bSupportsFloat(?: \| SupportsIndex)?\b", "float"),
     (r"\b(?:List|Sequence)\b", "list"),
     (r"\b(?:Dict|Mapping)\b", "dict"),
     (r"\bSet\b", "set"),
