@@ -132,9 +132,9 @@ def parsed(signature):
 
 
 def is_same(ours, theirs):
-    """Of a pointer the extension does not say that it may be null, nor what a dict or list holds."""
+    """Of a pointer the extension does not say that it may be null, nor what a dict, list or tuple holds."""
     ours, theirs = plain(ours), plain(theirs)
-    if theirs in {"dict", "list"}:
+    if theirs in {"dict", "list", "tuple"}:
         return ours.startswith(theirs)
     return theirs in {ours, ours.replace("|None", "")}
 
