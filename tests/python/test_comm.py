@@ -168,6 +168,7 @@ def where(rank):
     assert dist.get_backend(gloo) == "gloo"
     total = torch.tensor([rank])
     dist.all_reduce(total, group=intra)
+    dist.barrier()  # Gloo may still be connecting on another rank
     return (
         topology.get_local_size(),
         topology.get_local_rank(),
