@@ -26,6 +26,8 @@ READERS := tokenizers==0.23.3 tensorboard==2.21.0 protobuf==7.36.2 absl-py==2.5.
 PEER_PACKAGES := torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 tensordict==0.15.3 torchmetrics==1.0.3 tqdm==4.70.1 \
                  pyre-extensions==0.0.32 typing-inspect==0.9.0 mypy-extensions==1.2.0 cloudpickle==3.1.2 \
                  lightning-utilities==0.15.3 pyvers==0.2.3
+# Whose functions of losses and graphs are compared with; files of theirs are read, without what they need.
+PROJECT_PACKAGES := megatron-core==0.16.1 nemo-automodel==0.7.0 verl==0.9.1 trl==1.16.0 fairchem-core==2.24.0
 
 # Trainers of others, for the recipes of docs/recipes.md. No dependencies are followed here either.
 TRAINER_PACKAGES := lightning==2.6.6 accelerate==1.15.0 transformers==5.23.0 lightning-utilities==0.15.3 \
@@ -104,6 +106,7 @@ $(PEERS)/.ready: $(VENV)/.ready
 	echo "$(CURDIR)/python" >> $$site/tessera.pth
 	$(PEERS)/bin/pip install --quiet --no-deps $(PEER_PACKAGES)
 	$(PEERS)/bin/python -W ignore -c 'import torchrec'
+	$(PEERS)/bin/pip install --quiet --no-deps $(PROJECT_PACKAGES) || echo "peers: not all projects are there; what asks for the others is skipped" >&2
 	touch $@
 
 trainers: $(TRAINERS)/.ready  ## Install Lightning, accelerate and transformers, for the recipes
