@@ -225,7 +225,7 @@ class Speaker {
         (is_beyond ? " is at step " + std::to_string(summary.last_step) + " already, beyond the " +
                          std::to_string(num_steps_) + " steps asked for; "
                    : " has done its " + std::to_string(num_steps_) + " steps already; ") +
-        workload_.command() + " --resume " + folder_ + " --steps N goes on up to step N\n");
+        workload_.command() + " --resume " + folder_ + " " + workload_.longer() + "\n");
     say("report   " + page + "\n");
   }
 

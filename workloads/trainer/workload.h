@@ -59,6 +59,8 @@ class TESSERA_API AnyWorkload {
   virtual const Settings& settings() const = 0;
   /// Of the whole job: the settings' own unless the data decides.
   virtual std::int64_t num_steps() const { return settings().num_steps; }
+  /// What makes a job longer that has done them, in words.
+  virtual std::string longer() const { return "--steps N goes on up to step N"; }
 
   // ---- The model
   /// Steps what DistributedDataParallel has averaged.
