@@ -332,6 +332,21 @@ def test_training_and_prediction_read_tables_themselves(folder, records, tmp_pat
     assert len(set(prints)) == 1
     again = run("train", "dlrm", "--resume", tmp_path / "run-0", "--steps", "25", env=env)
     assert again.returncode == 0 and "converted" not in again.stderr, again.stderr
+    # Names with commas between them are the same table; what is judged on may be several files too.
+    names = ",".join(str(tmp_path / f"part-{part}.csv") for part in range(3))
+    words = ["--schema", tmp_path / "s.toml", "--json", "--save", tmp_path / "listed"]
+    listed = run("train", "dlrm", *SMALL, "--data", names, *words, env=env)
+    assert listed.returncode == 0 and "converted" not in listed.stderr, listed.stderr
+    assert json.loads(listed.stdout)["fingerprint"] == prints[0]
+    words = [*words[:3], "--save", tmp_path / "judged", "--eval-data", tmp_path / "part-[12].csv"]
+    judged = run("train", "dlrm", *SMALL, "--data", tmp_path / "part-0.csv", *words, env=env)
+    assert judged.returncode == 0 and "converted 2000 samples" in judged.stderr, judged.stderr
+    assert json.loads(judged.stdout)["samples"] == 2000
+    head = json.loads((tmp_path / "judged/metrics.jsonl").read_text().splitlines()[0])
+    assert [one["path"][-10:] for one in head["data"]] == ["part-0.csv", "part-1.csv", "part-2.csv"]
+    missing = run("train", "dlrm", *SMALL, "--data", f"{names},{tmp_path}/none.csv", *words[:3], env=env)
+    assert missing.returncode == 65
+    assert f"{tmp_path}/none.csv: cannot be opened: No such file or directory." in missing.stderr
     pq.write_table(table_of(records[:3000], {}).drop_columns(["clicked"]), tmp_path / "bare.parquet")
     scores = {}
     for name, out in (("bare.parquet", "a.parquet"), ("t.click", "b.csv"), ("part-*.csv", "c.parquet")):

@@ -164,5 +164,10 @@ def test_epochs_shuffling_and_another_log_to_judge_on(trained, tmp_path):
         shutil.rmtree(path)
     resumed = json.loads(tessera("train", "dlrm", "--resume", run, "--json").stdout)
     assert resumed["first_step"] == 40 and resumed["fingerprint"] == shuffled["fingerprint"]
+    said = tessera("train", "dlrm", "--resume", run).stdout
+    assert f"--resume {run} --epochs N goes on up to the end of epoch N\n" in said
+    assert (
+        json.loads(tessera("train", "dlrm", "--resume", run, "--epochs", 3, "--json").stdout)["steps"] == 93
+    )
     failed = tessera("train", "dlrm", "--epochs", 1, code=78)
     assert "--epochs and --shuffle are for a log with an end" in failed.stderr

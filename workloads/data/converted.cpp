@@ -2,28 +2,19 @@
 
 #include <sys/stat.h>
 
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 
+#include "data/input.h"
 #include "dlrm/click_file.h"
 
 namespace tessera::workloads::data {
 namespace {
 
 namespace fs = std::filesystem;
-
-std::vector<std::string> files_of(const std::string& names) {
-  std::vector<std::string> all;
-  for (std::size_t begin = 0; begin <= names.size();) {
-    const std::size_t end = std::min(names.find(',', begin), names.size());
-    if (end > begin) all.push_back(names.substr(begin, end - begin));
-    begin = end + 1;
-  }
-  // A comma may belong to a name.
-  if (all.size() > 1 && fs::exists(names)) all = {names};
-  return expand(all);
-}
 
 // The text of all that decides what the log holds.
 std::string key_of(const std::vector<std::string>& files, const Schema& schema,
@@ -35,7 +26,10 @@ std::string key_of(const std::vector<std::string>& files, const Schema& schema,
   }
   for (const std::string& file : files) {
     struct stat facts{};
-    if (::stat(file.c_str(), &facts) != 0 || !S_ISREG(facts.st_mode)) {
+    if (::stat(file.c_str(), &facts) != 0) {
+      throw DataError(file + ": cannot be opened: " + std::strerror(errno) + ".");
+    }
+    if (!S_ISREG(facts.st_mode)) {
       throw DataError(file + ": is no file; a pipe is converted by tessera data convert.");
     }
     key += fs::absolute(file).lexically_normal().string() + "\n" + std::to_string(facts.st_size) +

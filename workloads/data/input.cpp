@@ -56,6 +56,17 @@ std::vector<std::string> expand(const std::vector<std::string>& names) {
   return files;
 }
 
+std::vector<std::string> files_of(const std::string& names) {
+  if (::access(names.c_str(), F_OK) == 0) return {names};  // a comma may belong to a name
+  std::vector<std::string> all;
+  for (std::size_t begin = 0; begin <= names.size();) {
+    const std::size_t end = std::min(names.find(',', begin), names.size());
+    if (end > begin) all.push_back(names.substr(begin, end - begin));
+    begin = end + 1;
+  }
+  return expand(all);
+}
+
 void check_apart(const std::vector<std::string>& inputs, const std::string& out) {
   struct stat to{};
   if (::stat(out.c_str(), &to) != 0) return;

@@ -18,6 +18,9 @@ namespace tessera::workloads::data {
 /// pattern that fits nothing.
 std::vector<std::string> expand(const std::vector<std::string>& names);
 
+/// The same of one text, in which names stand with commas between them, unless it is a name itself.
+std::vector<std::string> files_of(const std::string& names);
+
 /// Throws DataError if `out` is one of `inputs`, by whatever name.
 void check_apart(const std::vector<std::string>& inputs, const std::string& out);
 

@@ -42,7 +42,7 @@ OpenedLog open_raw(const std::string& name, const std::string& schema, LogOption
   }
   OpenedLog opened;
   const auto log = std::make_shared<const data::RawLog>(
-      data::expand({name}), data::schema_or_guess(schema, name), teller_of(texts));
+      data::files_of(name), data::schema_or_guess(schema, name), teller_of(texts));
   opened.notes = data::notes_of(name, log->report());
   opened.log = log;
   return opened;

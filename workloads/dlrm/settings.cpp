@@ -238,12 +238,16 @@ void Settings::check() const {
   using launch::LaunchError;
   trainer::Settings::check();
   check_ids();
-  const bool is_pattern = !schema.empty() && data.find_first_of("*?[,") != std::string::npos;
-  if (data != "synthetic" && data != "-" && !is_pattern && !std::filesystem::exists(data)) {
+  // What fits no file is told when it is read.
+  const auto is_there = [this](const std::string& name) {
+    const bool is_pattern = !schema.empty() && name.find_first_of("*?[,") != std::string::npos;
+    return is_pattern || std::filesystem::exists(name);
+  };
+  if (data != "synthetic" && data != "-" && !is_there(data)) {
     throw LaunchError(launch::kExitData, "train: there is no file " + data, "--data names it",
                       "name a file, or leave --data out");
   }
-  if (!eval_data.empty() && !std::filesystem::exists(eval_data)) {
+  if (!eval_data.empty() && !is_there(eval_data)) {
     throw LaunchError(launch::kExitData, "train: there is no file " + eval_data,
                       "--eval-data names it", "name a file, or leave --eval-data out");
   }

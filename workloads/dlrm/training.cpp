@@ -12,6 +12,7 @@
 #include <nlohmann/json.hpp>
 
 #include "data/converted.h"
+#include "data/input.h"
 #include "dlrm/batch.h"
 #include "dlrm/growing.h"
 #include "dlrm/metrics.h"
@@ -134,6 +135,10 @@ class Training final : public trainer::Workload<ClickBatch> {
   std::int64_t num_steps() const override {
     if (stream_ != nullptr && settings_.epochs > 0) return trainer::kEndless;
     return settings_.epochs > 0 ? settings_.epochs * source_.num_steps() : settings_.num_steps;
+  }
+  std::string longer() const override {
+    if (settings_.epochs == 0) return Workload::longer();
+    return "--epochs N goes on up to the end of epoch N";
   }
 
   torch::optim::Optimizer& optimizer() override { return *optimizer_; }
@@ -300,8 +305,11 @@ class Training final : public trainer::Workload<ClickBatch> {
   }
   std::vector<std::string> data_files() const override {
     std::vector<std::string> files;
-    if (settings_.data != "synthetic" && settings_.data != "-") files.push_back(settings_.data);
-    if (!settings_.eval_data.empty()) files.push_back(settings_.eval_data);
+    for (const std::string& names : {settings_.data, settings_.eval_data}) {
+      if (names.empty() || names == "synthetic" || names == "-") continue;
+      const std::vector<std::string> some = data::files_of(names);
+      files.insert(files.end(), some.begin(), some.end());
+    }
     return files;
   }
   std::vector<std::pair<std::string, std::string>> files() const override {
