@@ -189,6 +189,7 @@ class Reader {
     }
     if (const std::string* energy = value(keys_.energy)) frame.energy = real(*energy);
     if (const std::string* stress = value(keys_.stress)) {
+      if (!frame.cell) fail(keys_.stress + " is of a box; there is no Lattice");
       frame.stress = tensor(*stress, keys_.stress);
     } else if (const std::string* virial = value("virial"); virial != nullptr && frame.cell) {
       frame.stress = tensor(*virial, "virial");

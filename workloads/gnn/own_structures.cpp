@@ -13,15 +13,9 @@ namespace {
 
 using trainer::DataError;
 
-std::vector<XyzFrame> read_files(const std::string& names, const XyzKeys& keys) {
-  std::vector<std::string> files;
-  for (std::size_t begin = 0; begin <= names.size();) {
-    const std::size_t end = std::min(names.find(',', begin), names.size());
-    if (end > begin) files.push_back(names.substr(begin, end - begin));
-    begin = end + 1;
-  }
+std::vector<XyzFrame> read_files(const std::vector<std::string>& files, const XyzKeys& keys) {
   std::vector<XyzFrame> all;
-  for (const std::string& file : data::expand(files)) {
+  for (const std::string& file : files) {
     std::vector<XyzFrame> some = read_extended_xyz(file, keys);
     for (std::size_t i = 0; i < some.size(); ++i) {
       if (some[i].energy || !some[i].forces.empty()) continue;
@@ -32,6 +26,42 @@ std::vector<XyzFrame> read_files(const std::string& names, const XyzKeys& keys) 
     std::move(some.begin(), some.end(), std::back_inserter(all));
   }
   return all;
+}
+
+struct Labels {
+  std::int64_t energies = 0;
+  std::int64_t forces = 0;
+  std::int64_t stress = 0;
+};
+
+Labels labels_of(const std::vector<XyzFrame>& frames) {
+  Labels labels;
+  for (const XyzFrame& frame : frames) {
+    labels.energies += frame.energy ? 1 : 0;
+    labels.forces += frame.forces.empty() ? 0 : 1;
+    labels.stress += frame.stress ? 1 : 0;
+  }
+  return labels;
+}
+
+// A key of one's own that no structure has is mistyped; nothing would be learned of it.
+void check_labels(const Settings& settings, const std::vector<XyzFrame>& frames) {
+  const Labels labels = labels_of(frames);
+  const XyzKeys usual;
+  const auto check = [&](const std::string& flag, const std::string& key, const std::string& other,
+                         std::int64_t count) {
+    if (count > 0 || key == other) return;
+    throw DataError(settings.data + ": no structure to train on has '" + key + "', which " + flag +
+                    " names.");
+  };
+  check("--energy-key", settings.energy_key, usual.energy, labels.energies);
+  check("--forces-key", settings.forces_key, usual.forces, labels.forces);
+  check("--stress-key", settings.stress_key, usual.stress, labels.stress);
+  if (settings.stress_weight > 0 && labels.stress == 0) {
+    throw DataError(settings.data + ": no structure to train on has '" + settings.stress_key +
+                    "' or a virial, so --stress-weight has nothing to weigh. Name what they have "
+                    "with --stress-key, or leave --stress-weight out.");
+  }
 }
 
 std::int64_t type_of(const OwnStructures& all, const std::string& species) {
@@ -70,6 +100,28 @@ void find_atomic_energies(OwnStructures& all) {
 
 }  // namespace
 
+std::string labels_text(const std::vector<XyzFrame>& frames) {
+  const Labels labels = labels_of(frames);
+  std::string text;
+  for (const auto& [name, count] : {std::pair{"energies", labels.energies},
+                                    {"forces", labels.forces},
+                                    {"stress", labels.stress}}) {
+    if (count == 0) continue;
+    text += (text.empty() ? "" : ", ") + std::string(name) + " of " + std::to_string(count);
+  }
+  return text;
+}
+
+std::string unseen_species(const OwnStructures& all) {
+  std::set<std::string> unseen(all.species.begin(), all.species.end());
+  for (const XyzFrame& frame : all.training) {
+    for (const std::string& one : frame.species) unseen.erase(one);
+  }
+  std::string text;
+  for (const std::string& one : unseen) text += (text.empty() ? "" : ", ") + one;
+  return text;
+}
+
 double OwnStructures::mean_atoms() const {
   double sum = 0;
   for (const XyzFrame& frame : training) sum += static_cast<double>(frame.num_atoms());
@@ -79,9 +131,12 @@ double OwnStructures::mean_atoms() const {
 OwnStructures read_structures(const Settings& settings) {
   const XyzKeys keys{settings.energy_key, settings.forces_key, settings.stress_key};
   OwnStructures all;
-  all.training = read_files(settings.data, keys);
+  all.files = data::files_of(settings.data);
+  all.training = read_files(all.files, keys);
   if (!settings.eval_data.empty()) {
-    all.judged = read_files(settings.eval_data, keys);
+    const std::vector<std::string> others = data::files_of(settings.eval_data);
+    all.judged = read_files(others, keys);
+    all.files.insert(all.files.end(), others.begin(), others.end());
   } else if (all.training.size() > 1) {
     const auto num_judged =
         static_cast<std::ptrdiff_t>(std::max<std::size_t>(1, all.training.size() / 10));
@@ -92,6 +147,7 @@ OwnStructures read_structures(const Settings& settings) {
                     ": holds one structure; one more is needed to judge on, here or " +
                     "by --eval-data.");
   }
+  check_labels(settings, all.training);
   find_species(all);
   find_atomic_energies(all);
   return all;

@@ -59,6 +59,11 @@ settings::Table Settings::table() {
   table.add("batch", batch, "N", "structures per step and data-parallel rank")
       .range(1, 1 << 20)
       .beside();
+  table.add("epochs", epochs, "N", "through the structures, not --steps")
+      .range(0, kLarge)
+      .shown("")
+      .told();
+  table.add("shuffle", shuffle, "", "them, anew every epoch").told().beside();
   table.add("optimizer", optimizer, "O", "").one_of({"adam", "sgd"}).fixed();
   table.add("lr", learning_rate, "X", "learning rate").not_negative().told().beside();
   add_schedule(table);
@@ -69,6 +74,8 @@ settings::Table Settings::table() {
   table.add("precision", precision, "P", "").one_of({"float32", "float64"}).fixed();
   table.add("no-overlap", no_overlap, "", "wait for halo rows before computing");
   table.add("eval-every", eval_every, "N", "steps (0: at the end)").range(0, kLarge).shown("");
+  table.add("patience", patience, "N", "evaluations without a better one end it (0: never)")
+      .range(0, kLarge);
   add_checkpoints(table);
   add_seed(table, "of structures and parameters");
   add_output(table);

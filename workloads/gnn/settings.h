@@ -22,6 +22,8 @@ struct Settings : trainer::Settings {
   std::string forces_key = "forces";
   std::string stress_key = "stress";
   double stress_weight = 0;  // of `data`
+  std::int64_t epochs = 0;   // through the structures; 0: num_steps counts
+  bool shuffle = false;      // structures of each rank, anew every epoch
   double cutoff = 2.2;
   double force_weight = 1.0;  // beside the energy per atom
   std::string optimizer = "adam";

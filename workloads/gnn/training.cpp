@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <numeric>
 #include <optional>
+#include <random>
 
 #include <ATen/ATen.h>
 
@@ -129,6 +131,16 @@ class Training final : public trainer::Workload<Batch> {
 
   std::string name() const override { return "gnn"; }
   const trainer::Settings& settings() const override { return settings_; }
+  std::vector<std::string> data_files() const override {
+    return own_ ? own_->files : std::vector<std::string>();
+  }
+  std::int64_t num_steps() const override {
+    return settings_.epochs > 0 ? settings_.epochs * steps_per_epoch() : settings_.num_steps;
+  }
+  std::string longer() const override {
+    if (settings_.epochs == 0) return Workload::longer();
+    return "--epochs N goes on up to the end of epoch N";
+  }
 
   torch::optim::Optimizer& optimizer() override { return *optimizer_; }
   void add_state(checkpoint::State& state) override {
@@ -147,8 +159,8 @@ class Training final : public trainer::Workload<Batch> {
   Batch read(std::int64_t step) override {
     Batch batch;
     for (std::int64_t i = 0; i < settings_.batch; ++i) {
-      const auto index = static_cast<std::size_t>(step * settings_.batch + i);
-      batch.push_back(&training_[index % training_.size()]);
+      const std::int64_t place = step * settings_.batch + i;
+      batch.push_back(&training_[in_order(place)]);
     }
     return batch;
   }
@@ -204,7 +216,7 @@ class Training final : public trainer::Workload<Batch> {
     std::snprintf(text, sizeof(text), "structures %ld of %.4g atoms | data %d x graph %d | %s\n",
                   static_cast<long>(num_structures()), mean_atoms(), data_.size(), graph_.size(),
                   settings_.partition.c_str());
-    return text + species_line();
+    return text + labels_line() + species_line();
   }
   std::string verdict(const trainer::Figures& after) const override {
     std::string all;
@@ -236,6 +248,36 @@ class Training final : public trainer::Workload<Batch> {
     return own_ ? own_->mean_atoms() : static_cast<double>(settings_.num_atoms);
   }
 
+  // Of the rank that has most of them.
+  std::int64_t steps_per_epoch() const {
+    const std::int64_t most = (num_structures() + data_.size() - 1) / data_.size();
+    return (most + settings_.batch - 1) / settings_.batch;
+  }
+
+  // Which structure of this rank comes at a place: a function of the place alone, so that a run can
+  // go on anywhere.
+  std::size_t in_order(std::int64_t place) {
+    const std::int64_t count = std::ssize(training_);
+    if (!settings_.shuffle) return static_cast<std::size_t>(place % count);
+    if (const std::int64_t round = place / count; round != shuffled_round_) {
+      std::seed_seq seeds{settings_.seed, round};
+      std::mt19937_64 numbers(seeds);
+      order_.resize(training_.size());
+      std::iota(order_.begin(), order_.end(), std::size_t{0});
+      for (std::size_t i = order_.size(); i > 1; --i)
+        std::swap(order_[i - 1], order_[numbers() % i]);
+      shuffled_round_ = round;
+    }
+    return order_[static_cast<std::size_t>(place % count)];
+  }
+
+  // What can be learned, and what it is judged by.
+  std::string labels_line() const {
+    if (!own_) return "";
+    return "labels   " + labels_text(own_->training) + "; judged by " + labels_text(own_->judged) +
+           "\n";
+  }
+
   // What the energies of lone atoms were taken to be.
   std::string species_line() const {
     if (!own_) return "";
@@ -246,7 +288,11 @@ class Training final : public trainer::Workload<Batch> {
                     own_->atomic_energies[i]);
       text += (i > 0 ? "," : "") + std::string(one);
     }
-    return text + " (energy of a lone atom, by least squares)\n";
+    text += " (energy of a lone atom, by least squares)\n";
+    if (const std::string unseen = unseen_species(*own_); !unseen.empty()) {
+      text += "unknown  " + unseen + ": in what is judged, but in nothing that is trained on\n";
+    }
+    return text;
   }
 
   Sample made_sample(std::uint64_t seed) const {
@@ -280,6 +326,8 @@ class Training final : public trainer::Workload<Batch> {
   data_parallel::DistributedDataParallel<Net> model_;
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
   std::vector<Sample> training_;
+  std::int64_t shuffled_round_ = -1;  // of `order_`; the reader's
+  std::vector<std::size_t> order_;
   std::vector<Sample> judged_;
   trainer::Figures before_;
   double halo_rows_ = 0;
