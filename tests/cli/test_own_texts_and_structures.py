@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -66,8 +67,16 @@ def test_lm_is_judged_on_text_that_it_does_not_see(text, tmp_path):
     assert float(judged[1][1]) == pytest.approx(np.exp(float(judged[1][0])), rel=1e-2)
     samples = re.findall(r"^sample   (.*)$", one, re.MULTILINE)
     assert len(samples) == 2 and samples[-1].startswith("the")
+    trained, kept = map(
+        int, re.match(r"text     (\d+) tokens of 261 kinds, (\d+) to judge on\n", one).groups()
+    )
+    assert kept == (trained + kept) // 10
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["kind"] == "eval"] == [20, 40]
+    written = [(line["step"], line["text"]) for line in lines if line["kind"] == "text"]
+    assert [step for step, _ in written] == [20, 40]
+    assert all(text.startswith("the") and len(text) > 3 for _, text in written)
+    assert [pathlib.Path(one["path"]).name for one in lines[0]["data"]] == ["book.txt", "tokenizer.json"]
     assert (tmp_path / "run/best").is_dir()
     two = json.loads(train(*words, "--ranks", "2", "--json", "--runs", tmp_path).stdout)
     assert two["validation_loss"] == pytest.approx(float(judged[1][0]), abs=2e-3)
@@ -80,6 +89,37 @@ def test_lm_says_what_it_cannot_use(text, tmp_path):
     assert "bad.json: its words are cut by 'nothing', not over bytes" in said
     assert "there is no file" in train(*words, "--tokenizer", tmp_path / "none.json", code=65).stderr
     assert "--eval-file names it" in train(*words, "--eval-file", tmp_path / "none.txt", code=65).stderr
+    (tmp_path / "short.txt").write_text("x" * 100)
+    words = ["lm", *LM, "--file", tmp_path / "short.txt", "--steps", "1", "--runs", tmp_path]
+    for wish in ("--sample", "--patience", "--eval-every"):
+        assert (
+            f"{tmp_path}/short.txt: its last tenth has 10 tokens, too few to judge on by sequences of 17, "
+            f"and {wish} is for evaluations. Name another text with --eval-file, or use a smaller --length."
+        ) in train(*words, wish, "1", code=65).stderr
+    said = "text     100 tokens of 256 kinds, none to judge on: a tenth of it is shorter than a sequence\n"
+    assert train(*words).stdout.startswith(said)
+
+
+def test_written_text_that_is_no_utf8_is_marked(tmp_path):
+    (tmp_path / "bytes.txt").write_bytes(b"\xe2\x82" * 400)
+    words = [
+        "lm",
+        *LM,
+        "--file",
+        tmp_path / "bytes.txt",
+        "--steps",
+        "2",
+        "--sample",
+        "8",
+        "--prompt",
+        "\u20ac",
+    ]
+    said = train(*words, "--save", tmp_path / "run").stdout
+    (shown,) = re.findall(r"^sample   (.*)$", said, re.MULTILINE)
+    assert shown.startswith("\u20ac") and "\ufffd" in shown
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    (text,) = [line["text"] for line in lines if line["kind"] == "text"]
+    assert text.startswith("\u20ac") and "\ufffd" in text
 
 
 def test_a_diverged_lm_ends_with_an_error(text, tmp_path):
@@ -133,7 +173,12 @@ def test_gnn_learns_energies_forces_and_stress_of_files(structures, tmp_path):
     words += ["--stress-weight", "10", "--batch", "2"]
     result = train(*words, "--steps", "60", "--save", tmp_path / "run")
     lines = result.stdout.splitlines()
-    assert lines[0].startswith("structures 20 of ") and re.match(r"species  O -?[\d.]+, Si -", lines[1])
+    assert lines[0].startswith("structures 20 of ")
+    assert lines[1] == (
+        "labels   energies of 20, forces of 20, stress of 12; "
+        "judged by energies of 12, forces of 12, stress of 12"
+    )
+    assert re.match(r"species  O -?[\d.]+, Si -", lines[2])
     (end,) = [line for line in lines if line.startswith("energy error")]
     found = re.fullmatch(
         r"energy error ([\d.]+) per atom, was ([\d.]+) \| force error ([\d.]+), was ([\d.]+)"
@@ -143,6 +188,9 @@ def test_gnn_learns_energies_forces_and_stress_of_files(structures, tmp_path):
     assert float(found[1]) < float(found[2]) and float(found[3]) < float(found[4])
     assert float(found[5]) < float(found[6])
     assert (tmp_path / "run/checkpoints/LATEST").exists() and (tmp_path / "run/report.html").exists()
+    head = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])
+    read = [pathlib.Path(one["path"]).name for one in head["data"]]
+    assert read == ["md-1.xyz", "md-2.xyz", "md-1.xyz"]
     halves = ["--steps", "10", "--json", "--runs", tmp_path]
     one = json.loads(train(*words, *halves).stdout)
     two = json.loads(train(*words, *halves, "--ranks", "2").stdout)
@@ -166,6 +214,10 @@ def test_gnn_learns_energies_forces_and_stress_of_files(structures, tmp_path):
         ('1\nLattice="1 0 0 1 0 0 0 0 1" energy=1\nH 0 0 0\n', "line 2: Lattice has no volume"),
         ('1\npbc="T T T" energy=1\nH 0 0 0\n', "line 2: pbc repeats a box that has no Lattice"),
         ("1\nE=1\nH 0 0 0\n1\nE=2\nH 0 0 0\n", "structure 1 has neither energy nor forces"),
+        (
+            '1\nenergy=1 stress="1 0 0 0 1 0 0 0 1"\nH 0 0 0\n',
+            "line 2: stress is of a box; there is no Lattice",
+        ),
         ("1\nenergy=1\nH 0 0 0\n", "holds one structure; one more is needed"),
     ],
 )
@@ -184,6 +236,49 @@ def test_other_names_and_no_box(tmp_path):
     assert "energy_error" in told and "force_error" not in told
     said = train("gnn", *GNN, "--stress-weight", "1", "--steps", "1", "--runs", tmp_path, code=78).stderr
     assert "--stress-weight is for structures of --data" in said
+
+
+def test_gnn_epochs_in_another_order_each_time(structures, tmp_path):
+    words = ["gnn", *GNN, "--data", f"{structures}/md-1.xyz,{structures}/md-2.xyz", "--epochs", "4"]
+    words += ["--json", "--runs", tmp_path]
+    plain = json.loads(train(*words).stdout)
+    assert plain["steps"] == 4 * 18  # the last two of 20 are kept to judge on
+    two = ["--ranks", "2", "--graph-parallel", "1", "--batch", "2"]
+    assert json.loads(train(*words, *two).stdout)["steps"] == 4 * 5
+    shuffled = json.loads(train(*words, "--shuffle", "--checkpoint-every", "45").stdout)
+    assert shuffled["steps"] == plain["steps"] and shuffled["fingerprint"] != plain["fingerprint"]
+    # The order is that of the step, also after an interruption in the middle of an epoch.
+    run = pathlib.Path(shuffled["report"]).parent
+    for path in (run / "checkpoints").glob("step-*72"):
+        shutil.rmtree(path)
+    resumed = json.loads(train("gnn", "--resume", run, "--json").stdout)
+    assert resumed["first_step"] == 45 and resumed["fingerprint"] == shuffled["fingerprint"]
+
+
+def test_gnn_ends_when_it_gets_no_better(structures, tmp_path):
+    words = ["gnn", *GNN, "--data", structures / "md-1.xyz", "--lr", "0", "--steps", "50"]
+    words += ["--eval-every", "2", "--patience", "3", "--runs", tmp_path]
+    assert (
+        "stopped  early, after 3 evaluations that were not better than that of step 2" in train(*words).stdout
+    )
+
+
+def test_gnn_says_what_it_cannot_learn(structures, tmp_path):
+    def said(*words):
+        return train("gnn", *GNN, "--data", *words, "--steps", "1", "--runs", tmp_path, code=65).stderr
+
+    file = structures / "md-2.xyz"
+    for label in ("energy", "forces", "stress"):
+        wanted = f"{file}: no structure to train on has 'none', which --{label}-key names."
+        assert wanted in said(file, f"--{label}-key", "none")
+    assert (
+        f"{file}: no structure to train on has 'stress' or a virial, so --stress-weight has nothing to "
+        "weigh. Name what they have with --stress-key, or leave --stress-weight out."
+    ) in said(file, "--stress-weight", "1")
+    (tmp_path / "iron.xyz").write_text("2\nenergy=1\nFe 0 0 0\nSi 0 0 1\n")
+    words = ["--data", file, "--eval-data", tmp_path / "iron.xyz", "--steps", "1", "--runs", tmp_path]
+    told = train("gnn", *GNN, *words).stdout
+    assert "unknown  Fe: in what is judged, but in nothing that is trained on\n" in told
 
 
 # ---- several hosts

@@ -123,7 +123,7 @@ def test_what_a_resumed_run_may_change(tmp_path):
     ]
     result = resumed(folder, "--lr", "0.01", "--steps", "3")
     assert result.stderr == f"note: train: {folder} goes on with --lr 0.01 (was 0.001)\n"
-    assert result.stdout.startswith("resumed  at step 2\n")
+    assert result.stdout.splitlines()[1] == "resumed  at step 2"
     # A rate of 0 is the one that is used, not the one that was saved.
     still = [json.loads(resumed(folder, "--lr", "0", "--steps", "5", "--json").stdout) for _ in range(2)]
     assert still[0]["first_step"] == 3 and still[1]["first_step"] == 5

@@ -7,6 +7,7 @@
 
 #include <ATen/ATen.h>
 #include <torch/optim/adamw.h>
+#include <nlohmann/json.hpp>
 
 #include "lm/gpt.h"
 #include "lm/text_source.h"
@@ -17,6 +18,7 @@
 #include "tessera/core/check.h"
 #include "tessera/core/step_recorder.h"
 #include "tessera/data_parallel/distributed_data_parallel.h"
+#include "trainer/data_error.h"
 #include "trainer/device.h"
 
 namespace tessera::workloads::lm {
@@ -78,8 +80,20 @@ Texts texts_of(const Settings& settings, const Tokenizer* tokenizer) {
   TextSource whole = read(settings.file);
   if (!settings.eval_file.empty()) return {std::move(whole), read(settings.eval_file)};
   const std::int64_t begin = whole.size() - whole.size() / 10;
-  if (whole.size() - begin <= settings.length + 1) return {std::move(whole), std::nullopt};
-  return {whole.part(0, begin), whole.part(begin, whole.size())};
+  const std::int64_t num_judged = whole.size() - begin;
+  if (num_judged > settings.length + 1) {
+    return {whole.part(0, begin), whole.part(begin, whole.size())};
+  }
+  const char* wish = settings.sample > 0       ? "--sample"
+                     : settings.patience > 0   ? "--patience"
+                     : settings.eval_every > 0 ? "--eval-every"
+                                               : nullptr;
+  if (wish == nullptr) return {std::move(whole), std::nullopt};
+  throw trainer::DataError(settings.file + ": its last tenth has " + std::to_string(num_judged) +
+                           " tokens, too few to judge on by sequences of " +
+                           std::to_string(settings.length + 1) + ", and " + wish +
+                           " is for evaluations. Name another text with --eval-file, or use a "
+                           "smaller --length.");
 }
 
 // A token by its probability; the same on all ranks for the same numbers drawn.
@@ -90,6 +104,12 @@ std::int64_t drawn(const at::Tensor& logits, double temperature, double uniform)
   const auto place =
       at::searchsorted(sums, at::scalar_tensor(uniform * sums[-1].item<double>(), at::kDouble));
   return std::min(place.item<std::int64_t>(), wide.numel() - 1);
+}
+
+// What is no UTF-8, such as a letter that is cut off, becomes a mark for that.
+std::string as_utf8(const std::string& bytes) {
+  using Json = nlohmann::json;
+  return Json::parse(Json(bytes).dump(-1, ' ', false, Json::error_handler_t::replace));
 }
 
 std::string in_one_line(const std::string& text) {
@@ -122,8 +142,11 @@ class Training final : public trainer::Workload<at::Tensor> {
 
   std::string name() const override { return "lm"; }
   std::vector<std::string> data_files() const override {
-    if (settings_.file.empty()) return {};
-    return {settings_.file};
+    std::vector<std::string> files;
+    for (const std::string& name : {settings_.file, settings_.eval_file, settings_.tokenizer}) {
+      if (!name.empty()) files.push_back(name);
+    }
+    return files;
   }
   const trainer::Settings& settings() const override { return settings_; }
 
@@ -175,8 +198,19 @@ class Training final : public trainer::Workload<at::Tensor> {
     if (data.size() > 1) comm::all_reduce_(sum, data);
     const double loss =
         sum.item<double>() / static_cast<double>(settings_.eval_batches * data.size());
-    if (settings_.sample > 0) sample_ = written();
+    if (settings_.sample > 0) sample_ = as_utf8(written());
     return {{"validation_loss", loss}, {"perplexity", std::exp(loss)}};
+  }
+  std::vector<std::string> evaluation_records() override {
+    if (sample_.empty()) return {};
+    return {nlohmann::json{{"kind", "text"}, {"text", sample_}}.dump()};
+  }
+  std::string introduction() override {
+    const std::string judged = texts_.judged
+                                   ? std::to_string(texts_.judged->size()) + " to judge on"
+                                   : "none to judge on: a tenth of it is shorter than a sequence";
+    return "text     " + std::to_string(texts_.training.size()) + " tokens of " +
+           std::to_string(vocab_size()) + " kinds, " + judged + "\n";
   }
   std::string verdict(const trainer::Figures& evaluation) const override {
     char text[96];

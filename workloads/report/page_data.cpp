@@ -17,6 +17,7 @@ using Json = nlohmann::ordered_json;
 constexpr std::size_t kMaxLanes = 32;
 constexpr std::size_t kMaxSpans = 6000;
 constexpr std::size_t kMaxRanks = 400;  // of the plan
+constexpr std::size_t kMaxTexts = 20;   // the last ones
 
 // Six digits, as the page shows them; JSON has no word for what is not finite.
 Json rounded(double value) {
@@ -215,6 +216,7 @@ Json page_data(const RunRecord& run) {
             {"plan", run.plan ? plan(run) : Json(nullptr)},
             {"tables", Json::array()},
             {"growth", Json::array()},
+            {"texts", Json::array()},
             {"facts", run.facts},
             {"config", run.config}};
   for (const DataFile& file : run.data) {
@@ -224,6 +226,11 @@ Json page_data(const RunRecord& run) {
   for (const Breakdown& one : run.breakdowns) data["breakdowns"].push_back(breakdown(one));
   for (const Table& one : run.tables) data["tables"].push_back(table(one));
   for (const GrowthRow& row : run.growth) data["growth"].push_back(growth(row));
+  const std::size_t num_texts = std::min(kMaxTexts, run.texts.size());
+  for (auto text = run.texts.end() - static_cast<std::ptrdiff_t>(num_texts);
+       text != run.texts.end(); ++text) {
+    data["texts"].push_back({text->first, text->second});
+  }
   if (run.calibration) {
     data["calibration"] = {{"step", run.calibration->step},
                            {"predicted", run.calibration->predicted},

@@ -143,6 +143,8 @@ void read_line(const Json& line, RunRecord& run) {
     run.command = line.value("command", run.command);
   } else if (kind == "growth") {
     run.growth.push_back(read_growth(line));
+  } else if (kind == "text") {
+    run.texts.emplace_back(line.at("step").get<std::int64_t>(), line.at("text").get<std::string>());
   } else if (kind == "breakdown") {
     run.breakdowns.push_back(read_breakdown(line));
   } else if (kind == "end") {

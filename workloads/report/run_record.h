@@ -14,6 +14,7 @@
 //   eval       step, log_loss, auc, normalized_entropy, calibration, samples; or other figures of
 //              the workload by their names
 //   calibration  step; of parts of equally many samples, by prediction: predicted [], observed []
+//   text       step, text: what a language model wrote
 //   breakdown  rank, steps, seconds, phases {name: {seconds, waited}}; seconds of all steps; of
 //              each of the last steps: exposed_comm_us [], data_us []
 //   end        steps, seconds, samples, peak_memory_bytes [per rank], peak_device_bytes [], status,
@@ -151,8 +152,9 @@ struct RunRecord {
   std::vector<EvalRow> evals;
   std::optional<CalibrationRow> calibration;  // the last one
   std::vector<GrowthRow> growth;
-  std::vector<Breakdown> breakdowns;  // by rank
-  std::vector<TraceSpan> spans;       // by begin
+  std::vector<std::pair<std::int64_t, std::string>> texts;  // written at a step
+  std::vector<Breakdown> breakdowns;                        // by rank
+  std::vector<TraceSpan> spans;                             // by begin
   std::string config;
   std::int64_t total_steps = 0;
   double total_seconds = 0;

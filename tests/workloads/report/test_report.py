@@ -258,6 +258,33 @@ class TestInChromium:
         tip = page.evaluate("""document.querySelector("#loss .tip").innerText""")
         assert tip.startswith("step 150") and "evaluation " in tip and "training, smooth" in tip
 
+    def test_written_text_is_shown_and_stays_text(self, browser, tmp_path):
+        lines = sample_run.write(tmp_path)
+        said = [{"kind": "text", "step": step, "text": f"a <b>{step}</b>\nline"} for step in range(1, 31)]
+        text = "".join(json.dumps(line) + "\n" for line in [*lines[:-1], *said, lines[-1]])
+        (tmp_path / "metrics.jsonl").write_text(text)
+        subprocess.run([TESSERA, "report", tmp_path], check=True, timeout=60, capture_output=True)
+        page = browser.open(f"file://{tmp_path}/report.html", 390)
+        assert page.complaints == [] and page.overflow() == []
+        rows = page.evaluate("""[...document.querySelectorAll("#texts tr")].map(
+            row => [...row.children].map(cell => cell.textContent))""")
+        assert rows == [[f"step {step}", f"a <b>{step}</b>\nline"] for step in range(11, 31)]
+
+    @pytest.mark.parametrize(("width", "dark"), LOOKS)
+    def test_two_runs_on_one_page(self, browser, tmp_path, width, dark):
+        for name in ("one", "two"):
+            (tmp_path / name).mkdir()
+            sample_run.write(tmp_path / name)
+        command = [TESSERA, "runs", "diff", tmp_path / "one", tmp_path / "two"]
+        subprocess.run(command, check=True, timeout=60, capture_output=True)
+        page = browser.open(f"file://{tmp_path}/two/compare.html", width, dark)
+        assert page.complaints == [] and page.overflow() == []
+        paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (paper == "rgb(255, 255, 255)") != dark
+        curves = page.evaluate("""[...document.querySelectorAll("figure.chart")].map(
+            figure => figure.querySelectorAll("path.curve").length)""")
+        assert len(curves) == 6 and set(curves) == {2}
+
     def test_an_empty_run_is_a_page(self, browser, tmp_path):
         (tmp_path / "metrics.jsonl").write_text('{"kind":"run","workload":"lm","ranks":1}\n')
         subprocess.run([TESSERA, "report", tmp_path], check=True, timeout=60, capture_output=True)

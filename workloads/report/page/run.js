@@ -58,11 +58,12 @@ function charts(run) {
   const byStep = chart => chartFigure({xName: "step", x, xIsWhole: true, marks: run.resumed, ...chart});
   const evaluation = name => ({name: "evaluation", style: "c-eval", points: judged(name), isWhole: true, hasDots: true});
   const names = figureNames(run);
+  const lossName = names.find(name => ["log_loss", "validation_loss"].includes(name));
   const list = [byStep({id: "loss", title: "Loss", note: run.resumed.length > 0 ? "The dotted line is where the run was resumed." : "", curves: [
     {name: "each step", style: "c-train", points: points("loss")},
     {name: "training, smooth", style: "c-mean", points: points("loss_mean"), isWhole: true},
-    ...(names.includes("log_loss") ? [evaluation("log_loss")] : [])]})];
-  for (const name of names.filter(name => name !== "log_loss")) {
+    ...(lossName ? [evaluation(lossName)] : [])]})];
+  for (const name of names.filter(name => name !== lossName)) {
     const limit = name === "auc" && isNumber(run.auc_ceiling) ? {value: run.auc_ceiling, name: "best possible"}
                 : name === "calibration" ? {value: 1, name: "as many clicks as predicted"} : null;
     list.push(byStep({id: name, title: heading(name), limit, curves: [evaluation(name)]}));
@@ -126,6 +127,13 @@ function growthSection(run) {
     table("growth", ["table", "ids", "admitted", "refused", "evicted", "hit rate", "memory"], rows));
 }
 
+function textSection(run) {
+  if (run.texts.length === 0) return null;
+  const rows = run.texts.map(([step, text]) => make("tr", {}, make("th", {scope: "row"}, "step " + countText(step)), make("td", {}, text)));
+  return section("texts", "Text", "What the model wrote at its evaluations.",
+    make("div", {class: "scroll", tabindex: "0"}, make("table", {class: "facts written"}, make("tbody", {}, ...rows))));
+}
+
 function memorySection(run) {
   if (run.memory.length === 0) return null;
   const bars = make("div", {class: "bars memory"});
@@ -168,7 +176,7 @@ function showRun(run) {
   const drawn = charts(run);
   document.getElementById("main").append(...[
     drawn.length > 0 ? make("div", {class: "charts"}, ...drawn) : make("p", {}, "No step was logged."),
-    breakdownSection(run), timelineSection(run), growthSection(run), planSection(run), tableSection(run), memorySection(run), numbersSection(run),
+    textSection(run), breakdownSection(run), timelineSection(run), growthSection(run), planSection(run), tableSection(run), memorySection(run), numbersSection(run),
     ...settingsSection(run)].filter(Boolean));
 }
 
