@@ -31,7 +31,7 @@ values of the collectives on every engine; measures memory and all-reduce. Takes
 
   --quick      fewer repetitions: at most 2 seconds
   --security   runs a job of two ranks, lists what it listens on, and checks folders and secret
-  --profile    measures rows, steps, exchanges and dense layers with a rank per core: 10 to 20 s
+  --profile    measures rows, steps, exchanges and dense layers with a rank per core: at most 20 s
   --out FILE   where the profile is kept ($TESSERA_PROFILE, or tessera/machine.json in the user's
                cache folder)
   -n, --ranks N  ranks of --profile (one per core, at most 8)

@@ -4,6 +4,7 @@
 #include <array>
 #include <chrono>
 #include <cmath>
+#include <iterator>
 #include <numeric>
 #include <random>
 
@@ -21,9 +22,7 @@ using planner::Cut;
 using planner::Pass;
 
 constexpr int kBatches = 4;
-constexpr std::size_t kLeastPasses = 5;
-constexpr double kHurry = 10;  // seconds after which passes are as few as can be
-constexpr std::size_t kMostPasses = 200;
+constexpr int kMostPasses = 200;
 
 struct PassLoad {
   std::int64_t batch;
@@ -80,8 +79,7 @@ sharding::Placement placement_of(Cut cut, int table, int num_ranks) {
   }
 }
 
-Pass measure(Cut cut, const PassLoad& load, const comm::Group& group, double seconds_each,
-             Clock::time_point first) {
+Pass measure(Cut cut, const PassLoad& load, const comm::Group& group, Measuring& seconds) {
   std::vector<embedding::EmbeddingBagConfig> tables;
   std::map<std::string, sharding::Placement> wishes;
   std::vector<std::string> keys;
@@ -134,17 +132,12 @@ Pass measure(Cut cut, const PassLoad& load, const comm::Group& group, double sec
     times[2].push_back(std::chrono::duration<double>(stepped - read).count());
   };
   for (std::size_t i = 0; i < 2; ++i) once(i);
-  at::Tensor single = at::empty({2}, at::kDouble);
-  single[0] = times[0][1] + times[1][1] + times[2][1];
-  single[1] = std::chrono::duration<double>(Clock::now() - first).count();
-  comm::all_reduce_(single, group, comm::Reduction::kMax);
-  const bool is_late = single[1].item<double>() > kHurry;
-  const auto count =
-      is_late ? 2
-              : std::clamp(static_cast<std::size_t>(seconds_each / single[0].item<double>()),
-                           kLeastPasses, kMostPasses);
-  for (auto& list : times) list.clear();
-  for (std::size_t i = 0; i < count; ++i) once(i);
+  const Repetitions often = seconds.repetitions(times[0][1] + times[1][1] + times[2][1]);
+  const int more = std::min(often.times * often.calls, kMostPasses);
+  // The first pass makes what later ones use again; the second counts only if there is no time.
+  for (auto& list : times) list.erase(list.begin(), list.begin() + (more > 0 ? 2 : 1));
+  for (int i = 0; i < more; ++i) once(static_cast<std::size_t>(i));
+  const std::size_t count = times[0].size();
   at::Tensor medians = at::empty({3}, at::kDouble);
   for (std::size_t k = 0; k < times.size(); ++k) {
     const auto middle = times[k].begin() + static_cast<std::ptrdiff_t>(count / 2);
@@ -166,17 +159,31 @@ Pass measure(Cut cut, const PassLoad& load, const comm::Group& group, double sec
   return pass;
 }
 
+std::vector<PassLoad> loads_for(bool is_quick) {
+  std::vector<PassLoad> loads;
+  std::copy_if(std::begin(kLoads), std::end(kLoads), std::back_inserter(loads),
+               [&](const PassLoad& load) { return !is_quick || load.batch <= 1024; });
+  return loads;
+}
+
+std::vector<Cut> cuts_for(const comm::Group& group) {
+  if (group.size() < 2) return {Cut::kTableWise, Cut::kDataParallel};
+  return {Cut::kTableWise, Cut::kDataParallel, Cut::kRowWise, Cut::kColumnWise};
+}
+
 }  // namespace
 
-std::vector<Pass> measure_passes(const comm::Group& group, double seconds_each, bool is_quick) {
-  std::vector<Cut> cuts{Cut::kTableWise, Cut::kDataParallel};
-  if (group.size() > 1) cuts.insert(cuts.end(), {Cut::kRowWise, Cut::kColumnWise});
+int num_passes(const comm::Group& group, bool is_quick) {
+  return static_cast<int>(loads_for(is_quick).size() * cuts_for(group).size());
+}
+
+std::vector<Pass> measure_passes(Measuring& seconds, const comm::Group& group, bool is_quick) {
   std::vector<Pass> passes;
-  const auto begin = Clock::now();
-  for (PassLoad load : kLoads) {
+  for (PassLoad load : loads_for(is_quick)) {
     if (is_quick) load.rows /= 10;
-    if (is_quick && load.batch > 1024) continue;
-    for (const Cut cut : cuts) passes.push_back(measure(cut, load, group, seconds_each, begin));
+    for (const Cut cut : cuts_for(group)) {
+      if (seconds.begins()) passes.push_back(measure(cut, load, group, seconds));
+    }
   }
   return passes;
 }

@@ -1,18 +1,20 @@
 // tessera-worker profile-rank — one of the ranks that `tessera doctor --profile` measures with.
 //
 // All ranks of the host do the same at once, since memory and links are shared; a time is the
-// slowest rank's, the median of five.
+// slowest rank's, the median of five. What there is no time for is left out: see `Measuring`.
 
 #include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
-#include <functional>
+#include <cstdlib>
+#include <iterator>
 #include <random>
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
+#include "measuring.h"
 #include "profile_passes.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/environment.h"
@@ -24,54 +26,12 @@
 namespace tessera::cli {
 namespace {
 
-using Clock = std::chrono::steady_clock;
 using planner::Curve;
 
-constexpr int kRepetitions = 5;
-constexpr double kHurry = 10;  // seconds after which everything is called once only
-
-class Measuring {
- public:
-  Measuring(const comm::Group& group, double seconds_each)
-      : group_(group), seconds_each_(seconds_each), begin_(Clock::now()) {}
-
-  // Seconds of one call.
-  double operator()(const std::function<void()>& work) {
-    work();
-    // As many calls between two readings as fill the time of one repetition; the same on all ranks.
-    at::Tensor single = at::empty({2}, at::kDouble);
-    single[0] = timed(work, 1);
-    single[1] = std::chrono::duration<double>(Clock::now() - begin_).count();
-    comm::all_reduce_(single, group_, comm::Reduction::kMax);
-    const bool is_late = single[1].item<double>() > kHurry;
-    const double wanted =
-        (is_late ? 0 : seconds_each_) / kRepetitions / std::max(1e-7, single[0].item<double>());
-    const int calls = static_cast<int>(std::clamp(wanted, 1.0, 2000.0));
-    at::Tensor times = at::empty({kRepetitions}, at::kDouble);
-    for (int i = 0; i < kRepetitions; ++i) {
-      comm::barrier(group_);
-      times[i] = timed(work, calls);
-    }
-    comm::all_reduce_(times, group_, comm::Reduction::kMax);
-    const double median = times.median().item<double>();
-    spread_ = std::max(spread_, (times.max().item<double>() - times.min().item<double>()) / median);
-    return median;
-  }
-
-  double spread() const { return spread_; }
-
- private:
-  static double timed(const std::function<void()>& work, int calls) {
-    const auto begin = Clock::now();
-    for (int i = 0; i < calls; ++i) work();
-    return std::chrono::duration<double>(Clock::now() - begin).count() / calls;
-  }
-
-  comm::Group group_;
-  double seconds_each_;
-  Clock::time_point begin_;
-  double spread_ = 0;
-};
+constexpr std::int64_t kWidths[] = {16, 32, 64, 128, 256};  // columns of a row
+constexpr std::int64_t kTables[] = {1, 32};
+constexpr std::int64_t kExchanges[] = {512, 4 << 10, 32 << 10, 256 << 10, 2 << 20, 16 << 20};
+constexpr std::int64_t kLayers[] = {64, 256, 1024};
 
 embedding::TableBatch batch_of(std::int64_t tables, std::int64_t rows, std::int64_t columns) {
   std::vector<embedding::Table> list;
@@ -94,7 +54,8 @@ void measure_rows(Measuring& seconds, std::int64_t table_bytes, planner::Machine
   constexpr std::int64_t kBag = 16;
   constexpr std::int64_t kInputs = 4;
   std::mt19937_64 random(1);
-  for (const std::int64_t columns : {16, 32, 64, 128, 256}) {
+  for (const std::int64_t columns : kWidths) {
+    if (!seconds.begins()) continue;
     const std::int64_t rows = table_bytes / (columns * 4);
     const std::int64_t samples = std::max<std::int64_t>(64, (1 << 18) / columns / kBag);
     const embedding::TableBatch batch = batch_of(1, rows, columns);
@@ -124,7 +85,8 @@ void measure_rows(Measuring& seconds, std::int64_t table_bytes, planner::Machine
 
 // Many tables of next to nothing: what a table costs by itself.
 void measure_parts(Measuring& seconds, planner::MachineProfile& profile) {
-  for (const std::int64_t tables : {1, 32}) {
+  for (const std::int64_t tables : kTables) {
+    if (!seconds.begins()) continue;
     const embedding::TableBatch batch = batch_of(tables, 16, 16);
     const std::int64_t num_ids = tables * 4;
     const embedding::LookupInput input{at::zeros({num_ids}, at::kLong),
@@ -137,7 +99,8 @@ void measure_parts(Measuring& seconds, planner::MachineProfile& profile) {
 void measure_links(Measuring& seconds, const comm::Group& group, planner::MachineProfile& profile) {
   if (group.size() < 2) return;
   const double leaving = static_cast<double>(group.size() - 1) / group.size();
-  for (const std::int64_t bytes : {512, 4 << 10, 32 << 10, 256 << 10, 2 << 20, 16 << 20}) {
+  for (const std::int64_t bytes : kExchanges) {
+    if (!seconds.begins()) continue;
     const std::int64_t count = std::max<std::int64_t>(1, bytes / 4 / group.size()) * group.size();
     at::Tensor tensor = at::zeros({count});
     profile.host.emplace_back(static_cast<double>(count) * 4 * leaving,
@@ -149,7 +112,8 @@ void measure_links(Measuring& seconds, const comm::Group& group, planner::Machin
 
 void measure_dense(Measuring& seconds, planner::MachineProfile& profile) {
   constexpr std::int64_t kSamples = 512;
-  for (const std::int64_t width : {64, 256, 1024}) {
+  for (const std::int64_t width : kLayers) {
+    if (!seconds.begins()) continue;
     const at::Tensor input = at::full({kSamples, width}, 0.5);
     const at::Tensor weight = at::full({width, width}, 0.01);
     profile.dense.emplace_back(6.0 * kSamples * static_cast<double>(width * width), seconds([&] {
@@ -160,8 +124,11 @@ void measure_dense(Measuring& seconds, planner::MachineProfile& profile) {
   }
 }
 
+// profile-rank SECONDS [--quick]: it ends before the steady clock says so many.
 int profile_rank(const std::vector<std::string>& words) {
-  const bool is_quick = !words.empty() && words[0] == "--quick";
+  const Measuring::Clock::time_point end(std::chrono::duration_cast<Measuring::Clock::duration>(
+      std::chrono::duration<double>(words.empty() ? 0 : std::strtod(words[0].c_str(), nullptr))));
+  const bool is_quick = words.size() > 1 && words[1] == "--quick";
   comm::GroupOptions options = comm::default_group_options();
   options.name = "profile";
   const comm::Group group = comm::init(options);
@@ -170,17 +137,21 @@ int profile_rank(const std::vector<std::string>& words) {
   profile.engine = group.engine();
   profile.num_ranks = group.size();
   profile.threads_per_rank = at::get_num_threads();
-  Measuring seconds(group, is_quick ? 0.02 : 0.2);
+  const std::size_t points = std::size(kWidths) + std::size(kTables) + std::size(kLayers) +
+                             (group.size() > 1 ? std::size(kExchanges) : 0);
+  Measuring seconds(group, is_quick ? 0.02 : 0.2, end,
+                    static_cast<int>(points) + num_passes(group, is_quick));
   measure_rows(seconds, std::int64_t{is_quick ? 16 : 96} << 20, profile);
   measure_parts(seconds, profile);
   measure_links(seconds, group, profile);
   measure_dense(seconds, profile);
-  profile.passes = measure_passes(group, is_quick ? 0.02 : 0.2, is_quick);
+  profile.passes = measure_passes(seconds, group, is_quick);
   for (Curve* curve : {&profile.rows, &profile.steps, &profile.parts, &profile.host,
                        &profile.all_reduce, &profile.dense}) {
     *curve = planner::rising(std::move(*curve));
   }
   profile.spread = seconds.spread();
+  profile.left_out = seconds.left_out();
   if (group.rank() == 0) std::printf("%s\n", planner::to_json(profile).c_str());
   std::fflush(stdout);
   comm::barrier(group);

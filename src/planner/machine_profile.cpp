@@ -117,7 +117,7 @@ MachineProfile profile_from_json(std::string_view text) {
   const Json value = json::parse(text, "the profile");
   const Place root(value, "");
   root.check_keys({"kind", "machine", "version", "engine", "ranks", "threads_per_rank", "spread",
-                   "curves", "passes", "calibration"});
+                   "left_out", "curves", "passes", "calibration"});
   if (!root.has("kind") || root["kind"].text() != "tessera machine profile") {
     root.refuse("is no profile of tessera doctor --profile");
   }
@@ -128,6 +128,9 @@ MachineProfile profile_from_json(std::string_view text) {
   profile.num_ranks = static_cast<int>(root["ranks"].whole(1, 1 << 16));
   profile.threads_per_rank = static_cast<int>(root["threads_per_rank"].whole(1, 1 << 16));
   profile.spread = root["spread"].number(0, 1e9);
+  if (root.has("left_out")) {
+    profile.left_out = static_cast<int>(root["left_out"].whole(0, 1 << 16));
+  }
   const Place curves = root["curves"];
   curves.check_keys({"rows", "steps", "parts", "host", "network", "all_reduce", "dense"});
   for (const CurveName& name : kCurves) {
@@ -157,6 +160,7 @@ std::string to_json(const MachineProfile& profile) {
              {"version", profile.version},        {"engine", profile.engine},
              {"ranks", profile.num_ranks},        {"threads_per_rank", profile.threads_per_rank},
              {"spread", profile.spread},          {"curves", std::move(curves)}};
+  if (profile.left_out > 0) value["left_out"] = profile.left_out;
   for (const Pass& pass : profile.passes) value["passes"].push_back(json_of(pass));
   if (!profile.calibration.run.empty()) {
     Json one{{"run", profile.calibration.run}};

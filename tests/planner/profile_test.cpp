@@ -55,9 +55,11 @@ TEST(ProfileTest, SpeedsAreThoseOfTheLines) {
 TEST(ProfileTest, FilesAreReadAsWritten) {
   MachineProfile profile = measured();
   profile.calibration = {"runs/1", 1.5, 0.5, 2, 1};
+  profile.left_out = 7;
   const MachineProfile read = profile_from_json(to_json(profile));
   EXPECT_EQ(to_json(read), to_json(profile));
   EXPECT_EQ(read.calibration, profile.calibration);
+  EXPECT_EQ(read.left_out, 7);
   const std::pair<const char*, const char*> kBad[] = {
       {"", "the profile"},
       {"{}", "no profile of tessera doctor"},

@@ -72,6 +72,7 @@ struct MachineProfile {
   Curve dense;               // operations of a layer, forward and backward; seconds
   std::vector<Pass> passes;
   double spread = 0;  // the largest of all points: (slowest - fastest) / median
+  int left_out = 0;   // points and passes for which there was no time
   Calibration calibration;
 };
 
