@@ -1,5 +1,6 @@
 // Finds ids in lines of five. Compiled once per instruction set; see kernels/CMakeLists.txt. The
 // lines of ids some way ahead are asked for, so that they have come when their ids are compared.
+// One id in twelve lies behind its line: it waits for the next line a while, and others go on.
 
 #include "kernels/id_lines.h"
 
@@ -17,9 +18,15 @@ constexpr int kStep = 8;
 // Lines on their way: more than a core's line fill buffers.
 constexpr std::int64_t kAhead = 48;
 constexpr std::int64_t kRing = 64;
-// Ids between finding a row and touching its record.
-constexpr std::int64_t kTouchAfter = 24;
+// Ids between asking for the line behind an id's own and looking there.
+constexpr std::int64_t kBehindAfter = 24;
+constexpr std::uint64_t kMostBehind = 32;
+static_assert(kBehindAfter + kStep <= static_cast<std::int64_t>(kMostBehind));
+// Ids between finding a row in its own line and touching its record: half as many for those that
+// waited.
+constexpr std::int64_t kTouchAfter = 48;
 static_assert(kAhead % kStep == 0 && kTouchAfter % kStep == 0 && kAhead + kStep <= kRing);
+static_assert(kBehindAfter <= kTouchAfter);
 
 const IdLine* line_of(IdLines lines, std::uint64_t hash) {
   return lines.lines +
@@ -67,34 +74,60 @@ inline unsigned slots_with(const IdLine& line, std::int64_t id) {
   return -1;
 }
 
-inline std::int64_t find(IdLines lines, const IdLine& line, std::int64_t id) {
-  const unsigned slots = slots_with(line, id);
-  if (slots != 0) [[likely]] {
-    return line.rows[__builtin_ctz(slots)];
-  }
-  return line.overflow == 0 ? -1 : find_behind(lines, id);
+/// The next line of the segment.
+inline const IdLine* line_behind(IdLines lines, const IdLine* line) {
+  const std::int64_t number = line - lines.lines;
+  return lines.lines + ((number & -kLinesPerSegment) | ((number + 1) % kLinesPerSegment));
 }
 
-/// Calls `found(i, row)` for every id in order, and `after(i)` for every kStep-th before them.
+/// Calls `found(i, row)` for every id, those behind their lines later than others, and `after(at)`
+/// for every kStep-th: those before `at - kBehindAfter` are found then. All in one function: what
+/// is captured stays in registers, and GCC drops calls of functions that only prefetch.
 template <typename Found, typename After>
-inline void for_rows(IdLines lines, const std::int64_t* ids, std::int64_t count, const Found& found,
-                     const After& after) {
+[[gnu::always_inline]] inline void for_rows(IdLines lines, const std::int64_t* ids,
+                                            std::int64_t count, const Found& found,
+                                            const After& after) {
   alignas(64) const IdLine* ring[kRing];
+  std::int64_t behind[kMostBehind];
+  std::uint64_t first = 0;
+  std::uint64_t last = 0;
   const std::int64_t whole = count / kStep * kStep;
   const auto ask = [&](std::int64_t at) {
     const IdLine** places = ring + at % kRing;
     place_ids(lines, ids + at, places);
     for (int i = 0; i < kStep; ++i) __builtin_prefetch(places[i]);
   };
+  const auto look_behind = [&](std::int64_t end) __attribute__((always_inline)) {
+    for (; first != last && behind[first % kMostBehind] < end; ++first) {
+      const std::int64_t at = behind[first % kMostBehind];
+      found(at, find_behind(lines, ids[at]));
+    }
+  };
+  const auto look = [&](const IdLine& line, std::int64_t at) __attribute__((always_inline)) {
+    const unsigned slots = slots_with(line, ids[at]);
+    if (slots != 0) [[likely]] {
+      found(at, line.rows[__builtin_ctz(slots)]);
+      return;
+    }
+    if (line.overflow == 0) {
+      found(at, -1);
+      return;
+    }
+    __builtin_prefetch(line_behind(lines, &line));
+    behind[last++ % kMostBehind] = at;
+  };
   for (std::int64_t at = 0; at < kAhead && at < whole; at += kStep) ask(at);
   for (std::int64_t at = 0; at < whole; at += kStep) {
     if (at + kAhead < whole) ask(at + kAhead);
     const IdLine* const* places = ring + at % kRing;
-    for (int i = 0; i < kStep; ++i) found(at + i, find(lines, *places[i], ids[at + i]));
+    for (int i = 0; i < kStep; ++i) look(*places[i], at + i);
+    look_behind(at + kStep - kBehindAfter);
     after(at);
   }
+  look_behind(whole);
   for (std::int64_t at = whole; at < count; ++at) {
-    found(at, find(lines, *line_of(lines, hash_id(ids[at])), ids[at]));
+    look(*line_of(lines, hash_id(ids[at])), at);
+    look_behind(count);
   }
 }
 
