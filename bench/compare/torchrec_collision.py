@@ -2,10 +2,10 @@
 
     .venv-peers/bin/python bench/compare/torchrec_collision.py [--seconds S] [--ids N]
 
-All hold the same ids; batches of 65536 known ids, one thread, taking turns: torchrec's table, ours of the
-same kind in the same slots, `tessera_growing`, the module of a table that grows, and `tessera_id_table`,
-the id table in it without the module around it. An admission brings 65536 new ids
-into a full table. With more than 2 * 10^7 ids only torchrec's remap and the growing table are timed, as
+All hold the same ids; batches of 65536 known ids, made before, one thread, taking turns: torchrec's table,
+ours of the same kind in the same slots, `tessera_growing`, the module of a table that grows, and
+`tessera_id_table`, the id table in it without the module around it. An admission brings 65536 new ids into
+a full table. With more than 2 * 10^7 ids only torchrec's remap and the growing table are timed, as
 the admissions would take minutes.
 """
 
@@ -35,8 +35,12 @@ def make(modules, size: int):
     return modules.MCHManagedCollisionModule(size, torch.device("cpu"), policy, 1)
 
 
+def batch_of(tensors, values):
+    return {"f": tensors.JaggedTensor(values, lengths=torch.tensor([values.numel()]))}
+
+
 def call(tensors, module, values):
-    return module({"f": tensors.JaggedTensor(values, lengths=torch.tensor([values.numel()]))})["f"].values()
+    return module(batch_of(tensors, values))["f"].values()
 
 
 def fill(module, ids: torch.Tensor) -> None:
@@ -89,8 +93,9 @@ def main() -> None:
         values = ids[torch.randint(0, size - 1, (BATCH,), generator=generator)]
         rows = {}
         for name, (tensors, module) in sides.items():
+            batch = batch_of(tensors, values)
             begin = time.thread_time()
-            rows[name] = call(tensors, module, values)
+            rows[name] = module(batch)["f"].values()
             times[name].append(time.thread_time() - begin)
         others = ids[torch.randint(0, size - 1, (BATCH,), generator=generator)]  # not read just before
         begin = time.thread_time()

@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -91,34 +93,46 @@ void bind_id_options(py::module_& module) {
       .def_readwrite("most_bytes", &IdTableOptions::most_bytes);
 }
 
+/// Rows as tensors number them: from `first_row` on, with the row before for ids without one.
+void number_from(std::int64_t first_row, std::span<std::int64_t> rows) {
+  for (std::int64_t& row : rows) row += first_row;
+}
+
+Tensor find_rows(const IdTable& table, const Tensor& values, std::int64_t first_row) {
+  const Tensor ids = ids_of(values);
+  const auto from = ids_in(ids);
+  Tensor rows = at::empty_like(ids);
+  const std::span<std::int64_t> to(rows.data_ptr<std::int64_t>(), from.size());
+  // Pieces whose rows are still near when they are numbered.
+  constexpr std::int64_t kPiece = 8192;
+  at::parallel_for(0, rows.numel(), 16384, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t at = begin; at < end; at += kPiece) {
+      const auto first = static_cast<std::size_t>(at);
+      const auto count = static_cast<std::size_t>(std::min(kPiece, end - at));
+      table.find(from.subspan(first, count), to.subspan(first, count));
+      number_from(first_row, to.subspan(first, count));
+    }
+  });
+  return rows;
+}
+
 void bind_id_table(py::module_& module) {
   py::class_<IdTable>(module, "IdTable")
       .def(py::init<IdTableOptions>())
-      .def(
-          "find",
-          [](const IdTable& self, const Tensor& values) {
-            const Tensor ids = ids_of(values);
-            Tensor rows = at::empty_like(ids);
-            auto* to = rows.data_ptr<std::int64_t>();
-            self.find(ids_in(ids), {to, static_cast<std::size_t>(rows.numel())},
-                      [](std::int64_t count, const auto& part) {
-                        at::parallel_for(0, count, 16384, part);
-                      });
-            return rows;
-          },
-          Release())
+      .def("find", &find_rows, py::arg("values"), py::arg("first_row") = 0, Release())
       .def(
           "admit",
           [](IdTable& self, const Tensor& values, const std::optional<Tensor>& counts,
-             std::int64_t step) {
+             std::int64_t step, std::int64_t first_row) {
             const Tensor ids = ids_of(values);
             const Tensor seen = counts ? ids_of(*counts) : at::empty({0}, at::kLong);
             Tensor rows = at::empty_like(ids);
-            const IdChanges changes =
-                self.admit(ids_in(ids), ids_in(seen), step,
-                           {rows.data_ptr<std::int64_t>(), static_cast<std::size_t>(rows.numel())});
+            const std::span<std::int64_t> to(rows.data_ptr<std::int64_t>(), ids_in(ids).size());
+            const IdChanges changes = self.admit(ids_in(ids), ids_in(seen), step, to);
+            number_from(first_row, to);
             return std::pair(rows, changes_of(changes));
           },
+          py::arg("values"), py::arg("counts"), py::arg("step"), py::arg("first_row") = 0,
           Release())
       .def("erase",
            [](IdTable& self, const Tensor& values) {

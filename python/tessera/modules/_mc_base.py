@@ -20,9 +20,10 @@ def apply_mc_method_to_jt_dict(mc_module: nn.Module, method: str, features_dict:
 
 
 def with_values(feature: JaggedTensor, values: torch.Tensor) -> JaggedTensor:
-    return JaggedTensor(
-        values, lengths=feature.lengths(), offsets=feature.offsets(), weights=feature.weights_or_none()
-    )
+    """Return the feature with as many other values: its bags are known to be good."""
+    other = JaggedTensor.__new__(JaggedTensor)
+    other._take(values, feature.weights_or_none(), feature.lengths_or_none(), feature.offsets_or_none())
+    return other
 
 
 def validate(module: nn.Module, _: object) -> None:

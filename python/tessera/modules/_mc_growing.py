@@ -12,6 +12,7 @@ from tessera import _C
 from tessera.modules._mc_base import LARGEST, Features, ManagedCollisionModule, validate, with_values
 
 _engine = _C.collision
+_FIRST_ROW = 1  # row 0 is for ids without one
 
 
 def _admission(text: str, seed: int) -> _C.collision.Admission:
@@ -149,7 +150,10 @@ class GrowingManagedCollisionModule(ManagedCollisionModule):
         """Return the features as they are: `remap` counts them."""
         return features
 
-    @torch.no_grad()
+    def forward(self, features: Features, mutate_miss_lengths: bool = True) -> Features:
+        """Return the rows in place of the ids: `remap`, as the other two do nothing here."""
+        return self.remap(features, mutate_miss_lengths)
+
     def remap(
         self,
         features: Features,
@@ -158,20 +162,20 @@ class GrowingManagedCollisionModule(ManagedCollisionModule):
     ) -> Features:
         """Return the rows in place of the ids; in train mode unknown ids may get one."""
         given = [feature.values() for feature in features.values()]
-        values = (given[0] if len(given) == 1 else torch.cat(given)).cpu().to(torch.int64)
+        values = given[0] if len(given) == 1 else torch.cat(given)
         self._num_scratch = 0
         if self.training:
             step = int(self._current_iter_tensor) + 1
-            rows, changes = self._ids.admit(values, None, step)
+            rows, changes = self._ids.admit(values, None, step, _FIRST_ROW)
             self._current_iter_tensor += 1
             self._take_changes(*changes)
         else:
-            rows = self._ids.find(values)
-        rows += 1
+            rows = self._ids.find(values, _FIRST_ROW)
         if self._default == "init":
-            self._add_scratch(values, rows)
-        sizes = [feature.values().numel() for feature in features.values()]
-        parts = rows.to(self._device).split(sizes)
+            self._add_scratch(values.cpu().to(torch.int64), rows)
+        if self._device.type != "cpu":
+            rows = rows.to(self._device)
+        parts = (rows,) if len(given) == 1 else rows.split([values.numel() for values in given])
         pairs = zip(features.items(), parts, strict=True)
         return {name: with_values(feature, part) for (name, feature), part in pairs}
 
