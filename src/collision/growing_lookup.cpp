@@ -69,7 +69,7 @@ GrowingState::Sent GrowingState::look_up(const DistContext& context, bool admits
   const auto* from = all_ids.const_data_ptr<std::int64_t>();
   std::vector<std::vector<std::int64_t>> ids(parts.size());
   std::vector<std::vector<std::int64_t>> rows(parts.size());
-  for (std::size_t p = 0; p < parts.size(); ++p) {
+  for_all(parts.size(), id, [&](std::size_t p) {
     for (const std::size_t r : parts[p]->routes) {
       for (std::size_t rank = 0; rank < world; ++rank) {
         const std::size_t s = rank * own.size() + r;
@@ -78,34 +78,39 @@ GrowingState::Sent GrowingState::look_up(const DistContext& context, bool admits
       }
     }
     rows[p].resize(ids[p].size());
-  }
+  });
   admit(ids, rows, admits);
 
   const at::Tensor numbers = at::empty_like(all_ids);
   auto* to = numbers.data_ptr<std::int64_t>();
-  std::vector<UnknownPlaces> unknown;
-  std::vector<at::Tensor> values;
-  for (std::size_t p = 0; p < parts.size(); ++p) {
-    GrowingPart& part = *parts[p];
-    const std::int64_t columns = part.config->config.embedding_dim;
-    UnknownPlaces places{.table = part.table, .columns = columns};
-    std::vector<std::int64_t> unknown_ids;
+  std::vector<UnknownPlaces> places(parts.size());
+  std::vector<std::vector<std::int64_t>> unknown_ids(parts.size());
+  for_all(parts.size(), id, [&](std::size_t p) {
+    const std::int64_t columns = parts[p]->config->config.embedding_dim;
+    places[p].table = parts[p]->table;
+    places[p].columns = columns;
     std::size_t next = 0;
-    for (const std::size_t r : part.routes) {
+    for (const std::size_t r : parts[p]->routes) {
       for (std::size_t rank = 0; rank < world; ++rank) {
         const std::size_t s = rank * own.size() + r;
         for (std::int64_t i = 0; i < segments.ids[s]; ++i, ++next) {
           to[segments.first_id[s] + i] = rows[p][next] + 1;
           if (rows[p][next] >= 0) continue;
-          places.places.push_back(segments.first_value[s] + i * columns);
-          unknown_ids.push_back(ids[p][next]);
-          places.buckets.push_back(bucket_of(ids[p][next]));
+          places[p].places.push_back(segments.first_value[s] + i * columns);
+          places[p].buckets.push_back(bucket_of(ids[p][next]));
+          unknown_ids[p].push_back(ids[p][next]);
         }
       }
     }
-    if (admits) part.growth.sightings += static_cast<std::int64_t>(next);
-    if (unknown_ids.empty()) continue;
-    const auto count = static_cast<std::int64_t>(unknown_ids.size());
+    if (admits) parts[p]->growth.sightings += static_cast<std::int64_t>(next);
+  });
+  std::vector<UnknownPlaces> unknown;
+  std::vector<at::Tensor> values;
+  for (std::size_t p = 0; p < parts.size(); ++p) {
+    if (unknown_ids[p].empty()) continue;
+    const GrowingPart& part = *parts[p];
+    const std::int64_t columns = places[p].columns;
+    const auto count = static_cast<std::int64_t>(unknown_ids[p].size());
     at::Tensor read;
     switch (part.config->unknown) {
       case UnknownIds::kRow:
@@ -115,10 +120,10 @@ GrowingState::Sent GrowingState::look_up(const DistContext& context, bool admits
         read = at::zeros({count, columns}, at::kFloat);
         break;
       case UnknownIds::kInit:
-        read = part.first_values(unknown_ids);
+        read = part.first_values(unknown_ids[p]);
         break;
     }
-    unknown.push_back(std::move(places));
+    unknown.push_back(std::move(places[p]));
     values.push_back(std::move(read));
   }
 

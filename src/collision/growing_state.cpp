@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <exception>
+#include <functional>
 #include <sstream>
 #include <utility>
 
@@ -26,8 +28,11 @@ using sharding::ShardingType;
 constexpr const char* kOperation = "collision.growing_tables";
 constexpr const char* kStates[] = {"momentum1", "momentum2"};
 
-// Ids that a thread finds at least.
-constexpr std::int64_t kFindGrain = 4096;
+std::int64_t total_size(const std::vector<std::vector<std::int64_t>>& lists) {
+  std::int64_t total = 0;
+  for (const auto& list : lists) total += static_cast<std::int64_t>(list.size());
+  return total;
+}
 
 /// Buckets in place of rows: what ids are dealt by.
 std::vector<embedding::EmbeddingTableConfig> bucket_tables(
@@ -83,6 +88,25 @@ bool may_refuse(const GrowingTable& table) {
 }
 
 }  // namespace
+
+void for_all(std::size_t count, std::int64_t num_ids,
+             const std::function<void(std::size_t)>& each) {
+  const auto number = static_cast<std::int64_t>(count);
+  const std::int64_t grain = 1 + number * kIdGrain / std::max<std::int64_t>(num_ids, 1);
+  std::vector<std::exception_ptr> errors(count);
+  at::parallel_for(0, number, grain, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t i = begin; i < end; ++i) {
+      try {
+        each(index(i));
+      } catch (...) {
+        errors[index(i)] = std::current_exception();
+      }
+    }
+  });
+  for (const std::exception_ptr& error : errors) {
+    if (error != nullptr) std::rethrow_exception(error);
+  }
+}
 
 GrowingPart::GrowingPart(std::size_t number, const GrowingTable& given, int first_bucket,
                          int end_bucket)
@@ -321,22 +345,19 @@ void GrowingState::admit(std::vector<std::vector<std::int64_t>>& ids,
   if (!admits) {
     for (std::size_t p = 0; p < parts.size(); ++p) {
       parts[p]->ids.find(ids[p], rows[p], [](std::int64_t count, const auto& run) {
-        at::parallel_for(0, count, kFindGrain, run);
+        at::parallel_for(0, count, kIdGrain, run);
       });
     }
     return;
   }
   Fault fault;
   std::vector<IdChanges> changes(parts.size());
-  std::size_t num_planned = 0;
-  const auto undo = [&] {
-    for (std::size_t p = 0; p < num_planned; ++p) parts[p]->ids.undo_admitted();
+  const auto undo = [&] {  // of those that have planned; others are as they were
+    for (const auto& part : parts) part->ids.undo_admitted();
   };
   try {
-    for (; num_planned < parts.size(); ++num_planned) {
-      GrowingPart& part = *parts[num_planned];
-      changes[num_planned] = part.plan(ids[num_planned], num_calls + 1, rows[num_planned]);
-    }
+    for_all(parts.size(), total_size(ids),
+            [&](std::size_t p) { changes[p] = parts[p]->plan(ids[p], num_calls + 1, rows[p]); });
   } catch (const std::exception& error) {
     if (group.size() == 1) {
       undo();
@@ -367,11 +388,16 @@ void GrowingState::forget_changes() {
 void GrowingState::keep(const std::vector<IdChanges>& changes) {
   ++num_calls;
   std::erase_if(followers, [](const auto& follower) { return follower.expired(); });
+  std::int64_t num_new = 0;
+  for (const IdChanges& change : changes)
+    num_new += static_cast<std::int64_t>(change.new_ids.size());
+  for_all(parts.size(), num_new, [&](std::size_t p) {
+    parts[p]->ids.keep_admitted();
+    parts[p]->resize();
+    parts[p]->fill(changes[p].new_ids, changes[p].new_rows);
+  });
   for (std::size_t p = 0; p < parts.size(); ++p) {
     GrowingPart& part = *parts[p];
-    part.ids.keep_admitted();
-    part.resize();
-    part.fill(changes[p].new_ids, changes[p].new_rows);
     for (const auto& follower : followers) {
       const auto one = follower.lock();
       if (one == nullptr || changes[p].evicted_ids.empty()) continue;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -16,6 +17,13 @@
 namespace tessera::collision {
 
 inline std::size_t index(std::int64_t number) { return static_cast<std::size_t>(number); }
+
+/// Ids that are worth a thread.
+inline constexpr std::int64_t kIdGrain = 4096;
+
+/// Calls `each` for 0 to count - 1, on several threads if there are ids enough in all. What is
+/// thrown is the error of the first that has one, after all are done.
+void for_all(std::size_t count, std::int64_t num_ids, const std::function<void(std::size_t)>& each);
 
 /// A table's ids and rows on this rank. Row r of the id table is row r + 1 of the tensors; row 0 is
 /// read by ids that have none, and what it holds is replaced.

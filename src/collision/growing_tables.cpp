@@ -20,10 +20,11 @@ using jagged::KeyedJaggedTensor;
 using jagged::KeyedTensor;
 using sharding::DistContext;
 
-std::vector<std::int64_t> offsets_of(const KeyedJaggedTensor& features, std::size_t place) {
-  const at::Tensor lengths = features.feature(place).lengths().to(at::kLong).contiguous();
-  const auto* length = lengths.const_data_ptr<std::int64_t>();
-  std::vector<std::int64_t> offsets(static_cast<std::size_t>(lengths.numel()) + 1);
+/// The first id of every bag of a key, from zero, and the end of the last. `lengths`: of all keys.
+std::vector<std::int64_t> offsets_of(const KeyedJaggedTensor& features, std::size_t place,
+                                     const std::int64_t* lengths) {
+  const std::int64_t* length = lengths + features.lengths_offset_per_key()[place];
+  std::vector<std::int64_t> offsets(static_cast<std::size_t>(features.stride_per_key()[place]) + 1);
   for (std::size_t b = 0; b + 1 < offsets.size(); ++b) offsets[b + 1] = offsets[b] + length[b];
   return offsets;
 }
@@ -271,19 +272,23 @@ comm::LazyAwaitable<KeyedTensor> GrowingEmbeddingBagCollection::compute_and_outp
     plan.num_bags = context->strides.front();
     std::vector<std::string> names;
     std::vector<std::int64_t> columns;
-    for (std::size_t o = 0; o < outputs.size(); ++o) {
+    for (const auto& output : outputs) {
       HomeBlock block;
       block.first_column = plan.num_columns;
-      block.num_columns = outputs[o].columns;
-      block.is_mean =
-          state->layout->tables[outputs[o].table].pooling == embedding::PoolingType::kMean;
-      block.places = state->places_of(*context, o, sent.ids);
-      block.offsets = offsets_of(context->features, context->places[outputs[o].feature]);
+      block.num_columns = output.columns;
+      block.is_mean = state->layout->tables[output.table].pooling == embedding::PoolingType::kMean;
       plan.num_columns += block.num_columns;
       plan.blocks.push_back(std::move(block));
-      names.push_back(outputs[o].name);
-      columns.push_back(outputs[o].columns);
+      names.push_back(output.name);
+      columns.push_back(output.columns);
     }
+    const KeyedJaggedTensor& features = context->features.sync();
+    const at::Tensor lengths = features.lengths().reshape({-1}).to(at::kLong).contiguous();
+    const auto* length = lengths.const_data_ptr<std::int64_t>();
+    for_all(outputs.size(), features.values().numel(), [&](std::size_t o) {
+      plan.blocks[o].places = state->places_of(*context, o, sent.ids);
+      plan.blocks[o].offsets = offsets_of(features, context->places[outputs[o].feature], length);
+    });
     return KeyedTensor(std::move(names), std::move(columns),
                        rows_at_home(sent.arrived.wait(), std::move(plan)));
   });

@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstring>
 #include <fstream>
+#include <mutex>
 #include <new>
 #include <string>
 
@@ -100,6 +101,9 @@ ReservedMemory::~ReservedMemory() { munmap(data_, mapped_); }
 bool ReservedMemory::grow(std::size_t bytes) noexcept {
   const std::size_t wanted = whole_pages(bytes);
   if (wanted <= size_) return true;
+  // Tables may grow at once: each is to see what the others took.
+  static std::mutex growing;
+  const std::scoped_lock lock(growing);
   if (wanted > reserved_ || wanted - size_ > memory_headroom()) return false;
   const auto begin = reinterpret_cast<std::uintptr_t>(data_);
   if (wanted > mapped_) {
