@@ -40,7 +40,7 @@ class Perf:
         """Return all parts but the ids, one after the other.
 
         >>> Perf(1, 2, 3, 4, input_dist_comms=100).total
-        10
+        10.0
         """
         parts = (self.fwd_compute, self.fwd_comms, self.bwd_compute, self.bwd_comms, self.prefetch_compute)
         return sum(parts)
