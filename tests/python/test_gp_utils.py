@@ -301,3 +301,60 @@ def test_the_configuration_of_workers():
     with pytest.raises(ValueError, match="groups of 2 ranks do not fit 4 workers"):
         resolve(config(2), 4)
     assert torch.equal(gp_utils.pad_input(torch.ones(2, 3), 4).sum(1), torch.tensor([3.0, 3.0, 0.0, 0.0]))
+
+
+def fairchem_paths(rank):
+    """The signatures of fairchem.core.common: rows are atoms, and every order of derivatives is right."""
+    from tessera.core.common import gp_utils as today
+    from tessera.core.common.parallelism import graph_parallel_a2a as a2a
+
+    size = dist.get_world_size()
+    owners = a2a.partition_atoms_index_split(7, size, "cpu")
+    if size > 1:
+        with pytest.raises(ValueError, match=f"rank {rank} of {size} is rank 0 of 1 of the graph-parallel"):
+            a2a.build_gp_context(torch.zeros(2, 0, dtype=torch.long), owners, rank, size)
+    today.setup_graph_parallel_groups(size, None)
+    assert gp_utils.get_gp_world_size() == size  # the groups are those of the older path
+    weights = torch.arange(21.0, dtype=torch.float64).reshape(7, 3) + 1
+
+    def energy(rows, r):
+        return ((r + 1) * weights * rows**3).sum()
+
+    # Out of the whole, cut and joined again: the same as one process, also differentiated twice.
+    whole = (weights / 7).clone().requires_grad_()
+    mine = today.scatter_to_model_parallel_region(whole)
+    assert mine.shape[0] == today.size_list_fn(7, size)[rank]
+    joined = today.gather_from_model_parallel_region(mine * 2, 7)
+    (grad,) = torch.autograd.grad(energy(joined, 0), whole, create_graph=True)
+    (second,) = torch.autograd.grad((grad**2).sum(), whole)
+    alone = (weights / 7).clone().requires_grad_()
+    (expected,) = torch.autograd.grad(energy(alone * 2, 0), alone, create_graph=True)
+    torch.testing.assert_close(grad, expected)
+    torch.testing.assert_close(second, torch.autograd.grad((expected**2).sum(), alone)[0])
+
+    # Only the rows that edges need.
+    edges = torch.stack([torch.arange(7).repeat_interleave(3), torch.arange(21) * 2 % 7])
+    own = edges[:, owners[edges[1]] == rank]
+    context = a2a.build_gp_context(own, owners, rank, size)
+    nodes = (owners == rank).nonzero().flatten()
+    rows = whole.detach()[nodes].requires_grad_()
+    received = a2a.all_to_all_collect(rows, context)
+    assert received.shape == (context.total_recv, 3) and context.total_local_atoms == len(nodes)
+    sources = torch.cat([rows, received])[context.edge_index_local[0]]
+    assert torch.equal(sources.detach(), whole.detach()[own[0]])
+    (grad,) = torch.autograd.grad((sources**3).sum(), rows, create_graph=True)
+    (second,) = torch.autograd.grad((grad**2).sum(), rows)
+    alone = whole.detach().clone().requires_grad_()
+    (expected,) = torch.autograd.grad((alone[edges[0]] ** 3).sum(), alone, create_graph=True)
+    torch.testing.assert_close(grad, expected[nodes])
+    torch.testing.assert_close(second, torch.autograd.grad((expected**2).sum(), alone)[0][nodes])
+    if len(nodes) > 1:
+        with pytest.raises(ValueError, match="node_partition is not what rank_assignments gives"):
+            a2a.build_gp_context(own, owners, rank, size, nodes.flip(0))
+    today.cleanup_gp()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_the_paths_of_todays_fairchem(backend):
+    for size in (1, 2, 3):
+        run_ranks(size, fairchem_paths, backend=backend)

@@ -1,0 +1,1 @@
+"""The path of today's fairchem: ``fairchem.core.common`` is ``tessera.core.common``."""

@@ -1,0 +1,1 @@
+"""Graph parallelism by the paths and signatures of ``fairchem.core.common``."""

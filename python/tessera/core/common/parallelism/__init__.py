@@ -1,0 +1,1 @@
+"""Who owns which atom, and which rows travel, by fairchem's names."""
