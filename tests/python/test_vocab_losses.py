@@ -70,8 +70,21 @@ def cross_entropy_rank(rank):
                             loss.sum().backward()
                             gradient = gradient_of(logits, mesh)
                             torch.testing.assert_close(gradient.double(), x.grad, rtol=1e-4, atol=1e-5)
+    factors = torch.rand(2, 6, generator=torch.Generator().manual_seed(9))
+    x = whole.double().requires_grad_(True)
+    losses = F.cross_entropy(x.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-100)
+    expected = (losses * factors.flatten()).sum() / 7
+    expected.backward()
+    for logits, group in both(whole, mesh):
+        # -100 is what data sets pad with, whatever else is ignored.
+        loss = MaskedCrossEntropy(tp_group=group, ignore_index=-5)(logits, labels, None, 7, factors)
+        torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-5, atol=1e-5)
+        loss.backward()
+        torch.testing.assert_close(gradient_of(logits, mesh).double(), x.grad, rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="num_label_tokens divides a sum, and the reduction is 'mean'"):
         MaskedCrossEntropy(reduction="mean")(whole, labels, None, 3)
+    with pytest.raises(ValueError, match=r"MaskedCrossEntropy: weights of shape \[3\] do not fit labels"):
+        MaskedCrossEntropy()(whole, labels, loss_weights=torch.ones(3))
 
 
 @pytest.mark.parametrize(("size", "backend"), WORLDS)
@@ -144,12 +157,18 @@ def linear_rank(rank):
             expected = (losses * (1.0 if given is None else given.flatten())).sum() / 9
             expected.backward()
             rows = distribute_tensor(weight, mesh, [Shard(0)]).requires_grad_(True)
-            loss = FusedLinearCrossEntropy(logit_softcapping=cap)(
-                hidden, labels, rows, num_label_tokens=9, loss_weights=given
-            )
-            torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-5, atol=1e-5)
-            loss.backward()
-            torch.testing.assert_close(rows.grad.full_tensor().double(), w.grad, rtol=1e-4, atol=1e-5)
+            kinds = [FusedLinearCrossEntropy(logit_softcapping=cap)]
+            kinds += [] if cap else [ChunkedCrossEntropy(chunk_len=5)]
+            for kind in kinds:
+                rows.grad = None
+                loss = kind(hidden, labels, rows, num_label_tokens=9, loss_weights=given)
+                torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-5, atol=1e-5)
+                loss.backward()
+                torch.testing.assert_close(rows.grad.full_tensor().double(), w.grad, rtol=1e-4, atol=1e-5)
+    kept = ChunkedCrossEntropy()(hidden, labels, rows, mask=labels == labels[0, 0])
+    w = (hidden.double() @ weight.double().t()).flatten(0, 1)
+    wanted = F.cross_entropy(w, labels.where(labels == labels[0, 0], -100).flatten(), reduction="sum")
+    torch.testing.assert_close(kept.double().detach(), wanted, rtol=1e-5, atol=1e-5)
     # Ranks with tokens of their own, and a weight that only rests in shards.
     w = weight.double().requires_grad_(True)
     total = 0.0

@@ -62,40 +62,59 @@ class FusedLinearCrossEntropy(nn.Module):
         brought together, and the ranks' gradients are averaged. `loss_weights`, one per token, multiply
         the losses before they are summed.
         """
-        weight = lm_weight
-        if grad_reduce_group is not None and is_part_of_mesh(lm_weight):
-            weight = _brought_together(lm_weight, grad_reduce_group)
-        if loss_weights is not None and (self.reduction != "sum" or loss_weights.shape != labels.shape):
-            raise ValueError(
-                f"vocab.FusedLinearCrossEntropy: weights of shape {list(loss_weights.shape)} do not fit "
-                f"labels of shape {list(labels.shape)}, or the reduction '{self.reduction}' is not 'sum'."
-            )
-        if num_label_tokens is not None and self.reduction != "sum":
-            raise ValueError(
-                "vocab.FusedLinearCrossEntropy: num_label_tokens divides a sum, and the reduction is "
-                f"'{self.reduction}'. Use reduction='sum'."
-            )
-        loss = vocab_parallel.linear_cross_entropy(
+        return linear_loss(
+            "FusedLinearCrossEntropy",
             hidden_states,
-            weight,
             local_part(labels),
-            self.tp_group,
-            reduction=self.reduction if loss_weights is None else "none",
+            lm_weight,
+            num_label_tokens,
+            grad_reduce_group,
+            loss_weights,
             ignore_index=self.ignore_index,
+            reduction=self.reduction,
             softcap=float(self.logit_softcapping or 0.0),
+            tp_group=self.tp_group,
         )
-        if loss_weights is not None:
-            loss = (loss * loss_weights.to(loss.device, loss.dtype)).sum()
-        return loss if num_label_tokens is None else _shared.per_token(loss, num_label_tokens)
 
 
-def _brought_together(weight: Tensor, group: ProcessGroup) -> Tensor:
+def linear_loss(
+    name: str,
+    hidden_states: Tensor,
+    labels: Tensor,
+    lm_weight: Tensor,
+    num_label_tokens: int | None,
+    grad_reduce_group: ProcessGroup | None,
+    loss_weights: Tensor | None,
+    *,
+    ignore_index: int,
+    reduction: str,
+    softcap: float,
+    tp_group: ProcessGroup | None,
+) -> Tensor:
+    """Return the loss that FusedLinearCrossEntropy and ChunkedCrossEntropy are names of."""
+    _shared.check_factors(name, reduction, labels, num_label_tokens, loss_weights)
+    weight = lm_weight
+    if grad_reduce_group is not None and is_part_of_mesh(lm_weight):
+        weight = _brought_together(name, lm_weight, grad_reduce_group)
+    loss = vocab_parallel.linear_cross_entropy(
+        hidden_states,
+        weight,
+        labels,
+        tp_group,
+        reduction=reduction if loss_weights is None else "none",
+        ignore_index=ignore_index,
+        softcap=softcap,
+    )
+    return _shared.with_factors(loss, num_label_tokens, loss_weights)
+
+
+def _brought_together(name: str, weight: Tensor, group: ProcessGroup) -> Tensor:
     from torch.distributed.tensor import Partial
 
     ranks = weight.device_mesh.size()
     if group.size() != ranks:
         raise ValueError(
-            f"vocab.FusedLinearCrossEntropy: grad_reduce_group has {group.size()} ranks, the mesh of the "
+            f"vocab.{name}: grad_reduce_group has {group.size()} ranks, the mesh of the "
             f"weight {ranks}. They must be the same."
         )
     whole = weight.full_tensor(grad_placements=[Partial()] * weight.device_mesh.ndim)

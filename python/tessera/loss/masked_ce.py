@@ -13,9 +13,10 @@ __all__ = ["MaskedCrossEntropy"]
 class MaskedCrossEntropy(nn.Module):
     """Cross entropy of labels of which some are ignored, summed unless `reduction` says otherwise.
 
-    Logits may be a DTensor, sharded by the vocabulary or not, or this rank's equal share of it over
-    `tp_group`. Arithmetic is float32 whatever `fp32_upcast` says, and one pass needs no `chunk_size`.
-    With `inplace_grad` the gradient takes the place of the logits in backward.
+    Labels that are `ignore_index` or -100 are ignored. Logits may be a DTensor, sharded by the vocabulary
+    or not, or this rank's equal share of it over `tp_group`. Arithmetic is float32 whatever `fp32_upcast`
+    says, and one pass needs no `chunk_size`. With `inplace_grad` the gradient takes the place of the logits
+    in backward.
 
     >>> import torch
     >>> loss = MaskedCrossEntropy()
@@ -47,13 +48,18 @@ class MaskedCrossEntropy(nn.Module):
         labels: Tensor,
         mask: Tensor | None = None,
         num_label_tokens: int | None = None,
+        loss_weights: Tensor | None = None,
     ) -> Tensor:
-        """Return the loss; a sum is divided by `num_label_tokens` if it is given."""
+        """Return the loss; a sum is divided by `num_label_tokens` if it is given.
+
+        `loss_weights`, one per label, multiply the losses before they are summed.
+        """
         return _shared.masked_loss(
             logits,
             labels,
             mask,
             num_label_tokens,
+            loss_weights,
             ignore_index=self.ignore_index,
             reduction=self.reduction,
             inplace_grad=self.inplace_grad,
