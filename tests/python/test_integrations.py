@@ -62,16 +62,32 @@ def projects_rank(rank):
     assert_same(
         verl.vocab_parallel_entropy(own, group), torch.logsumexp(x, -1) - (p * x).sum(-1), own, x, start, end
     )
+    assert torch.equal(
+        verl.vocab_parallel_entropy_with_chunking(own, 3, group), verl.vocab_parallel_entropy(own, group)
+    )
     p = torch.softmax(x, -1)
     assert_same(verl.vocab_parallel_sum_pi_squared(own, group), (p * p).sum(-1), own, x, start, end)
     log_p = torch.log_softmax(x, -1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
     assert_same(verl.vocab_parallel_log_probs_from_logits(own, target, group), log_p, own, x, start, end)
 
     log_p = torch.log_softmax(x, -1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
-    assert_same(trl.selective_log_softmax(own, target, group), log_p, own, x, start, end)
+    assert_same(trl.selective_log_softmax(own, target, group=group), log_p, own, x, start, end)
     several = torch.stack([target, (target + 1) % VOCAB], -1)
     log_p = torch.log_softmax(x, -1).gather(-1, several)
-    assert_same(trl.selective_log_softmax(own, several, group), log_p, own, x, start, end)
+    assert_same(trl.selective_log_softmax(own, several, group=group), log_p, own, x, start, end)
+    used = torch.ones_like(target)
+    used[0, 1:] = 0
+    log_p = torch.log_softmax(x / 0.7, -1).gather(-1, target.unsqueeze(-1)).squeeze(-1) * used
+    options = {"temperature": 0.7, "row_mask": used, "group": group}
+    assert_same(trl.selective_log_softmax(own, target, **options), log_p, own, x, start, end)
+    entropy = torch.distributions.Categorical(logits=x / 0.7).entropy() * used
+    log_p = torch.log_softmax(x / 0.7, -1).gather(-1, target.unsqueeze(-1)).squeeze(-1) * used
+    both = trl.selective_log_softmax_and_entropy(own, target, **options)
+    assert_same(torch.stack(both), torch.stack([log_p, entropy]), own, x, start, end)
+    alone = trl.selective_log_softmax_and_entropy(own, target, False, **options)
+    assert alone[0].requires_grad and not alone[1].requires_grad
+    with pytest.raises(ValueError, match="temperature must be positive, not 0"):
+        trl.selective_log_softmax(own, target, 0.0, group=group)
     entropy = torch.distributions.Categorical(logits=x).entropy()
     assert_same(trl.entropy_from_logits(own, group=group), entropy, own, x, start, end)
 
@@ -144,7 +160,8 @@ def test_signatures():
         verl.vocab_parallel_log_probs_from_logits: "logits labels",
         verl.logprobs_from_logits: "logits labels inplace_backward",
         verl.linear_cross_entropy: "hidden weight labels temperature reduction dist_process_group",
-        trl.selective_log_softmax: "logits index",
+        trl.selective_log_softmax: "logits index temperature row_mask",
+        trl.selective_log_softmax_and_entropy: "logits index entropy_requires_grad temperature row_mask",
         trl.entropy_from_logits: "logits chunk_size",
     }.items():
         wanted = names.split()

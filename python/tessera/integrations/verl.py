@@ -11,10 +11,12 @@ from tessera.integrations._megatron_group import tensor_parallel_group
 
 __all__ = [
     "entropy_from_logits",
+    "entropy_from_logits_with_chunking",
     "install",
     "linear_cross_entropy",
     "logprobs_from_logits",
     "vocab_parallel_entropy",
+    "vocab_parallel_entropy_with_chunking",
     "vocab_parallel_log_probs_from_logits",
     "vocab_parallel_sum_pi_squared",
 ]
@@ -30,6 +32,18 @@ def vocab_parallel_entropy(vocab_parallel_logits: Tensor, group: ProcessGroup | 
     return vocab_parallel.token_scores(
         vocab_parallel_logits, None, tensor_parallel_group(group), ("entropy",)
     ).entropy
+
+
+def vocab_parallel_entropy_with_chunking(
+    vocab_parallel_logits: Tensor, chunk_size: int = 2048, group: ProcessGroup | None = None
+) -> Tensor:
+    """Return vocab_parallel_entropy; one pass needs no chunks, so `chunk_size` has no effect.
+
+    >>> import torch
+    >>> round(float(vocab_parallel_entropy_with_chunking(torch.zeros(1, 1, 8))), 4)
+    2.0794
+    """
+    return vocab_parallel_entropy(vocab_parallel_logits, group)
 
 
 def vocab_parallel_log_probs_from_logits(
@@ -77,6 +91,16 @@ def entropy_from_logits(logits: Tensor) -> Tensor:
     return vocab_parallel.token_scores(logits, None, None, ("entropy",)).entropy
 
 
+def entropy_from_logits_with_chunking(logits: Tensor, chunk_size: int = 2048) -> Tensor:
+    """Return entropy_from_logits; one pass needs no chunks, so `chunk_size` has no effect.
+
+    >>> import torch
+    >>> round(float(entropy_from_logits_with_chunking(torch.zeros(1, 8))), 4)
+    2.0794
+    """
+    return entropy_from_logits(logits)
+
+
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -114,12 +138,14 @@ def install() -> list[str]:
         {
             "verl.utils.megatron.tensor_parallel": {
                 "vocab_parallel_entropy": vocab_parallel_entropy,
+                "vocab_parallel_entropy_with_chunking": vocab_parallel_entropy_with_chunking,
                 "vocab_parallel_log_probs_from_logits": vocab_parallel_log_probs_from_logits,
                 "vocab_parallel_sum_pi_squared": vocab_parallel_sum_pi_squared,
             },
             "verl.utils.torch_functional": {
                 "logprobs_from_logits": logprobs_from_logits,
                 "entropy_from_logits": entropy_from_logits,
+                "entropy_from_logits_with_chunking": entropy_from_logits_with_chunking,
             },
         },
     )
