@@ -114,3 +114,39 @@ def test_state_goes_both_ways(source, target):
         )
         assert torch.equal(mapped.values(), their_mapped.values())
         torch.testing.assert_close(pooled.values(), their_pooled.values())
+
+
+def test_tables_that_grow_take_and_give_the_state():
+    """What torchrec has learned, a growing module looks up by the ids, and torchrec again what that has."""
+    old, again = both(THEIRS), both(THEIRS)
+    modules, configs = OURS("modules.mc_modules"), OURS("modules.embedding_configs")
+    tables = [
+        configs.EmbeddingBagConfig(None, 4, name, feature_names=[feature])
+        for name, feature in (("a", "f"), ("b", "g"))
+    ]
+    ids = {
+        name: modules.GrowingManagedCollisionModule(rows - 1, when_full="refuse")
+        for name, rows in (("a", 12), ("b", 9))
+    }
+    new = OURS("modules.mc_embedding_modules").ManagedCollisionEmbeddingBagCollection(
+        OURS("modules.embedding_modules").EmbeddingBagCollection(tables),
+        modules.ManagedCollisionCollection(ids, tables),
+    )
+
+    def features(side, values):
+        return side("sparse.jagged_tensor").KeyedJaggedTensor(
+            keys=["f", "g"], values=values, lengths=torch.full((8,), values.numel() // 8)
+        )
+
+    for values in batches(10):
+        old(features(THEIRS, values))
+    new.load_state_dict(old.state_dict())
+    state = new.mch_state_dict(modules.LFU_EvictionPolicy())
+    assert set(state) == set(old.state_dict())
+    again.load_state_dict(state)
+    for module in (old, new, again):
+        module.eval()
+    for values in batches(3, seed=8):
+        wanted = old(features(THEIRS, values))[0].values()
+        torch.testing.assert_close(new(features(OURS, values))[0].values(), wanted, rtol=0, atol=0)
+        torch.testing.assert_close(again(features(THEIRS, values))[0].values(), wanted, rtol=0, atol=0)

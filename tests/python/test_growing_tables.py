@@ -13,7 +13,14 @@ from tessera.modules.mc_embedding_modules import (
     ManagedCollisionEmbeddingBagCollection,
     ManagedCollisionEmbeddingCollection,
 )
-from tessera.modules.mc_modules import GrowingManagedCollisionModule, ManagedCollisionCollection
+from tessera.modules.mc_modules import (
+    DistanceLFU_EvictionPolicy,
+    GrowingManagedCollisionModule,
+    LFU_EvictionPolicy,
+    LRU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+)
 from tessera.sparse.jagged_tensor import KeyedJaggedTensor
 
 KINDS = ["SGD", "ROWWISE_ADAGRAD", "ADAM"]
@@ -150,6 +157,74 @@ def test_a_resumed_run_goes_on_to_the_same_bits(kind):
         if name.endswith(("._ids", "._counts", "._last_steps")):
             order = [s[name.rpartition(".")[0] + "._ids"].argsort() for s in (a, b)]
             assert torch.equal(a[name][order[0]], b[name][order[1]]), name
+
+
+def mch(policy, sizes=(40, 40), is_pooled=True):
+    """Return the tables of `make` as tables that do not grow."""
+    config = EmbeddingBagConfig if is_pooled else EmbeddingConfig
+    configs = [
+        config(sizes[0], 4, "a", feature_names=["f"]),
+        config(sizes[1], 6, "b", feature_names=["g", "f"]),
+    ]
+    modules = {
+        c.name: MCHManagedCollisionModule(c.num_embeddings, torch.device("cpu"), policy(), 1) for c in configs
+    }
+    ids = ManagedCollisionCollection(modules, configs)
+    if is_pooled:
+        return ManagedCollisionEmbeddingBagCollection(EmbeddingBagCollection(configs), ids, True)
+    return ManagedCollisionEmbeddingCollection(EmbeddingCollection(configs), ids, True)
+
+
+def outputs(found, is_pooled):
+    return found.values() if is_pooled else torch.cat([one.values().flatten() for one in found.values()])
+
+
+@pytest.mark.parametrize("policy", [LFU_EvictionPolicy, LRU_EvictionPolicy, DistanceLFU_EvictionPolicy])
+@pytest.mark.parametrize("is_pooled", [True, False])
+def test_the_state_of_tables_that_do_not_grow_goes_both_ways(policy, is_pooled):
+    generator = torch.Generator().manual_seed(6)
+    old = mch(policy, is_pooled=is_pooled)
+    for _ in range(6):
+        old(random_batch(generator, spread=60))
+    largest = 2**63 - 1
+    old(batch([[largest]], [[3]]))
+    new = make("ROWWISE_ADAGRAD", is_pooled=is_pooled, capacity=39, when_full="refuse")
+    new(random_batch(generator))  # what was there before is gone
+    new.load_state_dict(old.state_dict())
+    back = mch(policy, is_pooled=is_pooled)
+    probes = [random_batch(generator, spread=90) for _ in range(4)]
+    for module in (old, new):
+        module.eval()
+    for probe in [*probes, batch([[largest]], [[largest]])]:
+        assert torch.equal(outputs(new(probe)[0], is_pooled), outputs(old(probe)[0], is_pooled))
+    for _, ids in new._growing():
+        ids._ids.erase(torch.tensor([largest]))
+    back.load_state_dict(new.mch_state_dict(policy()))
+    back.eval()
+    for probe in probes:
+        assert torch.equal(outputs(back(probe)[0], is_pooled), outputs(new(probe)[0], is_pooled))
+    new.train()
+    before = rows_by_id(new)
+    outputs(new(probes[0])[0], is_pooled).square().mean().backward()  # goes on from there
+    after = rows_by_id(new)
+    assert any(not torch.equal(row, after["a"][number]) for number, row in before["a"].items())
+
+
+def test_what_an_mch_table_cannot_hold_is_said():
+    module = make("SGD")
+    module(batch([[7, 8]], [[1]]))
+    with pytest.raises(ValueError, match="table 'a' has 2 ids and no capacity; an MCH table has a number"):
+        module.mch_state_dict(LFU_EvictionPolicy())
+    module = make("SGD", capacity=5)
+    module(batch([[2**63 - 1]], [[1]]))
+    with pytest.raises(ValueError, match="table 'a' has id 9223372036854775807, which marks empty slots"):
+        module.mch_state_dict(LFU_EvictionPolicy())
+    state = mch(LFU_EvictionPolicy).state_dict()
+    state["_embedding_module.embedding_bags.b.weight"] = torch.zeros(20, 6)
+    with pytest.raises(
+        ValueError, match="table 'b' was saved with 40 slots and 20 rows; load the whole table"
+    ):
+        make("SGD").load_state_dict(state)
 
 
 def test_an_evicted_id_that_comes_back_begins_anew():

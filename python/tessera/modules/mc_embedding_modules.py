@@ -18,15 +18,20 @@
 from __future__ import annotations
 
 import dataclasses
-from math import sqrt
+from typing import Any
 
 import torch
 from torch import nn
 
 from tessera import _C
+from tessera.modules._mch_state import bounds_of, put_mch_state, take_mch_state
 from tessera.modules.embedding_configs import BaseEmbeddingConfig
 from tessera.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from tessera.modules.mc_modules import GrowingManagedCollisionModule, ManagedCollisionCollection
+from tessera.modules.mc_modules import (
+    GrowingManagedCollisionModule,
+    ManagedCollisionCollection,
+    MCHEvictionPolicy,
+)
 from tessera.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 __all__ = [
@@ -77,6 +82,10 @@ def _weight_key(module: BaseManagedCollisionEmbeddingCollection, prefix: str, ta
     return f"{prefix}_embedding_module.{module._TABLES}.{table}.weight"
 
 
+def _ids_prefix(prefix: str, table: str) -> str:
+    return f"{prefix}_managed_collision_collection._managed_collision_modules.{table}."
+
+
 def _compact_state(module, state, prefix, _) -> None:
     """Leave, of a growing table, the rows in use, in the order of the ids; add the optimizer's state."""
     growing = module._growing()
@@ -97,7 +106,11 @@ def _compact_state(module, state, prefix, _) -> None:
 
 
 def _make_room(module, state, prefix, *_) -> None:
-    """Give growing tables as many rows as the state has."""
+    """Give growing tables as many rows as the state has, which may be of tables that do not grow."""
+    for config, ids in module._growing():
+        weight_key = _weight_key(module, prefix, config.name)
+        if take_mch_state(state, _ids_prefix(prefix, config.name), weight_key, ids):
+            module._begin_optimizer_state(state, prefix, config.name, state[weight_key].size(0))
     module._loaded_optimizer = {
         name: state.pop(name) for name in list(state) if name.startswith(prefix + _OPTIMIZER)
     }
@@ -209,10 +222,7 @@ class BaseManagedCollisionEmbeddingCollection(nn.Module):
             is_zero = ids._default == "zero"
             if new_ids.numel() == 0 and not is_zero:
                 continue
-            bound = sqrt(1 / config.embedding_dim)
-            low = -bound if config.weight_init_min is None else config.weight_init_min
-            high = bound if config.weight_init_max is None else config.weight_init_max
-            values = ids.first_values(new_ids, config.embedding_dim, low, high)
+            values = ids.first_values(new_ids, config.embedding_dim, *bounds_of(config))
             with torch.no_grad():
                 weight.data[rows.to(weight.device)] = values.to(weight.device, weight.dtype)
                 if is_zero:
@@ -245,6 +255,34 @@ class BaseManagedCollisionEmbeddingCollection(nn.Module):
                 state[name] = _resized(value, sizes[table], start)
         optimizer.load_state_dict(state)
         optimizer.set_learning_rate(old.options.learning_rate)
+
+    def _begin_optimizer_state(self, state: dict[str, Any], prefix: str, table: str, rows: int) -> None:
+        """Add what a fused optimizer begins with to a state that has weights alone."""
+        optimizer = self._embedding_module.fused_optimizer()
+        for name in ("momentum1", "momentum2"):
+            kept = None if optimizer is None else optimizer.state_dict().get(f"{table}.{name}")
+            if kept is not None:
+                start = optimizer.options.initial_accumulator
+                state[f"{prefix}{_OPTIMIZER}{table}.{name}"] = torch.full_like(kept[:1], start).expand(
+                    rows, *kept.shape[1:]
+                )
+
+    def mch_state_dict(self, policy: MCHEvictionPolicy, prefix: str = "") -> dict[str, Any]:
+        """Return the state that a collection with `MCHManagedCollisionModule`s of the policy loads.
+
+        Tables that grow become tables of their capacity and one row more, for unknown ids; ids are sorted.
+        The other way, a growing collection loads the state of such a one.
+        """
+        growing = {config.name for config, _ in self._growing()}
+        own = {_ids_prefix(prefix, name) for name in growing}
+        left_out = (*own, *(f"{prefix}{_OPTIMIZER}{name}." for name in growing), f"{prefix}{_OPTIMIZER}step")
+        state = {n: v for n, v in self.state_dict(prefix=prefix).items() if not n.startswith(left_out)}
+        metadata = [info.metadata_name for info in policy.metadata_info if info.is_mch_metadata]
+        for config, ids in self._growing():
+            weight = self._tables()[config.name].weight
+            key = _weight_key(self, prefix, config.name)
+            put_mch_state(state, _ids_prefix(prefix, config.name), key, config, ids, weight, metadata)
+        return state
 
     def forward(
         self, features: KeyedJaggedTensor, mutate_miss_lengths: bool = True
