@@ -173,3 +173,26 @@ def test_fields_are_attributes_of_their_classes():
         "halo_nodes": [2, 3], "send_index": [0, 1], "send_rows": [0, 2], "recv_rows": [0, 2],
         "local_edges": [[2, 3], [0, 1]], "interior": [], "boundary": [0, 1],
     }  # fmt: skip
+
+
+def one_sided(rank, joins):
+    """Rank 1 needs a row of rank 0, which needs none; rows of one dimension, differentiated twice."""
+    edges = torch.tensor([[0, 1, 2, 3, 0], [0, 1, 2, 3, 2]])
+    partition = graph.Partition.contiguous(4, 2)
+    plan = graph.HaloPlan(partition, edges[:, partition.owner_of(edges[1]) == rank])
+    mine = (torch.arange(2.0) + 1 + 2 * rank).requires_grad_()
+    rows = torch.cat([mine, graph.halo_exchange(mine, plan)]) if joins else graph.halo_extend(mine, plan)
+    (grad,) = torch.autograd.grad((rows[plan.local_edges[0]] ** 3).sum(), mine, create_graph=True)
+    return torch.autograd.grad((grad**2).sum(), mine)[0].tolist()
+
+
+def test_rows_of_one_dimension_are_joined_by_halo_extend():
+    whole = (torch.arange(4.0) + 1).requires_grad_()
+    sources = whole[torch.tensor([0, 1, 2, 3, 0])]
+    (grad,) = torch.autograd.grad((sources**3).sum(), whole, create_graph=True)
+    (expected,) = torch.autograd.grad((grad**2).sum(), whole)
+    first, second = run_ranks(2, one_sided, False)
+    assert first + second == expected.tolist()
+    # What docs/graph_parallel.md warns of: torch.cat leaves the empty part out, and its exchange with it.
+    for outcome in run_ranks_collecting(2, one_sided, True):
+        assert "Give every rank the same table of sizes" in outcome.error

@@ -291,7 +291,10 @@ def scatter_to_model_parallel_region(input: Tensor, dim: int = -1) -> Tensor:
 
 
 def gather_from_model_parallel_region(input: Tensor, dim: int = -1) -> Tensor:
-    """Join the ranks' slices; see regions.gather, and regions.gather_shared for message passing."""
+    """Join the ranks' slices, of which all ranks then make the same; see regions.gather.
+
+    For message passing, where ranks go on differently, it is regions.gather_shared.
+    """
     return input if get_gp_world_size() == 1 else regions.gather(input, get_gp_group(), dim)
 
 

@@ -80,9 +80,9 @@ def scatter_to_model_parallel_region(input: Tensor) -> Tensor:
 
 
 def gather_from_model_parallel_region(input: Tensor, natoms: int) -> Tensor:
-    """Join the ranks' rows, `natoms` in all, cut as size_list_fn does. A rank's gradient is its own share's.
+    """Join the ranks' rows, `natoms` in all, cut as size_list_fn does; all ranks then make the same of them.
 
-    See regions.gather, and gather_from_model_parallel_region_sum_grad for message passing.
+    See regions.gather. For message passing it is gather_from_model_parallel_region_sum_grad.
     """
     size = get_gp_world_size()
     return input if size == 1 else regions.gather(input, get_gp_group(), 0, size_list_fn(natoms, size))
