@@ -418,6 +418,30 @@ def test_a_search_by_any_costs_finds_what_trying_all_finds():
     assert num_best >= 24, num_best
 
 
+def test_a_search_ends_when_its_work_is_done_and_says_so(caplog):
+    options = []
+    for name in "abcdefgh":
+        options.append(option(name, "table_wise", [(1, 3 + ord(name) % 5)]))
+        options.append(option(name, "column_wise", [(1, 2 + ord(name) % 3)] * 2))
+    ranks = topology(2, ddr_cap=100)
+    asked = []
+
+    def never():
+        asked.append(1)
+        return False
+
+    whole = search_plan(options, ranks, tries=64, is_late=never)
+    assert len(asked) > 10 and "cut short" not in caplog.text
+    # Nothing is left to do: every table is laid, and nothing is changed any more.
+    first = search_plan(options, ranks, tries=0)
+    assert [one.name for one in first] == list("abcdefgh") and "cut short" in caplog.text
+    caplog.clear()
+    late = search_plan(options, ranks, tries=64, is_late=lambda: True)
+    assert "effort='high' tries more" in caplog.text
+    rating = NoopPerfModel(ranks)
+    assert rating.rate(whole) <= rating.rate(first) == rating.rate(late)
+
+
 def test_plans_that_were_kept():
     class Kept(PlanLoader):
         def __init__(self, options, made_for=None):

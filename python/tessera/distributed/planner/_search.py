@@ -1,21 +1,26 @@
 """A search by any estimator's costs: options of tables and their ranks, changed while the slowest rank gains.
 
-It needs costs of shards only, so it serves estimators that users bring. It proves nothing.
+It needs costs of shards only, so it serves estimators that users bring. It proves nothing. What it tries is
+counted and bounded, so that it ends: for many tables on many ranks before nothing more would help.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 import random
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tessera.distributed.planner.types import Enumerator, Shard, ShardingOption, Topology
 
 __all__ = ["narrower_options", "search_plan"]
 
+logger = logging.getLogger(__name__)
+
 _NARROWEST = 4  # columns
 _WORSE = (float("inf"), float("inf"))
+_WORK_PER_TRY = 200_000  # ranks looked at for an option, or pairs of shards
 
 
 def narrower_options(space: Sequence[ShardingOption], enumerator: Enumerator) -> list[ShardingOption]:
@@ -71,8 +76,19 @@ def _costs_of(options: Sequence[ShardingOption]) -> tuple:
     )
 
 
+class _Work:
+    """What may still be done: it is counted, so that the same input gives the same plan."""
+
+    def __init__(self, left: float, is_late: Callable[[], bool] | None) -> None:
+        self.left, self._is_late = left, is_late
+
+    def is_over(self) -> bool:
+        return self.left <= 0 or (self._is_late is not None and self._is_late())
+
+
 class _Search:
-    def __init__(self, space: Sequence[ShardingOption], topology: Topology) -> None:
+    def __init__(self, space: Sequence[ShardingOption], topology: Topology, work: _Work) -> None:
+        self.work = work
         self.options = _worth_trying(space)
         self.names = sorted(self.options)
         kinds: dict[tuple, int] = {}
@@ -167,6 +183,7 @@ class _Search:
     def best_way(self, name: str) -> tuple[tuple[float, float], ShardingOption, list[int]] | None:
         """Return the best option and ranks of a table that is not laid."""
         best = None
+        self.work.left -= self.world * len(self.options[name])
         for option in self.options[name]:
             ranks = self.place(option)
             if ranks is None:
@@ -179,11 +196,13 @@ class _Search:
         return best
 
     def improve(self) -> None:
-        """Lay tables of the slowest rank anew, or exchange shards with it, while that helps.
+        """Lay tables of the slowest rank anew, or exchange shards with it, while that helps and work is left.
 
         Of several slowest ranks one is helped at a time: the largest load stays, the sum of squares falls.
         """
         for _ in range(8 * (self.world + len(self.names))):
+            if self.work.is_over():
+                return
             now = self.value()
             slowest = max(range(self.world), key=lambda rank: (self.load[rank], -rank))
             # Of tables that are alike and lie alike, one.
@@ -196,6 +215,8 @@ class _Search:
             names = [*alike.values()]
             found = (_WORSE, None)
             for name in names:
+                if self.work.is_over():
+                    break
                 option, ranks = self.take(name)
                 way = self.best_way(name)
                 self.put(name, option, ranks)
@@ -234,6 +255,7 @@ class _Search:
             load = self.load[rank]
             if rank == slowest:
                 continue
+            self.work.left -= len(shards[slowest]) * len(shards[rank])
             rest = max((self.load[other] for other in largest if other not in (rank, slowest)), default=0.0)
             for own, mine in shards[slowest].items():
                 for other, theirs in shards[rank].items():
@@ -267,18 +289,25 @@ class _Search:
 
 
 def search_plan(
-    space: Sequence[ShardingOption], topology: Topology, tries: int = 64
+    space: Sequence[ShardingOption],
+    topology: Topology,
+    tries: int = 64,
+    is_late: Callable[[], bool] | None = None,
 ) -> list[ShardingOption] | None:
     """Return options with ranks, one a table, whose slowest rank is fast by the options' own costs.
 
-    The same for the same input: it counts tries, not seconds. None if nothing was found that fits.
+    The same for the same input: it counts what it tries, not seconds, unless `is_late` ends it. None if
+    nothing was found that fits.
     """
+    work = _Work(tries * _WORK_PER_TRY, is_late)
     totals = [option.total_perf / max(1, option.total_storage.hbm + option.total_storage.ddr)
               for option in space]  # fmt: skip
     middle = sorted(totals)[len(totals) // 2] if totals else 0.0
     best: tuple[float, dict[str, tuple[ShardingOption, list[int]]]] | None = None
     for price in (0.0, 0.1 * middle, middle, 10 * middle):
-        state = _Search(space, topology)
+        if best is not None and work.is_over():
+            break
+        state = _Search(space, topology, work)
         if not state.lay_all(price):
             continue
         state.improve()
@@ -287,12 +316,14 @@ def search_plan(
     if best is None:
         return None
     pick = random.Random(0)
-    state = _Search(space, topology)
+    state = _Search(space, topology, work)
     for name, (option, ranks) in best[1].items():
         state.put(name, option, ranks)
     # As much work for many tables as for a few.
     rounds = min(tries, max(1, tries * 32 // max(1, len(state.names))))
     for _ in range(rounds if len(state.names) > 1 else 0):
+        if work.is_over():
+            break
         # A few tables are taken out and laid again in another order.
         some = pick.sample(state.names, min(len(state.names), pick.randint(2, 6)))
         kept = dict(state.chosen)
@@ -314,6 +345,8 @@ def search_plan(
             state.take(name)
         for name, laid in kept.items():
             state.put(name, *laid)
+    if work.is_over():
+        logger.warning("plan: the search by an estimator's costs was cut short; effort='high' tries more")
     plan = []
     for name in state.names:
         option, ranks = best[1][name]

@@ -312,16 +312,20 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
         leanest: Storage | None = None
         last_error: PlannerError | None = None
         seen: dict[tuple[int, ...], tuple[bool, list[ShardingOption], float | None]] = {}
+
+        def is_late() -> bool:
+            return bool(self._timeout_seconds) and time.monotonic() - begin > self._timeout_seconds
+
         if self._is_searched:
             more = narrower_options(space, self._enumerator)
-            if (best := search_plan([*space, *more], left, self._tries)) is not None:
+            if (best := search_plan([*space, *more], left, self._tries, is_late)) is not None:
                 best_rating = self._perf_model.rate(plan=best)
                 self._num_plans += 1
         for proposer in self._proposers:
             while proposal := proposer.propose():
                 if self._is_searched and best is not None and len(seen) >= self._tries:
                     break  # what was found first has seen far more
-                if self._timeout_seconds and time.monotonic() - begin > self._timeout_seconds:
+                if is_late():
                     logger.warning("plan: cut short after %s s", self._timeout_seconds)
                     break
                 key = tuple(sorted(map(hash, proposal)))
