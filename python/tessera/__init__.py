@@ -36,7 +36,9 @@ _PLACES = {
     "Pipelineable": "streamable",
     "PoolingType": "modules.embedding_configs",
 }
-_PACKAGES = ("datasets", "distributed", "fx", "metrics", "models", "modules", "optim", "sparse", "streamable")
+_PACKAGES = (
+    "datasets", "distributed", "fx", "metrics", "models", "modules", "optim", "quant", "sparse", "streamable"
+)  # fmt: skip
 
 __all__ = ["CommError", "__version__", "comm", *_PLACES]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -293,6 +295,7 @@ def test_names_at_the_top():
             ["DistributedModelParallel", "TrainPipelineSparseDist", "ShardingEnv", "get_local_size"],
         ),
         ("optim", ["RowWiseAdagrad", "CombinedOptimizer", "WarmupOptimizer", "GradientClippingOptimizer"]),
+        ("optim", ["SemisyncOptimizer", "apply_optimizer_in_backward"]),
         ("fx", ["Tracer", "symbolic_trace"]),
     ):
         path, wanted = names
@@ -300,3 +303,26 @@ def test_names_at_the_top():
             module = __import__(f"{root}.{path}".rstrip("."), fromlist=["x"])
             for name in wanted:
                 assert getattr(module, name).__name__ == name
+
+
+@pytest.mark.parametrize("root", ["tessera", "torchrec"])
+def test_places_after_one_import(root):
+    """Programs import the package alone, and write whole paths."""
+    places = (
+        "sparse.jagged_tensor.KeyedJaggedTensor",
+        "modules.embedding_configs.EmbeddingBagConfig",
+        "modules.embedding_modules.EmbeddingBagCollection",
+        "modules.crossnet.LowRankCrossNet",
+        "distributed.model_parallel.DistributedModelParallel",
+        "distributed.planner.EmbeddingShardingPlanner",
+        "distributed.types.ShardingEnv",
+        "optim.apply_optimizer_in_backward",
+        "optim.keyed.KeyedOptimizerWrapper",
+        "optim.rowwise_adagrad.RowWiseAdagrad",
+        "quant.EmbeddingBagCollection",
+        "quant.embedding_modules.EmbeddingCollection",
+        "fx.Tracer",
+    )
+    lines = [f"import {root}", *(f"assert callable({root}.{place}), '{place}'" for place in places)]
+    lines += [f"assert not hasattr({root}.modules, 'no_such_module')"]
+    subprocess.run([sys.executable, "-W", "ignore", "-c", "\n".join(lines)], check=True, timeout=120)

@@ -7,6 +7,8 @@
 
 import importlib
 
+from tessera._lazy import submodule
+
 # Names that are also found here; loaded when they are asked for.
 _PLACES = {
     "Awaitable": "types",
@@ -34,4 +36,4 @@ __all__ = list(_PLACES)
 def __getattr__(name: str):
     if name in _PLACES:
         return getattr(importlib.import_module(f"tessera.distributed.{_PLACES[name]}"), name)
-    raise AttributeError(f"module 'tessera.distributed' has no attribute {name!r}")
+    return submodule(__name__, name)

@@ -11,6 +11,9 @@ ones (every row steps). The rules, with their numbers, are those of tessera/embe
 collection whose backward steps its rows at once needs none of them.
 """
 
+from functools import partial
+
+from tessera._lazy import submodule
 from tessera.optim._optimizers import (
     LAMB,
     SGD,
@@ -23,9 +26,11 @@ from tessera.optim._optimizers import (
     RowWiseAdagrad,
     TableOptimizer,
 )
+from tessera.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from tessera.optim.clipping import GradientClipping, GradientClippingOptimizer
 from tessera.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule
 from tessera.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
+from tessera.optim.semi_sync import SemisyncOptimizer
 from tessera.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 __all__ = [
@@ -47,8 +52,12 @@ __all__ = [
     "PartialRowWiseAdam",
     "PartialRowWiseLAMB",
     "RowWiseAdagrad",
+    "SemisyncOptimizer",
     "TableOptimizer",
     "WarmupOptimizer",
     "WarmupPolicy",
     "WarmupStage",
+    "apply_optimizer_in_backward",
 ]
+
+__getattr__ = partial(submodule, __name__)
