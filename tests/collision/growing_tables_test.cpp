@@ -7,6 +7,8 @@
 #include <cmath>
 #include <set>
 
+#include <ATen/Parallel.h>
+
 #include "collision/growing_world.h"
 #include "support/ranks.h"
 #include "tessera/collision/row_init.h"
@@ -91,6 +93,45 @@ TEST(GrowingTables, EveryWorldGivesTheSameBits) {
     const Wishes by_table = {{"a", sharding::table_wise(1)}, {"b", sharding::row_wise()}};
     expect_same(alone, run(3, tables, by_table), name + " with a whole table");
   }
+}
+
+// Enough ids that tables are admitted, begun and read by several threads at once.
+TEST(GrowingTables, EveryNumberOfThreadsGivesTheSameBits) {
+  constexpr std::int64_t kSamples = 12000;
+  const auto run_with = [&](int threads) {
+    Remains remains;
+    std::vector<std::string> errors;
+    run_ranks(1, [&](const comm::Group& group) {
+      at::set_num_threads(threads);
+      auto tables = seldom_admitted();
+      tables[1].ids.capacity = 12 * collision::kNumBuckets;
+      GrowingEmbeddingBagCollection growing(tables, group, adagrad());
+      for (std::int64_t step = 0; step < 4; ++step) {
+        Samples samples = samples_of(step, kSamples);
+        for (std::int64_t& id : samples.g) id *= 1 + std::int64_t{step} * 3;
+        if (step == 3) {  // more ids than table b has room for: nothing of the step stays
+          for (std::size_t i = 0; i < samples.h.size(); ++i) {
+            samples.g[i] = samples.h[i] = static_cast<std::int64_t>(i);
+          }
+        }
+        try {
+          growing.forward(features_of(samples, 0, kSamples)).values().sum().backward();
+        } catch (const std::exception& error) {
+          errors.emplace_back(error.what());
+        }
+      }
+      EXPECT_EQ(growing.num_calls(), 3);
+      add_remains(growing, remains);
+    });
+    EXPECT_EQ(errors.size(), 1U);
+    return std::pair(remains, errors);
+  };
+  const int before = at::get_num_threads();
+  const auto alone = run_with(1);
+  EXPECT_GT(alone.first.at("a").size(), 100U);
+  EXPECT_EQ(alone, run_with(2));
+  EXPECT_EQ(alone, run_with(4));
+  at::set_num_threads(before);
 }
 
 TEST(GrowingTables, EveryEngineGivesTheSameBits) {
