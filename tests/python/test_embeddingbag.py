@@ -345,6 +345,38 @@ def check_accumulation(rank):
         torch.testing.assert_close(rows, expected[f"ebc.embedding_bags.{name}.weight"])
 
 
+def check_wrapper(rank):
+    """Buffers stay with their rank, and what the wrapper is told goes on to the one that averages."""
+
+    class Counting(Model):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(1))
+
+        def forward(self, features):
+            self.seen += rank + 1
+            return super().forward(features)
+
+    for options, seen in (
+        ({}, 2.0 * (rank + 1)),
+        ({"ddp_kwargs": {"forward_sync_buffers": True}}, rank + 2.0),
+    ):
+        model = Counting()
+        wrapper = DefaultDataParallelWrapper(params_to_ignore=["over.bias"], **options)
+        dmp = DistributedModelParallel(model, plan=model_plan(MIXED, model), data_parallel_wrapper=wrapper)
+        for _ in range(2):
+            (dmp(batch(rank)) * (rank + 1)).backward()
+        assert model.seen.item() == seen
+        for parameter, is_averaged in ((model.over.weight, True), (model.over.bias, False)):
+            both = [torch.empty_like(parameter) for _ in range(2)]
+            dist.all_gather(both, parameter.grad)
+            assert torch.equal(*both) == is_averaged
+    with pytest.raises(ValueError, match="params_to_ignore names 'under', which is no parameter"):
+        wrapper = DefaultDataParallelWrapper(params_to_ignore=["under"])
+        plain = Model()
+        DistributedModelParallel(plain, plan=model_plan(MIXED, plain), data_parallel_wrapper=wrapper)
+
+
 def check_bag(rank):
     torch.manual_seed(1)
     bag = nn.EmbeddingBag(9, 4, mode="sum", include_last_offset=False)
@@ -408,7 +440,16 @@ def check_errors(rank):
 
 @pytest.mark.parametrize(
     "body",
-    [check_state, check_optimizers, check_model, check_types, check_accumulation, check_bag, check_errors],
+    [
+        check_state,
+        check_optimizers,
+        check_model,
+        check_types,
+        check_accumulation,
+        check_wrapper,
+        check_bag,
+        check_errors,
+    ],
 )
 def test_two_ranks(body):
     run_ranks(2, body)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,7 +86,9 @@ class DataParallelWrapper(abc.ABC):
 class DefaultDataParallelWrapper(DataParallelWrapper):
     """Wrap in Tessera's DistributedDataParallel; nothing if there is nothing left to average.
 
-    `allreduce_comm_precision` is None, ``"fp16"`` or ``"bf16"``.
+    `allreduce_comm_precision` is None, ``"fp16"`` or ``"bf16"``. Parameters of the model that
+    `params_to_ignore` names are not averaged. `ddp_kwargs` are further arguments of the wrapper. Forwards
+    leave each rank's buffers alone, unless they say `forward_sync_buffers=True`.
     """
 
     def __init__(
@@ -95,6 +97,8 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
         static_graph: bool = True,
         find_unused_parameters: bool = False,
         allreduce_comm_precision: str | None = None,
+        params_to_ignore: Sequence[str] | None = None,
+        ddp_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
         if allreduce_comm_precision is not None and allreduce_comm_precision not in hooks:
@@ -105,6 +109,8 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
         self._static_graph = static_graph
         self._find_unused_parameters = find_unused_parameters
         self._hook = hooks.get(allreduce_comm_precision)
+        self._ignored = set(params_to_ignore or ())
+        self._ddp_kwargs = {"forward_sync_buffers": False, **(ddp_kwargs or {})}
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
         """Wrap the module unless it is wrapped, or all of it is sharded."""
@@ -113,9 +119,17 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
             return
         if env.process_group is None:
             raise ValueError("DefaultDataParallelWrapper: the environment has no process group.")
-        sharded = set(_sharded_parameter_names(module))
-        if not any(p.requires_grad for name, p in _own_parameters(module) if name not in sharded):
+        unknown = self._ignored - {name for name, _ in _own_parameters(module)}
+        if unknown:
+            raise ValueError(
+                f"DefaultDataParallelWrapper: params_to_ignore names '{min(unknown)}', which is no parameter "
+                "of the model."
+            )
+        left_out = self._ignored.union(_sharded_parameter_names(module))
+        if not any(p.requires_grad for name, p in _own_parameters(module) if name not in left_out):
             return
+        if self._ignored:
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, sorted(self._ignored))
         wrapped = DistributedDataParallel(
             module,
             device_ids=None if device.type == "cpu" else [device],
@@ -125,6 +139,7 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
             bucket_cap_mb=self._bucket_cap_mb,
             static_graph=self._static_graph,
             find_unused_parameters=self._find_unused_parameters,
+            **self._ddp_kwargs,
         )
         if self._hook is not None:
             wrapped.register_comm_hook(wrapped.process_group, self._hook)
