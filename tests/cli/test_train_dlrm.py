@@ -323,6 +323,7 @@ def test_prints_placement_progress_and_report(tmp_path):
         (["--bottom", "16,x"], 2, "'16,x' is not a list of widths"),
         (["--dim", "16"], 78, "--bottom ends with 8 and --top with 1, --dim is 16"),
         (["--data", "/nowhere.tsv"], 65, "there is no file /nowhere.tsv"),
+        (["--data", "day_*.csv"], 65, "patterns and several files are for tables, whose columns --schema"),
         (["--plan", "/nowhere.json"], 78, "there is no file /nowhere.json"),
         (["-n", "9", "--sharding", "column_wise"], 78, "cat_0"),
         (["--lr", "nan"], 2, "--lr: 'nan' is not a number from 0 on"),

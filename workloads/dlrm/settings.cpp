@@ -238,19 +238,19 @@ void Settings::check() const {
   using launch::LaunchError;
   trainer::Settings::check();
   check_ids();
-  // What fits no file is told when it is read.
-  const auto is_there = [this](const std::string& name) {
-    const bool is_pattern = !schema.empty() && name.find_first_of("*?[,") != std::string::npos;
-    return is_pattern || std::filesystem::exists(name);
+  const auto check_data = [this](const std::string& flag, const std::string& name) {
+    if (std::filesystem::exists(name)) return;
+    const bool is_pattern = name.find_first_of("*?[,") != std::string::npos;
+    if (is_pattern && !schema.empty()) return;  // what fits no file is told when it is read
+    throw LaunchError(launch::kExitData, "train: there is no file " + name,
+                      is_pattern ? flag + " names it; patterns and several files are for tables, " +
+                                       "whose columns --schema explains"
+                                 : flag + " names it",
+                      is_pattern ? "tessera data schema FILE --out schema.toml makes a schema"
+                                 : "name a file, or leave " + flag + " out");
   };
-  if (data != "synthetic" && data != "-" && !is_there(data)) {
-    throw LaunchError(launch::kExitData, "train: there is no file " + data, "--data names it",
-                      "name a file, or leave --data out");
-  }
-  if (!eval_data.empty() && !is_there(eval_data)) {
-    throw LaunchError(launch::kExitData, "train: there is no file " + eval_data,
-                      "--eval-data names it", "name a file, or leave --eval-data out");
-  }
+  if (data != "synthetic" && data != "-") check_data("--data", data);
+  if (!eval_data.empty()) check_data("--eval-data", eval_data);
   if (!schema.empty() && !std::filesystem::exists(schema)) {
     throw LaunchError(launch::kExitData, "train: there is no file " + schema, "--schema names it",
                       "make one with tessera data schema FILE --out " + schema);
