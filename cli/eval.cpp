@@ -25,10 +25,13 @@ constexpr std::string_view kEvalHelp =
   tessera eval runs/2026-11-15-1                       on the samples it was judged on
   tessera eval runs/2026-11-15-1 --best --json         the best by evaluation
 
-Measures the model of a finished tessera train dlrm: log loss, AUC, normalised entropy, calibration.
+Measures the model of a finished tessera train: log loss, AUC, normalised
+entropy and calibration of dlrm, validation loss and perplexity of lm, errors of
+energies, forces and stress of gnn.
 
-  --data FILE     a log, or a table that the run's schema describes: CSV, Parquet, ...
-                  (the run's own samples for evaluation)
+  --data FILE     a log, or a table that the run's schema describes (CSV, Parquet,
+                  ...); for lm a text, for gnn extended XYZ
+                  (what the run was judged on)
   --best          the best checkpoint by evaluation, not the final one
   --step N        this checkpoint
   -n, --ranks N   processes, which hold the tables together (1)
@@ -44,14 +47,18 @@ constexpr std::string_view kPredictHelp =
 
   tessera predict runs/2026-11-15-1 --data day_2.click --out scores.csv
   tessera predict runs/2026-11-15-1 --best --data new.parquet --out s.parquet
+  tessera predict runs/2026-11-15-2 --data new.xyz --out predicted.xyz
 
-Scores every sample of a log with the model of a finished tessera train dlrm. The file has a line of
-names, then one line per sample in the order of the log: its number from 0, and the probability that
-its label is 1. It appears when it is whole.
+Scores every sample of a log with the model of a finished tessera train dlrm.
+The file has a line of names, then one line per sample in the order of the log:
+its number from 0, and the probability that its label is 1. Of tessera train gnn
+it has the structures with energy, forces and stress as predicted. It appears
+when it is whole.
 
-  --data FILE     a log, or a table that the run's schema describes: CSV, Parquet, ...
-                  The label may be missing.
-  --out FILE      the file to write: CSV, or Parquet if it is named so
+  --data FILE     a log, or a table that the run's schema describes (CSV, Parquet,
+                  ...), or extended XYZ. Labels may be missing.
+  --out FILE      the file to write: CSV, or Parquet if it is named so; of gnn
+                  extended XYZ
   --best          the best checkpoint by evaluation, not the final one
   --step N        this checkpoint
   -n, --ranks N   processes, which hold the tables together (1)
@@ -63,24 +70,33 @@ More: docs/your_data.md
 )";
 
 void check_run(const std::string& verb, const EvalWords& words) {
-  std::ifstream metrics(words.run + "/" + workloads::report::kMetricsFile);
-  std::string line;
-  std::getline(metrics, line);
-  if (!std::filesystem::exists(words.run + "/" + workloads::report::kConfigFile) || line.empty()) {
+  const std::string workload = workload_of(words.run);
+  if (!std::filesystem::exists(words.run + "/" + workloads::report::kConfigFile) ||
+      workload.empty()) {
     throw LaunchError(launch::kExitData, verb + ": there is no run in " + words.run,
                       "config.toml or metrics.jsonl, which every run writes, is missing",
-                      "name a folder that tessera train dlrm has made");
+                      "name a folder that tessera train has made");
   }
-  if (line.find(R"("workload":"dlrm")") == std::string::npos) {
-    throw LaunchError(launch::kExitData, verb + ": " + words.run + " is no run of dlrm",
-                      "other workloads have no such evaluation yet",
-                      "name a folder that tessera train dlrm has made");
+  if (workload != "dlrm" && workload != "gnn" && (workload != "lm" || verb == "predict")) {
+    throw LaunchError(launch::kExitData, verb + ": " + words.run + " is a run of " + workload,
+                      workload == "lm" ? "what a language model writes is text"
+                                       : "workloads of one's own judge in training",
+                      workload == "lm" ? "tessera train lm --resume " + words.run +
+                                             " --steps N --sample 60 writes some"
+                                       : "name a folder that tessera train has made");
+  }
+  if (workload == "gnn" && verb == "predict" &&
+      (words.out.ends_with(".csv") || words.out.ends_with(".parquet"))) {
+    throw UsageError("predict: structures are written as extended XYZ, not as " + words.out +
+                     ": name it .xyz");
   }
   const bool is_pattern = words.data.find_first_of("*?[,") != std::string::npos;
   if (!words.data.empty() && words.data != "synthetic" && !is_pattern &&
       !std::filesystem::exists(words.data)) {
     throw LaunchError(launch::kExitData, verb + ": there is no file " + words.data,
-                      "--data names it", "name a log, as tessera data convert makes it");
+                      "--data names it",
+                      workload == "dlrm" ? "name a log, as tessera data convert makes it"
+                                         : "name a file of the kind that the run was trained on");
   }
 }
 
@@ -132,9 +148,8 @@ std::vector<std::string> flags() {
 
 }  // namespace
 
-const Verb kEvalVerb{"eval", "measure the model of a run on a log", kEvalHelp, run_eval,
-                     flags<false>};
-const Verb kPredictVerb{"predict", "score the samples of a log with the model of a run",
-                        kPredictHelp, run_predict, flags<true>};
+const Verb kEvalVerb{"eval", "measure the model of a run", kEvalHelp, run_eval, flags<false>};
+const Verb kPredictVerb{"predict", "score samples with the model of a run", kPredictHelp,
+                        run_predict, flags<true>};
 
 }  // namespace tessera::cli

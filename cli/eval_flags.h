@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <fstream>
 #include <string>
 #include <vector>
 
@@ -34,6 +35,18 @@ inline void define_flags(CLI::App& app, EvalWords& words, bool predicts) {
   app.add_option("--batch", words.batch)->check(CLI::Range(1, 1 << 24));
   app.add_flag("--json", words.wants_json);
   app.add_flag("--help,-h", words.wants_help);
+}
+
+/// What was trained in the folder of a run: "dlrm", "lm", "gnn"; empty if that is no run.
+inline std::string workload_of(const std::string& run) {
+  std::ifstream metrics(run + "/metrics.jsonl");
+  std::string line;
+  std::getline(metrics, line);
+  const std::string begin = R"("workload":")";
+  const std::size_t place = line.find(begin);
+  if (place == std::string::npos) return "";
+  const std::size_t name = place + begin.size();
+  return line.substr(name, line.find('"', name) - name);
 }
 
 /// Throws UsageError.

@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <charconv>
 #include <cmath>
 #include <cstdio>
@@ -15,6 +16,8 @@
 #include "dlrm/settings.h"
 #include "dlrm/training.h"
 #include "eval_flags.h"
+#include "gnn/training.h"
+#include "lm/training.h"
 #include "report/run_folder.h"
 #include "tessera/checkpoint/error.h"
 #include "tessera/checkpoint/folder.h"
@@ -33,13 +36,12 @@ namespace report = workloads::report;
 using Json = nlohmann::ordered_json;
 
 // The settings of the run, for this many ranks.
-dlrm::Settings settings_of(const std::string& verb, const EvalWords& words) {
-  dlrm::Settings settings;
+template <class Settings>
+Settings settings_of(const std::string& verb, const EvalWords& words) {
+  Settings settings;
   read(verb, settings.table(), {"--config", words.run + "/" + report::kConfigFile});
   settings.num_ranks = words.ranks;
   if (words.batch > 0) settings.batch = words.batch;
-  // A plan is of the ranks that it was made for.
-  settings.plan.clear();
   return settings;
 }
 
@@ -58,7 +60,21 @@ float probability(float logit) {
   return static_cast<float>(1 / (1 + std::exp(-static_cast<double>(logit))));
 }
 
-// Whole or not at all: a long file that was cut off looks like a short one.
+// Whole or not at all: a long file that was cut off looks like a short one. `write` is given the
+// file.
+template <class Write>
+void write_whole(const std::string& path, const Write& write) {
+  const std::string draft = path + ".partial-" + std::to_string(::getpid());
+  std::ofstream file(draft, std::ios::binary);
+  write(file);
+  file.close();
+  std::error_code error;
+  if (file) std::filesystem::rename(draft, path, error);
+  if (file && !error) return;
+  std::filesystem::remove(draft, error);
+  throw dlrm::DataError(path + ": cannot be written.");
+}
+
 void write_scores(const std::string& path, const std::vector<float>& logits) {
   if (path.ends_with(".parquet")) {
     std::vector<float> probabilities;
@@ -67,30 +83,24 @@ void write_scores(const std::string& path, const std::vector<float>& logits) {
     workloads::data::write_scores_parquet(path, probabilities);
     return;
   }
-  const std::string draft = path + ".partial-" + std::to_string(::getpid());
-  std::ofstream file(draft, std::ios::binary);
-  std::string text = "sample,probability\n";
-  char number[64];
-  const auto put = [&](auto value) {
-    text.append(number, std::to_chars(number, number + sizeof(number), value).ptr);
-  };
-  for (std::size_t i = 0; i < logits.size(); ++i) {
-    put(i);
-    text += ',';
-    put(probability(logits[i]));
-    text += '\n';
-    if (text.size() > (1U << 20)) {
-      file << text;
-      text.clear();
+  write_whole(path, [&](std::ofstream& file) {
+    std::string text = "sample,probability\n";
+    char number[64];
+    const auto put = [&](auto value) {
+      text.append(number, std::to_chars(number, number + sizeof(number), value).ptr);
+    };
+    for (std::size_t i = 0; i < logits.size(); ++i) {
+      put(i);
+      text += ',';
+      put(probability(logits[i]));
+      text += '\n';
+      if (text.size() > (1U << 20)) {
+        file << text;
+        text.clear();
+      }
     }
-  }
-  file << text;
-  file.close();
-  std::error_code error;
-  if (file) std::filesystem::rename(draft, path, error);
-  if (file && !error) return;
-  std::filesystem::remove(draft, error);
-  throw dlrm::DataError(path + ": cannot be written.");
+    file << text;
+  });
 }
 
 void say(const EvalWords& words, const dlrm::Judged& judged) {
@@ -110,8 +120,68 @@ void say(const EvalWords& words, const dlrm::Judged& judged) {
               words.out.c_str());
 }
 
+// Of the other workloads: figures by their names. `what` was judged, `count` of them.
+void say(const EvalWords& words, const trainer::Judgement& model, const std::string& what = "",
+         std::int64_t count = 0) {
+  if (words.wants_json) {
+    Json answer{{"run", words.run}, {"checkpoint", model.checkpoint}, {"step", model.step}};
+    for (const auto& [name, value] : model.figures) answer[name] = value;
+    if (!what.empty()) answer[what] = count;
+    if (!words.out.empty()) answer["out"] = words.out;
+    std::printf("%s\n", answer.dump().c_str());
+    return;
+  }
+  std::printf("model    %s\n", model.checkpoint.c_str());
+  std::string text;
+  for (const auto& [name, value] : model.figures) {
+    std::string title = name;
+    std::replace(title.begin(), title.end(), '_', ' ');
+    char one[96];
+    std::snprintf(one, sizeof(one), "%s %.4f%s", title.c_str(), value,
+                  name == "energy_error" ? " per atom" : "");
+    text += (text.empty() ? "" : " | ") + std::string(one);
+  }
+  if (!text.empty()) std::printf("judged   %s\n", text.c_str());
+  if (what.empty()) return;
+  std::printf("%s %lld%s%s\n", what.c_str(), static_cast<long long>(count),
+              words.out.empty() ? "" : ", written to ", words.out.c_str());
+}
+
+int judge_text(const std::string& verb, const EvalWords& words, const comm::Group& world) {
+  auto settings = settings_of<workloads::lm::Settings>(verb, words);
+  // A mesh is of the ranks that it was made for.
+  settings.data_ranks_wanted = settings.vocab_ranks_wanted = 0;
+  settings.sample = 0;
+  // What was trained on need not be there any more.
+  if (!words.data.empty()) settings.file = settings.eval_file = words.data;
+  const auto model = workloads::lm::make_workload(settings, world);
+  const trainer::Judgement judged =
+      trainer::judge(*model, world, checkpoints_of(words), words.step);
+  if (judged.figures.empty()) {
+    throw dlrm::DataError(words.run + ": kept no text to judge on. Name one with --data.");
+  }
+  if (world.rank() == 0) say(words, judged);
+  return 0;
+}
+
+int judge_structures(const std::string& verb, const EvalWords& words, const comm::Group& world) {
+  const auto settings = settings_of<workloads::gnn::Settings>(verb, words);
+  const workloads::gnn::Judged judged = workloads::gnn::judge(
+      settings, words.data, checkpoints_of(words), words.step, verb == "predict", world);
+  if (world.rank() != 0) return 0;
+  if (!words.out.empty()) {
+    write_whole(words.out, [&](std::ofstream& file) { file << judged.predicted; });
+  }
+  say(words, judged.model, "structures", judged.num_structures);
+  return 0;
+}
+
 int run_rank(const std::string& verb, const EvalWords& words, const comm::Group& world) {
-  const dlrm::Settings settings = settings_of(verb, words);
+  const std::string workload = workload_of(words.run);
+  if (workload == "lm") return judge_text(verb, words, world);
+  if (workload == "gnn") return judge_structures(verb, words, world);
+  auto settings = settings_of<dlrm::Settings>(verb, words);
+  settings.plan.clear();  // of the ranks that it was made for
   const std::string schema = words.run + "/" + dlrm::kSchemaFile;
   const dlrm::Judged judged =
       dlrm::judge(settings, words.data, checkpoints_of(words), words.step,

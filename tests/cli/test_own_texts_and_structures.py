@@ -20,12 +20,20 @@ LM = ["--batch", "4", "--length", "16", "--layers", "1", "--width", "16", "--hea
 GNN = ["--features", "8", "--layers", "1", "--cutoff", "2.5", "--precision", "float64", "--lr", "0.01"]
 
 
-def train(*words, code=0):
-    result = subprocess.run(
-        [TESSERA, "train", *map(str, words)], capture_output=True, text=True, timeout=LIMIT
-    )
+def tessera(*words, code=0):
+    result = subprocess.run([TESSERA, *map(str, words)], capture_output=True, text=True, timeout=LIMIT)
     assert result.returncode == code, result.stdout + result.stderr
     return result
+
+
+def train(*words, code=0):
+    return tessera("train", *words, code=code)
+
+
+def judged(run):
+    """The last evaluation of a run."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == "eval"][-1]
 
 
 # ---- lm
@@ -98,6 +106,29 @@ def test_lm_says_what_it_cannot_use(text, tmp_path):
         ) in train(*words, wish, "1", code=65).stderr
     said = "text     100 tokens of 256 kinds, none to judge on: a tenth of it is shorter than a sequence\n"
     assert train(*words).stdout.startswith(said)
+
+
+def test_a_finished_lm_is_measured(text, tmp_path):
+    shutil.copy(text / "book.txt", tmp_path / "book.txt")
+    words = ["lm", *LM, "--file", tmp_path / "book.txt", "--steps", "4", "--save", tmp_path / "run"]
+    train(*words, "--ranks", "2", "--vocab-ranks", "2")
+    wanted = judged(tmp_path / "run")
+    told = json.loads(tessera("eval", tmp_path / "run", "--json").stdout)
+    assert told["validation_loss"] == pytest.approx(wanted["validation_loss"], rel=1e-5)
+    assert (told["step"], told["run"]) == (4, str(tmp_path / "run"))
+    # Another text; what it was trained on is not asked for.
+    (tmp_path / "book.txt").unlink()
+    (tmp_path / "other.txt").write_text("zebras quiz jolly foxes " * 50)
+    other = tessera("eval", tmp_path / "run", "--best", "-n", "2", "--data", tmp_path / "other.txt").stdout
+    loss = re.search(r"^judged   validation loss ([\d.]+) \| perplexity [\d.]+$", other, re.MULTILINE)
+    assert float(loss[1]) > wanted["validation_loss"]
+    (tmp_path / "short.txt").write_text("x" * 12)
+    said = tessera("eval", tmp_path / "run", "--data", tmp_path / "short.txt", code=78).stderr
+    assert "lm: a text of 12 tokens holds no sequence of 17." in said
+    said = tessera(
+        "predict", tmp_path / "run", "--data", tmp_path / "other.txt", "--out", "x", code=65
+    ).stderr
+    assert f"predict: {tmp_path}/run is a run of lm\n  why: what a language model writes is text\n" in said
 
 
 def test_written_text_that_is_no_utf8_is_marked(tmp_path):
@@ -279,6 +310,62 @@ def test_gnn_says_what_it_cannot_learn(structures, tmp_path):
     words = ["--data", file, "--eval-data", tmp_path / "iron.xyz", "--steps", "1", "--runs", tmp_path]
     told = train("gnn", *GNN, *words).stdout
     assert "unknown  Fe: in what is judged, but in nothing that is trained on\n" in told
+
+
+def frames(path):
+    """Energy, forces and stress of every structure of a file that the program wrote."""
+    lines, found = path.read_text().splitlines(), []
+    while lines:
+        count, head = int(lines[0]), lines[1]
+        rows = np.array([line.split()[1:] for line in lines[2 : 2 + count]], dtype=float)
+        energy = float(re.search(r"energy=(\S+)", head)[1])
+        stress = re.search(r'stress="([^"]+)"', head)
+        found.append((energy, rows[:, 3:], stress and np.array(stress[1].split(), dtype=float)))
+        lines = lines[2 + count :]
+    return found
+
+
+def test_a_finished_gnn_is_measured_and_predicts(structures, tmp_path):
+    shutil.copy(structures / "md-2.xyz", tmp_path / "train.xyz")
+    known = structures / "md-1.xyz"
+    words = ["gnn", *GNN, "--data", tmp_path / "train.xyz", "--eval-data", known, "--eval-every", "10"]
+    train(*words, "--steps", "30", "--batch", "2", "--save", tmp_path / "run")
+    wanted = judged(tmp_path / "run")
+    figures = ("energy_error", "force_error", "stress_error")
+    own = json.loads(tessera("eval", tmp_path / "run", "--json").stdout)
+    (tmp_path / "train.xyz").unlink()  # the model does not need it
+    told = json.loads(tessera("eval", tmp_path / "run", "--data", known, "-n", "2", "--json").stdout)
+    assert own["structures"] == told["structures"] == 12 and told["step"] == 30
+    for name in figures:
+        assert own[name] == pytest.approx(wanted[name], rel=1e-9)
+        assert told[name] == pytest.approx(wanted[name], rel=1e-6)
+    said = tessera("eval", tmp_path / "run", "--best", "--data", known).stdout
+    assert re.search(
+        r"^judged   energy error [\d.]+ per atom \| force error [\d.]+ \| stress", said, re.MULTILINE
+    )
+
+    bare = re.sub(r' energy=\S+| stress="[^"]+"', "", known.read_text())
+    (tmp_path / "bare.xyz").write_text(bare.replace(":forces:R:3", ":other:R:3"))
+    words = ["--data", tmp_path / "bare.xyz", "--out", tmp_path / "out.xyz"]
+    said = tessera("predict", tmp_path / "run", *words).stdout
+    assert said.endswith(f"structures 12, written to {tmp_path}/out.xyz\n") and "judged" not in said
+    wrong = np.zeros(3)
+    for (energy, forces, stress), (found, pulls, stretch) in zip(
+        frames(known), frames(tmp_path / "out.xyz"), strict=True
+    ):
+        errors = [abs(found - energy) / len(forces), np.abs(pulls - forces).mean()]
+        wrong += [*errors, np.abs(stretch - stress).mean()]
+    assert wrong / 12 == pytest.approx([wanted[name] for name in figures], rel=1e-6)
+
+    (tmp_path / "iron.xyz").write_text("1\nenergy=1\nSi 0 0 0\n2\nenergy=1\nFe 0 0 0\nSi 0 0 1\n")
+    said = tessera("eval", tmp_path / "run", "--data", tmp_path / "iron.xyz", code=65).stderr
+    assert f"{tmp_path}/iron.xyz: structure 2 has an atom of Fe, which the model has not seen." in said
+    said = tessera("predict", tmp_path / "run", "--data", known, "--out", "x.csv", code=2).stderr
+    assert "predict: structures are written as extended XYZ, not as x.csv: name it .xyz" in said
+    train("gnn", *GNN, "--atoms", "27", "--structures", "2", "--steps", "1", "--save", tmp_path / "made")
+    said = tessera("eval", tmp_path / "made", "--data", known, code=65).stderr
+    assert "the run learned from structures that the program made, whose atoms are of no element." in said
+    assert "force_error" in json.loads(tessera("eval", tmp_path / "made", "--json").stdout)
 
 
 # ---- several hosts

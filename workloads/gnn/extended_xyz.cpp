@@ -1,5 +1,6 @@
 #include "gnn/extended_xyz.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <charconv>
 #include <cmath>
@@ -243,6 +244,47 @@ class Reader {
 };
 
 }  // namespace
+
+std::string extended_xyz(const XyzFrame& frame) {
+  std::string text = std::to_string(frame.num_atoms()) + "\n";
+  char word[64];
+  const auto put = [&](double value) {
+    text.append(word, std::to_chars(word, word + sizeof(word), value).ptr);
+  };
+  const auto put_all = [&](const char* begin, const std::array<double, 9>& values) {
+    text += begin;
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      if (i > 0) text += ' ';
+      put(values[i]);
+    }
+    text += "\" ";
+  };
+  if (frame.cell) put_all("Lattice=\"", *frame.cell);
+  text += "Properties=species:S:1:pos:R:3";
+  if (!frame.forces.empty()) text += ":forces:R:3";
+  text += ' ';
+  if (frame.energy) {
+    text += "energy=";
+    put(*frame.energy);
+    text += ' ';
+  }
+  if (frame.stress) put_all("stress=\"", *frame.stress);
+  text += "pbc=\"";
+  for (const bool repeats : frame.is_periodic) text += repeats ? "T " : "F ";
+  text.back() = '"';
+  text += '\n';
+  for (std::size_t atom = 0; atom < frame.species.size(); ++atom) {
+    text += frame.species[atom];
+    for (const auto* values : {&frame.positions, &frame.forces}) {
+      for (std::size_t i = 3 * atom; i < std::min(values->size(), 3 * atom + 3); ++i) {
+        text += ' ';
+        put((*values)[i]);
+      }
+    }
+    text += '\n';
+  }
+  return text;
+}
 
 std::vector<XyzFrame> read_extended_xyz(const std::string& path, const XyzKeys& keys) {
   return Reader(path, keys).all();

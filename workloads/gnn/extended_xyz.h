@@ -37,4 +37,7 @@ struct XyzKeys {
 /// a file, has numbers that are not finite, or no atoms.
 std::vector<XyzFrame> read_extended_xyz(const std::string& path, const XyzKeys& keys = {});
 
+/// A structure as such a file holds it, under the usual names; numbers read back as they are.
+std::string extended_xyz(const XyzFrame& frame);
+
 }  // namespace tessera::workloads::gnn

@@ -13,11 +13,16 @@ namespace {
 
 using trainer::DataError;
 
-std::vector<XyzFrame> read_files(const std::vector<std::string>& files, const XyzKeys& keys) {
+XyzKeys keys_of(const Settings& settings) {
+  return {settings.energy_key, settings.forces_key, settings.stress_key};
+}
+
+std::vector<XyzFrame> read_files(const std::vector<std::string>& files, const XyzKeys& keys,
+                                 bool needs_labels = true) {
   std::vector<XyzFrame> all;
   for (const std::string& file : files) {
     std::vector<XyzFrame> some = read_extended_xyz(file, keys);
-    for (std::size_t i = 0; i < some.size(); ++i) {
+    for (std::size_t i = 0; needs_labels && i < some.size(); ++i) {
       if (some[i].energy || !some[i].forces.empty()) continue;
       throw DataError(file + ": structure " + std::to_string(i + 1) + " has neither " +
                       keys.energy + " nor " + keys.forces +
@@ -79,23 +84,20 @@ void find_species(OwnStructures& all) {
 
 void find_atomic_energies(OwnStructures& all) {
   const auto num_types = static_cast<std::int64_t>(all.species.size());
-  std::vector<double> counts;
+  std::vector<at::Tensor> counts;
   std::vector<double> energies;
   for (const XyzFrame& frame : all.training) {
     if (!frame.energy) continue;
-    std::vector<double> row(all.species.size(), 0.0);
-    for (const std::string& one : frame.species)
-      row[static_cast<std::size_t>(type_of(all, one))] += 1;
-    counts.insert(counts.end(), row.begin(), row.end());
+    counts.push_back(counts_of(frame, all));
     energies.push_back(*frame.energy);
   }
-  all.atomic_energies.assign(all.species.size(), 0.0);
+  all.atomic_energies = at::zeros({num_types}, at::kDouble);
   if (energies.empty()) return;
-  const at::Tensor a = at::tensor(counts, at::kDouble).view({-1, num_types});
   const at::Tensor b = at::tensor(energies, at::kDouble).unsqueeze(1);
   // The least of all solutions where the structures do not tell species apart.
-  const at::Tensor x = std::get<0>(at::linalg_lstsq(a, b, std::nullopt, "gelsd")).contiguous();
-  std::copy_n(x.const_data_ptr<double>(), num_types, all.atomic_energies.begin());
+  all.atomic_energies = std::get<0>(at::linalg_lstsq(at::stack(counts), b, std::nullopt, "gelsd"))
+                            .squeeze(1)
+                            .contiguous();
 }
 
 }  // namespace
@@ -129,7 +131,7 @@ double OwnStructures::mean_atoms() const {
 }
 
 OwnStructures read_structures(const Settings& settings) {
-  const XyzKeys keys{settings.energy_key, settings.forces_key, settings.stress_key};
+  const XyzKeys keys = keys_of(settings);
   OwnStructures all;
   all.files = data::files_of(settings.data);
   all.training = read_files(all.files, keys);
@@ -153,6 +155,31 @@ OwnStructures read_structures(const Settings& settings) {
   return all;
 }
 
+OwnStructures read_to_judge(const Settings& settings, const std::string& data,
+                            std::vector<std::string> species, bool needs_labels) {
+  OwnStructures all;
+  all.species = std::move(species);
+  all.files = data::files_of(data);
+  all.judged = read_files(all.files, keys_of(settings), needs_labels);
+  for (std::size_t i = 0; i < all.judged.size(); ++i) {
+    for (const std::string& one : all.judged[i].species) {
+      if (std::binary_search(all.species.begin(), all.species.end(), one)) continue;
+      throw DataError(data + ": structure " + std::to_string(i + 1) + " has an atom of " + one +
+                      ", which the model has not seen.");
+    }
+  }
+  all.atomic_energies = at::zeros({std::ssize(all.species)}, at::kDouble);
+  return all;
+}
+
+at::Tensor counts_of(const XyzFrame& frame, const OwnStructures& all) {
+  at::Tensor counts = at::zeros({std::ssize(all.species)}, at::kDouble);
+  for (const std::string& one : frame.species) {
+    counts.mutable_data_ptr<double>()[type_of(all, one)] += 1;
+  }
+  return counts;
+}
+
 Structure structure_of(const XyzFrame& frame, const OwnStructures& all, double cutoff) {
   Structure structure;
   const std::int64_t num_atoms = frame.num_atoms();
@@ -168,13 +195,9 @@ Structure structure_of(const XyzFrame& frame, const OwnStructures& all, double c
     structure.box.cell = at::diag(extent + 2 * cutoff);
   }
   std::vector<std::int64_t> types;
-  double lone = 0;
-  for (const std::string& one : frame.species) {
-    types.push_back(type_of(all, one));
-    lone += all.atomic_energies[static_cast<std::size_t>(types.back())];
-  }
+  for (const std::string& one : frame.species) types.push_back(type_of(all, one));
   structure.types = at::tensor(types, at::kLong);
-  if (frame.energy) structure.energy = at::scalar_tensor(*frame.energy - lone, at::kDouble);
+  if (frame.energy) structure.energy = at::scalar_tensor(*frame.energy, at::kDouble);
   if (!frame.forces.empty()) {
     structure.forces = at::tensor(frame.forces, at::kDouble).view({num_atoms, 3});
   }

@@ -16,9 +16,9 @@ struct OwnStructures {
   std::vector<XyzFrame> judged;
   std::vector<std::string> species;  // in order of their names; types are places in it
   std::vector<std::string> files;    // that were read
-  /// Energy of an atom of each species, by least squares over the training's energies: what the
-  /// network learns is the rest.
-  std::vector<double> atomic_energies;
+  /// [species], double: energy of an atom of each, by least squares over the training's energies.
+  /// What the network learns is the rest.
+  at::Tensor atomic_energies;
 
   double mean_atoms() const;  // of the training's structures
 };
@@ -29,6 +29,12 @@ struct OwnStructures {
 /// stress.
 OwnStructures read_structures(const Settings& settings);
 
+/// The structures of `data` to be judged, for a model that knows `species`; their atomic energies
+/// are the model's. Throws DataError also for an element that it does not know, and, if
+/// `needs_labels`, for structures without energy and forces.
+OwnStructures read_to_judge(const Settings& settings, const std::string& data,
+                            std::vector<std::string> species, bool needs_labels);
+
 /// How many of `frames` have an energy, forces and stress: "energies of 20, forces of 12".
 std::string labels_text(const std::vector<XyzFrame>& frames);
 
@@ -36,7 +42,10 @@ std::string labels_text(const std::vector<XyzFrame>& frames);
 std::string unseen_species(const OwnStructures& all);
 
 /// One of them with its neighbours; `energy`, `forces` and `stress` are undefined where the file
-/// has none. The energy is without that of lone atoms.
+/// has none.
 Structure structure_of(const XyzFrame& frame, const OwnStructures& all, double cutoff);
+
+/// [species], double: how many of its atoms are of each.
+at::Tensor counts_of(const XyzFrame& frame, const OwnStructures& all);
 
 }  // namespace tessera::workloads::gnn

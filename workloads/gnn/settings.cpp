@@ -63,7 +63,7 @@ settings::Table Settings::table() {
       .range(0, kLarge)
       .shown("")
       .told();
-  table.add("shuffle", shuffle, "", "them, anew every epoch").told().beside();
+  table.add("shuffle", shuffle, "", "in another order each time").told().beside();
   table.add("optimizer", optimizer, "O", "").one_of({"adam", "sgd"}).fixed();
   table.add("lr", learning_rate, "X", "learning rate").not_negative().told().beside();
   add_schedule(table);
@@ -75,7 +75,8 @@ settings::Table Settings::table() {
   table.add("no-overlap", no_overlap, "", "wait for halo rows before computing");
   table.add("eval-every", eval_every, "N", "steps (0: at the end)").range(0, kLarge).shown("");
   table.add("patience", patience, "N", "evaluations without a better one end it (0: never)")
-      .range(0, kLarge);
+      .range(0, kLarge)
+      .shown("");
   add_checkpoints(table);
   add_seed(table, "of structures and parameters");
   add_output(table);

@@ -5,18 +5,22 @@
 #include <numeric>
 #include <optional>
 #include <random>
+#include <sstream>
 
 #include <ATen/ATen.h>
 
 #include "gnn/model.h"
 #include "gnn/own_structures.h"
 #include "gnn/partitioner.h"
+#include "tessera/checkpoint/error.h"
 #include "tessera/checkpoint/modules.h"
+#include "tessera/checkpoint/reader.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/mesh.h"
 #include "tessera/core/check.h"
 #include "tessera/core/step_recorder.h"
 #include "tessera/data_parallel/distributed_data_parallel.h"
+#include "trainer/data_error.h"
 #include "trainer/device.h"
 #include "trainer/train.h"
 
@@ -29,6 +33,7 @@ constexpr std::uint64_t kJudgeSeed = 1'000'000;
 struct Sample {
   Structure structure;
   LocalGraph graph;
+  at::Tensor counts;  // of atoms, by species; undefined if structures are made here
 };
 
 // The samples of one step, which lie on this rank already.
@@ -64,8 +69,10 @@ ModelOptions model_options(const Settings& settings, std::int64_t num_types) {
 // The network and its loss as a module, whose gradients are averaged over the data ranks.
 class Net : public torch::nn::Module {
  public:
-  Net(const Settings& settings, std::int64_t num_types)
-      : model_(model_options(settings, num_types), static_cast<std::uint64_t>(settings.seed)),
+  /// `atomic_energies` are not learned; undefined: atoms have none.
+  Net(const Settings& settings, std::int64_t num_types, at::Tensor atomic_energies)
+      : atomic_energies_(std::move(atomic_energies)),
+        model_(model_options(settings, num_types), static_cast<std::uint64_t>(settings.seed)),
         force_weight_(settings.force_weight),
         stress_weight_(settings.stress_weight) {
     register_parameter("parameters", model_.parameters());
@@ -79,6 +86,11 @@ class Net : public torch::nn::Module {
 
   const Model& model() const noexcept { return model_; }
 
+  /// Of its atoms if each were alone.
+  double lone_energy(const Sample& sample) const {
+    return sample.counts.defined() ? at::dot(sample.counts, atomic_energies_).item<double>() : 0;
+  }
+
  private:
   at::Tensor loss_of(const Sample& sample) const {
     const Structure& known = sample.structure;
@@ -88,7 +100,8 @@ class Net : public torch::nn::Module {
     const auto num_atoms = static_cast<double>(known.num_atoms());
     at::Tensor loss = at::zeros({}, prediction.energy.options().requires_grad(false));
     if (known.energy.defined()) {
-      loss = loss + ((prediction.energy - known.energy) / num_atoms).pow(2);
+      const at::Tensor bound = known.energy - lone_energy(sample);
+      loss = loss + ((prediction.energy - bound) / num_atoms).pow(2);
     }
     if (known.forces.defined()) {
       loss = loss + force_weight_ * (prediction.forces - known.forces).pow(2).mean();
@@ -97,26 +110,57 @@ class Net : public torch::nn::Module {
     return loss;
   }
 
+  at::Tensor atomic_energies_;
   Model model_;
   double force_weight_;
   double stress_weight_;
 };
 
+// In the values of a checkpoint: the elements in the order of their types, with spaces between.
+constexpr const char* kSpecies = "species";
+
+std::string joined(const std::vector<std::string>& words) {
+  std::string text;
+  for (const std::string& word : words) text += (text.empty() ? "" : " ") + word;
+  return text;
+}
+
+// None if the structures were made here.
+std::vector<std::string> species_of(const std::string& checkpoints, std::int64_t step) {
+  const auto reader = step >= 0 ? std::make_unique<checkpoint::Reader>(checkpoints, step)
+                                : checkpoint::find_newest(checkpoints).reader;
+  if (reader == nullptr) {
+    throw checkpoint::Error(checkpoint::ErrorKind::kMissing,
+                            checkpoints + ": there is no checkpoint.");
+  }
+  const checkpoint::Values& values = reader->manifest().values;
+  const auto found = values.find(kSpecies);
+  std::vector<std::string> all;
+  if (found == values.end()) return all;
+  std::istringstream words(std::get<std::string>(found->second));
+  for (std::string word; words >> word;) all.push_back(word);
+  return all;
+}
+
 class Training final : public trainer::Workload<Batch> {
  public:
-  Training(const Settings& settings, const comm::Group& world)
+  /// Without structures to train on it can only judge.
+  Training(const Settings& settings, std::optional<OwnStructures> own, const comm::Group& world)
       : settings_(settings),
         mesh_(make_mesh(settings, world)),
         data_(mesh_.group("data")),
         graph_(mesh_.group("graph")),
-        own_(settings.data.empty() ? std::nullopt : std::optional(read_structures(settings))),
-        model_(std::make_shared<Net>(settings, num_types()), data_,
-               {.gradient_as_bucket_view = true}),
+        own_(std::move(own)),
+        model_(std::make_shared<Net>(settings, num_types(),
+                                     own_ ? own_->atomic_energies : at::Tensor()),
+               data_, {.gradient_as_bucket_view = true}),
         optimizer_(trainer::make_optimizer("gnn.train", settings.optimizer, model_.parameters(),
                                            settings.learning_rate)) {
     // Round robin over the data-parallel ranks: a structure lives where it is trained on.
-    TESSERA_CHECK_VALUE(num_structures() >= data_.size(), "gnn.train: ", num_structures(),
-                        " structures are not enough for ", data_.size(), " data-parallel ranks.");
+    const bool only_judges = own_ && own_->training.empty();
+    TESSERA_CHECK_VALUE(only_judges || num_structures() >= data_.size(),
+                        "gnn.train: ", num_structures(), " structures are not enough for ",
+                        data_.size(), " data-parallel ranks.");
     for (std::int64_t i = data_.rank(); i < num_structures(); i += data_.size()) {
       training_.push_back(own_ ? own_sample(own_->training[static_cast<std::size_t>(i)])
                                : made_sample(static_cast<std::uint64_t>(settings.seed + i)));
@@ -146,6 +190,9 @@ class Training final : public trainer::Workload<Batch> {
   void add_state(checkpoint::State& state) override {
     checkpoint::add_module(state, model_.module());
     checkpoint::add_optimizer(state, *optimizer_, *model_.module());
+    if (!own_) return;
+    state.add_replicated("atomic_energies", own_->atomic_energies);
+    state.values[kSpecies] = joined(own_->species);
   }
   std::vector<at::Tensor> parameters() const override { return model_.parameters(); }
   std::vector<trainer::Mark> marks() const override {
@@ -193,7 +240,8 @@ class Training final : public trainer::Workload<Batch> {
         sums[0][what] += ((found - wanted).abs().mean() / parts).detach().cpu();
         sums[1][what] += 1;
       };
-      add(0, prediction.energy, known.energy, static_cast<double>(known.num_atoms()));
+      add(0, prediction.energy + model_.module()->lone_energy(sample), known.energy,
+          static_cast<double>(known.num_atoms()));
       add(1, prediction.forces, known.forces, 1);
       add(2, prediction.stress, known.stress, 1);
     }
@@ -205,6 +253,34 @@ class Training final : public trainer::Workload<Batch> {
       if (count > 0) figures.emplace_back(names[what], sums[0][what].item<double>() / count);
     }
     return figures;
+  }
+
+  /// What is judged as extended XYZ, with energies, forces and, of boxes, stress as predicted.
+  /// Collective; all structures must be on this rank.
+  std::string predicted() {
+    std::string text;
+    for (std::size_t i = 0; i < judged_.size(); ++i) {
+      const Sample& sample = judged_[i];
+      const XyzFrame& frame = own_->judged[i];
+      const Prediction found = model_.module()->model().predict(
+          sample.graph, sample.structure.positions, sample.structure.box.cell,
+          frame.cell.has_value(), false);
+      const auto numbers = [](const at::Tensor& tensor) {
+        const at::Tensor plain = tensor.detach().to(at::kCPU, at::kDouble).contiguous();
+        return std::vector<double>(plain.const_data_ptr<double>(),
+                                   plain.const_data_ptr<double>() + plain.numel());
+      };
+      XyzFrame told = frame;
+      told.energy = found.energy.item<double>() + model_.module()->lone_energy(sample);
+      told.forces = numbers(found.forces);
+      told.stress.reset();
+      if (found.stress.defined()) {
+        const std::vector<double> stress = numbers(found.stress);
+        std::copy(stress.begin(), stress.end(), told.stress.emplace().begin());
+      }
+      text += extended_xyz(told);
+    }
+    return text;
   }
 
   std::string unit() const override { return "atoms"; }
@@ -230,6 +306,7 @@ class Training final : public trainer::Workload<Batch> {
     }
     return all + "\n";
   }
+  std::int64_t num_judged() const { return std::ssize(judged_); }
   trainer::Figures results() const override {
     trainer::Figures all{{"parameters", static_cast<double>(model_.parameters()[0].numel())},
                          {"halo_rows", halo_rows_}};
@@ -285,7 +362,7 @@ class Training final : public trainer::Workload<Batch> {
     for (std::size_t i = 0; i < own_->species.size(); ++i) {
       char one[64];
       std::snprintf(one, sizeof(one), " %.8s %.6g", own_->species[i].c_str(),
-                    own_->atomic_energies[i]);
+                    own_->atomic_energies.const_data_ptr<double>()[i]);
       text += (i > 0 ? "," : "") + std::string(one);
     }
     text += " (energy of a lone atom, by least squares)\n";
@@ -302,7 +379,9 @@ class Training final : public trainer::Workload<Batch> {
     return make_sample(make_structure(options, seed));
   }
   Sample own_sample(const XyzFrame& frame) const {
-    return make_sample(structure_of(frame, *own_, settings_.cutoff));
+    Sample sample = make_sample(structure_of(frame, *own_, settings_.cutoff));
+    sample.counts = counts_of(frame, *own_);
+    return sample;
   }
 
   Sample make_sample(Structure structure) const {
@@ -315,7 +394,7 @@ class Training final : public trainer::Workload<Batch> {
           &structure.stress, &graph.nodes, &graph.types, &graph.edges, &graph.shifts}) {
       if (tensor->defined()) *tensor = tensor->to(device);
     }
-    return {std::move(structure), std::move(graph)};
+    return {std::move(structure), std::move(graph), {}};
   }
 
   const Settings& settings_;
@@ -337,7 +416,31 @@ class Training final : public trainer::Workload<Batch> {
 
 std::unique_ptr<trainer::AnyWorkload> make_workload(const Settings& settings,
                                                     const comm::Group& world) {
-  return std::make_unique<Training>(settings, world);
+  std::optional<OwnStructures> own;
+  if (!settings.data.empty()) own = read_structures(settings);
+  return std::make_unique<Training>(settings, std::move(own), world);
+}
+
+Judged judge(const Settings& settings, const std::string& data, const std::string& checkpoints,
+             std::int64_t step, bool predicts, const comm::Group& world) {
+  Settings own = settings;
+  own.graph_parallel = 0;
+  std::optional<OwnStructures> structures;
+  if (!data.empty()) {
+    const std::vector<std::string> species = species_of(checkpoints, step);
+    if (species.empty()) {
+      throw trainer::DataError(data +
+                               ": the run learned from structures that the program made, whose "
+                               "atoms are of no element.");
+    }
+    structures = read_to_judge(own, data, species, /*needs_labels=*/!predicts);
+  } else if (!own.data.empty()) {
+    structures = read_structures(own);
+  }
+  Training training(own, std::move(structures), world);
+  Judged judged{trainer::judge(training, world, checkpoints, step), training.num_judged(), ""};
+  if (predicts) judged.predicted = training.predicted();
+  return judged;
 }
 
 }  // namespace tessera::workloads::gnn

@@ -337,6 +337,17 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::string& who,
   return std::make_unique<Adam>(std::move(parameters), AdamOptions(learning_rate));
 }
 
+Judgement judge(AnyWorkload& workload, const comm::Group& world, const std::string& checkpoints,
+                std::int64_t step) {
+  checkpoint::State state;
+  workload.add_state(state);
+  checkpoint::LoadOptions options;
+  if (step >= 0) options.step = step;
+  const checkpoint::LoadReport report =
+      checkpoint::load(checkpoints, state, workload.saving_group(world), options);
+  return {workload.evaluate(), report.step, report.folder};
+}
+
 Summary train(AnyWorkload& workload, const comm::Group& world, const std::string& checkpoints,
               core::StepRecorder& recorder, const Listener& listener,
               const std::function<bool()>& is_told_to_stop) {

@@ -70,4 +70,16 @@ TESSERA_API Summary train(AnyWorkload& workload, const comm::Group& world,
                           const Listener& listener = {},
                           const std::function<bool()>& is_told_to_stop = {});
 
+/// What a model is worth, and which it is.
+struct Judgement {
+  Figures figures;
+  std::int64_t step = 0;   // of the checkpoint
+  std::string checkpoint;  // its folder
+};
+
+/// Loads the checkpoint of `step` (-1: the newest) from the folder `checkpoints` and evaluates.
+/// Collective over `world`. Throws checkpoint::Error for one that cannot be used.
+TESSERA_API Judgement judge(AnyWorkload& workload, const comm::Group& world,
+                            const std::string& checkpoints, std::int64_t step = -1);
+
 }  // namespace tessera::trainer
