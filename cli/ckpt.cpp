@@ -51,7 +51,8 @@ folder of a training. Without --step, the newest that is whole is taken
 (verify: all of them).
 
   --step N                  which checkpoint
-  --table T                 ids: of a table that grows; to .csv, .npy, or printed
+  --table T                 ids: of a table that grows; to .csv, .npy,
+                            .safetensors, or printed
   --ranks N                 reshard: number of ranks
   --plan FILE               reshard: a plan of tessera plan tables, for its ranks
   --cut rows|columns|whole  reshard: how tensors are cut (rows)

@@ -111,21 +111,51 @@ void write_npy(const Reader& reader, const std::string& name, std::FILE* file) {
   });
 }
 
+/// One tensor for each column.
+void write_safetensors(const Reader& reader, const std::string& name, std::FILE* file) {
+  constexpr std::array kColumns = {"id", "row", "count", "last_step"};
+  const std::int64_t count = reader.find(name + ".ids")->shape.at(0);
+  std::string head = "{";
+  for (std::size_t column = 0; column < kColumns.size(); ++column) {
+    const auto bytes_until = [&](std::size_t columns) {
+      return std::to_string(static_cast<std::int64_t>(columns) * count * 8);
+    };
+    head += std::string(column == 0 ? "\"" : ",\"") + kColumns[column] +
+            "\":{\"dtype\":\"I64\",\"shape\":[" + std::to_string(count) + "],\"data_offsets\":[" +
+            bytes_until(column) + "," + bytes_until(column + 1) + "]}";
+  }
+  head += "}";
+  head.resize((head.size() + 7) / 8 * 8, ' ');
+  const std::uint64_t size = head.size();  // little-endian, as the machine is
+  std::fwrite(&size, sizeof(size), 1, file);
+  std::fwrite(head.data(), 1, head.size(), file);
+  for (std::size_t column = 0; column < kColumns.size(); ++column) {
+    for_blocks(reader, name, [&](const Rows& rows) {
+      std::vector<std::int64_t> numbers(rows.size());
+      for (std::size_t i = 0; i < rows.size(); ++i) numbers[i] = rows[i][column];
+      std::fwrite(numbers.data(), sizeof(numbers[0]), numbers.size(), file);
+    });
+  }
+}
+
 }  // namespace
 
 void list_ids(const Reader& reader, const std::string& table, const std::string& to) {
   const std::string name = chosen(reader, table);
   if (to.empty()) return write_csv(reader, name, stdout);
-  const bool is_npy = to.ends_with(".npy");
-  if (!is_npy && !to.ends_with(".csv")) {
-    throw UsageError("ckpt: ids are written to .csv or .npy, not " + to);
+  const auto write = to.ends_with(".csv")           ? write_csv
+                     : to.ends_with(".npy")         ? write_npy
+                     : to.ends_with(".safetensors") ? write_safetensors
+                                                    : nullptr;
+  if (write == nullptr) {
+    throw UsageError("ckpt: ids are written to .csv, .npy or .safetensors, not " + to);
   }
   const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(to.c_str(), "wb"),
                                                              std::fclose);
   if (file == nullptr) {
     throw checkpoint::Error(checkpoint::ErrorKind::kWrite, to + ": " + std::strerror(errno));
   }
-  (is_npy ? write_npy : write_csv)(reader, name, file.get());
+  write(reader, name, file.get());
   if (std::fflush(file.get()) != 0 || std::ferror(file.get()) != 0) {
     throw checkpoint::Error(checkpoint::ErrorKind::kWrite, to + ": " + std::strerror(errno));
   }

@@ -142,7 +142,14 @@ def test_every_number_of_ranks_has_the_same_ids(tmp_path, log):
     assert as_set == {(one, count, last) for one, _, count, last in ids_of("three", "--table", "user")}
     ids_of("one", "--table", "user", "--to", str(tmp_path / "user.npy"))
     assert np.load(tmp_path / "user.npy").tolist() == [list(row) for row in users]
-    words = [TESSERA, "ckpt", "ids", str(tmp_path / "one")]
+    ids_of("one", "--table", "user", "--to", str(tmp_path / "user.safetensors"))
+    columns = safetensors.numpy.load_file(tmp_path / "user.safetensors")
+    lists = [columns[name].tolist() for name in ("id", "row", "count", "last_step")]
+    assert list(zip(*lists, strict=True)) == [tuple(row) for row in users]
+    words = [TESSERA, "ckpt", "ids", str(tmp_path / "one"), "--table", "user", "--to", "user.txt"]
+    told = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT)
+    assert told.returncode == 2 and "written to .csv, .npy or .safetensors, not user.txt" in told.stderr
+    words = words[:4]
     told = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT)
     assert told.returncode == 2 and "user, words" in told.stderr
     # On other ranks it goes on.
