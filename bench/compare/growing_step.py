@@ -1,9 +1,10 @@
 """Times training steps of `tessera train dlrm` with tables that grow beside fixed ones, on one log.
 
 26 features of one id each out of 100,000, 32 columns, 2048 samples per rank and step, row-wise Adagrad; on
-one rank and on two. Fixed tables lie as the planner says (`planned`) and cut by rows, as growing ones are
-(`row_wise`). Of tables that grow, the first half of the steps, in which most ids are new, and the second
-half are told apart (`growing`, `grown`). All take turns, one whole run each, whose first ten steps do not
+one rank and on two. Fixed tables lie as the planner says (`planned`), cut by rows (`row_wise`) and whole
+(`table_wise`); growing ones by rows, or whole if the name says so. Of these, the first half of the steps, in
+which most ids are new, and the second half are told apart (`growing`, `grown`). All take turns, one whole
+run each, whose first ten steps do not
 count; the time of a step is from its end to that of the step before, on rank 0.
 """
 
@@ -24,8 +25,11 @@ EVALUATED = 4096
 VARIANTS = {
     "planned": [],
     "row_wise": ["--sharding", "row_wise"],
+    "table_wise": ["--sharding", "table_wise"],
     "growing": ["--ids", "unlimited"],
+    "growing_table_wise": ["--ids", "unlimited", "--sharding", "table_wise"],
 }
+ALL_KNOWN = {"growing": "grown", "growing_table_wise": "grown_table_wise"}
 
 
 def train(folder: str, *flags: object) -> pathlib.Path:
@@ -58,13 +62,13 @@ def measure(data: str, ranks: int, steps: int, rounds: int) -> None:
     flags = ["--ranks", ranks, "--data", data, "--batch", BATCH, "--eval-every", 0]
     flags += ["--eval-samples", EVALUATED]
     flags += ["--steps", 2 * steps + WARM_UPS, "--keep-model", "none"]
-    times: dict[str, list[float]] = {name: [] for name in [*VARIANTS, "grown"]}
+    times: dict[str, list[float]] = {name: [] for name in [*VARIANTS, *ALL_KNOWN.values()]}
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(rounds):
             for name, more in VARIANTS.items():
                 measured = step_times(train(folder, *flags, *more))
-                if name == "growing":
-                    times["grown"] += measured[steps:]
+                if name in ALL_KNOWN:
+                    times[ALL_KNOWN[name]] += measured[steps:]
                     measured = measured[:steps]
                 times[name] += measured
     for name, measured in times.items():
