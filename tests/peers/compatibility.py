@@ -30,6 +30,7 @@ RUNS = {  # name: (wrapper, backend)
     "tessera_shm": ("tessera", "shm"),
     "torch_gloo": ("torch", "gloo"),  # of what failed in the others
 }
+RANKS = (2, 4, 8)  # where a test asks for more than there were, the next
 # The comparisons of this folder: names by either import, values held against each other. By the beginning of
 # a file's name: the packages that it holds ours against.
 PEERS = {
@@ -53,18 +54,39 @@ def run_suites(folder: pathlib.Path, python: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     failed: set[str] = set()
     for name, (wrapper, backend) in RUNS.items():
-        print(f"torch's suite, {wrapper}'s wrapper on {backend}", flush=True)
-        environment = {**os.environ, "BACKEND": backend, "PYTHONPATH": str(ROOT / "python")}
-        environment.setdefault("TESSERA_SUITE_LIMIT", "180")
+        ended: dict[str, dict] = {}
         words = sorted(failed) if wrapper == "torch" else ["test_"]
-        suite = [python, "-W", "ignore", str(HERE / "torch_suite.py"), *words]
-        suite += ["--wrapper", wrapper, "--json", str(folder / f"{name}.json")]
-        if words:
-            subprocess.run(suite, env=environment, check=True)
-            ended = json.loads((folder / f"{name}.json").read_text())
-            failed |= {test for test, how in ended.items() if how["outcome"] == "failed"}
-        else:
-            (folder / f"{name}.json").write_text("{}")
+        for ranks in RANKS:
+            if words:
+                print(f"torch's suite, {wrapper}'s wrapper on {backend}, {ranks} ranks", flush=True)
+                found = run_suite(folder / f"{name}.json", python, wrapper, backend, ranks, words)
+                for test, how in found.items():
+                    if test not in ended or ended[test]["outcome"] == "skipped":
+                        ended[test] = how
+            words = sorted(test for test, how in ended.items() if asks_for_ranks(how))
+        (folder / f"{name}.json").write_text(json.dumps(ended, indent=1))
+        failed |= {test for test, how in ended.items() if how["outcome"] == "failed"}
+
+
+def run_suite(
+    file: pathlib.Path, python: str, wrapper: str, backend: str, ranks: int, words: list[str]
+) -> dict:
+    """Run the tests with these words in their names; return how each ended."""
+    environment = {
+        **os.environ,
+        "BACKEND": backend,
+        "WORLD_SIZE": str(ranks),
+        "PYTHONPATH": str(ROOT / "python"),
+    }
+    environment.setdefault("TESSERA_SUITE_LIMIT", "180")
+    suite = [python, "-W", "ignore", str(HERE / "torch_suite.py"), *words]
+    subprocess.run([*suite, "--wrapper", wrapper, "--json", str(file)], env=environment, check=True)
+    return json.loads(file.read_text())
+
+
+def asks_for_ranks(how: dict) -> bool:
+    """Whether a test was skipped because there were not as many ranks as it wants."""
+    return how["outcome"] == "skipped" and "world size" in how["why"]
 
 
 def run_comparisons(folder: pathlib.Path) -> None:
@@ -108,9 +130,8 @@ def suite_lines(judged: dict[str, dict]) -> list[str]:
         f"## torch {version}: its own tests of data parallelism and collectives",
         "",
         "The tests are installed with torch (`torch.testing._internal.distributed.distributed_test`); two "
-        "ranks, and what they put on GPUs is put on the CPU. `make test` runs those of data parallelism and "
-        "the usual "
-        "collectives on `shm`, `make compat` all of them.",
+        "ranks, four or eight where a test asks for them, and what they put on GPUs is put on the CPU. "
+        "`make test` runs those of data parallelism and the usual collectives on `shm`, `make compat` all.",
         "",
         "| wrapper and engine | tests | passed | deviates | not applicable | unexplained |",
         "|---|---|---|---|---|---|",
