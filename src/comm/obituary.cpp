@@ -11,6 +11,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "comm/side_thread.h"
+#include "tessera/comm/environment.h"
 
 namespace tessera::comm {
 namespace {
@@ -20,6 +21,7 @@ constexpr auto kLimit = std::chrono::milliseconds(200);
 struct Memory {
   std::mutex mutex;
   c10::weak_intrusive_ptr<c10d::Store> store{c10::intrusive_ptr<c10d::Store>()};
+  std::string job;                           // before the keys: a store outlives an attempt
   std::string self;                          // as others would describe this process
   std::map<std::string, std::string> words;  // of deaths this process has told already
   bool has_told = false;
@@ -55,16 +57,30 @@ Failure told_as(const std::string& words, const Failure& failure,
 std::string text_of(const std::vector<std::uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
 std::vector<std::uint8_t> bytes_of(const std::string& text) { return {text.begin(), text.end()}; }
 
-std::string told_by(const std::string& rank) { return "tessera/death told by " + rank; }
+std::string told_by(const std::string& job, const std::string& rank) {
+  return job + "death told by " + rank;
+}
+
+// Each attempt of a job has processes of its own, and one of them may have the rank and the number
+// of another's.
+std::string this_job() {
+  try {
+    const Environment environment = read_environment();
+    return "tessera/" + environment.run_id + "/" + std::to_string(environment.restart_count) + "/";
+  } catch (const std::exception&) {
+    return "tessera/";  // a group of ranks that no launcher started
+  }
+}
 
 // The first words of the job about the death that `failure` is about, or that is behind it.
-std::string ask_first_words(c10d::Store& store, const Failure& failure, const std::string& self) {
+std::string ask_first_words(c10d::Store& store, const Failure& failure, const std::string& job,
+                            const std::string& self) {
   std::string words = failure.what();
   std::string dead = dead_in(failure);
   // At most once for every rank: nobody tells of a death that came later than its own.
   std::set<std::string> seen;
   while (seen.insert(dead).second) {
-    const std::string key = told_by(dead);
+    const std::string key = told_by(job, dead);
     if (!store.check({key})) break;
     const std::string behind = text_of(store.get(key));
     const std::string other = dead_in(Failure(failure.kind(), {0}, behind));
@@ -72,9 +88,9 @@ std::string ask_first_words(c10d::Store& store, const Failure& failure, const st
     words = behind;
     dead = other;
   }
-  words = text_of(store.compareSet("tessera/death of " + dead, {}, bytes_of(words)));
+  words = text_of(store.compareSet(job + "death of " + dead, {}, bytes_of(words)));
   // Before this process ends.
-  if (!self.empty()) store.set(told_by(self), bytes_of(words));
+  if (!self.empty()) store.set(told_by(job, self), bytes_of(words));
   return words;
 }
 
@@ -88,21 +104,22 @@ void remember_store(const c10::intrusive_ptr<c10d::Store>& store, const Member& 
   }
   const std::lock_guard lock(memory().mutex);
   memory().store = c10::weak_intrusive_ptr<c10d::Store>(root);
+  memory().job = this_job();
   memory().self = self.describe();
 }
 
 void note_new_group(c10d::Store& store) {
-  std::string self;
+  std::string key;
   {
     const std::lock_guard lock(memory().mutex);
     if (!std::exchange(memory().has_told, false)) return;
-    self = memory().self;
+    key = told_by(memory().job, memory().self);
   }
   c10d::Store* root = &store;
   while (auto* prefixed = dynamic_cast<c10d::PrefixStore*>(root)) {
     root = prefixed->getUnderlyingStore().get();
   }
-  root->set(told_by(self), bytes_of("went on"));
+  root->set(key, bytes_of("went on"));
 }
 
 Failure in_first_words(const Failure& failure, const std::map<int, Member>& members) noexcept {
@@ -110,12 +127,14 @@ Failure in_first_words(const Failure& failure, const std::map<int, Member>& memb
     const std::string dead = dead_in(failure);
     if (dead.empty()) return failure;
     c10::intrusive_ptr<c10d::Store> store;
+    std::string job;
     std::string self;
     {
       const std::lock_guard lock(memory().mutex);
       const auto known = memory().words.try_emplace(dead, failure.what());
       if (!known.second) return told_as(known.first->second, failure, members);
       store = memory().store.lock();
+      job = memory().job;
       self = memory().self;
       memory().has_told = true;
     }
@@ -123,7 +142,7 @@ Failure in_first_words(const Failure& failure, const std::map<int, Member>& memb
     auto told = std::make_shared<std::string>();
     auto end = run_beside([=] {
       // The connection may be inside a long wait of another thread.
-      *told = ask_first_words(*store->clone(), failure, self);
+      *told = ask_first_words(*store->clone(), failure, job, self);
     });
     if (end.wait_for(kLimit) != std::future_status::ready) {
       abandon_side_thread();

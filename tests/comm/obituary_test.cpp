@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdlib>
+
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
@@ -32,7 +34,7 @@ class Obituary : public ::testing::Test {
 TEST_F(Obituary, OneDeathHasOneText) {
   EXPECT_STREQ(told(1, 0, "comm.init").what(), death(0, "comm.init").what());
   // Asked of the store by another process, whose own words come later.
-  EXPECT_EQ(store_->compareSet("tessera/death of " + member(0).describe(), {}, {'x'}).size(),
+  EXPECT_EQ(store_->compareSet("tessera//0/death of " + member(0).describe(), {}, {'x'}).size(),
             std::string(death(0, "comm.init").what()).size());
 }
 
@@ -58,6 +60,19 @@ TEST_F(Obituary, RanksThatNameEachOtherEndTheSearch) {
   told(1, 0, "comm.all_reduce");
   told(0, 1, "comm.init");
   EXPECT_EQ(told(2, 1, "comm.barrier").kind(), FailureKind::kPeerLost);
+}
+
+// The store of a launcher stays when the ranks are started anew, and in a container they have the
+// numbers of before.
+TEST_F(Obituary, DeathsOfAnotherAttemptAreNotThisOnes) {
+  ::setenv("RANK", "0", 1);
+  ::setenv("WORLD_SIZE", "1", 1);
+  told(1, 0, "comm.all_reduce");
+  ::setenv("TORCHELASTIC_RESTART_COUNT", "1", 1);
+  const Failure again = told(2, 1, "comm.init");
+  for (const char* name : {"RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"}) ::unsetenv(name);
+  EXPECT_STREQ(again.what(), death(1, "comm.init").what());
+  EXPECT_EQ(again.ranks(), std::vector<int>{1});
 }
 
 TEST_F(Obituary, OtherFailuresStayAsTheyAre) {
