@@ -15,6 +15,7 @@
 #include <gtest/gtest.h>
 
 #include "collision/memory_headroom.h"
+#include "support/sanitizers.h"
 #include "tessera/collision/id_table.h"
 
 namespace tessera::collision {
@@ -105,7 +106,14 @@ void limit_addresses(std::size_t more) {
   ASSERT_EQ(setrlimit(RLIMIT_AS, &limit), 0);
 }
 
-TEST(FullMemory, OfAddressesIsAClearError) {
+class FullMemory : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (testing::kIsSanitized) GTEST_SKIP() << "the sanitizer takes memory of its own";
+  }
+};
+
+TEST_F(FullMemory, OfAddressesIsAClearError) {
   EXPECT_EQ(in_child([] {
               limit_addresses(256 * kMegabyte);
               return ends_with_a_clear_error(200);
@@ -113,7 +121,7 @@ TEST(FullMemory, OfAddressesIsAClearError) {
             kGood);
 }
 
-TEST(FullMemory, ACapacityKeepsWithinTheAddresses) {
+TEST_F(FullMemory, ACapacityKeepsWithinTheAddresses) {
   EXPECT_EQ(in_child([] {
               limit_addresses(256 * kMegabyte);
               return evicts(140);
@@ -121,7 +129,7 @@ TEST(FullMemory, ACapacityKeepsWithinTheAddresses) {
             kGood);
 }
 
-TEST(FullMemory, ManyTablesLeaveAddressesToOthers) {
+TEST_F(FullMemory, ManyTablesLeaveAddressesToOthers) {
   EXPECT_EQ(in_child([] {
               limit_addresses(2048 * kMegabyte);
               const std::size_t before = address_space();
@@ -173,19 +181,19 @@ class Group {
   bool is_limited_ = false;
 };
 
-TEST(FullMemory, OfAControlGroupIsAClearErrorNotAKill) {
+TEST_F(FullMemory, OfAControlGroupIsAClearErrorNotAKill) {
   const Group group(192 * kMegabyte);
   if (!group.is_usable()) GTEST_SKIP() << "groups of memory cannot be made here";
   EXPECT_EQ(in_child([&] { return group.enter() && ends_with_a_clear_error(200); }), kGood);
 }
 
-TEST(FullMemory, ACapacityKeepsWithinTheControlGroup) {
+TEST_F(FullMemory, ACapacityKeepsWithinTheControlGroup) {
   const Group group(192 * kMegabyte);
   if (!group.is_usable()) GTEST_SKIP() << "groups of memory cannot be made here";
   EXPECT_EQ(in_child([&] { return group.enter() && evicts(120); }), kGood);
 }
 
-TEST(FullMemory, HeadroomFollowsTheLimit) {
+TEST_F(FullMemory, HeadroomFollowsTheLimit) {
   EXPECT_EQ(in_child([] {
               limit_addresses(256 * kMegabyte);
               const std::size_t left = memory_headroom();

@@ -11,6 +11,7 @@
 #include <iterator>
 
 #include "dlrm/click_log.h"
+#include "support/sanitizers.h"
 
 namespace tessera::workloads::dlrm {
 namespace {
@@ -60,9 +61,7 @@ TEST_F(MappedFileDeathTest, AFileThatIsCutShortIsNamedWithBothSizes) {
 }
 
 TEST_F(MappedFileDeathTest, OtherBusErrorsAreAsBefore) {
-#ifdef __SANITIZE_ADDRESS__
-  GTEST_SKIP() << "the sanitizer takes the signal";
-#endif
+  if (testing::kIsSanitized) GTEST_SKIP() << "the sanitizer takes the signal";
   const MappedFile file(path_);
   EXPECT_EXIT(
       {
