@@ -351,8 +351,8 @@ class Training final : public trainer::Workload<Batch> {
   // What can be learned, and what it is judged by.
   std::string labels_line() const {
     if (!own_) return "";
-    return "labels   " + labels_text(own_->training) + "; judged by " + labels_text(own_->judged) +
-           "\n";
+    return "labels   " + labels_text(own_->training) + "\n         judged by " +
+           labels_text(own_->judged) + "\n";
   }
 
   // What the energies of lone atoms were taken to be.
