@@ -21,9 +21,7 @@ class Measuring {
 
   /// `count` things until `end`, each for `seconds_each` where there is time.
   Measuring(const comm::Group& group, double seconds_each, Clock::time_point end, int count)
-      : group_(group),
-        seconds_each_(seconds_each),
-        budget_(std::chrono::duration<double>(end - begin_).count(), count) {}
+      : group_(group), seconds_each_(seconds_each), budget_(seconds_until(end), count) {}
 
   /// Whether there is time for the next thing. To be asked once for each.
   bool begins() { return budget_.begins(agreed(0).elapsed); }
@@ -54,6 +52,14 @@ class Measuring {
   int left_out() const { return budget_.left_out(); }
 
  private:
+  // Of the rank that began last: the same on all.
+  double seconds_until(Clock::time_point end) const {
+    at::Tensor left =
+        at::full({1}, std::chrono::duration<double>(end - begin_).count(), at::kDouble);
+    comm::all_reduce_(left, group_, comm::Reduction::kMin);
+    return left.item<double>();
+  }
+
   struct Agreed {
     double single;
     double elapsed;
