@@ -61,19 +61,6 @@ int parts_limit(const Options& options, const TableClass& one) {
                          : one.num_ranks_allowed;
 }
 
-Load times(const Load& load, double count) {
-  return {load.links * count, load.local * count, load.bytes * count};
-}
-
-Load sum(const Load& a, const Load& b) {
-  return {a.links + b.links, a.local + b.local, a.bytes + b.bytes};
-}
-
-Load host_total(const RowParts& rows, int units, int count) {
-  const Load full = times(even_parts(rows.full, units, count), rows.count);
-  return rows.has_rest ? sum(full, even_parts(rows.rest, units, count)) : full;
-}
-
 Choice choice_of(Way way, int count, int uniform, const Load& total) {
   return {way, count, uniform, total.seconds(), total.bytes};
 }
@@ -96,13 +83,13 @@ void options_within(const Options& options, const TableClass& one, double second
     const int count = least_parts(one.host_parts.full[0], one.units, limit, seconds, capacity);
     if (count > 0) {
       found.push_back(
-          choice_of(Way::kHosts, count, 0, host_total(one.host_parts, one.units, count)));
+          choice_of(Way::kHosts, count, 0, even_parts(one.host_parts, one.units, count)));
     }
   }
   for (std::size_t i = 0; i < one.uniform.size(); ++i) {
     const RowParts& rows = one.uniform[i].parts;
     if (!fits(rows.full[0][1], seconds, capacity)) continue;
-    found.push_back(choice_of(Way::kUniform, 1, static_cast<int>(i), host_total(rows, 1, 1)));
+    found.push_back(choice_of(Way::kUniform, 1, static_cast<int>(i), even_parts(rows, 1, 1)));
   }
 }
 
@@ -261,9 +248,9 @@ void check_total(const Options& options) {
   for (const TableClass& one : options.classes) {
     double best = kInfinity;
     if (one.has_parts) best = std::min(best, even_parts(one.parts, one.units, 1).bytes);
-    if (one.has_hosts) best = std::min(best, host_total(one.host_parts, one.units, 1).bytes);
+    if (one.has_hosts) best = std::min(best, even_parts(one.host_parts, one.units, 1).bytes);
     for (const UniformOption& option : one.uniform) {
-      best = std::min(best, host_total(option.parts, 1, 1).bytes);
+      best = std::min(best, even_parts(option.parts, 1, 1).bytes);
     }
     needed += best * static_cast<double>(one.tables.size());
   }
@@ -452,11 +439,11 @@ Bound bound_of_mixed_ranks(const Options& options) {
       return true;
     };
     if (one.has_hosts && (!one.has_parts || fits_everywhere(one.host_parts, one.units))) {
-      consider(Way::kHosts, 1, 0, host_total(one.host_parts, one.units, 1));
+      consider(Way::kHosts, 1, 0, even_parts(one.host_parts, one.units, 1));
     }
     for (std::size_t i = 0; i < one.uniform.size(); ++i) {
       if (fits_everywhere(one.uniform[i].parts, 1)) {
-        consider(Way::kUniform, 1, static_cast<int>(i), host_total(one.uniform[i].parts, 1, 1));
+        consider(Way::kUniform, 1, static_cast<int>(i), even_parts(one.uniform[i].parts, 1, 1));
       }
     }
     bound.fast.push_back(best);
@@ -517,11 +504,9 @@ double cheapest(const Options& options, const TableClass& one, double seconds,
     double least = kInfinity;
     for (const std::vector<int>& kinds : options.host_kinds) {
       double price = 0;
-      for (int i = 0; i < rows.count; ++i) {
-        price += price_on(rows.full, units, kinds[static_cast<std::size_t>(i)]);
-      }
-      if (rows.has_rest) {
-        price += price_on(rows.rest, units, kinds[static_cast<std::size_t>(rows.count)]);
+      for (std::size_t i = 0; i < kinds.size(); ++i) {
+        const PartLoads* loads = rows.on(static_cast<int>(i));
+        if (loads != nullptr) price += price_on(*loads, units, kinds[i]);
       }
       least = std::min(least, price);
     }
@@ -550,10 +535,9 @@ double cheapest(const Options& options, const TableClass& one, double seconds,
     // Every rank has its own shard.
     double price = 0;
     for (int r = 0; r < options.num_ranks(); ++r) {
-      const bool is_full = r < option.parts.count;
-      if (!is_full && !(r == option.parts.count && option.parts.has_rest)) continue;
-      price += price_on(is_full ? option.parts.full : option.parts.rest, 1,
-                        options.kind_of[static_cast<std::size_t>(r)]);
+      const PartLoads* loads = option.parts.on(r);
+      if (loads == nullptr) continue;
+      price += price_on(*loads, 1, options.kind_of[static_cast<std::size_t>(r)]);
     }
     best = std::min(best, price);
   }

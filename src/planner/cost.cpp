@@ -12,6 +12,7 @@ constexpr double kWireBytes = 4;   // rows, gradients and weights of ids travel 
 constexpr double kCacheLine = 64;  // a narrower row costs as much
 constexpr double kSortBytes = 16;  // an id, in the fused step
 constexpr double kBatchesInFlight = 2;
+constexpr double kDenseGradients = 3;  // a new one, the last one, and what ranks sum it in
 
 // Share of the rows that `lookups` even ids touch: 1 - (1 - 1/rows)^lookups. By doubling, since
 // the library's pow() may round otherwise on another machine.
@@ -38,6 +39,18 @@ double measured_distinct(const std::vector<std::pair<double, double>>& curve, do
     y = next_y;
   }
   return std::min(lookups, y + slope * (lookups - x));
+}
+
+// Share of a table's ids that are of rows below `row`.
+double share_below(const Table& table, double row) {
+  double x = 0;
+  double y = 0;
+  for (const auto& [next_x, next_y] : table.ids_below) {
+    if (row <= next_x) return y + (next_y - y) * ((row - x) / (next_x - x));
+    x = next_x;
+    y = next_y;
+  }
+  return y;
 }
 
 double touched_share(const Table& table, double samples) {
@@ -110,7 +123,8 @@ CostModel::TableLoad CostModel::load_of(const Table& table) const {
 }
 
 ShardCost CostModel::cost(const Table& table, const TableLoad& load, Cut cut, Kernel kernel,
-                          std::int64_t rows, std::int64_t columns, int rank) const {
+                          std::int64_t rows, std::int64_t columns, int rank,
+                          std::int64_t row) const {
   ShardCost cost;
   if (rows == 0 || columns == 0) return cost;
   const auto r = static_cast<std::size_t>(rank);
@@ -121,14 +135,21 @@ ShardCost CostModel::cost(const Table& table, const TableLoad& load, Cut cut, Ke
   const bool is_dense = kernel == Kernel::kDense;
   const double row_bytes = width * table.element_bytes;
   const double state = table.state_bytes_per_row + table.state_bytes_per_element * width;
-  const double share = height / static_cast<double>(table.rows);
+  const bool is_row_cut = !is_replica && rows < table.rows;
+  const bool is_uneven = is_row_cut && !table.ids_below.empty();
+  const auto first = static_cast<double>(row);
+  const double share = is_uneven ? share_below(table, first + height) - share_below(table, first)
+                                 : height / static_cast<double>(table.rows);
   const double ids = load.ids * (is_replica ? 1 / world_ : share);  // looked up here
   const double stepped_ids = load.ids * share;
-  const double touched = height * load.touched;
+  // Of rows with ids of their own at most as many as of all, and as even ids would touch.
+  const double touched = is_uneven ? std::min(static_cast<double>(table.rows) * load.touched,
+                                              height * even_share(height, stepped_ids))
+                                   : height * load.touched;
 
   cost.bytes.weights = height * row_bytes;
-  cost.bytes.optimizer = height * state + (is_dense ? height * width * kWireBytes : 0);
-  const bool is_row_cut = !is_replica && rows < table.rows;
+  cost.bytes.optimizer =
+      height * state + (is_dense ? kDenseGradients * height * width * kWireBytes : 0);
   const double bags = load.outputs * (is_replica ? 1 / world_ : table.is_pooled ? 1 : share);
   cost.seconds.lookup = ids * (std::max(row_bytes, kCacheLine) / memory + speeds_[r].row_seconds) +
                         bags * speeds_[r].bag_seconds + speeds_[r].part_seconds;
@@ -165,6 +186,29 @@ ShardCost CostModel::cost(const Table& table, const TableLoad& load, Cut cut, Ke
   return cost;
 }
 
+std::vector<std::int64_t> rows_of_equal_load(const Table& table, int count) {
+  std::vector<std::int64_t> heights;
+  std::int64_t begin = 0;
+  for (int i = 1; i <= count; ++i) {
+    const double wanted = static_cast<double>(i) / count;
+    double x = 0;
+    double y = 0;
+    double end = static_cast<double>(table.rows);
+    for (const auto& [next_x, next_y] : table.ids_below) {
+      if (i < count && next_y >= wanted) {
+        end = x + (next_x - x) * ((wanted - y) / (next_y - y));
+        break;
+      }
+      x = next_x;
+      y = next_y;
+    }
+    const auto place = std::clamp(static_cast<std::int64_t>(end + 0.5), begin, table.rows);
+    heights.push_back(place - begin);
+    begin = place;
+  }
+  return heights;
+}
+
 std::vector<ShardCost> cost_of(const Problem& problem, const Plan& plan) {
   const CostModel model(problem);
   std::map<std::string_view, const Table*> tables;
@@ -174,8 +218,8 @@ std::vector<ShardCost> cost_of(const Problem& problem, const Plan& plan) {
     const Table& table = *tables.at(one.name);
     const CostModel::TableLoad load = model.load_of(table);
     for (const Shard& shard : one.shards) {
-      costs[static_cast<std::size_t>(shard.rank)] +=
-          model.cost(table, load, one.cut, one.kernel, shard.rows, shard.columns, shard.rank);
+      costs[static_cast<std::size_t>(shard.rank)] += model.cost(
+          table, load, one.cut, one.kernel, shard.rows, shard.columns, shard.rank, shard.row);
     }
   }
   return costs;

@@ -89,13 +89,15 @@ class Tree {
         sum = {sum.links + load.links, sum.local + load.local, sum.bytes + load.bytes};
         layout.seconds += load.seconds();
       };
-      const auto give_rows = [&](const RowParts& rows, int first, int units) {
-        for (int i = 0; i < rows.count; ++i) give(first + i, rows.full, units);
-        if (rows.has_rest) give(first + rows.count, rows.rest, units);
+      const auto give_rows = [&](const RowParts& rows, int first, int count, int units) {
+        for (int i = 0; i < count; ++i) {
+          if (const PartLoads* loads = rows.on(i)) give(first + i, *loads, units);
+        }
       };
       for (const auto& [rank, units] : layout.parts) give(rank, one.parts, units);
-      for (const auto& [host, units] : layout.hosts) give_rows(one.host_parts, host * local, units);
-      if (layout.uniform >= 0) give_rows(one.uniform[at(layout.uniform)].parts, 0, 1);
+      for (const auto& [host, units] : layout.hosts)
+        give_rows(one.host_parts, host * local, local, units);
+      if (layout.uniform >= 0) give_rows(one.uniform[at(layout.uniform)].parts, 0, world, 1);
       for (int r = 0; r < world; ++r) {
         if (layout.loads[at(r)].bytes > 0 && layout.loads[at(r)].bytes > options_.capacity(r)) {
           return;

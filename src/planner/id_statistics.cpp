@@ -157,6 +157,45 @@ std::vector<std::pair<double, double>> pairs_at(const Place& place) {
   return points;
 }
 
+// Share of the lookups of rows below each row, from the ranges, whose hottest ids are counted by
+// themselves.
+std::vector<std::pair<double, double>> ids_below(const IdStatistics& one) {
+  std::vector<std::pair<double, double>> points;
+  double sum = 0;
+  const auto rows = static_cast<double>(one.rows);
+  const auto num_ranges = static_cast<double>(one.ranges.size());
+  std::vector<std::pair<std::int64_t, double>> hot = one.hottest;
+  std::sort(hot.begin(), hot.end());
+  auto next = hot.begin();
+  for (std::size_t k = 0; k < one.ranges.size(); ++k) {
+    const double begin = std::ceil(static_cast<double>(k) * rows / num_ranges);
+    const double end = std::ceil(static_cast<double>(k + 1) * rows / num_ranges);
+    const auto first = next;
+    double others = one.ranges[k];
+    for (; next != hot.end() && static_cast<double>(next->first) < end; ++next) {
+      others -= next->second;
+    }
+    const double cold = end - begin - static_cast<double>(next - first);
+    const double each = cold > 0 ? std::max(0.0, others) / cold : 0;
+    double row = begin;
+    for (auto id = first; id != next; ++id) {
+      const auto at = static_cast<double>(id->first);
+      if (at < row) continue;  // twice in the file
+      sum += each * (at - row);
+      if (at > row) points.emplace_back(at, sum);
+      sum += id->second;
+      row = at + 1;
+      points.emplace_back(row, sum);
+    }
+    sum += each * (end - row);
+    if (end > row) points.emplace_back(end, sum);
+  }
+  if (!(sum > 0)) return {};
+  for (auto& [row, below] : points) below = std::min(1.0, below / sum);
+  points.back() = {rows, 1};
+  return points;
+}
+
 }  // namespace
 
 struct IdCounter::State {
@@ -336,6 +375,7 @@ int apply(const std::vector<IdStatistics>& features, std::vector<Table>& tables)
       if (one.name != table.name) continue;
       table.features[0].ids = one.mean;
       table.features[0].distinct = one.curve;
+      if (table.rows == one.rows) table.ids_below = ids_below(one);
       ++found;
       break;
     }

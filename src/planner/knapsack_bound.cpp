@@ -63,6 +63,11 @@ std::vector<ClassShards> shards_within(const Options& options, double seconds) {
     const double rows = static_cast<double>(options.tables[at(one.tables[0])].rows);
     const auto add_rows = [&](const RowParts& parts, int ranks, int u, double width, double count,
                               bool is_copy) {
+      for (std::size_t i = 0; i < parts.each.size(); ++i) {
+        const double own = static_cast<double>(parts.heights[i]) / rows;
+        if (own > 0) add(parts.each[i][0][at(u)], own * width, own * count);
+      }
+      if (!parts.each.empty()) return;
       const double share = is_copy ? 1.0 / ranks : std::ceil(rows / ranks) / rows;
       add(parts.full[0][at(u)], share * width, share * count);
       const double rest = 1 - share * parts.count;

@@ -35,6 +35,35 @@ Load load_of(const ShardCost& cost) {
   return {cost.seconds.links(), cost.seconds.local(), cost.bytes.total()};
 }
 
+std::vector<std::int64_t> even_heights(std::int64_t rows, int num_ranks) {
+  const std::int64_t height = (rows + num_ranks - 1) / num_ranks;
+  std::vector<std::int64_t> heights;
+  for (int i = 0; i < num_ranks; ++i) {
+    heights.push_back(std::clamp<std::int64_t>(rows - i * height, 0, height));
+  }
+  return heights;
+}
+
+// What fits where this does fits where each of them would: the most seconds, the most of them in
+// memory, the most bytes.
+PartLoads most_of(const std::vector<PartLoads>& each) {
+  PartLoads most = each[0];
+  for (std::size_t kind = 0; kind < most.size(); ++kind) {
+    for (std::size_t u = 0; u < most[kind].size(); ++u) {
+      double seconds = 0;
+      double local = 0;
+      double bytes = 0;
+      for (const PartLoads& loads : each) {
+        seconds = std::max(seconds, loads[kind][u].seconds());
+        local = std::max(local, loads[kind][u].local);
+        bytes = std::max(bytes, loads[kind][u].bytes);
+      }
+      most[kind][u] = {seconds - local, local, bytes};
+    }
+  }
+  return most;
+}
+
 class Enumeration {
  public:
   explicit Enumeration(const Problem& problem) : problem_(problem), model_(problem) {}
@@ -144,7 +173,7 @@ class Enumeration {
     const auto key = [&](int i) {
       const Table& t = options_.tables[static_cast<std::size_t>(i)];
       return std::tie(t.rows, t.dim, t.element_bytes, t.is_pooled, t.state_bytes_per_row,
-                      t.state_bytes_per_element, t.has_exact_norms);
+                      t.state_bytes_per_element, t.has_exact_norms, t.ids_below);
     };
     const auto feature_less = [](const Feature& a, const Feature& b) {
       return std::tie(a.ids, a.is_weighted, a.distinct) <
@@ -190,21 +219,33 @@ class Enumeration {
   }
 
   PartLoads part_loads(const Table& table, const CostModel::TableLoad& load, Cut cut, Kernel kernel,
-                       std::int64_t rows, std::int64_t unit, int units) const {
+                       std::int64_t rows, std::int64_t unit, int units,
+                       std::int64_t row = 0) const {
     PartLoads loads(options_.kinds.size());
     for (std::size_t kind = 0; kind < loads.size(); ++kind) {
       loads[kind].reserve(static_cast<std::size_t>(units) + 1);
       for (int u = 0; u <= units; ++u) {
-        loads[kind].push_back(load_of(
-            model_.cost(table, load, cut, kernel, rows, u * unit, options_.kinds[kind].ranks[0])));
+        loads[kind].push_back(load_of(model_.cost(table, load, cut, kernel, rows, u * unit,
+                                                  options_.kinds[kind].ranks[0], row)));
       }
     }
     return loads;
   }
 
   RowParts row_parts(const Table& table, const CostModel::TableLoad& load, Cut cut, Kernel kernel,
-                     int num_ranks, std::int64_t unit, int units) const {
+                     int num_ranks, std::int64_t unit, int units, bool is_even = true) const {
     RowParts parts;
+    if (cut != Cut::kDataParallel && !table.ids_below.empty()) {
+      parts.heights =
+          is_even ? even_heights(table.rows, num_ranks) : rows_of_equal_load(table, num_ranks);
+      std::int64_t row = 0;
+      for (const std::int64_t rows : parts.heights) {
+        parts.each.push_back(part_loads(table, load, cut, kernel, rows, unit, units, row));
+        row += rows;
+      }
+      parts.full = most_of(parts.each);
+      return parts;
+    }
     const std::int64_t rows =
         cut == Cut::kDataParallel ? table.rows : (table.rows + num_ranks - 1) / num_ranks;
     parts.count = cut == Cut::kDataParallel ? num_ranks : static_cast<int>(table.rows / rows);
@@ -264,12 +305,14 @@ class Enumeration {
     }
     const bool is_apart = !options_.apart[static_cast<std::size_t>(one.tables[0])].empty();
     if (one.num_ranks_allowed == world && (!is_apart || world == 1)) {
-      const auto add = [&](Cut cut, Kernel kernel) {
+      const auto add = [&](Cut cut, Kernel kernel, bool is_even = true) {
         if (!allows(rules, cut) || !allows(rules, kernel)) return;
-        one.uniform.push_back(
-            {cut, kernel, row_parts(table, load, cut, kernel, world, table.dim, 1)});
+        one.uniform.push_back({cut, kernel,
+                               row_parts(table, load, cut, kernel, world, table.dim, 1, is_even),
+                               is_even});
       };
       if (world > 1 || !rules.cuts.empty()) add(Cut::kRowWise, Kernel::kFused);
+      if (world > 1 && !table.ids_below.empty()) add(Cut::kRowWise, Kernel::kFused, false);
       add(Cut::kDataParallel, Kernel::kFused);
       add(Cut::kDataParallel, Kernel::kDense);
     }
@@ -374,6 +417,18 @@ Load even_parts(const PartLoads& parts, int units, int count) {
   const int rest = count - num_wide;
   return {num_wide * wide.links + rest * narrow.links, num_wide * wide.local + rest * narrow.local,
           num_wide * wide.bytes + rest * narrow.bytes};
+}
+
+Load even_parts(const RowParts& rows, int units, int count) {
+  Load sum;
+  const auto add = [&](const Load& load, double times) {
+    sum = {sum.links + load.links * times, sum.local + load.local * times,
+           sum.bytes + load.bytes * times};
+  };
+  for (const PartLoads& loads : rows.each) add(even_parts(loads, units, count), 1);
+  if (rows.each.empty()) add(even_parts(rows.full, units, count), rows.count);
+  if (rows.has_rest) add(even_parts(rows.rest, units, count), 1);
+  return sum;
 }
 
 }  // namespace tessera::planner

@@ -108,10 +108,9 @@ bool Packing::fill(const std::vector<Choice>& choices, const PackingOptions& how
     uniform.push_back({t, choices[at(t)].uniform});
     const RowParts& rows = class_of(t).uniform[at(choices[at(t)].uniform)].parts;
     for (int r = 0; r < static_cast<int>(world); ++r) {
-      const bool is_full = r < rows.count;
-      if (!is_full && !(r == rows.count && rows.has_rest)) continue;
-      const Load& load = (is_full ? rows.full : rows.rest)[at(options_->kind_of[at(r)])][1];
-      loads_[at(r)] = plus(loads_[at(r)], load);
+      const PartLoads* own = rows.on(r);
+      if (own == nullptr) continue;
+      loads_[at(r)] = plus(loads_[at(r)], (*own)[at(options_->kind_of[at(r)])][1]);
       if (loads_[at(r)].bytes > capacity(r)) return false;
     }
   }
@@ -186,10 +185,9 @@ bool Packing::fill_hosts(const std::vector<Choice>& choices, const PackingOption
     const RowParts& rows = class_of(item.table).host_parts;
     for (int i = 0; i < local; ++i) {
       const int r = host * local + i;
-      const bool has_rows = i < rows.count || (i == rows.count && rows.has_rest);
-      if (!has_rows) continue;
-      const Load load =
-          plus(loads_[at(r)], rows.full[at(options_->kind_of[at(r)])][at(item.units)]);
+      const PartLoads* own = rows.on(i);
+      if (own == nullptr) continue;
+      const Load load = plus(loads_[at(r)], (*own)[at(options_->kind_of[at(r)])][at(item.units)]);
       fits = fits && load.bytes <= capacity(r);
       most = std::max(most, how.target.fullness(load));
     }
@@ -223,11 +221,9 @@ bool Packing::fill_hosts(const std::vector<Choice>& choices, const PackingOption
     const RowParts& rows = one.host_parts;
     for (int j = 0; j < local; ++j) {
       const int r = best * local + j;
-      const bool is_full = j < rows.count;
-      if (!is_full && !(j == rows.count && rows.has_rest)) continue;
-      loads_[at(r)] =
-          plus(loads_[at(r)],
-               (is_full ? rows.full : rows.rest)[at(options_->kind_of[at(r)])][at(item.units)]);
+      const PartLoads* own = rows.on(j);
+      if (own == nullptr) continue;
+      loads_[at(r)] = plus(loads_[at(r)], (*own)[at(options_->kind_of[at(r)])][at(item.units)]);
     }
   }
   return true;

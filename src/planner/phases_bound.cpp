@@ -23,19 +23,6 @@ constexpr std::size_t kMostClasses = 256;
 constexpr std::size_t kMostPieces = 24;
 constexpr int kMostSplits = 24;
 
-Load times(const Load& load, double count) {
-  return {load.links * count, load.local * count, load.bytes * count};
-}
-
-Load total_of(const RowParts& rows, int units, int count) {
-  Load sum = times(even_parts(rows.full, units, count), rows.count);
-  if (rows.has_rest) {
-    const Load rest = even_parts(rows.rest, units, count);
-    sum = {sum.links + rest.links, sum.local + rest.local, sum.bytes + rest.bytes};
-  }
-  return sum;
-}
-
 // Totals of every way of a class whose parts ask at most `local` of memory, each with as few parts
 // as that allows: more parts cost more of everything.
 std::vector<Load> ways_within(const Options& options, const TableClass& one, double local) {
@@ -60,11 +47,11 @@ std::vector<Load> ways_within(const Options& options, const TableClass& one, dou
   if (one.has_hosts) {
     const int most = one.can_cut_hosts ? static_cast<int>(one.hosts.size()) : 1;
     if (const int count = least(one.host_parts.full[0], most); count > 0) {
-      ways.push_back(total_of(one.host_parts, one.units, count));
+      ways.push_back(even_parts(one.host_parts, one.units, count));
     }
   }
   for (const UniformOption& option : one.uniform) {
-    if (fits(option.parts.full[0][1])) ways.push_back(total_of(option.parts, 1, 1));
+    if (fits(option.parts.full[0][1])) ways.push_back(even_parts(option.parts, 1, 1));
   }
   return ways;
 }

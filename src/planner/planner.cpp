@@ -32,7 +32,10 @@ constexpr double kStepsForPays = 1.5e7;
 constexpr double kAskedGap = 0.01;
 constexpr double kNearGap = 0.02;
 constexpr int kManyRanks = 16;
-constexpr int kMoreTries = 16;     // times as many
+constexpr int kMoreTries = 16;  // times as many
+constexpr double kAskedPhasesGap = 0.03;
+constexpr double kNearPhasesGap = 0.035;
+constexpr int kMoreTriesOfPhases = 64;
 constexpr double kDearest = 0.02;  // other choices are tried that cost this share of all time more
 
 // What each table does at the bound's prices; where memory binds, as many as needed are lean.
@@ -77,8 +80,7 @@ Target target_of(const Options& options, const std::vector<Choice>& choices, Obj
       const RowParts& rows =
           choice.way == Way::kHosts ? one.host_parts : one.uniform[at(choice.uniform)].parts;
       const int units = choice.way == Way::kHosts ? one.units : 1;
-      add(even_parts(rows.full, units, choice.count), rows.count);
-      if (rows.has_rest) add(even_parts(rows.rest, units, choice.count), 1);
+      add(even_parts(rows, units, choice.count), 1);
     }
   }
   const double all = links + local;
@@ -90,8 +92,9 @@ Target target_of(const Options& options, const std::vector<Choice>& choices, Obj
 
 class Search {
  public:
-  Search(const Problem& problem, const Options& options, const Bound& bound)
-      : problem_(problem), options_(options), bound_(bound) {}
+  /// It ends early once the gap is `enough`.
+  Search(const Problem& problem, const Options& options, const Bound& bound, double enough)
+      : problem_(problem), options_(options), bound_(bound), enough_(enough) {}
 
   std::optional<Packing> run() {
     std::vector<Choice> choices = choices_of(options_, bound_);
@@ -145,7 +148,7 @@ class Search {
         problem_.tries * std::clamp(4000 / static_cast<int>(options_.tables.size()), 1, 32);
   }
 
-  bool is_done() const { return tries >= most_tries_ || least_ <= floor_ * (1 + kGoodGap); }
+  bool is_done() const { return tries >= most_tries_ || least_ <= floor_ * (1 + enough_); }
 
   bool attempt(const std::vector<Choice>& choices, const PackingOptions& how) {
     last_ = kNoLimit;
@@ -364,6 +367,7 @@ class Search {
   const Problem& problem_;
   const Options& options_;
   const Bound& bound_;
+  double enough_;
   Target target_;
   double floor_ = 0;
   int most_tries_ = 0;
@@ -394,7 +398,14 @@ Plan plan_of(const Options& options, const Packing& packing) {
     TablePlan& one = plan[at(uniform.table)];
     one.cut = option.cut;
     one.kernel = option.kernel;
-    if (option.cut == Cut::kRowWise) {
+    if (!option.is_even) {
+      std::int64_t row = 0;
+      for (int r = 0; r < options.num_ranks(); ++r) {
+        const std::int64_t rows = option.parts.heights[at(r)];
+        one.shards.push_back({row, 0, rows, table.dim, r});
+        row += rows;
+      }
+    } else if (option.cut == Cut::kRowWise) {
       add_rows(one, table.rows, 0, options.num_ranks(), 0, table.dim);
     } else {
       for (int r = 0; r < options.num_ranks(); ++r) {
@@ -451,8 +462,8 @@ std::vector<Reason> reasons_of(const Options& options, const Bound& bound, const
   const double capacity = options.kinds[0].capacity;
   for (std::size_t c = 0; c < ways.size(); ++c) {
     const TableClass& one = options.classes[c];
-    const auto price = [&](const Load& load, double count) {
-      return count * (second * load.seconds() + byte * load.bytes);
+    const auto price = [&](const Load& load) {
+      return second * load.seconds() + byte * load.bytes;
     };
     const auto cut_ways = [&](const PartLoads& loads, const RowParts* rows, int limit, Cut whole,
                               Cut cut) {
@@ -460,10 +471,8 @@ std::vector<Reason> reasons_of(const Options& options, const Bound& bound, const
       for (int count = 1; count <= std::min(limit, one.units) && !has_cut; ++count) {
         const Load& widest = loads[0][at((one.units + count - 1) / count)];
         if (widest.seconds() > seconds || widest.bytes > capacity) continue;
-        double cost = price(even_parts(loads, one.units, count), rows == nullptr ? 1 : rows->count);
-        if (rows != nullptr && rows->has_rest) {
-          cost += price(even_parts(rows->rest, one.units, count), 1);
-        }
+        const double cost = price(rows == nullptr ? even_parts(loads, one.units, count)
+                                                  : even_parts(*rows, one.units, count));
         ways[c].push_back({count == 1 ? whole : cut, Kernel::kFused, cost});
         has_cut = count > 1;
       }
@@ -479,9 +488,7 @@ std::vector<Reason> reasons_of(const Options& options, const Bound& bound, const
     for (const UniformOption& option : one.uniform) {
       const Load& load = option.parts.full[0][1];
       if (load.seconds() > seconds || load.bytes > capacity) continue;
-      double cost = price(load, option.parts.count);
-      if (option.parts.has_rest) cost += price(option.parts.rest[0][1], 1);
-      ways[c].push_back({option.cut, option.kernel, cost});
+      ways[c].push_back({option.cut, option.kernel, price(even_parts(option.parts, 1, 1))});
     }
   }
   std::vector<Reason> reasons(plan.size());
@@ -521,14 +528,15 @@ Plan with_company(const Options& options, const Plan& plan, std::vector<std::siz
   return found;
 }
 
-// A gap that is `enough` is not made smaller by proofs.
+// A gap that is `enough` is not made smaller: with `sum` by proofs, which come after the search,
+// with `phases` by the search.
 PlanResult plan_once(const Problem& problem, double enough = 0) {
   const Options options = enumerate(problem);
   Bound bound = lower_bound(options);
   if (problem.objective == Objective::kPhases) sharpen_for_phases(options, bound);
-  Search search(problem, options, bound);
-  std::optional<Packing> packing = search.run();
   const bool is_sum = problem.objective == Objective::kSum;
+  Search search(problem, options, bound, is_sum ? kGoodGap : std::max(kGoodGap, enough - 1e-6));
+  std::optional<Packing> packing = search.run();
   const double found = packing ? packing->seconds(is_sum) : kNoLimit;
   if (!(found <= bound.certificate.seconds * (1 + kGoodGap))) {
     if (std::optional<Packing> better = search_exhaustively(options, is_sum, found)) {
@@ -554,20 +562,21 @@ PlanResult plan_once(const Problem& problem, double enough = 0) {
   return result;
 }
 
-// Once more with more tries where the usual ones came close to a gap of 1 %.
+// Once more with more tries where the usual ones came close to what is asked.
 PlanResult plan_to_the_end(const Problem& problem) {
   PlanResult result = plan_once(problem);
-  const bool is_near = result.gap() > kAskedGap && result.gap() <= kNearGap;
-  const bool is_usual =
-      problem.tries >= kTriesForPays && problem.tries < kMoreTries * kTriesForPays;
-  if (!is_near || !is_usual || problem.objective != Objective::kSum ||
-      problem.num_ranks() < kManyRanks ||
+  const bool is_sum = problem.objective == Objective::kSum;
+  const double asked = is_sum ? kAskedGap : kAskedPhasesGap;
+  const bool is_near = result.gap() > asked && result.gap() <= (is_sum ? kNearGap : kNearPhasesGap);
+  const int times = is_sum ? kMoreTries : kMoreTriesOfPhases;
+  const bool is_usual = problem.tries >= kTriesForPays && problem.tries < times * kTriesForPays;
+  if (!is_near || !is_usual || problem.num_ranks() < kManyRanks ||
       static_cast<int>(problem.tables.size()) < problem.num_ranks()) {
     return result;
   }
   Problem more = problem;
-  more.tries *= kMoreTries;
-  PlanResult other = plan_once(more, kAskedGap);
+  more.tries = std::min(problem.tries * times, times * kTriesForPays);
+  PlanResult other = plan_once(more, asked);
   return other.gap() < result.gap() ? other : result;
 }
 

@@ -64,6 +64,16 @@ void check_table(const Table& table) {
               is_within(table.state_bytes_per_element, 0, 1e3),
           who + " has optimizer state out of range");
   require(!table.features.empty(), who + " has no feature");
+  std::pair<double, double> below{0, 0};
+  for (const auto& point : table.ids_below) {
+    require(point.first > below.first && point.second >= below.second &&
+                point.first <= static_cast<double>(table.rows) && point.second <= 1,
+            who + " has ids below rows that do not rise, or are more than all");
+    below = point;
+  }
+  require(table.ids_below.empty() ||
+              below == std::pair<double, double>{static_cast<double>(table.rows), 1},
+          who + " has ids below rows that do not end with all ids below the last row");
   for (const Feature& feature : table.features) {
     require(is_within(feature.ids, 0, 1e6), who + " has a feature with " +
                                                 std::to_string(feature.ids) +

@@ -42,7 +42,7 @@ Feature feature_at(const Place& place) {
 
 Table table_at(const Place& place) {
   place.check_keys({"name", "rows", "dim", "element_bytes", "pooled", "features",
-                    "state_bytes_per_row", "state_bytes_per_element", "exact_norms"});
+                    "state_bytes_per_row", "state_bytes_per_element", "exact_norms", "ids_below"});
   Table table;
   table.name = place["name"].text();
   table.rows = place["rows"].whole(1, kMost);
@@ -58,6 +58,13 @@ Table table_at(const Place& place) {
     table.state_bytes_per_row = place["state_bytes_per_row"].number(0, 1e6);
   }
   if (place.has("exact_norms")) table.has_exact_norms = place["exact_norms"].flag();
+  if (place.has("ids_below")) {
+    read_list(place["ids_below"], [&](const Place& point) {
+      if (point.size() != 2) point.refuse("is not [row, share of the ids below it]");
+      table.ids_below.emplace_back(point[std::size_t{0}].number(0, 1e15),
+                                   point[std::size_t{1}].number(0, 1));
+    });
+  }
   if (place.has("state_bytes_per_element")) {
     table.state_bytes_per_element = place["state_bytes_per_element"].number(0, 1e3);
   }
@@ -120,6 +127,7 @@ Json to_value(const Table& table) {
              {"state_bytes_per_row", table.state_bytes_per_row},
              {"state_bytes_per_element", table.state_bytes_per_element}};
   if (table.has_exact_norms) value["exact_norms"] = true;
+  if (!table.ids_below.empty()) value["ids_below"] = table.ids_below;
   return value;
 }
 

@@ -169,6 +169,16 @@ class Replanning {
         break;
       case Cut::kRowWise:
         recut(shards, 0, world, 0, table.dim);
+        // Rows of equal load stay where they are, but for those that are new or gone.
+        if (!table.ids_below.empty() && static_cast<int>(one.shards.size()) == world) {
+          for (int r = 0; r < world; ++r) {
+            const Shard& old = one.shards[at(r)];
+            const std::int64_t begin = std::min(old.row, table.rows);
+            const std::int64_t end =
+                r + 1 == world ? table.rows : std::min(old.row + old.rows, table.rows);
+            shards[at(r)] = {begin, 0, end - begin, table.dim, r};
+          }
+        }
         break;
       case Cut::kTableRowWise:
       case Cut::kGrid: {
@@ -227,7 +237,7 @@ class Replanning {
 
   ShardCost cost(const TablePlan& one, const Shard& shard) const {
     return model_.cost(*tables_.at(one.name), loads_.at(one.name), one.cut, one.kernel, shard.rows,
-                       shard.columns, shard.rank);
+                       shard.columns, shard.rank, shard.row);
   }
 
   static void add_to(ShardCost& sum, const ShardCost& one, double sign) {

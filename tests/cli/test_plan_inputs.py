@@ -172,3 +172,23 @@ def test_ids_of_a_log_are_counted_and_change_the_plan(tmp_path):
     assert counted["plan_seconds"] < even["plan_seconds"]
     stats.write_text(stats.read_text().replace("cat_", "dog_"))
     assert "has none of the tables" in tessera(*shape, "--stats", stats, code=65).stderr
+
+
+def test_rows_are_cut_by_how_often_they_are_asked_for_and_train(tmp_path):
+    log, stats, plan = tmp_path / "a.click", tmp_path / "stats.json", tmp_path / "plan.json"
+    tessera("data", "synth", log, "--samples", 20000, "--features", 1, "--rows", "5000", "--bag", 8)
+    tessera("data", "stats", log, "--write", stats)
+    shape = ["plan", "tables", "--search", "--json", "-n", 2, "--data", log, "--dim", 4, "--batch", 500]
+    even = json.loads(tessera(*shape).stdout)["tables"][0]
+    found = json.loads(tessera(*shape, "--stats", stats, "--write", plan).stdout)["tables"][0]
+    assert even["type"] == found["type"] == "row_wise"
+    assert [shard[2] for shard in even["shards"]] == [2500, 2500]
+    row, _, rows, _, _ = found["shards"][1]
+    assert row != 2500 and row + rows == 5000
+    (feature,) = json.loads(stats.read_text())["features"]
+    ends = [(k + 1) * 5000 / 1024 for k in range(1024)]
+    below = sum(count for end, count in zip(ends, feature["ranges"], strict=True) if end <= row)
+    assert 0.45 <= below / feature["ids"] <= 0.55
+    train = ["train", "dlrm", "-n", 2, "--data", log, "--dim", 4, "--bottom", "8,4", "--top", "8,1"]
+    train += ["--batch", 64, "--steps", 3, "--eval-samples", 64, "--runs", tmp_path, "--plan", plan]
+    assert "loss" in tessera(*train).stdout

@@ -49,6 +49,10 @@ Problem random_problem(std::uint64_t seed) {
       feature.is_weighted = numbers.one_in(4);
       if (numbers.one_in(5)) feature.distinct = {{100, 60}, {10000, 900}};
     }
+    if (table.rows > 2 && numbers.one_in(3)) {
+      const auto rows = static_cast<double>(table.rows);
+      table.ids_below = {{1, numbers.one_of<double>({0, 0.3, 0.6})}, {2, 0.6}, {rows, 1}};
+    }
     table.state_bytes_per_row = numbers.one_of<double>({0, 4});
     table.state_bytes_per_element = numbers.one_of<double>({0, 4, 8});
     bytes +=
@@ -142,6 +146,16 @@ std::vector<TablePlan> layouts_of(const Problem& problem, const Table& table) {
         one.shards.push_back({row, 0, std::min(table.rows, row + height) - row, table.dim, r});
       }
       layouts.push_back(one);
+      if (!table.ids_below.empty() && world > 1) {
+        const std::vector<std::int64_t> heights = rows_of_equal_load(table, world);
+        std::int64_t row = 0;
+        for (std::size_t r = 0; r < heights.size(); ++r) {
+          one.shards[r].row = row;
+          one.shards[r].rows = heights[r];
+          row += heights[r];
+        }
+        layouts.push_back(one);
+      }
     }
     for (const Kernel kernel : {Kernel::kFused, Kernel::kDense}) {
       if (!allows(rules, Cut::kDataParallel, kernel)) continue;
@@ -169,8 +183,8 @@ class BruteForce {
       for (const TablePlan& one : layouts_of(problem, table)) {
         std::vector<RankSum> sums(problem.ranks.size());
         for (const Shard& shard : one.shards) {
-          const ShardCost cost =
-              model_.cost(table, load, one.cut, one.kernel, shard.rows, shard.columns, shard.rank);
+          const ShardCost cost = model_.cost(table, load, one.cut, one.kernel, shard.rows,
+                                             shard.columns, shard.rank, shard.row);
           RankSum& sum = sums[static_cast<std::size_t>(shard.rank)];
           sum.links += cost.seconds.links();
           sum.local += cost.seconds.local();

@@ -53,6 +53,12 @@ class Checker:
             self.apart |= {names[0]} if self.apart & {*names} else set()
 
     @staticmethod
+    def even(rows, ids):
+        """Return the share of the rows that so many even ids touch."""
+        miss = math.log1p(-1 / rows) if rows > 1 else -INF
+        return -math.expm1(math.floor(ids) * miss) if ids >= 1 else 0
+
+    @staticmethod
     def touched(t, samples):
         """Return the share of a table's rows that the ids of so many samples touch."""
         even = found = 0.0
@@ -63,14 +69,20 @@ class Checker:
                 if x < n:
                     seen = y + (y2 - y) / (x2 - x) * (n - x)
             found += min(n, seen)
-        miss = math.log1p(-1 / t["rows"]) if t["rows"] > 1 else -INF
-        return min(1.0, (-math.expm1(math.floor(even) * miss) if even >= 1 else 0) + found / t["rows"])
+        return min(1.0, Checker.even(t["rows"], even) + found / t["rows"])
 
-    def cost(self, t, cut, kernel, rows, columns, rank):
-        """Return seconds on links, seconds in memory, and bytes of one shard."""
+    @staticmethod
+    def below(t, row):
+        """Return the share of the ids that are of rows below one."""
+        points = [(0, 0), *t["ids_below"]]
+        return float(np.interp(row, [x for x, _ in points], [y for _, y in points]))
+
+    def cost(self, t, cut, kernel, place, columns, rank):
+        """Return seconds on links, seconds in memory, and bytes of one shard: a row, and rows from it on."""
+        row, rows = place
         if "with" in t:
             alone = [{key: one[key] for key in one if key != "with"} for one in (t, *t["with"])]
-            each = [self.cost(one, cut, kernel, one["rows"], one["dim"], rank) for one in alone]
+            each = [self.cost(one, cut, kernel, (0, one["rows"]), one["dim"], rank) for one in alone]
             return [sum(one) for one in zip(*each, strict=True)]
         fast, w, far = rank["memory_speed"], self.world, self.world - self.local
         spread = ((self.local - 1) / rank["host_speed"] + far / rank["network_speed"]) / w
@@ -81,8 +93,13 @@ class Checker:
         lengths = samples * 4 * len(t["features"])
         state = t["state_bytes_per_row"] + t["state_bytes_per_element"] * columns
         share, dense, replica = rows / t["rows"], kernel == "dense", cut == "data_parallel"
-        held = rows * (size + state) + (rows * columns * 4 if dense else 16 * ids * share)
+        uneven = t.get("ids_below") and share < 1
+        if uneven:
+            share = self.below(t, row + rows) - self.below(t, row)
+        held = rows * (size + state) + (3 * rows * columns * 4 if dense else 16 * ids * share)
         stepped = rows * (1 if dense else self.touched(t, samples))
+        if uneven:  # at most as many as even ids would touch, and as of the whole table
+            stepped = min(rows * self.even(rows, ids * share), t["rows"] * self.touched(t, samples))
         here = ids / w if replica else ids * share
         bags = samples * t["outputs"] * (1 / w if replica else 1 if t["pooled"] else share)
         local = here * (max(size, 64) / fast + rank["row_seconds"]) + bags * rank["bag_seconds"]
@@ -90,7 +107,7 @@ class Checker:
         local += rank["part_seconds"] + (0 if dense else ids * share * rank["id_seconds"])
         if not dense and (replica or (t.get("exact_norms") and columns < t["dim"])):
             local += stepped * (rank["merge_seconds"] + columns * 4 * rank["merge_byte_seconds"])
-        links = here * (rank["sent_seconds"] + (rank["cut_seconds"] if share < 1 else 0))
+        links = here * (rank["sent_seconds"] + (rank["cut_seconds"] if rows < t["rows"] else 0))
         if replica:
             sent = rows * self.touched(t, self.batch) * (8 + columns * 4)
             slow = rank["network_speed"] if far else rank["host_speed"]
@@ -101,11 +118,11 @@ class Checker:
         links += (id_bytes * share + lengths) * spread + 2 * out * (in_host if sums else spread)
         return links, local, held + 2 * (id_bytes * share + lengths) + 2 * out
 
-    def price(self, t, cut, kernel, rows, columns, kinds):
+    def price(self, t, cut, kernel, place, columns, kinds):
         """Return the price of one shard where it is cheapest, among the kinds of rank it fits."""
-        best = INF if rows else 0
-        for kind, p in zip(self.kinds, self.prices, strict=True) if rows else ():
-            links, local, held = self.cost(t, cut, kernel, rows, columns, kind)
+        best = INF if place[1] else 0
+        for kind, p in zip(self.kinds, self.prices, strict=True) if place[1] else ():
+            links, local, held = self.cost(t, cut, kernel, place, columns, kind)
             fits = local + (0 if self.by_phase else links) <= self.limit and held <= kind["room"]
             if kind in kinds and fits:
                 best = min(best, p["links"] * links + p["local"] * local + p["byte"] * held)
@@ -134,13 +151,25 @@ class Checker:
         for cut, kernel in (("row_wise", "fused"), ("data_parallel", "fused"), ("data_parallel", "dense")):
             if len(group) == w and allowed(cut, kernel) and t["name"] not in self.apart:
                 found.append((cut, kernel, 1, [self.ranks]))
+                if cut == "row_wise" and t.get("ids_below"):
+                    found.append(("row_wise by ids", kernel, 1, [self.ranks]))
         return found, unit
 
     @staticmethod
     def heights(t, cut, ranks):
-        tall = t["rows"] if cut == "data_parallel" else -(-t["rows"] // len(ranks))
-        left = [t["rows"] if cut == "data_parallel" else t["rows"] - i * tall for i in range(len(ranks))]
-        return [min(tall, max(0, rows)) for rows in left]
+        """Return the first row and the number of rows of every rank."""
+        count, rows = len(ranks), t["rows"]
+        if cut == "data_parallel":
+            return [(0, rows)] * count
+        ends = [min(rows, (i + 1) * -(-rows // count)) for i in range(count)]
+        if cut == "row_wise by ids":  # the row where the ids below it are enough
+            for i in range(count - 1):
+                (x, y), (x2, y2) = next(
+                    pair for pair in itertools.pairwise([(0, 0), *t["ids_below"]])
+                    if pair[1][1] >= (i + 1) / count
+                )  # fmt: skip
+                ends[i] = int(x + (x2 - x) * (((i + 1) / count - y) / (y2 - y)) + 0.5)
+        return [(begin, end - begin) for begin, end in itertools.pairwise([0, *ends])]
 
     def cheapest(self, t, rule):
         """Return the price of the cheapest allowed way to lay a table."""
@@ -172,19 +201,23 @@ class Checker:
         for cut, kernel, limit, places in found:
             rows = self.heights(t, cut, places[0])
 
-            def cost(height, columns, cut=cut, kernel=kernel):
-                links, local, held = self.cost(t, cut, kernel, height, columns, self.kinds[0])
+            def cost(place, columns, cut=cut, kernel=kernel):
+                links, local, held = self.cost(t, cut, kernel, place, columns, self.kinds[0])
                 fits = links + local <= seconds and held <= self.kinds[0]["room"]
                 return (links + local, held) if fits else None
 
             widths = range(unit, t["dim"] + 1, unit) if limit > 1 else [t["dim"]]
-            widest = max((c for c in widths if c < t["dim"] and cost(rows[0], c)), default=unit)
-            for columns, height in itertools.product(widths, {*rows} - {0}):
-                if cost(height, columns):
-                    share = 1 / self.world if cut == "data_parallel" else height / t["rows"]
+            rows = [
+                *{place if t.get("ids_below") else place[1]: place for place in rows if place[1]}.values()
+            ]
+            fitting = (c for c in widths if c < t["dim"] and all(cost(place, c) for place in rows))
+            widest = max(fitting, default=unit)
+            for columns, place in itertools.product(widths, rows):
+                if cost(place, columns):
+                    share = 1 / self.world if cut == "data_parallel" else place[1] / t["rows"]
                     part = share if columns == t["dim"] else share / -(-t["dim"] // widest)
-                    uniform = cut in ("row_wise", "data_parallel")
-                    yield share * columns / t["dim"], part, *cost(height, columns), uniform
+                    uniform = cut.startswith("row_wise") or cut == "data_parallel"
+                    yield share * columns / t["dim"], part, *cost(place, columns), uniform
 
     def pays_refute(self, pays, seconds):
         """Return whether tables are paid more than ranks can earn: the best set of shards, a knapsack."""
@@ -288,8 +321,8 @@ class Checker:
         for p in plan:
             t, copies = self.all[p["name"]], self.world if p["type"] == "data_parallel" else 1
             assert sum(s[2] * s[3] for s in p["shards"]) == t["rows"] * t["dim"] * copies, p["name"]
-            for _, _, rows, columns, r in (s for s in p["shards"] if s[2]):
-                one = self.cost(t, p["type"], p["kernel"], rows, columns, self.ranks[r])
+            for row, _, rows, columns, r in (s for s in p["shards"] if s[2]):
+                one = self.cost(t, p["type"], p["kernel"], (row, rows), columns, self.ranks[r])
                 sums[r] = [a + b for a, b in zip(sums[r], one, strict=True)]
         on = {p["name"]: {s[4] for s in p["shards"] if s[2]} for p in plan}
         for names, meet in self.meetings:

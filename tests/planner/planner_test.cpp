@@ -73,6 +73,56 @@ TEST(PlannerTest, CostsAreThoseOfTheDefinition) {
   EXPECT_NEAR(cost.seconds.step, (800 * 128 + 2 * 799.68 * (128 + 4)) / 51e9, 1e-11);
   EXPECT_EQ(cost.bytes.weights, 128e6);
   EXPECT_EQ(cost.bytes.optimizer, 4e6);
+  const ShardCost dense =
+      model.cost(table, load, Cut::kDataParallel, Kernel::kDense, table.rows, table.dim, 0);
+  EXPECT_EQ(dense.bytes.optimizer, 4e6 + 3 * 128e6);
+}
+
+// Ids of rows that are known to be asked for more often go to the ranks of these rows.
+TEST(PlannerTest, RowsAreCutByHowOftenTheyAreAskedFor) {
+  Problem problem = small_problem();
+  problem.tables.resize(1);
+  Table& table = problem.tables[0];
+  table.rows = 1'000'000;
+  table.features = {{20}};
+  table.ids_below = {{1000, 0.75}, {1e6, 1}};
+  EXPECT_EQ(rows_of_equal_load(table, 4), (std::vector<std::int64_t>{333, 334, 333, 999'000}));
+  // A row that is asked for more than the share of a rank leaves another none.
+  Table hot = table;
+  hot.ids_below = {{1, 0.6}, {1e6, 1}};
+  EXPECT_EQ(rows_of_equal_load(hot, 4)[0], 0);
+  EXPECT_EQ(rows_of_equal_load(hot, 4)[1], 1);
+  const CostModel model(problem);
+  const CostModel::TableLoad load = model.load_of(table);
+  const auto cost = [&](std::int64_t row, std::int64_t rows) {
+    return model.cost(table, load, Cut::kRowWise, Kernel::kFused, rows, table.dim, 0, row);
+  };
+  EXPECT_DOUBLE_EQ(cost(0, 1000).seconds.lookup, 3 * cost(1000, 999'000).seconds.lookup);
+  EXPECT_DOUBLE_EQ(cost(0, 500).seconds.lookup, cost(500, 500).seconds.lookup);
+  problem.rules[table.name].cuts = {Cut::kRowWise};
+  const PlanResult found = plan(problem);
+  ASSERT_EQ(found.plan[0].shards.size(), 4U);
+  EXPECT_EQ(found.plan[0].shards[1], (Shard{333, 0, 334, 16, 1}));
+  EXPECT_NO_THROW(check_plan(problem, found.plan));
+  EXPECT_TRUE(holds(found.certificate, problem));
+  Plan even = found.plan;
+  for (int r = 0; r < 4; ++r)
+    even[0].shards[static_cast<std::size_t>(r)] = {r * 250'000, 0, 250'000, 16, r};
+  EXPECT_GT(step_seconds(problem, cost_of(problem, even)), 2 * found.seconds);
+  // Where memory does not suffice for so many cold rows, they are even.
+  for (Rank& rank : problem.ranks) rank.memory = 60e6;
+  EXPECT_EQ(plan(problem).plan[0].shards[1], even[0].shards[1]);
+
+  std::string text;
+  problem.tables[0].ids_below = {{1000, 0.75}, {900, 1}};
+  EXPECT_EQ(kind_of(problem, &text), PlanErrorKind::kBadProblem);
+  EXPECT_EQ(text,
+            "plan: table 'table_0' has ids below rows that do not rise, or are more than all");
+  problem.tables[0].ids_below = {{1000, 0.75}};
+  EXPECT_EQ(kind_of(problem, &text), PlanErrorKind::kBadProblem);
+  EXPECT_EQ(text,
+            "plan: table 'table_0' has ids below rows that do not end with all ids below the last "
+            "row");
 }
 
 TEST(PlannerTest, OrderOfTablesChangesNothing) {
@@ -342,6 +392,7 @@ TEST(PlannerTest, ProblemsSurviveJson) {
   problem.rules["table_2"].ranks = {1, 2};
   problem.ranks[3].memory = 5e9;
   problem.tables[1].features = {{3, true, {{10, 5}}}, {1}};
+  problem.tables[2].ids_below = {{7, 0.5}, {3000, 1}};
   const std::string text = to_json(problem);
   EXPECT_EQ(to_json(problem_from_json(text)), text);
 }
@@ -366,6 +417,8 @@ TEST(PlannerTest, BadJsonIsNamedByPlace) {
             "plan: /tables/0/rows is 0, which is no whole number from 1 to 17592186044416");
   EXPECT_EQ(refusal(R"({"tables": [)" + table + R"(, "element_bytes": -1}])" + end),
             "plan: /tables/0/element_bytes is -1, which is no number from 0.25 to 16.0");
+  EXPECT_EQ(refusal(R"({"tables": [)" + table + R"(, "ids_below": [[1, 0.5, 2]]}])" + end),
+            "plan: /tables/0/ids_below/0 is not [row, share of the ids below it]");
   EXPECT_NE(refusal(R"({"tables": [)" + table + R"(, "elements": 1}])" + end)
                 .find("/tables/0 has an unknown key 'elements'; there are name, rows"),
             std::string::npos);

@@ -112,6 +112,26 @@ TEST(ReplanTest, ARankIsLostAndOneHasLessMemory) {
   EXPECT_LT(moved.moved_bytes, 0.25 * moved.total_bytes);
 }
 
+// Rows of equal load stay where they are when the table grows: only the new ones are elsewhere.
+TEST(ReplanTest, RowsOfEqualLoadStay) {
+  Problem problem = models::problem_of("tiny", 4, false);
+  Table& table = problem.tables[0];
+  problem.rules[table.name].cuts = {Cut::kRowWise};
+  const auto rows = static_cast<double>(table.rows);
+  table.ids_below = {{rows / 100, 0.9}, {rows, 1}};
+  const Plan before = plan(problem).plan;
+  ASSERT_LT(before[0].shards[0].rows, before[0].shards[3].rows);
+  table.rows += 1000;
+  table.ids_below = {{rows / 100, 0.9}, {rows + 1000, 1}};
+  const Replan found = replan(problem, before, 0);
+  EXPECT_NO_THROW(check_plan(problem, found.result.plan));
+  ASSERT_EQ(found.result.plan[0].shards.size(), 4U);
+  for (std::size_t r = 0; r < 3; ++r) {
+    EXPECT_EQ(found.result.plan[0].shards[r], before[0].shards[r]);
+  }
+  EXPECT_EQ(found.result.plan[0].shards[3].rows, before[0].shards[3].rows + 1000);
+}
+
 TEST(ReplanTest, PlansAreReadFromFiles) {
   const Problem problem = models::problem_of("tiny", 8, false);
   const PlanResult result = plan(problem);

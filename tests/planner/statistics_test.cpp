@@ -34,6 +34,13 @@ class Law {
     return std::min<std::int64_t>(found - below_.begin(),
                                   static_cast<std::int64_t>(below_.size()) - 1);
   }
+  // Share of the draws that are of rows below `row`, and of the hotter row beside it.
+  double below(std::int64_t row) const {
+    return row == 0 ? 0 : below_[static_cast<std::size_t>(row) - 1];
+  }
+  double share_near(std::int64_t row) const {
+    return shares_[static_cast<std::size_t>(std::max<std::int64_t>(1, row)) - 1];
+  }
   // Distinct ids among so many draws, in the mean.
   double distinct(double draws) const {
     double sum = 0;
@@ -97,6 +104,19 @@ TEST(StatisticsTest, CurvesOfKnownLaws) {
     const CostModel model(problem);
     const double share = model.load_of(problem.tables[0]).touched;
     EXPECT_NEAR(share * kRows / law.distinct(100'000), 1, 0.025) << exponent;
+    // Rows are cut where ranks get the same share of the ids, as nearly as whole rows allow.
+    const Table& counted = problem.tables[0];
+    for (const int ranks : {2, 4, 16}) {
+      std::int64_t row = 0;
+      int number = 0;
+      for (const std::int64_t rows : rows_of_equal_load(counted, ranks)) {
+        row += rows;
+        const double wanted = static_cast<double>(++number) / ranks;
+        EXPECT_NEAR(law.below(row), wanted, 0.025 / ranks + law.share_near(row) / 2)
+            << exponent << ": " << row << " of " << ranks << " ranks";
+      }
+      EXPECT_EQ(row, kRows);
+    }
     // Ids taken to be even would touch far more.
     EXPECT_GT(model.load_of(table).touched * kRows, 20'000);
   }

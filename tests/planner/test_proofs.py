@@ -43,6 +43,10 @@ def random_problem(seed):
                 "state_bytes_per_element": pick.choice([0, 4]),
             }
         )
+        if tables[-1]["rows"] > 100 and seed % 3 == 1 and i % 2:
+            rows = tables[-1]["rows"]
+            points = [(1, 0.2), (2, 0.2), (50, 0.5), (rows // 2, 0.8), (rows, 1)]
+            tables[-1]["ids_below"] = points[i % 3 :]
         if pick.random() < 0.1:
             rules[f"t{i}"] = {"cuts": pick.sample(CUTS, 3), "min_columns": pick.choice([0, 8, 32])}
     lists = {}
@@ -89,6 +93,15 @@ def test_proofs_of_random_problems_hold():
     for proof, least in (("phases", 10), ("pays", 2)):
         assert sum(proof in result.get("certificate", {}) for result in results) >= least, proof
     assert any("together" in problem for problem in problems)
+    # Where it is known how ids are spread, rows are cut so that ranks get as many ids.
+    uneven = 0
+    for problem, result in zip(problems, results, strict=True):
+        known = {table["name"] for table in problem["tables"] if "ids_below" in table}
+        for table in result.get("tables", ()):
+            heights = [shard[2] for shard in table["shards"]]
+            is_even = heights == sorted(heights, reverse=True)
+            uneven += table["type"] == "row_wise" and table["name"] in known and not is_even
+    assert uneven >= 10, uneven
 
 
 def test_the_checker_refuses_what_was_altered():

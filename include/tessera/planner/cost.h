@@ -57,6 +57,10 @@ struct TablePlan {
   std::vector<Shard> shards;  // in order of columns, then rows; data parallel: of ranks
 };
 
+/// Rows that every one of `count` ranks has, such that each gets the same share of the ids; of a
+/// table whose `ids_below` are known. A row that is asked for more than that leaves others none.
+TESSERA_API std::vector<std::int64_t> rows_of_equal_load(const Table& table, int count);
+
 /// In order of names.
 using Plan = std::vector<TablePlan>;
 
@@ -76,8 +80,9 @@ class TESSERA_API CostModel {
   };
   TableLoad load_of(const Table& table) const;
 
+  /// Of rows from `row` on.
   ShardCost cost(const Table& table, const TableLoad& load, Cut cut, Kernel kernel,
-                 std::int64_t rows, std::int64_t columns, int rank) const;
+                 std::int64_t rows, std::int64_t columns, int rank, std::int64_t row = 0) const;
 
   /// Bytes of `rank` that tables may have: less the reservation, and the rows and gradients of the
   /// rank's own samples, which every plan has.

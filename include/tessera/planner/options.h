@@ -36,13 +36,27 @@ struct RowParts {
   PartLoads full;
   bool has_rest = false;
   PartLoads rest;
+  /// Where it is known how ids are spread over the rows, ranks differ: rows and loads of each. Then
+  /// `full` has the most that any of them has, and there is no rest.
+  std::vector<std::int64_t> heights;
+  std::vector<PartLoads> each;
+
+  /// Loads of the `i`-th rank; null if it has no rows.
+  const PartLoads* on(int i) const noexcept {
+    if (!each.empty())
+      return heights[static_cast<std::size_t>(i)] > 0 ? &each[static_cast<std::size_t>(i)]
+                                                      : nullptr;
+    if (i < count) return &full;
+    return i == count && has_rest ? &rest : nullptr;
+  }
 };
 
 /// On every rank the same way: row_wise or data_parallel.
 struct UniformOption {
   Cut cut = Cut::kRowWise;
   Kernel kernel = Kernel::kFused;
-  RowParts parts;  // of one unit: all columns
+  RowParts parts;       // of one unit: all columns
+  bool is_even = true;  // rows; else as many as get the same share of the ids
 };
 
 /// Tables that have the same numbers and rules, and their options.
@@ -95,5 +109,7 @@ TESSERA_API Options enumerate(const Problem& problem);
 /// Loads of a table cut into `count` parts as even as units allow: the least there is, since costs
 /// are convex in the width. Of kind 0.
 TESSERA_API Load even_parts(const PartLoads& parts, int units, int count);
+/// The same of all ranks together that have rows.
+TESSERA_API Load even_parts(const RowParts& rows, int units, int count);
 
 }  // namespace tessera::planner

@@ -58,6 +58,9 @@ struct Table {
   double state_bytes_per_element = 0;
   /// Ranks that hold its columns sum the norms of its rows in every step.
   bool has_exact_norms = false;
+  /// (row, share of the ids that are of rows below it), measured, both rising, the last one (rows,
+  /// 1); straight lines between them and from (0, 0). Empty: ids are spread evenly over the rows.
+  std::vector<std::pair<double, double>> ids_below;
 };
 
 /// What is allowed for one table. Empty lists allow everything.
