@@ -7,6 +7,8 @@ many of the 40 cases are within 10 %, the worst, whether two plans of one load t
 come in the predicted order, and how the plan that was searched for compares with the best uniform one. For a
 machine that does nothing else.
 A run that is cut short goes on where it was: FOLDER keeps profiles, logs and cases.jsonl.
+--against N compares the plan that was searched for with the uniform ones only: N rounds in which each trains
+once on two ranks, so that what else the machine does meets all of them.
 """
 
 from __future__ import annotations
@@ -110,15 +112,39 @@ def judge(found: list[dict]) -> None:
                   "of the best uniform plan")  # fmt: skip
 
 
+def compare_with_uniform(folder: pathlib.Path, rounds: int, loads, steps: int) -> None:
+    """Train with the searched plan and every uniform one in turn; say how their medians compare."""
+    for load in loads:
+        times: dict[str, list[float]] = {sharding: [] for sharding in ["auto", *UNIFORM]}
+        for _, sharding in itertools.product(range(rounds), times):
+            times[sharding].append(measure(folder, 2, load, sharding, steps)["measured"])
+        medians = {sharding: statistics.median(found) for sharding, found in times.items()}
+        auto = medians.pop("auto")
+        best = min(medians, key=medians.__getitem__)
+        pairs = sorted(a / b for a, b in zip(times["auto"], times[best], strict=True))
+        print(
+            f"batch {load[0]}, {load[1]} tables: auto takes {auto / medians[best]:.3f} of the time of {best} "
+            f"({pairs[0]:.3f} to {pairs[-1]:.3f} in {rounds} rounds)",
+            flush=True,
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=pathlib.Path)
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--every", type=int, default=1, help="only each so-manieth case")
     parser.add_argument("--seconds", type=float, default=240, help="no case begins after so many")
+    parser.add_argument(
+        "--against", type=int, default=0, help="rounds of the searched plan beside uniform ones"
+    )
+    parser.add_argument("--loads", type=int, default=len(LOADS), help="of --against: the first so many")
     given = parser.parse_args()
     begin = time.monotonic()
     given.folder.mkdir(parents=True, exist_ok=True)
+    if given.against:
+        compare_with_uniform(given.folder, given.against, LOADS[: given.loads], given.steps)
+        return
     for load in LOADS:
         log_of(given.folder, load)
     kept = given.folder / "cases.jsonl"
