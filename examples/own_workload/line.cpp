@@ -3,6 +3,8 @@
 
 #include "line.h"
 
+#include <iostream>
+
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <torch/nn/modules/linear.h>
@@ -87,9 +89,16 @@ class Line final : public trainer::Workload<Points> {
 int main(int argc, char** argv) {
   LineSettings settings;
   LineSettings saved;
-  return trainer::run_program(settings, saved, {argv + 1, argv + argc},
-                              [&](const tessera::comm::Group& world) {
-                                torch::manual_seed(static_cast<std::uint64_t>(settings.seed));
-                                return std::make_unique<Line>(settings, world);
-                              });
+  const auto make = [&](const tessera::comm::Group& world) {
+    torch::manual_seed(static_cast<std::uint64_t>(settings.seed));
+    return std::make_unique<Line>(settings, world);
+  };
+  // Of every step and evaluation, on rank 0.
+  const auto tell = [&](const trainer::Metrics& metrics) {
+    if (!settings.tells) return;
+    for (const auto& [name, value] : metrics.figures) {
+      std::cerr << metrics.step << " " << name << " " << value << "\n";
+    }
+  };
+  return trainer::run_program(settings, saved, {argv + 1, argv + argc}, make, tell);
 }

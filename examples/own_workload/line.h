@@ -6,6 +6,7 @@
 
 struct LineSettings : tessera::trainer::Settings {
   double noise = 0.1;  // of the samples
+  bool tells = false;  // every figure, as it comes
 
   LineSettings() {
     batch = 64;
@@ -21,6 +22,7 @@ struct LineSettings : tessera::trainer::Settings {
     table.add("batch", batch, "N", "points per rank and step").range(1, 1 << 20).beside();
     table.add("lr", learning_rate, "X", "learning rate").not_negative().told();
     table.add("noise", noise, "X", "of the points").not_negative().fixed();
+    table.add("tell", tells, "", "every figure on standard error");
     add_schedule(table);
     add_checkpoints(table);
     add_seed(table, "of points");

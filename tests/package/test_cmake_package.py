@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import re
 import subprocess
 
 import pytest
@@ -67,6 +68,12 @@ def test_consumer_builds_and_runs(prefix, tmp_path):
     run("cmake", tmp_path)
     run("cmake", "--build", tmp_path)
     assert run(tmp_path / "consumer").stdout == "tessera 0.1.0: 3000 3000\n"
+    # Logs of clicks from C++ and from C are the same, whole, and need no LibTorch.
+    run(tmp_path / "writer", tmp_path / "a.click", tmp_path / "b.click")
+    assert (tmp_path / "a.click").read_bytes() == (tmp_path / "b.click").read_bytes()
+    run(prefix / "bin/tessera", "data", "check", tmp_path / "a.click")
+    assert "2 in 1 blocks" in run(prefix / "bin/tessera", "data", "show", tmp_path / "a.click").stdout
+    assert "torch" not in run("ldd", tmp_path / "writer").stdout
 
 
 def bare_environment() -> dict[str, str]:
@@ -115,13 +122,20 @@ def test_a_workload_of_ones_own_trains_stops_and_goes_on(prefix, tmp_path):
 
     def train(*flags):
         words = [prefix / "bin/tessera", "run", "-n", "2", "--", tmp_path / "line", "--json", *flags]
-        output = run(*words).stdout
-        return json.loads(output[output.index("{") : output.rindex("}") + 1])
+        result = run(*words)
+        output = result.stdout
+        return json.loads(output[output.index("{") : output.rindex("}") + 1]), result.stderr
 
-    whole = train("--steps", "200", "--save", tmp_path / "whole")
+    whole, told = train("--steps", "200", "--save", tmp_path / "whole", "--tell")
+    # The callback: every step once, on one rank, and the evaluation.
+    losses = re.findall(r"\b(\d+) loss ([\d.e+-]+)$", told, re.MULTILINE)
+    assert [int(step) for step, _ in losses] == list(range(1, 201))
+    assert float(losses[-1][1]) == pytest.approx(whole["loss"], rel=1e-5)
+    assert re.search(r"\b200 error [\d.e+-]+$", told, re.MULTILINE)
     assert whole["slope"] == pytest.approx(2, abs=0.05) and whole["offset"] == pytest.approx(-1, abs=0.05)
-    train("--steps", "80", "--save", tmp_path / "cut")
-    rest = train("--resume", tmp_path / "cut", "--steps", "200")
+    _, told = train("--steps", "80", "--save", tmp_path / "cut")
+    assert "loss" not in told
+    rest, _ = train("--resume", tmp_path / "cut", "--steps", "200")
     assert rest["first_step"] == 80
     for key in ("fingerprint", "loss", "error"):
         assert rest[key] == whole[key]
