@@ -17,13 +17,17 @@ constexpr std::uint64_t kOther = 0x9e3779b97f4a7c15U;
 int FrequencySketch::add(std::uint64_t hash, std::int64_t count) {
   const int number = kernels::bucket_of_hash(hash);
   Bucket& bucket = buckets_[static_cast<std::size_t>(number)];
-  if (!bucket.counters) bucket.counters = std::make_unique<Counters>();
-  Undo undo{.bucket = number, .sightings = bucket.sightings};
+  // All memory before the first change.
+  log_.reserve(log_.size() + 1 > log_.capacity() ? 2 * log_.size() + 16 : log_.capacity());
+  Undo undo{.bucket = number, .is_first = !bucket.counters, .sightings = bucket.sightings};
+  auto fresh = undo.is_first ? std::make_unique<Counters>() : nullptr;
   const std::uint64_t bits = kernels::hash_id(static_cast<std::int64_t>(hash + kOther));
   const std::int64_t sightings = bucket.sightings + count;
-  if (sightings >= kHalvedEvery) undo.halved = std::make_unique<Counters>(*bucket.counters);
+  if (sightings >= kHalvedEvery) {
+    undo.halved = std::make_unique<Counters>(undo.is_first ? *fresh : *bucket.counters);
+  }
+  if (undo.is_first) bucket.counters = std::move(fresh);
   Counters& counters = *bucket.counters;
-  log_.reserve(log_.size() + 1 > log_.capacity() ? 2 * log_.size() + 16 : log_.capacity());
   int least = 255;
   for (std::size_t row = 0; row < kRows; ++row) {
     const auto place = static_cast<std::uint16_t>(row * kColumns + (bits >> (12 * row) & 4095U));
@@ -48,7 +52,9 @@ void FrequencySketch::undo() noexcept {
   for (; !log_.empty(); log_.pop_back()) {
     Undo& last = log_.back();
     Bucket& bucket = buckets_[static_cast<std::size_t>(last.bucket)];
-    if (last.halved) {
+    if (last.is_first) {
+      bucket.counters = nullptr;
+    } else if (last.halved) {
       *bucket.counters = *last.halved;
     } else {
       for (std::size_t row = 0; row < kRows; ++row) {

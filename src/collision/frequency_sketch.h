@@ -44,6 +44,7 @@ class FrequencySketch {
   /// What one sighting changed. `halved`: all counters, before they were halved.
   struct Undo {
     int bucket;
+    bool is_first;  // before it, the bucket had no counters
     std::array<std::uint16_t, kRows> places;
     std::array<std::uint8_t, kRows> values;
     std::int64_t sightings;

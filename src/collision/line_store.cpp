@@ -1,6 +1,7 @@
 #include "collision/line_store.h"
 
 #include <algorithm>
+#include <bitset>
 #include <memory>
 #include <new>
 #include <thread>
@@ -83,13 +84,10 @@ void add_overflow(IdLine* segment, std::uint64_t hash, unsigned steps, int chang
   }
 }
 
-/// Moves ids nearer to their line where there is room now, and counts those that stay behind.
-void settle(IdLine* segment) {
-  struct Displaced {
-    std::uint64_t hash;
-    unsigned steps;
-  };
-  std::vector<Displaced> staying;
+/// Moves ids nearer to their line where there is room now, and counts those that stay behind. It
+/// takes no memory: half-way there is no way back.
+void settle(IdLine* segment) noexcept {
+  std::bitset<kLinesPerSegment> has_others;  // lines with ids of lines before them
   for (std::int64_t at = 0; at < kLinesPerSegment; ++at) {
     IdLine& line = segment[at];
     // Only behind a line that pushed ids on do others lie than a line's own.
@@ -102,20 +100,25 @@ void settle(IdLine* segment) {
       if (steps == 0) continue;
       const Place nearer = free_place(segment, hash, steps);
       if (nearer.line == nullptr) {
-        staying.push_back({hash, steps});
+        has_others.set(static_cast<std::size_t>(at));
         continue;
       }
       fill(nearer, line.keys[slot], line.rows[slot]);
       put_occupied(line, line.occupied & ~(1U << slot));
-      // One that moved to a line further on in the walk is met there again.
-      const std::int64_t now = nearer.line - segment;
-      if (nearer.steps != 0 && now < at) staying.push_back({hash, nearer.steps});
+      if (nearer.steps != 0) has_others.set(static_cast<std::size_t>(nearer.line - segment));
     }
   }
   for (std::int64_t at = 0; at < kLinesPerSegment; ++at) {
     if (segment[at].overflow != 0) put(segment[at].overflow, std::uint8_t{0});
   }
-  for (const Displaced& id : staying) add_overflow(segment, id.hash, id.steps, 1);
+  for (std::int64_t at = 0; at < kLinesPerSegment; ++at) {
+    if (!has_others[static_cast<std::size_t>(at)]) continue;
+    for (int slot = 0; slot < kSlotsPerLine; ++slot) {
+      if ((segment[at].occupied >> slot & 1U) == 0) continue;
+      const std::uint64_t hash = hash_id(segment[at].keys[slot]);
+      add_overflow(segment, hash, steps_to(hash, at), 1);
+    }
+  }
 }
 
 }  // namespace
@@ -192,9 +195,14 @@ bool LineStore::add_segment(int depth) {
   if (!memory_.grow(bytes) || !versions_.grow((local_depth_.size() + 1) * sizeof(std::uint32_t))) {
     return false;
   }
-  limits_.push_back(limit_of(local_depth_.size()));
-  sizes_.resize(limits_.size());
-  local_depth_.resize(limits_.size(), static_cast<std::uint8_t>(depth));
+  // The depths say how many segments there are: without memory for all three, one more than before
+  // has a size and a limit, and none knows of it.
+  const std::size_t number = local_depth_.size();
+  limits_.resize(number + 1);
+  sizes_.resize(number + 1);
+  local_depth_.resize(number + 1, static_cast<std::uint8_t>(depth));
+  limits_[number] = limit_of(number);
+  sizes_[number] = 0;
   return true;
 }
 
