@@ -62,7 +62,9 @@ void check_kill(int size, int victim, std::int64_t count, bool heap) {
     EXPECT_EQ(outcome.text, text);
     EXPECT_NE(outcome.text.find(": rank " + std::to_string(victim) + " ended."), std::string::npos)
         << outcome.text;
-    if (!tessera::testing::kIsSanitized) EXPECT_LT(outcome.seconds, 1.5);
+    if (!tessera::testing::kIsSanitized) {
+      EXPECT_LT(outcome.seconds, 1.5);
+    }
   }
   EXPECT_TRUE(directory.entries().empty());
 }
