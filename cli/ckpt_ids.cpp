@@ -124,7 +124,7 @@ void write_safetensors(const Reader& reader, const std::string& name, std::FILE*
             "\":{\"dtype\":\"I64\",\"shape\":[" + std::to_string(count) + "],\"data_offsets\":[" +
             bytes_until(column) + "," + bytes_until(column + 1) + "]}";
   }
-  head += "}";
+  head += '}';
   head.resize((head.size() + 7) / 8 * 8, ' ');
   const std::uint64_t size = head.size();  // little-endian, as the machine is
   std::fwrite(&size, sizeof(size), 1, file);
