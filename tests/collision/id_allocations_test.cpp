@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <new>
@@ -85,7 +86,10 @@ void expect_nothing_changes(const IdTableOptions& options, std::int64_t num_step
   for (std::int64_t step = 0; step < num_steps; ++step) {
     Ids ids(num_ids);
     for (std::int64_t& id : ids) id = static_cast<std::int64_t>(random() % 100'000);
-    ids.insert(ids.end(), ids.begin(), ids.begin() + 100);
+    for (std::size_t i = 0; i < std::min<std::size_t>(num_ids, 100); ++i) {
+      const std::int64_t again = ids[i];
+      ids.push_back(again);
+    }
     Ids rows(ids.size());
     Ids wanted(ids.size());
     num_failed += admit_in_spite(table, ids, step, rows);
