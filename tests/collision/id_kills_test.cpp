@@ -215,7 +215,8 @@ TEST(IdKills, NothingIsLostOrDoubled) {
     if (job.first > 0 && job.ranks != before) ++num_moves;
     std::vector<Process> processes;
     for (int rank = 0; rank < job.ranks; ++rank) processes.push_back(start(job, rank));
-    const bool is_killed = num_kills < most_kills;
+    // On a slow machine the first kills may all come before the first save.
+    const bool is_killed = num_kills < most_kills || num_moves == 0;
     if (is_killed) {
       const auto steps = static_cast<std::uint64_t>(job.save_every) * 3;
       watch(processes[0], 1 + static_cast<std::int64_t>(random() % steps));
