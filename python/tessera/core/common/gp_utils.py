@@ -6,6 +6,8 @@ here rows are atoms, and sizes come from their number. docs/deviations.md says w
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from tessera import regions
@@ -105,16 +107,19 @@ class ScatterToModelParallelRegion:
         return scatter_to_model_parallel_region(input)
 
 
+def _of_each_rank(input: Tensor, gather: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+    size = get_gp_world_size()
+    if size == 1:
+        return (input,)
+    return gather(input, get_gp_group(), 0, [input.size(0)] * size).tensor_split(size)
+
+
 class GatherFromModelParallelRegionGradPadded:
     """Join equally many rows of every rank: call `apply`, which returns them rank by rank."""
 
     @staticmethod
     def apply(input: Tensor) -> tuple[Tensor, ...]:
-        size = get_gp_world_size()
-        if size == 1:
-            return (input,)
-        sizes = [input.size(0)] * size
-        return regions.gather(input, get_gp_group(), 0, sizes).tensor_split(size)
+        return _of_each_rank(input, regions.gather)
 
 
 class GatherFromModelParallelRegionSumGradPadded:
@@ -122,8 +127,4 @@ class GatherFromModelParallelRegionSumGradPadded:
 
     @staticmethod
     def apply(input: Tensor) -> tuple[Tensor, ...]:
-        size = get_gp_world_size()
-        if size == 1:
-            return (input,)
-        sizes = [input.size(0)] * size
-        return regions.gather_shared(input, get_gp_group(), 0, sizes).tensor_split(size)
+        return _of_each_rank(input, regions.gather_shared)
