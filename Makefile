@@ -88,7 +88,8 @@ demo: $(BUILD)/build.ninja  ## Run the main job from nothing
 
 # A test that fails is run once more, and both runs are shown: the fault tests race real signals against
 # real time limits, and a busy machine can lose such a race; most run alone. One that fails twice is red,
-# and one that needed its second try is named at the end and in $(BUILD)/second_tries.txt.
+# and one that needed its second try is named at the end and in $(BUILD)/second_tries.txt; in three runs in a
+# row of one folder it is red.
 test: everything lint  ## Build and run all tests, C++ and Python
 	$(MAKE) --no-print-directory peers || echo "peers: not installed; the comparisons with them are skipped" >&2
 	$(MAKE) --no-print-directory trainers || echo "trainers: not installed; the recipes for them are skipped" >&2

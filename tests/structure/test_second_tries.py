@@ -45,3 +45,18 @@ def test_a_run_without_them_says_nothing(tmp_path):
     )
     assert result.stdout == "".join(lines)
     assert file.read_text() == ""
+
+
+def test_three_runs_in_a_row_are_an_error(tmp_path):
+    file = tmp_path / "second_tries.txt"
+    good = "".join(line for line in OUTPUT.splitlines(keepends=True) if "shaky" not in line)
+
+    def run(output):
+        return subprocess.run([sys.executable, PROGRAM, file], input=output, capture_output=True, text=True)
+
+    codes = [run(output).returncode for output in (OUTPUT, OUTPUT, good, OUTPUT, OUTPUT)]
+    assert codes == [0, 0, 0, 0, 0]
+    third = run(OUTPUT)
+    assert third.returncode == 1
+    assert "needed it in three runs in a row, which is an error: shaky\n75% tests passed" in third.stdout
+    assert run(good).returncode == 0
