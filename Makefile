@@ -25,7 +25,7 @@ READERS := tokenizers==0.23.3 tensorboard==2.21.0 protobuf==7.36.2 absl-py==2.5.
 # What the tests compare with. No dependencies are followed: torch and numpy are those of $(VENV).
 PEER_PACKAGES := torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 tensordict==0.15.3 torchmetrics==1.0.3 tqdm==4.70.1 \
                  pyre-extensions==0.0.32 typing-inspect==0.9.0 mypy-extensions==1.2.0 cloudpickle==3.1.2 \
-                 lightning-utilities==0.15.3 pyvers==0.2.3
+                 lightning-utilities==0.15.3 pyvers==0.2.3 pandas==3.1.1 python-dateutil==2.9.0.post0 six==1.17.0
 # Whose functions of losses and graphs are compared with; files of theirs are read, without what they need.
 PROJECT_PACKAGES := megatron-core==0.16.1 nemo-automodel==0.7.0 verl==0.9.1 trl==1.16.0 fairchem-core==2.24.0
 
