@@ -10,6 +10,7 @@
 #include "tessera/checkpoint/load.h"
 #include "tessera/checkpoint/modules.h"
 #include "tessera/checkpoint/save.h"
+#include "tessera/collision/growing_tables.h"
 #include "tessera/collision/id_table.h"
 #include "tessera/collision/managed_collision_tables.h"
 #include "tessera/comm/collectives.h"
@@ -229,6 +230,15 @@ void id_table(std::span<const std::int64_t> ids, std::int64_t step, std::span<st
                             .refuse_when_full = true});
   collision::IdChanges changes = table.admit(ids, /*counts=*/{}, step, rows);
   table.find(ids, rows);
+}
+
+void growing_tables(const comm::Group& world, const embedding::OptimizerOptions& adagrad,
+                    const jagged::KeyedJaggedTensor& features) {
+  collision::GrowingTable user;
+  user.config = {.embedding_dim = 16, .name = "user", .feature_names = {"user", "friend"}};
+  user.ids = {.capacity = 100'000'000, .eviction = {.kind = collision::EvictionKind::kLfu}};
+  collision::GrowingEmbeddingBagCollection tables({user}, world, {.optimizer = adagrad});
+  jagged::KeyedTensor pooled = tables.forward(features);  // any ids; all ranks call it
 }
 
 void managed_collision(const embedding::EmbeddingBagConfig& user,

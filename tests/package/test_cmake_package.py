@@ -67,7 +67,7 @@ def test_consumer_builds_and_runs(prefix, tmp_path):
     # Again, as an editor does: what the first time found is not taken for a wish.
     run("cmake", tmp_path)
     run("cmake", "--build", tmp_path)
-    assert run(tmp_path / "consumer").stdout == "tessera 0.1.0: 3000 3000\n"
+    assert run(tmp_path / "my_program").stdout == "tessera 0.1.0: 3000 3000\n"
     # Logs of clicks from C++ and from C are the same, whole, and need no LibTorch.
     run(tmp_path / "writer", tmp_path / "a.click", tmp_path / "b.click")
     assert (tmp_path / "a.click").read_bytes() == (tmp_path / "b.click").read_bytes()
