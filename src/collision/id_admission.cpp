@@ -23,7 +23,7 @@ void IdTable::State::place(std::int64_t step, IdChanges& changes) {
   }
   decide(step);
   make_room(step);
-  plan_rows();
+  plan_rows(step);
   changes.new_ids.reserve(misses.entries().size());
   changes.new_rows.reserve(misses.entries().size());
   for (const Misses::Entry& miss : misses.entries()) {
@@ -84,11 +84,15 @@ bool IdTable::State::may_go(const RowRecord& record, std::int64_t step) const {
 
 /// Every row that was not seen for too long is a victim.
 void IdTable::State::expire(std::int64_t step) {
-  const Eviction& eviction = options.eviction;
-  if (eviction.kind != EvictionKind::kTimeToLive || step % eviction.interval != 0) return;
-  for (std::int64_t row = 0; row < num_rows; ++row) {
-    if (may_go(*record(row), step)) victims.push_back(static_cast<std::uint32_t>(row));
-  }
+  if (!expires_in(step)) return;
+  deadlines.plan_due(step, [&](std::uint32_t row) {
+    const RowRecord& known = *record(row);
+    if (known.count == 0 || protect.contains(known.id)) return RowDeadlines::kNone;
+    if (!may_go(known, step)) return deadline_of(known.last_step);
+    victims.push_back(row);
+    return RowDeadlines::kNone;
+  });
+  std::sort(victims.begin(), victims.end());
 }
 
 /// Adds to the victims so many rows of the bucket that `incoming` more fit, or as many as may go.
@@ -174,7 +178,7 @@ void IdTable::State::make_room(std::int64_t step) {
 }
 
 /// Gives rows to the admitted ids: free ones and those of victims, then new ones.
-void IdTable::State::plan_rows() {
+void IdTable::State::plan_rows(std::int64_t step) {
   constexpr auto kLowestFirst = std::greater<std::uint32_t>();
   free_after = free_rows;
   free_after.insert(free_after.end(), victims.begin(), victims.end());
@@ -191,7 +195,9 @@ void IdTable::State::plan_rows() {
       free_after.pop_back();
     }
     if (!more.empty()) ++more[index(bucket_of(miss.id))];
+    if (has_deadlines()) deadlines.plan(static_cast<std::uint32_t>(miss.row), deadline_of(step));
   }
+  deadlines.reserve();
   for (std::size_t bucket = 0; bucket < more.size(); ++bucket) {
     std::vector<std::uint32_t>& list = bucket_rows[bucket];
     const std::size_t needed = list.size() + more[bucket];

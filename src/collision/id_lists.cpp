@@ -48,10 +48,15 @@ void IdTable::load(std::span<const std::int64_t> ids, std::span<const std::int64
       if (!state.bucket_rows.empty()) {
         state.bucket_rows[index(bucket)].push_back(static_cast<std::uint32_t>(row));
       }
+      if (state.has_deadlines()) {
+        state.deadlines.plan(static_cast<std::uint32_t>(row),
+                             state.deadline_of(last_steps[index(row)]));
+      }
       ++state.num_rows;
       ++state.size;
       state.last_step = std::max(state.last_step, last_steps[index(row)]);
     }
+    state.deadlines.keep();
   } catch (...) {
     clear();
     throw;

@@ -138,6 +138,7 @@ void IdTable::State::apply(std::int64_t step) noexcept {
   num_rows = rows_after;
   last_step = step;
   sketch.keep();
+  deadlines.keep();
 }
 
 IdTable::IdTable(IdTableOptions options) {
@@ -219,9 +220,7 @@ IdChanges IdTable::plan_admit(std::span<const std::int64_t> ids,
   try {
     const auto num_missing = std::count(plan.found.begin(), plan.found.end(), -1);
     changes.num_found = static_cast<std::int64_t>(ids.size()) - num_missing;
-    const bool expires = state.options.eviction.kind == EvictionKind::kTimeToLive &&
-                         step % state.options.eviction.interval == 0;
-    if (num_missing > 0 || expires) {
+    if (num_missing > 0 || state.expires_in(step)) {
       plan.changes_rows = true;
       state.misses.start(index(num_missing));
       for (std::size_t i = 0; i < ids.size(); ++i) {
@@ -258,6 +257,7 @@ void IdTable::undo_admitted() noexcept {
   state.plan.is_open = false;
   for (const std::int64_t id : state.plan.new_ids) state.lines.erase(id);
   state.sketch.undo();
+  state.deadlines.undo();
   for (std::size_t i = state.plan.found.size(); i-- > 0;) {
     if (state.plan.found[i] < 0) continue;
     RowRecord& record = *state.record(state.plan.found[i]);
@@ -291,6 +291,7 @@ void IdTable::clear() {
   state.lines.clear();
   state.records.clear();
   state.sketch.clear();
+  state.deadlines.clear();
   state.free_rows.clear();
   std::fill(state.bucket_sizes.begin(), state.bucket_sizes.end(), 0);
   for (auto& list : state.bucket_rows) list.clear();
@@ -339,7 +340,7 @@ std::int64_t IdTable::bytes() const noexcept {
   const State& state = *state_;
   std::int64_t bytes = state.lines.bytes() + state.num_rows * sizeof(RowRecord) +
                        static_cast<std::int64_t>(state.free_rows.capacity() * 4) +
-                       state.sketch.bytes();
+                       state.sketch.bytes() + state.deadlines.bytes();
   for (const auto& list : state.bucket_rows)
     bytes += static_cast<std::int64_t>(list.capacity() * 4);
   return bytes;

@@ -18,6 +18,7 @@
 #include "collision/frequency_sketch.h"
 #include "collision/line_store.h"
 #include "collision/reserved_memory.h"
+#include "collision/row_deadlines.h"
 #include "kernels/id_lines.h"
 #include "tessera/collision/id_table.h"
 
@@ -97,6 +98,19 @@ struct IdTable::State {
   bool keeps_lists() const {
     return options.capacity > 0 && options.eviction.kind != EvictionKind::kNone;
   }
+  bool has_deadlines() const { return options.eviction.kind == EvictionKind::kTimeToLive; }
+  /// Whether rows are looked at that may be too old.
+  bool expires_in(std::int64_t step) const {
+    return has_deadlines() && step % options.eviction.interval == 0 && deadlines.has_due(step);
+  }
+  /// The first step in which a row that was last seen in this one is too old.
+  std::int64_t deadline_of(std::int64_t last_step) const {
+    // No step is as large; so sums do not overflow.
+    constexpr std::int64_t kNever = 2 * kMostStep;
+    const std::int64_t interval = std::min(options.eviction.interval, kNever);
+    const std::int64_t first = last_step + std::min(options.eviction.time_to_live, kNever) + 1;
+    return (first + interval - 1) / interval * interval;
+  }
   std::int64_t bucket_capacity() const {
     return (options.capacity + kNumBuckets - 1) / kNumBuckets;
   }
@@ -116,7 +130,7 @@ struct IdTable::State {
   void evict_from(int bucket, std::int64_t incoming, std::int64_t step);
   void expire(std::int64_t step);
   bool may_go(const kernels::RowRecord& record, std::int64_t step) const;
-  void plan_rows();
+  void plan_rows(std::int64_t step);
   void place(std::int64_t step, IdChanges& changes);
   void apply(std::int64_t step) noexcept;
   void drop_victims() noexcept;
@@ -128,6 +142,7 @@ struct IdTable::State {
   std::unordered_set<std::int64_t> protect;
   std::vector<std::int64_t> bucket_sizes;
   std::vector<std::vector<std::uint32_t>> bucket_rows;
+  RowDeadlines deadlines;                // with a time to live
   std::vector<std::uint32_t> free_rows;  // a heap, the lowest on top
   std::int64_t num_rows = 0;
   std::int64_t size = 0;

@@ -114,5 +114,10 @@ TEST(IdAllocations, OneThatFailsChangesNothingInATableThatEvicts) {
                          4, 40);
 }
 
+TEST(IdAllocations, OneThatFailsChangesNothingInATableThatForgets) {
+  expect_nothing_changes({.eviction = {.kind = EvictionKind::kTimeToLive, .time_to_live = 1}}, 8,
+                         40);
+}
+
 }  // namespace
 }  // namespace tessera::collision
