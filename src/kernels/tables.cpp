@@ -8,6 +8,7 @@
 #include "kernels/neighbour_sum.h"
 #include "kernels/pair_products.h"
 #include "kernels/quantised_rows.h"
+#include "kernels/row_init.h"
 #include "kernels/table_lookup.h"
 #include "kernels/table_update.h"
 
@@ -28,6 +29,7 @@ TESSERA_KERNEL_CHOICE(DenseLayerKernels, kDenseLayer, dense_layer_kernels)
 TESSERA_KERNEL_CHOICE(IdLineKernels, kIdLines, id_line_kernels)
 TESSERA_KERNEL_CHOICE(PairProductKernels, kPairProducts, pair_product_kernels)
 TESSERA_KERNEL_CHOICE(QuantisedRowKernels, kQuantisedRows, quantised_row_kernels)
+TESSERA_KERNEL_CHOICE(RowInitKernels, kRowInit, row_init_kernels)
 TESSERA_KERNEL_CHOICE(TableLookupKernels, kTableLookup, table_lookup_kernels)
 TESSERA_KERNEL_CHOICE(TableUpdateKernels, kTableUpdate, table_update_kernels)
 

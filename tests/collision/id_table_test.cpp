@@ -16,8 +16,11 @@
 #include <unordered_map>
 #include <vector>
 
+#include "collision/id_table_state.h"
 #include "collision/line_store.h"
+#include "collision/row_deadlines.h"
 #include "kernels/id_lines.h"
+#include "kernels/row_init.h"
 #include "tessera/collision/row_init.h"
 
 namespace tessera::collision {
@@ -290,6 +293,110 @@ TEST(IdTable, ForgetsWhatWasNotSeenForTooLong) {
   EXPECT_EQ(admit(table, {}, 6).changes.evicted_ids, Ids{7});
 }
 
+/// Traffic with gaps, batches that are taken back, ids that are erased or go with their table into
+/// another one; beside a map of what was last seen when.
+TEST(IdTable, ForgetsAsTheModelSays) {
+  for (const std::int64_t time_to_live : {1, 4, 30}) {
+    for (const std::int64_t interval : {1, 3}) {
+      IdTableOptions options;
+      options.eviction = {
+          .kind = EvictionKind::kTimeToLive, .time_to_live = time_to_live, .interval = interval};
+      options.protect = {11};
+      IdTable table(options);
+      std::map<std::int64_t, std::int64_t> last_seen;
+      std::mt19937_64 random(static_cast<std::uint64_t>(time_to_live * 10 + interval));
+      const auto batch = [&] {
+        Ids ids(random() % 40);
+        for (std::int64_t& id : ids) id = static_cast<std::int64_t>(random() % 300);
+        return ids;
+      };
+      std::int64_t step = 0;
+      std::size_t num_gone = 0;
+      for (int call = 0; call < 600; ++call) {
+        step += random() % 10 == 0 ? static_cast<std::int64_t>(random() % 40) : 1;
+        if (random() % 4 == 0) {
+          const Ids never = batch();
+          Ids rows(never.size());
+          table.plan_admit(never, {}, step, rows);
+          table.undo_admitted();
+        }
+        const Ids ids = batch();
+        const auto got = admit(table, ids, step);
+        for (const std::int64_t id : ids) last_seen[id] = step;
+        std::set<std::int64_t> gone;
+        for (const auto& [id, last] : last_seen) {
+          if (step % interval == 0 && step - last > time_to_live && id != 11) gone.insert(id);
+        }
+        for (const std::int64_t id : gone) last_seen.erase(id);
+        num_gone += gone.size();
+        const Ids& evicted = got.changes.evicted_ids;
+        ASSERT_EQ(std::set(evicted.begin(), evicted.end()), gone) << "step " << step;
+        ASSERT_EQ(evicted.size(), gone.size());
+        ASSERT_EQ(table.size(), static_cast<std::int64_t>(last_seen.size()));
+        if (random() % 8 == 0) {
+          const Ids erased = batch();
+          table.erase(erased);
+          for (const std::int64_t id : erased) last_seen.erase(id);
+        }
+        if (random() % 50 == 0) {
+          const IdList saved = table.export_ids();
+          table = IdTable(options);
+          table.load(saved.ids, saved.counts, saved.last_steps);
+        }
+      }
+      EXPECT_GT(num_gone, 100U);
+      EXPECT_TRUE(last_seen.contains(11));
+    }
+  }
+}
+
+TEST(RowDeadlines, AStepLooksAtNoMoreRowsThanOneBeforeSaw) {
+  constexpr std::int64_t kTimeToLive = 20;
+  RowDeadlines deadlines;
+  std::vector<std::int64_t> last_seen(1000);
+  std::vector<std::size_t> num_seen;  // by step
+  std::mt19937_64 random(6);
+  std::size_t num_gone = 0;
+  for (std::int64_t step = 0; step < 300; ++step) {
+    std::set<std::uint32_t> seen;
+    for (int i = 0; i < 30; ++i) seen.insert(static_cast<std::uint32_t>(random() % 1000));
+    for (const std::uint32_t row : seen) last_seen[row] = step;
+    num_seen.push_back(seen.size());
+    const std::size_t most = step <= kTimeToLive ? 0 : num_seen[num_seen.size() - 2 - kTimeToLive];
+    const auto plan = [&] {
+      std::size_t num_looked_at = 0;
+      deadlines.plan_due(step, [&](std::uint32_t row) {
+        ++num_looked_at;
+        const std::int64_t next = last_seen[row] + kTimeToLive + 1;
+        if (next > step) return next;
+        EXPECT_EQ(next, step);  // not later than it could be known
+        ++num_gone;
+        return RowDeadlines::kNone;
+      });
+      for (const std::uint32_t row : seen) deadlines.plan(row, step + kTimeToLive + 1);
+      deadlines.reserve();
+      EXPECT_LE(num_looked_at, most) << step;
+      return num_looked_at;
+    };
+    if (step % 2 == 1) {  // taken back, and planned once more
+      const bool has_due = deadlines.has_due(step);
+      const std::size_t before = plan();
+      deadlines.undo();
+      EXPECT_EQ(deadlines.has_due(step), has_due);
+      num_gone = 0;
+      EXPECT_EQ(plan(), before);
+      EXPECT_TRUE(step <= kTimeToLive || num_gone > 0);
+    } else {
+      plan();
+    }
+    deadlines.keep();
+    EXPECT_FALSE(deadlines.has_due(step));
+  }
+  EXPECT_GT(deadlines.bytes(), 300 * 4);
+  deadlines.clear();
+  EXPECT_EQ(deadlines.bytes(), 0);
+}
+
 TEST(IdTable, AdmitsFromTheNthSightingOn) {
   IdTable table({.admission = {.kind = AdmissionKind::kFrequency, .sightings = 3}});
   EXPECT_EQ(admit(table, {9, 9, 10}, 0).rows, (Ids{-1, -1, -1}));
@@ -459,9 +566,9 @@ TEST(IdTable, ALoadedTableGoesOnAsTheSavedOne) {
   }
 }
 
-TEST(IdTable, PartsDecideAsTheWhole) {
+void expect_parts_decide_as_the_whole(const Eviction& eviction) {
   IdTableOptions options{.capacity = 4 * 1024, .refuse_when_full = true};
-  options.eviction = {.kind = EvictionKind::kLfu};
+  options.eviction = eviction;
   options.admission = {.kind = AdmissionKind::kProbability, .probability = 0.5};
   IdTable whole(options);
   std::vector<IdTable> parts;
@@ -497,6 +604,27 @@ TEST(IdTable, PartsDecideAsTheWhole) {
   together.merge(sorted(parts[2].export_ids()));
   EXPECT_EQ(together, sorted(whole.export_ids()));
   EXPECT_THROW(admit(parts[0], {id_in(500, 0)}, 60), std::invalid_argument);
+}
+
+TEST(IdTable, PartsDecideAsTheWhole) {
+  expect_parts_decide_as_the_whole({.kind = EvictionKind::kLfu});
+  expect_parts_decide_as_the_whole(
+      {.kind = EvictionKind::kTimeToLive, .time_to_live = 2, .interval = 3});
+}
+
+TEST(IdTable, MoreRowsThanANumberHoldsAreAnError) {
+  IdTable::State state({.name = "user"});
+  try {
+    state.reserve_rows(std::int64_t{1} << 32);
+    FAIL() << "no error";
+  } catch (const TooManyRows& error) {
+    EXPECT_STREQ(
+        error.what(),
+        "id table 'user': more than 4294967295 rows on one rank. Split the table over more "
+        "ranks.");
+  }
+  EXPECT_EQ(state.num_rows, 0);
+  state.reserve_rows(1000);  // it goes on
 }
 
 TEST(IdTable, RefusesListsThatNoTableWrote) {
@@ -556,6 +684,28 @@ TEST(RowInit, DependsOnSeedAndIdAlone) {
   init_rows(Ids{-1}, 10, 5, -0.5F, 0.25F, other);
   EXPECT_NE(one, other);
   EXPECT_THROW(init_rows(Ids{1}, 0, 3, 0, 1, one), std::invalid_argument);
+}
+
+TEST(RowInit, EveryLevelAgreesWithThePlainLoops) {
+  std::mt19937_64 random(4);
+  Ids ids(100);
+  for (std::int64_t& id : ids) id = static_cast<std::int64_t>(random());
+  for (const std::int64_t columns : {1, 2, 3, 4, 5, 8, 31, 32, 33, 64, 130}) {
+    for (const std::size_t count : {0, 1, 2, 3, 7, 100}) {
+      const auto draw = [&](const kernels::RowInitKernels& kernels) {
+        std::vector<float> values(count * static_cast<std::size_t>(columns) + 1, 7.0F);
+        kernels.init_rows(ids.data(), static_cast<std::int64_t>(count), 0x9e3779b97f4a7c15U,
+                          columns, -0.3F, 0.21F, values.data());
+        return values;
+      };
+      const auto wanted = draw(kernels::row_init_reference());
+      EXPECT_EQ(wanted.back(), 7.0F);
+      for (const kernels::Isa isa : kernels::supported_isas()) {
+        EXPECT_EQ(draw(*kernels::row_init_kernels(isa)), wanted)
+            << kernels::name_of(isa) << ' ' << columns << ' ' << count;
+      }
+    }
+  }
 }
 
 TEST(IdLines, EveryLevelAgreesWithThePlainLoops) {
