@@ -142,7 +142,9 @@ std::string plan_picture(const planner::Problem& problem, const planner::PlanRes
     const auto load = model.load_of(table);
     for (const planner::Shard& shard : one.shards) {
       double& cell = seconds[t][static_cast<std::size_t>(shard.rank)];
-      cell += model.cost(table, load, one.cut, one.kernel, shard.rows, shard.columns, shard.rank)
+      cell += model
+                  .cost(table, load, one.cut, one.kernel, shard.rows, shard.columns, shard.rank,
+                        shard.row)
                   .seconds.total();
       most = std::max(most, cell);
     }

@@ -355,8 +355,8 @@ std::string explain(const Problem& problem, const PlanResult& result, const std:
     double bytes = 0;
     double widest = 0;
     for (const Shard& shard : one.shards) {
-      const ShardCost cost =
-          model.cost(table, load, one.cut, one.kernel, shard.rows, shard.columns, shard.rank);
+      const ShardCost cost = model.cost(table, load, one.cut, one.kernel, shard.rows, shard.columns,
+                                        shard.rank, shard.row);
       sum = {sum.ids + cost.seconds.ids, sum.lookup + cost.seconds.lookup,
              sum.rows + cost.seconds.rows, sum.gradients + cost.seconds.gradients,
              sum.step + cost.seconds.step};
