@@ -13,8 +13,9 @@ from tessera.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from tessera.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
 from tessera.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
 from tessera.distributed.mc_modules import create_mc_sharding
+from tessera.distributed.planner.enumerators import EmbeddingEnumerator
 from tessera.distributed.planner.planners import EmbeddingShardingPlanner
-from tessera.distributed.planner.types import ParameterConstraints, Topology
+from tessera.distributed.planner.types import ParameterConstraints, PlannerError, Topology
 from tessera.distributed.sharding_plan import (
     column_wise,
     construct_module_sharding_plan,
@@ -227,6 +228,32 @@ def _planned_by_columns(rank):
     sharded = sharder.shard(module.bags, plan.plan["bags"], ShardingEnv.from_process_group(dist.group.WORLD))
     pooled, _ = sharded(batch(rank, 0, 4))
     pooled.wait().values().sum().backward()
+
+
+def test_the_planner_counts_what_maps_the_ids():
+    module, rows = whole(sizes={"a": 200_000}), 200_000
+    sharder = ManagedCollisionEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder(FUSED))
+    sharders = [sharder, EmbeddingBagCollectionSharder(FUSED)]
+    assert sharder.storage_usage(torch.empty(10, 4), "cpu", "fused") == {"ddr": 10 * (16 + 66)}
+
+    def options_of(bags):
+        constraints = {"a": ParameterConstraints(min_partition=2)}
+        enumerator = EmbeddingEnumerator(Topology(2, "cpu"), 512, constraints)
+        found = enumerator.enumerate(nn_with(bags), sharders)
+        return {option.sharding_type: option for option in found if option.compute_kernel == "fused"}
+
+    mapped, plain = options_of(module), options_of(module._embedding_module)
+    for kind in ("table_wise", "row_wise"):
+        held = [sum(shard.storage.ddr for shard in found[kind].shards) for found in (mapped, plain)]
+        assert held[0] - held[1] == pytest.approx(66 * rows, abs=2), kind
+    # Of columns that are cut, any part may have the ids.
+    for shards in zip(mapped["column_wise"].shards, plain["column_wise"].shards, strict=True):
+        assert shards[0].storage.ddr - shards[1].storage.ddr == pytest.approx(66 * rows, abs=2)
+    # 4 MB of rows and their optimizer's state; 13 MB of ids beside them.
+    planner = EmbeddingShardingPlanner(Topology(1, "cpu", ddr_cap=16_000_000))
+    planner.plan(nn_with(module._embedding_module), sharders)
+    with pytest.raises(PlannerError, match="fits no rank"):
+        planner.plan(nn_with(module), sharders)
 
 
 def nn_with(bags):

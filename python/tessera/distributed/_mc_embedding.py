@@ -208,6 +208,9 @@ class ManagedCollisionTablesSharder(BaseEmbeddingSharder):
     """Shard tables behind managed collision: where both the tables and the ids can be cut alike."""
 
     _SHARDED: type[ShardedManagedCollisionTables]
+    # At most: 34 of lines, and four numbers of a slot: id, row, count, last call. A row that grows has half
+    # as many numbers.
+    _id_bytes_per_row = 34 + 4 * 8
 
     def __init__(
         self,

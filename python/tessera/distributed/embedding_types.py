@@ -302,6 +302,7 @@ class _TableSharder(ModuleSharder[M]):
 
     _fused_params: dict[str, Any] | None = None
     _bytes_per_row = 0  # besides the values
+    _id_bytes_per_row = 0  # of what maps ids to rows
 
     @property
     def fused_params(self) -> dict[str, Any] | None:
@@ -313,8 +314,9 @@ class _TableSharder(ModuleSharder[M]):
     ) -> dict[str, int]:
         """Return the bytes of a table; tables in managed memory lie in DDR."""
         kind = _storage(compute_device_type, compute_kernel)
-        rows = tensor.size(0) if self._bytes_per_row else 0
-        return {kind.value: get_tensor_size_bytes(tensor) + self._bytes_per_row * rows}
+        more = self._bytes_per_row + self._id_bytes_per_row
+        rows = tensor.size(0) if more else 0
+        return {kind.value: get_tensor_size_bytes(tensor) + more * rows}
 
 
 class BaseEmbeddingSharder(_TableSharder[M]):

@@ -72,6 +72,8 @@ def _configs_of(module: nn.Module) -> tuple[dict[str, Any], bool, bool]:
         if hasattr(part, "embedding_bag_configs"):
             named = {config.name: config for config in part.embedding_bag_configs()}
             return named, bool(part.is_weighted()), True
+    # What maps ids has such configurations too, whether bags are pooled behind it or not.
+    for part in module.modules():
         if hasattr(part, "embedding_configs"):
             return {config.name: config for config in part.embedding_configs()}, False, False
     return {}, False, True
@@ -150,6 +152,8 @@ def entry_of(table: PlannedTable, own: ParameterConstraints, batch_size: int) ->
     batches = per_feature(own.batch_sizes, float(batch_size))
     lookups = [i * n * b / batch_size for i, n, b in zip(ids, poolings, batches, strict=True)]
     per_row, per_element = _state_of(table)
+    # Ids of columns that are cut lie with the first ones; any part of them may be those.
+    per_row += getattr(table.sharder, "_id_bytes_per_row", 0)
     is_stepped = bool(own.compute_kernels) or _steps_in_backward(table.tensor, table.sharder)
     if not is_stepped or set(own.compute_kernels or ()) == {"dense"}:
         per_element += 4  # the gradient
