@@ -78,6 +78,13 @@ InputSender::InputSender(std::shared_ptr<const TableLayout> layout, const comm::
 
 Fault InputSender::find_fault(DistContext& context) const {
   const KeyedJaggedTensor& features = context.features;
+  for (std::size_t place = 0; place < features.keys().size(); ++place) {
+    // Only the last would be sent, and the ids of the others lost without a word.
+    if (features.index_of(features.keys()[place]) != place) {
+      return {Fault::Kind::kValue, text_of("the keys must be unique, and '", features.keys()[place],
+                                           "' is there twice.")};
+    }
+  }
   for (const auto& name : layout_->features) {
     if (!features.has_key(name)) {
       return {Fault::Kind::kValue, text_of("there is no feature '", name, "' among the ",

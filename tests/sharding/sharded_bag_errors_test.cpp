@@ -57,6 +57,17 @@ TEST(BagErrors, MissingKey) {
       });
 }
 
+TEST(BagErrors, KeyTwice) {
+  expect_on_all<c10::ValueError>("on rank 1, the keys must be unique, and 'f' is there twice",
+                                 [](const comm::Group& group) {
+                                   Bags bags = good_bags();
+                                   bags.keys.push_back(group.rank() == 1 ? "f" : "other");
+                                   bags.ids.push_back({{3}});
+                                   bags.weights.push_back({{1}});
+                                   make(group)->forward(bags.kjt(false));
+                                 });
+}
+
 TEST(BagErrors, IdOutsideItsTable) {
   for (const std::int64_t id : {-1, 6, 1 << 20}) {
     expect_on_all<c10::IndexError>("on rank 2, feature 'b', sample 0 has id " + std::to_string(id) +
