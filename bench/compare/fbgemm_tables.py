@@ -1,6 +1,6 @@
 """Time fbgemm's table-batched embeddings on the shapes of table_bench; one line of JSON per row.
 
-    .venv-peers/bin/python bench/compare/fbgemm_tables.py [--seconds S]
+    .venv-peers/bin/python bench/compare/fbgemm_tables.py [--seconds S] [--threads N]
 
 Run by bench/run.py with the peers' interpreter.
 """
@@ -38,8 +38,7 @@ def quantile(times: list[float], share: float) -> float:
     return sorted(times)[min(int(share * len(times)), len(times) - 1)]
 
 
-def measure(rule: str, kind: str, batch: int, threads: int, seconds: float) -> None:
-    torch.set_num_threads(threads)
+def make_tables(rule: str) -> SplitTableBatchedEmbeddingBagsCodegen:
     tables = SplitTableBatchedEmbeddingBagsCodegen(
         [(ROWS, COLUMNS, EmbeddingLocation.HOST, ComputeDevice.CPU)] * TABLES,
         optimizer=RULES[rule],
@@ -48,6 +47,11 @@ def measure(rule: str, kind: str, batch: int, threads: int, seconds: float) -> N
         device=torch.device("cpu"),
     )
     tables.init_embedding_weights_uniform(-0.01, 0.01)
+    return tables
+
+
+def measure(tables: torch.nn.Module, rule: str, kind: str, batch: int, threads: int, seconds: float) -> None:
+    torch.set_num_threads(threads)
     inputs = batches(kind, batch)
     grad = (torch.rand(batch, TABLES * COLUMNS) - 0.5) * 1e-3
     times: dict[str, list[float]] = {"forward": [], "backward": [], "both": []}
@@ -84,12 +88,14 @@ def measure(rule: str, kind: str, batch: int, threads: int, seconds: float) -> N
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=1.0)
-    seconds = parser.parse_args().seconds
-    for threads in (1, 2):
+    parser.add_argument("--threads", type=int, help="only so many; without it one, then two")
+    words = parser.parse_args()
+    for threads in (words.threads,) if words.threads else (1, 2):
         for rule in RULES:
+            tables = make_tables(rule)
             for kind in ("uniform", "zipf"):
-                measure(rule, kind, 2048, threads, seconds)
-                measure(rule, kind, 64, threads, seconds / 4)
+                measure(tables, rule, kind, 2048, threads, words.seconds)
+                measure(tables, rule, kind, 64, threads, words.seconds / 4)
 
 
 if __name__ == "__main__":
