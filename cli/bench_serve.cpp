@@ -251,4 +251,11 @@ int bench_serve(const std::vector<std::string>& words) {
   }
 }
 
+std::vector<std::string> bench_serve_flags() {
+  CLI::App app("", "bench serve");
+  Words words;
+  define_flags(app, words);
+  return long_flags(app);
+}
+
 }  // namespace tessera::cli

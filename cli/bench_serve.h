@@ -10,4 +10,7 @@ namespace tessera::cli {
 /// Runs `tessera bench serve` with these words.
 int bench_serve(const std::vector<std::string>& words);
 
+/// Its long flags.
+std::vector<std::string> bench_serve_flags();
+
 }  // namespace tessera::cli
