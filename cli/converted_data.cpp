@@ -18,15 +18,31 @@ namespace {
 using workloads::data::DataError;
 using workloads::data::TableOptions;
 
+class Watch {
+ public:
+  void say(const std::string& verb, const std::string& names,
+           const workloads::data::Converted& made) const {
+    const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin_;
+    std::fprintf(stderr, "note: %s: converted %lld samples of %s in %.1f s; kept as %s\n",
+                 verb.c_str(), static_cast<long long>(made.report.num_samples), names.c_str(),
+                 seconds.count(), made.path.c_str());
+  }
+
+ private:
+  std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
+};
+
 void convert(const std::string& verb, const std::string& names, const std::string& schema,
              const TableOptions& options) {
-  const auto begin = std::chrono::steady_clock::now();
+  const Watch watch;
   const auto made = workloads::data::convert_once(names, schema, options);
-  const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
-  if (!made.is_new) return;
-  std::fprintf(stderr, "note: %s: converted %lld samples of %s in %.1f s; kept as %s\n",
-               verb.c_str(), static_cast<long long>(made.report.num_samples), names.c_str(),
-               seconds.count(), made.path.c_str());
+  if (made.is_new) watch.say(verb, names, made);
+}
+
+[[noreturn]] void refuse(const std::string& verb, const std::string& names,
+                         const std::string& problem, const std::string& check) {
+  throw launch::LaunchError(launch::kExitData, verb + ": " + names + " cannot be read", problem,
+                            "tessera data check " + check + " names what is bad");
 }
 
 // Arrow starts threads, and a launcher must have one: a process of its own converts. Returns what
@@ -78,9 +94,19 @@ std::string say_converted(const std::string& verb, const std::string& names,
     problem = error.what();
   }
   if (problem.empty()) return path;
-  throw launch::LaunchError(launch::kExitData, verb + ": " + names + " cannot be read", problem,
-                            "tessera data check " + names + " --schema " +
-                                (schema.empty() ? "FILE" : schema) + " names what is bad");
+  refuse(verb, names, problem, names + " --schema " + (schema.empty() ? "FILE" : schema));
+}
+
+std::string say_converted_input(const std::string& verb, const std::string& schema) {
+  const Watch watch;
+  try {
+    // No process apart: a pipe holds text, which Arrow has nothing to do with.
+    const auto made = workloads::data::convert_standard_input(schema);
+    watch.say(verb, "standard input", made);
+    return made.path;
+  } catch (const DataError& error) {
+    refuse(verb, "standard input", error.what(), "- --schema " + schema);
+  }
 }
 
 }  // namespace tessera::cli

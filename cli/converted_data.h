@@ -13,4 +13,7 @@ namespace tessera::cli {
 std::string say_converted(const std::string& verb, const std::string& names,
                           const std::string& schema, const workloads::data::TableOptions& options);
 
+/// The same of the table of text that standard input holds.
+std::string say_converted_input(const std::string& verb, const std::string& schema);
+
 }  // namespace tessera::cli

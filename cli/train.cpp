@@ -86,11 +86,41 @@ int share_of_host(const trainer::Settings& settings, int num_hosts) {
       "the configuration names the ranks of all hosts", "--ranks N, the ranks of each host");
 }
 
+// The words with this value of a flag, whatever they said before.
+void set_value(std::vector<std::string>& words, const std::string& flag, const std::string& value) {
+  std::vector<std::string> left;
+  for (std::size_t i = 0; i < words.size(); ++i) {
+    if (words[i] == flag) {
+      ++i;  // its value
+    } else if (!words[i].starts_with(flag + "=")) {
+      left.push_back(words[i]);
+    }
+  }
+  left.insert(left.end(), {flag, value});
+  words = std::move(left);
+}
+
+// Standard input is read to its end: its last samples are those to judge on, and epochs begin anew.
+// The ranks, the run's configuration and a resume know the log alone.
+void read_standard_input(workloads::dlrm::Settings& settings, std::vector<std::string>& flags,
+                         int num_hosts) {
+  if (num_hosts > 1) {
+    throw launch::LaunchError(
+        launch::kExitConfiguration, "train: --data - is for one host",
+        "each of the " + std::to_string(num_hosts) + " hosts has a standard input of its own",
+        "tessera data convert - onto a disk that all of them see");
+  }
+  settings.data = say_converted_input("train", settings.schema);
+  set_value(flags, "--data", settings.data);
+}
+
 // Tables become a log before the ranks are started: once, on this host. Its features are compared
 // with the flags.
-void convert_data(const workloads::dlrm::Settings& settings) {
+void convert_data(workloads::dlrm::Settings& settings, std::vector<std::string>& flags,
+                  int num_hosts) {
   // Tables that grow take ids as the files have them.
   if (settings.is_unlimited()) return;
+  if (settings.data == "-") read_standard_input(settings, flags, num_hosts);
   for (const std::string& data : {settings.data, settings.eval_data}) {
     std::string log = data;
     if (workloads::data::is_table(data)) {
@@ -149,8 +179,8 @@ int run(const std::vector<std::string>& words) {
   trainer::read(*given, *found->settings(), flags, /*tells=*/options.node_rank == 0);
   if (given->wants_help) return print_help(found->settings()->table().help());
   if (given->print_config) return print_help(given->table().config());
-  if (const auto* dlrm = dynamic_cast<const workloads::dlrm::Settings*>(given.get())) {
-    convert_data(*dlrm);
+  if (auto* dlrm = dynamic_cast<workloads::dlrm::Settings*>(given.get())) {
+    convert_data(*dlrm, flags, options.num_nodes);
   }
   // The ranks see a pipe whatever this program writes to.
   if (isatty(STDOUT_FILENO) == 1) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import pathlib
@@ -367,6 +368,87 @@ def test_training_and_prediction_read_tables_themselves(folder, records, tmp_pat
     assert evaluated.returncode == 65 and "there is no column 'clicked'" in evaluated.stderr
     result = run("train", "dlrm", "--data", tmp_path / "table.parquet", *SMALL, "--runs", tmp_path, env=env)
     assert result.returncode == 65 and "is a Parquet file, not text: it is read by a schema" in result.stderr
+
+
+def piped(text, *words, env):
+    return subprocess.run(
+        [TESSERA, "train", "dlrm", *map(str, words)],
+        input=text,
+        capture_output=True,
+        timeout=100,
+        env={**os.environ, **env},
+    )
+
+
+def test_training_reads_standard_input(folder, records, tmp_path):
+    """The same model as from the log, also packed; the run knows a log, which it goes on with."""
+    text = "".join((folder / "plain.csv").read_text().splitlines(keepends=True)[:3001])
+    (tmp_path / "t.csv").write_text(text)
+    schema = ["--schema", folder / "schema.toml"]
+    made = run("data", "convert", *schema, tmp_path / "t.csv", "--out", tmp_path / "t.click")
+    assert made.returncode == 0, made.stderr
+    log = run("train", "dlrm", *SMALL, "--data", tmp_path / "t.click", "--json", "--save", tmp_path / "log")
+    wanted = json.loads(log.stdout)["fingerprint"]
+    env = {"TESSERA_CACHE": str(tmp_path / "cache")}
+    flags = [*SMALL, *schema, "--json", "--shuffle", "--ranks", 2]
+    told = run("train", "dlrm", *flags, "--data", tmp_path / "t.click", "--save", tmp_path / "shuffled")
+    (tmp_path / "run.toml").write_text('data = "-"\n')
+    tries = {
+        "plain": (text.encode(), [*SMALL, *schema, "--data", "-", "--json"], wanted),
+        "gzip": (gzip.compress(text.encode()), [*SMALL, *schema, "--data=-", "--json"], wanted),
+        "config": (text.encode(), [*SMALL, *schema, "--config", tmp_path / "run.toml", "--json"], wanted),
+        "ranks": (text.encode(), ["--data", "-", *flags], json.loads(told.stdout)["fingerprint"]),
+    }
+    for name, (given, words, fingerprint) in tries.items():
+        result = piped(given, *words, "--save", tmp_path / name, env=env)
+        assert result.returncode == 0, result.stderr
+        assert b"converted 3000 samples of standard input" in result.stderr, name
+        assert json.loads(result.stdout)["fingerprint"] == fingerprint, name
+        (kept,) = (tmp_path / "cache").iterdir()  # the same table is one log
+        assert f'data="{kept}"' in (tmp_path / name / "config.toml").read_text()
+    assert kept.read_bytes() == (tmp_path / "t.click").read_bytes()
+    wanted = run("train", "dlrm", "--resume", tmp_path / "log", "--steps", 25, "--json")
+    again = run("train", "dlrm", "--resume", tmp_path / "plain", "--steps", 25, "--json")
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout)["fingerprint"] == json.loads(wanted.stdout)["fingerprint"]
+    assert run("eval", tmp_path / "plain", "--json").returncode == 0
+    # Another table is another log, and the first one stays.
+    other = "".join(text.splitlines(keepends=True)[:2001]).encode()
+    result = piped(other, *SMALL, *schema, "--data", "-", "--save", tmp_path / "other", env=env)
+    assert result.returncode == 0 and len(list((tmp_path / "cache").iterdir())) == 2, result.stderr
+
+
+def test_standard_input_that_is_no_table_is_refused(folder, records, tmp_path):
+    pq.write_table(table_of(records[:10], {}), tmp_path / "table.parquet")
+    head = (folder / "plain.csv").read_bytes().splitlines(keepends=True)
+    env = {"TESSERA_CACHE": str(tmp_path / "cache")}
+    words = [*SMALL, "--data", "-", "--runs", tmp_path / "runs"]
+    schema = ["--schema", folder / "schema.toml"]
+    tries = [
+        (b"", schema, 65, "standard input: is empty."),
+        (head[0], schema, 65, "standard input: there is no sample in it."),
+        (head[0] + b"7" + head[1][1:], schema, 65, "standard input: line 2, column 'clicked'"),
+        ((tmp_path / "table.parquet").read_bytes(), schema, 65, "is a Parquet file, not text"),
+        (b"".join(head), [], 78, "--data - needs --schema"),
+        (b"".join(head), [*schema, "--follow"], 78, "--follow is for --ids unlimited"),
+        (b"".join(head), [*schema, "--eval-data", "-"], 65, "there is no file -"),
+        (
+            b"".join(head),
+            [*schema, "--nnodes", 2, "--rdzv-endpoint", "localhost:1", "--insecure-no-auth"],
+            78,
+            "--data - is for one host",
+        ),
+    ]
+    for given, more, code, says in tries:
+        result = piped(given, *words, *more, env=env)
+        assert result.returncode == code and says in result.stderr.decode(), result.stderr
+        left = list((tmp_path / "cache").iterdir()) if (tmp_path / "cache").exists() else []
+        assert left == [] and not (tmp_path / "runs").exists(), says
+        if code == 65 and not more[2:]:
+            assert (
+                f"tessera data check - --schema {folder}/schema.toml names what is bad"
+                in result.stderr.decode()
+            )
 
 
 if __name__ == "__main__":

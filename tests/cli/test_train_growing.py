@@ -301,7 +301,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(tmp_path, log, flags, 
         assert part in result.stderr, result.stderr
 
 
-def test_a_stream_without_unlimited_ids_is_refused(tmp_path, log):
-    words = [TESSERA, "train", "dlrm", "--runs", str(tmp_path), "--data", "-"]
-    result = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT, input="")
-    assert result.returncode == 78 and "--ids unlimited" in result.stderr
+def test_a_file_that_grows_is_refused_without_unlimited_ids(tmp_path, log):
+    words = [TESSERA, "train", "dlrm", "--runs", str(tmp_path), "--data", str(log), "--follow"]
+    result = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT)
+    assert result.returncode == 78 and "--follow is for --ids unlimited" in result.stderr

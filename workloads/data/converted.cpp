@@ -1,6 +1,7 @@
 #include "data/converted.h"
 
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <cstdio>
@@ -10,6 +11,7 @@
 
 #include "data/input.h"
 #include "dlrm/click_file.h"
+#include "dlrm/mapped_file.h"
 
 namespace tessera::workloads::data {
 namespace {
@@ -37,6 +39,19 @@ std::string key_of(const std::vector<std::string>& files, const Schema& schema,
            std::to_string(facts.st_mtim.tv_nsec) + "\n";
   }
   return key;
+}
+
+// Writes the whole log, or throws and leaves nothing.
+TableReport write_log(const std::vector<std::string>& files, const std::string& names,
+                      const Schema& schema, const TableOptions& options, const std::string& path) {
+  std::error_code error;
+  fs::create_directories(cache_folder(), error);
+  dlrm::ClickFileWriter writer(path, schema.click_schema());
+  TableReport report = read_tables(files, schema, options,
+                                   [&](dlrm::SampleBlock& samples) { writer.append(samples); });
+  if (report.num_samples == 0) throw DataError(names + ": there is no sample in it.");
+  writer.finish();
+  return report;
 }
 
 struct Wanted {
@@ -90,15 +105,28 @@ Converted convert_once(const std::string& names, const std::string& schema,
   const Wanted all = wanted(names, schema, options);
   Converted result{all.path};
   if (fs::exists(all.path)) return result;
-  std::error_code error;
-  fs::create_directories(cache_folder(), error);
-  dlrm::ClickFileWriter writer(all.path, all.schema.click_schema());
-  result.report = read_tables(all.files, all.schema, options,
-                              [&](dlrm::SampleBlock& samples) { writer.append(samples); });
-  if (result.report.num_samples == 0) throw DataError(names + ": there is no sample in it.");
-  writer.finish();
+  result.report = write_log(all.files, names, all.schema, options, all.path);
   result.is_new = true;
   return result;
+}
+
+Converted convert_standard_input(const std::string& schema) {
+  // A run that goes on finds it from wherever that is.
+  const std::string folder = fs::absolute(cache_folder()).lexically_normal().string();
+  const std::string draft = folder + "/stdin-" + std::to_string(::getpid()) + ".draft";
+  Converted result;
+  result.report = write_log({"-"}, "standard input", read_schema(schema), {}, draft);
+  char name[32];
+  std::snprintf(name, sizeof(name), "stdin-%016llx.click",
+                static_cast<unsigned long long>(hash_of(dlrm::MappedFile(draft).bytes())));
+  result.path = folder + "/" + name;
+  result.is_new = !fs::exists(result.path);
+  std::error_code error;
+  fs::rename(draft, result.path, error);
+  if (!error) return result;
+  const std::string why = error.message();
+  fs::remove(draft, error);
+  throw DataError(result.path + ": cannot be written: " + why + ".");
 }
 
 bool is_same_meaning(const std::string& one, const std::string& other) {

@@ -30,6 +30,10 @@ struct Converted {
 Converted convert_once(const std::string& names, const std::string& schema,
                        const TableOptions& options = {});
 
+/// Converts the table of text that standard input holds, to its end. Its log stays in the cache
+/// under a name that says what it holds, so that the same table twice is one log. Throws DataError.
+Converted convert_standard_input(const std::string& schema);
+
 /// Whether a file has to be converted: it is there, and no click log.
 bool is_table(const std::string& name);
 

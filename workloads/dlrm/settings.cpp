@@ -86,7 +86,7 @@ settings::Table Settings::table() {
   table.add("profile", profile, "FILE", "of tessera doctor, or assume");
   table.add("stats", stats, "FILE", "of tessera data stats").beside();
   table.group("data");
-  table.add("data", data, "D", "synthetic, or a file").told();
+  table.add("data", data, "D", "synthetic, a file, or -").told();
   table.add("schema", schema, "FILE", "of CSV, Parquet, ...").told().beside();
   table.add("tables", num_tables, "N", "of synthetic data").range(1, 10000).fixed();
   table.add("rows", num_rows, "N", "each, or Criteo's").range(1, kLarge).fixed().beside();
@@ -208,10 +208,15 @@ void Settings::check_ids() const {
              "fixed tables have fewer rows than there are texts, which share them anyway",
              "add --ids unlimited, or leave --strings out");
     }
-    if (is_stream()) {
-      refuse(data == "-" ? "--data - is for --ids unlimited" : "--follow is for --ids unlimited",
+    if (follow) {
+      refuse("--follow is for --ids unlimited",
              "a stream is not looked through for its ids before it is trained on",
              "add --ids unlimited, or convert the log with tessera data convert");
+    }
+    if (data == "-" && schema.empty()) {
+      refuse("--data - needs --schema", "standard input is read once, and nothing is guessed of it",
+             "tessera data schema FILE --out log.toml makes one; Criteo's text goes through "
+             "tessera data convert /dev/stdin");
     }
     return;
   }
