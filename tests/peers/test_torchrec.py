@@ -6,11 +6,13 @@ import pytest
 import tessera.modules.embedding_configs as our_configs
 import tessera.modules.embedding_modules as our_modules
 import tessera.modules.feature_processor as our_processor
+import tessera.modules.feature_processor_ as our_collections
 import tessera.sparse.jagged_tensor as ours
 import torch
 import torchrec.modules.embedding_configs as their_configs
 import torchrec.modules.embedding_modules as their_modules
 import torchrec.modules.feature_processor as their_processor
+import torchrec.modules.feature_processor_ as their_collections
 import torchrec.sparse.jagged_tensor as theirs
 from tessera import _C
 
@@ -302,3 +304,15 @@ def test_position_weights_agree():
     grads = {name: weight.grad for name, weight in their.named_parameters()}
     for name, weight in our.named_parameters():
         torch.testing.assert_close(weight.grad, grads[name])
+
+
+def test_position_weights_by_feature():
+    lengths = {"f0": 5, "f1": 4}
+    for side in (our_collections, their_collections):
+        module = side.PositionWeightedModuleCollection(lengths)
+        found = module.position_weights_dict
+        assert {name: w.tolist() for name, w in found.items()} == {"f0": [1.0] * 5, "f1": [1.0] * 4}
+        for name, weight in module.position_weights.items():
+            assert found[name] is weight  # the weights themselves
+        moved = module.copy(torch.device("meta"))
+        assert [weight.is_meta for weight in moved.position_weights_dict.values()] == [True, True]

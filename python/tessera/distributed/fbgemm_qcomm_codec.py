@@ -11,13 +11,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, unique
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tessera.distributed.types import CommOp, NoOpQuantizedCommCodec, QuantizedCommCodec, QuantizedCommCodecs
+from tessera.modules.embedding_configs import _fbgemm
 
-__all__ = ["CommType", "QCommsConfig", "get_qcomm_codecs", "get_qcomm_codecs_registry"]
+if TYPE_CHECKING:
+    from fbgemm_gpu.split_embedding_configs import SparseType
+
+__all__ = [
+    "CommType",
+    "QCommsConfig",
+    "comm_type_to_sparse_type",
+    "get_qcomm_codecs",
+    "get_qcomm_codecs_registry",
+]
 
 
 @unique
@@ -33,6 +43,11 @@ class CommType(Enum):
 
     def __str__(self) -> str:
         return self.value
+
+
+def comm_type_to_sparse_type(comm_type: CommType) -> SparseType:
+    """Return fbgemm's name of the same, where fbgemm is installed."""
+    return getattr(_fbgemm("split_embedding_configs").SparseType, CommType(comm_type).name)
 
 
 @dataclass

@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardingSpec, ShardMetadata
 
 from tessera.comm import Awaitable, LazyAwaitable, LazyNoWait, NoWait
@@ -29,7 +30,7 @@ from tessera.distributed._codecs import (
     QuantizedCommCodec,
     QuantizedCommCodecs,
 )
-from tessera.modules.embedding_configs import BoundsCheckMode, DataType
+from tessera.modules.embedding_configs import BoundsCheckMode, DataType, ShardingType
 from tessera.streamable import Multistreamable
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "CacheStatistics",
     "CommOp",
     "ComputeKernel",
+    "DMPCollectionConfig",
     "EmbeddingModuleShardingPlan",
     "EnumerableShardingSpec",
     "GenericMeta",
@@ -58,6 +60,7 @@ __all__ = [
     "QuantizedCommCodecs",
     "ShardMetadata",
     "ShardedModule",
+    "ShardedTensor",
     "ShardingEnv",
     "ShardingPlan",
     "ShardingPlanner",
@@ -86,19 +89,6 @@ def scope(method):
         return method(*args, **kwargs)
 
     return wrapper
-
-
-@unique
-class ShardingType(Enum):
-    """Say how a table lies over the ranks."""
-
-    DATA_PARALLEL = "data_parallel"  # whole on every rank
-    TABLE_WISE = "table_wise"  # whole on one rank
-    COLUMN_WISE = "column_wise"  # columns cut over ranks
-    ROW_WISE = "row_wise"  # rows cut over all ranks
-    TABLE_ROW_WISE = "table_row_wise"  # rows cut over the ranks of one host
-    TABLE_COLUMN_WISE = "table_column_wise"  # columns cut over ranks of one host
-    GRID_SHARD = "grid_shard"  # columns cut over hosts, and in a host rows over its ranks
 
 
 @unique
@@ -261,15 +251,25 @@ class NullShardingContext(Multistreamable):
 class ShardingEnv:
     """Say who the ranks are: a group, or in inference the devices of one process.
 
+    State dicts hold torch's ShardedTensors; there are no DTensors in their place.
+
     >>> env = ShardingEnv.from_local(2, 0)
     >>> env.world_size, env.rank, env.process_group
     (2, 0, None)
     """
 
-    def __init__(self, world_size: int, rank: int, pg: ProcessGroup | None = None) -> None:
+    def __init__(
+        self, world_size: int, rank: int, pg: ProcessGroup | None = None, output_dtensor: bool = False
+    ) -> None:
+        if output_dtensor:
+            raise ValueError(
+                "sharding: states of sharded tables are ShardedTensors; output_dtensor is not there. Leave "
+                "it out: torch's distributed checkpoints take both."
+            )
         self.world_size = world_size
         self.rank = rank
         self.process_group: ProcessGroup | None = pg
+        self.output_dtensor = False
 
     @classmethod
     def from_process_group(cls, pg: ProcessGroup | None) -> ShardingEnv:
@@ -282,6 +282,18 @@ class ShardingEnv:
     def from_local(cls, world_size: int, rank: int) -> ShardingEnv:
         """Return the environment of one process that drives `world_size` devices."""
         return cls(world_size, rank, None)
+
+
+@dataclass
+class DMPCollectionConfig:
+    """Say how the modules of one type are replicated apart from the rest; DMPCollection refuses it."""
+
+    module: type[nn.Module]
+    plan: ShardingPlan
+    sharding_group_size: int
+    node_group_size: int | None = None
+    use_inter_host_allreduce: bool = False
+    sharding_strategy: ShardingStrategy = ShardingStrategy.DEFAULT
 
 
 class ShardedModule(abc.ABC, nn.Module, Generic[CompIn, DistOut, Out, ShrdCtx]):

@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 from tessera import _C
 from tessera.distributed.types import ParameterSharding, ShardedModule, ShardingType
 from tessera.modules.embedding_configs import BoundsCheckMode
+from tessera.types import CopyMixIn
 
 __all__ = [
     "CopyableMixin",
@@ -174,9 +175,14 @@ class sharded_model_copy:
 
 
 def copy_to_device(module: nn.Module, current_device: torch.device, to_device: torch.device) -> nn.Module:
-    """Return a copy whose parameters and buffers of `current_device` are on `to_device`."""
+    """Return a copy whose parameters and buffers of `current_device` are on `to_device`.
+
+    Modules that are a `CopyMixIn` say themselves what becomes of them.
+    """
     with sharded_model_copy(device=None):
         copied = copy.deepcopy(module)
+    if isinstance(copied, CopyMixIn):
+        return copied.copy(to_device)
 
     def move(owner: nn.Module, tensors: dict[str, torch.Tensor | None]) -> None:
         for name, tensor in tensors.items():
@@ -186,11 +192,17 @@ def copy_to_device(module: nn.Module, current_device: torch.device, to_device: t
             is_parameter = isinstance(tensor, nn.Parameter)
             tensors[name] = nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved
 
-    for owner in copied.modules():
-        if isinstance(owner, CopyableMixin) and owner is not copied:
-            continue
-        move(owner, owner._parameters)
-        move(owner, owner._buffers)
+    def visit(owner: nn.Module) -> None:
+        if not isinstance(owner, CopyableMixin) or owner is copied:
+            move(owner, owner._parameters)
+            move(owner, owner._buffers)
+        for name, child in owner._modules.items():
+            if isinstance(child, CopyMixIn):
+                owner._modules[name] = child.copy(to_device)
+            elif child is not None:
+                visit(child)
+
+    visit(copied)
     return copied
 
 

@@ -7,15 +7,22 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, unique
 from functools import partial
 from math import sqrt
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from tessera import _C
+from tessera.types import DataType
+
+if TYPE_CHECKING:
+    from fbgemm_gpu.split_embedding_configs import SparseType
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 
 __all__ = [
     "DATA_TYPE_NUM_BITS",
@@ -26,8 +33,12 @@ __all__ = [
     "EmbeddingConfig",
     "EmbeddingTableConfig",
     "PoolingType",
+    "QuantConfig",
+    "ShardingType",
     "data_type_to_dtype",
+    "data_type_to_sparse_type",
     "dtype_to_data_type",
+    "pooling_type_to_pooling_mode",
     "pooling_type_to_str",
 ]
 
@@ -45,18 +56,16 @@ class PoolingType(Enum):
 
 
 @unique
-class DataType(Enum):
-    """Say how the numbers of a row are stored. Rows that train are FP32, FP16 or BF16."""
+class ShardingType(Enum):
+    """Say how a table lies over the ranks."""
 
-    FP32 = "FP32"
-    FP16 = "FP16"
-    BF16 = "BF16"
-    INT8 = "INT8"
-    INT4 = "INT4"
-    INT2 = "INT2"
-
-    def __str__(self) -> str:
-        return self.value
+    DATA_PARALLEL = "data_parallel"  # whole on every rank
+    TABLE_WISE = "table_wise"  # whole on one rank
+    COLUMN_WISE = "column_wise"  # columns cut over ranks
+    ROW_WISE = "row_wise"  # rows cut over all ranks
+    TABLE_ROW_WISE = "table_row_wise"  # rows cut over the ranks of one host
+    TABLE_COLUMN_WISE = "table_column_wise"  # columns cut over ranks of one host
+    GRID_SHARD = "grid_shard"  # columns cut over hosts, and in a host rows over its ranks
 
 
 @unique
@@ -77,6 +86,8 @@ DATA_TYPE_NUM_BITS: dict[DataType, int] = {
     DataType.FP16: 16,
     DataType.BF16: 16,
     DataType.INT8: 8,
+    DataType.UINT8: 8,
+    DataType.NFP8: 8,
     DataType.INT4: 4,
     DataType.INT2: 2,
 }
@@ -85,9 +96,13 @@ _DTYPES = {
     DataType.FP32: torch.float32,
     DataType.FP16: torch.float16,
     DataType.BF16: torch.bfloat16,
+    DataType.INT64: torch.int64,
+    DataType.INT32: torch.int32,
     DataType.INT8: torch.int8,
+    DataType.UINT8: torch.uint8,
     DataType.INT4: torch.quint4x2,
     DataType.INT2: torch.quint2x4,
+    DataType.NFP8: torch.float8_e4m3fn,
 }
 
 
@@ -105,9 +120,40 @@ def dtype_to_data_type(dtype: torch.dtype) -> DataType:
     for data_type, candidate in _DTYPES.items():
         if candidate == dtype:
             return data_type
-    if dtype in (torch.uint8, torch.quint8, torch.qint8):
+    if dtype in (torch.quint8, torch.qint8):
         return DataType.INT8
     raise ValueError(f"embed.config: no table has rows of {dtype}.")
+
+
+def _fbgemm(module: str):
+    """Return a module of fbgemm, which holds the enumerations that torchrec's names turn ours into."""
+    try:
+        return importlib.import_module(f"fbgemm_gpu.{module}")
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            "embed.config: fbgemm_gpu is not installed, whose enumeration is asked for. Tessera does without "
+            "it: its own names are DataType and PoolingType."
+        ) from error
+
+
+def data_type_to_sparse_type(data_type: DataType) -> SparseType:
+    """Return fbgemm's name of a data type, where fbgemm is installed."""
+    names = {known: known.name for known in DATA_TYPE_NUM_BITS} | {DataType.UINT8: "INT8"}
+    if data_type not in names:
+        raise ValueError(f"embed.config: fbgemm has no rows of {data_type}.")
+    return getattr(_fbgemm("split_embedding_configs").SparseType, names[data_type])
+
+
+def pooling_type_to_pooling_mode(
+    pooling_type: PoolingType, sharding_type: ShardingType | None = None
+) -> PoolingMode:
+    """Return fbgemm's name of a pooling, where fbgemm is installed.
+
+    The parts of a bag whose table is cut by rows are summed, whatever is made of the sum.
+    """
+    cut_by_rows = getattr(sharding_type, "value", None) in ("row_wise", "table_row_wise")
+    name = "SUM" if pooling_type == PoolingType.MEAN and cut_by_rows else pooling_type.value
+    return getattr(_fbgemm("split_table_batched_embeddings_ops_common").PoolingMode, name)
 
 
 def pooling_type_to_str(pooling_type: PoolingType) -> str:
@@ -115,6 +161,28 @@ def pooling_type_to_str(pooling_type: PoolingType) -> str:
     if pooling_type == PoolingType.NONE:
         raise ValueError("embed.config: pooling NONE has no word in torch.")
     return pooling_type.value.lower()
+
+
+class _Typed(NamedTuple):
+    dtype: torch.dtype
+
+
+class QuantConfig(NamedTuple):
+    """Say in which types rows and outputs are; what is called returns something with a `dtype`."""
+
+    activation: Callable[[], _Typed]
+    weight: Callable[[], _Typed]
+    per_table_weight_dtype: dict[str, torch.dtype] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        dtype: torch.dtype,
+        output_dtype: torch.dtype = torch.float32,
+        per_table_weight_dtype: dict[str, torch.dtype] | None = None,
+    ) -> QuantConfig:
+        """Return the record of two types."""
+        return cls(lambda: _Typed(output_dtype), lambda: _Typed(dtype), per_table_weight_dtype)
 
 
 @dataclass
@@ -180,6 +248,11 @@ class EmbeddingConfig(BaseEmbeddingConfig):
 
 def _to_engine(config: BaseEmbeddingConfig) -> _C.embedding.EmbeddingTableConfig:
     pooling = getattr(config, "pooling", PoolingType.NONE)
+    if not hasattr(_C.embedding.DataType, config.data_type.value):
+        raise ValueError(
+            f"embed.config: table {config.name!r} would have rows of {config.data_type}. Tables that train "
+            "have FP32, FP16 or BF16, quantised ones INT8, INT4 or INT2."
+        )
     return _C.embedding.EmbeddingTableConfig(
         1 if config.num_embeddings is None else config.num_embeddings,  # a growing table begins with one row
         config.embedding_dim,

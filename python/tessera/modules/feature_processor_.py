@@ -18,6 +18,7 @@ from tessera import _C
 from tessera.modules import _scripted_rows
 from tessera.modules.feature_processor import PositionWeightedProcessor, _ones
 from tessera.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from tessera.types import ModuleCopyMixin
 
 __all__ = [
     "FeatureProcessor",
@@ -70,5 +71,7 @@ class FeatureProcessorsCollection(nn.Module, metaclass=abc.ABCMeta):
         """Return the changed features."""
 
 
-class PositionWeightedModuleCollection(PositionWeightedProcessor, FeatureProcessorsCollection):
+class PositionWeightedModuleCollection(
+    PositionWeightedProcessor, FeatureProcessorsCollection, ModuleCopyMixin
+):
     """Give the features of a batch weights by position; features not named weigh 1."""

@@ -14,11 +14,12 @@ from torch import nn
 
 from tessera.modules.embedding_configs import DataType, data_type_to_dtype
 from tessera.sparse.jagged_tensor import KeyedTensor
+from tessera.types import CacheMixin
 
 __all__ = ["KTRegroupAsDict"]
 
 
-class KTRegroupAsDict(nn.Module):
+class KTRegroupAsDict(nn.Module, CacheMixin):
     """Return a tensor for each group, by name; `emb_dtype` is the type of the results, if it is another."""
 
     def __init__(
@@ -34,6 +35,9 @@ class KTRegroupAsDict(nn.Module):
         self._groups = groups
         self._keys = keys
         self._dtype = None if emb_dtype is None else data_type_to_dtype(emb_dtype)
+
+    def clear_cache(self) -> None:
+        """Do nothing: the columns are found in every call."""
 
     def forward(self, keyed_tensors: list[KeyedTensor]) -> dict[str, torch.Tensor]:
         """Return the columns of each group's keys, in the order listed."""

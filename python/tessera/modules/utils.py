@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
+from tessera.types import CacheMixin
+
 __all__ = [
     "check_module_output_dimension",
     "construct_modulelist_from_single_module",
@@ -23,6 +25,7 @@ __all__ = [
     "extract_module_or_tensor_callable",
     "get_module_output_dimension",
     "init_mlp_weights_xavier_uniform",
+    "reset_module_states_post_sharding",
 ]
 
 
@@ -92,3 +95,10 @@ def deterministic_dedup(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     is_last = torch.ones_like(ordered, dtype=torch.bool)
     is_last[:-1] = ordered[1:] != ordered[:-1]
     return ordered[is_last], places[is_last]
+
+
+def reset_module_states_post_sharding(module: nn.Module) -> None:
+    """Let every part that is a `CacheMixin` forget what it learned before the model was sharded."""
+    for part in module.modules():
+        if isinstance(part, CacheMixin):
+            part.clear_cache()

@@ -19,7 +19,8 @@ def row_type(data_type: DataType) -> str:
     >>> row_type(DataType.INT4)
     'int4'
     """
-    return DataType(data_type).value.lower()
+    kind = DataType(data_type)
+    return "int8" if kind == DataType.UINT8 else kind.value.lower()
 
 
 def output_dtype_of(value) -> torch.dtype:
@@ -110,7 +111,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
 
     def _head_bytes(self, table: int) -> int:
         data_type = DataType(self.embedding_specs[table][3])
-        return 4 if data_type in (DataType.INT8, DataType.INT4, DataType.INT2) else 0
+        return 4 if row_type(data_type) in ("int8", "int4", "int2") else 0
 
     def split_embedding_weights_with_scale_bias(
         self, split_scale_bias_mode: int = 0

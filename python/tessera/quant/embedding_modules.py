@@ -13,8 +13,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from typing import Any, Dict, List, NamedTuple  # noqa: UP035  (the names that torch.jit reads)
+from collections.abc import Sequence
+from typing import Any, Dict, List  # noqa: UP035  (the names that torch.jit reads)
 
 import torch
 from torch import nn
@@ -23,9 +23,11 @@ from torch.fx import Proxy
 from tessera.modules import _scripted_rows
 from tessera.modules._traced_rows import as_module_node
 from tessera.modules.embedding_configs import (
+    DataType,
     EmbeddingBagConfig,
     EmbeddingConfig,
     PoolingType,
+    QuantConfig,
     dtype_to_data_type,
 )
 from tessera.modules.embedding_modules import EmbeddingBagCollection as OriginalEmbeddingBagCollection
@@ -66,28 +68,6 @@ _SPLIT = "__quant_state_dict_split_scale_bias__"
 _ALIGNMENT = "__register_row_alignment_in_named_modules__"
 
 
-class _Typed(NamedTuple):
-    dtype: torch.dtype
-
-
-class QuantConfig(NamedTuple):
-    """Say in which types rows and outputs are; what is called returns something with a `dtype`."""
-
-    activation: Callable[[], _Typed]
-    weight: Callable[[], _Typed]
-    per_table_weight_dtype: dict[str, torch.dtype] | None = None
-
-    @classmethod
-    def of(
-        cls,
-        dtype: torch.dtype,
-        output_dtype: torch.dtype = torch.float32,
-        per_table_weight_dtype: dict[str, torch.dtype] | None = None,
-    ) -> QuantConfig:
-        """Return the record of two types."""
-        return cls(lambda: _Typed(output_dtype), lambda: _Typed(dtype), per_table_weight_dtype)
-
-
 def quant_prep_enable_quant_state_dict_split_scale_bias(module: nn.Module) -> None:
     """Let scales and biases stand beside the codes in the state of what is made of `module`."""
     setattr(module, _SPLIT, True)
@@ -106,7 +86,8 @@ def _typed_configs(module: nn.Module, configs: Sequence) -> list:
     typed = []
     for config in configs:
         config = copy.copy(config)
-        config.data_type = dtype_to_data_type(own.get(config.name, module.qconfig.weight().dtype))
+        wish = dtype_to_data_type(own.get(config.name, module.qconfig.weight().dtype))
+        config.data_type = DataType.INT8 if wish == DataType.UINT8 else wish
         typed.append(config)
     unknown = sorted(set(own) - {config.name for config in typed})
     if unknown:
