@@ -130,3 +130,69 @@ def test_rows_dealt_anew(tmp_path):
         for batch in batches(OURS, tmp_path, 1, shuffle_batches=True, **options):
             seen += batch.sparse_features["cat_0"].values().tolist()
     assert sorted(seen) == rows.tolist() and seen != rows.tolist()
+
+
+def test_pipes_are_split_and_cut_short():
+    from torch.utils.data.datapipes.iter import IterableWrapper
+
+    found = []
+    for side in SIDES:
+        utils, rows = side("datasets.utils"), IterableWrapper(range(40))
+        drawn = utils.rand_split_train_val(rows, 0.7, random_seed=3)
+        numbered = utils.idx_split_train_val(rows, 0.75, decimal_places=1, key_fn=abs)
+        short = utils.Limit(rows, 3)
+        joined = utils.ParallelReadConcat(IterableWrapper("ab"), short)
+        pipes = (*drawn, *numbered, short, joined)
+        found.append([list(pipe) for pipe in pipes])
+        assert [list(pipe) for pipe in pipes] == found[-1]  # the same in every pass
+        assert sorted(found[-1][0] + found[-1][1]) == list(range(40))
+        for split in (utils.rand_split_train_val, utils.idx_split_train_val):
+            with pytest.raises(ValueError):
+                split(rows, 1.0)
+        assert utils.safe_cast("7", int, 0) == 7 and utils.safe_cast("x", float, 0.5) == 0.5
+    assert found[0] == found[1]
+
+
+def of_workers(side):
+    from torch.utils.data.datapipes.iter import IterableWrapper
+
+    pipes = [IterableWrapper([10 * number, 10 * number + 1]) for number in range(5)]
+    loader = torch.utils.data.DataLoader(
+        side("datasets.utils").ParallelReadConcat(*pipes), batch_size=None, num_workers=2
+    )
+    return sorted(loader)
+
+
+def test_workers_share_pipes():
+    assert of_workers(OURS) == of_workers(THEIRS) == [0, 1, 10, 11, 20, 21, 30, 31, 40, 41]
+
+
+@pytest.mark.parametrize("films", [False, True])
+@pytest.mark.parametrize("name", ["movielens_20m", "movielens_25m"])
+def test_ratings_of_films(tmp_path, name, films):
+    (tmp_path / "ratings.csv").write_text("userId,movieId,rating,timestamp\n1,2,3.5,99\n4,5,,x\n")
+    (tmp_path / "movies.csv").write_text('movieId,title,genres\n2,"A, B",Drama\n5,C,Comedy|War\n')
+    found = []
+    for side in SIDES:
+        module = side("datasets.movielens")
+        read = getattr(module, name)
+        rows = list(read(str(tmp_path), include_movies_data=films))
+        plain = list(read(str(tmp_path), include_movies_data=films, row_mapper=None))
+        found.append((rows, plain, module.DEFAULT_COLUMN_NAMES, module.DEFAULT_RATINGS_COLUMN_NAMES))
+    assert found[0] == found[1]
+    assert found[0][0][1]["rating"] == 0.0 and ("title" in found[0][0][0]) == films
+
+
+def test_files_are_read(tmp_path):
+    (tmp_path / "a.csv").write_text("x;y\n1;2\n")
+    for side in SIDES:
+        utils = side("datasets.utils")
+        files = utils.LoadFiles([str(tmp_path / "a.csv")], mode="t", length=1)
+        assert len(files) == 1
+        assert list(utils.ReadLinesFromCSV(files, skip_first_line=True, delimiter=";")) == [["1", "2"]]
+        with pytest.raises(ValueError):
+            utils.LoadFiles([], mode="w")
+        with pytest.raises(TypeError):
+            next(iter(utils.LoadFiles([3])))
+        with pytest.raises(NotImplementedError):
+            len(utils.LoadFiles([]))
