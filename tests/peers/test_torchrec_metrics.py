@@ -234,7 +234,7 @@ def test_a_module_of_all():
         numbers = dict(module.compute().items())
         found.append(
             (
-                due,
+                [*due, sorted(key for key, _ in module.local_compute().items())],
                 {k: v for k, v in numbers.items() if "_throughput" not in k},
                 list(numbers),
                 module.state_dict(),
@@ -247,6 +247,158 @@ def test_a_module_of_all():
     for key, value in state.items():
         if "time_lapse" not in key:
             torch.testing.assert_close(value, their_state[key])
+
+
+def state_of(metric):
+    return {name: value.clone() for name, value in metric.state_dict().items()}
+
+
+def compare_synced(rank, world):
+    for module, name in KINDS:
+        found = []
+        for side in SIDES:
+            task = side("metrics.metrics_config").RecTaskInfo
+            metric = getattr(side(f"metrics.{module}"), name)(
+                world_size=world,
+                my_rank=rank,
+                batch_size=4,
+                tasks=[task("T", "l", "p", "w")],
+                window_size=1000,
+            )
+            for step in range(3 + rank):
+                metric.update(**batch(10 * step + rank))
+            before, alone = state_of(metric), metric.local_compute()
+            whole = side("metrics.rec_metric").RecMetricList([metric])
+            whole.sync()
+            synced, together = state_of(metric), metric.local_compute()
+            if side is OURS and rank == 0:  # torchrec's raises
+                assert {key: v.tolist() for key, v in metric.compute().items()} == {
+                    key.replace("local_", ""): v.tolist() for key, v in together.items()
+                }
+            whole.unsync()
+            whole.unsync()  # a second time does nothing
+            assert {name: value.tolist() for name, value in state_of(metric).items()} == {
+                name: value.tolist() for name, value in before.items()
+            }
+            assert [value.tolist() for value in metric.local_compute().values()] == [
+                value.tolist() for value in alone.values()
+            ]
+            found.append((synced, together))
+        for own, other in zip(*found, strict=True):
+            assert sorted(own) == sorted(other), (module, sorted(own), sorted(other))
+            for key, value in own.items():
+                torch.testing.assert_close(
+                    value.double(),
+                    other[key].double(),
+                    rtol=1e-5,
+                    atol=1e-6,
+                    msg=lambda t, k=key: f"{k}: {t}",
+                )
+
+
+def test_states_of_all_ranks():
+    run_ranks(2, compare_synced, 2, backend="gloo", env={"LIMIT": "60"}, limit=120)
+
+
+def refuse_between(rank):
+    wrong = OURS("metrics.rec_metric").RecMetricException
+    for module, name in (("ne", "NEMetric"), ("auc", "AUCMetric"), ("tower_qps", "TowerQPSMetric")):
+        metric = getattr(OURS(f"metrics.{module}"), name)(
+            2, rank, 4, [OURS("metrics.metrics_config").RecTaskInfo("T", weighted=False)]
+        )
+        given = batch(rank)
+        metric.update(**given)
+        metric.sync()
+        with pytest.raises(wrong, match=r"sync was called twice\. Call unsync"):
+            metric.sync()
+        with pytest.raises(wrong, match="a batch came between sync and unsync and would be lost"):
+            metric.update(**given)
+        metric.unsync()
+        with pytest.raises(wrong, match="unsync was called without a sync"):
+            metric._metrics_computations[0].unsync()
+        metric.sync()
+        metric.reset()  # forgets that, too
+        metric.update(**given)
+    module = OURS("metrics.metric_module").RecMetricModule(4, 2, rec_metrics=None)
+    module.sync()
+    module.unsync()
+
+
+def test_a_synced_metric_takes_no_batch():
+    run_ranks(2, refuse_between)
+
+
+def test_batches_of_several_sizes():
+    found = []
+    for side in SIDES:
+        stage = side("metrics.metrics_config").BatchSizeStage
+        stages = [stage(4, 2), stage(8, 5), stage(16, None)]
+        made = [
+            side("metrics.throughput").ThroughputMetric(
+                batch_size=2, world_size=3, window_seconds=10, warmup_steps=2, batch_size_stages=stages
+            )
+            for _ in range(2)
+        ]
+        for _ in range(7):
+            made[0].update()
+        state = {key: value.clone() for key, value in made[0].state_dict().items()}
+        made[1].load_state_dict(made[0].state_dict())
+        made[1].update()
+        later = side("metrics.throughput").ThroughputMetric(
+            batch_size=2, world_size=3, window_seconds=10, batch_size_stages=stages
+        )
+        later.set_num_batch(2)
+        later.update()
+        plain = side("metrics.throughput").ThroughputMetric(batch_size=2, world_size=3, window_seconds=10)
+        plain.load_state_dict(made[0].state_dict())  # the number of steps is left out
+        state.pop("time_lapse_after_warmup")
+        counts = [
+            {key: value.item() for key, value in metric.compute().items() if "_throughput" not in key}
+            for metric in (*made, later, plain)
+        ]
+        found.append(({key: value.item() for key, value in state.items()}, counts))
+        validate = side("metrics.metrics_config").validate_batch_size_stages
+        validate(None), validate([]), validate(stages)
+        with pytest.raises(ValueError):
+            validate(stages[:2])
+    assert found[0] == found[1]
+    assert found[0][0]["total_examples"] == 3 * (2 * 4 + 3 * 8 + 2 * 16)
+
+
+def test_numbers_of_the_trainings_parts():
+    found = []
+    for side in SIDES:
+        metrics, configs = side("metrics.metric_module"), side("metrics.metrics_config")
+
+        class Rates(metrics.StateMetric):
+            def get_metrics(self):
+                return {"lr": torch.tensor(0.5)}
+
+        module = metrics.generate_metric_module(
+            metrics.RecMetricModule,
+            configs.MetricsConfig(state_metrics=[configs.StateMetricEnum.OPTIMIZERS]),
+            batch_size=4,
+            world_size=1,
+            my_rank=0,
+            state_metrics_mapping={configs.StateMetricEnum.OPTIMIZERS: Rates()},
+            device=torch.device("cpu"),
+        )
+        nothing = side("metrics.noop_metric_module").NoOpMetricModule()
+        nothing.update({})
+        assert not nothing.should_compute() and dict(nothing.compute().items()) == {}
+        names = side("metrics.metrics_namespace")
+        found.append(
+            (
+                {key: value.item() for key, value in module.compute().items()},
+                names.compose_customized_metric_key("a", "b", "c"),
+                names.task_wildcard_metrics_pattern(
+                    names.MetricNamespace.NE, names.MetricName.NE, names.MetricPrefix.WINDOW
+                ),
+                [(one.name, str(one)) for one in configs.StateMetricEnum],
+                str(configs.RecMetricEnum.NE),
+            )
+        )
+    assert found[0] == found[1]
 
 
 def test_equal_scores_count_half():

@@ -12,14 +12,14 @@ from torch import nn
 
 from tessera import comm
 from tessera.metrics.metrics_namespace import MetricNameBase, MetricPrefix
-from tessera.metrics.rec_metric import MetricComputationReport, RecMetric
+from tessera.metrics.rec_metric import MetricComputationReport, RecMetric, Synced
 
 __all__ = ["GROUPING_KEYS", "SampledComputation", "SampledMetric"]
 
 GROUPING_KEYS = "grouping_keys"
 
 
-class SampledComputation(nn.Module, abc.ABC):
+class SampledComputation(Synced, nn.Module):
     """Keep the last samples of one task: predictions, labels, weights and, if `grouped`, their groups."""
 
     NAME: ClassVar[MetricNameBase]
@@ -49,6 +49,7 @@ class SampledComputation(nn.Module, abc.ABC):
         inputs: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """Add a batch."""
+        self._check_own()
         parts = [predictions, labels, weights, *([inputs[GROUPING_KEYS]] if self._grouped else [])]
         batch = torch.stack([part.detach().double() for part in parts])
         self._batches.append(batch)
@@ -59,7 +60,8 @@ class SampledComputation(nn.Module, abc.ABC):
     def _samples(self) -> torch.Tensor:
         if not self._batches:
             return torch.zeros(4 if self._grouped else 3, 0, dtype=torch.float64)
-        return torch.cat(list(self._batches), dim=1)[:, -self._size :]
+        samples = torch.cat(list(self._batches), dim=1)
+        return samples if self._is_synced else samples[:, -self._size :]
 
     def _mean_of_groups(self, samples: torch.Tensor) -> torch.Tensor:
         keys = samples[3]
@@ -82,11 +84,19 @@ class SampledComputation(nn.Module, abc.ABC):
         """Return the metric of this rank's samples."""
         return self._report(self._samples())
 
+    def _state_tensor(self) -> torch.Tensor:
+        return self._samples()
+
+    def _over_ranks(self, state: torch.Tensor) -> torch.Tensor:
+        return comm.all_gather_v(state.T.contiguous(), self._group).T
+
+    def _put(self, state: torch.Tensor) -> None:
+        self._batches = deque([state])
+        self._count = state.size(1)
+
     def compute(self) -> list[MetricComputationReport]:
         """Return the metric of all ranks' samples: on rank 0, or on all if asked for. Collective."""
-        samples = self._samples()
-        if self._group is not None and self._group.size() > 1:
-            samples = comm.all_gather_v(samples.T.contiguous(), self._group).T
+        samples = self._of_all()
         if self._my_rank != 0 and not self._on_all_ranks:
             return []
         return self._report(samples)
@@ -94,6 +104,7 @@ class SampledComputation(nn.Module, abc.ABC):
     def reset(self) -> None:
         """Forget everything."""
         self._batches.clear()
+        self._own = None
         self._count = 0
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import abc
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,9 +18,17 @@ from tessera.metrics.cali_free_ne import CaliFreeNEMetric
 from tessera.metrics.calibration import CalibrationMetric
 from tessera.metrics.calibration_with_recalibration import RecalibratedCalibrationMetric
 from tessera.metrics.ctr import CTRMetric
+from tessera.metrics.deferrable_metrics import DeferrableMetrics
 from tessera.metrics.hindsight_target_pr import HindsightTargetPRMetric
 from tessera.metrics.mae import MAEMetric
-from tessera.metrics.metrics_config import MetricsConfig, RecMetricEnum, RecTaskInfo
+from tessera.metrics.metrics_config import (
+    BatchSizeStage,
+    MetricsConfig,
+    RecMetricEnum,
+    RecTaskInfo,
+    StateMetricEnum,
+)
+from tessera.metrics.metrics_namespace import MetricNamespace, compose_metric_namespace
 from tessera.metrics.mse import MSEMetric
 from tessera.metrics.multi_label_precision import MultiLabelPrecisionMetric
 from tessera.metrics.multiclass_recall import MulticlassRecallMetric
@@ -51,7 +59,14 @@ from tessera.metrics.weighted_avg import WeightedAvgMetric
 from tessera.metrics.weighted_sum_predictions import WeightedSumPredictionsMetric
 from tessera.metrics.xauc import XAUCMetric
 
-__all__ = ["REC_METRICS_MAPPING", "DeferrableMetrics", "RecMetricModule", "generate_metric_module"]
+__all__ = [
+    "REC_METRICS_MAPPING",
+    "STATE_METRICS_NAMESPACE_MAPPING",
+    "DeferrableMetrics",
+    "RecMetricModule",
+    "StateMetric",
+    "generate_metric_module",
+]
 
 REC_METRICS_MAPPING = {
     RecMetricEnum.NE: NEMetric,
@@ -94,20 +109,24 @@ REC_METRICS_MAPPING = {
 }
 
 
-class DeferrableMetrics(dict):
-    """Hold numbers by key. They are here: `resolve` returns them, `subscribe` calls at once."""
+class StateMetric(abc.ABC):
+    """Tell numbers of a part of the training: an optimizer, for example."""
 
-    def is_resolved(self) -> bool:
-        """Return True."""
-        return True
+    @abc.abstractmethod
+    def get_metrics(self) -> dict[str, Any]:
+        """Return the numbers by name."""
 
-    def resolve(self) -> dict[str, Any]:
-        """Return the numbers."""
-        return dict(self)
 
-    def subscribe(self, callback: Callable[[dict[str, Any]], Any]) -> None:
-        """Call with the numbers."""
-        callback(dict(self))
+STATE_METRICS_NAMESPACE_MAPPING = {
+    StateMetricEnum.OPTIMIZERS: MetricNamespace.OPTIMIZERS,
+    StateMetricEnum.MODEL_CONFIGURATOR: MetricNamespace.MODEL_CONFIGURATOR,
+}
+
+
+def _state_key(part: Any) -> str:
+    """Return the first half of the keys of a part's numbers."""
+    namespace = STATE_METRICS_NAMESPACE_MAPPING.get(part)
+    return str(part) if namespace is None else compose_metric_namespace(namespace, str(namespace))
 
 
 class RecMetricModule(nn.Module):
@@ -164,21 +183,26 @@ class RecMetricModule(nn.Module):
         """Tell whether `compute_interval_steps` batches have gone by."""
         return self.trained_batches % self.compute_interval_steps == 0
 
-    def _all(self, numbers: dict[str, torch.Tensor]) -> DeferrableMetrics:
-        found = DeferrableMetrics(numbers)
+    def compute(self) -> DeferrableMetrics:
+        """Return all numbers by key; those of samples on rank 0, or on all ranks if asked for. Collective."""
+        found = DeferrableMetrics(self.rec_metrics.compute())
         if self.throughput_metric is not None:
             found.update(self.throughput_metric.compute())
         for name, metric in self.state_metrics.items():
             found.update({f"{name}|{key}": value for key, value in metric.get_metrics().items()})
         return found
 
-    def compute(self) -> DeferrableMetrics:
-        """Return all numbers by key; those of samples on rank 0, or on all ranks if asked for. Collective."""
-        return self._all(self.rec_metrics.compute())
-
     def local_compute(self) -> DeferrableMetrics:
-        """Return all numbers of this rank's samples by key."""
-        return self._all(self.rec_metrics.local_compute())
+        """Return the numbers of this rank's samples by key; those of samples alone."""
+        return DeferrableMetrics(self.rec_metrics.local_compute())
+
+    def sync(self) -> None:
+        """Let the states of the metrics be those of all ranks' samples, until `unsync`. Collective."""
+        self.rec_metrics.sync()
+
+    def unsync(self) -> None:
+        """Let the states of the metrics be those of this rank's samples again."""
+        self.rec_metrics.unsync()
 
     def reset(self) -> None:
         """Forget all samples."""
@@ -198,7 +222,7 @@ def generate_metric_module(
     state_metrics_mapping: dict[Any, Any],
     device: torch.device,
     process_group: dist.ProcessGroup | None = None,
-    batch_size_stages: Any = None,
+    batch_size_stages: list[BatchSizeStage] | None = None,
     module_kwargs: dict[str, Any] | None = None,
 ) -> RecMetricModule:
     """Return the metrics that a config speaks of. Raise ValueError for one that does not exist."""
@@ -236,8 +260,11 @@ def generate_metric_module(
             world_size=world_size,
             window_seconds=throughput.window_size,
             warmup_steps=throughput.warmup_steps,
+            batch_size_stages=batch_size_stages,
         ),
-        state_metrics={str(name): state_metrics_mapping[name] for name in metrics_config.state_metrics},
+        state_metrics={
+            _state_key(name): state_metrics_mapping[name] for name in metrics_config.state_metrics
+        },
         compute_interval_steps=metrics_config.compute_interval_steps,
         min_compute_interval=metrics_config.min_compute_interval,
         max_compute_interval=metrics_config.max_compute_interval,

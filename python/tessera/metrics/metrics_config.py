@@ -6,7 +6,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from tessera.metrics.metrics_namespace import StrValueMixin
+
 __all__ = [
+    "BatchSizeStage",
     "DefaultMetricsConfig",
     "DefaultTaskInfo",
     "EmptyMetricsConfig",
@@ -14,13 +17,20 @@ __all__ = [
     "RecComputeMode",
     "RecMetricDef",
     "RecMetricEnum",
+    "RecMetricEnumBase",
     "RecTaskInfo",
     "SessionMetricDef",
+    "StateMetricEnum",
     "ThroughputDef",
+    "validate_batch_size_stages",
 ]
 
 
-class RecMetricEnum(Enum):
+class RecMetricEnumBase(StrValueMixin, Enum):
+    """Name metrics."""
+
+
+class RecMetricEnum(RecMetricEnumBase):
     """Name the metrics that there are."""
 
     NE = "ne"
@@ -110,6 +120,30 @@ class RecMetricDef:
     rec_task_indices: list[int] = field(default_factory=list)
     window_size: int = 10_000_000
     arguments: dict[str, Any] | None = None
+
+
+class StateMetricEnum(StrValueMixin, Enum):
+    """Name parts of a training that have numbers of their own."""
+
+    OPTIMIZERS = "optimizers"
+    MODEL_CONFIGURATOR = "model_configurator"
+
+
+@dataclass
+class BatchSizeStage:
+    """Say how large batches are until step `max_iters`, counted from the start; None: to the end."""
+
+    batch_size: int = 0
+    max_iters: int | None = 0
+
+
+def validate_batch_size_stages(batch_size_stages: list[BatchSizeStage] | None) -> None:
+    """Raise ValueError if there are stages and the last one ends."""
+    if batch_size_stages and batch_size_stages[-1].max_iters is not None:
+        raise ValueError(
+            f"metrics: the last of the batch_size_stages ends at step {batch_size_stages[-1].max_iters}. Its "
+            "max_iters has to be None: it lasts to the end."
+        )
 
 
 @dataclass

@@ -14,21 +14,29 @@ __all__ = [
     "MetricNamespace",
     "MetricNamespaceBase",
     "MetricPrefix",
+    "StrValueMixin",
+    "compose_customized_metric_key",
     "compose_metric_key",
     "compose_metric_namespace",
+    "task_wildcard_metrics_pattern",
 ]
 
 
-class MetricNameBase(Enum):
-    """Name a number."""
+class StrValueMixin:
+    """Let an enumeration's member be written as its value."""
 
     def __str__(self) -> str:
         return self.value
 
 
-class MetricName(MetricNameBase):
-    """Name the numbers that there are."""
+class MetricNameBase(StrValueMixin, Enum):
+    """Name a number."""
 
+
+class MetricName(MetricNameBase):
+    """Name numbers: those of the metrics that there are, and others that metrics of one's own may have."""
+
+    DEFAULT = ""
     NE = "ne"
     NE_POSITIVE = "ne_positive"
     SEGMENTED_NE = "segmented_ne"
@@ -73,18 +81,28 @@ class MetricName(MetricNameBase):
     PREDICTION_AVERAGE = "prediction_average"
     TOTAL_EXAMPLES = "total_examples"
     ATTEMPT_EXAMPLES = "attempt_examples"
+    BATCH_SIZE = "batch_size"
+    R_SQUARED = "r_squared"
+    GAUC = "gauc"
+    GAUC_NUM_SAMPLES = "gauc_num_samples"
+    TOTAL_POSITIVE_EXAMPLES = "total_positive_examples"
+    TOTAL_NEGATIVE_EXAMPLES = "total_negative_examples"
+    SERVING_NE = "serving_ne"
+    SERVING_CALIBRATION = "serving_calibration"
+    SERVING_AE_LOSS = "serving_ae_loss"
+    TENSOR_WEIGHTED_AVG = "tensor_weighted_avg"
+    EFFECTIVE_SAMPLE_RATE = "effective_sample_rate"
+    DATA_LABEL_AVERAGE = "data_label_average"
 
 
-class MetricNamespaceBase(Enum):
+class MetricNamespaceBase(StrValueMixin, Enum):
     """Name a kind of metric."""
-
-    def __str__(self) -> str:
-        return self.value
 
 
 class MetricNamespace(MetricNamespaceBase):
-    """Name the kinds of metrics that there are."""
+    """Name kinds of metrics: those that there are, and others that metrics of one's own may be."""
 
+    DEFAULT = ""
     NE = "ne"
     NE_POSITIVE = "ne_positive"
     SEGMENTED_NE = "segmented_ne"
@@ -122,18 +140,21 @@ class MetricNamespace(MetricNamespaceBase):
     NUM_MISSING_LABELS = "num_missing_labels"
     WEIGHTED_SUM_PREDICTIONS = "weighted_sum_predictions"
     THROUGHPUT = "throughput"
+    GAUC = "gauc"
+    OPTIMIZERS = "optimizers"
+    MODEL_CONFIGURATOR = "model_configurator"
+    SERVING_AE_LOSS = "serving_ae_loss"
+    TENSOR_WEIGHTED_AVG = "tensor_weighted_avg"
+    EFFECTIVE_RATE = "effective_rate"
 
 
-class MetricPrefix(Enum):
+class MetricPrefix(StrValueMixin, Enum):
     """Say over which batches a number is."""
 
     DEFAULT = ""
     LIFETIME = "lifetime_"
     WINDOW = "window_"
     ATTEMPT = "attempt_"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 def compose_metric_namespace(namespace: MetricNamespaceBase, task_name: str) -> str:
@@ -149,4 +170,23 @@ def compose_metric_key(
     description: str | None = None,
 ) -> str:
     """Return the key of a number in a report."""
-    return f"{compose_metric_namespace(namespace, task_name)}|{metric_prefix}{metric_name}{description or ''}"
+    first = compose_metric_namespace(namespace, task_name)
+    return compose_customized_metric_key(first, f"{metric_prefix}{metric_name}", description)
+
+
+def compose_customized_metric_key(namespace: str, metric_name: str, description: str | None = None) -> str:
+    """Return the key of a number whose names are texts.
+
+    >>> compose_customized_metric_key("optimizers-optimizers", "lr")
+    'optimizers-optimizers|lr'
+    """
+    return f"{namespace}|{metric_name}{description or ''}"
+
+
+def task_wildcard_metrics_pattern(
+    namespace: MetricNamespaceBase,
+    metric_name: MetricNameBase,
+    metric_prefix: MetricPrefix = MetricPrefix.DEFAULT,
+) -> str:
+    """Return a regular expression of the keys of a number, whatever the task."""
+    return rf"{namespace}-.+\|{metric_prefix}{metric_name}"

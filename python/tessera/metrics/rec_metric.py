@@ -19,7 +19,8 @@ from tessera.metrics.metrics_namespace import (
     MetricNameBase,
     MetricNamespaceBase,
     MetricPrefix,
-    compose_metric_key,
+    compose_customized_metric_key,
+    compose_metric_namespace,
 )
 
 __all__ = [
@@ -72,7 +73,62 @@ class Window:
         self._count = 0
 
 
-class RecMetricComputation(nn.Module, abc.ABC):
+def has_others(group: dist.ProcessGroup | None) -> bool:
+    """Tell whether there are other ranks to add up with."""
+    return group is not None and group.size() > 1
+
+
+class Synced(abc.ABC):
+    """Let the state of all ranks' samples stand in the place of this rank's for a while."""
+
+    _group: dist.ProcessGroup | None
+    _own: torch.Tensor | None = None  # this rank's state, while that of all ranks stands in its place
+
+    @abc.abstractmethod
+    def _state_tensor(self) -> torch.Tensor:
+        """Return the state as one tensor."""
+
+    @abc.abstractmethod
+    def _put(self, state: torch.Tensor) -> None:
+        """Take a state."""
+
+    @abc.abstractmethod
+    def _over_ranks(self, state: torch.Tensor) -> torch.Tensor:
+        """Return the state of all ranks' samples. Collective."""
+
+    def _of_all(self) -> torch.Tensor:
+        """Return the state of all ranks' samples, unless it stands here already. Collective."""
+        state = self._state_tensor()
+        return self._over_ranks(state) if self._own is None and has_others(self._group) else state
+
+    @property
+    def _is_synced(self) -> bool:
+        return self._own is not None
+
+    def sync(self) -> None:
+        """Put the state of all ranks' samples into the place of this rank's, until `unsync`. Collective."""
+        if self._own is not None:
+            raise RecMetricException("metrics: sync was called twice. Call unsync before the second time.")
+        if has_others(self._group):
+            own = self._state_tensor()
+            self._put(self._over_ranks(own))
+            self._own = own
+
+    def unsync(self) -> None:
+        """Put this rank's state back."""
+        if self._own is None:
+            raise RecMetricException("metrics: unsync was called without a sync before it.")
+        own, self._own = self._own, None
+        self._put(own)
+
+    def _check_own(self) -> None:
+        if self._own is not None:
+            raise RecMetricException(
+                "metrics: a batch came between sync and unsync and would be lost. Call unsync first."
+            )
+
+
+class RecMetricComputation(Synced, nn.Module):
     """Add up the numbers of one task, in double precision, and make metrics of the sums.
 
     Sums over all samples are state: of one element each, or of the shape that `shapes` names.
@@ -136,6 +192,7 @@ class RecMetricComputation(nn.Module, abc.ABC):
         inputs: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """Add a batch."""
+        self._check_own()
         self._add(predictions, labels, weights, inputs or {})
 
     def _add(self, predictions, labels, weights, inputs) -> None:
@@ -171,17 +228,28 @@ class RecMetricComputation(nn.Module, abc.ABC):
         """Return the metrics of this rank's samples."""
         return self._reports(self._flat(), self._window_sums)
 
+    def _state_tensor(self) -> torch.Tensor:
+        return torch.cat([self._flat(), self._window_sums])
+
+    def _over_ranks(self, state: torch.Tensor) -> torch.Tensor:
+        return comm.all_reduce(state, self._group)
+
     def compute(self) -> list[MetricComputationReport]:
         """Return the metrics of all ranks' samples: on rank 0, or on all if asked for. Collective."""
-        flat = torch.cat([self._flat(), self._window_sums])
-        if self._group is not None and self._group.size() > 1:
-            flat = comm.all_reduce(flat, self._group)
+        flat = self._of_all()
         if self._my_rank != 0 and not self._on_all_ranks:
             return []
         return self._reports(*flat.split(sum(self._sizes)))
 
+    def _put(self, state: torch.Tensor) -> None:
+        totals, last = state.split(sum(self._sizes))
+        for name, value in self._parts(totals).items():
+            getattr(self, name).copy_(value)
+        self._window_sums.copy_(last)
+
     def reset(self) -> None:
         """Forget everything."""
+        self._own = None
         self._window.clear()
         self._window_sums.zero_()
         for name in self._shapes:
@@ -218,6 +286,7 @@ class RecMetric(nn.Module, abc.ABC):
         **kwargs: Any,
     ) -> None:
         super().__init__()
+        kwargs.pop("batch_size_stages", None)  # samples are counted as they come
         self._tasks = tasks
         self._batch_size = batch_size
         self._options = kwargs
@@ -278,10 +347,14 @@ class RecMetric(nn.Module, abc.ABC):
     def _flat(self, predictions: torch.Tensor) -> torch.Tensor:
         return predictions.reshape(-1)
 
-    def _named(self, reports: list[list[MetricComputationReport]]) -> dict[str, torch.Tensor]:
+    def _named(
+        self, reports: list[list[MetricComputationReport]], whose: str = ""
+    ) -> dict[str, torch.Tensor]:
         return {
-            compose_metric_key(
-                self._namespace, task.name, report.name, report.metric_prefix, report.description
+            compose_customized_metric_key(
+                compose_metric_namespace(self._namespace, task.name),
+                f"{whose}{report.metric_prefix}{report.name}",
+                report.description,
             ): report.value
             for task, found in zip(self._tasks, reports, strict=True)
             for report in found
@@ -292,8 +365,20 @@ class RecMetric(nn.Module, abc.ABC):
         return self._named([computation.compute() for computation in self._metrics_computations])
 
     def local_compute(self) -> dict[str, torch.Tensor]:
-        """Return the metrics of this rank's samples by key."""
-        return self._named([computation.local_compute() for computation in self._metrics_computations])
+        """Return the metrics of this rank's samples by key, which says so: `ne-task|local_window_ne`."""
+        reports = [computation.local_compute() for computation in self._metrics_computations]
+        return self._named(reports, "local_")
+
+    def sync(self) -> None:
+        """Let the state be that of all ranks' samples, to be saved, until `unsync`. Collective."""
+        for computation in self._metrics_computations:
+            computation.sync()
+
+    def unsync(self) -> None:
+        """Let the state be that of this rank's samples again."""
+        for computation in self._metrics_computations:
+            if computation._is_synced:
+                computation.unsync()
 
     def reset(self) -> None:
         """Forget everything."""
@@ -334,6 +419,16 @@ class RecMetricList(nn.Module):
     def local_compute(self) -> dict[str, torch.Tensor]:
         """Return all metrics of this rank's samples by key."""
         return {key: value for metric in self.rec_metrics for key, value in metric.local_compute().items()}
+
+    def sync(self) -> None:
+        """Let the states be those of all ranks' samples, until `unsync`. Collective."""
+        for metric in self.rec_metrics:
+            metric.sync()
+
+    def unsync(self) -> None:
+        """Let the states be those of this rank's samples again."""
+        for metric in self.rec_metrics:
+            metric.unsync()
 
     def reset(self) -> None:
         """Forget everything."""

@@ -6,10 +6,10 @@ from typing import ClassVar
 
 import torch
 
-from tessera.metrics._sessions import SessionComputation, SessionMetric
+from tessera.metrics._sessions import SessionComputation, SessionMetric, ranking_within_session
 from tessera.metrics.metrics_namespace import MetricName, MetricNamespace
 
-__all__ = ["RecallSessionMetric", "RecallSessionMetricComputation"]
+__all__ = ["RecallSessionMetric", "RecallSessionMetricComputation", "ranking_within_session"]
 
 
 class RecallSessionMetricComputation(SessionComputation):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import deque
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tessera.metrics.metrics_config import BatchSizeStage, validate_batch_size_stages
 from tessera.metrics.metrics_namespace import (
     MetricName,
     MetricNamespace,
@@ -23,7 +25,7 @@ class ThroughputMetric(nn.Module):
     """Count the samples of all ranks, and how many come in a second after `warmup_steps`.
 
     The window is of `window_seconds`; the attempt is since this object was made, the lifetime goes on when a
-    state is loaded.
+    state is loaded. With `batch_size_stages` a step has as many samples as its stage says.
 
     >>> metric = ThroughputMetric(batch_size=4, world_size=2, window_seconds=10, warmup_steps=1)
     >>> metric.update()
@@ -38,9 +40,10 @@ class ThroughputMetric(nn.Module):
         world_size: int,
         window_seconds: int,
         warmup_steps: int = 100,
-        batch_size_stages: Any = None,
+        batch_size_stages: list[BatchSizeStage] | None = None,
     ) -> None:
         super().__init__()
+        validate_batch_size_stages(batch_size_stages)
         for name, value in (
             ("batch_size", batch_size),
             ("world_size", world_size),
@@ -48,7 +51,10 @@ class ThroughputMetric(nn.Module):
         ):
             if value < 1:
                 raise ValueError(f"metrics.throughput: {name} is {value}; it has to be 1 or more.")
-        self._examples = batch_size * world_size
+        self._batch_size = batch_size
+        self._world_size = world_size
+        self._stages = copy.deepcopy(batch_size_stages)
+        self._num_batch = 0  # the steps that were done, by which the stage is found
         self._seconds = window_seconds
         self._warmup_steps = max(1, warmup_steps)
         self._steps = 0
@@ -60,15 +66,28 @@ class ThroughputMetric(nn.Module):
         self.register_buffer("warmup_examples", torch.tensor(0))
         self.register_buffer("time_lapse_after_warmup", torch.tensor(0.0, dtype=torch.float64))
 
+    def set_num_batch(self, num_batch: int) -> None:
+        """Say how many steps were done already, where there are stages."""
+        self._num_batch = num_batch
+
+    def _size_now(self) -> int:
+        """Return the batch size of the step that was counted last."""
+        for stage in self._stages or ():
+            if stage.max_iters is None or self._num_batch <= stage.max_iters:
+                return stage.batch_size
+        return self._batch_size
+
     def update(self) -> None:
         """Count a step."""
         now = time.monotonic()
         self._steps += 1
-        self.total_examples += self._examples
-        self._attempt[0] += self._examples
+        self._num_batch += 1
+        examples = self._size_now() * self._world_size
+        self.total_examples += examples
+        self._attempt[0] += examples
         if self._steps <= self._warmup_steps:
-            self.warmup_examples += self._examples
-            self._attempt[1] += self._examples
+            self.warmup_examples += examples
+            self._attempt[1] += examples
         else:
             lapse = now - self._previous
             self.time_lapse_after_warmup += lapse
@@ -94,9 +113,24 @@ class ThroughputMetric(nn.Module):
                 MetricPrefix.LIFETIME: (self.total_examples - self.warmup_examples)
                 / self.time_lapse_after_warmup,
                 MetricPrefix.WINDOW: torch.tensor(
-                    len(self._window) * self._examples / max(self._window_lapse, 1e-12), dtype=torch.float64
+                    len(self._window) * self._size_now() * self._world_size / max(self._window_lapse, 1e-12),
+                    dtype=torch.float64,
                 ),
                 MetricPrefix.ATTEMPT: torch.tensor((total - warm) / max(lapse, 1e-12), dtype=torch.float64),
             }
             found |= {self._key(MetricName.THROUGHPUT, prefix): rate for prefix, rate in rates.items()}
+        if self._stages is not None:
+            found[self._key(MetricName.BATCH_SIZE)] = torch.tensor(self._size_now(), dtype=torch.int32)
         return found
+
+    # The number of steps is state where there are stages; a state with it loads where there are none, too.
+    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._stages is not None:
+            destination[f"{prefix}num_batch"] = torch.tensor(self._num_batch)
+
+    def _load_from_state_dict(self, state_dict, prefix, *args: Any) -> None:
+        count = state_dict.pop(f"{prefix}num_batch", None)
+        if count is not None and self._stages is not None:
+            self._num_batch = int(count)
+        super()._load_from_state_dict(state_dict, prefix, *args)

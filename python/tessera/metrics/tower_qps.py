@@ -61,19 +61,15 @@ class TowerQPSMetricComputation(RecMetricComputation):
         report = MetricComputationReport(MetricName.TOTAL_EXAMPLES, MetricPrefix.DEFAULT, count)
         return [*super()._reports(totals, last), report]
 
-    def compute(self) -> list[MetricComputationReport]:
-        """Return samples of all ranks over the seconds of the slowest. Collective."""
-        counts = torch.cat([self._flat(), self._window_sums])
-        if self._group is not None and self._group.size() > 1:
-            # One message: seconds go to a place of each rank's own, and the longest are taken.
-            seconds = counts.new_zeros(self._group.size(), 2)
-            seconds[self._group.rank()] = counts[[2, 5]]
-            together = comm.all_reduce(torch.cat([counts, seconds.reshape(-1)]), self._group)
-            counts = together[:6].clone()
-            counts[[2, 5]] = together[6:].reshape(-1, 2).max(0).values
-        if self._my_rank != 0 and not self._on_all_ranks:
-            return []
-        return self._reports(*counts.split(3))
+    def _over_ranks(self, state: torch.Tensor) -> torch.Tensor:
+        """Return the samples of all ranks and the seconds of the slowest. Collective."""
+        # One message: seconds go to a place of each rank's own, and the longest are taken.
+        seconds = state.new_zeros(self._group.size(), 2)
+        seconds[self._group.rank()] = state[[2, 5]]
+        together = comm.all_reduce(torch.cat([state, seconds.reshape(-1)]), self._group)
+        counts = together[:6].clone()
+        counts[[2, 5]] = together[6:].reshape(-1, 2).max(0).values
+        return counts
 
 
 class TowerQPSMetric(RecMetric):
