@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstdio>
 #include <filesystem>
+#include <set>
 
 #include "bench_rows.h"
 #include "bench_serve.h"
@@ -207,11 +208,15 @@ std::vector<std::string> flags() {
   CLI::App app("", "bench");
   BenchWords words;
   define_flags(app, words);
-  return long_flags(app);
+  std::set<std::string> all;
+  for (std::string& flag : long_flags(app)) all.insert(std::move(flag));
+  for (std::string& flag : bench_serve_flags()) all.insert(std::move(flag));
+  return {all.begin(), all.end()};
 }
 
 std::map<std::string, std::string> values() {
-  return {{"--op", "all_reduce all_gather reduce_scatter all_to_all broadcast"}};
+  return {{"--op", "all_reduce all_gather reduce_scatter all_to_all broadcast"},
+          {"--format", "binary json"}};
 }
 
 }  // namespace

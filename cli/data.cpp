@@ -7,6 +7,7 @@
 #include <fstream>
 #include <map>
 #include <memory>
+#include <set>
 
 #include <nlohmann/json.hpp>
 
@@ -368,7 +369,7 @@ int run(const std::vector<std::string>& words) {
   if (words[0] == "stats") return data_stats({words.begin() + 1, words.end()});
   const auto action = actions().find(words[0]);
   if (action == actions().end()) {
-    std::vector<std::string> known;
+    std::vector<std::string> known{"stats"};
     for (const auto& [name, function] : actions()) known.push_back(name);
     throw UsageError("data: there is no '" + words[0] + "'" + suggestion(words[0], known));
   }
@@ -391,7 +392,10 @@ std::vector<std::string> flags() {
   CLI::App app("", "data");
   DataWords words;
   define_flags(app, words);
-  return long_flags(app);
+  std::set<std::string> all;
+  for (std::string& flag : long_flags(app)) all.insert(std::move(flag));
+  for (std::string& flag : data_stats_flags()) all.insert(std::move(flag));
+  return {all.begin(), all.end()};
 }
 
 std::map<std::string, std::string> values() { return {{"--format", "binary text"}}; }

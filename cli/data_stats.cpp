@@ -84,37 +84,46 @@ std::vector<planner::IdStatistics> count(const dlrm::ClickLog& log, std::int64_t
   return found;
 }
 
-}  // namespace
-
-int data_stats(const std::vector<std::string>& words) {
-  CLI::App app("", "data");
-  app.set_help_flag();
+struct Words {
   std::string write;
   std::int64_t sample = 10'000'000;
   std::int64_t rows = 100'000;
   bool wants_json = false;
   bool wants_help = false;
-  app.add_option("--write", write);
-  app.add_option("--sample", sample)->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 40));
-  app.add_option("--rows", rows)->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 40));
-  app.add_flag("--json", wants_json);
-  app.add_flag("--help,-h", wants_help);
+};
+
+void define_flags(CLI::App& app, Words& words) {
+  const CLI::Range range(std::int64_t{1}, std::int64_t{1} << 40);
+  app.set_help_flag();
+  app.add_option("--write", words.write);
+  app.add_option("--sample", words.sample)->check(range);
+  app.add_option("--rows", words.rows)->check(range);
+  app.add_flag("--json", words.wants_json);
+  app.add_flag("--help,-h", words.wants_help);
+}
+
+}  // namespace
+
+int data_stats(const std::vector<std::string>& words) {
+  CLI::App app("", "data");
+  Words given;
+  define_flags(app, given);
   const NamesAndFlags split = names_and_flags(app, words);
   read_flags(app, split.flags);
-  if (wants_help) return print_help(kHelp);
+  if (given.wants_help) return print_help(kHelp);
   if (split.names.size() != 1) {
     throw UsageError("data: name one file, as in tessera data stats FILE");
   }
   dlrm::LogOptions options;
-  options.num_rows = rows;
+  options.num_rows = given.rows;
   try {
     const dlrm::OpenedLog log = dlrm::open_log(split.names[0], options);
     std::fputs(log.notes.c_str(), stderr);
     const std::int64_t length = log.log->num_samples();
-    const auto found = count(*log.log, std::min(sample, length < 0 ? kEndless : length));
+    const auto found = count(*log.log, std::min(given.sample, length < 0 ? kEndless : length));
     const std::string text = planner::to_json(found) + "\n";
-    if (!write.empty()) workloads::report::write_text(write, text);
-    std::fputs(wants_json ? text.c_str() : text_of(found).c_str(), stdout);
+    if (!given.write.empty()) workloads::report::write_text(given.write, text);
+    std::fputs(given.wants_json ? text.c_str() : text_of(found).c_str(), stdout);
     return launch::kExitOk;
   } catch (const dlrm::DataError& error) {
     throw LaunchError(launch::kExitData, "data: stats " + split.names[0], error.what(),
@@ -123,6 +132,13 @@ int data_stats(const std::vector<std::string>& words) {
     throw LaunchError(launch::kExitData, std::string("data: ") + error.what(),
                       "the statistics cannot be written there", "another --write");
   }
+}
+
+std::vector<std::string> data_stats_flags() {
+  CLI::App app("", "data");
+  Words words;
+  define_flags(app, words);
+  return long_flags(app);
 }
 
 }  // namespace tessera::cli

@@ -10,4 +10,7 @@ namespace tessera::cli {
 /// Runs it with the words after `stats`; returns the exit code.
 int data_stats(const std::vector<std::string>& words);
 
+/// Its long flags.
+std::vector<std::string> data_stats_flags();
+
 }  // namespace tessera::cli

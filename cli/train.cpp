@@ -226,18 +226,23 @@ std::vector<std::string> flags() {
 }
 
 std::map<std::string, std::string> values() {
-  std::map<std::string, std::string> all;
+  // Of all workloads: each has other optimizers and precisions.
+  std::map<std::string, std::vector<std::string>> all;
   for (const Workload& workload : kWorkloads) {
     const auto given = workload.settings();
     const settings::Table table = given->table();
     for (const settings::Setting& setting : table.settings()) {
-      std::string words;
-      for (const std::string& choice : setting.choices)
-        words += (words.empty() ? "" : " ") + choice;
-      if (!words.empty()) all["--" + setting.name] = words;
+      for (const std::string& choice : setting.choices) {
+        std::vector<std::string>& words = all["--" + setting.name];
+        if (std::find(words.begin(), words.end(), choice) == words.end()) words.push_back(choice);
+      }
     }
   }
-  return all;
+  std::map<std::string, std::string> texts;
+  for (const auto& [flag, words] : all) {
+    for (const std::string& word : words) texts[flag] += (texts[flag].empty() ? "" : " ") + word;
+  }
+  return texts;
 }
 
 }  // namespace

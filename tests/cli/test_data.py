@@ -147,7 +147,7 @@ def test_help_fits_a_screen():
     result = data("--help")
     assert result.returncode == 0
     assert len(result.stdout.splitlines()) <= 35
-    assert max(map(len, result.stdout.splitlines())) <= 100
+    assert max(map(len, result.stdout.splitlines())) <= 80
 
 
 # ---- Tables of one's own

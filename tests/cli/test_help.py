@@ -70,7 +70,23 @@ def test_help_says_where_to_read_more(verb):
     assert (ROOT / page).exists()
 
 
-PARTS = [("train", "dlrm"), ("train", "lm"), ("train", "gnn"), ("plan", "tables"), ("plan", "graph")]
+def parts() -> list[tuple[str, str]]:
+    """What may stand behind a verb, as completion knows it."""
+    if not VERBS:
+        return []
+    script = tessera("completion", "fish").stdout
+    found = re.findall(r"seen_subcommand_from (\w+)' -a '([^']+)'", script)
+    return [(verb, part) for verb, names in found if verb != "completion" for part in names.split()]
+
+
+PARTS = parts()
+# Those that have a help of their own; the others have that of their verb.
+OWN_HELP = {("train", "dlrm"), ("train", "lm"), ("train", "gnn"), ("plan", "tables"), ("plan", "graph")}
+OWN_HELP |= {("bench", "serve"), ("data", "stats")}
+
+
+def test_the_verbs_have_their_parts():
+    assert set(PARTS) >= OWN_HELP | {("runs", "diff"), ("trace", "merge"), ("ckpt", "ls"), ("data", "show")}
 
 
 @pytest.mark.parametrize(("verb", "part"), PARTS)
@@ -79,51 +95,65 @@ def test_help_of_a_part(verb, part):
     assert (result.returncode, result.stderr) == (0, "")
     lines = result.stdout.splitlines()
     assert len(lines) <= 60
-    assert lines[0].startswith(f"tessera {verb} {part}")
     assert max(map(len, lines)) <= 80
+    if (verb, part) in OWN_HELP:
+        assert lines[0].startswith(f"tessera {verb} {part}")
+    else:
+        assert result.stdout == tessera(verb, "--help").stdout and part in lines[0] + lines[2] + lines[3]
 
 
 def test_help_names_every_flag():
     completion = tessera("completion", "fish").stdout
     texts = {verb: tessera(verb, "--help").stdout for verb in VERBS}
-    for verb, part in PARTS:
+    for verb, part in OWN_HELP:
         texts[verb] += tessera(verb, part, "--help").stdout
     for verb, flag in re.findall(r"seen_subcommand_from (\w+)' -l ([\w-]+)", completion):
         assert flag == "help" or f"--{flag}" in texts[verb], (verb, flag)
 
 
 def flags_of() -> dict[str, set[str]]:
-    """The long flags that completion knows, by verb, and those of parts that have their own."""
+    """The long flags that completion knows, by verb."""
     found: dict[str, set[str]] = {}
     for verb, flag in re.findall(
         r"seen_subcommand_from (\w+)' -l ([\w-]+)", tessera("completion", "fish").stdout
     ):
         found.setdefault(verb, set()).add(f"--{flag}")
-    for verb, part in (("bench", "serve"), ("data", "stats")):
-        found[verb] |= set(re.findall(r"--[a-z][a-z-]*[a-z]", tessera(verb, part, "--help").stdout))
     return found
 
 
+def with_ends_exchanged(word: str) -> str:
+    return word[:-2] + word[-1] + word[-2]
+
+
 @pytest.mark.parametrize(
-    "words",
-    [[verb] for verb in VERBS if verb != "completion"]
-    + [list(part) for part in PARTS]
-    + [["data", "show"], ["data", "stats"], ["ckpt", "ls"], ["bench", "collectives"], ["bench", "serve"]]
-    + [["runs", "diff"], ["trace", "merge"]],
-    ids=" ".join,
+    "words", [[verb] for verb in VERBS if verb != "completion"] + [list(part) for part in PARTS], ids=" ".join
 )
 def test_a_mistyped_flag_has_a_suggestion(words):
-    """Every long flag of every verb, its last two letters exchanged."""
-    flags = {"--help"} | ({"--json"} & flags_of()[words[0]])
-    if len(words) == 1 and words[0] not in ("train", "plan", "bench", "data", "ckpt", "trace"):
-        flags |= {flag for flag in flags_of()[words[0]] if len(flag) > 6}
+    """Every long flag of every verb and of what may stand behind it, its last two letters exchanged."""
+    known = flags_of()[words[0]]
+    flags = {"--help"} | ({"--json"} & known)
+    if len(words) == 2 or all(verb != words[0] for verb, _ in PARTS):  # or the parts have the others
+        lines = tessera(*words, "--help").stdout.splitlines()
+        text = "\n".join(line for line in lines if "tessera " not in line)  # examples may be of other parts
+        named = set(re.findall(r"--[a-z][a-z-]*[a-z]", text))
+        flags |= {flag for flag in known & named if len(flag) > 6}
     for flag in sorted(flags):
-        mistyped = flag[:-2] + flag[-1] + flag[-2]
-        if mistyped == flag or mistyped in flags_of()[words[0]]:
+        mistyped = with_ends_exchanged(flag)
+        if mistyped == flag or mistyped in known:
             continue
         result = tessera(*words, mistyped, "x")
         assert result.returncode == 2, (mistyped, result.stderr)
         assert re.search(rf"unknown flag {mistyped}: did you mean {flag}\?", result.stderr), result.stderr
+
+
+@pytest.mark.parametrize(("verb", "part"), [one for one in PARTS if len(one[1]) > 3])
+def test_a_mistyped_part_has_a_suggestion(verb, part):
+    mistyped = with_ends_exchanged(part)
+    if mistyped == part:
+        mistyped = part[:-1]
+    result = tessera(verb, mistyped, "x")
+    assert result.returncode == 2, result.stderr
+    assert f"'{mistyped}': did you mean {part}?" in result.stderr
 
 
 # Words of other programs, of those that only ours start, and of torchrun's that are refused by name.

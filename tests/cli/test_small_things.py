@@ -128,6 +128,9 @@ def test_completion_knows_workloads_what_verbs_do_and_values():
     tries |= {"bench ''": "collectives serve", "bench collectives --op all_r": "all_reduce"}
     tries |= {"trace summary --by ''": "phase name", "run --nproc-per-node ''": "auto cpu gpu"}
     tries |= {"ckpt reshard a --cut ''": "rows columns whole", "data s": "schema show stats synth"}
+    # Of all workloads and sub-verbs.
+    tries |= {"train dlrm --optimizer ''": "sgd adagrad adam", "train lm --precision ''": "bfloat16 float64"}
+    tries |= {"data stats --w": "--write", "bench serve --t": "--times-peak --timeout --token-file"}
     for words, wanted in tries.items():
         last = len(words.split())
         command = (
