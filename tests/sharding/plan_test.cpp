@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <random>
+#include <sstream>
 
 #include "support/error_text.h"
 
@@ -265,6 +266,47 @@ TEST(ShardingPlan, FindsModulesAndPrints) {
             "  c      column_wise    fused   1     [0, 5)   [0, 3)\n"
             "                                0     [0, 5)   [3, 6)\n");
   EXPECT_EQ(ShardingPlan{}.str(), "no modules\n");
+}
+
+TEST(ShardingPlan, PrintsNamesInTheOrderOfTheirNumbers) {
+  const std::vector<std::string> names = {"cat",
+                                          "cat_",
+                                          "cat_01",
+                                          "cat_1",
+                                          "cat_2",
+                                          "cat_2b",
+                                          "cat_2b3",
+                                          "cat_2b20",
+                                          "cat_10",
+                                          "cat_010_2",
+                                          "cat_10_11",
+                                          "cat_99999999999999999999",
+                                          "cat_100000000000000000000",
+                                          "dog_1"};
+  ShardingPlan plan;
+  for (const auto& [path, some] : {std::pair{"m.10", 1U}, std::pair{"m.9", 0U}}) {
+    std::vector<EmbeddingTableConfig> tables;
+    std::map<std::string, Placement> wishes;
+    for (std::size_t i = some; i < names.size(); ++i) {
+      tables.push_back(table(3, 4, names[i]));
+      wishes.emplace(names[i], table_wise(0));
+    }
+    plan.modules[path] = make_module_plan(tables, wishes, {2, 2});
+  }
+  std::vector<std::string> printed;
+  std::istringstream lines(plan.str());
+  for (std::string line; std::getline(lines, line);) {
+    std::istringstream words(line);
+    std::string first;
+    words >> first;
+    if (first == "module") words >> first;
+    if (!first.empty() && first != "table") printed.push_back(first);
+  }
+  std::vector<std::string> wanted = {"'m.9'"};
+  wanted.insert(wanted.end(), names.begin(), names.end());
+  wanted.emplace_back("'m.10'");
+  wanted.insert(wanted.end(), names.begin() + 1, names.end());
+  EXPECT_EQ(printed, wanted);
 }
 
 TEST(ShardingPlan, PrintsWithinTheWidth) {
