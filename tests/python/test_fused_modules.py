@@ -9,8 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from tessera.distributed.fused_embedding import FusedEmbeddingCollectionSharder
-from tessera.distributed.fused_embeddingbag import FusedEmbeddingBagCollectionSharder
+from tessera.distributed.fused_embedding import (
+    FusedEmbeddingCollectionSharder,
+    ShardedFusedEmbeddingCollection,
+)
+from tessera.distributed.fused_embeddingbag import (
+    FusedEmbeddingBagCollectionSharder,
+    ShardedFusedEmbeddingBagCollection,
+)
+from tessera.distributed.model_parallel import DistributedModelParallel
 from tessera.distributed.sharding_plan import construct_module_sharding_plan, row_wise
 from tessera.distributed.types import ShardingEnv
 from tessera.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
@@ -162,9 +169,36 @@ def check_sharded(rank):
             loss_of(sharded(batch(step)).wait()).backward()
             loss_of(reference(batch(step))).backward()
         for name, rows in sharded.gather_tables().items():
-            torch.testing.assert_close(rows, dict(reference._tables)[name].data, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(rows, reference._weights()[name].data, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_over_ranks(world):
     run_ranks(world, check_sharded)
+
+
+def check_meta_device(rank):
+    """Large tables are described, then made as parts; nobody has to say how they are sharded."""
+    for fused, sharded, configs in (
+        (FusedEmbeddingBagCollection, ShardedFusedEmbeddingBagCollection, bag_configs()),
+        (FusedEmbeddingCollection, ShardedFusedEmbeddingCollection, row_configs()),
+    ):
+        for config in configs:
+            config.init_fn = torch.nn.init.ones_
+        module = fused(configs, torch.optim.Adagrad, {"lr": 0.1}, device=torch.device("meta"))
+        with pytest.raises(ValueError, match="is on the meta device"):
+            module.fused_optimizer()
+        assert copy.deepcopy(module).optimizer_kwargs() == {"lr": 0.1}
+        whole = fused(configs, torch.optim.Adagrad, {"lr": 0.1})
+        model = DistributedModelParallel(module)
+        assert type(model.module) is sharded
+        for step in range(2):  # all ranks have the same batch
+            loss_of(model(batch(step)).wait()).backward()
+            loss_of(whole(batch(step))).backward()
+        for name, rows in model.module.gather_tables().items():
+            torch.testing.assert_close(rows, whole._weights()[name].data, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_on_the_meta_device(world):
+    run_ranks(world, check_meta_device)

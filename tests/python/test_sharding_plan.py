@@ -36,6 +36,32 @@ from tessera.distributed.types import (
 from torch import nn
 
 
+def placements(wish, rows, columns, device_type="cpu"):
+    shards = wish(torch.empty(rows, columns), 2, 4, device_type).sharding_spec.shards
+    return [str(shard.placement) for shard in shards]
+
+
+def test_parts_of_columns_may_lie_on_devices_of_different_types():
+    assert placements(column_wise([3, 0]), 2, 4) == ["rank:3/cpu", "rank:0/cpu"]
+    mixed = column_wise([3, 0], device_types=["meta", "cpu"])
+    assert placements(mixed, 2, 4) == ["rank:3/meta", "rank:0/cpu"]
+    assert placements(column_wise(size_per_rank=[1, 3], device_types=["cpu", "meta"]), 2, 4, "meta") == [
+        "rank:0/cpu",
+        "rank:1/meta",
+    ]
+    with pytest.raises(ValueError, match="there are 1 device_types for 2 parts"):
+        column_wise([3, 0], device_types=["cpu"])
+
+
+def test_arguments_that_mean_something_else_are_refused():
+    with pytest.raises(
+        ValueError, match=r"row_wise: num_buckets is for torchrec's virtual tables\. Leave it out"
+    ):
+        row_wise(num_buckets=4)
+    with pytest.raises(ValueError, match=r"states of sharded tables are ShardedTensors; output_dtensor"):
+        types.ShardingEnv(2, 0, output_dtensor=True)
+
+
 def boxes(wish, rows, columns, local_size=2, world_size=4):
     sharding = wish(torch.empty(rows, columns), local_size, world_size, "cpu")
     shards = sharding.sharding_spec.shards

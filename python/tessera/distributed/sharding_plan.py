@@ -44,6 +44,7 @@ __all__ = [
     "get_module_to_default_sharders",
     "get_sharding_constructor_from_type",
     "grid_shard",
+    "placement",
     "plan_from_json",
     "plan_to_json",
     "row_wise",
@@ -58,13 +59,18 @@ _engine = _C.sharding
 _KERNELS = {"dense": "dense", "fused": "fused", "fused_uvm": "fused", "fused_uvm_caching": "fused"}
 
 
-def _placement(device_type: str, rank: int, local_size: int) -> str:
-    device = device_type
-    if device_type not in ("cpu", "meta"):
+def placement(compute_device: str, rank: int, local_size: int) -> str:
+    """Return where a shard lies, as plans say it: each rank of a host has a device of its own.
+
+    >>> placement("cpu", 3, 2)
+    'rank:3/cpu'
+    """
+    device = compute_device
+    if compute_device not in ("cpu", "meta"):
         index = rank % local_size
-        if device_type == "cuda" and torch.cuda.is_available():
+        if compute_device == "cuda" and torch.cuda.is_available():
             index %= torch.cuda.device_count()  # more ranks than GPUs share them
-        device = f"{device_type}:{index}"
+        device = f"{compute_device}:{index}"
     return f"rank:{rank}/{device}"
 
 
@@ -78,7 +84,7 @@ def _from_engine(
                 ShardMetadata(
                     shard_offsets=[shard.row, shard.column],
                     shard_sizes=[shard.rows, shard.columns],
-                    placement=_placement(device_type, shard.rank, local_size),
+                    placement=placement(device_type, shard.rank, local_size),
                 )
                 for shard in sharding.shards
             ]
@@ -189,7 +195,7 @@ class ParameterShardingGenerator:
         shards = sharding.sharding_spec.shards if self._device_types else []
         for shard, kind in zip(shards, self._device_types or [], strict=True):
             shard.placement = torch.distributed._remote_device(
-                _placement(kind, shard.placement.rank(), local_size)
+                placement(kind, shard.placement.rank(), local_size)
             )
         return sharding
 
@@ -207,9 +213,16 @@ def table_wise(
 
 
 def row_wise(
-    sizes_placement: tuple[Sequence[int], str] | None = None, compute_kernel: str | None = None
+    sizes_placement: tuple[Sequence[int], str] | None = None,
+    compute_kernel: str | None = None,
+    num_buckets: int | None = None,
 ) -> ParameterShardingGenerator:
     """Wish for the rows cut over all ranks: ceil(rows / W) each, or `sizes_placement` = (rows, device)."""
+    if num_buckets is not None:
+        raise ValueError(
+            "sharding.row_wise: num_buckets is for torchrec's virtual tables. Leave it out, or say with "
+            "sizes_placement how many rows each rank has."
+        )
     sizes, device = sizes_placement or ([], None)
     return ParameterShardingGenerator(_engine.row_wise(list(sizes)), compute_kernel, device)
 
@@ -281,12 +294,20 @@ def get_default_sharders() -> list[ModuleSharder[nn.Module]]:
     from tessera.distributed.embedding import EmbeddingCollectionSharder
     from tessera.distributed.embeddingbag import EmbeddingBagCollectionSharder, EmbeddingBagSharder
     from tessera.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
+    from tessera.distributed.fused_embedding import FusedEmbeddingCollectionSharder
+    from tessera.distributed.fused_embeddingbag import FusedEmbeddingBagCollectionSharder
+    from tessera.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
+    from tessera.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
 
     return [
         EmbeddingBagCollectionSharder(),
         EmbeddingBagSharder(),
         EmbeddingCollectionSharder(),
         FeatureProcessedEmbeddingBagCollectionSharder(),
+        FusedEmbeddingBagCollectionSharder(),
+        FusedEmbeddingCollectionSharder(),
+        ManagedCollisionEmbeddingBagCollectionSharder(),
+        ManagedCollisionEmbeddingCollectionSharder(),
     ]
 
 

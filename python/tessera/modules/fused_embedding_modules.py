@@ -109,35 +109,44 @@ class _Fused(FusedOptimizerModule):
                 f"Cannot fuse optimizer_type={optimizer_type} with kwargs {optimizer_kwargs}: {error}"
             ) from error
 
-    def _note(self, tables: nn.ModuleDict, kind: type, kwargs: dict[str, Any]) -> None:
-        self._tables = {name: table.weight for name, table in tables.items()}
+    def _weights(self) -> dict[str, torch.Tensor]:
+        return {name: table.weight for name, table in getattr(self, self._HOLDER).items()}
+
+    def _note(self, kind: type, kwargs: dict[str, Any]) -> None:
         self._optimizer_type = kind
         self._optimizer_kwargs = kwargs
-        for weight in self._tables.values():  # a sharder reads the rule there
+        weights = self._weights()
+        for weight in weights.values():  # a sharder reads the rule there
             weight._optimizer_classes, weight._optimizer_kwargs = [kind], [dict(kwargs)]
-        rows = self._lookup.optimizer(list(self._tables.values()))
-        self._optimizer = EmbeddingFusedOptimizer(self._tables, rows)
+        # Tables on the meta device have no rows yet, so that nothing is kept beside them.
+        is_meta = any(weight.is_meta for weight in weights.values())
+        self._optimizer = None if is_meta else self._make_optimizer()
+
+    def _make_optimizer(self) -> EmbeddingFusedOptimizer:
+        weights = self._weights()
+        return EmbeddingFusedOptimizer(weights, self._lookup.optimizer(list(weights.values())))
 
     # Copies and unpickled modules have an engine of their own, with what the rule has kept.
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        del state["_tables"], state["_optimizer"]
+        optimizer = state.pop("_optimizer")
         state["_options"] = (*state["_options"][:2], None)  # the engine's, which is not copied
-        return {
-            **state,
-            "_kept": copy.deepcopy(self._optimizer.state_dict()),
-            "_rate": self._optimizer.param_groups[0]["lr"],
-        }
+        if optimizer is not None:
+            state["_kept"] = copy.deepcopy(optimizer.state_dict()), optimizer.param_groups[0]["lr"]
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        kept, rate = state.pop("_kept"), state.pop("_rate")
+        kept = state.pop("_kept", None)
         chosen = self._choose(state["_optimizer_type"], state["_optimizer_kwargs"])
         state["_options"] = (*state["_options"][:2], chosen)
         super().__setstate__(state)
-        self._note(getattr(self, self._HOLDER), self._optimizer_type, self._optimizer_kwargs)
-        self._optimizer.load_state_dict(kept)
-        self._optimizer.param_groups[0]["lr"] = rate
-        self._optimizer.step()
+        self._note(self._optimizer_type, self._optimizer_kwargs)
+        if kept is None:
+            return
+        optimizer = self.fused_optimizer()
+        optimizer.load_state_dict(kept[0])
+        optimizer.param_groups[0]["lr"] = kept[1]
+        optimizer.step()
 
     def optimizer_type(self) -> type[torch.optim.Optimizer]:
         """Return the class of the rule."""
@@ -148,7 +157,9 @@ class _Fused(FusedOptimizerModule):
         return self._optimizer_kwargs
 
     def fused_optimizer(self) -> EmbeddingFusedOptimizer:
-        """Return the optimizer that stands for the steps of backward."""
+        """Return the optimizer that stands for the steps of backward. ValueError on the meta device."""
+        if self._optimizer is None:
+            self._optimizer = self._make_optimizer()
         return self._optimizer
 
 
@@ -172,7 +183,7 @@ class FusedEmbeddingBagCollection(_Fused, EmbeddingBagCollection):
     ) -> None:
         options = self._choose(optimizer_type, optimizer_kwargs)
         EmbeddingBagCollection.__init__(self, tables, is_weighted, device, optimizer=options)
-        self._note(self.embedding_bags, optimizer_type, optimizer_kwargs)
+        self._note(optimizer_type, optimizer_kwargs)
 
 
 class FusedEmbeddingCollection(_Fused, EmbeddingCollection):
@@ -191,7 +202,7 @@ class FusedEmbeddingCollection(_Fused, EmbeddingCollection):
     ) -> None:
         options = self._choose(optimizer_type, optimizer_kwargs)
         EmbeddingCollection.__init__(self, tables, device, need_indices, optimizer=options)
-        self._note(self.embeddings, optimizer_type, optimizer_kwargs)
+        self._note(optimizer_type, optimizer_kwargs)
 
 
 def _fused(
