@@ -94,6 +94,34 @@ STAGES = [
 ]
 
 
+def test_what_is_left_to_do_after_a_state():
+    """Programs that load state by themselves say so; every wrapper hands it on to what it holds."""
+    found = []
+    for side in SIDES:
+        warmup, keyed, clipping = side("optim.warmup"), side("optim.keyed"), side("optim.clipping")
+        stages = [
+            warmup.WarmupStage(warmup.WarmupPolicy.CONSTANT, max_iters=2, value=0.1),
+            warmup.WarmupStage(warmup.WarmupPolicy.CONSTANT, max_iters=9, value=0.7),
+        ]
+        params, others = weights(), weights()
+        inner = warmup.WarmupOptimizer(wrapped(side, params), stages, lr=0.5)
+        outer = keyed.CombinedOptimizer(
+            [
+                ("a", keyed.OptimizerWrapper(clipping.GradientClippingOptimizer(inner))),
+                ("b", wrapped(side, others)),
+            ]
+        )
+        run(inner, params, 1)  # from then on there is a place
+        rates = [[group["lr"] for group in outer.param_groups]]
+        place = inner.state[inner.params["__warmup"]]["warmup"]
+        place.copy_(torch.tensor([1, 1]))
+        outer.post_load_state_dict()
+        rates.append([group["lr"] for group in outer.param_groups])
+        found.append(rates)
+    torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(found[1]))
+    torch.testing.assert_close(torch.tensor(found[0]), torch.tensor([[0.05, 0.1], [0.35, 0.1]]))
+
+
 @pytest.mark.parametrize("stages", STAGES)
 def test_schedules(stages):
     found = []

@@ -12,6 +12,7 @@ from tessera._lazy import submodule
 # Names that are also found here; loaded when they are asked for.
 _PLACES = {
     "Awaitable": "types",
+    "DataLoadingThread": "train_pipeline",
     "DistributedModelParallel": "model_parallel",
     "EvalPipelineSparseDist": "train_pipeline",
     "ModuleSharder": "types",
@@ -30,10 +31,12 @@ _PLACES = {
     "sharded_model_copy": "utils",
 }
 
-__all__ = list(_PLACES)
+__all__ = [*_PLACES, "ShardedTensor"]
 
 
 def __getattr__(name: str):
+    if name == "ShardedTensor":  # torch's own, which states of sharded tables are made of
+        return importlib.import_module("torch.distributed._shard.sharded_tensor").ShardedTensor
     if name in _PLACES:
         return getattr(importlib.import_module(f"tessera.distributed.{_PLACES[name]}"), name)
     return submodule(__name__, name)

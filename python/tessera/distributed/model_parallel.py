@@ -27,6 +27,7 @@ from tessera.distributed.algorithms.ddp_comm_hooks import default_hooks
 from tessera.distributed.comm import get_local_size
 from tessera.distributed.sharding_plan import construct_module_sharding_plan, get_default_sharders, table_wise
 from tessera.distributed.types import (
+    DMPCollectionConfig,
     ModuleSharder,
     ShardedModule,
     ShardingEnv,
@@ -291,7 +292,13 @@ class DistributedModelParallel(nn.Module, Joinable, FusedOptimizerModule):
         init_data_parallel: bool = True,
         init_parameters: bool = True,
         data_parallel_wrapper: DataParallelWrapper | None = None,
+        model_tracker_configs: Any = None,
     ) -> None:
+        if model_tracker_configs is not None:
+            raise ValueError(
+                "DistributedModelParallel: there is no tracker of changed rows; leave model_tracker_configs "
+                "out. A checkpoint with a `base` writes the rows that changed."
+            )
         nn.Module.__init__(self)
         Joinable.__init__(self)
         self.init_parameters = init_parameters
@@ -589,6 +596,9 @@ class DMPCollection(DistributedModelParallel):
         data_parallel_wrapper: DataParallelWrapper | None = None,
         use_inter_host_allreduce: bool = False,
         custom_all_reduce: Callable[[list[torch.Tensor]], None] | None = None,
+        submodule_configs: list[DMPCollectionConfig] | None = None,
+        rs_awaitable_hook_module: str | None = None,
+        use_sharded_relay: bool = False,
     ) -> None:
         if world_size != global_pg.size() or world_size % sharding_group_size:
             raise ValueError(
@@ -597,6 +607,11 @@ class DMPCollection(DistributedModelParallel):
             )
         if sharding_strategy != ShardingStrategy.DEFAULT or node_group_size is not None:
             raise ValueError("DMPCollection: there is only the strategy DEFAULT, without node_group_size.")
+        if submodule_configs or rs_awaitable_hook_module is not None or use_sharded_relay:
+            raise ValueError(
+                "DMPCollection: all modules are replicated alike, by an all-reduce in `sync`. Leave out "
+                "submodule_configs, rs_awaitable_hook_module and use_sharded_relay."
+            )
         groups, rank = world_size // sharding_group_size, global_pg.rank()
         if use_inter_host_allreduce:
             own, place = divmod(rank, sharding_group_size)

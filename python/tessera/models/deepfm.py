@@ -12,14 +12,24 @@ torch.Size([2, 1])
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
+from tessera.models.dlrm import _loss_and_logits
 from tessera.modules.deepfm import DeepFM, FactorizationMachine
 from tessera.modules.embedding_modules import EmbeddingBagCollection, get_embedding_names_by_table
 from tessera.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-__all__ = ["DenseArch", "FMInteractionArch", "OverArch", "SimpleDeepFMNN", "SparseArch"]
+__all__ = [
+    "DenseArch",
+    "FMInteractionArch",
+    "OverArch",
+    "SimpleDeepFMNN",
+    "SimpleDeepFMNNWrapper",
+    "SparseArch",
+]
 
 
 class SparseArch(nn.Module):
@@ -109,3 +119,15 @@ class SimpleDeepFMNN(nn.Module):
         dense = self.dense_arch(dense_features)
         sparse = self.sparse_arch(sparse_features)
         return self.over_arch(self.inter_arch(dense, sparse))
+
+
+class SimpleDeepFMNNWrapper(SimpleDeepFMNN):
+    """Be SimpleDeepFMNN for batches that hold `float_features`, `idlist_features` and `label`.
+
+    As in the peer the chances are taken for logits by the loss, which is told in training beside them.
+    """
+
+    def forward(self, model_input: Any) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Return (loss, chances), or the chances in evaluation."""
+        chances = super().forward(model_input.float_features, model_input.idlist_features)
+        return _loss_and_logits(self, chances, model_input.label)

@@ -16,6 +16,7 @@ torch.Size([2, 1])
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,6 +31,7 @@ __all__ = [
     "DLRM",
     "DLRM_DCN",
     "DLRMTrain",
+    "DLRMWrapper",
     "DLRM_Projection",
     "DenseArch",
     "InteractionArch",
@@ -277,6 +279,27 @@ class DLRM_Projection(DLRM):
             over_arch_layer_sizes,
             dense_device,
         )
+
+
+def _loss_and_logits(
+    model: nn.Module, logits: torch.Tensor, label: torch.Tensor
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Return the mean cross entropy and the logits of a model in training, the logits of others."""
+    if not model.training:
+        return logits
+    return nn.functional.binary_cross_entropy_with_logits(logits.squeeze(), label), logits
+
+
+class DLRMWrapper(DLRM):
+    """Be DLRM for batches that hold `float_features`, `idlist_features` and `label`.
+
+    In training it returns the loss and the logits, as pipelines want them; otherwise the logits.
+    """
+
+    def forward(self, model_input: Any) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Return (loss, logits), or the logits in evaluation."""
+        logits = super().forward(model_input.float_features, model_input.idlist_features)
+        return _loss_and_logits(self, logits, model_input.label)
 
 
 class DLRMTrain(nn.Module):

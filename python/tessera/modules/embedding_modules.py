@@ -333,7 +333,8 @@ class EmbeddingCollection(_Tables, EmbeddingCollectionInterface):
     """Hold many tables and return the row of every id.
 
     Tables may have different numbers of columns. With `need_indices` the ids are the weights of the
-    results. Parameters are named `embeddings.<table>.weight`.
+    results. Parameters are named `embeddings.<table>.weight`. The arguments that speak of `gather_select` say
+    how torchrec puts rows back in order; they change nothing.
     """
 
     def __init__(
@@ -341,6 +342,8 @@ class EmbeddingCollection(_Tables, EmbeddingCollectionInterface):
         tables: list[EmbeddingConfig],
         device: torch.device | None = None,
         need_indices: bool = False,
+        use_gather_select: bool = False,
+        use_gather_select_per_sharding: dict[str, bool] | None = None,
         *,
         bounds_check_mode: BoundsCheckMode = BoundsCheckMode.FATAL,
         sparse_gradients: bool = False,
@@ -348,6 +351,7 @@ class EmbeddingCollection(_Tables, EmbeddingCollectionInterface):
     ) -> None:
         super().__init__()
         self._need_indices = need_indices
+        self._gather_select = (use_gather_select, use_gather_select_per_sharding)
         self.embeddings = self._make(
             "embed.collection", tables, False, device, bounds_check_mode, sparse_gradients, optimizer
         )
@@ -418,6 +422,14 @@ class EmbeddingCollection(_Tables, EmbeddingCollectionInterface):
     def need_indices(self) -> bool:
         """Return whether the ids go along as weights."""
         return self._need_indices
+
+    def use_gather_select(self) -> bool:
+        """Return what the collection was made with."""
+        return self._gather_select[0]
+
+    def use_gather_select_per_sharding(self) -> dict[str, bool] | None:
+        """Return what the collection was made with, by type of sharding."""
+        return self._gather_select[1]
 
     def embedding_dim(self) -> int:
         """Return the number of columns of all tables; ValueError if they differ."""

@@ -70,6 +70,9 @@ class TrainPipeline(abc.ABC, Generic[In, Out]):
     def progress(self, dataloader_iter: Iterator[In]) -> Out:
         """Train on one batch and return the model's output. Raise StopIteration at the end."""
 
+    def reset(self) -> None:
+        """Forget what the pipeline holds; one that holds nothing does nothing."""
+
 
 class _Pipeline(TrainPipeline[In, Out]):
     """Input dists are started `_lead` batches ahead. The engine's loop calls the methods under "stages"."""

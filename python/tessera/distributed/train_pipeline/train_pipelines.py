@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -48,6 +49,7 @@ __all__ = [
     "BaseForward",
     "EmbeddingPipelinedForward",
     "EmbeddingTrainPipelineContext",
+    "EvalPipelineFusedSparseDist",
     "EvalPipelineSparseDist",
     "FusedKJTListSplitsAwaitable",
     "KJTAllToAllForward",
@@ -294,3 +296,16 @@ class EvalPipelineSparseDist(_Pipeline[In, Out]):
             pipeline_postproc=pipeline_postproc,
             modules=modules,
         )
+
+
+class EvalPipelineFusedSparseDist(TrainPipelineFusedSparseDist[In, Out]):
+    """As TrainPipelineFusedSparseDist, without gradients: the model alone is called.
+
+    `enable_embedding_lookup_prefetch` says when torchrec looks rows up; the results are the same.
+    """
+
+    _trains = False
+    _syncs_replicas = False
+
+    def __init__(self, *args: Any, enable_embedding_lookup_prefetch: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)

@@ -10,10 +10,12 @@ from tessera.distributed._pipelined_modules import (
     Tracer,
     TrainPipelineContext,
 )
+from tessera.distributed.train_pipeline._loading import DataLoadingThread
 
 __all__ = [
     "ArgInfo",
     "BaseForward",
+    "DataLoadingThread",
     "KJTAllToAllForward",
     "PipelinedForward",
     "PrefetchPipelinedForward",
