@@ -12,7 +12,7 @@ import importlib
 import torch  # noqa: F401  # loads the libraries that the extension is linked with
 
 from tessera import _torch_check  # noqa: F401  # isort: skip  # before the extension meets another torch
-from tessera import _C, _store, comm
+from tessera import _C, _lazy, _store, comm
 from tessera._backend import register as _register
 from tessera._error import CommError
 
@@ -36,9 +36,6 @@ _PLACES = {
     "Pipelineable": "streamable",
     "PoolingType": "modules.embedding_configs",
 }
-_PACKAGES = (
-    "datasets", "distributed", "fx", "metrics", "models", "modules", "optim", "quant", "sparse", "streamable"
-)  # fmt: skip
 
 __all__ = ["CommError", "__version__", "comm", *_PLACES]
 
@@ -46,6 +43,4 @@ __all__ = ["CommError", "__version__", "comm", *_PLACES]
 def __getattr__(name: str):
     if name in _PLACES:
         return getattr(importlib.import_module(f"tessera.{_PLACES[name]}"), name)
-    if name in _PACKAGES:
-        return importlib.import_module(f"tessera.{name}")
-    raise AttributeError(f"module 'tessera' has no attribute {name!r}")
+    return _lazy.submodule(__name__, name)

@@ -7,6 +7,9 @@ planner.last_result.gap  # at most so much slower than the best plan there is
 Names and parameters are those of `torchrec.distributed.planner`.
 """
 
+from functools import partial
+
+from tessera._lazy import submodule
 from tessera.distributed.planner.planners import (
     EmbeddingPlannerBase,
     EmbeddingShardingPlanner,
@@ -24,3 +27,5 @@ __all__ = [
     "default_planner",
     "sharder_name",
 ]
+
+__getattr__ = partial(submodule, __name__)

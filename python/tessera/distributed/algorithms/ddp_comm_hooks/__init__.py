@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
+from tessera._lazy import submodule
 from tessera.distributed.algorithms.ddp_comm_hooks import (
     debugging_hooks,
     default_hooks,
@@ -53,3 +55,6 @@ class DDPCommHookType(Enum):
 def register_ddp_comm_hook(comm_hook_type: DDPCommHookType, model: Any, state: Any = None) -> None:
     """Register the hook of this name with a model. `state` is a process group, or None for the world."""
     comm_hook_type.value(model=model, state=state)
+
+
+__getattr__ = partial(submodule, __name__)
