@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 
+import fairchem_program
 import pytest
 import torch
 import torch.distributed as dist
@@ -154,3 +155,36 @@ def test_no_public_name_is_missing():
             and getattr(value, "__module__", "").startswith("fairchem.core.common")
         }
         assert theirs - set(vars(OURS(module))) <= {"StrEnum"}
+
+
+def trained(rank, mode, group, steps, sides):
+    """The same training by either import, and without graph parallelism on every rank for itself."""
+    fairchem()
+    found = {side: fairchem_program.train(side, steps, mode, group) for side in ("tessera", *sides)}
+    for side in sides:
+        torch.testing.assert_close(
+            found["tessera"], found[side], rtol=0, atol=1e-9, msg=lambda m, s=side: f"{s}: {m}"
+        )
+    return found["tessera"][0]
+
+
+BOTH = ("fairchem", "alone")
+
+
+@pytest.mark.parametrize("mode", ["allgather", "all_to_all"])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_training(world, mode):
+    losses, *_ = run_ranks(world, trained, mode, world, 50, BOTH, backend="gloo", limit=120)
+    assert sum(losses[-10:]) < 0.5 * sum(losses[:10])  # it learns
+
+
+@pytest.mark.parametrize("mode", ["allgather", "all_to_all"])
+def test_training_in_two_groups(mode):
+    # fairchem's exchange takes a rank's number in its group for that in the world, where that is Gloo.
+    sides = BOTH if mode == "allgather" else ("alone",)
+    run_ranks(4, trained, mode, 2, 10, sides, backend="gloo", limit=120)
+
+
+@pytest.mark.parametrize("mode", ["allgather", "all_to_all"])
+def test_training_on_shm(mode):
+    run_ranks(3, trained, mode, 3, 10, ("alone",), limit=120)

@@ -389,3 +389,22 @@ def test_unused_parameters_are_told_in_torchs_words(is_static):
         advice = "passing the keyword argument `find_unused_parameters=True`"
         assert (advice in outcome.error) != is_static
         assert ("or `static_graph=True`" in outcome.error) != is_static
+
+
+def uses_one_head(rank):
+    """Rank 1 has a batch fewer, so that rank 0 takes its last one under join alone."""
+    model = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+    model.forward = lambda x, head: model[head](x)
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    found = []
+    with ddp.join():
+        for step in range(3 - rank):
+            ddp(torch.ones(1, 2), step % 2).sum().backward()
+            found.append([parameter.grad is not None for parameter in model.parameters()])
+            ddp.zero_grad()
+    return found
+
+
+def test_what_no_rank_uses_gets_no_gradient_under_join_either():
+    first, second = [True, True, False, False], [False, False, True, True]
+    assert run_ranks(2, uses_one_head) == [[first, second, first], [first, second]]

@@ -65,11 +65,15 @@ def in_backward(rank, is_all, is_view, order):
     return same(model, reference)
 
 
+BACKENDS = ["shm", "gloo"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("order", ["before", "around", "after"])
 @pytest.mark.parametrize("is_view", [False, True])
 @pytest.mark.parametrize("is_all", [True, False])
-def test_optimizers_that_parameters_carry_step_in_backward(is_all, is_view, order):
-    assert run_ranks(2, in_backward, is_all, is_view, order) == [True, True]
+def test_optimizers_that_parameters_carry_step_in_backward(is_all, is_view, order, backend):
+    assert run_ranks(2, in_backward, is_all, is_view, order, backend=backend) == [True, True]
 
 
 def too_late(rank, is_hooked):
@@ -83,9 +87,10 @@ def too_late(rank, is_hooked):
     parallel(batch(1, rank))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("is_hooked", [False, True])
-def test_optimizers_that_come_too_late_are_refused(is_hooked):
-    for outcome in run_ranks_collecting(2, too_late, is_hooked):
+def test_optimizers_that_come_too_late_are_refused(is_hooked, backend):
+    for outcome in run_ranks_collecting(2, too_late, is_hooked, backend=backend):
         assert outcome.error.startswith(
             "RuntimeError: DistributedDataParallel: '2.weight' was given an optimizer by "
             "_apply_optimizer_in_backward"
