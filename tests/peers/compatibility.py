@@ -22,6 +22,7 @@ import sys
 import xml.etree.ElementTree
 
 import torch_suite
+import torchrec_page
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -30,6 +31,7 @@ RUNS = {  # name: (wrapper, backend)
     "tessera_shm": ("tessera", "shm"),
     "torch_gloo": ("torch", "gloo"),  # of what failed in the others
 }
+CALLED = ("shm", "tessera_gloo")  # on this engine again what it skips and that run does not
 RANKS = (2, 4, 8)  # where a test asks for more than there were, the next
 # The comparisons of this folder: names by either import, values held against each other. By the beginning of
 # a file's name: the packages that it holds ours against.
@@ -40,6 +42,7 @@ PEERS = {
     "verl": ("verl",),
     "trl": ("trl",),
     "fairchem": ("fairchem-core",),
+    "ddp": ("torch",),
 }
 # Suites that were held once, by hand, and why no program of ours can run them.
 NOT_RUN = (
@@ -52,24 +55,61 @@ NOT_RUN = (
 
 def run_suites(folder: pathlib.Path, python: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    failed: set[str] = set()
+    results: dict[str, dict[str, dict]] = {}
     for name, (wrapper, backend) in RUNS.items():
-        ended: dict[str, dict] = {}
-        words = sorted(failed) if wrapper == "torch" else ["test_"]
-        for ranks in RANKS:
-            if words:
-                print(f"torch's suite, {wrapper}'s wrapper on {backend}, {ranks} ranks", flush=True)
-                found = run_suite(folder / f"{name}.json", python, wrapper, backend, ranks, words)
-                for test, how in found.items():
-                    if test not in ended or ended[test]["outcome"] == "skipped":
-                        ended[test] = how
-            words = sorted(test for test, how in ended.items() if asks_for_ranks(how))
-        (folder / f"{name}.json").write_text(json.dumps(ended, indent=1))
-        failed |= {test for test, how in ended.items() if how["outcome"] == "failed"}
+        file = folder / f"{name}.json"
+        words = failed_tests(results) if wrapper == "torch" else ["test_"]
+        ended = run_at_ranks(file, python, wrapper, backend, words)
+        if backend == CALLED[0]:
+            # Tests that only another backend's name keeps from running run again, and are told that name.
+            asked = skipped_by_name(ended, results[CALLED[1]])
+            again = run_at_ranks(file, python, wrapper, backend, sorted(asked), RUNS[CALLED[1]][1])
+            ended |= {test: again[test] for test in asked}
+        file.write_text(json.dumps(ended, indent=1))
+        results[name] = ended
+
+
+def failed_tests(results: dict[str, dict[str, dict]]) -> list[str]:
+    return sorted({test for ended in results.values() for test, how in ended.items() if has_failed(how)})
+
+
+def has_failed(how: dict) -> bool:
+    return how["outcome"] == "failed"
+
+
+def skipped_by_name(ended: dict[str, dict], of_the_name: dict[str, dict]) -> set[str]:
+    """Return what is skipped here, and runs on the engine whose name tests ask for."""
+    return {
+        test
+        for test, how in ended.items()
+        if how["outcome"] == "skipped" and of_the_name[test]["outcome"] != "skipped"
+    }
+
+
+def run_at_ranks(
+    file: pathlib.Path, python: str, wrapper: str, backend: str, words: list[str], called: str | None = None
+) -> dict[str, dict]:
+    """Run the tests with these words in their names, on as many ranks as each asks for."""
+    ended: dict[str, dict] = {}
+    for ranks in RANKS:
+        if words:
+            as_name = f' called "{called}"' if called else ""
+            print(f"torch's suite, {wrapper}'s wrapper on {backend}{as_name}, {ranks} ranks", flush=True)
+            for test, how in run_suite(file, python, wrapper, backend, ranks, words, called).items():
+                if test not in ended or ended[test]["outcome"] == "skipped":
+                    ended[test] = how
+        words = sorted(test for test, how in ended.items() if asks_for_ranks(how))
+    return ended
 
 
 def run_suite(
-    file: pathlib.Path, python: str, wrapper: str, backend: str, ranks: int, words: list[str]
+    file: pathlib.Path,
+    python: str,
+    wrapper: str,
+    backend: str,
+    ranks: int,
+    words: list[str],
+    called: str | None,
 ) -> dict:
     """Run the tests with these words in their names; return how each ended."""
     environment = {
@@ -80,7 +120,8 @@ def run_suite(
     }
     environment.setdefault("TESSERA_SUITE_LIMIT", "180")
     suite = [python, "-W", "ignore", str(HERE / "torch_suite.py"), *words]
-    subprocess.run([*suite, "--wrapper", wrapper, "--json", str(file)], env=environment, check=True)
+    name = ["--called", called] if called else []
+    subprocess.run([*suite, "--wrapper", wrapper, *name, "--json", str(file)], env=environment, check=True)
     return json.loads(file.read_text())
 
 
@@ -125,7 +166,7 @@ def count_of(kinds: dict, kind: str) -> int:
 
 
 def suite_lines(judged: dict[str, dict]) -> list[str]:
-    version = importlib.metadata.version("torch").split("+")[0]
+    version = version_of("torch")
     lines = [
         f"## torch {version}: its own tests of data parallelism and collectives",
         "",
@@ -195,7 +236,10 @@ def comparison_lines(folder: pathlib.Path) -> list[str]:
         "",
         "Programs of ours that run with either import, values and gradients held against each other. Of "
         "Megatron, Automodel, verl, TRL and fairchem the files of these names are read from the package, "
-        "with stand-ins for what they import beside torch; Megatron runs as it is, a `GPTModel` included.",
+        "with stand-ins for what they import beside torch; Megatron runs as it is, a `GPTModel` included. "
+        "Whole trainings by either import are a DLRM (`dlrm_program.py`), a classifier of pictures under "
+        "DistributedDataParallel (`ddp_program.py`) and a potential of atoms whose graphs lie over the ranks "
+        "(`fairchem_program.py`).",
         "",
         "| peer | version | programs | agree | differ | skipped |",
         "|---|---|---|---|---|---|",
@@ -226,7 +270,9 @@ def libtorch_lines() -> list[str]:
 
 
 def version_of(package: str) -> str:
-    """The version in the Makefile, which installs exactly that one."""
+    """The version in the Makefile, which installs exactly that one; of torch, which is here."""
+    if package == "torch":
+        return importlib.metadata.version(package).split("+")[0]
     return re.search(rf"{package}==(\S+)", (ROOT / "Makefile").read_text()).group(1)
 
 
@@ -240,11 +286,13 @@ def main() -> int:
     folder = arguments.results
     if not arguments.page_only:
         run_suites(folder, sys.executable)
+        torchrec_page.run(folder, str(ROOT / ".venv-peers/bin/python"))
         run_comparisons(folder)
     results = {name: json.loads((folder / f"{name}.json").read_text()) for name in RUNS}
     rows = set(re.findall(r"^\| (.*?) \| ", (ROOT / "docs/deviations.md").read_text(), re.MULTILINE))
     ours = [name for name in RUNS if name != "torch_gloo"]
     judged = {name: judge(results[name], results["torch_gloo"], rows) for name in ours}
+    torchrec_judged = torchrec_page.judge(folder, rows)
     lines = [
         "# Compatibility",
         "",
@@ -253,12 +301,15 @@ def main() -> int:
         "",
         *suite_lines(judged),
         "",
+        *torchrec_page.lines(folder, torchrec_judged, version_of("torchrec")),
+        "",
         *comparison_lines(folder),
         "",
         *libtorch_lines(),
     ]
     (ROOT / "docs/compatibility.md").write_text("\n".join(lines) + "\n")
     unexplained = {f"{name}: {test}" for name in ours for test in judged[name].get("unexplained", {})}
+    unexplained |= torchrec_page.unexplained(torchrec_judged)
     unexplained |= {f"comparison: {test}" for test in failed_comparisons(folder)}
     for test in sorted(unexplained):
         print(f"unexplained: {test}")

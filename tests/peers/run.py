@@ -1,4 +1,4 @@
-"""Runs the comparisons of this folder with the Python given, or says that it is not there."""
+"""Runs the comparisons of this folder, or one program of it, with the Python given, if it is there."""
 
 import pathlib
 import subprocess
@@ -7,9 +7,10 @@ import sys
 SKIPPED = 77
 
 if __name__ == "__main__":
-    python = pathlib.Path(sys.argv[1])
+    python, arguments = pathlib.Path(sys.argv[1]), sys.argv[2:]
     if not (python.parent.parent / ".ready").exists():
         print(f"skipped: {python} is not there. `make peers` installs the projects to compare with.")
         sys.exit(SKIPPED)
-    command = [str(python), "-W", "ignore", "-m", "pytest", "-q", "-p", "no:cacheprovider", *sys.argv[2:]]
-    sys.exit(subprocess.run([*command, "."], check=False).returncode)
+    if not (arguments and arguments[0].endswith("_suite.py")):
+        arguments = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, "."]
+    sys.exit(subprocess.run([str(python), "-W", "ignore", *arguments], check=False).returncode)

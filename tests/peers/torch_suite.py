@@ -4,6 +4,7 @@ The tests are installed with torch. Most ask for GPUs; here a mode puts what the
 wrapper leaves out `device_ids`. Every test has to pass, be skipped by torch, or be in EXPLAINED.
 
     python tests/peers/torch_suite.py [word ...]    # tests with one of these words in their names
+    python tests/peers/torch_suite.py --called gloo test_    # those too that ask for the name "gloo"
     BACKEND=gloo python tests/peers/torch_suite.py --wrapper torch --json out.json test_    # what torch holds
 """
 
@@ -25,6 +26,7 @@ if "expecttest" not in sys.modules:
 
 import tessera.nn.parallel
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 LIMIT = int(os.environ.get("TESSERA_SUITE_LIMIT", "60"))  # seconds for one test, on a loaded machine
@@ -124,7 +126,34 @@ def explanation_of(name: str) -> str | None:
     return next((row for part, row in EXPLAINED.items() if part in name), None)
 
 
-def make_suite(wrapper: type) -> type:
+class Called(types.ModuleType):
+    """torch.distributed for tests that ask for a backend by another name and are told that one."""
+
+    def __init__(self, name: str, backend: str) -> None:
+        super().__init__(dist.__name__)
+        self._names = name, backend
+
+    def __getattr__(self, name: str):
+        return getattr(dist, name)
+
+    def _true(self, backend):
+        name, own = self._names
+        return own if backend is not None and str(backend).lower() == name else backend
+
+    def init_process_group(self, backend=None, *args, **kwargs):
+        return dist.init_process_group(self._true(backend), *args, **kwargs)
+
+    def new_group(self, ranks=None, timeout=None, backend=None, *args, **kwargs):
+        return dist.new_group(ranks, timeout, self._true(backend), *args, **kwargs)
+
+    def get_backend(self, group=None):
+        name, own = self._names
+        found = dist.get_backend(group)
+        return dist.Backend(name) if found == own else found
+
+
+def make_suite(wrapper: type, called: str | None = None) -> type:
+    """Return torch's tests on this wrapper; they take the backend for the one that it is `called`."""
     from torch.testing._internal import common_distributed
 
     for name in ("skip_if_lt_x_gpu", "nccl_skip_if_lt_x_gpu", "require_n_gpus_for_nccl_backend"):
@@ -135,8 +164,19 @@ def make_suite(wrapper: type) -> type:
         if "gloo" in backends:
             backends.add("shm")
     torch.nn.parallel.DistributedDataParallel = wrapper
+    backend = os.environ["BACKEND"]
+    os.environ["BACKEND"] = called or backend  # tests are left out while the module is read
     from torch.testing._internal.distributed import distributed_test
 
+    # Events of profilers are looked at, too; they have the name that the backend really has.
+    for kind in ("", "CUDA_", "SEND_RECV_"):
+        getattr(distributed_test, f"{kind}PROFILING_SUPPORTED_BACKENDS").append(backend)
+    if called:
+        distributed_test.dist = Called(called, backend)
+        find = distributed_test.get_profiling_event
+        distributed_test.get_profiling_event = lambda event, *args, **kwargs: find(
+            event.replace(f"{called}:", f"{backend}:"), *args, **kwargs
+        )
     distributed_test.DistributedDataParallel = wrapper
     # Ranks meet in files before and after every test. Torch gives that ten seconds, which a rank that gets no
     # processor for a while, or a machine that stands still, uses up.
@@ -180,6 +220,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("words", nargs="*", default=WORDS, help="parts of names")
     parser.add_argument("--wrapper", choices=WRAPPERS, default="tessera", help="whose wrapper the tests get")
+    parser.add_argument("--called", help="the name that tests take the backend to have")
     parser.add_argument("--json", help="write how each test ended into this file, and judge nothing")
     parser.add_argument("--verbose", action="store_true", help="print what failed tests printed")
     arguments = parser.parse_args()
@@ -189,7 +230,7 @@ def main() -> int:
     os.environ.setdefault("WORLD_SIZE", "2")
     with tempfile.TemporaryDirectory(prefix="tessera-torch-") as folder:
         os.environ["TEMP_DIR"] = folder
-        suite = make_suite(WRAPPERS[arguments.wrapper])
+        suite = make_suite(WRAPPERS[arguments.wrapper], arguments.called)
         put_everything_on_the_cpu()
         names = unittest.TestLoader().getTestCaseNames(suite)
         counts: collections.Counter[str] = collections.Counter()
