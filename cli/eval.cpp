@@ -5,6 +5,7 @@
 
 #include "converted_data.h"
 #include "data/converted.h"
+#include "doctor/machine.h"
 #include "eval_flags.h"
 #include "report/run_folder.h"
 #include "tessera/launch/exit_code.h"
@@ -125,6 +126,7 @@ int run(const std::string& verb, std::string_view help, const std::vector<std::s
   use_log(verb, given, told);
   launch::RunOptions options;
   options.num_local_ranks = given.ranks;
+  share_cores(options.num_local_ranks);
   options.prefix_lines = false;
   options.can_keep_output = false;
   options.use_python = false;

@@ -196,9 +196,7 @@ int run(const std::vector<std::string>& words) {
   typed.insert(typed.end(), words.begin(), words.end());
   setenv(workloads::report::kCommandVariable, workloads::report::command_text(typed).c_str(),
          /*overwrite=*/1);
-  // What the user says counts; otherwise ranks share the cores that this process may use.
-  const int share = std::max(1, cores_left(read_machine()) / options.num_local_ranks);
-  setenv("OMP_NUM_THREADS", std::to_string(share).c_str(), /*overwrite=*/0);
+  share_cores(options.num_local_ranks);
   options.prefix_lines = false;
   options.can_keep_output = false;
   options.use_python = false;

@@ -180,6 +180,11 @@ int cores_left(const Machine& machine) {
   return std::max(1, std::min(machine.usable_cores, static_cast<int>(allowed)));
 }
 
+void share_cores(int num_ranks) {
+  const int share = std::max(1, cores_left(read_machine()) / num_ranks);
+  setenv("OMP_NUM_THREADS", std::to_string(share).c_str(), /*overwrite=*/0);
+}
+
 Machine read_machine() {
   Machine machine;
   utsname system{};

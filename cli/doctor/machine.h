@@ -44,4 +44,8 @@ Machine read_machine();
 /// How many threads may compute at once: what affinity and control group leave, at least one.
 int cores_left(const Machine& machine);
 
+/// Sets OMP_NUM_THREADS for the ranks that are started from here, so that they share these cores;
+/// what the user says with it counts.
+void share_cores(int num_ranks);
+
 }  // namespace tessera::cli

@@ -264,6 +264,34 @@ def test_threads_are_what_the_user_says(tmp_path):
     assert threads("affinity", before=("taskset", "-c", first)) == 1
 
 
+def test_eval_and_predict_share_the_cores(tmp_path):
+    tessera("data", "synth", tmp_path / "a.click", "--samples", 300, "--features", 3, "--rows", 50)
+    tessera(
+        "train", "dlrm", "--steps", 1, *SMALL[4:], "--data", tmp_path / "a.click", "--save", tmp_path / "run"
+    )
+    real = os.environ.get("TESSERA_WORKER", str(pathlib.Path(TESSERA).with_name("tessera-worker")))
+    worker = tmp_path / "worker"
+    worker.write_text(f'#!/bin/sh\necho $OMP_NUM_THREADS >> {tmp_path}/threads\nexec {real} "$@"\n')
+    worker.chmod(0o755)
+    plain = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    first = str(min(os.sched_getaffinity(0)))
+    cores = len(os.sched_getaffinity(0))
+
+    def threads(*words, before=(), **env):
+        (tmp_path / "threads").unlink(missing_ok=True)
+        command = [*before, TESSERA, *map(str, words), "--data", str(tmp_path / "a.click")]
+        env = {**plain, "TESSERA_WORKER": str(worker), **env}
+        subprocess.run(command, env=env, check=True, capture_output=True, timeout=LIMIT)
+        return [int(line) for line in (tmp_path / "threads").read_text().split()]
+
+    run, out = tmp_path / "run", tmp_path / "scores.csv"
+    assert threads("eval", run, "-n", 2, OMP_NUM_THREADS="3") == [3, 3]
+    assert threads("eval", run, before=("taskset", "-c", first)) == [1]
+    (share,) = threads("predict", run, "--out", out)
+    assert 1 <= share <= cores  # fewer if a control group says so
+    assert threads("eval", run, "-n", 2) == [max(1, share // 2)] * 2
+
+
 def test_threads_are_those_that_the_control_group_gives(tmp_path):
     root = pathlib.Path("/sys/fs/cgroup")
     is_unified = (root / "cgroup.controllers").exists()
