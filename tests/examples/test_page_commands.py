@@ -11,6 +11,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -36,13 +37,13 @@ PLAYED = {
 }
 # Commands that take minutes, or the internet: which test does the same.
 ELSEWHERE = {
-    "make demo": "tests/package/test_wheel.py::test_the_demo_trains",
+    "make demo": "tests/examples/test_page_commands.py::test_the_demo_is_made",
     "make test": "tests/examples/test_page_commands.py::test_commands_run",  # it is what runs this
     "cmake --preset": "tests/package/test_cmake_package.py::test_headers_library_and_programs_are_installed",
     "cmake --install": "tests/package/test_cmake_package.py::test_headers_library_and_programs_are_installed",
     "pip install": "tests/package/test_source_install.py::test_pip_install_from_source",
     "tessera bench collectives": "tests/cli/test_bench.py::test_the_real_one_has_rows_for_every_size",
-    "tessera bench embedding": "tests/cli/test_bench.py::test_the_tree_is_asked_for_what_was_named",
+    "tessera bench embedding": "tests/cli/test_bench.py::test_benchmarks_of_the_tree_run",
     "tessera doctor --profile": "tests/cli/test_plan_inputs.py::test_a_machine_is_measured_kept_and_used",
     "tessera inspect nightly": "tests/launch/test_inspect.py::test_a_rank_that_others_wait_for_is_found",
 }
@@ -79,6 +80,43 @@ def test_what_is_run_elsewhere_is_there():
         assert f"def {name}(" in (ROOT / file).read_text()
     for name in PLAYED.values():
         assert (ROOT / "tests/examples" / name).exists()
+
+
+# make works in this tree and on its own build; nothing is installed or configured again here.
+BUILD = ROOT / "build/release"
+
+
+@pytest.mark.skipif(
+    pathlib.Path(TESSERA).resolve() != BUILD / "bin/tessera", reason="make demo runs another build"
+)
+@pytest.mark.timeout(200)
+def test_the_demo_is_made():
+    """`make demo` as it is typed, on a build that is up to date: the training, and README.md's AUC."""
+    words = [
+        "make",
+        "--no-print-directory",
+        "-C",
+        ROOT,
+        "-o",
+        BUILD.relative_to(ROOT) / "build.ninja",
+        "demo",
+    ]
+    # Not with the flags of a make around this test.
+    hidden = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")
+    env = {name: value for name, value in os.environ.items() if name not in hidden}
+    child = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, start_new_session=True
+    )
+    try:
+        told, _ = child.communicate(timeout=180)
+    finally:
+        if child.poll() is None:  # with what it has started
+            os.killpg(child.pid, signal.SIGKILL)
+    assert child.returncode == 0, told
+    assert float(re.findall(r"^judged .*auc ([\d.]+)", told, re.MULTILINE)[-1]) >= 0.75
+    report = ROOT / re.search(r"^report +(runs/\S+/report\.html)", told, re.MULTILINE)[1]
+    assert report.exists()
+    shutil.rmtree(report.parent)
 
 
 def small(command: str) -> str:
