@@ -15,6 +15,8 @@ from report_data import data_of
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 TESSERA = os.environ.get("TESSERA_BIN", str(ROOT / "build/release/bin/tessera"))
+DLRM = ["--tables", "3", "--rows", "100", "--dim", "8", "--bottom", "16,8", "--top", "16,1", "--batch", "16"]
+DLRM += ["--eval-samples", "200"]
 LOOKS = [(width, dark) for width in (390, 768, 1280) for dark in (False, True)]
 
 
@@ -214,7 +216,12 @@ class TestInChromium:
 
     @pytest.mark.parametrize(
         ("status", "words"),
-        [("stopped", "Stopped at step 20 of 90"), ("diverged", "Diverged"), (None, "Not finished")],
+        [
+            ("stopped", "Stopped at step 20 of 90"),
+            ("stopped early", "Stopped early: no evaluation was better for a while, at step 20 of 90"),
+            ("diverged", "Diverged"),
+            (None, "Not finished"),
+        ],
     )
     def test_other_ends_are_told(self, browser, tmp_path, status, words):
         lines = sample_run.write(tmp_path, num_steps=20)
@@ -228,6 +235,75 @@ class TestInChromium:
         page = browser.open(f"file://{tmp_path}/report.html")
         assert page.complaints == []
         assert page.evaluate("""document.getElementById("status").innerText""").startswith(words)
+
+    def test_the_best_is_named_beside_the_last(self, browser, tmp_path):
+        lines = sample_run.write(tmp_path)
+        lines[-1]["best_step"] = 100
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        subprocess.run([TESSERA, "report", tmp_path], check=True, timeout=60, capture_output=True)
+        page = browser.open(f"file://{tmp_path}/report.html")
+        shown = page.evaluate("""[...document.querySelectorAll(".figures div")].map(one => [
+            one.querySelector("dt"), one.querySelector("dd").firstChild, ...one.querySelectorAll("small")
+            ].map(part => part.textContent))""")
+        judged = {line["step"]: line for line in of_kind(lines, "eval")}
+        assert shown[0] == [
+            "Log loss",
+            f"{judged[300]['log_loss']:.4f}",
+            "last, step 300",
+            f"best model {judged[100]['log_loss']:.6g}, step 100",
+        ]
+
+    def test_growing_tables_are_drawn_on_the_same_axis(self, browser, tmp_path):
+        lines = sample_run.write(tmp_path)
+        facts = {"admitted": 5, "refused": 1, "evicted": 0, "hit_rate": 0.5, "bytes": 4096}
+        grown = [
+            {
+                "kind": "growth",
+                "step": step,
+                "ids": 10 * step,
+                "tables": [{"name": "<b>", "ids": step, **facts}],
+            }
+            for step in (100, 200)
+        ]
+        # Killed after its last evaluation, so that no line says how many steps there were.
+        text = "".join(json.dumps(line) + "\n" for line in [*lines[:-1], *grown])
+        (tmp_path / "metrics.jsonl").write_text(text)
+        subprocess.run([TESSERA, "report", tmp_path], check=True, timeout=60, capture_output=True)
+        page = browser.open(f"file://{tmp_path}/report.html", 390)
+        assert page.complaints == [] and page.overflow() == []
+        axes = page.evaluate("""["loss", "ids"].map(id => [...document.getElementById(id).querySelectorAll(
+            ".x-name, .xs span")].map(one => one.textContent))""")
+        assert axes[0] == axes[1] and axes[0][-1] == "step"
+        assert cells(page, "growth") == [["<b>", "200", "5", "1", "0", "50.0 %", "4.10 kB"]]
+
+    @pytest.mark.parametrize(
+        ("workload", "flags", "charts"),
+        [
+            ("dlrm", DLRM, {"auc", "normalized_entropy", "calibration", "reliability"}),
+            ("lm", ["--batch", "4", "--length", "16", "--layers", "1", "--width", "16"], {"perplexity"}),
+            ("gnn", ["--atoms", "27", "--structures", "4", "--features", "8", "--cutoff", "1.7"],
+             {"energy_error", "force_error"}),
+        ],
+    )  # fmt: skip
+    def test_every_workload_has_its_report(self, browser, tmp_path, workload, flags, charts):
+        words = [TESSERA, "train", workload, "--ranks", "2", "--steps", "6", "--eval-every", "3", *flags]
+        subprocess.run([*words, "--save", tmp_path], check=True, timeout=100, capture_output=True)
+        page = browser.open(f"file://{tmp_path}/report.html", 768)
+        assert page.complaints == [] and page.overflow() == []
+        ids = page.evaluate("""[...document.querySelectorAll("figure.chart")].map(figure => figure.id)""")
+        assert set(ids) == {"loss", "speed", "time", "rate"} | charts
+        assert page.evaluate("""document.getElementById("status").innerText""").startswith(
+            "Finished at step 6"
+        )
+        facts = dict(row[:2] for row in cells(page, "facts"))
+        assert facts["command"].startswith(f"tessera train {workload} --ranks 2") and facts["cpu"]
+        memory = page.evaluate("""[...document.querySelectorAll("#memory em")].map(one => one.textContent)""")
+        assert len(memory) == 2 and all(float(text.split()[0]) > 0 for text in memory)
+        assert "ranks=2\n" in page.evaluate("""document.querySelector("#config pre").textContent""")
+        figures = page.evaluate(
+            """[...document.querySelectorAll(".figures small")].map(one => one.textContent)"""
+        )
+        assert any(text.startswith("last") and "step 6" in text for text in figures)
 
     def test_tables_fill_the_width_and_have_the_colour_of_their_traffic(self, browser, folder):
         page = browser.open(f"file://{folder}/report.html", 768)

@@ -49,13 +49,16 @@ function head(run) {
   return [make("h1", {}, run.name), make("p", {}, parts.filter(Boolean).join(" · ")), banner(run), figures(run)];
 }
 
+// All curves over steps have this axis.
+const stepAxis = run => ({xName: "step", xIsWhole: true, marks: run.resumed,
+                          x: [0, Math.max(1, run.steps, ...run.series.step, ...run.evals.map(row => row.step))]});
+
 function charts(run) {
   const {series} = run;
   const points = name => series.step.map((step, i) => [step, series[name][i]]);
   const scaledPoints = (name, factor) => points(name).map(([x, y]) => [x, times(y, factor)]);
   const judged = name => run.evals.map(row => [row.step, row[name]]);
-  const x = [0, Math.max(1, run.steps, ...series.step, ...run.evals.map(row => row.step))];
-  const byStep = chart => chartFigure({xName: "step", x, xIsWhole: true, marks: run.resumed, ...chart});
+  const byStep = chart => chartFigure({...stepAxis(run), ...chart});
   const evaluation = name => ({name: "evaluation", style: "c-eval", points: judged(name), isWhole: true, hasDots: true});
   const names = figureNames(run);
   const lossName = names.find(name => ["log_loss", "validation_loss"].includes(name));
@@ -119,8 +122,7 @@ function growthSection(run) {
   if (!last) return null;
   const rows = last.tables.map(one => [one.name, countText(one.ids), countText(one.admitted), countText(one.refused), countText(one.evicted),
                                        fixed(100 * one.hit_rate, 1) + " %", bytesText(one.bytes)]);
-  const drawn = run.growth.length > 1 ? make("div", {class: "charts"}, chartFigure({id: "ids", title: "Ids", xName: "step", x: [0, Math.max(1, run.steps)],
-    xIsWhole: true, fromZero: true, marks: run.resumed, curves: [
+  const drawn = run.growth.length > 1 ? make("div", {class: "charts"}, chartFigure({id: "ids", title: "Ids", fromZero: true, ...stepAxis(run), curves: [
       {name: "all tables", style: "c-eval", points: run.growth.map(row => [row.step, row.ids]), isWhole: true, hasDots: true}]})) : null;
   return section("growing", "Growing tables", `${countText(last.ids)} ids in ${plural(last.tables.length, "table")} at step ${countText(last.step)}. ` +
     "Admissions, refusals, evictions and hits are counted since the run was last started.", drawn,
