@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <cstring>
 
 #include "dlrm/open_log.h"
 #include "dlrm/table_problem.h"
@@ -175,6 +176,18 @@ double share_of(const std::string& text) {
   return value;
 }
 
+// "new      3 tables: a, b, c"
+std::string names_text(const char* what, const std::vector<std::string>& names) {
+  constexpr std::size_t kMost = 3;
+  if (names.empty()) return "";
+  std::string text = std::string(what) + std::string(9 - std::strlen(what), ' ') +
+                     std::to_string(names.size()) + (names.size() == 1 ? " table: " : " tables: ");
+  for (std::size_t i = 0; i < std::min(kMost, names.size()); ++i) {
+    text += (i == 0 ? "" : ", ") + names[i].substr(0, 24);
+  }
+  return text + (names.size() > kMost ? ", ..\n" : "\n");
+}
+
 std::string moves_text(const planner::Replan& found) {
   constexpr std::size_t kMost = 20;
   char line[200];
@@ -185,6 +198,8 @@ std::string moves_text(const planner::Replan& found) {
                 found.total_bytes > 0 ? 100 * found.moved_bytes / found.total_bytes : 0.0,
                 found.moves.size(), found.previous_seconds * 1e3);
   std::string text = line;
+  text += names_text("new", found.appeared) + names_text("gone", found.vanished) +
+          names_text("changed", found.changed);
   for (std::size_t i = 0; i < std::min(kMost, found.moves.size()); ++i) {
     const planner::Move& move = found.moves[i];
     std::snprintf(line, sizeof line, "  %-20.20s rows [%ld, %ld) columns [%ld, %ld) %d -> %d\n",

@@ -123,7 +123,15 @@ class Replanning {
       if (previous_.count(name) == 0) found.appeared.push_back(name);
     }
     for (const auto& [name, one] : previous_) {
-      if (is_kept_.count(name) == 0) found.vanished.push_back(name);
+      const auto now = tables_.find(name);
+      if (now == tables_.end()) {
+        found.vanished.push_back(name);
+        continue;
+      }
+      const Size was = size_of(*one);
+      if (was.rows != now->second->rows || was.dim != now->second->dim) {
+        found.changed.push_back(name);
+      }
     }
     check_plan(problem_, found.result.plan);
     return found;

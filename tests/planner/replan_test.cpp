@@ -85,6 +85,43 @@ TEST(ReplanTest, TablesComeAndGo) {
   expect_good(problem, before, found, 0.02, 1);
   EXPECT_EQ(found.appeared, std::vector<std::string>{"new"});
   EXPECT_EQ(found.vanished, std::vector<std::string>{"t0003"});
+  EXPECT_TRUE(found.changed.empty());
+}
+
+TEST(ReplanTest, TablesOfOtherSizesAreNamed) {
+  Problem problem = models::problem_of("medium", 8, false);
+  const Plan before = plan(problem).plan;
+  problem.tables[3].rows += 1;
+  problem.tables[5].dim *= 2;
+  problem.tables[7].features[0].ids *= 2;  // not its size
+  const Replan found = replan(problem, before, 0.02);
+  EXPECT_EQ(found.changed, (std::vector<std::string>{"t0003", "t0005"}));
+  EXPECT_TRUE(found.appeared.empty());
+  EXPECT_TRUE(found.vanished.empty());
+}
+
+// Rows that are gone go from where they were; what is left moves by choice alone.
+TEST(ReplanTest, ATableShrinks) {
+  for (const char* model : {"mlperf", "medium"}) {
+    SCOPED_TRACE(model);
+    Problem problem = models::problem_of(model, 8, false);
+    const Plan before = plan(problem).plan;
+    Table* largest = &problem.tables[0];
+    for (Table& table : problem.tables) {
+      if (table.rows * table.dim > largest->rows * largest->dim) largest = &table;
+    }
+    largest->rows /= 2;
+    largest->features.back().ids /= 2;
+    const Replan still = replan(problem, before, 0);
+    const Replan found = replan(problem, before, 0.05);
+    EXPECT_EQ(found.changed, std::vector<std::string>{largest->name});
+    expect_good(problem, before, found, 0.05 + still.moved_bytes / still.total_bytes, 2);
+    EXPECT_LE(found.result.seconds, found.previous_seconds * (1 + 1e-9));
+    for (const TablePlan& one : found.result.plan) {
+      if (one.name != largest->name) continue;
+      for (const Shard& shard : one.shards) EXPECT_LE(shard.row + shard.rows, largest->rows);
+    }
+  }
 }
 
 TEST(ReplanTest, ARankIsLostAndOneHasLessMemory) {

@@ -31,7 +31,8 @@ struct Replan {
   double total_bytes = 0;       // of the weights of `previous` that are still there
   double previous_seconds = 0;  // of a step, if nothing moved that need not
   std::vector<std::string> appeared;
-  std::vector<std::string> vanished;  // or were there with another width
+  std::vector<std::string> vanished;
+  std::vector<std::string> changed;  // have other rows, or another width
 };
 
 /// A plan for `problem` that starts from `previous` and moves at most `max_moved` of its bytes, and
