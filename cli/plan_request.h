@@ -10,15 +10,24 @@ namespace tessera::cli {
 struct WantedPlan {
   workloads::dlrm::PlanRequest request;
   workloads::dlrm::KnownSpeeds known;
-  std::string origin;  // of the speeds: "assumed", "measured" or "given"
+  std::string origin;                // of the speeds: "assumed", "measured" or "given"
+  std::vector<std::string> assumed;  // speeds that are neither measured nor given, in words
 };
 
 /// Speeds are those of the machine's profile; one that a flag gives wins. Throws
 /// planner::PlanError(kBadProblem) for a profile that cannot be used.
 inline WantedPlan wanted_plan(const PlanTablesWords& words) {
   WantedPlan wanted;
-  wanted.known = workloads::dlrm::known_speeds(words.profile);
+  planner::Here here;
+  here.num_ranks = words.num_ranks / words.num_hosts;
+  wanted.known = workloads::dlrm::known_speeds(words.profile, here);
   wanted.origin = wanted.known.is_measured ? "measured" : "assumed";
+  wanted.assumed = planner::assumed(wanted.known.profile);
+  const auto give = [&](double& speed, double flag, const char* name) {
+    if (flag <= 0) return;
+    speed = flag * 1e9;
+    std::erase(wanted.assumed, name);
+  };
   workloads::dlrm::PlanRequest& request = wanted.request;
   request.num_ranks = words.num_ranks;
   request.ranks_per_host = words.num_ranks / words.num_hosts;
@@ -28,14 +37,14 @@ inline WantedPlan wanted_plan(const PlanTablesWords& words) {
   if (!words.memory.empty()) request.rank.memory = bytes_of(words.memory);
   planner::Speeds& speeds = request.rank.speeds;
   speeds = wanted.known.speeds;
+  give(speeds.memory, words.memory_speed, "memory");
+  give(speeds.host, words.host_speed, "links in a host");
+  give(speeds.network, words.network_speed, "links between hosts");
   if (words.memory_speed > 0) {
     // All of memory's figures were measured together.
-    speeds.memory = words.memory_speed * 1e9;
     speeds.step = 0;
     for (const planner::SecondsName& name : planner::kSpeedSeconds) speeds.*(name.seconds) = 0;
   }
-  if (words.host_speed > 0) speeds.host = words.host_speed * 1e9;
-  if (words.network_speed > 0) speeds.network = words.network_speed * 1e9;
   if (words.memory_speed > 0 && words.host_speed > 0) wanted.origin = "given";
   return wanted;
 }

@@ -214,9 +214,22 @@ std::string moves_text(const planner::Replan& found) {
   return text;
 }
 
-std::string moves_json(const planner::Problem& problem, const planner::Replan& found) {
+planner::json::Json result_json(const planner::Problem& problem, const planner::PlanResult& result,
+                                const WantedPlan& wanted) {
   using planner::json::Json;
-  Json value = Json::parse(planner::to_json(problem, found.result));
+  Json value = Json::parse(planner::to_json(problem, result));
+  value["assumed"] = wanted.assumed;
+  value["profile"] = nullptr;
+  if (const dlrm::KnownSpeeds& known = wanted.known; known.is_measured) {
+    value["profile"] = {{"machine", known.profile.machine}, {"ranks", known.profile.num_ranks},
+                        {"engine", known.profile.engine},   {"version", known.profile.version},
+                        {"spread", known.profile.spread},   {"differs", known.differs}};
+  }
+  return value;
+}
+
+void add_moves(const planner::Replan& found, planner::json::Json& value) {
+  using planner::json::Json;
   Json moves = Json::array();
   for (const planner::Move& move : found.moves) {
     const planner::Shard& part = move.part;
@@ -230,12 +243,12 @@ std::string moves_json(const planner::Problem& problem, const planner::Replan& f
   value["previous_seconds"] = found.previous_seconds;
   value["appeared"] = found.appeared;
   value["vanished"] = found.vanished;
-  return value.dump(1) + "\n";
+  value["changed"] = found.changed;
 }
 
 // Makes the profile predict what a run has measured, and keeps it.
 void calibrate(const PlanTablesWords& words) {
-  const dlrm::KnownSpeeds known = dlrm::known_speeds(words.profile);
+  const dlrm::KnownSpeeds known = dlrm::known_speeds(words.profile, {});
   const auto refuse = [&](const std::string& why) {
     return PlanError(PlanErrorKind::kBadProblem,
                      "plan: " + words.calibrate + " cannot calibrate a profile", why,
@@ -291,6 +304,7 @@ int plan_search(const PlanTablesWords& words) {
   try {
     if (!words.calibrate.empty()) calibrate(words);
     const WantedPlan wanted = wanted_plan(words);
+    std::fputs(wanted.known.caution.c_str(), stderr);
     const planner::Problem problem = problem_of(words, wanted);
     if (!words.check.empty()) return check_file(words, problem);
     planner::Replan again;
@@ -309,8 +323,9 @@ int plan_search(const PlanTablesWords& words) {
     }
     std::string text;
     if (words.as_json) {
-      text = words.previous.empty() ? planner::to_json(problem, result) + "\n"
-                                    : moves_json(problem, again);
+      planner::json::Json value = result_json(problem, result, wanted);
+      if (!words.previous.empty()) add_moves(again, value);
+      text = value.dump(1) + "\n";
     } else if (!words.explain.empty()) {
       text = planner::explain(problem, result, words.explain);
     } else {

@@ -16,6 +16,8 @@
 #include <fstream>
 #include <sstream>
 
+#include "tessera/planner/machine_profile.h"
+
 namespace tessera::cli {
 namespace {
 
@@ -189,8 +191,7 @@ Machine read_machine() {
   Machine machine;
   utsname system{};
   if (uname(&system) == 0) machine.kernel = std::string(system.sysname) + " " + system.release;
-  machine.processor = value_of("/proc/cpuinfo", "model name");
-  if (machine.processor.empty()) machine.processor = system.machine;
+  machine.processor = planner::processor_name();
   machine.online_cores = static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN));
   machine.usable_cores = usable_cores(machine.online_cores);
   machine.cgroup_cores = read_cgroup_cores();

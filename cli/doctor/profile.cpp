@@ -42,9 +42,11 @@ std::string text_of(const planner::MachineProfile& profile, const std::string& p
                 host.fixed * 1e6, profile.host.empty() ? 0.0 : speeds.host / 1e9,
                 dense.each > 0 ? 1e-9 / dense.each : 0.0);
   std::string all = text;
-  if (const std::string words = planner::assumed(profile); !words.empty()) {
-    all += "assumed  " + words + "\n";
+  std::string assumed;
+  for (const std::string& words : planner::assumed(profile)) {
+    assumed += (assumed.empty() ? "assumed  " : ", ") + words;
   }
+  if (!assumed.empty()) all += assumed + "\n";
   if (profile.spread > kMuch) {
     std::snprintf(text, sizeof text,
                   "WARN     times of one thing differ by up to %.0f %%: measure again on a machine "

@@ -181,6 +181,7 @@ int plan_tables(const std::vector<std::string>& words) {
   };
   try {
     const WantedPlan wanted = wanted_plan(given);
+    std::fputs(wanted.known.caution.c_str(), stderr);
     PlanSubjectTables subject = subject_of(given, wanted);
     choose(given, wanted, subject);
     check_fits(subject);

@@ -101,6 +101,15 @@ void bind_planner(py::module_& module) {
       throw py::value_error(error.what());
     }
   });
+  // Whether it is of another machine, and in words what differs.
+  sub.def("profile_difference", [](const std::string& text, int num_ranks,
+                                   const std::string& engine) {
+    planner::Here here;
+    here.num_ranks = num_ranks;
+    here.engine = engine;
+    const planner::Difference found = planner::difference(planner::profile_from_json(text), here);
+    return std::pair(found.is_other_machine, found.words);
+  });
   sub.def("text", [](const std::string& problem, const std::string& table) {
     return answer([&] {
       const planner::Problem read = planner::problem_from_json(problem);

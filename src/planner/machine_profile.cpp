@@ -1,10 +1,14 @@
 #include "tessera/planner/machine_profile.h"
 
+#include <sys/utsname.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <fstream>
 
 #include "planner/json.h"
+#include "tessera/core/version.h"
 #include "tessera/planner/plan_error.h"
 
 namespace tessera::planner {
@@ -78,6 +82,11 @@ Curve curve_at(const Place& place) {
     curve.emplace_back(size, point[std::size_t{1}].number(1e-15, 1e6));
   }
   return curve;
+}
+
+std::string variable(const char* name) {
+  const char* value = std::getenv(name);
+  return value == nullptr ? "" : value;
 }
 
 double seconds_of(const Line& line, double size) { return line.fixed + line.each * size; }
@@ -204,21 +213,54 @@ Speeds speeds_of(const MachineProfile& profile) {
   return speeds;
 }
 
-std::string assumed(const MachineProfile& profile) {
-  std::string words;
+std::vector<std::string> assumed(const MachineProfile& profile) {
+  std::vector<std::string> words;
   for (const auto& [curve, word] :
        {std::pair{&profile.rows, "memory"}, std::pair{&profile.host, "links in a host"},
         std::pair{&profile.network, "links between hosts"}}) {
-    if (curve->empty()) words += (words.empty() ? "" : ", ") + std::string(word);
+    if (curve->empty()) words.emplace_back(word);
   }
   return words;
 }
 
-std::string profile_path() {
-  const auto variable = [](const char* name) {
-    const char* value = std::getenv(name);
-    return std::string(value == nullptr ? "" : value);
+std::string processor_name() {
+  std::ifstream file("/proc/cpuinfo");
+  for (std::string line; std::getline(file, line);) {
+    if (!line.starts_with("model name")) continue;
+    const std::size_t colon = line.find(':');
+    const std::size_t begin =
+        colon == std::string::npos ? colon : line.find_first_not_of(" \t", colon + 1);
+    if (begin != std::string::npos) return line.substr(begin);
+  }
+  utsname system{};
+  return uname(&system) == 0 ? system.machine : "";
+}
+
+Difference difference(const MachineProfile& profile, const Here& here) {
+  const std::string version = std::to_string(kVersionMajor) + "." + std::to_string(kVersionMinor) +
+                              "." + std::to_string(kVersionPatch);
+  Difference found;
+  const auto add = [&](const std::string& there, const std::string& now) {
+    found.words += (found.words.empty() ? "" : ", ") + there + " (here " + now + ")";
   };
+  const auto ranks = [](int count) {
+    return std::to_string(count) + (count == 1 ? " rank" : " ranks");
+  };
+  found.is_other_machine = profile.machine != here.machine;
+  if (found.is_other_machine) add("on " + profile.machine, here.machine);
+  if (here.num_ranks > 0 && profile.num_ranks != here.num_ranks) {
+    add("with " + ranks(profile.num_ranks), std::to_string(here.num_ranks));
+  }
+  if (!here.engine.empty() && profile.engine != here.engine) {
+    add("over " + profile.engine, here.engine);
+  }
+  if (profile.version != version) add("by version " + profile.version, version);
+  return found;
+}
+
+bool is_profile_named() { return !variable("TESSERA_PROFILE").empty(); }
+
+std::string profile_path() {
   if (const std::string given = variable("TESSERA_PROFILE"); !given.empty()) return given;
   if (const std::string cache = variable("XDG_CACHE_HOME"); !cache.empty()) {
     return cache + "/tessera/machine.json";

@@ -48,8 +48,31 @@ TEST(ProfileTest, SpeedsAreThoseOfTheLines) {
   EXPECT_NEAR(speeds.part_seconds, 2e-6, 1e-15);
   EXPECT_NEAR(speeds.host, 4e9, 1);
   EXPECT_EQ(speeds.network, Speeds{}.network);
-  EXPECT_EQ(assumed(measured()), "links between hosts");
+  EXPECT_EQ(assumed(measured()), std::vector<std::string>{"links between hosts"});
   EXPECT_EQ(speeds_of(MachineProfile{}), Speeds{});
+}
+
+TEST(ProfileTest, WhereItWasMeasuredIsCompared) {
+  const MachineProfile profile = measured();
+  Here here{profile.machine, "shm", 2};
+  EXPECT_EQ(difference(profile, here).words, "");
+  EXPECT_FALSE(difference(profile, here).is_other_machine);
+  here = {profile.machine, "gloo", 4};
+  EXPECT_EQ(difference(profile, here).words, "with 2 ranks (here 4), over shm (here gloo)");
+  EXPECT_FALSE(difference(profile, here).is_other_machine);
+  // What is not known does not differ.
+  here = {profile.machine, "", 0};
+  EXPECT_EQ(difference(profile, here).words, "");
+  here.machine = "another one";
+  EXPECT_EQ(difference(profile, here).words, "on a processor (here another one)");
+  EXPECT_TRUE(difference(profile, here).is_other_machine);
+  MachineProfile older = measured();
+  older.version = "0.0.9";
+  older.num_ranks = 1;
+  here = {profile.machine, "shm", 8};
+  EXPECT_EQ(difference(older, here).words, "with 1 rank (here 8), by version 0.0.9 (here 0.1.0)");
+  EXPECT_FALSE(processor_name().empty());
+  EXPECT_EQ(Here{}.machine, processor_name());
 }
 
 TEST(ProfileTest, FilesAreReadAsWritten) {

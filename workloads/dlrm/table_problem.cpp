@@ -34,14 +34,29 @@ std::string text_of(const std::string& path) {
 
 }  // namespace
 
-KnownSpeeds known_speeds(const std::string& profile) {
+KnownSpeeds known_speeds(const std::string& profile, const planner::Here& here) {
   KnownSpeeds known;
   std::string path = profile.empty() ? planner::profile_path() : profile;
   if (path == "assume" || (profile.empty() && (path.empty() || !std::filesystem::exists(path)))) {
     known.note = "speeds   assumed; tessera doctor --profile measures those of this machine";
     return known;
   }
-  known.profile = planner::profile_from_json(text_of(path));
+  const planner::MachineProfile found = planner::profile_from_json(text_of(path));
+  const planner::Difference differs = planner::difference(found, here);
+  if (differs.is_other_machine && profile.empty() && !planner::is_profile_named()) {
+    known.note = "speeds   assumed: " + path + " is of another machine";
+    known.caution = "profile  " + path + " was measured " + differs.words +
+                    ", so it is not used: tessera doctor --profile measures this machine, "
+                    "--profile " +
+                    path + " takes it all the same\n";
+    return known;
+  }
+  known.differs = differs.words;
+  if (!differs.words.empty()) {
+    known.caution = "profile  " + path + " was measured " + differs.words +
+                    ": tessera doctor --profile measures again\n";
+  }
+  known.profile = found;
   known.speeds = planner::speeds_of(known.profile);
   known.is_measured = true;
   known.note = "speeds   of " + path + ", measured with " +

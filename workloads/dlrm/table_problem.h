@@ -21,13 +21,16 @@ struct KnownSpeeds {
   planner::Speeds speeds;
   planner::MachineProfile profile;  // of a machine that was measured
   bool is_measured = false;
-  std::string note;  // one line for people: "speeds   …"
+  std::string differs;  // where and how the profile was measured, if not as it is used; in words
+  std::string note;     // one line for people: "speeds   …"
+  std::string caution;  // one more if the profile was measured elsewhere than `here`: "profile  …"
 };
 
 /// `profile` is a file of `tessera doctor --profile`, "assume", or empty: the file that the doctor
-/// keeps, if there is one; $TESSERA_PROFILE may be either. Throws planner::PlanError(kBadProblem)
-/// for a file that is not there or no profile.
-KnownSpeeds known_speeds(const std::string& profile);
+/// keeps, if there is one; $TESSERA_PROFILE may be either. A file that is named is used wherever it
+/// was measured; the kept one is not if that was another machine. Throws
+/// planner::PlanError(kBadProblem) for a file that is not there or no profile.
+KnownSpeeds known_speeds(const std::string& profile, const planner::Here& here);
 
 /// Gives tables what a file of `tessera data stats` says of their ids. Throws
 /// planner::PlanError(kBadProblem) for a file that is none, or has none of the tables.

@@ -6,6 +6,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "dlrm/rank_machines.h"
 #include "tessera/comm/leader.h"
 #include "tessera/comm/topology.h"
 #include "tessera/core/check.h"
@@ -102,19 +103,20 @@ LaidTables lay_tables(const std::string& verb, const Settings& settings, const C
   const sharding::Topology topology{world.size(), comm::get_local_size(world.size())};
   LaidTables laid;
   planner::Problem problem;
-  // Rank 0's machine and files count; whatever is wrong with them is told on all ranks.
+  RankMachines machines = rank_machines(verb, settings.profile, topology, world);
+  if (world.rank() == 0) laid.known = std::move(machines.known);
+  // Rank 0's files count; whatever is wrong with them is told on all ranks.
   const std::string answer = comm::invoke_on_rank_and_broadcast_result(world, 0, [&] {
     try {
-      laid.known = known_speeds(settings.profile);
       PlanRequest request;
       request.num_ranks = topology.world_size;
       request.ranks_per_host = topology.local_size;
       request.batch = settings.batch;
       request.table_optimizer = settings.table_optimizer;
-      request.rank = {memory_of_rank(topology.local_size), laid.known.speeds};
       auto listed = planner_tables(schema, settings.embedding_dim, settings.bag_size);
       if (!settings.stats.empty()) apply_statistics(settings.stats, listed);
       problem = table_problem(std::move(listed), request);
+      problem.ranks = std::move(machines.ranks);
     } catch (const planner::PlanError& error) {
       return nlohmann::json{{"error", error.what()}}.dump();
     }
@@ -163,7 +165,7 @@ std::string plan_lines(const LaidTables& laid) {
                 "plan     tables %.4g ms a step, no plan can be under %.4g ms (%.2f %%)\n",
                 figures.seconds * 1e3, figures.bound * 1e3,
                 figures.bound > 0 ? 100 * (figures.seconds / figures.bound - 1) : 0.0);
-  return laid.known.note + "\n" + text;
+  return laid.known.note + "\n" + laid.known.caution + text;
 }
 
 std::string plan_record(const Settings& settings, const LaidTables& laid,

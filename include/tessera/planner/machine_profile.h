@@ -94,12 +94,34 @@ TESSERA_API std::string to_json(const MachineProfile& profile);
 /// Speeds of one rank. What was not measured is as assumed: see `assumed`.
 TESSERA_API Speeds speeds_of(const MachineProfile& profile);
 
-/// What of the speeds was not measured, in words; empty if all was.
-TESSERA_API std::string assumed(const MachineProfile& profile);
+/// What of the speeds was not measured, in words: of "memory", "links in a host" and "links between
+/// hosts".
+TESSERA_API std::vector<std::string> assumed(const MachineProfile& profile);
+
+/// The processor of this machine, as a profile names it.
+TESSERA_API std::string processor_name();
+
+/// Where a profile is used. An engine that is not known is empty, a number of ranks 0.
+struct Here {
+  std::string machine = processor_name();
+  std::string engine;
+  int num_ranks = 0;  // of a host
+};
+
+/// How the place where a profile was measured differs from where it is used.
+struct Difference {
+  bool is_other_machine = false;
+  std::string words;  // "on A (here B), with 2 ranks (here 4)"; empty: in nothing
+};
+/// Compares machine, ranks, engine, and the version of the library.
+TESSERA_API Difference difference(const MachineProfile& profile, const Here& here);
 
 /// Where a profile is kept: $TESSERA_PROFILE, else tessera/machine.json in the user's cache folder.
 /// Empty if there is no such folder.
 TESSERA_API std::string profile_path();
+
+/// Whether $TESSERA_PROFILE names it.
+TESSERA_API bool is_profile_named();
 
 /// What one step of a training takes, by part.
 struct StepTime {

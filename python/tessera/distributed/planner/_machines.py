@@ -235,6 +235,7 @@ class Topology:
         self._hbm_to_ddr_mem_bw = hbm_to_ddr_mem_bw
         self._custom_topology_data = custom_topology_data
         self._measured: list[dict[str, float]] | None = None
+        self._assumed: dict[str, float] = {}  # in place of the defaults, where nothing was measured
         self._comms = generalized_comms_bandwidths or BasicCommsBandwidths(inter_host_bw, intra_host_bw)
         self._bwd_compute_multiplier = bwd_compute_multiplier
         self._weighted_feature_bwd_compute_multiplier = weighted_feature_bwd_compute_multiplier
@@ -346,7 +347,7 @@ class Topology:
             # Whoever says how fast memory is says so of lookups and steps.
             links = ("host_speed", "network_speed")
             measured = {name: value for name, value in measured.items() if name in links}
-        return {**found, **measured, **given}
+        return {**found, **self._assumed, **measured, **given}
 
     def __repr__(self) -> str:
         lines = [f"world_size={self._world_size}", f"compute_device={self._compute_device}"]

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tessera import _C
 from tessera.distributed.collective_utils import invoke_on_rank_and_broadcast_result
 from tessera.distributed.comm import get_local_size
 from tessera.distributed.planner._certified import PlanResult, lists_of, options_of, problem_of, solve
@@ -25,7 +26,7 @@ from tessera.distributed.planner._plan_checks import (
     validate_modules_inclusion_in_sharding_plan,
     validate_rank_assignment,
 )
-from tessera.distributed.planner._profile import measured_speeds
+from tessera.distributed.planner._profile import Measured, alike, measured_here
 from tessera.distributed.planner._search import narrower_options, search_plan
 from tessera.distributed.planner._tables import tables_of
 from tessera.distributed.planner.constants import BATCH_SIZE
@@ -72,9 +73,13 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
-def _measured_here(topology: Topology) -> dict[str, float]:
-    """Return the speeds that were measured on this machine, for ranks that work on its processors."""
-    return measured_speeds() if topology.compute_device == "cpu" else {}
+def _measured_here(topology: Topology, pg: dist.ProcessGroup | None = None) -> Measured:
+    """Return what was measured on this machine, for ranks that work on its processors."""
+    if topology.compute_device != "cpu":
+        return Measured()
+    # Between hosts there are other engines than the one that was measured inside one.
+    is_on_host = pg is not None and 1 < pg.size() == topology.local_world_size
+    return measured_here(topology.local_world_size, _C.engine(pg) if is_on_host else "")
 
 
 class EmbeddingPlannerBase(ShardingPlanner):
@@ -158,9 +163,13 @@ class EmbeddingPlannerBase(ShardingPlanner):
         }
         gathered: list[Any] = [None] * pg.size()
         dist.all_gather_object(gathered, (own, _measured_here(self._topology)), group=pg)
-        # Ranks whose machines were measured differently are ranks of different kinds.
+        # Ranks on machines that are not alike are ranks of different kinds.
         if pg.size() == self._topology.world_size:
-            self._topology.use_measured([measured for _, measured in gathered])
+            self._topology.use_measured(alike([measured for _, measured in gathered]))
+        if pg.rank() == 0:
+            for caution in dict.fromkeys(measured.caution for _, measured in gathered):
+                if caution:
+                    logger.warning("plan: %s", caution)
         given = [parts for parts, _ in gathered]
         for rank, other in enumerate(given):
             parts = [part for part in given[0] if other.get(part) != given[0][part]]
@@ -243,7 +252,10 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
         if not any(True for _ in tables_of(module, sharders)):
             return ShardingPlan({})
         if self._topology._measured is None:
-            self._topology.use_measured([_measured_here(self._topology)] * self._topology.world_size)
+            measured = _measured_here(self._topology)
+            self._topology.use_measured([measured.speeds] * self._topology.world_size)
+            if measured.caution:
+                logger.warning("plan: %s", measured.caution)
         left = self._storage_reservation.reserve(
             topology=self._topology,
             batch_size=self._batch_size,
@@ -405,22 +417,20 @@ def default_planner(world_size: int, local_size: int, device: torch.device) -> E
     """
     if device.type == "cuda":
         memory = {"hbm_cap": torch.cuda.get_device_properties(device).total_memory // 1024**3 * 1024**3}
-        speeds: dict[str, float] = {}
     else:
         pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         memory = {"ddr_cap": max(1, pages // local_size // 1024**3) * 1024**3}
-        speeds = {"ddr_mem_bw": 51e6, "intra_host_bw": 25e6, "inter_host_bw": 12.5e6}
-        if measured_speeds():
-            speeds = {}
-    logger.info(
-        "DistributedModelParallel: no plan was given; speeds of this machine are %s",
-        "assumed (tessera doctor --profile measures them)" if speeds or device.type == "cuda" else "measured",
-    )
     topology = Topology(
         world_size=world_size,
         compute_device="cuda" if device.type == "cuda" else "cpu",
         local_world_size=local_size,
         **memory,
-        **speeds,
+    )
+    if device.type != "cuda":
+        # Not as given speeds: ranks whose machines were measured have the same topology as the others.
+        topology._assumed = {"memory_speed": 51e9, "host_speed": 25e9, "network_speed": 12.5e9}
+    logger.info(
+        "DistributedModelParallel: no plan was given; speeds of this machine are %s",
+        "measured" if _measured_here(topology).speeds else "assumed (tessera doctor --profile measures them)",
     )
     return EmbeddingShardingPlanner(topology=topology, debug=False)
