@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import tessera._C
 import torch
+import torch.distributed as dist
 from ranks import run_ranks, run_ranks_collecting
 from tessera.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from tessera.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -232,3 +235,18 @@ def test_a_rank_that_was_given_something_else_is_named_everywhere():
         "PlannerError: collective_plan: rank 2 was given other batch size than rank 0. "
         "Give all ranks the same."
     }
+
+
+def _seconds_until_refused(rank, batch_sizes):
+    times = []
+    for _ in range(4):
+        dist.barrier()
+        begin = time.monotonic()
+        with pytest.raises(PlannerError):
+            _collective(rank, batch_sizes)
+        times.append(time.monotonic() - begin)
+    return min(times)
+
+
+def test_a_rank_that_was_given_something_else_is_named_within_a_second():
+    assert max(run_ranks(4, _seconds_until_refused, [512, 512, 256, 512])) < 1
