@@ -103,6 +103,46 @@ def test_a_searched_plan_is_applied(run, tmp_path):
     tessera("ckpt", "verify", tmp_path / "b")
 
 
+def test_a_plan_made_again_moves_what_it_lists_and_no_value(run, tmp_path):
+    listed, before, after = tmp_path / "tables.json", tmp_path / "before.json", tmp_path / "after.json"
+    tables = [{"name": f"cat_{i}", "rows": ROWS, "dim": DIM, "ids": 1} for i in range(4)]
+    listed.write_text(json.dumps({"tables": tables}))
+    words = ["plan", "tables", "--search", "--batch", 16, "--table-list", listed]
+    tessera(*words, "--ranks", 3, "--write", before)
+    tessera("ckpt", "reshard", run, "--plan", before, "--to", tmp_path / "a")
+    tables[1]["ids"] = 40  # asked for far more often; and a rank is gone
+    listed.write_text(json.dumps({"tables": tables}))
+    again = [*words, "--ranks", 2, "--previous", before, "--max-moved", "50%", "--write", after, "--json"]
+    found = json.loads(tessera(*again).stdout)
+    assert found["moves"] and found["changed"] == []
+    tessera("ckpt", "reshard", tmp_path / "a", "--plan", after, "--to", tmp_path / "b")
+    tessera("ckpt", "verify", tmp_path / "b")
+    # A row and column is on another rank if, and only if, a move says so.
+    moved = set()
+    for move in found["moves"]:
+        row, column, rows, columns, rank = move["part"]
+        cells = ((r, c) for r in range(row, row + rows) for c in range(column, column + columns))
+        moved |= {(move["table"], *cell, move["from"], rank) for cell in cells}
+
+    def ranks_of_cells(root):
+        weights = {n: f"tables.embedding_bags.{n}.weight" for n in (table["name"] for table in tables)}
+        return {
+            (name, row, column): rank
+            for name, weight in weights.items()
+            for (first, left), (rows, columns), rank in places(manifest(root), weight)
+            for row in range(first, first + rows)
+            for column in range(left, left + columns)
+        }
+
+    old, new = ranks_of_cells(tmp_path / "a"), ranks_of_cells(tmp_path / "b")
+    assert {(*cell, old[cell], new[cell]) for cell in new if old[cell] != new[cell]} == moved
+    for root in ("a", "b"):
+        tessera("ckpt", "export", tmp_path / root, "--to", tmp_path / f"{root}.safetensors")
+    tessera("ckpt", "export", run, "--to", tmp_path / "run.safetensors")
+    contents = {(tmp_path / f"{name}.safetensors").read_bytes() for name in ("a", "b", "run")}
+    assert len(contents) == 1
+
+
 @pytest.mark.parametrize(
     ("changes", "flags", "code", "text"),
     [
