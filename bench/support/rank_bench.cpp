@@ -44,6 +44,7 @@ constexpr int kPingLooks = 20'000;
 constexpr double kFarNanoseconds = 130.0;
 constexpr double kQuiet = 0.05;  // a clock tick or two on one core
 constexpr int kAttempts = 4;
+constexpr double kQuickSeconds = 0.5;
 
 double microseconds_since(Clock::time_point begin) {
   return std::chrono::duration<double, std::micro>(Clock::now() - begin).count();
@@ -189,7 +190,8 @@ double RankBench::agree_on(double value) {
 
 Samples RankBench::measure(const std::function<void()>& call, int batch, double seconds) {
   Samples best = measure_once(call, batch, seconds);
-  for (int i = 1; i < kAttempts && agree_on(best.others) > kQuiet; ++i) {
+  const int attempts = seconds < kQuickSeconds ? 1 : kAttempts;
+  for (int i = 1; i < attempts && agree_on(best.others) > kQuiet; ++i) {
     std::this_thread::sleep_for(std::chrono::milliseconds(500));
     Samples again = measure_once(call, batch, seconds);
     if (again.others < best.others) best = std::move(again);

@@ -37,7 +37,7 @@ class RankBench {
 
   /// Times `call`. Every repetition begins with a barrier and makes `batch` calls; there are at
   /// least ten, more if they fit into `seconds`. If other programs disturb, tries again a few times
-  /// and returns the quietest attempt.
+  /// and returns the quietest attempt; a quick look, of less than half a second, is taken as it is.
   Samples measure(const std::function<void()>& call, int batch, double seconds);
 
  private:
