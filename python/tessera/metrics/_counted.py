@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from tessera.metrics._summed import SummedComputation
 from tessera.metrics.metrics_namespace import MetricName, MetricPrefix
-from tessera.metrics.rec_metric import MetricComputationReport, RecMetricComputation
+from tessera.metrics.rec_metric import MetricComputationReport
 
 __all__ = ["CountedSamples"]
 
 
-class CountedSamples(RecMetricComputation):
+class CountedSamples(SummedComputation):
     """Count samples beside the sums of the class that comes after this one."""
 
     def sums(self) -> tuple[str, ...]:

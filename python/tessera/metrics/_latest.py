@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from tessera.metrics.rec_metric import RecMetricComputation
+from tessera.metrics._summed import SummedComputation
 
 __all__ = ["LatestBatch"]
 
 
-class LatestBatch(RecMetricComputation):
+class LatestBatch(SummedComputation):
     """Keep what the last batch brought where others keep sums; the window adds up as usual. No state."""
 
     PERSISTENT: ClassVar = False

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from tessera import comm
+from tessera.metrics._summed import Synced
 from tessera.metrics.metrics_namespace import MetricNameBase, MetricPrefix
-from tessera.metrics.rec_metric import MetricComputationReport, RecMetric, Synced
+from tessera.metrics.rec_metric import MetricComputationReport, RecMetric
 
 __all__ = ["GROUPING_KEYS", "SampledComputation", "SampledMetric"]
 
@@ -117,7 +118,7 @@ class SampledMetric(RecMetric):
         self._is_grouped = bool(kwargs.pop(self.GROUPED, False))
         super().__init__(*args, **kwargs)
 
-    def _task_options(self, task: Any) -> dict[str, Any]:
+    def _get_task_kwargs(self, task_config: Any) -> dict[str, Any]:
         return {"grouped": self._is_grouped}
 
     def get_required_inputs(self) -> set[str]:

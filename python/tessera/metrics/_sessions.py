@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from tessera.metrics._summed import SummedComputation
 from tessera.metrics.metrics_config import RecTaskInfo, SessionMetricDef
 from tessera.metrics.metrics_namespace import MetricNameBase
-from tessera.metrics.rec_metric import RecMetric, RecMetricComputation, RecMetricException
+from tessera.metrics.rec_metric import RecMetric, RecMetricException
 
 __all__ = ["SessionComputation", "SessionMetric", "ranking_within_session"]
 
@@ -25,7 +26,7 @@ def ranking_within_session(predictions: torch.Tensor, session: torch.Tensor) -> 
     return (higher & (sessions.unsqueeze(0) == sessions.unsqueeze(1))).sum(-1)
 
 
-class SessionComputation(RecMetricComputation):
+class SessionComputation(SummedComputation):
     """Add up right and wrong answers."""
 
     NAME: ClassVar[MetricNameBase]
@@ -56,11 +57,13 @@ class SessionComputation(RecMetricComputation):
 class SessionMetric(RecMetric):
     """Compute a number of answers within sessions, as the tasks' `session_metric_def` says."""
 
-    def _task_options(self, task: RecTaskInfo) -> dict[str, Any]:
-        found = task.session_metric_def
+    def _get_task_kwargs(self, task_config: RecTaskInfo) -> dict[str, Any]:
+        found = task_config.session_metric_def
         if found is None or found.top_threshold is None:
             missing = "session_metric_def" if found is None else "top_threshold"
-            raise RecMetricException(f"metrics.{self._namespace}: task {task.name!r} has no {missing}.")
+            raise RecMetricException(
+                f"metrics.{self._namespace}: task {task_config.name!r} has no {missing}."
+            )
         return {"session_metric_def": found}
 
     def get_required_inputs(self) -> set[str]:

@@ -7,14 +7,15 @@ from typing import Any, ClassVar
 
 import torch
 
+from tessera.metrics._summed import SummedComputation
 from tessera.metrics.calibration import compute_calibration
 from tessera.metrics.metrics_namespace import MetricName, MetricNamespace
-from tessera.metrics.rec_metric import RecMetric, RecMetricComputation
+from tessera.metrics.rec_metric import RecMetric
 
 __all__ = ["AccuracyMetric", "AccuracyMetricComputation"]
 
 
-class AccuracyMetricComputation(RecMetricComputation):
+class AccuracyMetricComputation(SummedComputation):
     """Add up right answers and samples; a prediction of `threshold` or more says 1."""
 
     SUMS: ClassVar = ("accuracy_sum", "weighted_num_samples")

@@ -7,14 +7,15 @@ from typing import ClassVar
 
 import torch
 
+from tessera.metrics._summed import SummedComputation
 from tessera.metrics.calibration import compute_calibration
 from tessera.metrics.metrics_namespace import MetricName, MetricNamespace
-from tessera.metrics.rec_metric import RecMetric, RecMetricComputation
+from tessera.metrics.rec_metric import RecMetric
 
 __all__ = ["AverageMetric", "AverageMetricComputation"]
 
 
-class AverageMetricComputation(RecMetricComputation):
+class AverageMetricComputation(SummedComputation):
     """Add up labels, predictions and samples."""
 
     SUMS: ClassVar = ("label_sum", "prediction_sum", "weighted_num_samples")

@@ -7,14 +7,15 @@ from typing import Any, ClassVar
 
 import torch
 
+from tessera.metrics._summed import SummedComputation
 from tessera.metrics.metrics_namespace import MetricName, MetricNamespace
 from tessera.metrics.ne import ETA, compute_ne, get_ne_states
-from tessera.metrics.rec_metric import RecMetric, RecMetricComputation
+from tessera.metrics.rec_metric import RecMetric
 
 __all__ = ["CaliFreeNEMetric", "CaliFreeNEMetricComputation"]
 
 
-class CaliFreeNEMetricComputation(RecMetricComputation):
+class CaliFreeNEMetricComputation(SummedComputation):
     """Add up cross entropies, labels and predictions."""
 
     SUMS: ClassVar = (

@@ -7,8 +7,9 @@ from typing import ClassVar
 
 import torch
 
+from tessera.metrics._summed import SummedComputation
 from tessera.metrics.metrics_namespace import MetricName, MetricNamespace
-from tessera.metrics.rec_metric import RecMetric, RecMetricComputation
+from tessera.metrics.rec_metric import RecMetric
 
 __all__ = [
     "CalibrationMetric",
@@ -37,7 +38,7 @@ def get_calibration_states(
     }
 
 
-class CalibrationMetricComputation(RecMetricComputation):
+class CalibrationMetricComputation(SummedComputation):
     """Add up predictions and labels."""
 
     SUMS: ClassVar = ("calibration_num", "calibration_denom")

@@ -7,16 +7,17 @@ from typing import Any, ClassVar
 
 import torch
 
+from tessera.metrics._summed import SummedComputation
 from tessera.metrics.calibration import compute_calibration
 from tessera.metrics.metrics_namespace import MetricName, MetricNamespace
-from tessera.metrics.rec_metric import RecMetric, RecMetricComputation
+from tessera.metrics.rec_metric import RecMetric
 
 __all__ = ["HindsightTargetPRMetric", "HindsightTargetPRMetricComputation"]
 
 THRESHOLD_GRANULARITY = 1000
 
 
-class HindsightTargetPRMetricComputation(RecMetricComputation):
+class HindsightTargetPRMetricComputation(SummedComputation):
     """Add up right and wrong answers at 1000 thresholds between 0 and 1."""
 
     SUMS: ClassVar = ("true_pos_sum", "false_pos_sum", "false_neg_sum")

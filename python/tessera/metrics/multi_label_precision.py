@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 
+from tessera.metrics._summed import SummedComputation
 from tessera.metrics.calibration import compute_calibration
 from tessera.metrics.metrics_namespace import MetricName, MetricNamespace
-from tessera.metrics.rec_metric import RecMetric, RecMetricComputation, RecMetricException
+from tessera.metrics.rec_metric import RecMetric, RecMetricException
 
 __all__ = ["MultiLabelPrecisionMetric", "MultiLabelPrecisionMetricComputation"]
 
 
-class MultiLabelPrecisionMetricComputation(RecMetricComputation):
+class MultiLabelPrecisionMetricComputation(SummedComputation):
     """Add up right and wrong answers of each label; bit i of predictions and labels is label i."""
 
     def __init__(self, *args: Any, num_labels: int = 1, label_names: list[str] | None = None) -> None:

@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from tessera.metrics._summed import SummedComputation
 from tessera.metrics.metrics_config import RecTaskInfo
 from tessera.metrics.metrics_namespace import MetricName, MetricNamespace
-from tessera.metrics.rec_metric import RecMetric, RecMetricComputation, RecMetricException
+from tessera.metrics.rec_metric import RecMetric, RecMetricException
 
 __all__ = ["MulticlassRecallMetric", "MulticlassRecallMetricComputation", "compute_true_positives_at_k"]
 
@@ -30,7 +31,7 @@ def compute_true_positives_at_k(
     return hits.sum(-2).cumsum(-1)
 
 
-class MulticlassRecallMetricComputation(RecMetricComputation):
+class MulticlassRecallMetricComputation(SummedComputation):
     """Add up hits by place, and samples."""
 
     SUMS: ClassVar = ("tp_at_k", "total_weights")

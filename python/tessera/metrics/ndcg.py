@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from tessera.metrics._summed import SummedComputation
 from tessera.metrics.metrics_config import RecTaskInfo
 from tessera.metrics.metrics_namespace import MetricName, MetricNamespace
-from tessera.metrics.rec_metric import RecMetric, RecMetricComputation, RecMetricException
+from tessera.metrics.rec_metric import RecMetric, RecMetricException
 
 __all__ = ["NDCGComputation", "NDCGMetric"]
 
@@ -24,7 +25,7 @@ def _cumulative(labels: torch.Tensor, order: torch.Tensor, count: int, exponenti
     return (first / torch.log2(places + 2.0)).sum()
 
 
-class NDCGComputation(RecMetricComputation):
+class NDCGComputation(SummedComputation):
     """Add up what sessions miss of their best order, and sessions.
 
     A session weighs as much as the heaviest of its samples. Gains are labels, or 2^label - 1.
@@ -88,8 +89,8 @@ class NDCGMetric(RecMetric):
     _namespace = MetricNamespace.NDCG
     _computation_class = NDCGComputation
 
-    def _task_options(self, task: RecTaskInfo) -> dict[str, Any]:
-        return {"is_negative_task": task.is_negative_task}
+    def _get_task_kwargs(self, task_config: RecTaskInfo) -> dict[str, Any]:
+        return {"is_negative_task": task_config.is_negative_task}
 
     def get_required_inputs(self) -> set[str]:
         """Return the name of the sessions' tensor."""

@@ -15,8 +15,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from tessera.metrics._summed import SummedComputation
 from tessera.metrics.metrics_namespace import MetricName, MetricNamespace
-from tessera.metrics.rec_metric import RecMetric, RecMetricComputation
+from tessera.metrics.rec_metric import RecMetric
 
 __all__ = [
     "ETA",
@@ -73,7 +74,7 @@ def compute_logloss(
     return ce_sum / (pos_labels + neg_labels).clamp(min=eta)
 
 
-class NEMetricComputation(RecMetricComputation):
+class NEMetricComputation(SummedComputation):
     """Add up cross entropies and labels. With `include_logloss` the mean cross entropy is told, too."""
 
     SUMS: ClassVar = ("cross_entropy_sum", "weighted_num_samples", "pos_labels", "neg_labels")

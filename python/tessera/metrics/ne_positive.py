@@ -7,14 +7,15 @@ from typing import Any, ClassVar
 
 import torch
 
+from tessera.metrics._summed import SummedComputation
 from tessera.metrics.metrics_namespace import MetricName, MetricNamespace
 from tessera.metrics.ne import ETA, compute_ne, get_ne_states
-from tessera.metrics.rec_metric import RecMetric, RecMetricComputation
+from tessera.metrics.rec_metric import RecMetric
 
 __all__ = ["NEPositiveMetric", "NEPositiveMetricComputation"]
 
 
-class NEPositiveMetricComputation(RecMetricComputation):
+class NEPositiveMetricComputation(SummedComputation):
     """Add up the cross entropies of positive samples, and labels."""
 
     SUMS: ClassVar = ("cross_entropy_positive_sum", "weighted_num_samples", "pos_labels", "neg_labels")

@@ -7,13 +7,14 @@ from typing import ClassVar
 
 import torch
 
+from tessera.metrics._summed import SummedComputation
 from tessera.metrics.metrics_namespace import MetricName, MetricNamespace
-from tessera.metrics.rec_metric import RecMetric, RecMetricComputation
+from tessera.metrics.rec_metric import RecMetric
 
 __all__ = ["NumMissingLabelsMetric", "NumMissingLabelsMetricComputation"]
 
 
-class NumMissingLabelsMetricComputation(RecMetricComputation):
+class NumMissingLabelsMetricComputation(SummedComputation):
     """Add it up."""
 
     SUMS: ClassVar = ("missing_label_sum",)

@@ -8,14 +8,15 @@ from typing import Any, ClassVar
 
 import torch
 
+from tessera.metrics._summed import SummedComputation
 from tessera.metrics.calibration import compute_calibration
 from tessera.metrics.metrics_namespace import MetricName, MetricNamespace
-from tessera.metrics.rec_metric import RecMetric, RecMetricComputation
+from tessera.metrics.rec_metric import RecMetric
 
 __all__ = ["PrecisionMetric", "PrecisionMetricComputation"]
 
 
-class RightPositives(RecMetricComputation, abc.ABC):
+class RightPositives(SummedComputation, abc.ABC):
     """Divide the right positives by them and the wrong answers of one kind, the second of `SUMS`."""
 
     NAME: ClassVar[MetricName]

@@ -1,259 +1,48 @@
-"""What all metrics have in common: sums over all samples and over the last ones, added up over ranks."""
+"""Metrics of several tasks, and what is told of them.
+
+A metric of one's own names its computation, see RecMetricComputation, and its namespace.
+"""
 
 from __future__ import annotations
 
 import abc
 import math
-from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from tessera import comm
+from tessera.metrics._computation import (
+    MAX_BUFFER_COUNT,
+    MetricComputationReport,
+    RecMetricComputation,
+    RecMetricException,
+    WindowBuffer,
+)
+from tessera.metrics._summed import SummedComputation
 from tessera.metrics.metrics_config import RecComputeMode, RecTaskInfo
 from tessera.metrics.metrics_namespace import (
-    MetricNameBase,
     MetricNamespaceBase,
-    MetricPrefix,
     compose_customized_metric_key,
     compose_metric_namespace,
 )
 
 __all__ = [
+    "MAX_BUFFER_COUNT",
     "MetricComputationReport",
     "RecMetric",
     "RecMetricComputation",
     "RecMetricException",
     "RecMetricList",
+    "WindowBuffer",
 ]
 
 Values = torch.Tensor | Mapping[str, torch.Tensor]
 
-
-class RecMetricException(Exception):
-    """Say that a metric was given what it cannot use."""
-
-
-@dataclass
-class MetricComputationReport:
-    """Hold one number of one task."""
-
-    name: MetricNameBase
-    metric_prefix: MetricPrefix
-    value: torch.Tensor
-    description: str | None = None
-
-
-class Window:
-    """Keep what the last `size` samples of this rank brought, batch by batch."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._count = 0
-        self.batches: deque[tuple[int, Any]] = deque()
-
-    def add(self, count: int, batch: Any) -> list[Any]:
-        """Add a batch; return those that have left."""
-        self.batches.append((count, batch))
-        self._count += count
-        gone = []
-        while self._count > self._size and self.batches:
-            number, old = self.batches.popleft()
-            self._count -= number
-            gone.append(old)
-        return gone
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self.batches.clear()
-        self._count = 0
-
-
-def has_others(group: dist.ProcessGroup | None) -> bool:
-    """Tell whether there are other ranks to add up with."""
-    return group is not None and group.size() > 1
-
-
-class Synced(abc.ABC):
-    """Let the state of all ranks' samples stand in the place of this rank's for a while."""
-
-    _group: dist.ProcessGroup | None
-    _own: torch.Tensor | None = None  # this rank's state, while that of all ranks stands in its place
-
-    @abc.abstractmethod
-    def _state_tensor(self) -> torch.Tensor:
-        """Return the state as one tensor."""
-
-    @abc.abstractmethod
-    def _put(self, state: torch.Tensor) -> None:
-        """Take a state."""
-
-    @abc.abstractmethod
-    def _over_ranks(self, state: torch.Tensor) -> torch.Tensor:
-        """Return the state of all ranks' samples. Collective."""
-
-    def _of_all(self) -> torch.Tensor:
-        """Return the state of all ranks' samples, unless it stands here already. Collective."""
-        state = self._state_tensor()
-        return self._over_ranks(state) if self._own is None and has_others(self._group) else state
-
-    @property
-    def _is_synced(self) -> bool:
-        return self._own is not None
-
-    def sync(self) -> None:
-        """Put the state of all ranks' samples into the place of this rank's, until `unsync`. Collective."""
-        if self._own is not None:
-            raise RecMetricException("metrics: sync was called twice. Call unsync before the second time.")
-        if has_others(self._group):
-            own = self._state_tensor()
-            self._put(self._over_ranks(own))
-            self._own = own
-
-    def unsync(self) -> None:
-        """Put this rank's state back."""
-        if self._own is None:
-            raise RecMetricException("metrics: unsync was called without a sync before it.")
-        own, self._own = self._own, None
-        self._put(own)
-
-    def _check_own(self) -> None:
-        if self._own is not None:
-            raise RecMetricException(
-                "metrics: a batch came between sync and unsync and would be lost. Call unsync first."
-            )
-
-
-class RecMetricComputation(Synced, nn.Module):
-    """Add up the numbers of one task, in double precision, and make metrics of the sums.
-
-    Sums over all samples are state: of one element each, or of the shape that `shapes` names.
-    """
-
-    SUMS: ClassVar[tuple[str, ...]] = ()
-    PERSISTENT: ClassVar[bool] = True
-
-    def __init__(
-        self,
-        my_rank: int,
-        window_size: int,
-        compute_on_all_ranks: bool,
-        group,
-        *,
-        shapes: Mapping[str, tuple[int, ...]] | None = None,
-    ) -> None:
-        super().__init__()
-        self._my_rank = my_rank
-        self._on_all_ranks = compute_on_all_ranks
-        self._group = group
-        self._window = Window(window_size)
-        self._shapes = {name: tuple((shapes or {}).get(name, (1,))) for name in self.sums()}
-        self._sizes = [math.prod(shape) for shape in self._shapes.values()]
-        for name, shape in self._shapes.items():
-            zeros = torch.zeros(shape, dtype=torch.float64)
-            self.register_buffer(name, zeros, persistent=self.PERSISTENT)
-        self.register_buffer(
-            "_window_sums", torch.zeros(sum(self._sizes), dtype=torch.float64), persistent=False
-        )
-
-    def sums(self) -> tuple[str, ...]:
-        """Return the names of the sums."""
-        return self.SUMS
-
-    @abc.abstractmethod
-    def _sums(
-        self, predictions: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor
-    ) -> Mapping[str, torch.Tensor]:
-        """Return what a batch adds, by the names of the sums."""
-
-    def _sums_with(
-        self,
-        predictions: torch.Tensor,
-        labels: torch.Tensor,
-        weights: torch.Tensor,
-        inputs: Mapping[str, torch.Tensor],
-    ) -> Mapping[str, torch.Tensor]:
-        """Return what a batch adds where further tensors are needed."""
-        return self._sums(predictions, labels, weights)
-
-    @abc.abstractmethod
-    def _numbers(self, sums: Mapping[str, torch.Tensor]) -> dict[Any, torch.Tensor]:
-        """Return the metrics of sums, by name or by (name, description)."""
-
-    def update(
-        self,
-        predictions: torch.Tensor,
-        labels: torch.Tensor,
-        weights: torch.Tensor,
-        inputs: Mapping[str, torch.Tensor] | None = None,
-    ) -> None:
-        """Add a batch."""
-        self._check_own()
-        self._add(predictions, labels, weights, inputs or {})
-
-    def _add(self, predictions, labels, weights, inputs) -> None:
-        added = self._sums_with(predictions.double(), labels.double(), weights.double(), inputs)
-        if not added:
-            return
-        batch = torch.cat([added[name].double().reshape(-1) for name in self._shapes])
-        batch = batch.to(self._window_sums.device)
-        for (name, shape), part in zip(self._shapes.items(), batch.split(self._sizes), strict=True):
-            getattr(self, name).add_(part.reshape(shape))
-        self._window_sums.add_(batch)
-        for old in self._window.add(labels.size(-1), batch):
-            self._window_sums.sub_(old)
-        if not self._window.batches:
-            self._window_sums.zero_()
-
-    def _parts(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        parts = zip(self._shapes.items(), flat.split(self._sizes), strict=True)
-        return {name: part.reshape(shape) for (name, shape), part in parts}
-
-    def _flat(self) -> torch.Tensor:
-        return torch.cat([getattr(self, name).reshape(-1) for name in self._shapes])
-
-    def _reports(self, totals: torch.Tensor, last: torch.Tensor) -> list[MetricComputationReport]:
-        found = []
-        for prefix, flat in ((MetricPrefix.LIFETIME, totals), (MetricPrefix.WINDOW, last)):
-            for key, value in self._numbers(self._parts(flat)).items():
-                name, description = key if isinstance(key, tuple) else (key, None)
-                found.append(MetricComputationReport(name, prefix, value, description))
-        return found
-
-    def local_compute(self) -> list[MetricComputationReport]:
-        """Return the metrics of this rank's samples."""
-        return self._reports(self._flat(), self._window_sums)
-
-    def _state_tensor(self) -> torch.Tensor:
-        return torch.cat([self._flat(), self._window_sums])
-
-    def _over_ranks(self, state: torch.Tensor) -> torch.Tensor:
-        return comm.all_reduce(state, self._group)
-
-    def compute(self) -> list[MetricComputationReport]:
-        """Return the metrics of all ranks' samples: on rank 0, or on all if asked for. Collective."""
-        flat = self._of_all()
-        if self._my_rank != 0 and not self._on_all_ranks:
-            return []
-        return self._reports(*flat.split(sum(self._sizes)))
-
-    def _put(self, state: torch.Tensor) -> None:
-        totals, last = state.split(sum(self._sizes))
-        for name, value in self._parts(totals).items():
-            getattr(self, name).copy_(value)
-        self._window_sums.copy_(last)
-
-    def reset(self) -> None:
-        """Forget everything."""
-        self._own = None
-        self._window.clear()
-        self._window_sums.zero_()
-        for name in self._shapes:
-            getattr(self, name).zero_()
+_FUSED = (RecComputeMode.FUSED_TASKS_COMPUTATION, RecComputeMode.FUSED_TASKS_AND_STATES_COMPUTATION)
 
 
 def _group_of(group: dist.ProcessGroup | None, world_size: int) -> dist.ProcessGroup | None:
@@ -269,7 +58,11 @@ class RecMetric(nn.Module, abc.ABC):
     """
 
     _namespace: MetricNamespaceBase
-    _computation_class: type[RecMetricComputation]
+    _computation_class: type[SummedComputation] | type[RecMetricComputation]
+
+    PREDICTIONS: ClassVar = "predictions"
+    LABELS: ClassVar = "labels"
+    WEIGHTS: ClassVar = "weights"
 
     def __init__(
         self,
@@ -287,24 +80,50 @@ class RecMetric(nn.Module, abc.ABC):
     ) -> None:
         super().__init__()
         kwargs.pop("batch_size_stages", None)  # samples are counted as they come
+        self._world_size = world_size
+        self._my_rank = my_rank
         self._tasks = tasks
         self._batch_size = batch_size
+        self._window_size = math.ceil(window_size / world_size)
         self._options = kwargs
-        self._metrics_computations = nn.ModuleList(
-            self._computation_class(
-                my_rank,
-                math.ceil(window_size / world_size),
-                compute_on_all_ranks,
-                _group_of(process_group, world_size),
-                **self._task_options(task),
-                **kwargs,
+        self._required_inputs: set[str] = set()
+        self._follows_protocol = issubclass(self._computation_class, RecMetricComputation)
+        self._metrics_computations = nn.ModuleList()
+        if not self._follows_protocol:
+            for task in tasks:
+                computation = self._computation_class(
+                    my_rank,
+                    self._window_size,
+                    compute_on_all_ranks,
+                    _group_of(process_group, world_size),
+                    **self._get_task_kwargs(task),
+                    **kwargs,
+                )
+                self._metrics_computations.append(computation)
+            return
+        is_fused = compute_mode in _FUSED
+        for part in [tasks] if is_fused else tasks:
+            computation = self._computation_class(
+                my_rank=my_rank,
+                batch_size=batch_size,
+                n_tasks=len(tasks) if is_fused else 1,
+                window_size=self._window_size,
+                compute_on_all_ranks=compute_on_all_ranks,
+                should_validate_update=should_validate_update,
+                compute_mode=compute_mode,
+                process_group=process_group,
+                **{"fused_update_limit": fused_update_limit, **kwargs, **self._get_task_kwargs(part)},
             )
-            for task in tasks
-        )
+            self._metrics_computations.append(computation)
+            self._required_inputs |= self._get_task_required_inputs(part)
 
-    def _task_options(self, task: RecTaskInfo) -> dict[str, Any]:
+    def _get_task_kwargs(self, task_config: RecTaskInfo | list[RecTaskInfo]) -> dict[str, Any]:
         """Return what the computation of a task is made with besides the options of all."""
         return {}
+
+    def _get_task_required_inputs(self, task_config: RecTaskInfo | list[RecTaskInfo]) -> set[str]:
+        """Return the names of further tensors that a computation of one's own needs for a task."""
+        return set()
 
     def _check_sizes(self, task: RecTaskInfo, predictions: torch.Tensor, labels: torch.Tensor | None) -> None:
         count = 0 if labels is None else labels.numel()
@@ -330,6 +149,9 @@ class RecMetric(nn.Module, abc.ABC):
 
     def update(self, *, predictions: Values, labels: Values, weights: Values | None, **kwargs: Any) -> None:
         """Add a batch: tensors by the names of tasks, or one of [tasks, batch]. Weights are 1 if left out."""
+        if self._follows_protocol:
+            self._update_by_protocol(predictions, labels, weights, kwargs)
+            return
         for place, (task, computation) in enumerate(
             zip(self._tasks, self._metrics_computations, strict=True)
         ):
@@ -343,6 +165,39 @@ class RecMetric(nn.Module, abc.ABC):
             inputs = self._inputs(kwargs.get("required_inputs") or {}, task)
             with torch.no_grad():
                 computation.update(self._flat(given), marks.reshape(-1), counts.reshape(-1), inputs)
+
+    def _update_by_protocol(
+        self, predictions: Values, labels: Values, weights: Values | None, others: dict[str, Any]
+    ) -> None:
+        """Hand each computation the tensors of its tasks, as [tasks, samples]."""
+        given = others.get("required_inputs")
+        fused = len(self._tasks) != len(self._metrics_computations)
+        groups = [self._tasks] if fused else [[task] for task in self._tasks]
+        for tasks, computation in zip(groups, self._metrics_computations, strict=True):
+            parts = [self._rows(values, tasks) for values in (predictions, labels, weights)]
+            if parts[0] is None or not parts[0].numel():
+                continue
+            rows, marks, counts = parts
+            if marks is None:
+                raise RecMetricException(f"metrics.{self._namespace}: task {tasks[0].name!r} has no labels.")
+            marks = marks.reshape(len(tasks), -1)
+            is_of_classes = parts[0].dim() > parts[1].dim()
+            rows = rows.reshape(len(tasks), -1, *rows.shape[-1:] if is_of_classes else ())
+            counts = torch.ones_like(rows) if counts is None else counts.reshape(len(tasks), -1)
+            if given is not None and not fused:
+                wide = {k: v.expand(marks.shape) if v.numel() == 1 else v for k, v in given.items()}
+                others = {**others, "required_inputs": {k: v.view(marks.shape) for k, v in wide.items()}}
+            if computation._should_validate_update:
+                seen = counts.count_nonzero(-1) > 0
+                if not seen.any():
+                    continue
+                computation.has_valid_update.logical_or_(seen)
+            computation.update(predictions=rows, labels=marks, weights=counts, **others)
+
+    def _rows(self, values: Values | None, tasks: list[RecTaskInfo]) -> torch.Tensor | None:
+        """Return the tensors of these tasks, one after the other; None if there are none."""
+        own = [self._of_task(values, task, self._tasks.index(task)) for task in tasks]
+        return None if any(tensor is None for tensor in own) else torch.stack(own)
 
     def _flat(self, predictions: torch.Tensor) -> torch.Tensor:
         return predictions.reshape(-1)
@@ -360,14 +215,26 @@ class RecMetric(nn.Module, abc.ABC):
             for report in found
         }
 
+    def _reports(self, scope: str) -> list[list[MetricComputationReport]]:
+        """Return what the computations report, by task."""
+        if self._follows_protocol:
+            for computation in self._metrics_computations:
+                computation.pre_compute()
+        found = [getattr(computation, f"{scope}compute")() for computation in self._metrics_computations]
+        if len(found) == len(self._tasks):
+            return found
+        return [
+            [replace(report, value=report.value[place]) for report in found[0]]
+            for place in range(len(self._tasks))
+        ]
+
     def compute(self) -> dict[str, torch.Tensor]:
         """Return the metrics by key: on rank 0, or on all ranks if asked for. Collective."""
-        return self._named([computation.compute() for computation in self._metrics_computations])
+        return self._named(self._reports(""))
 
     def local_compute(self) -> dict[str, torch.Tensor]:
         """Return the metrics of this rank's samples by key, which says so: `ne-task|local_window_ne`."""
-        reports = [computation.local_compute() for computation in self._metrics_computations]
-        return self._named(reports, "local_")
+        return self._named(self._reports("local_"), "local_")
 
     def sync(self) -> None:
         """Let the state be that of all ranks' samples, to be saved, until `unsync`. Collective."""
@@ -387,7 +254,7 @@ class RecMetric(nn.Module, abc.ABC):
 
     def get_required_inputs(self) -> set[str]:
         """Return the names of further tensors of a batch that are needed, as `required_inputs` of update."""
-        return set()
+        return self._required_inputs
 
 
 class RecMetricList(nn.Module):

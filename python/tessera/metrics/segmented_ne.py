@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from tessera.metrics._summed import SummedComputation
 from tessera.metrics.metrics_namespace import MetricName, MetricNamespace
 from tessera.metrics.ne import ETA, compute_cross_entropy, compute_logloss, compute_ne
-from tessera.metrics.rec_metric import RecMetric, RecMetricComputation, RecMetricException
+from tessera.metrics.rec_metric import RecMetric, RecMetricException
 
 __all__ = ["GroupingKeyConfig", "SegmentedNEMetric", "SegmentedNEMetricComputation"]
 
@@ -41,7 +42,7 @@ def _configs(keys: Any, num_groups: int, cast_keys_to_int: bool) -> list[Groupin
     return found
 
 
-class SegmentedNEMetricComputation(RecMetricComputation):
+class SegmentedNEMetricComputation(SummedComputation):
     """Add up cross entropies and labels by group."""
 
     def __init__(

@@ -7,15 +7,16 @@ from typing import Any, ClassVar
 
 import torch
 
+from tessera.metrics._summed import SummedComputation
 from tessera.metrics.metrics_config import RecTaskInfo
 from tessera.metrics.metrics_namespace import MetricName, MetricNamespace
-from tessera.metrics.rec_metric import RecMetric, RecMetricComputation, RecMetricException
+from tessera.metrics.rec_metric import RecMetric, RecMetricException
 from tessera.metrics.weighted_avg import get_mean
 
 __all__ = ["TensorWeightedAvgMetric", "TensorWeightedAvgMetricComputation"]
 
 
-class TensorWeightedAvgMetricComputation(RecMetricComputation):
+class TensorWeightedAvgMetricComputation(SummedComputation):
     """Add up the task's tensor and samples; without `weighted` each sample weighs 1."""
 
     SUMS: ClassVar = ("weighted_sum", "weighted_num_samples")
@@ -43,10 +44,10 @@ class TensorWeightedAvgMetric(RecMetric):
     _namespace = MetricNamespace.WEIGHTED_AVG
     _computation_class = TensorWeightedAvgMetricComputation
 
-    def _task_options(self, task: RecTaskInfo) -> dict[str, Any]:
-        if task.tensor_name is None:
-            raise RecMetricException(f"metrics.weighted_avg: task {task.name!r} has no tensor_name.")
-        return {"task": task}
+    def _get_task_kwargs(self, task_config: RecTaskInfo) -> dict[str, Any]:
+        if task_config.tensor_name is None:
+            raise RecMetricException(f"metrics.weighted_avg: task {task_config.name!r} has no tensor_name.")
+        return {"task": task_config}
 
     def get_required_inputs(self) -> set[str]:
         """Return the names of the tasks' tensors."""

@@ -9,21 +9,16 @@ from typing import Any, ClassVar
 import torch
 
 from tessera import comm
+from tessera.metrics._summed import SummedComputation
 from tessera.metrics.metrics_namespace import MetricName, MetricNamespace, MetricPrefix
-from tessera.metrics.rec_metric import (
-    MetricComputationReport,
-    RecMetric,
-    RecMetricComputation,
-    RecMetricException,
-    Values,
-)
+from tessera.metrics.rec_metric import MetricComputationReport, RecMetric, RecMetricException, Values
 
 __all__ = ["TowerQPSMetric", "TowerQPSMetricComputation"]
 
 WARMUP_STEPS = 100
 
 
-class TowerQPSMetricComputation(RecMetricComputation):
+class TowerQPSMetricComputation(SummedComputation):
     """Count samples, and the seconds between the batches that come after `warmup_steps`."""
 
     SUMS: ClassVar = ("num_examples", "warmup_examples", "time_lapse")

@@ -7,8 +7,9 @@ from typing import ClassVar
 
 import torch
 
+from tessera.metrics._summed import SummedComputation
 from tessera.metrics.metrics_namespace import MetricName, MetricNamespace
-from tessera.metrics.rec_metric import RecMetric, RecMetricComputation
+from tessera.metrics.rec_metric import RecMetric
 
 __all__ = ["WeightedAvgMetric", "WeightedAvgMetricComputation", "get_mean"]
 
@@ -18,7 +19,7 @@ def get_mean(value_sum: torch.Tensor, num_samples: torch.Tensor) -> torch.Tensor
     return value_sum / num_samples
 
 
-class WeightedAvgMetricComputation(RecMetricComputation):
+class WeightedAvgMetricComputation(SummedComputation):
     """Add up predictions and samples."""
 
     SUMS: ClassVar = ("weighted_sum", "weighted_num_samples")

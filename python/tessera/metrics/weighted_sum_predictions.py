@@ -7,13 +7,14 @@ from typing import ClassVar
 
 import torch
 
+from tessera.metrics._summed import SummedComputation
 from tessera.metrics.metrics_namespace import MetricName, MetricNamespace
-from tessera.metrics.rec_metric import RecMetric, RecMetricComputation
+from tessera.metrics.rec_metric import RecMetric
 
 __all__ = ["WeightedSumPredictionsMetric", "WeightedSumPredictionsMetricComputation"]
 
 
-class WeightedSumPredictionsMetricComputation(RecMetricComputation):
+class WeightedSumPredictionsMetricComputation(SummedComputation):
     """Add it up."""
 
     SUMS: ClassVar = ("weighted_predictions_sum",)

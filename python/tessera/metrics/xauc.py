@@ -7,14 +7,15 @@ from typing import ClassVar
 
 import torch
 
+from tessera.metrics._summed import SummedComputation
 from tessera.metrics.calibration import compute_calibration
 from tessera.metrics.metrics_namespace import MetricName, MetricNamespace
-from tessera.metrics.rec_metric import RecMetric, RecMetricComputation
+from tessera.metrics.rec_metric import RecMetric
 
 __all__ = ["XAUCMetric", "XAUCMetricComputation"]
 
 
-class XAUCMetricComputation(RecMetricComputation):
+class XAUCMetricComputation(SummedComputation):
     """Add up pairs of a batch in the right order, and all its pairs; a pair weighs the product of both."""
 
     SUMS: ClassVar = ("error_sum", "weighted_num_pairs")
