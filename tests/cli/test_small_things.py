@@ -62,8 +62,37 @@ def test_progress_fits_a_terminal_of_80_columns(tmp_path):
     assert re.search(r"\njudged   step 4: log loss [\d.]+ \| auc [\d.]+", text)
     for line in text.replace("\r", "\n").replace("\x1b[K", "").splitlines():
         assert len(line) <= 80 or line.startswith(("report", "model"))
-    # Twelve tables: the ten largest, and how many there are beside them.
-    assert "  and 2 tables that are not larger" in text
+
+
+@pytest.mark.parametrize("workload", ["lm", "gnn", "growing"])
+def test_progress_of_every_workload_fits_a_terminal(tmp_path, workload):
+    shapes = {
+        "lm": ["--batch", 4, "--length", 16, "--layers", 1, "--width", 16, "--sample", 200],
+        "gnn": ["--atoms", 27, "--structures", 4, "--features", 8, "--cutoff", "1.7"],
+    }
+    rows = "".join(f"{i % 3 // 2},{i % 97}.5,user-{i % 211}\n" for i in range(900))
+    (tmp_path / "log.csv").write_text("clicked,price,user\n" + rows)
+    growing = [*SMALL[4:], "--ids", "unlimited", "--data", tmp_path / "log.csv"]
+    words = ["train", *(("dlrm", *growing) if workload == "growing" else (workload, *shapes[workload]))]
+    text = on_terminal(80, *words, "--ranks", 2, "--steps", 8, "--eval-every", 4, "--save", tmp_path / "run")
+    shown = [part.split("\x1b[K")[0] for part in text.split("\r") if part.startswith("step ")]
+    assert re.match(r"step 8/8 \| loss ", shown[-1]) and all(len(line) < 80 for line in shown), shown
+    # One line that is written again and again, but for what an evaluation says.
+    lines = [line for line in text.split("\n") if re.search(r"step \d+/8 \| loss", line)]
+    assert 1 <= len(lines) <= 2, text
+    # What names a file, and text that was written, is as long as it is.
+    for line in text.replace("\r", "\n").replace("\x1b[K", "").splitlines():
+        assert len(line) <= 80 or line.startswith(("report", "model", "sample")) or "/" in line, line
+
+
+def test_the_ten_largest_tables_are_listed_in_the_order_of_their_numbers(tmp_path):
+    rows = "20,10," + ",".join("50" for _ in range(10))
+    tessera("data", "synth", tmp_path / "a.click", "--samples", 500, "--features", 12, "--rows", rows)
+    flags = [*SMALL[4:], "--data", tmp_path / "a.click", "--steps", 1, "--runs", tmp_path]
+    lines = tessera("train", "dlrm", *flags).stdout.splitlines()
+    listed = [line.split()[0] for line in lines if re.match("  cat_", line)]
+    assert listed == [f"cat_{number}" for number in range(2, 12)], lines
+    assert "  and 2 tables that are not larger; tessera plan tables shows all" in lines
 
 
 def test_what_is_said_after_ctrl_c_is_not_glued_to_the_progress(tmp_path):

@@ -3,11 +3,13 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <string_view>
 
 namespace tessera::trainer {
 namespace {
 
 constexpr std::size_t kUsualWidth = 80;
+constexpr std::string_view kIndent = "         ";  // as wide as "judged   "
 
 // Takes out what stands from `begin` up to the first of `ends`, or up to the end.
 void take_out(std::string& text, const std::string& begin, const std::string& end) {
@@ -36,6 +38,28 @@ std::string fitted(std::string text, std::size_t width) {
   return text;
 }
 
+std::string wrapped(const std::string& text, std::size_t width) {
+  constexpr std::string_view kBar = " | ";
+  const std::string first = text.substr(0, text.find('\n'));
+  std::string cut;
+  std::size_t column = 0;
+  for (std::size_t begin = 0; begin <= first.size();) {
+    const std::size_t end = std::min(first.find(kBar, begin), first.size());
+    const std::size_t columns = end - begin;
+    if (begin > 0 && column + kBar.size() + columns > width) {
+      cut.append("\n").append(kIndent);
+      column = kIndent.size();
+    } else if (begin > 0) {
+      cut.append(kBar);
+      column += kBar.size();
+    }
+    cut.append(first, begin, columns);
+    column += columns;
+    begin = end + kBar.size();
+  }
+  return cut + text.substr(first.size());
+}
+
 ProgressLine::ProgressLine(std::int64_t num_steps) : num_steps_(num_steps) {
   const char* columns = std::getenv(kTerminalVariable);
   is_terminal_ = columns != nullptr;
@@ -60,6 +84,10 @@ void ProgressLine::show(std::int64_t step, const std::string& text) {
     std::printf("%s\n", text.c_str());
   }
   std::fflush(stdout);
+}
+
+std::string ProgressLine::in_between(const std::string& text) const {
+  return is_terminal_ ? wrapped(text, width_) : text;
 }
 
 void ProgressLine::end() {

@@ -17,6 +17,11 @@ inline constexpr const char* kTerminalVariable = "TESSERA_TERMINAL";
 /// most `width` columns; cut if it must be. Parts stand between " | ".
 std::string fitted(std::string text, std::size_t width);
 
+/// The text with its first line cut at " | " into lines of at most `width` columns, where the parts
+/// allow it; the new ones are indented as far as the words behind "judged". Other lines may be of a
+/// text that was written, and stay.
+std::string wrapped(const std::string& text, std::size_t width);
+
 class ProgressLine {
  public:
   explicit ProgressLine(std::int64_t num_steps);
@@ -25,6 +30,8 @@ class ProgressLine {
   /// tenth of a second on a terminal, every two seconds elsewhere.
   bool is_due(std::int64_t step) const;
   void show(std::int64_t step, const std::string& text);
+  /// What is said in between, as a terminal has room for it.
+  std::string in_between(const std::string& text) const;
   /// Before anything else is printed: what comes next begins on a line of its own.
   void end();
 

@@ -163,7 +163,7 @@ class Speaker {
     if (settings_.as_json || text.empty() || step == num_steps_) return;  // said at the end
     line_.end();
     if (text.starts_with(kVerdict)) text.erase(0, std::string_view(kVerdict).size());
-    say(kVerdict + ("step " + std::to_string(step) + ": ") + text);
+    say(line_.in_between(kVerdict + ("step " + std::to_string(step) + ": ") + text));
   }
 
   void finish(const Summary& summary, const std::vector<std::string>& memory,
@@ -202,7 +202,7 @@ class Speaker {
       say("stopped  at step " + std::to_string(summary.last_step) + "; go on with " +
           workload_.command() + " --resume " + folder_ + "\n");
     } else if (!summary.evaluation.empty() && !summary.has_diverged) {
-      say(workload_.verdict(summary.evaluation));
+      say(line_.in_between(workload_.verdict(summary.evaluation)));
     }
     if (summary.ended_early) {
       say("stopped  early, after " + std::to_string(summary.num_worse) +

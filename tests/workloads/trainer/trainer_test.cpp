@@ -18,6 +18,7 @@
 #include "tessera/checkpoint/state.h"
 #include "trainer/device.h"
 #include "trainer/host_copy.h"
+#include "trainer/progress_line.h"
 
 namespace tessera::trainer {
 namespace {
@@ -214,6 +215,36 @@ TEST(TrainerDevice, ACopyIsOfTheTimeItWasAskedFor) {
   copy.start(numbers);
   numbers.zero_();
   EXPECT_TRUE(at::equal(copy.wait(), at::arange(4, at::kDouble)));
+}
+
+TEST(ProgressLine, LeavesOutWhatMattersLeast) {
+  const std::string text =
+      "step  12/400 | loss 0.4417 | train auc 0.781 | 812k samples/s | 40.3 ms (exposed comm 2.1) "
+      "| "
+      "mem 11.2 GB | eta 5m54s";
+  EXPECT_EQ(fitted(text, text.size()), text);
+  EXPECT_EQ(fitted(text, 103),
+            "step  12/400 | loss 0.4417 | train auc 0.781 | 812k samples/s | 40.3 ms (exposed comm "
+            "2.1) | eta 5m54s");
+  EXPECT_EQ(fitted(text, 84),
+            "step  12/400 | loss 0.4417 | train auc 0.781 | 812k samples/s | 40.3 ms | eta 5m54s");
+  EXPECT_EQ(fitted(text, 79),
+            "step  12/400 | loss 0.4417 | train auc 0.781 | 812k samples/s | eta 5m54s");
+  EXPECT_EQ(fitted(text, 50), "step  12/400 | loss 0.4417 | train auc 0.781");
+  EXPECT_EQ(fitted(text, 9), "step  12/");
+}
+
+TEST(ProgressLine, CutsWhatIsSaidBetweenItsParts) {
+  const std::string said =
+      "judged   step 4: one 1.5, was 2 | two 2.5 | three 3.5\nsample   a | b\n";
+  EXPECT_EQ(wrapped(said, 53), said);
+  EXPECT_EQ(wrapped(said, 52),
+            "judged   step 4: one 1.5, was 2 | two 2.5\n         three 3.5\nsample   a | b\n");
+  EXPECT_EQ(
+      wrapped(said, 20),
+      "judged   step 4: one 1.5, was 2\n         two 2.5\n         three 3.5\nsample   a | b\n");
+  EXPECT_EQ(wrapped("", 20), "");
+  EXPECT_EQ(wrapped("no end", 2), "no end");
 }
 
 }  // namespace
