@@ -54,7 +54,7 @@ def peer_name(name: str) -> str | None:
         "python": "gloo",
         "launch": "torchrun",
         "checkpoint": "dcp",
-        "data": "pandas",
+        "data": "log" if operation.startswith("train") else "pandas",
         "data_parallel": "torch",
         "dlrm": "torch" if operation.startswith("interaction") else "torchrec",
         "embedding": "fbgemm",

@@ -49,7 +49,7 @@ BENCHMARKS = {
     "vocab_logprob": [[sys.executable, str(ROOT / "bench/compare/vocab_logprob.py")]],
     "checkpoint": [[sys.executable, str(ROOT / "bench/checkpoint/checkpoint_bench.py")]],
     "data_parallel_step": [[sys.executable, str(ROOT / "bench/compare/ddp_step.py")]],
-    "data_convert": [[sys.executable, str(ROOT / "bench/compare/data_convert.py")]],
+    "data_convert": [[PEERS_PYTHON, str(ROOT / "bench/compare/data_convert.py")]],
     "dlrm_parts": [[str(PROGRAMS / "dlrm_bench")]],
     "dlrm_step": [[PEERS_PYTHON, str(ROOT / "bench/compare/torchrec_dlrm.py")]],
     "embedding": [
@@ -78,7 +78,7 @@ BENCHMARKS = {
 }
 QUICK = {
     "comm_collectives": ["--seconds", "0.1"],
-    "data_convert": ["--rows", "50000", "--repetitions", "2"],
+    "data_convert": ["--rows", "50000", "--repetitions", "2", "--trainings", "2"],
     "dlrm_parts": ["--seconds", "0.2"],
     "dlrm_step": ["--steps", "3", "--rounds", "1"],
     "python_collectives": ["--bytes", "4000", "--bytes", "25000000"],
@@ -91,8 +91,8 @@ QUICK = {
     "vocab_logprob": [],
     "checkpoint": ["--repetitions", "2", "--bytes", "64000000", "--stall-bytes", "256000000"],
     "data_parallel_step": ["--steps", "0.2"],
-    "embedding": ["--seconds", "0.2"],
-    "sharding_step": ["--seconds", "0.3"],
+    "embedding": ["--seconds", "0.1", "--threads", "1"],
+    "sharding_step": ["--seconds", "0.1"],
     "planner": ["--quick"],
     "collision": ["--seconds", "0.2", "--ids", "1000000"],
     "growing_step": ["--steps", "5", "--rounds", "1", "--ranks", "2"],
@@ -186,7 +186,7 @@ def measure(name: str, quick: bool, skips: bool = False) -> list[row_files.Row]:
         if lack and skips:
             print(f"bench: {name}: {lack}", file=sys.stderr, flush=True)
             continue
-        wait_for_quiet(60)
+        wait_for_quiet(1 if quick else 60)
         before = load()
         result = subprocess.run(
             command + (QUICK[name] if quick else []), stdout=subprocess.PIPE, text=True, check=False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -18,12 +19,12 @@ sys.path.insert(0, str(ROOT / "bench"))
 import run as runner  # noqa: E402
 
 
-def bench(*words, code=0, program=TESSERA, **environment):
+def bench(*words, code=0, program=TESSERA, limit=120, **environment):
     result = subprocess.run(
         [program, "bench", *map(str, words)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=limit,
         env={**os.environ, **environment},
     )
     assert result.returncode == code, result.stdout + result.stderr
@@ -174,6 +175,39 @@ def test_the_real_one_has_rows_for_every_size():
     sizes = {row["bytes"] for row in told["rows"] if "/shm/" in row["name"]}
     assert sizes == {4, 4_000, 64_000, 1_000_000, 25_000_000, 100_000_000}
     assert all(row["ratio"] > 0 for row in told["rows"] if "/shm/" in row["name"])
+
+
+@pytest.mark.skipif(
+    not (ROOT / "build/release/bin/table_bench").exists(), reason="the benchmarks are not built"
+)
+@pytest.mark.timeout(250)
+def test_benchmarks_of_the_tree_run():
+    """The command of docs/bench.md; --quick makes minutes of it seconds, --json lets it be read."""
+    page = (ROOT / "docs/bench.md").read_text()
+    names = re.search(r"^tessera bench (embedding(?: \w+)+) +#", page, re.MULTILINE)[1].split()
+    told = json.loads(bench(*names, "--quick", "--json", "--source", ROOT, limit=240).stdout)
+    assert list(told) == names == ["embedding", "sharding_step"]
+    for name, prefix in zip(names, ("embedding/", "sharding/"), strict=True):
+        ours = [row for row in told[name] if row["name"].startswith(prefix) and "repetitions" in row]
+        assert ours and all(row["median_us"] > 0 for row in ours)
+        if os.access(runner.PEERS_PYTHON, os.X_OK):
+            assert any(row.get("ratio", 0) > 0 for row in ours), name
+
+
+@pytest.mark.skipif(not os.access(runner.PEERS_PYTHON, os.X_OK), reason="the peers are not installed")
+def test_conversions_are_measured_beside_pandas_and_the_floor():
+    ((python, program),) = runner.BENCHMARKS["data_convert"]
+    words = ["--rows", "3000", "--repetitions", "2", "--trainings", "0"]
+    result = subprocess.run([python, program, *words], capture_output=True, text=True, timeout=110)
+    assert result.returncode == 0, result.stderr
+    told = {row["name"]: row for row in runner.with_peers(runner.row_files.parse(result.stdout))}
+    whos = ("tessera", "pyarrow_reads", "pandas_reads", "pandas")
+    names = {f"data/convert_{kind}/{who}/3000" for kind in ("csv", "parquet") for who in whos}
+    assert set(told) == names
+    for kind in ("csv", "parquet"):
+        ours, theirs = (told[f"data/convert_{kind}/{who}/3000"] for who in ("tessera", "pandas"))
+        assert ours["peer"] == theirs["name"] and ours["ratio"] > 0
+        assert 0 < ours["floor_us"] == theirs["floor_us"]
 
 
 def test_what_cannot_run_is_left_out_and_named(monkeypatch, capsys, tmp_path):

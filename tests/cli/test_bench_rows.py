@@ -54,6 +54,8 @@ def test_other_modules_have_their_own_peers():
     assert rows.peer_name("graph/layer/halo/s") == "graph/layer/gather/s"
     assert rows.peer_name("dlrm/step/tessera/s") == "dlrm/step/torchrec/s"
     assert rows.peer_name("dlrm/interaction_forward/tessera/s") == "dlrm/interaction_forward/torch/s"
+    assert rows.peer_name("data/convert_csv/tessera/s") == "data/convert_csv/pandas/s"
+    assert rows.peer_name("data/train_from/parquet/s") == "data/train_from/log/s"
     assert rows.peer_name("graph/overlap/interior/s") is None
     assert rows.peer_name("torch/cross_entropy/forward/s") is None
 
