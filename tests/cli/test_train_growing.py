@@ -57,15 +57,14 @@ def log(tmp_path):
     return path
 
 
-def command(tmp_path, *flags):
-    schema = ["--schema", str(tmp_path / "log.toml")]
+def command(tmp_path, *flags, has_schema=True):
+    schema = ["--schema", str(tmp_path / "log.toml")] if has_schema else []
     return [TESSERA, "train", "dlrm", "--runs", str(tmp_path / "runs"), *SMALL, *schema, *flags]
 
 
-def train(tmp_path, *flags, code=0, text=None):
-    result = subprocess.run(
-        command(tmp_path, *flags), capture_output=True, text=True, timeout=LIMIT, input=text
-    )
+def train(tmp_path, *flags, code=0, text=None, has_schema=True):
+    words = command(tmp_path, *flags, has_schema=has_schema)
+    result = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT, input=text)
     assert result.returncode == code, result.stdout + result.stderr
     return result
 
@@ -89,6 +88,18 @@ def test_trains_on_texts_and_numbers_as_they_are(tmp_path, log):
     assert growth[-1]["tables"][1]["ids"] == 6  # the different words
     page = (folder / "report.html").read_text()
     assert '"growth":[{"step":' in page and '"hit_rate":' in page
+
+
+def test_a_schema_is_guessed(tmp_path, log):
+    """Numbers that are not row numbers are taken for texts then; every one is an id of its own either way."""
+    flags = ["--data", str(log), "--batch", "64", "--steps", "8", "--json"]
+    growth = []
+    for has_schema in (True, False):
+        found = json.loads(train(tmp_path, *flags, has_schema=has_schema).stdout)
+        tables = metrics(pathlib.Path(found["report"]).parent, "growth")[-1]["tables"]
+        growth.append({table["name"]: (table["ids"], table["hit_rate"]) for table in tables})
+    assert growth[0] == growth[1]
+    assert growth[0]["user"][0] > 100 and growth[0]["words"][0] == 6
 
 
 def test_ids_are_a_section_of_the_configuration(tmp_path, log):
@@ -170,6 +181,20 @@ def test_a_stream_trains_to_its_end(tmp_path, log):
     assert "ids " in line and "/12" not in line
 
 
+def checkpoints_of(folder):
+    """Return the steps of the whole checkpoints of a run that goes on, once there are some."""
+    deadline = time.monotonic() + LIMIT
+    while True:
+        words = [TESSERA, "ckpt", "ls", str(folder), "--json"]
+        listed = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT)
+        if listed.returncode == 0:
+            rows = json.loads(listed.stdout)["checkpoints"]
+            if steps := [row["step"] for row in rows if row["state"] == "whole"]:
+                return steps
+        assert time.monotonic() < deadline, listed.stderr
+        time.sleep(0.05)
+
+
 def test_a_file_that_grows_is_followed_until_told_to_stop(tmp_path, log):
     folder = tmp_path / "run"
     flags = ["--data", str(log), "--follow", "--epochs", "1", "--batch", "50", "--save", str(folder)]
@@ -185,6 +210,8 @@ def test_a_file_that_grows_is_followed_until_told_to_stop(tmp_path, log):
 
         # A step is done when the samples of the next one have come.
         wait_for(23)
+        # Checkpoints are there on the way; the last one may be written still.
+        assert set(checkpoints_of(folder)) & {10, 20} and process.poll() is None
         with log.open("a") as file:
             file.writelines(lines_of(200, seed=6))
         wait_for(27)
