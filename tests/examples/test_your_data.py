@@ -180,3 +180,17 @@ def test_a_run_can_be_followed(played):
     result = subprocess.run(words, cwd=folder, timeout=LIMIT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "'step/loss'" in result.stdout and "'evaluation/auc'" in result.stdout
+    # With a stand-in for the package that the example hands the figures to.
+    (folder / "stand-in").mkdir()
+    (folder / "stand-in/wandb.py").write_text(
+        "def init(project, name):\n    print('run', project, name)\n    return __import__('wandb')\n"
+        "def log(figures, step):\n    print('given', step, sorted(figures))\n"
+    )
+    path = [str(folder / "stand-in"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    result = subprocess.run(words, cwd=folder, timeout=LIMIT, capture_output=True, text=True, env=env)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    steps = sum(line.startswith('{"kind":"step"') for line in (folder / "shop-run/metrics.jsonl").open())
+    assert lines[0] == "run tessera shop-run" and re.match(r"given 1 \[.*'step/loss'", lines[1])
+    assert sum("'step/loss'" in line for line in lines) == steps > 0
