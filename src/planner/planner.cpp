@@ -6,6 +6,7 @@
 #include <numeric>
 #include <optional>
 #include <set>
+#include <span>
 
 #include "planner/advice.h"
 #include "planner/exhaustive.h"
@@ -29,13 +30,14 @@ constexpr double kFairGap = 0.005;
 constexpr int kTriesForPays = 64;  // fewer are for a quick answer
 constexpr double kStepsForPays = 1.5e7;
 // A gap that is a little over what is asked of many tables on many ranks is worth more tries.
-constexpr double kAskedGap = 0.01;
-constexpr double kNearGap = 0.02;
+struct Goal {
+  double asked;
+  double near;
+  int times;  // as many tries
+};
+constexpr Goal kGoals[] = {{kFairGap, 0.007, 4}, {0.01, 0.02, 16}};
+constexpr Goal kPhasesGoals[] = {{0.03, 0.035, 64}};
 constexpr int kManyRanks = 16;
-constexpr int kMoreTries = 16;  // times as many
-constexpr double kAskedPhasesGap = 0.03;
-constexpr double kNearPhasesGap = 0.035;
-constexpr int kMoreTriesOfPhases = 64;
 constexpr double kDearest = 0.02;  // other choices are tried that cost this share of all time more
 
 // What each table does at the bound's prices; where memory binds, as many as needed are lean.
@@ -565,19 +567,20 @@ PlanResult plan_once(const Problem& problem, double enough = 0) {
 // Once more with more tries where the usual ones came close to what is asked.
 PlanResult plan_to_the_end(const Problem& problem) {
   PlanResult result = plan_once(problem);
-  const bool is_sum = problem.objective == Objective::kSum;
-  const double asked = is_sum ? kAskedGap : kAskedPhasesGap;
-  const bool is_near = result.gap() > asked && result.gap() <= (is_sum ? kNearGap : kNearPhasesGap);
-  const int times = is_sum ? kMoreTries : kMoreTriesOfPhases;
-  const bool is_usual = problem.tries >= kTriesForPays && problem.tries < times * kTriesForPays;
-  if (!is_near || !is_usual || problem.num_ranks() < kManyRanks ||
+  if (problem.tries < kTriesForPays || problem.num_ranks() < kManyRanks ||
       static_cast<int>(problem.tables.size()) < problem.num_ranks()) {
     return result;
   }
-  Problem more = problem;
-  more.tries = std::min(problem.tries * times, times * kTriesForPays);
-  PlanResult other = plan_once(more, asked);
-  return other.gap() < result.gap() ? other : result;
+  const bool is_sum = problem.objective == Objective::kSum;
+  for (const Goal& goal : is_sum ? std::span<const Goal>(kGoals) : kPhasesGoals) {
+    const int most = goal.times * kTriesForPays;
+    if (result.gap() <= goal.asked || result.gap() > goal.near || problem.tries >= most) continue;
+    Problem more = problem;
+    more.tries = std::min(problem.tries * goal.times, most);
+    PlanResult other = plan_once(more, goal.asked);
+    return other.gap() < result.gap() ? other : result;
+  }
+  return result;
 }
 
 bool is_possible(Problem problem) {

@@ -5,6 +5,7 @@
 
 #include <gtest/gtest.h>
 
+#include "planner/kept_proofs.h"
 #include "tessera/planner/explain.h"
 #include "tessera/planner/planner.h"
 
@@ -240,6 +241,7 @@ TEST(BruteForceTest, BoundIsUnderTheOptimumAndThePlanIsNot) {
   int num_impossible = 0;
   int num_best = 0;
   int num_paid = 0;
+  tests::KeptProofs kept("brute_force");
   for (std::uint64_t seed = 0; seed < 2000; ++seed) {
     const Problem problem = random_problem(seed);
     SCOPED_TRACE("seed " + std::to_string(seed));
@@ -259,6 +261,7 @@ TEST(BruteForceTest, BoundIsUnderTheOptimumAndThePlanIsNot) {
     EXPECT_GE(result.seconds, optimum * (1 - 1e-9));
     EXPECT_TRUE(holds(result.certificate, problem));
     EXPECT_NO_THROW(check_plan(problem, result.plan));
+    kept.keep(problem, result);
     num_paid += result.certificate.pays.tables.empty() ? 0 : 1;
     num_best += result.seconds <= optimum * 1.002 ? 1 : 0;
     if (HasFailure()) FAIL() << to_json(problem);

@@ -2,11 +2,13 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <ctime>
 
 #include <sys/resource.h>
 
 #include <gtest/gtest.h>
 
+#include "planner/kept_proofs.h"
 #include "planner/public_models.h"
 #include "tessera/planner/planner.h"
 
@@ -20,15 +22,24 @@ struct Reached {
 
 constexpr Reached kReached[] = {
     {"colossal", {0.01, 0.02, 0.02, 0.03, 0.06, 0.04, 0.15, 0.07}},
-    {"jumbo", {0.02, 0.05, 0.04, 0.03, 0.29, 0.17, 0.69, 0.16}},
-    {"large", {0.04, 0.04, 0.03, 0.07, 0.50, 0.41, 0.44, 0.57}},
+    {"jumbo", {0.02, 0.05, 0.04, 0.03, 0.29, 0.17, 0.50, 0.16}},
+    {"large", {0.04, 0.04, 0.03, 0.07, 0.50, 0.41, 0.44, 0.46}},
     {"medium", {0.05, 0.05, 0.12, 0.14, 0.30, 1.00, 0.80, 1.00}},
     {"mlperf", {0.10, 0.39, 0.24, 1.00, 0.30, 4.31, 1.15, 5.66}},
     {"small", {0.29, 0.42, 0.44, 4.90, 2.13, 4.79, 5.45, 5.35}},
     {"tiny", {0.80, 4.35, 2.81, 5.03, 9.67, 13.56, 12.38, 10.67}},
 };
 
+// Proof and plan hold, and are kept to be checked by another program.
+void expect_holds(const Problem& problem, const PlanResult& result) {
+  EXPECT_TRUE(holds(result.certificate, problem));
+  EXPECT_NO_THROW(check_plan(problem, result.plan));
+  static tests::KeptProofs kept("gaps");
+  kept.keep(problem, result);
+}
+
 TEST(GapsTest, OfTheSlowestRank) {
+  int num_small = 0;  // of the 36 that 1 % is asked of
   for (const Reached& reached : kReached) {
     std::size_t i = 0;
     for (const int ranks : {8, 16, 64, 128}) {
@@ -39,37 +50,18 @@ TEST(GapsTest, OfTheSlowestRank) {
                     100 * result.gap());
         EXPECT_LE(100 * result.gap(), reached.percent[i])
             << reached.model << " on " << ranks << (is_gpu ? " gpu" : " cpu");
-        EXPECT_TRUE(holds(result.certificate, problem));
-        EXPECT_NO_THROW(check_plan(problem, result.plan));
+        expect_holds(problem, result);
+        const bool is_asked =
+            problem.tables.size() > 300 || (problem.tables.size() == 26 && ranks <= 16);
+        if (is_asked) {
+          EXPECT_LE(result.gap(), 0.01);
+          num_small += result.gap() <= 0.005 ? 1 : 0;
+        }
         ++i;
       }
     }
   }
-}
-
-// What more tries reach where the usual ones do not.
-TEST(GapsTest, WithMoreEffort) {
-  struct Case {
-    const char* model;
-    int ranks;
-    bool is_gpu;
-    Objective objective;
-    int tries;
-    double percent;
-  };
-  const Case kCases[] = {{"large", 128, true, Objective::kSum, 4096, 0.5},
-                         {"jumbo", 128, false, Objective::kSum, 4096, 0.5}};
-  for (const Case& one : kCases) {
-    Problem problem = models::problem_of(one.model, one.ranks, one.is_gpu);
-    problem.objective = one.objective;
-    problem.tries = one.tries;
-    const PlanResult result = plan(problem);
-    std::printf("%-9s on %3d %s, %d tries: %.3f %%\n", one.model, one.ranks,
-                one.is_gpu ? "gpu" : "cpu", one.tries, 100 * result.gap());
-    EXPECT_LE(100 * result.gap(), one.percent) << one.model << " on " << one.ranks;
-    EXPECT_TRUE(holds(result.certificate, problem));
-    EXPECT_NO_THROW(check_plan(problem, result.plan));
-  }
+  EXPECT_GE(num_small, 32);
 }
 
 TEST(GapsTest, OfLinksAndMemoryApart) {
@@ -89,8 +81,7 @@ TEST(GapsTest, OfLinksAndMemoryApart) {
     std::printf("%-9s phases %s: %.3f %%\n", one.model, one.is_gpu ? "gpu" : "cpu",
                 100 * result.gap());
     EXPECT_LE(100 * result.gap(), one.percent) << one.model << (one.is_gpu ? " gpu" : " cpu");
-    EXPECT_TRUE(holds(result.certificate, problem));
-    EXPECT_NO_THROW(check_plan(problem, result.plan));
+    expect_holds(problem, result);
   }
 }
 
@@ -161,13 +152,12 @@ TEST(GapsTest, WithLittleMemory) {
       const Problem problem = models::problem_of(model, ranks, false, 1.05);
       const PlanResult result = plan(problem);
       EXPECT_LE(100 * result.gap(), 2) << model << " on " << ranks;
-      EXPECT_TRUE(holds(result.certificate, problem));
-      EXPECT_NO_THROW(check_plan(problem, result.plan));
+      expect_holds(problem, result);
     }
   }
 }
 
-// 100,000 tables, no two alike, on 1,024 ranks: whole, in order, and in less than 2 GB.
+// 100,000 tables, no two alike, on 1,024 ranks: whole, in order, in at most 10 s and 2 GB.
 TEST(GapsTest, OfVeryManyTables) {
   Problem problem;
   for (std::int64_t i = 0; i < 100'000; ++i) {
@@ -181,7 +171,12 @@ TEST(GapsTest, OfVeryManyTables) {
   problem.ranks.assign(1024, {64e9, {}});
   problem.ranks_per_host = 8;
   problem.tries = 8;
+  const std::clock_t begin = std::clock();  // of the processor: the machine may have other work
   const PlanResult result = plan(problem);
+  const double seconds = static_cast<double>(std::clock() - begin) / CLOCKS_PER_SEC;
+#ifdef NDEBUG
+  EXPECT_LE(seconds, 10);
+#endif
   EXPECT_EQ(result.plan.size(), problem.tables.size());
   EXPECT_NO_THROW(check_plan(problem, result.plan));
   EXPECT_TRUE(holds(result.certificate, problem));
