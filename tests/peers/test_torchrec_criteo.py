@@ -196,3 +196,89 @@ def test_files_are_read(tmp_path):
             next(iter(utils.LoadFiles([3])))
         with pytest.raises(NotImplementedError):
             len(utils.LoadFiles([]))
+
+
+@pytest.mark.parametrize("threshold", [0, 1, 2, 3])
+def test_ids_are_numbered(tmp_path, threshold):
+    generator = np.random.default_rng(threshold)
+    paths = []
+    for day, rows in enumerate((40, 1, 25)):
+        paths.append(str(tmp_path / f"day_{day}_sparse.npy"))
+        np.save(
+            paths[-1],
+            generator.integers(0, 2**31 - 1, 18)[generator.integers(0, 18, (rows, 4))].astype(np.int32),
+        )
+    found = []
+    for side in SIDES:
+        folder = tmp_path / side("types").__name__
+        folder.mkdir()
+        utils = side("datasets.criteo").BinaryCriteoUtils
+        utils.sparse_to_contiguous(paths, str(folder), threshold, columns=4, output_file_suffix="_n.npy")
+        found.append({file.name: np.load(file) for file in sorted(folder.iterdir())})
+    assert list(found[0]) == list(found[1]) == [f"day_{day}_sparse_n.npy" for day in range(3)]
+    for name, rows in found[0].items():
+        assert rows.dtype == found[1][name].dtype and (rows == found[1][name]).all()
+
+
+def days_of(folder, sizes, largest):
+    generator = np.random.default_rng(5)
+    for day, size in enumerate(sizes):
+        np.save(folder / f"day_{day}_dense.npy", generator.random((size, 2)).astype(np.float32))
+        np.save(folder / f"day_{day}_sparse.npy", generator.integers(0, largest, (size, 3)).astype(np.int32))
+        np.save(folder / f"day_{day}_labels.npy", generator.integers(0, 2, (size, 1)).astype(np.int32))
+    return dict(enumerate(sizes))
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+def test_rows_of_days_are_dealt_anew(tmp_path, seed):
+    rows = days_of(tmp_path, (5, 9, 3, 4), 2**24)
+    del rows[3]
+    found = []
+    for side in SIDES:
+        folder, whole = tmp_path / side("types").__name__, tmp_path / f"{side('types').__name__}.whole"
+        folder.mkdir(), whole.mkdir()
+        side("datasets.criteo").BinaryCriteoUtils.shuffle(
+            str(tmp_path),
+            str(tmp_path),
+            str(folder),
+            rows,
+            str(whole),
+            days=4,
+            int_columns=2,
+            sparse_columns=3,
+            random_seed=seed,
+        )
+        files = [*sorted(folder.iterdir()), *whole.iterdir()]
+        found.append({file.name: np.load(file) for file in files})
+    assert list(found[0]) == list(found[1]) and len(found[0]) == 13
+    for name, array in found[0].items():
+        assert array.dtype == found[1][name].dtype and (array == found[1][name]).all(), name
+
+
+def test_large_ids_stay_as_they_are(tmp_path):
+    """torchrec's go through float32; and rows of the last day, where they are counted, come as zeros."""
+    rows = days_of(tmp_path, (6, 6, 100), 2**31 - 1)
+    (tmp_path / "out").mkdir()
+    shuffle = OURS("datasets.criteo").BinaryCriteoUtils.shuffle
+    folders, widths = (
+        (str(tmp_path), str(tmp_path), str(tmp_path / "out")),
+        {"int_columns": 2, "sparse_columns": 3},
+    )
+    shuffle(*folders, rows, days=3, **widths)
+    given = np.concatenate([np.load(tmp_path / f"day_{day}_sparse.npy") for day in range(2)])
+    dealt = np.concatenate([np.load(tmp_path / "out" / f"day_{day}_sparse.npy") for day in range(2)])
+    assert sorted(given.tolist()) == sorted(dealt.tolist()) and given.tolist() != dealt.tolist()
+    with pytest.raises(
+        ValueError, match=r"day_0_dense\.npy has another number of rows than rows_per_day says"
+    ):
+        shuffle(*folders, {0: 5, 1: 6}, days=3, **widths)
+    with pytest.raises(ValueError, match="files of dense rows have 2 columns, not 13"):
+        shuffle(*folders, rows, days=3)
+
+
+def test_casters_of_columns():
+    for name in ("criteo", "movielens"):
+        ours, theirs = (side(f"datasets.{name}").COLUMN_TYPE_CASTERS for side in SIDES)
+        assert [[cast(text) for text in ("7", "x", "")] for cast in ours] == [
+            [cast(text) for text in ("7", "x", "")] for cast in theirs
+        ]

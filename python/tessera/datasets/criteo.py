@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import csv
 import math
+import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -15,16 +17,18 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from tessera.datasets.utils import Batch
+from tessera.datasets.utils import Batch, safe_cast
 from tessera.sparse.jagged_tensor import KeyedJaggedTensor
 
 __all__ = [
     "CAT_FEATURE_COUNT",
+    "COLUMN_TYPE_CASTERS",
     "DAYS",
     "DEFAULT_CAT_NAMES",
     "DEFAULT_COLUMN_NAMES",
     "DEFAULT_INT_NAMES",
     "DEFAULT_LABEL_NAME",
+    "FREQUENCY_THRESHOLD",
     "INT_FEATURE_COUNT",
     "TOTAL_TRAINING_SAMPLES",
     "BinaryCriteoUtils",
@@ -37,6 +41,7 @@ __all__ = [
 INT_FEATURE_COUNT = 13
 CAT_FEATURE_COUNT = 26
 DAYS = 24
+FREQUENCY_THRESHOLD = 3  # ids that come less often get the number 1
 DEFAULT_LABEL_NAME = "label"
 DEFAULT_INT_NAMES: list[str] = [f"int_{idx}" for idx in range(INT_FEATURE_COUNT)]
 DEFAULT_CAT_NAMES: list[str] = [f"cat_{idx}" for idx in range(CAT_FEATURE_COUNT)]
@@ -44,18 +49,24 @@ DEFAULT_COLUMN_NAMES: list[str] = [DEFAULT_LABEL_NAME, *DEFAULT_INT_NAMES, *DEFA
 TOTAL_TRAINING_SAMPLES = 4195197692  # of the first 23 days of the 1 TB logs
 
 
-def _integer(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        return 0
+def _integer(text: int | str) -> int | str:
+    return safe_cast(text, int, 0)
+
+
+def _text(value: int | str) -> int | str:
+    return safe_cast(value, str, "")
+
+
+COLUMN_TYPE_CASTERS: list[Callable[[int | str], int | str]] = [
+    *[_integer] * (1 + INT_FEATURE_COUNT),
+    *[_text] * CAT_FEATURE_COUNT,
+]
 
 
 def _named_row(example: list[str]) -> dict[str, int | str]:
     """Return the columns of a line by name; missing numbers are 0, missing categories empty."""
-    numbers = 1 + INT_FEATURE_COUNT
-    values = [_integer(text) for text in example[:numbers]] + example[numbers:]
-    return dict(zip(DEFAULT_COLUMN_NAMES, values, strict=False))
+    columns = zip(DEFAULT_COLUMN_NAMES, COLUMN_TYPE_CASTERS, example, strict=False)
+    return {name: cast(text) for name, cast, text in columns}
 
 
 class CriteoIterDataPipe(IterableDataset):
@@ -184,6 +195,82 @@ class BinaryCriteoUtils:
             )
         part = whole[start_row : start_row + num_rows]
         return part if mmap_mode else np.array(part)
+
+    @staticmethod
+    def sparse_to_contiguous(
+        in_files: list[str],
+        output_dir: str,
+        frequency_threshold: int = FREQUENCY_THRESHOLD,
+        columns: int = CAT_FEATURE_COUNT,
+        path_manager_key: str = "torchrec",
+        output_file_suffix: str = "_contig_freq.npy",
+    ) -> None:
+        """Number the ids of each column from 2 on, in the order in which they come in all files together.
+
+        Ids that come less often than the threshold get the number 1. The numbers of `day_0.npy` are written
+        to `day_0<suffix>` in the folder.
+        """
+        files = {os.path.basename(path).split(".")[0]: np.load(path) for path in in_files}
+        ends = np.cumsum([len(rows) for rows in files.values()])[:-1]
+        for column in range(columns):
+            ids = np.concatenate([rows[:, column] for rows in files.values()])
+            _, first, places, counts = np.unique(
+                ids, return_index=True, return_inverse=True, return_counts=True
+            )
+            frequent = np.flatnonzero(counts >= frequency_threshold)
+            numbers = np.ones(len(first), dtype=np.int64)
+            numbers[frequent[np.argsort(first[frequent])]] = np.arange(2, 2 + len(frequent))
+            for rows, own in zip(files.values(), np.split(numbers[places], ends), strict=True):
+                rows[:, column] = own
+        for name, rows in files.items():
+            np.save(os.path.join(output_dir, name + output_file_suffix), rows)
+
+    @staticmethod
+    def shuffle(
+        input_dir_labels_and_dense: str,
+        input_dir_sparse: str,
+        output_dir_shuffled: str,
+        rows_per_day: dict[int, int],
+        output_dir_full_set: str | None = None,
+        days: int = DAYS,
+        int_columns: int = INT_FEATURE_COUNT,
+        sparse_columns: int = CAT_FEATURE_COUNT,
+        path_manager_key: str = "torchrec",
+        random_seed: int = 0,
+    ) -> None:
+        """Deal the rows of all days but the last anew: `day_0_dense.npy`, `_sparse` and `_labels`, and so on.
+
+        Each day keeps its number of rows; the last day's files are copied. `output_dir_full_set` gets all
+        columns of the others side by side in one file of float32, `full.npy`, in the order before.
+        """
+        folders = {
+            "dense": (input_dir_labels_and_dense, np.float32),
+            "sparse": (input_dir_sparse, np.int32),
+            "labels": (input_dir_labels_and_dense, np.int32),
+        }
+        sizes = [rows_per_day[day] for day in range(days - 1)]
+        order = np.arange(sum(sizes))
+        np.random.RandomState(random_seed).shuffle(order)
+        whole = []
+        for kind, (folder, dtype) in folders.items():
+            names = [f"day_{day}_{kind}.npy" for day in range(days - 1)]
+            parts = [np.load(os.path.join(folder, name)) for name in names]
+            wrong = [name for name, part, size in zip(names, parts, sizes, strict=True) if len(part) != size]
+            if wrong:
+                raise ValueError(f"criteo: {wrong[0]} has another number of rows than rows_per_day says.")
+            rows = np.concatenate(parts)
+            width = {"dense": int_columns, "sparse": sparse_columns, "labels": 1}[kind]
+            if rows.shape[1] != width:
+                raise ValueError(f"criteo: files of {kind} rows have {rows.shape[1]} columns, not {width}.")
+            if output_dir_full_set is not None:
+                whole.append(rows.astype(np.float32))
+            dealt = np.split(rows[order], np.cumsum(sizes)[:-1])
+            for name, part in zip(names, dealt, strict=True):
+                np.save(os.path.join(output_dir_shuffled, name), part.astype(dtype))
+            last = f"day_{days - 1}_{kind}.npy"
+            shutil.copyfile(os.path.join(folder, last), os.path.join(output_dir_shuffled, last))
+        if output_dir_full_set is not None:
+            np.save(os.path.join(output_dir_full_set, "full.npy"), np.concatenate(whole, axis=1))
 
 
 class InMemoryBinaryCriteoIterDataPipe(IterableDataset):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch.utils.data import IterDataPipe
@@ -15,6 +16,7 @@ from torch.utils.data import IterDataPipe
 from tessera.datasets.utils import LoadFiles, ReadLinesFromCSV, safe_cast
 
 __all__ = [
+    "COLUMN_TYPE_CASTERS",
     "DEFAULT_COLUMN_NAMES",
     "DEFAULT_MOVIES_COLUMN_NAMES",
     "DEFAULT_RATINGS_COLUMN_NAMES",
@@ -30,16 +32,21 @@ DEFAULT_RATINGS_COLUMN_NAMES: list[str] = ["userId", "movieId", "rating", "times
 DEFAULT_MOVIES_COLUMN_NAMES: list[str] = ["movieId", "title", "genres"]
 DEFAULT_COLUMN_NAMES: list[str] = DEFAULT_RATINGS_COLUMN_NAMES + DEFAULT_MOVIES_COLUMN_NAMES[1:]
 
-_KINDS: list[tuple[Callable[..., Any], Any]] = [
-    *[(int, 0), (int, 0), (float, 0.0), (int, 0)],
-    *[(str, ""), (str, "")],
+
+def _caster(kind: Callable[..., Any], default: Any) -> Callable[[Any], Any]:
+    return partial(safe_cast, dest_type=kind, default=default)
+
+
+COLUMN_TYPE_CASTERS: list[Callable[[Any], Any]] = [
+    *[_caster(int, 0), _caster(int, 0), _caster(float, 0.0), _caster(int, 0)],
+    *[_caster(str, ""), _caster(str, "")],
 ]
 
 
 def _named_row(example: list[str]) -> dict[str, float | int | str]:
     """Return the columns of a line by name; what is no number is 0."""
-    columns = zip(DEFAULT_COLUMN_NAMES, _KINDS, example, strict=False)
-    return {name: safe_cast(text, kind, default) for name, (kind, default), text in columns}
+    columns = zip(DEFAULT_COLUMN_NAMES, COLUMN_TYPE_CASTERS, example, strict=False)
+    return {name: cast(text) for name, cast, text in columns}
 
 
 def _lines(folder: str, file: str, **open_kw: Any) -> IterDataPipe:
