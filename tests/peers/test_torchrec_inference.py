@@ -86,6 +86,29 @@ def test_models_are_rounded(options):
     assert found[0][1:] == found[1][1:]
 
 
+def test_models_are_prepared():
+    """Rows at multiples of other numbers of bytes, and scales that stand apart."""
+    found = []
+    for side in SIDES:
+        prepare, plain = side("quant.embedding_modules"), model(side, processed=False)
+        kinds = [type(plain.bags), type(plain.rows)]
+        prepare.quant_prep_customize_row_alignment(plain, kinds, 4)
+        prepare.quant_prep_enable_quant_state_dict_split_scale_bias_for_types(plain, [type(plain.bags)])
+        prepare.quant_prep_enable_register_tbes(plain, [])
+        prepare.quant_prep_enable_cache_features_order(plain, kinds)
+        seen = []
+        prepare.for_each_module_of_type_do(
+            plain, kinds, lambda part, seen=seen: seen.append(type(part).__name__)
+        )
+        made = side("inference.modules").quantize_inference_model(plain)
+        state = {name: rows for name, rows in made.state_dict().items() if "tbes" not in name}
+        found.append((sorted(seen), sorted(state), {name: rows.shape for name, rows in state.items()}, state))
+    assert found[0][:3] == found[1][:3]
+    assert found[0][2]["rows.embeddings.d.weight"] == (20, 12)  # 8 codes and what they are scaled by
+    for name, rows in found[0][3].items():
+        torch.testing.assert_close(rows, found[1][3][name])
+
+
 def test_a_mapping_of_ones_own():
     for side in SIDES:
         module = side("inference.modules")

@@ -32,6 +32,7 @@ BY_HAND = re.compile(
     r"|fused_embedding_modules|embedding_modules|embedding_configs)"
     r"|distributed\.(shard|model_parallel|sharding_plan|types|fbgemm_qcomm_codec|train_pipeline(\.train_pipelines)?)"
     r"|metrics\.(auc|ne|calibration|throughput|metric_module|rec_metric|metrics_config|metrics_namespace)"
+    r"|quant\.embedding_modules|inference\.modules"
 )
 
 

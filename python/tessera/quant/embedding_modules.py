@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Dict, List  # noqa: UP035  (the names that torch.jit reads)
 
 import torch
@@ -60,12 +60,25 @@ __all__ = [
     "QuantConfig",
     "QuantEmbeddingBagCollection",
     "QuantEmbeddingCollection",
+    "for_each_module_of_type_do",
     "quant_prep_customize_row_alignment",
+    "quant_prep_enable_cache_features_order",
     "quant_prep_enable_quant_state_dict_split_scale_bias",
+    "quant_prep_enable_quant_state_dict_split_scale_bias_for_types",
+    "quant_prep_enable_register_tbes",
 ]
 
 _SPLIT = "__quant_state_dict_split_scale_bias__"
 _ALIGNMENT = "__register_row_alignment_in_named_modules__"
+
+
+def for_each_module_of_type_do(
+    module: nn.Module, module_types: list[type[nn.Module]], op: Callable[[nn.Module], None]
+) -> None:
+    """Call `op` with every part of a model that is of one of these types."""
+    for part in module.modules():
+        if isinstance(part, tuple(module_types)):
+            op(part)
 
 
 def quant_prep_enable_quant_state_dict_split_scale_bias(module: nn.Module) -> None:
@@ -73,9 +86,26 @@ def quant_prep_enable_quant_state_dict_split_scale_bias(module: nn.Module) -> No
     setattr(module, _SPLIT, True)
 
 
-def quant_prep_customize_row_alignment(module: nn.Module, row_alignment: int) -> None:
-    """Let rows of what is made of `module` begin at multiples of so many bytes."""
-    setattr(module, _ALIGNMENT, row_alignment)
+def quant_prep_enable_quant_state_dict_split_scale_bias_for_types(
+    module: nn.Module, module_types: list[type[nn.Module]]
+) -> None:
+    """Do so for every part of a model that is of one of these types."""
+    for_each_module_of_type_do(module, module_types, quant_prep_enable_quant_state_dict_split_scale_bias)
+
+
+def quant_prep_customize_row_alignment(
+    module: nn.Module, module_types: list[type[nn.Module]], row_alignment: int
+) -> None:
+    """Let rows of what is made of parts of these types begin at multiples of so many bytes."""
+    for_each_module_of_type_do(module, module_types, lambda part: setattr(part, _ALIGNMENT, row_alignment))
+
+
+def quant_prep_enable_register_tbes(module: nn.Module, module_types: list[type[nn.Module]]) -> None:
+    """Do nothing: rows are in the state under their tables' names alone."""
+
+
+def quant_prep_enable_cache_features_order(module: nn.Module, module_types: list[type[nn.Module]]) -> None:
+    """Do nothing: the order of features is found in every call."""
 
 
 def _typed_configs(module: nn.Module, configs: Sequence) -> list:
