@@ -249,6 +249,24 @@ def test_a_module_of_all():
             torch.testing.assert_close(value, their_state[key])
 
 
+@pytest.mark.parametrize("is_constant", [False, True])
+def test_explained_variance(is_constant):
+    found = []
+    for side in SIDES:
+        task = side("metrics.metrics_config").RecTaskInfo
+        metric = side("metrics.mse").MSEMetric(
+            1, 0, 4, [task("T", "l", "p", "w")], window_size=8, include_r_squared=True
+        )
+        for step in range(5):
+            given = batch(step)
+            if is_constant:
+                given["labels"] = {name: torch.ones_like(value) for name, value in given["labels"].items()}
+            metric.update(**given)
+        found.append(({key: value.double() for key, value in metric.compute().items()}, state_of(metric)))
+    assert len(found[0][0]) == 6 and len(found[0][1]) == 4
+    torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=1e-9)
+
+
 def state_of(metric):
     return {name: value.clone() for name, value in metric.state_dict().items()}
 
