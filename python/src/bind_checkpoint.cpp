@@ -7,6 +7,7 @@
 
 #include "arguments.h"
 #include "bindings.h"
+#include "option_fields.h"
 #include "tessera/checkpoint/convert.h"
 #include "tessera/checkpoint/error.h"
 #include "tessera/checkpoint/folder.h"
@@ -71,14 +72,6 @@ State state_of(const Leaves& leaves, const Values& values, const Values& rank_va
   state.values = values;
   state.rank_values = rank_values;
   return state;
-}
-
-SaveOptions options_of(int keep, const std::string& plan, bool replaces) {
-  SaveOptions options;
-  options.keep = keep;
-  options.replaces = replaces;
-  options.plan = plan;
-  return options;
 }
 
 void translate_checkpoint_error(std::exception_ptr exception) {
@@ -196,18 +189,21 @@ void bind_checkpoint(py::module_& m) {
             .format(report.step, report.folder, report.saved_world, report.values,
                     report.rank_values, report.warnings);
       });
+  options_class<SaveOptions>(m, "SaveOptions")
+      .def_readwrite("keep", &SaveOptions::keep)
+      .def_readwrite("replaces", &SaveOptions::replaces)
+      .def_readwrite("plan", &SaveOptions::plan)
+      .def_readwrite("base", &SaveOptions::base);
   bind_reader(m);
   bind_leaves(m);
   m.def(
       "checkpoint_save",
       [](const std::string& root, std::int64_t step, const Leaves& leaves, const Values& values,
-         const Values& rank_values, const MaybeGroup& group, int keep, const std::string& plan,
-         MaybeStep base, bool replaces) {
-        SaveOptions options = options_of(keep, plan, replaces);
-        options.base = base;
+         const Values& rank_values, const MaybeGroup& group, const SaveOptions& options) {
         return save(root, step, state_of(leaves, values, rank_values), maybe_group(group), options);
       },
-      Release());
+      py::arg("root"), py::arg("step"), py::arg("leaves"), py::arg("values"),
+      py::arg("rank_values"), py::arg("group"), py::arg("options"), Release());
   m.def(
       "checkpoint_load",
       [](const std::string& root, const Leaves& leaves, const MaybeGroup& group, MaybeStep step) {
@@ -227,12 +223,10 @@ void bind_checkpoint(py::module_& m) {
       },
       Release());
   py::class_<AsyncSaver>(m, "AsyncSaver")
-      .def(py::init([](const std::string& root, const MaybeGroup& group, int keep,
-                       const std::string& plan, bool replaces) {
-             return std::make_unique<AsyncSaver>(root, maybe_group(group),
-                                                 options_of(keep, plan, replaces));
+      .def(py::init([](const std::string& root, const MaybeGroup& group, SaveOptions options) {
+             return std::make_unique<AsyncSaver>(root, maybe_group(group), std::move(options));
            }),
-           Release())
+           py::arg("root"), py::arg("group"), py::arg("options"), Release())
       .def(
           "save",
           [](AsyncSaver& self, std::int64_t step, const Leaves& leaves, const Values& values,

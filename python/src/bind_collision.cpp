@@ -5,6 +5,7 @@
 #include <ATen/ops/empty_like.h>
 
 #include "bindings.h"
+#include "option_fields.h"
 #include "tessera/collision/id_table.h"
 #include "tessera/collision/mch.h"
 #include "tessera/collision/row_init.h"
@@ -67,21 +68,18 @@ void bind_id_options(py::module_& module) {
       .value("LRU", EvictionKind::kLru)
       .value("DISTANCE_LFU", EvictionKind::kDistanceLfu)
       .value("TIME_TO_LIVE", EvictionKind::kTimeToLive);
-  py::class_<Admission>(module, "Admission")
-      .def(py::init<>())
+  options_class<Admission>(module, "Admission")
       .def_readwrite("kind", &Admission::kind)
       .def_readwrite("sightings", &Admission::sightings)
       .def_readwrite("probability", &Admission::probability)
       .def_readwrite("seed", &Admission::seed);
-  py::class_<Eviction>(module, "Eviction")
-      .def(py::init<>())
+  options_class<Eviction>(module, "Eviction")
       .def_readwrite("kind", &Eviction::kind)
       .def_readwrite("decay_exponent", &Eviction::decay_exponent)
       .def_readwrite("time_to_live", &Eviction::time_to_live)
       .def_readwrite("interval", &Eviction::interval)
       .def_readwrite("share", &Eviction::share);
-  py::class_<IdTableOptions>(module, "IdTableOptions")
-      .def(py::init<>())
+  options_class<IdTableOptions>(module, "IdTableOptions")
       .def_readwrite("name", &IdTableOptions::name)
       .def_readwrite("capacity", &IdTableOptions::capacity)
       .def_readwrite("admission", &IdTableOptions::admission)

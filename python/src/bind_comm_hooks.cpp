@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
 #include "bindings.h"
+#include "option_fields.h"
 #include "tessera/core/check.h"
 #include "tessera/data_parallel/comm_hook.h"
 #include "tessera/data_parallel/deterministic.h"
@@ -212,17 +213,16 @@ void bind_hooks(py::module_& m) {
       .def_property_readonly("step", &PowerSgd::step)
       .def("stats",
            [](const PowerSgd& self) { return std::pair(self.stats().before, self.stats().after); });
-  m.def(
-      "power_sgd_hook",
-      [](std::int64_t rank, std::int64_t start_step, double min_compression_rate,
-         bool use_error_feedback, bool warm_start, double epsilon, std::uint64_t random_seed,
-         bool batched) {
-        return power_sgd_hook({rank, start_step, min_compression_rate, use_error_feedback,
-                               warm_start, epsilon, random_seed, batched});
-      },
-      py::arg("rank"), py::arg("start_step"), py::arg("min_compression_rate"),
-      py::arg("use_error_feedback"), py::arg("warm_start"), py::arg("epsilon"),
-      py::arg("random_seed"), py::arg("batched"));
+  options_class<PowerSgdOptions>(m, "PowerSgdOptions")
+      .def_readwrite("matrix_approximation_rank", &PowerSgdOptions::matrix_approximation_rank)
+      .def_readwrite("start_step", &PowerSgdOptions::start_step)
+      .def_readwrite("min_compression_rate", &PowerSgdOptions::min_compression_rate)
+      .def_readwrite("use_error_feedback", &PowerSgdOptions::use_error_feedback)
+      .def_readwrite("warm_start", &PowerSgdOptions::warm_start)
+      .def_readwrite("orthogonalization_epsilon", &PowerSgdOptions::orthogonalization_epsilon)
+      .def_readwrite("random_seed", &PowerSgdOptions::random_seed)
+      .def_readwrite("batched", &PowerSgdOptions::batched);
+  m.def("power_sgd_hook", &power_sgd_hook, py::arg("options"));
 
   py::class_<FiniteCheck, CommHook, std::shared_ptr<FiniteCheck>>(m, "FiniteCheck")
       .def_property_readonly("skip_step", &FiniteCheck::skip_step)

@@ -4,6 +4,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "bindings.h"
+#include "option_fields.h"
 #include "tessera/data_parallel/comm_hook.h"
 #include "tessera/data_parallel/replica.h"
 
@@ -24,49 +25,10 @@ std::shared_ptr<py::object> shared(py::object object) {
           }};
 }
 
-std::vector<c10::Device> devices_of(const std::vector<std::string>& names) {
-  std::vector<c10::Device> devices;
-  for (const std::string& name : names) devices.emplace_back(name);
-  return devices;
-}
-
-Options options_of(const py::dict& words) {
-  Options options;
-  const auto read = [&](const char* name, auto& field) {
-    if (!words.contains(name) || words[name].is_none()) return;
-    field = words[name].cast<std::decay_t<decltype(field)>>();
-  };
-  read("forward_sync_buffers", options.forward_sync_buffers);
-  read("broadcast_buffers", options.broadcast_buffers);
-  read("init_sync", options.init_sync);
-  read("bucket_cap_mb", options.bucket_cap_mb);
-  read("bucket_cap_mb_list", options.bucket_cap_mb_list);
-  read("find_unused_parameters", options.find_unused_parameters);
-  read("skip_all_reduce_unused_params", options.skip_all_reduce_unused_params);
-  read("static_graph", options.static_graph);
-  read("automatic_graph", options.automatic_graph);
-  read("gradient_as_bucket_view", options.gradient_as_bucket_view);
-  read("batched_grad_copy", options.batched_grad_copy);
-  read("direct_gradients", options.direct_gradients);
-  read("ignored", options.ignored);
-  read("delay_all_reduce_named_params", options.delay_all_reduce_named_params);
-  read("param_to_hook_all_reduce", options.param_to_hook_all_reduce);
-  read("divisor", options.divisor);
-  read("overlap", options.overlap);
-  read("check_finalized", options.check_finalized);
-  std::vector<std::string> device_ids;
-  read("device_ids", device_ids);
-  options.device_ids = devices_of(device_ids);
-  std::vector<std::string> output_device;
-  read("output_device", output_device);
-  if (!output_device.empty()) options.output_device = devices_of(output_device).front();
-  return options;
-}
-
 std::unique_ptr<Replica> make_replica(
     const std::string& name, const std::vector<std::tuple<std::string, Tensor, bool>>& parameters,
     py::object buffers, bool has_sync_batch_norm, bool has_uninitialized, const ProcessGroup& group,
-    const py::dict& words) {
+    Options options) {
   ModelParts parts;
   parts.name = name;
   for (const auto& [parameter_name, tensor, is_sparse] : parameters) {
@@ -82,7 +44,6 @@ std::unique_ptr<Replica> make_replica(
   };
   parts.has_sync_batch_norm = has_sync_batch_norm;
   parts.has_uninitialized = has_uninitialized;
-  Options options = options_of(words);
   const py::gil_scoped_release release;
   return std::make_unique<Replica>(std::move(parts), comm::Group(group), std::move(options));
 }
@@ -121,6 +82,27 @@ JoinOptions join_options(bool divide_by_initial_world_size) {
 }  // namespace
 
 void bind_data_parallel(py::module_& module) {
+  options_class<Options>(module, "DataParallelOptions")
+      .def_readwrite("forward_sync_buffers", &Options::forward_sync_buffers)
+      .def_readwrite("broadcast_buffers", &Options::broadcast_buffers)
+      .def_readwrite("init_sync", &Options::init_sync)
+      .def_readwrite("bucket_cap_mb", &Options::bucket_cap_mb)
+      .def_readwrite("bucket_cap_mb_list", &Options::bucket_cap_mb_list)
+      .def_readwrite("find_unused_parameters", &Options::find_unused_parameters)
+      .def_readwrite("skip_all_reduce_unused_params", &Options::skip_all_reduce_unused_params)
+      .def_readwrite("static_graph", &Options::static_graph)
+      .def_readwrite("automatic_graph", &Options::automatic_graph)
+      .def_readwrite("gradient_as_bucket_view", &Options::gradient_as_bucket_view)
+      .def_readwrite("direct_gradients", &Options::direct_gradients)
+      .def_readwrite("batched_grad_copy", &Options::batched_grad_copy)
+      .def_readwrite("ignored", &Options::ignored)
+      .def_readwrite("delay_all_reduce_named_params", &Options::delay_all_reduce_named_params)
+      .def_readwrite("param_to_hook_all_reduce", &Options::param_to_hook_all_reduce)
+      .def_readwrite("device_ids", &Options::device_ids)
+      .def_readwrite("output_device", &Options::output_device)
+      .def_readwrite("divisor", &Options::divisor)
+      .def_readwrite("overlap", &Options::overlap)
+      .def_readwrite("check_finalized", &Options::check_finalized);
   py::class_<Replica>(module, "Replica", "One rank's copy of a model, kept equal to the others'.")
       .def(py::init(&make_replica), py::arg("name"), py::arg("parameters"), py::arg("buffers"),
            py::arg("has_sync_batch_norm"), py::arg("has_uninitialized"), py::arg("group"),
@@ -162,13 +144,7 @@ void bind_data_parallel(py::module_& module) {
       .def("remove_autograd_hooks", &Replica::remove_autograd_hooks, Release())
       .def("set_sample_rate", &Replica::set_sample_rate, py::arg("sample_rate"))
       .def("set_sparse_metadata", &Replica::set_sparse_metadata, py::arg("metadata"))
-      .def("options",
-           [](const Replica& self) {
-             py::dict words;
-             words["find_unused_parameters"] = self.options().find_unused_parameters;
-             words["static_graph"] = self.options().static_graph;
-             return words;
-           })
+      .def_property_readonly("options", [](const Replica& self) { return self.options(); })
       .def("divisor", &Replica::divisor)
       .def("buckets", &Replica::buckets)
       .def("used_map", &Replica::used_map)

@@ -1,6 +1,7 @@
 #include "arguments.h"
 #include "bindings.h"
 #include "named_rows.h"
+#include "option_fields.h"
 #include "tessera/embedding/collection_lookup.h"
 #include "tessera/embedding/embedding_bag.h"
 #include "tessera/embedding/position_weighted.h"
@@ -87,8 +88,7 @@ void bind_options(py::module_& module) {
                                     .feature_names = std::move(feature_names),
                                     .pooling = pooling};
       }));
-  py::class_<OptimizerOptions>(module, "OptimizerOptions")
-      .def(py::init<>())
+  options_class<OptimizerOptions>(module, "OptimizerOptions")
       .def_readwrite("kind", &OptimizerOptions::kind)
       .def_readwrite("learning_rate", &OptimizerOptions::learning_rate)
       .def_readwrite("eps", &OptimizerOptions::eps)
@@ -102,8 +102,7 @@ void bind_options(py::module_& module) {
       .def_readwrite("max_gradient", &OptimizerOptions::max_gradient)
       .def_readwrite("stochastic_rounding", &OptimizerOptions::stochastic_rounding)
       .def_readwrite("seed", &OptimizerOptions::seed);
-  py::class_<TableBatchOptions>(module, "TableBatchOptions")
-      .def(py::init<>())
+  options_class<TableBatchOptions>(module, "TableBatchOptions")
       .def_readwrite("gradients", &TableBatchOptions::gradients)
       .def_readwrite("optimizer", &TableBatchOptions::optimizer)
       .def_readwrite("bounds_check", &TableBatchOptions::bounds_check);

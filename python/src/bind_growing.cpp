@@ -4,6 +4,7 @@
 
 #include "arguments.h"
 #include "bindings.h"
+#include "option_fields.h"
 #include "tessera/collision/growing_tables.h"
 
 namespace tessera::python {
@@ -86,8 +87,7 @@ void bind_growing_configs(py::module_& module) {
       .def_readwrite("ids", &GrowingTable::ids)
       .def_readwrite("unknown", &GrowingTable::unknown)
       .def_readwrite("seed", &GrowingTable::seed);
-  py::class_<GrowingOptions>(module, "GrowingOptions")
-      .def(py::init<>())
+  options_class<GrowingOptions>(module, "GrowingOptions")
       .def_readwrite("optimizer", &GrowingOptions::optimizer)
       .def_readwrite("codecs", &GrowingOptions::codecs)
       .def_readwrite("local_size", &GrowingOptions::local_size);

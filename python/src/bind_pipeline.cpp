@@ -1,6 +1,7 @@
 #include <memory>
 
 #include "bindings.h"
+#include "option_fields.h"
 #include "tessera/pipeline/loop.h"
 
 namespace tessera::python {
@@ -68,16 +69,12 @@ void bind_report(py::module_& module) {
 void bind_pipeline(py::module_& parent) {
   py::module_ module = parent.def_submodule("pipeline");
   bind_report(module);
-  py::class_<LoopOptions>(module, "LoopOptions")
-      .def(py::init([](std::size_t lead, std::size_t needed, bool reads_late, bool prefetches,
-                       std::int64_t ahead_from) {
-             return LoopOptions{lead, needed, reads_late, prefetches, ahead_from};
-           }),
-           py::kw_only(), py::arg("lead") = LoopOptions{}.lead,
-           py::arg("needed") = LoopOptions{}.needed,
-           py::arg("reads_late") = LoopOptions{}.reads_late,
-           py::arg("prefetches") = LoopOptions{}.prefetches,
-           py::arg("ahead_from") = LoopOptions{}.ahead_from);
+  options_class<LoopOptions>(module, "LoopOptions")
+      .def_readwrite("lead", &LoopOptions::lead)
+      .def_readwrite("needed", &LoopOptions::needed)
+      .def_readwrite("reads_late", &LoopOptions::reads_late)
+      .def_readwrite("prefetches", &LoopOptions::prefetches)
+      .def_readwrite("ahead_from", &LoopOptions::ahead_from);
   py::class_<Loop>(module, "Loop")
       .def(py::init<const LoopOptions&>(), py::arg("options"))
       .def(

@@ -1,6 +1,7 @@
 #include "arguments.h"
 #include "bindings.h"
 #include "named_rows.h"
+#include "option_fields.h"
 #include "tessera/sharding/plan.h"
 #include "tessera/sharding/sharded_embedding_bag_collection.h"
 #include "tessera/sharding/sharded_embedding_collection.h"
@@ -86,8 +87,7 @@ void bind_awaitable(py::module_& module, const char* name) {
 }
 
 void bind_sharded_options(py::module_& module) {
-  py::class_<ShardedOptions>(module, "ShardedOptions")
-      .def(py::init<>())
+  options_class<ShardedOptions>(module, "ShardedOptions")
       .def_readwrite("optimizer", &ShardedOptions::optimizer)
       .def_readwrite("gradients", &ShardedOptions::gradients)
       .def_readwrite("bounds_check", &ShardedOptions::bounds_check)
@@ -99,8 +99,7 @@ void bind_sharded_options(py::module_& module) {
       .def_readwrite("host_rows", &ShardedOptions::host_rows)
       .def_readwrite("cache_policy", &ShardedOptions::cache_policy)
       .def_readwrite("device", &ShardedOptions::device);
-  py::class_<ShardedSequenceOptions, ShardedOptions>(module, "ShardedSequenceOptions")
-      .def(py::init<>())
+  options_class<ShardedSequenceOptions, ShardedOptions>(module, "ShardedSequenceOptions")
       .def_readwrite("need_indices", &ShardedSequenceOptions::need_indices)
       .def_readwrite("use_index_dedup", &ShardedSequenceOptions::use_index_dedup);
   py::class_<LocalShard>(module, "LocalShard")

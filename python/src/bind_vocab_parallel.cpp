@@ -4,6 +4,7 @@
 
 #include "arguments.h"
 #include "bindings.h"
+#include "option_fields.h"
 #include "tessera/regions/copy_reduce.h"
 #include "tessera/vocab_parallel/context_parallel.h"
 #include "tessera/vocab_parallel/cross_entropy.h"
@@ -35,6 +36,11 @@ Overwrite overwrite_named(const std::string& name) {
                         "'.");
 }
 
+const char* name_of(Overwrite overwrite) {
+  if (overwrite == Overwrite::kNever) return "never";
+  return overwrite == Overwrite::kInBackward ? "backward" : "forward";
+}
+
 Reduction reduction_named(const std::string& name) {
   if (name == "none") return Reduction::kNone;
   if (name == "mean") return Reduction::kMean;
@@ -42,20 +48,13 @@ Reduction reduction_named(const std::string& name) {
   throw py::value_error("vocab: reduction is 'none', 'mean' or 'sum', not '" + name + "'.");
 }
 
-std::optional<Columns> columns_in(const Range& range) {
-  return range ? std::optional(Columns{range->first, range->second}) : std::nullopt;
+const char* name_of(Reduction reduction) {
+  if (reduction == Reduction::kNone) return "none";
+  return reduction == Reduction::kMean ? "mean" : "sum";
 }
 
-/// Fills the options that all functions share; `shared_arguments` names them in the same order.
-void fill(TokenOptions& options, const Range& columns, MaybeInt vocab_size,
-          std::int64_t ignore_index, double temperature, std::int64_t reproducible_tile,
-          std::optional<bool> check_labels) {
-  options.columns = columns_in(columns);
-  options.vocab_size = vocab_size;
-  options.ignore_index = ignore_index;
-  options.temperature = temperature;
-  options.reproducible_tile = reproducible_tile;
-  options.check_labels = check_labels;
+std::optional<Columns> columns_in(const Range& range) {
+  return range ? std::optional(Columns{range->first, range->second}) : std::nullopt;
 }
 
 using Scores = std::tuple<MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor>;
@@ -74,78 +73,83 @@ WantedScores wanted_of(const std::vector<bool>& flags) {
   return {flags.at(0), flags.at(1), flags.at(2), flags.at(3)};
 }
 
+void bind_token_options(py::module_& m) {
+  options_class<TokenOptions>(m, "TokenOptions",
+                              "What every function of sharded logits may be told.")
+      .def_property(
+          "columns",
+          [](const TokenOptions& self) -> Range {
+            if (!self.columns) return std::nullopt;
+            return std::pair(self.columns->start, self.columns->end);
+          },
+          [](TokenOptions& self, const Range& range) { self.columns = columns_in(range); })
+      .def_readwrite("vocab_size", &TokenOptions::vocab_size)
+      .def_readwrite("ignore_index", &TokenOptions::ignore_index)
+      .def_readwrite("temperature", &TokenOptions::temperature)
+      .def_property(
+          "overwrite", [](const TokenOptions& self) { return name_of(self.overwrite); },
+          [](TokenOptions& self, const std::string& word) {
+            self.overwrite = overwrite_named(word);
+          })
+      .def_readwrite("reproducible_tile", &TokenOptions::reproducible_tile)
+      .def_readwrite("check_labels", &TokenOptions::check_labels);
+  options_class<CrossEntropyOptions, TokenOptions>(m, "CrossEntropyOptions")
+      .def_property(
+          "reduction", [](const CrossEntropyOptions& self) { return name_of(self.reduction); },
+          [](CrossEntropyOptions& self, const std::string& word) {
+            self.reduction = reduction_named(word);
+          })
+      .def_readwrite("label_smoothing", &CrossEntropyOptions::label_smoothing)
+      .def_readwrite("z_loss", &CrossEntropyOptions::z_loss);
+  options_class<LinearOptions, CrossEntropyOptions>(m, "LinearOptions")
+      .def_readwrite("workspace_bytes", &LinearOptions::workspace_bytes)
+      .def_readwrite("local_bias", &LinearOptions::local_bias)
+      .def_readwrite("softcap", &LinearOptions::softcap);
+  options_class<SamplingOptions, TokenOptions>(m, "SamplingOptions")
+      .def_readwrite("top_k", &SamplingOptions::top_k)
+      .def_readwrite("top_p", &SamplingOptions::top_p);
+}
+
 void bind_engine(py::module_& m) {
   m.def(
       "vocab_token_scores",
       [](const Tensor& logits, const MaybeTensor& labels, const MaybeGroup& group,
-         const std::vector<bool>& wanted, const Range& columns, MaybeInt vocab_size,
-         std::int64_t ignore_index, double temperature, std::int64_t reproducible_tile,
-         std::optional<bool> check_labels, const std::string& overwrite) {
-        TokenOptions options;
-        fill(options, columns, vocab_size, ignore_index, temperature, reproducible_tile,
-             check_labels);
-        options.overwrite = overwrite_named(overwrite);
+         const std::vector<bool>& wanted, const TokenOptions& options) {
         return tuple_of({{},
                          token_scores(logits, labels.value_or(Tensor()), group_of(group),
                                       wanted_of(wanted), options)});
       },
+      py::arg("logits"), py::arg("labels"), py::arg("group"), py::arg("wanted"), py::arg("options"),
       Release());
   m.def(
       "vocab_cross_entropy",
       [](const Tensor& logits, const Tensor& labels, const MaybeGroup& group,
-         const std::vector<bool>& wanted, const Range& columns, MaybeInt vocab_size,
-         std::int64_t ignore_index, double temperature, std::int64_t reproducible_tile,
-         std::optional<bool> check_labels, const std::string& overwrite,
-         const std::string& reduction, double label_smoothing, double z_loss) {
-        CrossEntropyOptions options;
-        fill(options, columns, vocab_size, ignore_index, temperature, reproducible_tile,
-             check_labels);
-        options.overwrite = overwrite_named(overwrite);
-        options.reduction = reduction_named(reduction);
-        options.label_smoothing = label_smoothing;
-        options.z_loss = z_loss;
+         const std::vector<bool>& wanted, const CrossEntropyOptions& options) {
         return tuple_of(
             cross_entropy_with_scores(logits, labels, group_of(group), wanted_of(wanted), options));
       },
+      py::arg("logits"), py::arg("labels"), py::arg("group"), py::arg("wanted"), py::arg("options"),
       Release());
   m.def(
       "vocab_linear_cross_entropy",
       [](const Tensor& hidden, const Tensor& weight, const Tensor& labels, const MaybeGroup& group,
-         const std::vector<bool>& wanted, const Range& columns, MaybeInt vocab_size,
-         std::int64_t ignore_index, double temperature, std::optional<bool> check_labels,
-         const std::string& reduction, double label_smoothing, double z_loss,
-         MaybeInt workspace_bytes, const MaybeTensor& bias, double softcap) {
-        LinearOptions options;
-        fill(options, columns, vocab_size, ignore_index, temperature, 0, check_labels);
-        options.reduction = reduction_named(reduction);
-        options.label_smoothing = label_smoothing;
-        options.z_loss = z_loss;
-        options.workspace_bytes = workspace_bytes;
-        options.local_bias = bias;
-        options.softcap = softcap;
+         const std::vector<bool>& wanted, const LinearOptions& options) {
         return tuple_of(linear_cross_entropy_with_scores(hidden, weight, labels, group_of(group),
                                                          wanted_of(wanted), options));
       },
-      Release());
+      py::arg("hidden"), py::arg("weight"), py::arg("labels"), py::arg("group"), py::arg("wanted"),
+      py::arg("options"), Release());
 }
 
 void bind_probabilities(py::module_& m) {
-  const auto options_of = [](const Range& columns, MaybeInt vocab_size, double temperature) {
-    TokenOptions options;
-    fill(options, columns, vocab_size, -100, temperature, 0, std::nullopt);
-    return options;
-  };
   const auto at_ids = [&m](const char* name, auto function) {
     m.def(
         name,
         [function](const Tensor& logits, const Tensor& ids, const MaybeGroup& group,
-                   const Range& columns, MaybeInt vocab_size, std::int64_t ignore_index,
-                   double temperature, std::optional<bool> check_labels) {
-          TokenOptions options;
-          fill(options, columns, vocab_size, ignore_index, temperature, 0, check_labels);
+                   const TokenOptions& options) {
           return function(logits, ids, group_of(group), options);
         },
-        Release());
+        py::arg("logits"), py::arg("ids"), py::arg("group"), py::arg("options"), Release());
   };
   at_ids("vocab_log_probabilities_at", &log_probabilities_at);
   at_ids("vocab_logits_at", &logits_at);
@@ -158,58 +162,38 @@ void bind_probabilities(py::module_& m) {
       Release());
   m.def(
       "vocab_log_softmax",
-      [options_of](const Tensor& logits, const MaybeGroup& group, const Range& columns,
-                   MaybeInt vocab_size, double temperature) {
-        return log_softmax(logits, group_of(group), options_of(columns, vocab_size, temperature));
+      [](const Tensor& logits, const MaybeGroup& group, const TokenOptions& options) {
+        return log_softmax(logits, group_of(group), options);
       },
-      Release());
+      py::arg("logits"), py::arg("group"), py::arg("options"), Release());
   m.def(
       "vocab_soft_cross_entropy",
-      [options_of](const Tensor& logits, const Tensor& target_logits, const MaybeGroup& group,
-                   const Range& columns, MaybeInt vocab_size, double temperature) {
-        return soft_cross_entropy(logits, target_logits, group_of(group),
-                                  options_of(columns, vocab_size, temperature));
+      [](const Tensor& logits, const Tensor& target_logits, const MaybeGroup& group,
+         const TokenOptions& options) {
+        return soft_cross_entropy(logits, target_logits, group_of(group), options);
       },
-      Release());
+      py::arg("logits"), py::arg("target_logits"), py::arg("group"), py::arg("options"), Release());
   m.def(
       "vocab_top_k",
-      [options_of](const Tensor& logits, std::int64_t k, const MaybeGroup& group,
-                   const Range& columns, MaybeInt vocab_size) {
-        return top_k(logits, k, group_of(group), options_of(columns, vocab_size, 1.0));
-      },
-      Release());
-}
-
-SamplingOptions sampling_of(std::int64_t top_k, double top_p, const Range& columns,
-                            MaybeInt vocab_size, double temperature,
-                            std::int64_t ignore_index = -100,
-                            std::optional<bool> check_labels = std::nullopt) {
-  SamplingOptions options;
-  fill(options, columns, vocab_size, ignore_index, temperature, 0, check_labels);
-  options.top_k = top_k;
-  options.top_p = top_p;
-  return options;
+      [](const Tensor& logits, std::int64_t k, const MaybeGroup& group,
+         const TokenOptions& options) { return top_k(logits, k, group_of(group), options); },
+      py::arg("logits"), py::arg("k"), py::arg("group"), py::arg("options"), Release());
 }
 
 void bind_sampling(py::module_& m) {
   m.def(
       "vocab_sampled_log_probabilities",
-      [](const Tensor& logits, const Tensor& labels, const MaybeGroup& group, std::int64_t top_k,
-         double top_p, const Range& columns, MaybeInt vocab_size, std::int64_t ignore_index,
-         double temperature, std::optional<bool> check_labels) {
-        return sampled_log_probabilities(logits, labels, group_of(group),
-                                         sampling_of(top_k, top_p, columns, vocab_size, temperature,
-                                                     ignore_index, check_labels));
+      [](const Tensor& logits, const Tensor& labels, const MaybeGroup& group,
+         const SamplingOptions& options) {
+        return sampled_log_probabilities(logits, labels, group_of(group), options);
       },
-      Release());
+      py::arg("logits"), py::arg("labels"), py::arg("group"), py::arg("options"), Release());
   m.def(
       "vocab_smallest_kept_logit",
-      [](const Tensor& logits, const MaybeGroup& group, std::int64_t top_k, double top_p,
-         const Range& columns, MaybeInt vocab_size, double temperature) {
-        return smallest_kept_logit(logits, group_of(group),
-                                   sampling_of(top_k, top_p, columns, vocab_size, temperature));
+      [](const Tensor& logits, const MaybeGroup& group, const SamplingOptions& options) {
+        return smallest_kept_logit(logits, group_of(group), options);
       },
-      Release());
+      py::arg("logits"), py::arg("group"), py::arg("options"), Release());
   m.def(
       "distributed_logprob_with_sampling",
       [](const Tensor& logits, const Tensor& target, const MaybeGroup& group, MaybeInt top_k,
@@ -439,6 +423,7 @@ void bind_te_parallel_ce(py::module_& m) {
 }  // namespace
 
 void bind_vocab_parallel(py::module_& module) {
+  bind_token_options(module);
   bind_engine(module);
   bind_probabilities(module);
   bind_sampling(module);

@@ -19,32 +19,38 @@ from tessera import _C
 from tessera._recording import recording
 
 _LIBRARY = torch.library.Library("tessera", "FRAGMENT")
-_OPTIONS = "int[]? columns, int? vocab_size"
+_COLUMNS = "int[]? columns, int? vocab_size"
 
 
 class _Operator:
     """One function of the engine and its operator.
 
-    `arguments` are the schema's; "group" and "columns" are converted. `differentiable` are the places of
-    the tensors that get a gradient, `shapes` gives the outputs for tensors without values.
+    `inputs` are the schema's arguments up to the options, `fields` those of the options, by the names they
+    have in the engine's class `options`. `differentiable` are the tensors that get a gradient, `shapes`
+    gives the outputs for tensors without values.
     """
 
     def __init__(
         self,
-        name: str,
         engine: Callable,
-        arguments: str,
+        inputs: str,
+        options: type,
+        fields: str,
         num_outputs: int,
         shapes: Callable,
-        differentiable: Sequence[int] = (0,),
+        differentiable: Sequence[str] = ("logits",),
         constants: Sequence[int] = (),
     ):
         self.engine = engine
+        self.options = options
+        name, arguments = engine.__name__, f"{inputs}, {fields}"
         names = [word.split()[-1] for word in arguments.split(", ")]
+        self.num_inputs = len(inputs.split(", "))
+        self.fields = names[self.num_inputs :]
+        usual = options()
+        self.defaults = {field: getattr(usual, field) for field in self.fields}
         self.group_place = names.index("group")
-        self.columns_place = names.index("columns")
-        self.overwrite_place = names.index("overwrite") if "overwrite" in names else None
-        self.differentiable = tuple(differentiable)
+        self.differentiable = tuple(names.index(tensor) for tensor in differentiable)
         self.num_outputs = num_outputs
         outputs = ", ".join(["Tensor"] * num_outputs)
         _LIBRARY.define(f"{name}({arguments}) -> ({outputs})")
@@ -53,7 +59,11 @@ class _Operator:
         torch.library.impl(f"tessera::{name}_backward", "CompositeExplicitAutograd", lib=_LIBRARY)(
             self._backward
         )
-        torch.library.register_fake(f"tessera::{name}", shapes, lib=_LIBRARY)
+        torch.library.register_fake(
+            f"tessera::{name}",
+            lambda *words: shapes(*self._inputs(words), **self._named(words)),
+            lib=_LIBRARY,
+        )
         torch.library.register_fake(f"tessera::{name}_backward", self._gradient_shapes, lib=_LIBRARY)
         self.operator = getattr(torch.ops.tessera, name)
         self.gradient = getattr(torch.ops.tessera, f"{name}_backward")
@@ -80,18 +90,19 @@ class _Operator:
 
         torch.library.register_autograd(f"tessera::{name}", backward, setup_context=save, lib=_LIBRARY)
 
-    def _converted(self, words: Sequence[Any]) -> list[Any]:
-        words = list(words)
-        name = words[self.group_place]
-        words[self.group_place] = None if name is None else _resolve_process_group(name)
-        columns = words[self.columns_place]
-        words[self.columns_place] = None if columns is None else tuple(columns)
-        if self.overwrite_place is not None:
-            words[self.overwrite_place] = "never"  # what an operator is given stays as it is
-        return words
+    def _inputs(self, words: Sequence[Any]) -> Sequence[Any]:
+        return words[: self.num_inputs]
+
+    def _named(self, words: Sequence[Any]) -> dict[str, Any]:
+        return dict(zip(self.fields, words[self.num_inputs :], strict=True))
 
     def _run(self, words: Sequence[Any], like: Tensor) -> tuple[Tensor, ...]:
-        outputs = self.engine(*words)
+        inputs = list(self._inputs(words))
+        name = inputs[self.group_place]
+        inputs[self.group_place] = None if name is None else _resolve_process_group(name)
+        options = self.options(**self._named(words))
+        options.overwrite = "never"  # what an operator is given stays as it is
+        outputs = self.engine(*inputs, options)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         return tuple(
             like.new_empty(0, dtype=torch.float32) if output is None else output for output in outputs
@@ -100,11 +111,11 @@ class _Operator:
     def _forward(self, *words: Any) -> Any:
         with torch.no_grad():
             # Results may share memory with each other, which an operator's must not.
-            outputs = tuple(output.clone() for output in self._run(self._converted(words), words[0]))
+            outputs = tuple(output.clone() for output in self._run(words, words[0]))
         return outputs if self.num_outputs > 1 else outputs[0]
 
     def _backward(self, gradients: Sequence[Tensor | None], *words: Any) -> list[Tensor]:
-        words = self._converted(words)
+        words = list(words)
         with recording():
             leaves = []
             for place in self.differentiable:
@@ -131,22 +142,22 @@ class _Operator:
             if words[place] is not None
         ]
 
-    def __call__(self, *words: Any) -> Any:
+    def __call__(self, *inputs: Any, **fields: Any) -> Any:
         if not torch.compiler.is_compiling():
-            return self.engine(*words)
-        words = list(words)
+            return self.engine(*inputs, self.options(**fields))
+        words = list(inputs)
         group: ProcessGroup | None = words[self.group_place]
         words[self.group_place] = None if group is None else group.group_name
-        columns = words[self.columns_place]
-        words[self.columns_place] = None if columns is None else list(columns)
+        for field, usual in self.defaults.items():
+            words.append(fields.get(field, usual))
         return self.operator(*words)
 
 
-def _of_tokens(logits: Tensor, *words: Any) -> Tensor:
+def _of_tokens(logits: Tensor, *inputs: Any, **fields: Any) -> Tensor:
     return logits.new_empty(logits.shape[:-1], dtype=torch.float32)
 
 
-def _of_ids(logits: Tensor, ids: Tensor, *words: Any) -> Tensor:
+def _of_ids(logits: Tensor, ids: Tensor, *inputs: Any, **fields: Any) -> Tensor:
     return logits.new_empty(ids.shape, dtype=torch.float32)
 
 
@@ -161,84 +172,84 @@ def _scores(
     return (of_loss, *(output(flag, shape) for flag in wanted[:3]), argmax)
 
 
-def _token_shapes(logits: Tensor, labels: Any, group: Any, wanted: Sequence[bool], *words: Any) -> Any:
-    return _scores(logits, logits.shape[:-1], wanted, None)
-
-
-def _loss_shapes(logits: Tensor, labels: Any, group: Any, wanted: Sequence[bool], *words: Any) -> Any:
-    return _scores(logits, logits.shape[:-1], wanted, words[-3])
+def _token_shapes(
+    logits: Tensor,
+    labels: Any,
+    group: Any,
+    wanted: Sequence[bool],
+    reduction: str | None = None,
+    **fields: Any,
+) -> Any:
+    return _scores(logits, logits.shape[:-1], wanted, reduction)
 
 
 def _linear_shapes(
-    hidden: Tensor, weight: Tensor, labels: Tensor, group: Any, wanted: Sequence[bool], *words: Any
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    group: Any,
+    wanted: Sequence[bool],
+    reduction: str,
+    **fields: Any,
 ) -> Any:
-    return _scores(hidden, labels.shape, wanted, words[5])
+    return _scores(hidden, labels.shape, wanted, reduction)
 
 
-_TOKENS = (
-    f"Tensor logits, Tensor? labels, str? group, bool[] wanted, {_OPTIONS}, int ignore_index, "
-    "float temperature, int reproducible_tile, bool? check_labels, str overwrite"
-)
+_LABELS = f"{_COLUMNS}, int ignore_index, float temperature, bool? check_labels"
+_TOKENS = _LABELS.replace("bool?", "int reproducible_tile, bool?") + ", str overwrite"
+_LOSS = "str reduction, float label_smoothing, float z_loss"
 token_scores = _Operator(
-    "vocab_token_scores", _C.vocab_token_scores, _TOKENS, 5, _token_shapes, constants=(0, 4)
+    _C.vocab_token_scores,
+    "Tensor logits, Tensor? labels, str? group, bool[] wanted",
+    _C.TokenOptions,
+    _TOKENS,
+    5,
+    _token_shapes,
+    constants=(0, 4),
 )
 cross_entropy = _Operator(
-    "vocab_cross_entropy",
     _C.vocab_cross_entropy,
-    _TOKENS.replace("Tensor? labels", "Tensor labels")
-    + ", str reduction, float label_smoothing, float z_loss",
+    "Tensor logits, Tensor labels, str? group, bool[] wanted",
+    _C.CrossEntropyOptions,
+    f"{_TOKENS}, {_LOSS}",
     5,
-    _loss_shapes,
+    _token_shapes,
     constants=(4,),
 )
 linear_cross_entropy = _Operator(
-    "vocab_linear_cross_entropy",
     _C.vocab_linear_cross_entropy,
-    f"Tensor hidden, Tensor weight, Tensor labels, str? group, bool[] wanted, {_OPTIONS}, int ignore_index, "
-    "float temperature, bool? check_labels, str reduction, float label_smoothing, float z_loss, "
-    "int? workspace_bytes, Tensor? bias, float softcap",
+    "Tensor hidden, Tensor weight, Tensor labels, str? group, bool[] wanted",
+    _C.LinearOptions,
+    f"{_LABELS}, {_LOSS}, int? workspace_bytes, Tensor? local_bias, float softcap",
     5,
     _linear_shapes,
-    differentiable=(0, 1, 14),
+    differentiable=("hidden", "weight", "local_bias"),
     constants=(4,),
 )
-_AT_IDS = (
-    f"Tensor logits, Tensor ids, str? group, {_OPTIONS}, int ignore_index, float temperature, "
-    "bool? check_labels"
-)
-log_probabilities_at = _Operator(
-    "vocab_log_probabilities_at",
-    _C.vocab_log_probabilities_at,
-    _AT_IDS,
-    1,
-    _of_ids,
-)
-logits_at = _Operator(
-    "vocab_logits_at",
-    _C.vocab_logits_at,
-    _AT_IDS,
-    1,
-    _of_ids,
-)
+_AT_IDS = "Tensor logits, Tensor ids, str? group"
+log_probabilities_at = _Operator(_C.vocab_log_probabilities_at, _AT_IDS, _C.TokenOptions, _LABELS, 1, _of_ids)
+logits_at = _Operator(_C.vocab_logits_at, _AT_IDS, _C.TokenOptions, _LABELS, 1, _of_ids)
 log_softmax = _Operator(
-    "vocab_log_softmax",
     _C.vocab_log_softmax,
-    f"Tensor logits, str? group, {_OPTIONS}, float temperature",
+    "Tensor logits, str? group",
+    _C.TokenOptions,
+    f"{_COLUMNS}, float temperature",
     1,
-    lambda logits, *words: logits.new_empty(logits.shape),
+    lambda logits, *inputs, **fields: logits.new_empty(logits.shape),
 )
 soft_cross_entropy = _Operator(
-    "vocab_soft_cross_entropy",
     _C.vocab_soft_cross_entropy,
-    f"Tensor logits, Tensor target_logits, str? group, {_OPTIONS}, float temperature",
+    "Tensor logits, Tensor target_logits, str? group",
+    _C.TokenOptions,
+    f"{_COLUMNS}, float temperature",
     1,
     _of_tokens,
 )
 sampled_log_probabilities = _Operator(
-    "vocab_sampled_log_probabilities",
     _C.vocab_sampled_log_probabilities,
-    f"Tensor logits, Tensor labels, str? group, int top_k, float top_p, {_OPTIONS}, int ignore_index, "
-    "float temperature, bool? check_labels",
+    "Tensor logits, Tensor labels, str? group",
+    _C.SamplingOptions,
+    f"int top_k, float top_p, {_LABELS}",
     1,
     _of_tokens,
 )
@@ -249,7 +260,7 @@ def label_log_probabilities(
 ) -> Tensor:
     """Return log p of the labels, for the names of the reference in a compiled graph."""
     wanted = [True, False, False, False]
-    return token_scores(logits, labels, group, wanted, columns, None, -100, 1.0, 0, None, "never")[1]
+    return token_scores(logits, labels, group, wanted, columns=columns)[1]
 
 
 def filtered_log_probabilities(
@@ -264,4 +275,4 @@ def filtered_log_probabilities(
     if (top_k is None or top_k < 1) and top_p == 1.0:
         return label_log_probabilities(logits, labels, columns, group)
     top_k = 0 if top_k is None else max(top_k, 0)
-    return sampled_log_probabilities(logits, labels, group, top_k, top_p, columns, None, -100, 1.0, None)
+    return sampled_log_probabilities(logits, labels, group, top_k=top_k, top_p=top_p, columns=columns)

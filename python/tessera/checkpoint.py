@@ -367,8 +367,9 @@ def save(
     from `root` since, is an error; `replace` replaces it.
     """
     leaves, plain, _ = _described(state_dict)
+    options = _C.SaveOptions(keep=keep, plan=plan, base=base, replaces=replace)
     return _C.checkpoint_save(
-        os.fspath(root), step, leaves, {_PLAIN: plain}, rank_values or {}, group, keep, plan, base, replace
+        os.fspath(root), step, leaves, {_PLAIN: plain}, rank_values or {}, group, options
     )
 
 
@@ -447,7 +448,8 @@ class AsyncSaver:
         plan: str = "",
         replace: bool = False,
     ):
-        self._saver = _C.AsyncSaver(os.fspath(root), group, keep, plan, replace)
+        options = _C.SaveOptions(keep=keep, plan=plan, replaces=replace)
+        self._saver = _C.AsyncSaver(os.fspath(root), group, options)
 
     def save(
         self,

@@ -113,8 +113,9 @@ def token_scores(
     """
     logits, group, columns = vocab_part("token_scores", local_logits, group, columns)
     scores = _vocab_ops.token_scores(
-        logits, local_part(labels), group, _flags(wanted), columns, vocab_size, ignore_index, temperature,
-        reproducible_tile, check_labels, overwrite,
+        logits, local_part(labels), group, _flags(wanted), columns=columns, vocab_size=vocab_size,
+        ignore_index=ignore_index, temperature=temperature, reproducible_tile=reproducible_tile,
+        check_labels=check_labels, overwrite=overwrite,
     )  # fmt: skip
     return _wanted_of(scores, wanted)
 
@@ -154,8 +155,10 @@ def cross_entropy_with_scores(
     logits, group, columns = vocab_part("cross_entropy", local_logits, group, columns)
     asked = reduction if class_weights is None else "none"
     scores = _vocab_ops.cross_entropy(
-        logits, local_part(labels), group, _flags(wanted), columns, vocab_size, ignore_index, temperature,
-        reproducible_tile, check_labels, overwrite, asked, label_smoothing, z_loss,
+        logits, local_part(labels), group, _flags(wanted), columns=columns, vocab_size=vocab_size,
+        ignore_index=ignore_index, temperature=temperature, reproducible_tile=reproducible_tile,
+        check_labels=check_labels, overwrite=overwrite, reduction=asked, label_smoothing=label_smoothing,
+        z_loss=z_loss,
     )  # fmt: skip
     loss = scores[0]
     if class_weights is not None:
@@ -247,9 +250,10 @@ def linear_cross_entropy_with_scores(
     """
     weight, group, columns = vocab_part("linear_cross_entropy", local_weight, group, columns, dim=0)
     scores = _vocab_ops.linear_cross_entropy(
-        whole_on_group(hidden), weight, local_part(labels), group, _flags(wanted), columns, vocab_size,
-        ignore_index, temperature, check_labels, reduction, label_smoothing, z_loss, workspace_bytes,
-        local_part(local_bias), softcap,
+        whole_on_group(hidden), weight, local_part(labels), group, _flags(wanted), columns=columns,
+        vocab_size=vocab_size, ignore_index=ignore_index, temperature=temperature,
+        check_labels=check_labels, reduction=reduction, label_smoothing=label_smoothing, z_loss=z_loss,
+        workspace_bytes=workspace_bytes, local_bias=local_part(local_bias), softcap=softcap,
     )  # fmt: skip
     return CrossEntropyScores(scores[0], _wanted_of(scores, wanted))
 
@@ -291,12 +295,14 @@ def log_probabilities_at(
     if log_sum_exp is not None:
         there = local_part(ids) != ignore_index
         at_ids = _vocab_ops.logits_at(
-            logits, local_part(ids), group, columns, vocab_size, ignore_index, 1.0, check_labels
-        )
+            logits, local_part(ids), group, columns=columns, vocab_size=vocab_size,
+            ignore_index=ignore_index, check_labels=check_labels,
+        )  # fmt: skip
         return torch.where(there, at_ids / temperature - log_sum_exp.unsqueeze(-1), 0.0)
     return _vocab_ops.log_probabilities_at(
-        logits, local_part(ids), group, columns, vocab_size, ignore_index, temperature, check_labels
-    )
+        logits, local_part(ids), group, columns=columns, vocab_size=vocab_size, ignore_index=ignore_index,
+        temperature=temperature, check_labels=check_labels,
+    )  # fmt: skip
 
 
 def logits_at(
@@ -319,8 +325,9 @@ def logits_at(
     """
     logits, group, columns = vocab_part("logits_at", local_logits, group, columns)
     return _vocab_ops.logits_at(
-        logits, local_part(ids), group, columns, vocab_size, ignore_index, 1.0, check_labels
-    )
+        logits, local_part(ids), group, columns=columns, vocab_size=vocab_size, ignore_index=ignore_index,
+        check_labels=check_labels,
+    )  # fmt: skip
 
 
 def log_softmax(
@@ -338,7 +345,9 @@ def log_softmax(
     -2.0794
     """
     logits, group, columns = vocab_part("log_softmax", local_logits, group, columns)
-    return _vocab_ops.log_softmax(logits, group, columns, vocab_size, temperature)
+    return _vocab_ops.log_softmax(
+        logits, group, columns=columns, vocab_size=vocab_size, temperature=temperature
+    )
 
 
 def soft_cross_entropy(
@@ -360,8 +369,9 @@ def soft_cross_entropy(
     """
     logits, group, columns = vocab_part("soft_cross_entropy", local_logits, group, columns)
     return _vocab_ops.soft_cross_entropy(
-        logits, local_part(local_target_logits), group, columns, vocab_size, temperature
-    )
+        logits, local_part(local_target_logits), group, columns=columns, vocab_size=vocab_size,
+        temperature=temperature,
+    )  # fmt: skip
 
 
 def top_k(
@@ -380,7 +390,7 @@ def top_k(
     [[1, 2]]
     """
     logits, group, columns = vocab_part("top_k", local_logits, group, columns)
-    return _C.vocab_top_k(logits, k, group, columns, vocab_size)
+    return _C.vocab_top_k(logits, k, group, _C.TokenOptions(columns=columns, vocab_size=vocab_size))
 
 
 def smallest_kept_logit(
@@ -400,7 +410,10 @@ def smallest_kept_logit(
     [2.0]
     """
     logits, group, columns = vocab_part("smallest_kept_logit", local_logits, group, columns)
-    return _C.vocab_smallest_kept_logit(logits, group, top_k, top_p, columns, vocab_size, temperature)
+    options = _C.SamplingOptions(
+        columns=columns, vocab_size=vocab_size, temperature=temperature, top_k=top_k, top_p=top_p
+    )
+    return _C.vocab_smallest_kept_logit(logits, group, options)
 
 
 def sampled_log_probabilities(
@@ -427,8 +440,9 @@ def sampled_log_probabilities(
     """
     logits, group, columns = vocab_part("sampled_log_probabilities", local_logits, group, columns)
     return _vocab_ops.sampled_log_probabilities(
-        logits, local_part(labels), group, top_k, top_p, columns, vocab_size, ignore_index, temperature,
-        check_labels,
+        logits, local_part(labels), group, top_k=top_k, top_p=top_p, columns=columns,
+        vocab_size=vocab_size, ignore_index=ignore_index, temperature=temperature,
+        check_labels=check_labels,
     )  # fmt: skip
 
 

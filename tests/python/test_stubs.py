@@ -56,6 +56,15 @@ def stub_functions(body=None, prefix=""):
             yield prefix + node.name, node, {ast.unparse(d) for d in node.decorator_list}
 
 
+def stub_fields(body=None, prefix=""):
+    """Every attribute that the stubs give a class, and its type."""
+    for node in body or ast.parse(STUBS.read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            yield from stub_fields(node.body, f"{prefix}{node.name}.")
+        elif isinstance(node, ast.AnnAssign) and prefix:
+            yield prefix + node.target.id, ast.unparse(node.annotation)
+
+
 # One spelling for types that both sides write in several ways.
 SAME = [
     (r"\b(?:typing|collections\.abc|datetime|torch\.distributed\.distributed_c10d|torch\.futures)\.", ""),
@@ -182,3 +191,18 @@ def test_stubs_say_what_the_extension_says(said):
             wrong += min(found, key=len)
     assert not wrong, "\n".join(wrong)
     assert compared > 150
+
+
+def test_attributes_have_the_types_that_the_extension_says(said):
+    compared, wrong = 0, []
+    for name, ours in stub_fields():
+        # What reads an attribute has no name; a number's own words are no signature.
+        for signature in (words for words in said.get(name, []) if words.startswith("(")):
+            theirs = parsed(signature)[1]
+            if UNKNOWN.search(theirs + ours):
+                continue
+            compared += 1
+            if not is_same(ours, theirs):
+                wrong.append(f"{name}: the stub says {ours}, the extension {theirs}")
+    assert not wrong, "\n".join(wrong)
+    assert compared > 100

@@ -23,7 +23,7 @@ def _compute_distributed_log_softmax(vocab_parallel_logits: Tensor, group: Proce
     if columns is None:
         return _C.compute_distributed_log_softmax(logits, group)
     with torch.no_grad():
-        return _C.vocab_log_softmax(logits, group, columns, None, 1.0)
+        return _C.vocab_log_softmax(logits, group, _C.TokenOptions(columns=columns))
 
 
 def _compute_distributed_log_softmax_with_grad(vocab_parallel_logits: Tensor, group: ProcessGroup) -> Tensor:
@@ -38,7 +38,7 @@ def _compute_distributed_log_softmax_with_grad(vocab_parallel_logits: Tensor, gr
     )
     if columns is None:
         return _C.compute_distributed_log_softmax_with_grad(logits, group)
-    return _C.vocab_log_softmax(logits, group, columns, None, 1.0)
+    return _C.vocab_log_softmax(logits, group, _C.TokenOptions(columns=columns))
 
 
 def _compute_distributed_softmax(vocab_parallel_logits: Tensor, group: ProcessGroup) -> Tensor:
@@ -52,7 +52,8 @@ def _compute_distributed_softmax(vocab_parallel_logits: Tensor, group: ProcessGr
     if columns is None:
         return _C.compute_distributed_softmax(logits, group)
     with torch.no_grad():
-        return _C.vocab_log_softmax(logits.float(), group, columns, None, 1.0).exp_().to(logits.dtype)
+        options = _C.TokenOptions(columns=columns)
+        return _C.vocab_log_softmax(logits.float(), group, options).exp_().to(logits.dtype)
 
 
 class DistributedLogprob(_kept_graph.EngineFunction):

@@ -107,7 +107,7 @@ def vocab_parallel_log_softmax(
     own, group, columns = vocab_part("vocab_parallel_log_softmax", logits, tp_group)
     if columns is None:
         return _C.vocab_parallel_log_softmax(own, temperature, group)
-    return _C.vocab_log_softmax(own.float(), group, columns, None, temperature)
+    return _C.vocab_log_softmax(own.float(), group, _C.TokenOptions(columns=columns, temperature=temperature))
 
 
 def vocab_parallel_full_log_softmax(
@@ -122,7 +122,7 @@ def vocab_parallel_full_log_softmax(
     own, group, columns = vocab_part("vocab_parallel_full_log_softmax", logits, tp_group)
     if columns is None:
         return _C.vocab_parallel_full_log_softmax(own, temperature, group)
-    part = _C.vocab_log_softmax(own.float(), group, columns, None, temperature)
+    part = _C.vocab_log_softmax(own.float(), group, _C.TokenOptions(columns=columns, temperature=temperature))
     return part if group is None else regions.gather(part, group, -1)
 
 
@@ -139,7 +139,7 @@ def vocab_parallel_gather_columns(
     if columns is None:
         return _C.vocab_parallel_gather_columns(own, column_indices, group)
     ids = column_indices.expand(*own.shape[:-1], -1)
-    return _C.vocab_logits_at(own, ids, group, columns, None, -100, 1.0, None)
+    return _C.vocab_logits_at(own, ids, group, _C.TokenOptions(columns=columns))
 
 
 def vocab_parallel_argmax(logits: Tensor, *, tp_group: ProcessGroup | None = None) -> Tensor:
@@ -154,7 +154,7 @@ def vocab_parallel_argmax(logits: Tensor, *, tp_group: ProcessGroup | None = Non
         return _C.vocab_parallel_argmax(own, group)
     with torch.no_grad():
         wanted = [False, False, False, True]
-        return _C.vocab_token_scores(own, None, group, wanted, columns, None, -100, 1.0, 0, None, "never")[4]
+        return _C.vocab_token_scores(own, None, group, wanted, _C.TokenOptions(columns=columns))[4]
 
 
 def get_distillation_topk_logprobs_from_logits(

@@ -79,8 +79,8 @@ def _compiled_loss(
     shaped = local_part(labels).reshape(logits.shape[:-1])
     wanted = [False] * 4
     return _vocab_ops.cross_entropy(
-        logits, shaped, group, wanted, columns, None, ignore_index, 1.0, 0, None, "never", reduction,
-        label_smoothing, 0.0,
+        logits, shaped, group, wanted, columns=columns, ignore_index=ignore_index, reduction=reduction,
+        label_smoothing=label_smoothing,
     )[0]  # fmt: skip
 
 

@@ -59,16 +59,16 @@ def group_of(process_group, device_mesh, module: Module) -> dist.ProcessGroup:
     return device_mesh.get_group(mesh_dim=0)
 
 
-def device_names(devices) -> list[str]:
-    """Return a name with a number for each: "cuda" alone is the current one, as for torch."""
+def devices_of(devices) -> list[torch.device]:
+    """Return a device with a number for each: "cuda" alone is the current one, as for torch."""
 
-    def name(device) -> str:
+    def numbered(device) -> torch.device:
         named = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
         if named.type == "cuda" and named.index is None:
-            named = torch.device("cuda", torch.cuda.current_device())
-        return str(named)
+            return torch.device("cuda", torch.cuda.current_device())
+        return named
 
-    return [name(device) for device in devices or ()]
+    return [numbered(device) for device in devices or ()]
 
 
 def warn_of_broadcast_buffers(is_ignored: bool) -> None:

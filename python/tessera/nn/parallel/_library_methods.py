@@ -88,11 +88,11 @@ class LibraryMethods:
 
     @property
     def find_unused_parameters(self) -> bool:
-        return self._replica.options()["find_unused_parameters"]
+        return self._replica.options.find_unused_parameters
 
     @property
     def static_graph(self) -> bool:
-        return self._replica.options()["static_graph"]
+        return self._replica.options.static_graph
 
     @property
     def forward_sync_buffers(self) -> bool:

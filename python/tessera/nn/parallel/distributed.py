@@ -26,7 +26,7 @@ from torch.nn.parallel.distributed import (
 from tessera import _C
 from tessera.nn.parallel._arguments import (
     delayed_names,
-    device_names,
+    devices_of,
     group_of,
     parameters_of,
     warn_of_broadcast_buffers,
@@ -137,7 +137,7 @@ class DistributedDataParallel(HookMethods, LibraryMethods, TorchDistributedDataP
             "forward_sync_buffers": forward_sync_buffers,
             "init_sync": init_sync,
             "bucket_cap_mb": bucket_cap_mb,
-            "bucket_cap_mb_list": None if bucket_cap_mb_list is None else list(bucket_cap_mb_list),
+            "bucket_cap_mb_list": list(bucket_cap_mb_list or ()),
             "find_unused_parameters": find_unused_parameters,
             "skip_all_reduce_unused_params": skip_all_reduce_unused_params,
             "static_graph": static_graph,
@@ -148,8 +148,8 @@ class DistributedDataParallel(HookMethods, LibraryMethods, TorchDistributedDataP
             "overlap": overlap,
             "direct_gradients": direct_gradients,
             "ignored": sorted(self._ignored),
-            "device_ids": device_names(device_ids),
-            "output_device": None if output_device is None else device_names([output_device]),
+            "device_ids": devices_of(device_ids),
+            "output_device": None if output_device is None else devices_of([output_device])[0],
         }
         if delay_all_reduce_named_params is not None:
             delayed, trigger = delayed_names(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
@@ -157,11 +157,11 @@ class DistributedDataParallel(HookMethods, LibraryMethods, TorchDistributedDataP
             self._settings["param_to_hook_all_reduce"] = trigger
         self._start()
         single = bool(device_ids) and self.device.type != "cpu"
-        self.device_ids = [torch.device(device_names(device_ids)[0]).index] if single else None
+        self.device_ids = [devices_of(device_ids)[0].index] if single else None
         self.output_device = None
         if single:
             where = device_ids[0] if output_device is None else output_device
-            self.output_device = torch.device(device_names([where])[0]).index
+            self.output_device = devices_of([where])[0].index
         self._set_mixed_precision()
         self._is_asked = self.bucket_bytes_cap >= dist._DEFAULT_FIRST_BUCKET_BYTES
         self._is_plain = self._is_asked and not self.device_ids and mixed_precision is None
@@ -185,7 +185,7 @@ class DistributedDataParallel(HookMethods, LibraryMethods, TorchDistributedDataP
             any(isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules()),
             any(isinstance(tensor, _UNINITIALIZED) for tensor in kept),
             self.process_group,
-            self._settings,
+            _C.DataParallelOptions(**self._settings),
         )
         self._module_parameters = kept
         self.device = kept[0].device

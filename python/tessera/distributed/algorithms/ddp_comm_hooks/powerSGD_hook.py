@@ -52,14 +52,16 @@ class PowerSGDState:
         if self._native is None:
             self._batched = batched
             self._native = _C.power_sgd_hook(
-                rank=self.matrix_approximation_rank,
-                start_step=self.start_powerSGD_iter,
-                min_compression_rate=self.min_compression_rate,
-                use_error_feedback=self.use_error_feedback,
-                warm_start=self.warm_start,
-                epsilon=self.orthogonalization_epsilon,
-                random_seed=self.random_seed,
-                batched=batched,
+                _C.PowerSgdOptions(
+                    matrix_approximation_rank=self.matrix_approximation_rank,
+                    start_step=self.start_powerSGD_iter,
+                    min_compression_rate=self.min_compression_rate,
+                    use_error_feedback=self.use_error_feedback,
+                    warm_start=self.warm_start,
+                    orthogonalization_epsilon=self.orthogonalization_epsilon,
+                    random_seed=self.random_seed,
+                    batched=batched,
+                )
             )
             if self._saved is not None:
                 self._native.load_state(self._saved)
