@@ -39,6 +39,22 @@ def test_import_needs_torch_only():
     assert result.stderr == ""
 
 
+def test_one_import_finds_every_module():
+    paths = [name for name in MODULES if not any(part.startswith("_") for part in name.split("."))]
+    paths.remove("tessera.optim.apply_optimizer_in_backward")  # a function of this name, as in torchrec
+    assert "tessera.inference.modules" in paths and len(paths) > 100
+    code = (
+        "import operator, sys, tessera\n"
+        "for path in sys.argv[1:]:\n"
+        "    found = operator.attrgetter(path.partition('.')[2])(tessera)\n"
+        "    if type(found) is not type(sys): print(path, 'is', found)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, *paths], capture_output=True, text=True, timeout=120
+    )
+    assert (result.stdout, result.stderr) == ("", "")
+
+
 def test_another_torch_is_refused_before_the_extension_is_loaded():
     code = (
         "import sys, types; other = types.ModuleType('tessera._built_for');"
