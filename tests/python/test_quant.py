@@ -108,6 +108,18 @@ def test_a_collection_pools_the_rounded_rows(dtype, is_weighted):
     assert_same(found, trained, rtol=0, atol=LOOSE[dtype])
 
 
+def test_rows_of_uint8_are_those_of_int8():
+    rounded = []
+    for dtype in (torch.uint8, torch.qint8):
+        plain = float_module()
+        plain.qconfig = quant.QuantConfig.of(dtype)
+        rounded.append(quant.EmbeddingBagCollection.from_float(plain))
+    assert [config.data_type for config in rounded[0].embedding_bag_configs()] == [DataType.INT8] * 3
+    states = [module.state_dict() for module in rounded]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(rows, states[1][name]) for name, rows in states[0].items())
+
+
 def test_a_model_is_changed_in_place_or_copied():
     model = nn.Sequential(nn.Identity(), nn.Sequential(float_module()))
     other = quantize_embeddings(
