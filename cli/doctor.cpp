@@ -10,6 +10,7 @@
 #include "doctor/report.h"
 #include "doctor/security.h"
 #include "flags.h"
+#include "host_flags.h"
 #include "kernels/dispatch.h"
 #include "tessera/launch/exit_code.h"
 #include "usage.h"
@@ -25,6 +26,8 @@ constexpr std::string_view kHelp =
   tessera doctor --json             the same for programs, and for bug reports
   tessera doctor --security         who could reach a job on this machine
   tessera doctor --profile          measure what tessera plan and tessera train should know of it
+  tessera doctor --profile --nnodes 2 --node-rank 0 --rdzv-endpoint H:P --secret-file F
+                                    the same on every host, with the links between them
 
 Shows versions, engines, instruction set, cores, memory, limits and GPUs; lets two ranks check the
 values of the collectives on every engine; measures memory and all-reduce. Takes 2 to 5 seconds.
@@ -34,7 +37,11 @@ values of the collectives on every engine; measures memory and all-reduce. Takes
   --profile    measures rows, steps, exchanges and dense layers with a rank per core: at most 20 s
   --out FILE   where the profile is kept ($TESSERA_PROFILE, or tessera/machine.json in the user's
                cache folder)
-  -n, --ranks N  ranks of --profile (one per core, at most 8)
+  -n, --ranks N  ranks of --profile on this host (one per core, at most 8)
+  --nnodes K --node-rank R --rdzv-endpoint H:P --secret-file FILE
+  --master-addr --master-port --rdzv-id --rdzv-timeout --rdzv-backend
+  --rdzv-conf --standalone --insecure-no-auth
+               hosts of --profile, as in `tessera run`; each keeps its own file
   --json       one JSON object; docs/doctor.md describes its keys
 
 Exit codes: 0 good, 1 the self-test failed or a door is open. More: docs/doctor.md
@@ -49,6 +56,7 @@ struct Words {
   bool wants_profile = false;
   std::string out;
   int num_ranks = 0;
+  HostWords hosts;
   bool wants_help = false;
 };
 
@@ -60,6 +68,7 @@ void define_flags(CLI::App& app, Words& words) {
   app.add_flag("--profile", words.wants_profile);
   app.add_option("--out", words.out)->take_last();
   app.add_option("-n,--ranks", words.num_ranks)->take_last()->check(CLI::Range(1, 256));
+  define_host_flags(app, words.hosts);
   app.add_flag("-h,--help", words.wants_help);
 }
 
@@ -90,11 +99,20 @@ int run(const std::vector<std::string>& words) {
   if (given.wants_help) return print_help(kHelp);
   if (!split.rest.empty())
     throw UsageError("doctor: takes flags only, not '" + split.rest[0] + "'");
-  if (!given.wants_profile && (!given.out.empty() || given.num_ranks > 0)) {
-    throw UsageError("doctor: --out and --ranks are for --profile");
+  launch::RunOptions hosts;
+  read_hosts("doctor", given.hosts, hosts);
+  if (!given.wants_profile && (!given.out.empty() || given.num_ranks > 0 || hosts.num_nodes > 1)) {
+    throw UsageError("doctor: --out, --ranks and --nnodes are for --profile");
   }
   if (given.wants_profile) {
-    return run_profile({given.out, given.num_ranks, given.is_quick, given.as_json});
+    ProfileWords profile{.out = given.out, .num_ranks = given.num_ranks};
+    profile.is_quick = given.is_quick;
+    profile.as_json = given.as_json;
+    if (hosts.num_nodes > 1) {
+      profile.hosts = run_words(given.hosts);
+      profile.meeting = std::chrono::ceil<std::chrono::seconds>(hosts.rendezvous_timeout);
+    }
+    return run_profile(profile);
   }
   if (given.is_about_security) {
     const Security security = examine_security();

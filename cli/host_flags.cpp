@@ -5,6 +5,21 @@
 namespace tessera::cli {
 namespace {
 
+struct ValueFlag {
+  const char* name;
+  std::string HostWords::* word;
+};
+constexpr ValueFlag kValueFlags[] = {{"--nnodes", &HostWords::num_nodes},
+                                     {"--node-rank", &HostWords::node_rank},
+                                     {"--rdzv-endpoint", &HostWords::endpoint},
+                                     {"--master-addr", &HostWords::master_address},
+                                     {"--master-port", &HostWords::master_port},
+                                     {"--rdzv-id", &HostWords::rendezvous_id},
+                                     {"--secret-file", &HostWords::secret_file},
+                                     {"--rdzv-timeout", &HostWords::rendezvous_timeout},
+                                     {"--rdzv-backend", &HostWords::rendezvous_backend},
+                                     {"--rdzv-conf", &HostWords::rendezvous_conf}};
+
 // torchrun writes MIN:MAX for a changing number of hosts, which tessera run does not offer.
 std::string fixed_node_count(const std::string& text) {
   const size_t colon = text.find(':');
@@ -38,21 +53,22 @@ std::string checked_id(const std::string& text) {
 }  // namespace
 
 void define_host_flags(CLI::App& app, HostWords& words) {
-  const auto value = [&](const char* name, std::string& target) {
-    app.add_option(name, target)->capture_default_str()->take_last();
-  };
-  value("--nnodes", words.num_nodes);
-  value("--node-rank", words.node_rank);
-  value("--rdzv-endpoint", words.endpoint);
-  value("--master-addr", words.master_address);
-  value("--master-port", words.master_port);
-  value("--rdzv-id", words.rendezvous_id);
-  value("--secret-file", words.secret_file);
-  value("--rdzv-timeout", words.rendezvous_timeout);
-  value("--rdzv-backend", words.rendezvous_backend);
-  value("--rdzv-conf", words.rendezvous_conf);
+  for (const ValueFlag& flag : kValueFlags) {
+    app.add_option(flag.name, words.*(flag.word))->capture_default_str()->take_last();
+  }
   app.add_flag("--standalone", words.is_standalone);
   app.add_flag("--insecure-no-auth", words.goes_without_secret);
+}
+
+std::vector<std::string> run_words(const HostWords& words) {
+  std::vector<std::string> list;
+  for (const ValueFlag& flag : kValueFlags) {
+    const std::string& word = words.*(flag.word);
+    if (!word.empty()) list.insert(list.end(), {flag.name, word});
+  }
+  if (words.is_standalone) list.emplace_back("--standalone");
+  if (words.goes_without_secret) list.emplace_back("--insecure-no-auth");
+  return list;
 }
 
 void read_hosts(const std::string& verb, const HostWords& words, launch::RunOptions& options) {

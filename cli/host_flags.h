@@ -30,6 +30,9 @@ struct HostWords {
 
 void define_host_flags(CLI::App& app, HostWords& words);
 
+/// The flags of `tessera run` that say the same.
+std::vector<std::string> run_words(const HostWords& words);
+
 /// Throws UsageError, beginning with `verb`.
 void read_hosts(const std::string& verb, const HostWords& words, launch::RunOptions& options);
 

@@ -22,6 +22,8 @@ using launch::LaunchError;
 // It is to take 20 s at most: the ranks are told when to end, such that they still can.
 constexpr std::chrono::seconds kMeasuring{16};
 constexpr std::chrono::seconds kLimit{60};  // if they do not
+// Of several hosts, from when all ranks have met: as long, and then what lies between them.
+constexpr char kMeasuringHosts[] = "+16";
 constexpr int kExitFailed = 1;
 constexpr double kMuch = 0.2;  // of spread
 
@@ -29,6 +31,7 @@ std::string text_of(const planner::MachineProfile& profile, const std::string& p
   const planner::Speeds speeds = planner::speeds_of(profile);
   const planner::Line dense = planner::fit(profile.dense);
   const planner::Line host = planner::fit(profile.host);
+  const planner::Line network = planner::fit(profile.network);
   char text[1024];
   std::snprintf(text, sizeof text,
                 "machine  %s, %d ranks of %d threads, engine %s\n"
@@ -42,6 +45,11 @@ std::string text_of(const planner::MachineProfile& profile, const std::string& p
                 host.fixed * 1e6, profile.host.empty() ? 0.0 : speeds.host / 1e9,
                 dense.each > 0 ? 1e-9 / dense.each : 0.0);
   std::string all = text;
+  if (!profile.network.empty()) {
+    std::snprintf(text, sizeof text, "network  %.1f us an exchange and %.2f GB/s between hosts\n",
+                  network.fixed * 1e6, speeds.network / 1e9);
+    all += text;
+  }
   std::string assumed;
   for (const std::string& words : planner::assumed(profile)) {
     assumed += (assumed.empty() ? "assumed  " : ", ") + words;
@@ -84,12 +92,15 @@ int run_profile(const ProfileWords& words) {
       words.num_ranks > 0 ? words.num_ranks : std::clamp(machine.usable_cores, 1, 8);
   std::error_code failure;
   const std::string launcher = std::filesystem::read_symlink("/proc/self/exe", failure).string();
-  std::vector<std::string> command = {launcher,      "run", "-n",   std::to_string(num_ranks),
-                                      "--no-prefix", "--",  worker, "profile-rank"};
+  std::vector<std::string> command = {launcher, "run", "-n", std::to_string(num_ranks),
+                                      "--no-prefix"};
+  command.insert(command.end(), words.hosts.begin(), words.hosts.end());
   const std::chrono::duration<double> until = end.time_since_epoch();
-  command.push_back(std::to_string(until.count()));
+  command.insert(command.end(),
+                 {"--", worker, "profile-rank",
+                  words.hosts.empty() ? std::to_string(until.count()) : kMeasuringHosts});
   if (words.is_quick) command.emplace_back("--quick");
-  const Outcome outcome = run_program(command, kLimit);
+  const Outcome outcome = run_program(command, kLimit + words.meeting);
   const auto failed = [&](const std::string& why) {
     return LaunchError(kExitFailed, "doctor: the ranks that measure gave no answer", why,
                        "tessera doctor, which checks two ranks");

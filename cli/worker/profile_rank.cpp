@@ -1,7 +1,8 @@
 // tessera-worker profile-rank — one of the ranks that `tessera doctor --profile` measures with.
 //
 // All ranks of the host do the same at once, since memory and links are shared; a time is the
-// slowest rank's, the median of five. What there is no time for is left out: see `Measuring`.
+// slowest rank's, the median of five. What there is no time for is left out: see `Measuring`. Hosts
+// measure themselves beside each other, and then what lies between them together.
 
 #include <algorithm>
 #include <chrono>
@@ -18,6 +19,7 @@
 #include "profile_passes.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/environment.h"
+#include "tessera/comm/topology.h"
 #include "tessera/core/version.h"
 #include "tessera/embedding/table_batch.h"
 #include "tessera/planner/machine_profile.h"
@@ -32,6 +34,7 @@ constexpr std::int64_t kWidths[] = {16, 32, 64, 128, 256};  // columns of a row
 constexpr std::int64_t kTables[] = {1, 32};
 constexpr std::int64_t kExchanges[] = {512, 4 << 10, 32 << 10, 256 << 10, 2 << 20, 16 << 20};
 constexpr std::int64_t kLayers[] = {64, 256, 1024};
+constexpr std::chrono::seconds kBetweenHosts{12};
 
 embedding::TableBatch batch_of(std::int64_t tables, std::int64_t rows, std::int64_t columns) {
   std::vector<embedding::Table> list;
@@ -110,6 +113,26 @@ void measure_links(Measuring& seconds, const comm::Group& group, planner::Machin
   }
 }
 
+// Exchanges of all ranks at once, each with those of its number on the other hosts: a host's ranks
+// share its way out.
+void measure_network(double seconds_each, const comm::Group& across, const comm::Group& world,
+                     planner::MachineProfile& profile) {
+  Measuring seconds(world, seconds_each, Measuring::Clock::now() + kBetweenHosts,
+                    static_cast<int>(std::size(kExchanges)));
+  const double leaving = static_cast<double>(across.size() - 1) / across.size();
+  for (const std::int64_t bytes : kExchanges) {
+    if (!seconds.begins()) continue;
+    const std::int64_t count = std::max<std::int64_t>(1, bytes / 4 / across.size()) * across.size();
+    at::Tensor tensor = at::zeros({count});
+    profile.network.emplace_back(static_cast<double>(count) * 4 * leaving,
+                                 seconds([&] { comm::all_to_all(tensor, across); }));
+    profile.network_all_reduce.emplace_back(static_cast<double>(count) * 4,
+                                            seconds([&] { comm::all_reduce_(tensor, world); }));
+  }
+  profile.spread = std::max(profile.spread, seconds.spread());
+  profile.left_out += seconds.left_out();
+}
+
 void measure_dense(Measuring& seconds, planner::MachineProfile& profile) {
   constexpr std::int64_t kSamples = 512;
   for (const std::int64_t width : kLayers) {
@@ -124,14 +147,23 @@ void measure_dense(Measuring& seconds, planner::MachineProfile& profile) {
   }
 }
 
-// profile-rank SECONDS [--quick]: it ends before the steady clock says so many.
+// profile-rank SECONDS [--quick]: it ends before the steady clock says so many; with a plus, so
+// many after all ranks have met. What lies between hosts comes after that.
 int profile_rank(const std::vector<std::string>& words) {
-  const Measuring::Clock::time_point end(std::chrono::duration_cast<Measuring::Clock::duration>(
-      std::chrono::duration<double>(words.empty() ? 0 : std::strtod(words[0].c_str(), nullptr))));
+  const std::string until = words.empty() ? "" : words[0];
   const bool is_quick = words.size() > 1 && words[1] == "--quick";
+  const double seconds_each = is_quick ? 0.02 : 0.2;
   comm::GroupOptions options = comm::default_group_options();
   options.name = "profile";
-  const comm::Group group = comm::init(options);
+  const comm::Group world = comm::init(options);
+  const bool has_hosts = comm::get_num_groups(world.size()) > 1;
+  const auto [group, across] =
+      has_hosts ? comm::intra_and_cross_node_pg(world) : std::pair(world, world);
+  const auto end = Measuring::Clock::time_point(
+      (until.starts_with('+') ? Measuring::Clock::now().time_since_epoch()
+                              : Measuring::Clock::duration::zero()) +
+      std::chrono::duration_cast<Measuring::Clock::duration>(
+          std::chrono::duration<double>(std::strtod(until.c_str(), nullptr))));
   planner::MachineProfile profile;
   profile.version = version();
   profile.engine = group.engine();
@@ -139,22 +171,24 @@ int profile_rank(const std::vector<std::string>& words) {
   profile.threads_per_rank = at::get_num_threads();
   const std::size_t points = std::size(kWidths) + std::size(kTables) + std::size(kLayers) +
                              (group.size() > 1 ? std::size(kExchanges) : 0);
-  Measuring seconds(group, is_quick ? 0.02 : 0.2, end,
+  Measuring seconds(group, seconds_each, end,
                     static_cast<int>(points) + num_passes(group, is_quick));
   measure_rows(seconds, std::int64_t{is_quick ? 16 : 96} << 20, profile);
   measure_parts(seconds, profile);
   measure_links(seconds, group, profile);
   measure_dense(seconds, profile);
   profile.passes = measure_passes(seconds, group, is_quick);
-  for (Curve* curve : {&profile.rows, &profile.steps, &profile.parts, &profile.host,
-                       &profile.all_reduce, &profile.dense}) {
-    *curve = planner::rising(std::move(*curve));
-  }
   profile.spread = seconds.spread();
   profile.left_out = seconds.left_out();
+  if (has_hosts) measure_network(seconds_each, across, world, profile);
+  for (Curve* curve :
+       {&profile.rows, &profile.steps, &profile.parts, &profile.host, &profile.network,
+        &profile.all_reduce, &profile.network_all_reduce, &profile.dense}) {
+    *curve = planner::rising(std::move(*curve));
+  }
   if (group.rank() == 0) std::printf("%s\n", planner::to_json(profile).c_str());
   std::fflush(stdout);
-  comm::barrier(group);
+  comm::barrier(world);
   return 0;
 }
 

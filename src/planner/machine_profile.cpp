@@ -24,9 +24,13 @@ struct CurveName {
   Curve MachineProfile::* curve;
 };
 constexpr CurveName kCurves[] = {
-    {"rows", &MachineProfile::rows},       {"steps", &MachineProfile::steps},
-    {"parts", &MachineProfile::parts},     {"host", &MachineProfile::host},
-    {"network", &MachineProfile::network}, {"all_reduce", &MachineProfile::all_reduce},
+    {"rows", &MachineProfile::rows},
+    {"steps", &MachineProfile::steps},
+    {"parts", &MachineProfile::parts},
+    {"host", &MachineProfile::host},
+    {"network", &MachineProfile::network},
+    {"all_reduce", &MachineProfile::all_reduce},
+    {"network_all_reduce", &MachineProfile::network_all_reduce},
     {"dense", &MachineProfile::dense},
 };
 
@@ -141,7 +145,8 @@ MachineProfile profile_from_json(std::string_view text) {
     profile.left_out = static_cast<int>(root["left_out"].whole(0, 1 << 16));
   }
   const Place curves = root["curves"];
-  curves.check_keys({"rows", "steps", "parts", "host", "network", "all_reduce", "dense"});
+  curves.check_keys(
+      {"rows", "steps", "parts", "host", "network", "all_reduce", "network_all_reduce", "dense"});
   for (const CurveName& name : kCurves) {
     if (curves.has(name.key)) profile.*(name.curve) = curve_at(curves[name.key]);
   }
@@ -276,20 +281,26 @@ StepTime predict(const MachineProfile& profile, const std::vector<ShardCost>& co
       [](const ShardCost& a, const ShardCost& b) { return a.seconds.total() < b.seconds.total(); });
   StepTime time;
   const bool is_alone = costs.size() < 2;
+  // The passes have what calls inside a host take.
+  const bool has_hosts = static_cast<int>(costs.size()) > profile.num_ranks;
+  const double far_call = has_hosts ? fit(profile.network).fixed * profile.calibration.links : 0;
   const double call = is_alone ? 0 : fit(profile.host).fixed * profile.calibration.links;
   const PassFit passes = fit(profile.passes, profile.num_ranks, {});
   const Line layer = fit(profile.dense);
   const double operations =
       profile.calibration.dense * (dense.layers * layer.fixed + layer.each * dense.operations);
+  const Curve& all_reduces = has_hosts && !profile.network_all_reduce.empty()
+                                 ? profile.network_all_reduce
+                                 : profile.all_reduce;
   const double all_reduce =
-      is_alone ? 0 : profile.calibration.links * seconds_of(fit(profile.all_reduce), dense.bytes);
+      is_alone ? 0 : profile.calibration.links * seconds_of(fit(all_reduces), dense.bytes);
   if (slowest != costs.end()) {
     const Seconds& seconds = slowest->seconds;
     const bool is_whole = !profile.passes.empty();
     time.links = seconds.ids + seconds.rows +
-                 (is_whole ? passes.input * profile.calibration.links : 2 * call);
+                 (is_whole ? passes.input * profile.calibration.links : 2 * call) + 2 * far_call;
     time.lookup = seconds.lookup + passes.forward * profile.calibration.lookup;
-    time.gradients = seconds.gradients + (is_whole ? 0 : call) + all_reduce;
+    time.gradients = seconds.gradients + (is_whole ? 0 : call) + far_call + all_reduce;
     time.step = seconds.step + passes.backward * profile.calibration.step;
   }
   const bool is_measured = dense.forward > 0;

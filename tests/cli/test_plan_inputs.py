@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import socket
 import subprocess
 import time
 
@@ -59,7 +60,7 @@ def test_a_machine_is_measured_kept_and_used(tmp_path):
         assert [point[1] for point in curve] == sorted(point[1] for point in curve)
     planned = tessera("plan", "tables", "--search", "-n", 2, TESSERA_PROFILE=str(kept)).stdout
     assert planned.splitlines()[1].endswith("; measured")
-    assert "--out and --ranks are for --profile" in tessera("doctor", "-n", 2, code=2).stderr
+    assert "--out, --ranks and --nnodes are for --profile" in tessera("doctor", "-n", 2, code=2).stderr
 
 
 def test_measuring_ends_in_the_time_that_is_promised(tmp_path):
@@ -73,6 +74,40 @@ def test_measuring_ends_in_the_time_that_is_promised(tmp_path):
     points = sum(len(found["curves"].get(key, ())) for key in ("rows", "parts", "host", "dense"))
     assert len(found.get("passes", ())) + points + left_out == 24 + 5 + 2 + 6 + 3
     assert (f"{left_out} things were not measured" in told) == (left_out > 0)
+
+
+def test_hosts_are_measured_with_what_lies_between_them(tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef0123456789abcdef0123456789")
+    secret.chmod(0o600)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = ["doctor", "--profile", "--quick", "-n", 2, "--nnodes", 2, "--secret-file", secret]
+    words += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-timeout", 60]
+    kept = [tmp_path / f"{host}.json" for host in (0, 1)]
+    hosts = [
+        subprocess.Popen(
+            [TESSERA, *map(str, [*words, "--node-rank", host, "--out", kept[host]])],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for host in (0, 1)
+    ]  # fmt: skip
+    for host, process in enumerate(hosts):
+        out, err = process.communicate(timeout=LIMIT)
+        assert process.returncode == 0, out + err
+        found = json.loads(kept[host].read_text())
+        assert found["ranks"] == 2
+        between = {"network", "network_all_reduce"}
+        assert set(found["curves"]) == {"rows", "steps", "parts", "host", "all_reduce", "dense"} | between
+        assert all(len(found["curves"][key]) + found.get("left_out", 0) >= 6 for key in between)
+        assert " between hosts\n" in out and "assumed" not in out
+        # Plans of several hosts go by it.
+        plan = ["plan", "tables", "--search", "--json", "-n", 4, "--hosts", 2, "--profile", kept[host]]
+        assert json.loads(tessera(*plan).stdout)["assumed"] == []
+    assert "--nnodes are for --profile" in tessera("doctor", *words[5:], code=2).stderr
+    bad = tessera("doctor", "--profile", "--nnodes", 2, code=2).stderr
+    assert "doctor: --nnodes 2 needs --rdzv-endpoint" in bad
 
 
 def test_speeds_are_those_of_the_profile_unless_given(tmp_path):

@@ -128,6 +128,27 @@ TEST(ProfileTest, EveryTermIsInTheCosts) {
   EXPECT_NEAR(predict(measured(), costs, {6e9, 4e6, 3}).dense, (3e-4 + 6e9 / 50e9) / 3, 1e-9);
 }
 
+TEST(ProfileTest, WhatLiesBetweenHostsIsInTheStep) {
+  MachineProfile profile = measured();
+  profile.network = {{1e3, 40e-6 + 1e3 / 1e9}, {1e6, 40e-6 + 1e6 / 1e9}};
+  profile.network_all_reduce = {{1e3, 90e-6 + 1e3 / 5e8}, {1e6, 90e-6 + 1e6 / 5e8}};
+  EXPECT_TRUE(assumed(profile).empty());
+  EXPECT_NEAR(speeds_of(profile).network, 1e9, 1);
+  EXPECT_EQ(to_json(profile_from_json(to_json(profile))), to_json(profile));
+  // On one host it is as without them; over two, every exchange and the all-reduce go between them.
+  const DenseLoad dense{6e9, 4e6};
+  const std::vector<ShardCost> alone(2);
+  EXPECT_EQ(predict(profile, alone, dense).total(), predict(measured(), alone, dense).total());
+  const std::vector<ShardCost> apart(4);
+  const StepTime there = predict(profile, apart, dense);
+  const StepTime here = predict(profile, alone, dense);
+  EXPECT_NEAR(there.links - here.links, 2 * 40e-6, 1e-9);
+  EXPECT_NEAR(there.gradients - here.gradients, 40e-6 + (90e-6 + 4e6 / 5e8) - (8e-6 + 4e6 / 2e9),
+              1e-9);
+  // A profile that knows of one host alone goes by that.
+  EXPECT_EQ(predict(measured(), apart, dense).total(), predict(measured(), alone, dense).total());
+}
+
 // Passes whose times are those of known speeds, computed by hand from the pass.
 Pass made(Cut cut, std::int64_t batch, int tables, std::int64_t dim, double ids) {
   constexpr double kRanks = 2;

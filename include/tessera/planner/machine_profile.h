@@ -68,7 +68,8 @@ struct MachineProfile {
   Curve parts;               // tables; seconds of a lookup of next to nothing in all of them
   Curve host;                // bytes that leave a rank; seconds of an all-to-all inside a host
   Curve network;             // the same between hosts; empty: not measured
-  Curve all_reduce;          // bytes; seconds
+  Curve all_reduce;          // bytes; seconds of one inside a host
+  Curve network_all_reduce;  // the same of all hosts that were measured together
   Curve dense;               // operations of a layer, forward and backward; seconds
   std::vector<Pass> passes;
   double spread = 0;  // the largest of all points: (slowest - fastest) / median
