@@ -137,6 +137,79 @@ def test_pipelines():
     run_ranks(2, compare, backend="gloo", env={"LOCAL_WORLD_SIZE": "2"}, limit=120)
 
 
+def changed(side, name):
+    """Return a pipeline whose user leaves out batches, scales losses and clips gradients."""
+
+    class Changed(getattr(side("distributed.train_pipeline.train_pipelines"), name)):
+        left_out = 0
+
+        def _next_batch(self, dataloader_iter):
+            batch = super()._next_batch(dataloader_iter)
+            while batch is not None and batch.labels.sum() == 0:
+                self.left_out += 1
+                batch = super()._next_batch(dataloader_iter)
+            return batch
+
+        def _backward(self, losses):
+            torch.sum(losses * 8, dim=0).backward()
+
+    if name == "TrainPipelineBase":
+        return Changed
+
+    class Clipped(Changed):
+        made = 0
+
+        def copy_batch_to_gpu(self, dataloader_iter):
+            batch, context = super().copy_batch_to_gpu(dataloader_iter)
+            if batch is not None:
+                batch.sparse_features = batch.sparse_features.permute([0, 1])
+            return batch, context
+
+        def _create_context(self):
+            self.made += 1
+            return super()._create_context()
+
+        def _optimizer_step(self):
+            torch.nn.utils.clip_grad_value_(self._model.parameters(), 0.3)
+            super()._optimizer_step()
+
+    return Clipped
+
+
+def compare_changed(rank):
+    for name in ("TrainPipelineBase", "TrainPipelineSparseDist"):
+        found = []
+        for side in SIDES:
+            dmp = make(side)
+            pipeline = changed(side, name)(
+                dmp, torch.optim.SGD(dmp.parameters(), lr=0.5), torch.device("cpu")
+            )
+            made = list(batches(side, rank, 10))
+            for number in (0, 4, 5, 9):  # on all ranks, so that none has more
+                made[number].labels.zero_()
+            for number in set(range(10)) - {0, 4, 5, 9}:
+                made[number].labels[0] = 1
+            outputs = train(pipeline, iter(made))
+            assert (len(outputs), pipeline.left_out) == (6, 4)
+            assert name == "TrainPipelineBase" or pipeline.made >= 6
+            found.append(outputs)
+        same(*found)
+        plain = run(rank, OURS, 6, name)[1]
+        assert not torch.allclose(plain[-1], found[0][-1])  # not vacuous
+
+
+def test_steps_that_users_replace():
+    run_ranks(2, compare_changed, backend="gloo", env={"LOCAL_WORLD_SIZE": "2"}, limit=120)
+
+
+def test_steps_that_no_loop_calls_are_told():
+    base = OURS("distributed.train_pipeline").TrainPipelineSparseDist
+    with pytest.warns(
+        UserWarning, match="Own has _wait_for_batch, dequeue_batch, which no step of a pipeline calls"
+    ):
+        type("Own", (base,), {"dequeue_batch": print, "_wait_for_batch": print})
+
+
 def accumulated(rank, side, count, steps):
     """Train with several batches per step; return the outputs and what the dense layer has become."""
     dmp = make(side)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
@@ -74,8 +75,52 @@ class TrainPipeline(abc.ABC, Generic[In, Out]):
         """Forget what the pipeline holds; one that holds nothing does nothing."""
 
 
+class _Stages:
+    """Be a pipeline as the engine's loop calls it, whose `_backward` takes a batch, users' the losses."""
+
+    def __init__(self, pipeline: _Pipeline) -> None:
+        self._pipeline = pipeline
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pipeline, name)
+
+    def _backward(self, slot: _Slot) -> None:
+        self._pipeline._run_backward(slot)
+
+
+# Steps of torchrec's pipelines that its users may replace and no loop calls here.
+_NOT_CALLED = frozenset(
+    [
+        "enqueue_batch",
+        "dequeue_batch",
+        "start_sparse_data_dist",
+        "wait_sparse_data_dist",
+        "_start_sparse_data_dist",
+        "_wait_sparse_data_dist",
+        "_fill_pipeline",
+        "_pipeline_model",
+        "_init_pipelined_modules",
+        "_set_module_context",
+        "_copy_batch_to_gpu",
+        "inplace_copy_batch_to_gpu",
+        "_wait_for_batch",
+        "start_embedding_lookup",
+        "wait_embedding_lookup",
+        "embedding_backward",
+        "extract_model_input_from_batch",
+        "_mlp_forward",
+        "_mlp_optimizer_step",
+        "_grad_swap",
+        "register_backward_hook",
+    ]
+)
+
+
 class _Pipeline(TrainPipeline[In, Out]):
-    """Input dists are started `_lead` batches ahead. The engine's loop calls the methods under "stages"."""
+    """Input dists are started `_lead` batches ahead. The engine's loop calls the methods under "stages".
+
+    Classes of users may replace what is under "hooks", which have torchrec's names.
+    """
 
     _lead = 1
     _trains = True
@@ -83,6 +128,16 @@ class _Pipeline(TrainPipeline[In, Out]):
     _syncs_replicas = False  # of a DMPCollection
     _forward: type[BaseForward] = PipelinedForward
     _context: type[TrainPipelineContext] = TrainPipelineContext
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        unused = sorted(_NOT_CALLED & set(vars(cls)))
+        if unused:
+            warnings.warn(
+                f"pipeline: {cls.__name__} has {', '.join(unused)}, which no step of a pipeline calls here. "
+                "_next_batch, copy_batch_to_gpu, _create_context, _backward and _optimizer_step are called.",
+                stacklevel=2,
+            )
 
     def __init__(
         self,
@@ -196,11 +251,11 @@ class _Pipeline(TrainPipeline[In, Out]):
 
     def fill_pipeline(self, dataloader_iter: Iterator[In]) -> None:
         """Read and send what the first `progress` would. Collective."""
-        self._loop.fill(self, dataloader_iter)
+        self._loop.fill(_Stages(self), dataloader_iter)
 
     def has_another_after(self, dataloader_iter: Iterator[In]) -> bool:
         """Tell whether a batch will be trained on after that of the next `progress`. Reads ahead."""
-        return self._loop.read_until(self, dataloader_iter, self._num_needed + 1)
+        return self._loop.read_until(_Stages(self), dataloader_iter, self._num_needed + 1)
 
     def progress(self, dataloader_iter: Iterator[In]) -> Out:
         """Train on one batch and return the model's output. Raise StopIteration at the end. Collective."""
@@ -210,22 +265,49 @@ class _Pipeline(TrainPipeline[In, Out]):
                 "state. Make a new pipeline, or call detach() to drop them."
             )
         with torch.set_grad_enabled(self._trains and torch.is_grad_enabled()):
-            done = self._loop.progress(self, dataloader_iter)
+            done = self._loop.progress(_Stages(self), dataloader_iter)
         if done is None:
             raise StopIteration
         self._losses = done.losses.detach() if isinstance(done.losses, torch.Tensor) else None
         return done.output
 
+    # ---- hooks ----
+
+    def _next_batch(self, dataloader_iter: Iterator[In]) -> In | None:
+        """Return the next batch; None at the end."""
+        return next(dataloader_iter, None)
+
+    def _create_context(self) -> TrainPipelineContext:
+        """Return what goes with a batch from its reading to its step."""
+        return self._context()
+
+    def copy_batch_to_gpu(
+        self, dataloader_iter: Iterator[In]
+    ) -> tuple[In | None, TrainPipelineContext | None]:
+        """Return the next batch, on the device if it has `to`, and its context; None at the end."""
+        batch = self._next_batch(dataloader_iter)
+        if batch is None:
+            return None, None
+        if hasattr(batch, "to"):
+            batch = batch.to(self._device, non_blocking=True)
+        return batch, self._create_context()
+
+    def _backward(self, losses: torch.Tensor) -> None:
+        """Compute gradients."""
+        losses.sum().backward()
+
+    def _optimizer_step(self) -> None:
+        """Step the optimizer."""
+        if self._optimizer is not None:
+            self._optimizer.step()
+
     # ---- stages, in the order of a batch ----
 
     def _read(self, batches: Iterator[In]) -> _Slot | None:
-        try:
-            batch = next(batches)
-        except StopIteration:
+        batch, context = self.copy_batch_to_gpu(batches)
+        if batch is None:
             return None
-        if hasattr(batch, "to"):
-            batch = batch.to(self._device, non_blocking=True)
-        return _Slot(batch, self._context())
+        return _Slot(batch, self._create_context() if context is None else context)
 
     def _start(self, slot: _Slot) -> int:
         with shared_sizes(), slot.context.recording(self._postprocs):
@@ -251,8 +333,8 @@ class _Pipeline(TrainPipeline[In, Out]):
     def _run_forward(self, slot: _Slot) -> None:
         slot.losses, slot.output = self._call(slot)
 
-    def _backward(self, slot: _Slot) -> None:
-        slot.losses.sum().backward()
+    def _run_backward(self, slot: _Slot) -> None:
+        self._backward(slot.losses)
         self._sync()
 
     def _sync(self) -> None:
@@ -262,8 +344,7 @@ class _Pipeline(TrainPipeline[In, Out]):
             self._model.sync()
 
     def _step(self) -> None:
-        if self._optimizer is not None:
-            self._optimizer.step()
+        self._optimizer_step()
 
     def _call(self, slot: _Slot) -> tuple[torch.Tensor, Out]:
         for forward in self._forwards:

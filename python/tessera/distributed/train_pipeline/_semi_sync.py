@@ -95,15 +95,15 @@ class TrainPipelineSemiSync(_Pipeline[In, Out]):
         for forward in self._forwards:
             forward.look_up(slot.context)
 
-    def _backward(self, slot: _Slot) -> None:
-        slot.losses.sum().backward()
+    def _run_backward(self, slot: _Slot) -> None:
+        self._backward(slot.losses)
         slot.context.embedding_backward()
         self._sync()
 
     def _step(self) -> None:
         index = self._loop.num_trained - 1  # its backward has run
         if not self._stashes or index < self._start_batch:
-            self._optimizer.step()
+            self._optimizer_step()
             return
         for name, parameter in self._model.named_parameters():
             kept = self._stash.pop(name, None)
@@ -111,4 +111,4 @@ class TrainPipelineSemiSync(_Pipeline[In, Out]):
                 self._stash[name] = parameter.grad.clone()
             parameter.grad = kept
         if index > self._start_batch:  # at first nothing is kept
-            self._optimizer.step()
+            self._optimizer_step()
