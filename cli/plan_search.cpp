@@ -198,6 +198,13 @@ std::string moves_text(const planner::Replan& found) {
                 found.total_bytes > 0 ? 100 * found.moved_bytes / found.total_bytes : 0.0,
                 found.moves.size(), found.previous_seconds * 1e3);
   std::string text = line;
+  if (const double gain = found.previous_seconds - found.result.seconds;
+      !found.moves.empty() && gain > 0) {
+    std::snprintf(line, sizeof line,
+                  "moving   %.3g s on the busiest rank's links, paid back by %.3g steps\n",
+                  found.moving_seconds, std::max(1.0, found.moving_seconds / gain));
+    text += line;
+  }
   text += names_text("new", found.appeared) + names_text("gone", found.vanished) +
           names_text("changed", found.changed);
   for (std::size_t i = 0; i < std::min(kMost, found.moves.size()); ++i) {
@@ -241,6 +248,7 @@ void add_moves(const planner::Replan& found, planner::json::Json& value) {
   value["moved_bytes"] = found.moved_bytes;
   value["total_bytes"] = found.total_bytes;
   value["previous_seconds"] = found.previous_seconds;
+  value["moving_seconds"] = found.moving_seconds;
   value["appeared"] = found.appeared;
   value["vanished"] = found.vanished;
   value["changed"] = found.changed;
@@ -311,7 +319,7 @@ int plan_search(const PlanTablesWords& words) {
     if (!words.previous.empty()) {
       const planner::Plan previous =
           planner::plan_from_json(workloads::report::read_text(words.previous));
-      again = planner::replan(problem, previous, share_of(words.max_moved));
+      again = planner::replan(problem, previous, share_of(words.max_moved), words.steps_left);
     }
     const planner::PlanResult result =
         words.previous.empty() ? planner::plan(problem) : again.result;

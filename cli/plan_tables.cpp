@@ -46,7 +46,9 @@ plan
   --pin TABLE=RANK[,RANK]   the only ranks a table may lie on; may be repeated, as the next two
   --apart T,T --together T,T    tables that never meet on a rank; that lie whole on the same one
   --check FILE              check plan and proof of --search --json
-  --previous FILE --max-moved P    improve this plan, and move at most so much of its bytes (5%)
+  --previous FILE --max-moved P --steps-left N
+                            improve this plan, move at most so much of its bytes (5%), and only
+                            what that many steps pay back (moves are free)
   --calibrate RUN           make the profile predict what this run measured
   --batch N                 samples per rank and step (2048)
   --table-optimizer O       sgd, adagrad, rowwise_adagrad, adam, partial_rowwise_adam
@@ -65,6 +67,9 @@ void check_exists(int code, const std::string& flag, const std::string& path) {
 }
 
 void check(const PlanTablesWords& given) {
+  if (given.steps_left > 0 && given.previous.empty()) {
+    throw UsageError("plan: --steps-left is for --previous");
+  }
   if (given.num_ranks % given.num_hosts != 0) {
     throw launch::LaunchError(
         launch::kExitConfiguration,

@@ -32,6 +32,7 @@ struct PlanTablesWords : workloads::dlrm::Settings {
   std::string check;             // a file
   std::string previous;          // a plan
   std::string max_moved = "5%";  // of its bytes
+  double steps_left = 0;         // that are to pay for moves; 0: moves are free
   std::string calibrate;         // a run
   std::string objective = "sum";
   std::string effort = "normal";
@@ -95,6 +96,7 @@ inline void define_flags(CLI::App& app, PlanTablesWords& words) {
   value("--check", words.check)->configurable(false);
   value("--previous", words.previous)->configurable(false);
   value("--max-moved", words.max_moved)->configurable(false);
+  value("--steps-left", words.steps_left)->configurable(false)->check(CLI::Range(1.0, 1e15));
   value("--calibrate", words.calibrate)->configurable(false);
   value("--objective", words.objective)->check(CLI::IsMember({"sum", "phases"}));
   value("--effort", words.effort)->check(CLI::IsMember({"low", "normal", "high"}));

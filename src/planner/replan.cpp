@@ -71,8 +71,8 @@ double area_of(const std::vector<Move>& moves) {
 
 class Replanning {
  public:
-  Replanning(const Problem& problem, const Plan& previous, double max_moved)
-      : problem_(problem), model_(problem) {
+  Replanning(const Problem& problem, const Plan& previous, double max_moved, double steps_left)
+      : problem_(problem), model_(problem), steps_left_(steps_left) {
     for (const Table& table : problem.tables) tables_[table.name] = &table;
     for (const TablePlan& one : previous) {
       if (!previous_.emplace(one.name, &one).second || one.shards.empty()) {
@@ -101,8 +101,17 @@ class Replanning {
   }
 
   Replan run() {
+    // A change that is not worth its moves may be, together with the next ones.
+    double least = price();
+    std::size_t worth = 0;
+    taken_.clear();
     for (int i = 0; i < kMostMoves && improve(); ++i) {
+      if (const double now = price(); now < least) {
+        least = now;
+        worth = taken_.size();
+      }
     }
+    for (; steps_left_ > 0 && taken_.size() > worth; taken_.pop_back()) put(taken_.back());
     if (over() > 0) return_to_best();
     Replan found;
     found.result = best_;
@@ -111,11 +120,8 @@ class Replanning {
     found.result.per_rank = cost_of(problem_, found.result.plan);
     found.result.seconds = step_seconds(problem_, found.result.per_rank);
     found.result.reasons.assign(found.result.plan.size(), {});
-    for (const auto& [name, one] : laid_) {
-      if (previous_.count(name) != 0 && is_kept_.count(name) != 0) {
-        add_moves(*previous_.at(name), one, found.moves);
-      }
-    }
+    found.moves = moves();
+    found.moving_seconds = moving_seconds(found.moves);
     found.moved_bytes = moved_bytes();
     found.total_bytes = total_;
     found.previous_seconds = previous_seconds_;
@@ -289,6 +295,49 @@ class Replanning {
     return bytes;
   }
 
+  std::vector<Move> moves() const {
+    std::vector<Move> found;
+    for (const auto& [name, one] : laid_) {
+      if (is_kept_.count(name) != 0) add_moves(*previous_.at(name), one, found);
+    }
+    return found;
+  }
+
+  // That the busiest rank's links are kept, by what leaves it or by what comes.
+  double moving_seconds(const std::vector<Move>& list) const {
+    std::vector<double> leaving(per_rank_.size());
+    std::vector<double> coming(per_rank_.size());
+    for (const Move& move : list) {
+      const Table& table = *tables_.at(move.table);
+      const auto rows = static_cast<double>(move.part.rows);
+      const double bytes = rows * (static_cast<double>(move.part.columns) *
+                                       (table.element_bytes + table.state_bytes_per_element) +
+                                   table.state_bytes_per_row);
+      const int local = problem_.ranks_per_host;
+      const bool is_far = move.from / local != move.part.rank / local;
+      const auto speed = [&](int rank) {
+        const Speeds& speeds = problem_.ranks[at(rank)].speeds;
+        return is_far ? speeds.network : speeds.host;
+      };
+      // A rank that is gone is as fast as the one that takes its rows.
+      const bool is_there = move.from < problem_.num_ranks();
+      const double slower =
+          std::min(speed(move.part.rank), speed(is_there ? move.from : move.part.rank));
+      if (is_there) leaving[at(move.from)] += bytes / slower;
+      coming[at(move.part.rank)] += bytes / slower;
+    }
+    double most = 0;
+    for (std::size_t r = 0; r < leaving.size(); ++r) {
+      most = std::max({most, leaving[r], coming[r]});
+    }
+    return most;
+  }
+
+  // Seconds of all steps that are left, and of the moves before them.
+  double price() const {
+    return steps_left_ > 0 ? steps_left_ * seconds() + moving_seconds(moves()) : 0;
+  }
+
   struct Candidate {
     double score = 0;  // less is better
     double moved = 0;  // bytes, more than now
@@ -398,11 +447,18 @@ class Replanning {
         std::min_element(found.begin(), found.end(), [](const Candidate& a, const Candidate& b) {
           return a.score != b.score ? a.score < b.score : a.moved < b.moved;
         });
-    add(laid_.at(best->plan.name), -1);
-    add(best->plan, 1);
     moved_now_ += best->moved;
-    laid_[best->plan.name] = std::move(best->plan);
+    taken_.push_back(laid_.at(best->plan.name));
+    put(best->plan);
     return true;
+  }
+
+  // Lays a table so instead.
+  void put(const TablePlan& next) {
+    TablePlan& now = laid_.at(next.name);
+    add(now, -1);
+    add(next, 1);
+    now = next;
   }
 
   void make_room() {
@@ -455,6 +511,8 @@ class Replanning {
 
   const Problem& problem_;
   CostModel model_;
+  double steps_left_;
+  std::vector<TablePlan> taken_;  // how tables lay before each change
   std::map<std::string, const Table*> tables_;
   std::map<std::string, CostModel::TableLoad> loads_;
   std::map<std::string, const TablePlan*> previous_;
@@ -485,14 +543,14 @@ std::vector<Move> moves_between(const Plan& before, const Plan& after) {
   return moves;
 }
 
-Replan replan(const Problem& problem, const Plan& previous, double max_moved) {
+Replan replan(const Problem& problem, const Plan& previous, double max_moved, double steps_left) {
   check(problem);
   if (!problem.apart.empty() || !problem.together.empty()) {
     throw PlanError(PlanErrorKind::kBadProblem,
                     "plan: tables that lie together or apart cannot be planned again",
                     "moves are of single tables", "a new plan, without --previous");
   }
-  return Replanning(problem, previous, max_moved).run();
+  return Replanning(problem, previous, max_moved, steps_left).run();
 }
 
 Plan plan_from_json(std::string_view text) {

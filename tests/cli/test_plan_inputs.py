@@ -274,6 +274,15 @@ def test_a_plan_is_improved_by_moving_little(tmp_path):
     result = tmp_path / "result.json"
     result.write_text(json.dumps(found))
     assert "holds" in tessera(*words[:2], *words[3:], "--check", result).stdout
+    # What moves is paid back by the steps that are left.
+    assert " paid back by " in told
+    again = [*words, "--previous", before, "--json"]
+    short = json.loads(tessera(*again, "--steps-left", 1).stdout)
+    assert 0 < short["moved_bytes"] < found["moved_bytes"]
+    assert 0 < short["moving_seconds"] < short["previous_seconds"] - short["plan_seconds"]
+    assert json.loads(tessera(*again, "--steps-left", 1e12).stdout)["moves"] == found["moves"]
+    assert "--steps-left is for --previous" in tessera(*words, "--steps-left", 9, code=2).stderr
+    assert "--steps-left" in tessera(*again, "--steps-left", 0, code=2).stderr
     for share in ("much", "-1%", "101%"):
         refused = tessera(*words, "--previous", before, "--max-moved", share, code=2)
         assert "--max-moved" in refused.stderr

@@ -124,6 +124,63 @@ TEST(ReplanTest, ATableShrinks) {
   }
 }
 
+// Bytes over the links of the rank that has most to send or to take: a column of float32 with what
+// row-wise Adagrad keeps of each row.
+TEST(ReplanTest, MovesTakeTheBusiestRanksLinks) {
+  Problem problem;
+  problem.batch = 100;
+  problem.ranks.assign(4, {});
+  problem.ranks_per_host = 2;
+  for (Rank& rank : problem.ranks) {
+    rank.speeds.host = 4e9;
+    rank.speeds.network = 1e9;
+  }
+  for (const char* name : {"a", "b", "c"}) {
+    Table& table = problem.tables.emplace_back();
+    table.name = name;
+    table.rows = 1000;
+    table.dim = 8;
+    problem.rules[name].cuts = {Cut::kTableWise};
+  }
+  problem.rules["a"].ranks = {1};
+  problem.rules["b"].ranks = {2};
+  problem.rules["c"].ranks = {3};
+  const auto whole = [](const char* name, int rank) {
+    return TablePlan{name, Cut::kTableWise, Kernel::kFused, {{0, 0, 1000, 8, rank}}};
+  };
+  const double bytes = 1000 * (8 * 4 + 4);
+  // From rank 0 inside its host and out of it; ranks beside each other do not wait for each other.
+  const Plan before{whole("a", 0), whole("b", 0), whole("c", 2)};
+  const Replan found = replan(problem, before, 0);
+  ASSERT_EQ(found.moves.size(), 3U);
+  EXPECT_NEAR(found.moving_seconds, bytes / 4e9 + bytes / 1e9, 1e-12);
+}
+
+TEST(ReplanTest, MovesArePaidBackByTheStepsThatAreLeft) {
+  Problem problem = models::problem_of("medium", 8, false);
+  const Plan before = plan(problem).plan;
+  for (std::size_t t = 0; t < problem.tables.size(); t += 3) problem.tables[t].features[0].ids *= 3;
+  const Replan none = replan(problem, before, 0);
+  const Replan free = replan(problem, before, 1);
+  ASSERT_FALSE(free.moves.empty());
+  EXPECT_TRUE(replan(problem, before, 1, 1e-9).moves.empty());
+  EXPECT_EQ(replan(problem, before, 1, 1e15).moves, free.moves);
+  const auto whole = [](const Replan& one, double steps) {
+    return one.result.seconds * steps + one.moving_seconds;
+  };
+  bool is_between = false;
+  for (double steps = 1e-4; steps < 1e4; steps *= 3) {
+    SCOPED_TRACE(steps);
+    const Replan found = replan(problem, before, 1, steps);
+    EXPECT_NO_THROW(check_plan(problem, found.result.plan));
+    expect_moves_suffice(before, found);
+    EXPECT_LE(whole(found, steps), whole(none, steps) * (1 + 1e-9));
+    EXPECT_LE(whole(found, steps), whole(free, steps) * (1 + 1e-9));
+    is_between |= found.moved_bytes > 0 && found.moved_bytes < free.moved_bytes;
+  }
+  EXPECT_TRUE(is_between);
+}
+
 TEST(ReplanTest, ARankIsLostAndOneHasLessMemory) {
   Problem problem = models::problem_of("medium", 8, false);
   const Plan before = plan(problem).plan;

@@ -30,6 +30,7 @@ struct Replan {
   double moved_bytes = 0;       // of weights
   double total_bytes = 0;       // of the weights of `previous` that are still there
   double previous_seconds = 0;  // of a step, if nothing moved that need not
+  double moving_seconds = 0;    // that rows and their state keep the links of the busiest rank
   std::vector<std::string> appeared;
   std::vector<std::string> vanished;
   std::vector<std::string> changed;  // have other rows, or another width
@@ -39,9 +40,13 @@ struct Replan {
 /// beside that what must go: from ranks that are gone or too full, and rows that a table cut by
 /// rows has elsewhere because it grew. Tables that appeared or changed their width are laid anew.
 ///
+/// With `steps_left` it stops where steps and moves together take least: what moves must be paid
+/// back by so many steps. 0: moves are free.
+///
 /// Not collective. Throws PlanError as plan() does, and kBadEvidence for a `previous` whose shards
 /// do not make tables.
-TESSERA_API Replan replan(const Problem& problem, const Plan& previous, double max_moved);
+TESSERA_API Replan replan(const Problem& problem, const Plan& previous, double max_moved,
+                          double steps_left = 0);
 
 /// The plan of a file: of `plan_json`, or a whole result. Throws PlanError(kBadProblem) with the
 /// place.
