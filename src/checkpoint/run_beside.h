@@ -3,10 +3,10 @@
 #pragma once
 
 #include <cstddef>
-#include <new>
-#include <system_error>
 #include <thread>
 #include <vector>
+
+#include "core/start_threads.h"
 
 namespace tessera::checkpoint {
 
@@ -14,12 +14,8 @@ namespace tessera::checkpoint {
 /// gives no further thread or memory for one, fewer do it.
 template <typename Work>
 void run_beside(std::size_t num_threads, const Work& work) {
-  std::vector<std::thread> threads;
-  try {
-    for (std::size_t i = 1; i < num_threads; ++i) threads.emplace_back([&work] { work(); });
-  } catch (const std::system_error&) {
-  } catch (const std::bad_alloc&) {
-  }
+  std::vector<std::thread> threads =
+      core::start_threads(num_threads > 0 ? num_threads - 1 : 0, [&work] { work(); });
   work();
   for (std::thread& thread : threads) thread.join();
 }

@@ -241,7 +241,7 @@ void AsyncSaver::save(std::int64_t step, const State& state,
   }
   SaveOptions options = worker.options;
   options.base = base;
-  worker.thread = std::thread([&worker, step, options, snapshot, problem] {
+  const auto write = [&worker, step, options, snapshot, problem] {
     std::exception_ptr error;
     std::optional<SaveReport> report;
     try {
@@ -257,7 +257,16 @@ void AsyncSaver::save(std::int64_t step, const State& state,
     worker.is_running = false;
     worker.error = problem.empty() ? error : nullptr;
     worker.report = std::move(report);
-  });
+  };
+  try {
+    worker.thread = std::thread(write);
+  } catch (const std::exception& refused) {
+    // The writers of the other ranks wait for this one.
+    log_line(options, "checkpoint step " + std::to_string(step) +
+                          ": training waits for it, as there is no thread to write it beside (" +
+                          refused.what() + ")");
+    write();
+  }
   if (thrown) std::rethrow_exception(thrown);
 }
 

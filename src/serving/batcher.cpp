@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <exception>
+#include <stdexcept>
 #include <utility>
+
+#include "core/start_threads.h"
 
 namespace tessera::serving {
 namespace {
@@ -43,8 +46,12 @@ struct Joined {
 Batcher::Batcher(Model& model, const ServerOptions& options, Metrics& metrics,
                  ProcessGauges& gauges)
     : model_(model), options_(options), metrics_(metrics), gauges_(gauges) {
-  for (int i = 0; i < std::max(options.workers, 1); ++i) {
-    workers_.emplace_back([this] { work(); });
+  const auto wanted = static_cast<std::size_t>(std::max(options.workers, 1));
+  workers_ = core::start_threads(wanted, [this] { work(); });
+  if (workers_.empty()) {
+    throw std::runtime_error(
+        "serving: the system gives no thread to compute answers. Raise its limit of processes "
+        "(ulimit -u, pids.max), or end others.");
   }
 }
 

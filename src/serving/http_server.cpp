@@ -13,6 +13,7 @@
 #include <cerrno>
 #include <csignal>
 #include <functional>
+#include <iterator>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -37,6 +38,7 @@
 #include <boost/beast/ssl.hpp>
 #endif
 
+#include "core/start_threads.h"
 #include "serving/server_process.h"
 #include "serving/service.h"
 #include "serving/verification.h"
@@ -635,9 +637,11 @@ int run_server_process(Model& model, const ServerOptions& options, const ServerP
   const bool is_lone = options.processes <= 1;
   if (!is_lone) warm_up();
   for (const auto& door : doors) door->accept();
-  std::vector<std::thread> threads;
-  if (is_lone) threads.emplace_back(warm_up);
-  for (int i = 1; i < num_threads; ++i) threads.emplace_back([&] { context.run(); });
+  std::vector<std::thread> threads =
+      core::start_threads(static_cast<std::size_t>(num_threads) - 1, [&] { context.run(); });
+  std::vector<std::thread> warming = core::start_threads(is_lone ? 1 : 0, warm_up);
+  if (is_lone && warming.empty()) warm_up();
+  std::move(warming.begin(), warming.end(), std::back_inserter(threads));
   context.run();
   for (std::thread& thread : threads) thread.join();
   verification.stop();

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <exception>
+#include <system_error>
 
 namespace tessera::serving {
 
@@ -11,7 +12,12 @@ void Verification::start(std::int64_t number) {
   const std::lock_guard lock(mutex_);
   end();
   is_stopping_ = false;
-  thread_ = std::thread([this, number] { run(number); });
+  try {
+    thread_ = std::thread([this, number] { run(number); });
+  } catch (const std::system_error& refusal) {
+    log_(std::string("the package is not compared with its sums: no thread to do it: ") +
+         refusal.what());
+  }
 }
 
 void Verification::stop() {

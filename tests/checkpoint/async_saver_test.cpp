@@ -14,6 +14,7 @@
 #include "checkpoint/quiet.h"
 #include "checkpoint/samples.h"
 #include "support/ranks.h"
+#include "support/refused_threads.h"
 #include "tessera/checkpoint/convert.h"
 #include "tessera/checkpoint/load.h"
 #include "tessera/checkpoint/save.h"
@@ -21,6 +22,7 @@
 namespace tessera::checkpoint::testing {
 namespace {
 
+using tessera::testing::RefusedThread;
 using tessera::testing::run_ranks;
 
 // Lets a test hold the writer while it looks.
@@ -102,6 +104,64 @@ TEST(AsyncSaver, WritesWhatWasOnTheDevice) {
     options.step = step;
     load(root.path(), loaded, std::nullopt, options);
     EXPECT_TRUE(at::equal(into.cpu(), at::arange(1 << 20, at::kFloat) + (step - 1)));
+  }
+}
+
+// It writes before it returns instead, so that the others' writers do not wait for it.
+TEST(AsyncSaver, WithoutAThreadItSavesAllTheSame) {
+  const TemporaryFolder root;
+  run_ranks(2, [&](const comm::Group& group) {
+    SaveOptions options = quiet();
+    std::string told;
+    options.log = [&](const std::string& line) { told += line + "\n"; };
+    AsyncSaver saver(root.path(), group, options);
+    State state;
+    const at::Tensor mine = at::full({2}, group.rank(), at::kFloat);
+    state.add_shard("t", {4}, {2 * group.rank()}, mine);
+    std::optional<RefusedThread> refused;
+    if (group.rank() == 0) refused.emplace(1, /*of_this_thread=*/true);
+    saver.save(1, state);
+    if (refused) {
+      EXPECT_TRUE(refused->was_refused());
+      EXPECT_FALSE(saver.is_saving());
+      EXPECT_TRUE(told.starts_with(
+          "checkpoint step 1: training waits for it, as there is no thread to write it beside "
+          "(Resource temporarily unavailable)\n"))
+          << told;
+    }
+    refused.reset();
+    saver.check();
+    const auto report = saver.wait();
+    ASSERT_TRUE(report.has_value());
+    EXPECT_EQ(report->step, 1);
+    saver.save(2, state);  // in the background again
+    EXPECT_EQ(saver.wait()->step, 2);
+  });
+  EXPECT_EQ(list_steps(root.path()), (std::vector<std::int64_t>{2, 1}));
+  const Reader first(root.path(), 1);
+  EXPECT_TRUE(at::equal(read_tensor(first, *first.find("t")),
+                        at::tensor(std::vector<float>{0, 0, 1, 1}, at::kFloat)));
+}
+
+// Of all that a save and its load start, in any rank.
+TEST(AsyncSaver, EveryThreadMayBeRefused) {
+  for (std::int64_t n = 1;; ++n) {
+    ASSERT_LT(n, 100);
+    const TemporaryFolder root;
+    AsyncSaver saver(root.path(), std::nullopt, quiet());
+    State state;
+    state.add_replicated("t", at::arange(1 << 16, at::kFloat));
+    const RefusedThread refused(n);
+    saver.save(1, state);
+    EXPECT_EQ(saver.wait()->step, 1);
+    State loaded;
+    const at::Tensor into = at::zeros({1 << 16}, at::kFloat);
+    loaded.add_replicated("t", into);
+    load(root.path(), loaded, std::nullopt, quiet_load());
+    EXPECT_TRUE(at::equal(into, at::arange(1 << 16, at::kFloat)));
+    if (refused.was_refused()) continue;
+    EXPECT_GT(n, 1);  // there was one to refuse
+    break;
   }
 }
 

@@ -1,10 +1,8 @@
 // The n-th read, allocation, descriptor or thread fails: a load says so or gets over it, never
 // loads an older checkpoint for it, and a save leaves what was there.
 
-#include <dlfcn.h>
 #include <fcntl.h>
 #include <gtest/gtest.h>
-#include <pthread.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
 
@@ -16,6 +14,7 @@
 #include <optional>
 
 #include "checkpoint/samples.h"
+#include "support/refused_threads.h"
 
 namespace {
 
@@ -27,10 +26,6 @@ bool is_counted(std::size_t num_bytes) { return num_bytes >= 1024 || num_bytes %
 thread_local std::int64_t allocations_left = 0;
 std::atomic<bool> is_any_thread = false;
 std::atomic<std::int64_t> all_left = 0;
-
-// Threads until one is refused; none is while it is 0.
-std::atomic<std::int64_t> threads_left = 0;
-std::atomic<int> num_threads_refused = 0;
 
 void* allocate(std::size_t num_bytes) {
   if (is_counted(num_bytes) &&
@@ -51,20 +46,10 @@ void operator delete[](void* memory) noexcept { std::free(memory); }
 void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 void operator delete[](void* memory, std::size_t) noexcept { std::free(memory); }
 
-// Before that of the C library.
-extern "C" int pthread_create(pthread_t* thread, const pthread_attr_t* attributes,
-                              void* (*body)(void*), void* argument) {
-  static const auto create =
-      reinterpret_cast<decltype(&pthread_create)>(::dlsym(RTLD_NEXT, "pthread_create"));
-  if (threads_left > 0 && --threads_left == 0) {
-    ++num_threads_refused;
-    return EAGAIN;
-  }
-  return create(thread, attributes, body, argument);
-}
-
 namespace tessera::checkpoint::testing {
 namespace {
+
+using tessera::testing::RefusedThread;
 
 // Lets calls that read fail, from the n-th on, so many of them.
 class BadReads final : public Disk {
@@ -222,13 +207,11 @@ TEST(Threads, EveryOneOfALoadMayBeRefused) {
   for (const int step : {1, 2}) save_sample(root.path(), step);
   for (std::int64_t n = 1;; ++n) {
     ASSERT_LT(n, 100);
-    num_threads_refused = 0;
-    threads_left = n;
+    const RefusedThread refused(n);
     BadReads disk;
     disk.fail_at = INT64_MAX / 2;
     load_newest(root.path(), disk);
-    threads_left = 0;
-    if (num_threads_refused > 0) continue;
+    if (refused.was_refused()) continue;
     EXPECT_GT(n, 1);  // there was one to refuse
     break;
   }

@@ -5,8 +5,12 @@
 #include <gtest/gtest.h>
 
 #include <future>
+#include <stdexcept>
+#include <thread>
 
 #include "samples.h"
+#include "serving/verification.h"
+#include "support/refused_threads.h"
 
 namespace tessera::serving {
 namespace {
@@ -65,6 +69,50 @@ TEST(ServingBatcher, OneThatWaitsForNobodyIsComputedHoweverLongItTookBefore) {
     is_taken = world.ask(batcher, Clock::now() + time / 2) != 429;
   }
   EXPECT_TRUE(is_taken);
+}
+
+TEST(ServingBatcher, ItWorksWithTheThreadsThatItGets) {
+  World world(10);
+  world.options.workers = 3;
+  const auto later = Clock::now() + std::chrono::hours(1);
+  for (std::int64_t n = 2; n <= 4; ++n) {
+    const testing::RefusedThread refused(n);
+    Batcher batcher(*world.model, world.options, world.metrics, world.gauges);
+    EXPECT_EQ(refused.was_refused(), n <= 3);
+    EXPECT_EQ(world.ask(batcher, later), 200);
+  }
+  const testing::RefusedThread refused(1);
+  try {
+    const Batcher batcher(*world.model, world.options, world.metrics, world.gauges);
+    ADD_FAILURE() << "nothing was thrown";
+  } catch (const std::runtime_error& error) {
+    EXPECT_STREQ(error.what(),
+                 "serving: the system gives no thread to compute answers. Raise its limit of "
+                 "processes (ulimit -u, pids.max), or end others.");
+  }
+}
+
+TEST(ServingVerification, WithoutAThreadItSaysSoAndTheModelAnswers) {
+  World world(10);
+  std::string told;
+  Verification verification(*world.model, world.metrics,
+                            [&](const std::string& line) { told += line; });
+  {
+    const testing::RefusedThread refused(1);
+    verification.start(1);
+    EXPECT_TRUE(refused.was_refused());
+  }
+  EXPECT_TRUE(told.starts_with("the package is not compared with its sums: no thread to do it: "))
+      << told;
+  EXPECT_NE(world.metrics.verified_package, 1);
+  Batcher batcher(*world.model, world.options, world.metrics, world.gauges);
+  EXPECT_EQ(world.ask(batcher, Clock::now() + std::chrono::hours(1)), 200);
+  verification.start(1);  // with the next package there may be one
+  const auto limit = Clock::now() + std::chrono::seconds(20);
+  while (world.metrics.verified_package != 1 && Clock::now() < limit) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  EXPECT_EQ(world.metrics.verified_package, 1);
 }
 
 TEST(ServingBatcher, OneThatCannotBeInTimeBehindOthersIsRefusedAtOnce) {

@@ -11,6 +11,7 @@
 #include <optional>
 #include <thread>
 
+#include "core/start_threads.h"
 #include "data/content.h"
 #include "dlrm/text_blocks.h"
 
@@ -154,7 +155,7 @@ class Parsers {
                                         : static_cast<int>(std::thread::hardware_concurrency());
     count = std::clamp(count, 1, 256);
     ahead_ = static_cast<std::size_t>(count) + 2;
-    for (int i = 0; i < count; ++i) threads_.emplace_back([this] { parse(); });
+    threads_ = core::start_threads(static_cast<std::size_t>(count), [this] { parse(); });
   }
   ~Parsers() {
     stop();
@@ -165,6 +166,7 @@ class Parsers {
 
   /// The next chunk in the order of the text.
   std::optional<Chunk> next() {
+    if (threads_.empty()) return parse_here();
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [this] {
       return error_ != nullptr || done_.contains(taken_) || (has_ended_ && taken_ == started_);
@@ -206,6 +208,14 @@ class Parsers {
     return started_++;
   }
 
+  // Where the system gives no thread at all.
+  std::optional<Chunk> parse_here() {
+    std::string_view block;
+    if (!read(memory_, block)) return std::nullopt;
+    ++taken_;
+    return parse_chunk(block, options_);
+  }
+
   void parse() {
     try {
       std::vector<char> memory;
@@ -238,6 +248,7 @@ class Parsers {
   std::size_t taken_ = 0;
   bool has_ended_ = false;
   std::exception_ptr error_;
+  std::vector<char> memory_;  // of parse_here
   std::vector<std::thread> threads_;
 };
 

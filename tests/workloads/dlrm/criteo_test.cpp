@@ -11,6 +11,7 @@
 #include <cstring>
 #include <fstream>
 #include <functional>
+#include <optional>
 #include <thread>
 
 #include "dlrm/click_file.h"
@@ -18,6 +19,7 @@
 #include "dlrm/synthetic.h"
 #include "dlrm/text_blocks.h"
 #include "files_fixture.h"
+#include "support/refused_threads.h"
 
 namespace {
 
@@ -129,6 +131,30 @@ TEST_F(CriteoFiles, CriteoIsTheSameForAnyNumberOfThreads) {
     read_back.read(12000, 20000, part);
     log.read(12000, 20000, found);
     expect_equal(part, found);
+  }
+}
+
+// Fewer threads parse then, or the one that asks.
+TEST_F(CriteoFiles, EveryThreadMayBeRefused) {
+  const SyntheticLog log(SyntheticOptions{});
+  std::string text;
+  append_criteo_lines(log, 0, 30'000, text);
+  ASSERT_GT(text.size(), 4U << 20);  // more than a block
+  write("a", text);
+  SampleBlock expected;
+  log.read(0, 30'000, expected);
+  CriteoOptions options;
+  options.num_threads = 3;
+  for (std::int64_t n = 1; n <= 4; ++n) {
+    std::optional<CriteoLog> read_back;
+    {
+      const tessera::testing::RefusedThread refused(n);
+      read_back.emplace(path("a"), options);
+      EXPECT_EQ(refused.was_refused(), n <= 3);
+    }
+    SampleBlock found;
+    read_back->read(0, 30'000, found);
+    expect_equal(found, expected);
   }
 }
 
