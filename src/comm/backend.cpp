@@ -126,10 +126,12 @@ const char* EngineBackend::event_name(std::string_view op) const noexcept {
 }
 
 std::shared_ptr<Executor> EngineBackend::make_executor(bool is_ordered) {
-  return std::make_shared<Executor>(Executor::Options{
-      .is_relay = is_relay(),
-      .is_ordered = is_ordered,
-      .on_stuck = [this](const std::string& text) { fail(FailureKind::kTimeout, {rank_}, text); }});
+  return std::make_shared<Executor>(
+      Executor::Options{.is_relay = is_relay(),
+                        .is_ordered = is_ordered,
+                        .on_given_up = [this](ErrorKind kind, const std::string& text) {
+                          fail(failure_kind(kind), {rank_}, text);
+                        }});
 }
 
 EngineBackend::~EngineBackend() {

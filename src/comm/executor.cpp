@@ -8,6 +8,7 @@
 #include <ATen/core/jit_type.h>
 
 #include "comm/short_slice.h"
+#include "comm/start_thread.h"
 #include "tessera/comm/error.h"
 #include "tessera/core/check.h"
 #include "tessera/core/step_recorder.h"
@@ -37,6 +38,25 @@ const char* wait_name(c10d::OpType type) {
       return "barrier";
     default:
       return "communication";
+  }
+}
+
+// As errors name the operation.
+std::string operation_name(c10d::OpType type) {
+  switch (type) {
+    case c10d::OpType::SEND:
+      return "comm.send";
+    case c10d::OpType::RECV:
+    case c10d::OpType::RECVANYSOURCE:
+      return "comm.recv";
+    case c10d::OpType::REDUCE:
+      return "comm.reduce";
+    case c10d::OpType::GATHER:
+      return "comm.gather";
+    case c10d::OpType::SCATTER:
+      return "comm.scatter";
+    default:
+      return std::string("comm.") + wait_name(type);
   }
 }
 
@@ -270,11 +290,24 @@ bool Executor::may_announce() const {
                       [](const auto& queued) { return queued->may_call_back(); });
 }
 
+void Executor::start_thread_for(const EngineWork& work, std::unique_lock<std::mutex>& lock) {
+  if (thread_.joinable()) return;
+  try {
+    thread_ = start_thread(operation_name(work.retrieveOpType()), [this] { thread_loop(); });
+  } catch (const Error& refused) {
+    lock.unlock();
+    // The peers would wait for the operation.
+    if (options_.on_given_up) options_.on_given_up(refused.kind(), refused.what());
+    throw;
+  }
+}
+
 void Executor::run_later(const c10::intrusive_ptr<EngineWork>& work) {
   if (run_in_callback(*work)) return;
   {
-    std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     if (!is_stopped_) {
+      start_thread_for(*work, lock);
       // Under the lock: announcements go out in the order of the operations.
       if (work->announce_ && may_announce()) {
         work->position_ = next_position_;
@@ -286,7 +319,6 @@ void Executor::run_later(const c10::intrusive_ptr<EngineWork>& work) {
       }
       work->queued_at_ = Clock::now();
       queue_.push_back(work);
-      if (!thread_.joinable()) thread_ = std::thread([this] { thread_loop(); });
       thread_wake_.notify_one();
       if (callback_thread_ != std::thread::id{} && running_->may_call_back()) start_watch();
       return;
@@ -340,8 +372,13 @@ void Executor::thread_loop() {
   }
 }
 
-void Executor::start_watch() {
-  if (!watch_.joinable() && !is_stopped_) watch_ = std::thread([this] { watch_loop(); });
+void Executor::start_watch() noexcept {
+  if (watch_.joinable() || is_stopped_) return;
+  try {
+    watch_ = std::thread([this] { watch_loop(); });
+  } catch (const std::exception&) {
+    // Operations and their callbacks go on as they would.
+  }
 }
 
 std::vector<c10::intrusive_ptr<EngineWork>> Executor::take_overdue() {
@@ -382,7 +419,7 @@ void Executor::watch_loop() {
         std::to_string(overdue[0]->limit_.count()) + " ms behind a callback of " + holder +
         " that does not return. Wait in a callback only for operations that it started itself, or "
         "raise the time limit.";
-    if (options_.on_stuck) options_.on_stuck(text);
+    if (options_.on_given_up) options_.on_given_up(ErrorKind::kTimeout, text);
     for (const auto& work : overdue) {
       work->complete(std::make_exception_ptr(Error(ErrorKind::kTimeout, {}, text)));
     }

@@ -30,6 +30,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "comm/own_process.h"
+#include "tessera/comm/error.h"
 
 namespace tessera::comm {
 
@@ -112,8 +113,9 @@ class Executor : public std::enable_shared_from_this<Executor> {
     bool is_relay = false;
     /// All ranks run the operations in the same order; see Note [Operations inside callbacks].
     bool is_ordered = true;
-    /// Told why, when operations are given up because a callback does not return.
-    std::function<void(const std::string&)> on_stuck = nullptr;
+    /// Told why operations are given up: a callback does not return, or there is no thread to run
+    /// them.
+    std::function<void(ErrorKind, const std::string&)> on_given_up = nullptr;
   };
   Executor() : Executor(Options{}) {}
   explicit Executor(Options options) : options_(std::move(options)) {}
@@ -124,7 +126,8 @@ class Executor : public std::enable_shared_from_this<Executor> {
   /// Runs `work` after everything submitted before it, and returns when it is done. Inside a
   /// callback it runs at once; see Note [Operations inside callbacks].
   void run_now(const c10::intrusive_ptr<EngineWork>& work);
-  /// Queues `work` and returns. Inside a callback of an ordered executor as run_now.
+  /// Queues `work` and returns. Inside a callback of an ordered executor as run_now. Both throw an
+  /// Error of kind unavailable, with nothing queued or announced, if there is no thread to run it.
   void run_later(const c10::intrusive_ptr<EngineWork>& work);
   /// Returns when `work` is completed, running queued operations meanwhile.
   void help_until_completed(EngineWork& work);
@@ -139,10 +142,14 @@ class Executor : public std::enable_shared_from_this<Executor> {
   using Clock = std::chrono::steady_clock;
 
   void thread_loop();
+  /// Before `work` is announced or queued. `lock` is held on entry and on return, and let go if
+  /// this throws.
+  void start_thread_for(const EngineWork& work, std::unique_lock<std::mutex>& lock);
   /// Fails what a callback keeps waiting for longer than its limit.
   void watch_loop();
   std::vector<c10::intrusive_ptr<EngineWork>> take_overdue();
-  void start_watch();
+  /// Without a thread for it callbacks have no limit until the next of them begins.
+  void start_watch() noexcept;
   /// Numbers `work`, which is about to begin, and marks it as running. The mutex is held.
   void begin_running(EngineWork& work);
   bool is_in_callback() const { return callback_thread_ == std::this_thread::get_id(); }

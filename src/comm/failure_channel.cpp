@@ -8,6 +8,7 @@
 #include "comm/failure_agreement.h"
 #include "comm/failure_post.h"
 #include "comm/network.h"
+#include "comm/start_thread.h"
 #include "comm/store_keys.h"
 
 namespace tessera::comm {
@@ -58,7 +59,7 @@ FailureChannel::FailureChannel(const c10::intrusive_ptr<c10d::Store>& store, int
   } catch (const std::exception&) {
     state_->store = nullptr;
   }
-  thread_ = std::thread([state = state_] { serve(state); });
+  thread_ = start_thread("comm.init", [state = state_] { serve(state); });
 }
 
 FailureChannel::~FailureChannel() {

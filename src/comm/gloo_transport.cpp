@@ -17,6 +17,7 @@
 #include "comm/pair_proofs.h"
 #include "comm/piece_tensor.h"
 #include "comm/short_slice.h"
+#include "comm/start_thread.h"
 #include "kernels/reduce.h"
 
 namespace tessera::comm {
@@ -97,11 +98,24 @@ GlooTransport::GlooTransport(const c10::intrusive_ptr<c10d::Store>& store,
   const BrokenPipeGuard guard;
   const ShortSliceGuard short_slices;
   const GlooSockets sockets;
-  gloo_ = make_gloo_backend(c10::make_intrusive<c10d::PrefixStore>("gloo", store), monitor_->rank(),
-                            size(), timeout + kGlooSlack, address);
-  if (size() == 1) return;
   const auto secret = job_secret();
-  if (secret) prove_pairs(*gloo_, *store, *secret, timeout);
+  try {
+    gloo_ = make_gloo_backend(c10::make_intrusive<c10d::PrefixStore>("gloo", store),
+                              monitor_->rank(), size(), timeout + kGlooSlack, address);
+    if (size() > 1 && secret) prove_pairs(*gloo_, *store, *secret, timeout);
+  } catch (const std::system_error& refusal) {
+    throw refused_thread("comm.init", refusal);
+  } catch (const Error&) {
+    throw;
+  } catch (const c10::DistError&) {
+    throw;  // the store's
+  } catch (const std::exception& error) {
+    throw ConnectionLost("comm.init: rank " + std::to_string(monitor_->rank()) +
+                         " lost the connection to another rank while group '" +
+                         monitor_->group_name() + "' was made. " + gloo_says(error) +
+                         " Look at the other ranks' own output for the reason.");
+  }
+  if (size() == 1) return;
   sockets.keep_from_children(*store, rank(), size(), address);
   if (check_calls) calls_.emplace(*store, rank(), size(), address, timeout, secret);
 }
@@ -215,6 +229,11 @@ int GlooTransport::run_message(const Call& call, int peer, const std::function<W
   std::vector<int> suspects;
   for (int r = 0; r < size(); ++r) {
     if (r != rank() && (peer < 0 || r == peer)) suspects.push_back(r);
+  }
+  try {
+    watch_.start(GroupMonitor::title(call));
+  } catch (const Error& refused) {
+    throw channel_->publish(Failure(FailureKind::kUnavailable, {rank()}, refused.what()));
   }
   const BrokenPipeGuard guard;
   const auto begin = Clock::now();

@@ -12,6 +12,7 @@
 
 #include "comm/network.h"
 #include "comm/rendezvous.h"
+#include "comm/start_thread.h"
 #include "comm/store/auth_store.h"
 #include "tessera/comm/environment.h"
 #include "tessera/comm/error.h"
@@ -84,15 +85,24 @@ c10::intrusive_ptr<c10d::Store> connect_tcp_store(const Environment& environment
   }
   std::promise<c10::intrusive_ptr<c10d::Store>> promise;
   auto result = promise.get_future();
-  std::thread([promise = std::move(promise), address = environment.master_addr, options]() mutable {
+  auto connect = [promise = std::move(promise), address = environment.master_addr,
+                  options]() mutable {
     try {
       promise.set_value(c10::make_intrusive<c10d::TCPStore>(address, options));
     } catch (...) {
       promise.set_exception(std::current_exception());
     }
-  }).detach();
+  };
+  try {
+    start_thread("comm.init", std::move(connect)).detach();
+  } catch (const Error&) {
+    if (options.masterListenFd) ::close(*options.masterListenFd);
+    throw;
+  }
   try {
     if (result.wait_for(timeout + kStoreSlack) == std::future_status::ready) return result.get();
+  } catch (const std::system_error& refusal) {
+    throw refused_thread("comm.init", refusal);  // the store has threads of its own
   } catch (const std::exception&) {
     // Told below.
   }
@@ -188,6 +198,10 @@ c10::intrusive_ptr<c10d::Store> connect_store(const Environment& environment,
 Group init(const GroupOptions& options) {
   const Environment environment = read_environment();
   install_failure_handler();
+  // The store, of which rank 0 may be the host. Without this, what cannot be opened would look like
+  // a store that is not there.
+  constexpr std::size_t kFilesToMeet = 24;
+  make_room_for_files(kFilesToMeet, "to meet the other ranks this one");
   const auto store = connect_store(environment, options.timeout);
   try {
     return make_group(store, environment.rank, environment.world_size, options);

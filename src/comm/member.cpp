@@ -12,6 +12,8 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "core/host_name.h"
+
 namespace tessera::comm {
 namespace {
 
@@ -112,14 +114,12 @@ std::string Member::describe() const {
 }
 
 Member this_process(int world_rank) {
-  std::array<char, 256> name{};
-  ::gethostname(name.data(), name.size() - 1);
   Member member;
   member.world_rank = world_rank;
   member.pid = ::getpid();
   member.start_time = process_start_time(member.pid);
   member.host = host_identity();
-  member.host_name = name.data();
+  member.host_name = core::host_name();
   return member;
 }
 

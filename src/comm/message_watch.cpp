@@ -2,6 +2,8 @@
 
 #include <chrono>
 
+#include "comm/start_thread.h"
+
 namespace tessera::comm {
 namespace {
 
@@ -18,12 +20,16 @@ MessageWatch::~MessageWatch() {
   if (thread_.joinable()) thread_.join();
 }
 
+void MessageWatch::start(const std::string& operation) {
+  const std::lock_guard lock(mutex_);
+  if (!thread_.joinable()) thread_ = start_thread(operation, [this] { thread_loop(); });
+}
+
 void MessageWatch::during(const std::function<bool()>& look, const std::function<void()>& wait) {
   std::list<std::function<bool()>> mine{look};
   const auto place = mine.begin();
   {
     std::lock_guard lock(mutex_);
-    if (!thread_.joinable()) thread_ = std::thread([this] { thread_loop(); });
     if (looks_.empty()) changed_.notify_all();
     looks_.splice(looks_.end(), mine);
   }

@@ -7,11 +7,12 @@
 #include <functional>
 #include <list>
 #include <mutex>
+#include <string>
 #include <thread>
 
 namespace tessera::comm {
 
-/// Looks after the waits that are announced to it, from a thread that starts with the first one.
+/// Looks after the waits that are announced to it, from a thread of its own.
 class MessageWatch {
  public:
   MessageWatch() = default;
@@ -19,8 +20,12 @@ class MessageWatch {
   MessageWatch(const MessageWatch&) = delete;
   MessageWatch& operator=(const MessageWatch&) = delete;
 
-  /// Runs `wait`, and `look` about every 20 ms beside it, until `wait` returns. `look` must not
-  /// throw; it ends the wait by other means when it has to, and returns whether it did.
+  /// Starts the thread, unless it runs. Throws an Error of kind unavailable, which begins with
+  /// `operation`, if there is none.
+  void start(const std::string& operation);
+  /// To be called after start. Runs `wait`, and `look` about every 20 ms beside it, until `wait`
+  /// returns. `look` must not throw; it ends the wait by other means when it has to, and returns
+  /// whether it did.
   void during(const std::function<bool()>& look, const std::function<void()>& wait);
 
  private:

@@ -227,14 +227,17 @@ void send_without_delay(const Socket& socket) noexcept {
 }
 
 void make_room_for_files(std::size_t needed, const std::string& what) {
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_NOFILE, &limit) != 0) return;
   std::size_t open_files = 0;
-  std::error_code ignored;
-  for (auto entry = std::filesystem::directory_iterator("/proc/self/fd", ignored);
-       entry != std::filesystem::directory_iterator(); entry.increment(ignored)) {
+  std::error_code problem;
+  for (auto entry = std::filesystem::directory_iterator("/proc/self/fd", problem);
+       entry != std::filesystem::directory_iterator(); entry.increment(problem)) {
     ++open_files;
   }
-  rlimit limit{};
-  if (::getrlimit(RLIMIT_NOFILE, &limit) != 0 || open_files + needed <= limit.rlim_cur) return;
+  // Not even one for the look.
+  if (problem == std::errc::too_many_files_open) open_files = limit.rlim_cur;
+  if (open_files + needed <= limit.rlim_cur) return;
   limit.rlim_cur = limit.rlim_max;
   if (open_files + needed <= limit.rlim_max && ::setrlimit(RLIMIT_NOFILE, &limit) == 0) return;
   throw Error(ErrorKind::kUnavailable, {},

@@ -155,7 +155,7 @@ Failure in_first_words(const Failure& failure, const std::map<int, Member>& memb
     memory().words[dead] = *told;
     return first;
   } catch (const std::exception&) {
-    return failure;  // the store is gone
+    return failure;  // the store is gone, or there is no thread to ask it
   }
 }
 

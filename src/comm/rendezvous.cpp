@@ -230,21 +230,22 @@ Failure first_death(const c10::intrusive_ptr<c10d::Store>& store, const Making& 
                     const Failure& mine) {
   auto told = std::make_shared<std::optional<Failure>>();
   const std::int64_t generation = making.generation;
-  auto end = run_beside([=] {
-    // A connection of its own: the thread that makes the group may wait for the dead on the other.
-    const auto own = store->clone();
-    StoreKeys keys(*own);
-    *told = tell_death(keys, generation < 0 ? std::nullopt : std::optional(generation), mine);
-    say_farewell(keys);
-  });
-  if (end.wait_for(kAgreementLimit) != std::future_status::ready) {
-    abandon_side_thread();
-    return mine;
-  }
   try {
+    auto end = run_beside([=] {
+      // A connection of its own: the thread that makes the group may wait for the dead on the
+      // other.
+      const auto own = store->clone();
+      StoreKeys keys(*own);
+      *told = tell_death(keys, generation < 0 ? std::nullopt : std::optional(generation), mine);
+      say_farewell(keys);
+    });
+    if (end.wait_for(kAgreementLimit) != std::future_status::ready) {
+      abandon_side_thread();
+      return mine;
+    }
     end.get();
   } catch (const std::exception&) {
-    return mine;  // the store is gone
+    return mine;  // the store is gone, or there is no thread to ask it
   }
   return **told;
 }
@@ -354,6 +355,10 @@ c10::intrusive_ptr<EngineBackend> make_engine(const c10::intrusive_ptr<c10d::Sto
                      place_of(store) + " does not answer. Groups that exist go on; new ones need " +
                      "it. Look at the process that hosts it: the launcher, or rank 0.");
   };
+  // Without this, a rank that cannot look up its host would take itself for one of another, and
+  // shared memory would seem to lack memory.
+  constexpr std::size_t kFilesOfAGroup = 16;
+  make_room_for_files(kFilesOfAGroup, "group '" + options.name + "'");
   const auto making = std::make_shared<Making>();
   try {
     if (auto engine = join_within_limit(store, rank, size, options, making)) return engine;

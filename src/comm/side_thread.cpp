@@ -9,6 +9,8 @@
 #include <thread>
 #include <utility>
 
+#include "comm/start_thread.h"
+
 namespace tessera::comm {
 namespace {
 
@@ -43,8 +45,9 @@ class Owner {
 
   std::future<void> run(std::function<void()> job) {
     if (!lane_ || lane_->pid != ::getpid()) {
-      lane_ = std::make_shared<Lane>();
-      std::thread([lane = lane_] { serve(lane); }).detach();
+      auto lane = std::make_shared<Lane>();
+      start_thread("comm.init", [lane] { serve(lane); }).detach();
+      lane_ = std::move(lane);  // now that somebody serves on it
     }
     std::packaged_task<void()> task(std::move(job));
     auto end = task.get_future();

@@ -9,6 +9,7 @@ namespace tessera::comm {
 
 /// Runs `job` on a thread kept for the calling one, and returns its end. Whoever gives up waiting
 /// calls abandon_side_thread: the job keeps the thread, and the next one gets a new thread.
+/// Throws an Error of kind unavailable if there is none.
 ///
 /// A thread kept, not one per call: memory that short-lived threads allocate stays with the
 /// allocator's many arenas.

@@ -5,12 +5,12 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <climits>
 #include <cstring>
 #include <ctime>
 #include <filesystem>
 #include <system_error>
 
+#include "core/host_name.h"
 #include "tessera/launch/exit_code.h"
 #include "tessera/launch/launch_error.h"
 
@@ -23,12 +23,6 @@ constexpr int kStderrBit = 2;
 constexpr std::chrono::milliseconds kLeftBehindLimit{1000};
 // A process that survives SIGKILL this long hangs in the kernel; nobody can end it.
 constexpr std::chrono::milliseconds kGiveUpLimit{5000};
-
-std::string host_name() {
-  char name[HOST_NAME_MAX + 1] = "";
-  gethostname(name, sizeof(name) - 1);
-  return name;
-}
 
 std::string last_line(const std::string& text) {
   const size_t end = text.find_last_not_of(" \t\r\n");
@@ -309,7 +303,7 @@ RankFailure RankGroup::describe(const Rank& rank) const {
   RankFailure failure;
   failure.rank = options_.node_rank * options_.num_local_ranks + rank.local_rank;
   failure.node = options_.node_rank;
-  failure.host = host_name();
+  failure.host = core::host_name();
   failure.pid = rank.pid;
   failure.signal_number = WIFSIGNALED(rank.status) ? WTERMSIG(rank.status) : 0;
   failure.exit_code = WIFEXITED(rank.status) ? WEXITSTATUS(rank.status) : 0;

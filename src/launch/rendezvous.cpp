@@ -3,9 +3,9 @@
 #include <poll.h>
 
 #include <cerrno>
-#include <climits>
 #include <cstring>
 
+#include "core/host_name.h"
 #include "core/listening.h"
 #include "tessera/launch/exit_code.h"
 
@@ -24,12 +24,6 @@ std::string seconds_text(std::chrono::nanoseconds duration) {
   const auto tenths = std::chrono::duration_cast<std::chrono::milliseconds>(duration).count() / 100;
   const std::string text = std::to_string(tenths / 10);
   return (tenths % 10 == 0 ? text : text + "." + std::to_string(tenths % 10)) + " s";
-}
-
-std::string own_host_name() {
-  char name[HOST_NAME_MAX + 1] = "";
-  gethostname(name, sizeof(name) - 1);
-  return name;
 }
 
 }  // namespace
@@ -310,7 +304,7 @@ void Member::say_hello() {
                    {"node", std::to_string(options_.node_rank)},
                    {"nnodes", std::to_string(options_.num_nodes)},
                    {"nproc", std::to_string(options_.num_local_ranks)},
-                   {"host", own_host_name()}}});
+                   {"host", core::host_name()}}});
 }
 
 void Member::on_closed(const std::string& why) {

@@ -19,6 +19,8 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "comm/store/hosted_server.h"
+#include "support/refused_threads.h"
+#include "tessera/comm/error.h"
 
 namespace tessera::comm::store {
 namespace {
@@ -30,10 +32,10 @@ using Bytes = std::vector<std::uint8_t>;
 Bytes bytes(const std::string& text) { return {text.begin(), text.end()}; }
 
 // A server on a Unix socket or on loopback, in this process.
-class StoreTest : public testing::TestWithParam<bool> {
+class StoreTest : public ::testing::TestWithParam<bool> {
  protected:
   StoreTest() {
-    std::string name = testing::TempDir() + "storeXXXXXX";
+    std::string name = ::testing::TempDir() + "storeXXXXXX";
     folder_ = mkdtemp(name.data());
     if (GetParam()) {
       place_.path = folder_ + "/store";
@@ -66,7 +68,7 @@ class StoreTest : public testing::TestWithParam<bool> {
   std::shared_ptr<HostedServer> server_;
 };
 
-INSTANTIATE_TEST_SUITE_P(Place, StoreTest, testing::Bool(),
+INSTANTIATE_TEST_SUITE_P(Place, StoreTest, ::testing::Bool(),
                          [](const auto& info) { return info.param ? "Unix" : "Tcp"; });
 
 // What any store answers to one random request, as text.
@@ -342,6 +344,29 @@ TEST_P(StoreTest, WithoutDescriptorsItWaitsForOneAndDoesNotSpin) {
   scarcity.reset();
   late.join();
   EXPECT_EQ(known->get("late"), bytes("came"));
+}
+
+int num_descriptors() {
+  const std::filesystem::directory_iterator all("/proc/self/fd");
+  return static_cast<int>(std::distance(all, {}));
+}
+
+TEST(HostedServer, WithoutAThreadNothingOfItIsLeft) {
+  const int before = num_descriptors();
+  {
+    const tessera::testing::RefusedThread refused(1);
+    const int listener = ::dup(listen_on_free_port("127.0.0.1").get());
+    try {
+      const HostedServer server(listener, core::Secret::random());
+      ADD_FAILURE() << "nothing was thrown";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::kUnavailable);
+    }
+  }
+  EXPECT_EQ(num_descriptors(), before);
+  sigset_t blocked;
+  ::pthread_sigmask(SIG_SETMASK, nullptr, &blocked);
+  EXPECT_EQ(::sigismember(&blocked, SIGINT), 0);
 }
 
 TEST(Place, IsReadFromText) {

@@ -16,11 +16,13 @@
 
 #include "comm/short_slice.h"
 #include "support/ranks.h"
+#include "support/refused_threads.h"
 #include "tessera/comm/error.h"
 
 namespace tessera::comm {
 namespace {
 
+using tessera::testing::RefusedThread;
 using tessera::testing::text_of;
 using namespace std::chrono_literals;
 
@@ -349,7 +351,7 @@ TEST_F(ExecutorTest, TwoExecutorsCallEachOther) {
 TEST_F(ExecutorTest, WhatACallbackKeepsWaitingForEverFailsAtItsLimit) {
   std::string told;
   executor_ = std::make_shared<Executor>(
-      Executor::Options{.on_stuck = [&](const std::string& text) { told = text; }});
+      Executor::Options{.on_given_up = [&](ErrorKind, const std::string& text) { told = text; }});
   std::promise<void> gate;
   const auto first = blocked(gate.get_future().share());
   const auto second = work([](EngineWork&) { ADD_FAILURE() << "its turn never came"; });
@@ -374,6 +376,65 @@ TEST_F(ExecutorTest, WhatACallbackKeepsWaitingForEverFailsAtItsLimit) {
             "the time limit.");
   EXPECT_EQ(told, seen);
   EXPECT_EQ(error_of(*second), seen);
+}
+
+TEST_F(ExecutorTest, WithoutAThreadNothingIsAnnouncedOrQueued) {
+  std::string told;
+  executor_ = std::make_shared<Executor>(
+      Executor::Options{.on_given_up = [&](ErrorKind kind, const std::string& text) {
+        told = name_of(kind) + (": " + text);
+      }});
+  const auto refused_work = work([](EngineWork&) { ADD_FAILURE() << "it was refused"; });
+  refused_work->set_announcement([] { ADD_FAILURE() << "it was refused"; });
+  std::string seen;
+  {
+    const RefusedThread refused(1);
+    try {
+      executor_->run_later(refused_work);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::kUnavailable);
+      seen = error.what();
+    }
+    EXPECT_TRUE(refused.was_refused());
+  }
+  EXPECT_TRUE(
+      seen.starts_with("comm.all_reduce: process " + std::to_string(::getpid()) + " on host "))
+      << seen;
+  EXPECT_NE(seen.find(" is given no further thread: Resource temporarily unavailable. It has "),
+            std::string::npos)
+      << seen;
+  EXPECT_TRUE(seen.ends_with("tart fewer processes on that host.") ||
+              seen.ends_with("look at its memory."))
+      << seen;
+  EXPECT_EQ(told, "unavailable: " + seen);
+  EXPECT_FALSE(refused_work->isCompleted());
+  // Once there are threads again.
+  const auto next = work([](EngineWork&) {});
+  executor_->run_later(next);
+  const auto future = next->getFuture();  // waited for by somebody who does not help
+  future->wait();
+  EXPECT_TRUE(next->isSuccess());
+}
+
+TEST_F(ExecutorTest, WithoutAThreadToWatchThemCallbacksAndWhatFollowsRun) {
+  std::promise<void> gate;
+  const auto first = blocked(gate.get_future().share());
+  const auto second = work([](EngineWork&) {});
+  const auto third = work([](EngineWork&) {});
+  const auto done = first->getFuture()->then(
+      [&](c10::ivalue::Future&) -> c10::IValue {
+        executor_->run_now(third);
+        return true;
+      },
+      c10::BoolType::get());
+  executor_->run_later(first);
+  executor_->run_later(second);
+  const RefusedThread refused(1);
+  gate.set_value();
+  done->waitAndThrow();
+  EXPECT_TRUE(second->wait());
+  EXPECT_TRUE(third->isSuccess());
+  EXPECT_TRUE(refused.was_refused());
 }
 
 TEST_F(ExecutorTest, StopFailsWhatIsQueued) {

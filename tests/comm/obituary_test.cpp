@@ -2,10 +2,16 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <cstdlib>
+#include <future>
 
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "comm/side_thread.h"
+#include "support/refused_threads.h"
+#include "tessera/comm/error.h"
 
 namespace tessera::comm {
 namespace {
@@ -54,6 +60,29 @@ TEST_F(Obituary, WhoWentOnAfterADeathIsNamedByItsOwn) {
   const Failure second = told(2, 1, "comm.barrier");
   EXPECT_STREQ(second.what(), death(1, "comm.barrier").what());
   EXPECT_EQ(second.ranks(), std::vector<int>{1});
+}
+
+// Whoever cannot ask for the first words tells its own, and asks again next time.
+TEST_F(Obituary, WithoutAThreadADeathIsToldInOnesOwnWords) {
+  EXPECT_STREQ(told(1, 0, "comm.init").what(), death(0, "comm.init").what());
+  abandon_side_thread();
+  {
+    const tessera::testing::RefusedThread refused(1);
+    EXPECT_STREQ(told(1, 2, "comm.barrier").what(), death(2, "comm.barrier").what());
+    EXPECT_TRUE(refused.was_refused());
+  }
+  const Failure next = told(2, 1, "comm.init");
+  EXPECT_STREQ(next.what(), death(0, "comm.init").what());
+}
+
+TEST(SideThread, OneThatWasRefusedIsNotWaitedFor) {
+  abandon_side_thread();
+  {
+    const tessera::testing::RefusedThread refused(1);
+    EXPECT_THROW(run_beside([] {}), Error);
+  }
+  auto end = run_beside([] {});
+  EXPECT_EQ(end.wait_for(std::chrono::seconds(10)), std::future_status::ready);
 }
 
 TEST_F(Obituary, RanksThatNameEachOtherEndTheSearch) {

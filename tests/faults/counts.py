@@ -45,6 +45,7 @@ PHASES = {
     "children live, shm": ("shm", "phase=collective", "children=1"),
     "children live, gloo": ("gloo", "phase=collective", "children=1"),
     "large process, shm": ("shm", "phase=collective", "large=1", "ranks=2"),
+    "large process, gloo": ("gloo", "phase=collective", "large=1", "ranks=2"),
 }
 
 

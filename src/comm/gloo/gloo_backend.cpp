@@ -15,6 +15,9 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10
                                                     std::chrono::milliseconds timeout,
                                                     const std::string& address) {
   auto options = c10d::ProcessGroupGloo::Options::create(timeout);
+  // There is one operation at a time. And where a second thread is refused, LibTorch ends the
+  // process, because the first one runs already.
+  options->threads = 1;
   // By address, never by host name: a host name may resolve to an interface open to the network.
   options->devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname(address));
   return c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, std::move(options));

@@ -25,6 +25,7 @@ int main(int argc, char** argv) {
       {"forks", run_forks},
       {"kills", run_kills},
       {"fork-places", run_fork_places},
+      {"scarcity", run_scarcity},
   };
   const std::string wanted = argc > 1 ? argv[1] : "";
   for (const auto& mode : modes) {

@@ -33,6 +33,8 @@ int run_forks(const Options& options);
 int run_kills(const Options& options);
 /// Two ranks that work while they fork at any moment.
 int run_fork_places(const Options& options);
+/// Two ranks, of which the first is refused a thread or descriptors, in one job after the other.
+int run_scarcity(const Options& options);
 
 /// From now on the system refuses this process descriptors of other processes.
 void refuse_pidfds();
