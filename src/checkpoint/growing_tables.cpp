@@ -471,6 +471,7 @@ void GrowingStateful::load_sketch(const Reader& source, const GrowingPart& part,
 void GrowingStateful::finish(const Values& values) {
   const at::NoGradGuard no_grad;
   GrowingState& own = state();
+  own.read_unread();
   for (std::size_t p = 0; p < loaded_.size(); ++p) {
     GrowingPart& part = *own.parts[p];
     Loaded& loaded = loaded_[p];

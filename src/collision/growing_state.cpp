@@ -137,14 +137,19 @@ void GrowingPart::resize() {
   for (auto& [name, tensor] : state) tensor->resize(ids.num_rows() + 1);
 }
 
-at::Tensor GrowingPart::first_values(const std::vector<std::int64_t>& new_ids) const {
+void GrowingPart::draw(std::span<const std::int64_t> new_ids, float* values) const {
   const std::int64_t columns = config->config.embedding_dim;
   const double bound = std::sqrt(1.0 / static_cast<double>(columns));
-  at::Tensor values = at::empty({static_cast<std::int64_t>(new_ids.size()), columns}, at::kFloat);
   init_rows(new_ids, config->seed, columns,
             static_cast<float>(config->config.weight_init_min.value_or(-bound)),
             static_cast<float>(config->config.weight_init_max.value_or(bound)),
-            {values.data_ptr<float>(), new_ids.size() * index(columns)});
+            {values, new_ids.size() * index(columns)});
+}
+
+at::Tensor GrowingPart::first_values(const std::vector<std::int64_t>& new_ids) const {
+  at::Tensor values = at::empty(
+      {static_cast<std::int64_t>(new_ids.size()), config->config.embedding_dim}, at::kFloat);
+  draw(new_ids, values.data_ptr<float>());
   return values;
 }
 
@@ -152,11 +157,23 @@ void GrowingPart::fill(const std::vector<std::int64_t>& new_ids,
                        const std::vector<std::int64_t>& rows) {
   if (new_ids.empty()) return;
   const at::NoGradGuard no_grad;
-  const at::Tensor first = first_values(new_ids);
-  const at::Tensor places = at::tensor(rows, at::kLong) + 1;
-  weight->tensor().index_copy_(0, places, first.to(weight->tensor().scalar_type()));
+  const at::Tensor& all = weight->tensor();
+  if (all.scalar_type() == at::kFloat) {
+    // Most rows are new and lie one behind the other: they are drawn where they lie.
+    for (std::size_t begin = 0, end = 0; begin < rows.size(); begin = end) {
+      for (end = begin + 1; end < rows.size() && rows[end] == rows[end - 1] + 1;) ++end;
+      draw(std::span(new_ids).subspan(begin, end - begin),
+           all.data_ptr<float>() + (rows[begin] + 1) * all.stride(0));
+    }
+  } else {
+    const at::Tensor places = at::tensor(rows, at::kLong) + 1;
+    all.index_copy_(0, places, first_values(new_ids).to(all.scalar_type()));
+  }
   for (auto& [name, tensor] : state) {
-    tensor->tensor().index_fill_(0, places, name == "momentum1" ? first_state : 0.0);
+    const std::int64_t width = tensor->tensor().stride(0);
+    auto* values = tensor->tensor().data_ptr<float>();
+    const auto first = static_cast<float>(name == "momentum1" ? first_state : 0.0);
+    for (const std::int64_t row : rows) std::fill_n(values + (row + 1) * width, width, first);
   }
 }
 
@@ -244,6 +261,20 @@ GrowingState::GrowingState(std::vector<GrowingTable> given,
   }
   if (has_row) unknown_rows = std::make_shared<UnknownRows>(named, group, options.optimizer);
   make_parts();
+  if (is_pooled) make_pooled_home();
+}
+
+// Ids without a row are replaced one by one, and on several ranks all must know that there are
+// none. What a codec rounds is the row of every id.
+void GrowingState::make_pooled_home() {
+  const bool is_alone = group.size() == 1;
+  const bool sends_as_is =
+      options.codecs.forward.is_identity() && options.codecs.backward.is_identity();
+  if (!is_alone && (is_by_route || !sends_as_is)) return;
+  for (std::size_t t = 0; t < tables.size(); ++t) {
+    if (layout->is_row_cut(t) || (!is_alone && may_refuse(tables[t]))) return;
+  }
+  pooled_home.emplace(layout, group, sharding::PooledHomeOptions{.sends_sums = true});
 }
 
 void GrowingState::make_parts() {

@@ -6,11 +6,14 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "collision/growing_tensor.h"
 #include "collision/unknown_rows.h"
+#include "sharding/pooled_home.h"
 #include "sharding/tables_state.h"
 #include "tessera/collision/growing_tables.h"
 
@@ -38,7 +41,9 @@ struct GrowingPart {
                  std::vector<std::int64_t>& rows);
   /// As many rows as the id table has, and one.
   void resize();
-  /// What the rows of these ids begin with, float32.
+  /// What the rows of these ids begin with, one behind the other.
+  void draw(std::span<const std::int64_t> ids, float* values) const;
+  /// The same as a tensor, float32.
   at::Tensor first_values(const std::vector<std::int64_t>& ids) const;
   /// Begins the rows of new ids.
   void fill(const std::vector<std::int64_t>& ids, const std::vector<std::int64_t>& rows);
@@ -65,12 +70,16 @@ struct GrowingState : sharding::TablesState {
   std::vector<sharding::LocalShard> shards() const override;
   std::vector<std::shared_ptr<embedding::RowOptimizer>> optimizers() const override;
   void set_learning_rate(double learning_rate) override;
+  void read_unread() override {
+    if (pooled_home) pooled_home->read_unread();
+  }
 
-  /// Finds the rows of a batch that has arrived, reads them and starts sending them home.
-  /// Collective.
+  /// Finds the rows of a batch that has arrived, reads them and starts sending them home: the sums
+  /// of bags, or a row for every id. Collective.
   struct Sent {
-    comm::Awaitable<at::Tensor> arrived;
-    sharding::Sizes ids;  // of every segment of `routes`
+    std::optional<sharding::Homeward> pooled = {};
+    std::optional<comm::Awaitable<at::Tensor>> rows = {};
+    sharding::Sizes ids = {};  // of every segment of `routes`, with `rows`
   };
   Sent look_up(const sharding::DistContext& context, bool admits);
   /// Where the rows of one output begin among those that arrived, in order of its ids.
@@ -87,7 +96,9 @@ struct GrowingState : sharding::TablesState {
   std::vector<std::unique_ptr<GrowingPart>> parts;  // on this rank, in order of the tables
   std::shared_ptr<UnknownRows> unknown_rows;        // null if no table trains one
   std::unique_ptr<embedding::TableBatch> batch;     // null without parts
-  std::vector<sharding::Route> routes;              // all that is sent, rank by rank
+  /// Where every bag lies on one rank, its sum is made there: the same bits as at home.
+  std::optional<sharding::PooledHome> pooled_home;
+  std::vector<sharding::Route> routes;  // all that is sent, rank by rank
   std::int64_t num_calls = 0;
   std::vector<std::weak_ptr<GrowingChanges>> followers;  // of changes
   /// Whether training calls may leave ids without a row that trains, on any rank.
@@ -97,8 +108,14 @@ struct GrowingState : sharding::TablesState {
 
  private:
   struct Segments;
+  struct Numbered;
   void check_tables() const;
   void make_parts();
+  void make_pooled_home();
+  Segments segments_of(const sharding::DistContext& context) const;
+  Numbered number_ids(const sharding::DistContext& context, const Segments& segments, bool admits);
+  at::Tensor read_unknown(const GrowingPart& part, const std::vector<std::int64_t>& ids) const;
+  bool pools(const Numbered& numbered, bool admits) const;
   void admit(std::vector<std::vector<std::int64_t>>& ids,
              std::vector<std::vector<std::int64_t>>& rows, bool admits);
   void keep(const std::vector<IdChanges>& changes);

@@ -218,6 +218,7 @@ void GrowingTables::load_rows(const std::string& table, const GrowingRows& rows)
   for (const auto& [name, tensor] : part->state) {
     states[name] = rows.state.at(name).index_select(0, places);
   }
+  state_->read_unread();
   TESSERA_CHECK_VALUE(part->take(std::move(ids), rows.weight.index_select(0, places), states),
                       "collision.growing_tables: no memory for ", own.ids.size(),
                       " rows of table '", table, "'.");
@@ -267,6 +268,10 @@ comm::LazyAwaitable<KeyedTensor> GrowingEmbeddingBagCollection::compute_and_outp
   const auto sent = state->look_up(*context, is_training() && is_recorded);
   return comm::LazyAwaitable<KeyedTensor>([=] {
     const at::AutoGradMode recorded(is_recorded);
+    if (sent.pooled) {
+      const at::Tensor nothing = at::empty({0}, at::kFloat);
+      return state->pooled_home->arrive(*context, *sent.pooled, nothing, nothing, state);
+    }
     const auto& outputs = state->layout->outputs;
     HomePlan plan;
     plan.num_bags = context->strides.front();
@@ -290,7 +295,7 @@ comm::LazyAwaitable<KeyedTensor> GrowingEmbeddingBagCollection::compute_and_outp
       plan.blocks[o].offsets = offsets_of(features, context->places[outputs[o].feature], length);
     });
     return KeyedTensor(std::move(names), std::move(columns),
-                       rows_at_home(sent.arrived.wait(), std::move(plan)));
+                       rows_at_home(sent.rows->wait(), std::move(plan)));
   });
 }
 
@@ -317,7 +322,7 @@ comm::LazyAwaitable<embedding::NamedRows> GrowingEmbeddingCollection::compute_an
     // One pass for all outputs of equally many columns.
     std::map<std::int64_t, std::vector<std::size_t>> by_columns;
     for (std::size_t o = 0; o < outputs.size(); ++o) by_columns[outputs[o].columns].push_back(o);
-    const at::Tensor arrived = sent.arrived.wait();
+    const at::Tensor arrived = sent.rows->wait();
     std::vector<at::Tensor> rows(outputs.size());
     for (const auto& [columns, members] : by_columns) {
       HomeBlock block;

@@ -52,15 +52,17 @@ struct AtHome : Function<AtHome> {
         std::fill_n(row, block.num_columns, 0.0F);
         return;
       }
-      const auto num_ids = static_cast<float>(end - id);
+      // As owners sum and divide that have whole bags: from zero, and by one factor.
       const auto place = [&](std::int64_t i) { return block.places[static_cast<std::size_t>(i)]; };
-      std::copy_n(from + place(id), block.num_columns, row);
+      const float* first = from + place(id);
+      for (std::int64_t c = 0; c < block.num_columns; ++c) row[c] = 0.0F + first[c];
       for (std::int64_t i = id + 1; i < end; ++i) {
         const float* other = from + place(i);
         for (std::int64_t c = 0; c < block.num_columns; ++c) row[c] += other[c];
       }
       if (!block.is_mean || end - id == 1) return;
-      for (std::int64_t c = 0; c < block.num_columns; ++c) row[c] /= num_ids;
+      const float factor = 1.0F / static_cast<float>(end - id);
+      for (std::int64_t c = 0; c < block.num_columns; ++c) row[c] *= factor;
     });
     return result;
   }
@@ -77,12 +79,12 @@ struct AtHome : Function<AtHome> {
     for_bags(plan,
              [&](const HomeBlock& block, std::int64_t bag, std::int64_t id, std::int64_t end) {
                const float* row = from + bag * plan.num_columns + block.first_column;
-               const auto num_ids = static_cast<float>(end - id);
+               const float factor = 1.0F / static_cast<float>(end - id);
                for (std::int64_t i = id; i < end; ++i) {
                  float* own = to + block.places[static_cast<std::size_t>(i)];
                  std::copy_n(row, block.num_columns, own);
                  if (!block.is_mean || end - id == 1) continue;
-                 for (std::int64_t c = 0; c < block.num_columns; ++c) own[c] /= num_ids;
+                 for (std::int64_t c = 0; c < block.num_columns; ++c) own[c] *= factor;
                }
              });
     return {result, Variable()};

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <condition_variable>
 #include <cstdio>
 #include <cstring>
 #include <fstream>
@@ -65,6 +66,40 @@ std::uintptr_t map_far_off(std::size_t bytes) noexcept {
   return 0;
 }
 
+/// What all tables take at this moment. They may grow at once, and each is to see what the others
+/// take.
+struct Taking {
+  std::mutex mutex;
+  std::condition_variable is_done;
+  std::size_t bytes = 0;
+};
+Taking& taking() {
+  static auto& all = *new Taking;  // as long as any table
+  return all;
+}
+
+bool begin_taking(std::size_t bytes) noexcept {
+  Taking& all = taking();
+  std::unique_lock lock(all.mutex);
+  // Of what others are taking, some may be gone from the headroom already. If that decides, they
+  // are waited for.
+  while (all.bytes + bytes > memory_headroom()) {
+    if (all.bytes == 0) return false;
+    all.is_done.wait(lock);
+  }
+  all.bytes += bytes;
+  return true;
+}
+
+void end_taking(std::size_t bytes) noexcept {
+  Taking& all = taking();
+  {
+    const std::scoped_lock lock(all.mutex);
+    all.bytes -= bytes;
+  }
+  all.is_done.notify_all();
+}
+
 }  // namespace
 
 ReservedMemory::ReservedMemory(std::size_t most_bytes) {
@@ -101,18 +136,21 @@ ReservedMemory::~ReservedMemory() { munmap(data_, mapped_); }
 bool ReservedMemory::grow(std::size_t bytes) noexcept {
   const std::size_t wanted = whole_pages(bytes);
   if (wanted <= size_) return true;
-  // Tables may grow at once: each is to see what the others took.
-  static std::mutex growing;
-  const std::scoped_lock lock(growing);
-  if (wanted > reserved_ || wanted - size_ > memory_headroom()) return false;
+  const std::size_t more = wanted - size_;
+  if (wanted > reserved_ || !begin_taking(more)) return false;
+  const bool is_taken = take(wanted);
+  end_taking(more);
+  if (is_taken) size_ = wanted;
+  return is_taken;
+}
+
+bool ReservedMemory::take(std::size_t wanted) noexcept {
   const auto begin = reinterpret_cast<std::uintptr_t>(data_);
   if (wanted > mapped_) {
     if (!map_at(begin + mapped_, wanted - mapped_)) return false;
     mapped_ = wanted;
   }
-  char* behind = static_cast<char*>(data_) + size_;
-  if (mprotect(behind, wanted - size_, PROT_READ | PROT_WRITE) != 0) return false;
-  madvise(behind, wanted - size_, MADV_HUGEPAGE);  // a wish; ordinary pages do as well
+  if (!make_writable(wanted)) return false;
   // Pages are taken now, so that the next to ask for memory hears of it; but tables that are small,
   // of which there may be many, have the pages they use. Kernels before 5.14 do not know how.
   const std::size_t first = std::max(size_, kHugePage);
@@ -120,10 +158,27 @@ bool ReservedMemory::grow(std::size_t bytes) noexcept {
       madvise(static_cast<char*>(data_) + first, wanted - first, MADV_POPULATE_WRITE) != 0 &&
       errno != EINVAL) {
     drop(size_, wanted);
+    writable_ = size_;
     return false;
   }
-  size_ = wanted;
   return true;
+}
+
+// As long a piece again as there is: the system changes pieces of memory one after the other, and
+// between the pages that other tables take. Where writable memory is counted, no more than wanted.
+bool ReservedMemory::make_writable(std::size_t wanted) noexcept {
+  if (wanted <= writable_) return true;
+  rlimit data{};
+  const bool is_counted =
+      mapped_ != reserved_ || getrlimit(RLIMIT_DATA, &data) != 0 || data.rlim_cur != RLIM_INFINITY;
+  char* const behind = static_cast<char*>(data_) + writable_;
+  for (const std::size_t end : {is_counted ? wanted : std::min(2 * wanted, reserved_), wanted}) {
+    if (mprotect(behind, end - writable_, PROT_READ | PROT_WRITE) != 0) continue;
+    madvise(behind, end - writable_, MADV_HUGEPAGE);  // a wish; ordinary pages do as well
+    writable_ = end;
+    return true;
+  }
+  return false;
 }
 
 void ReservedMemory::drop(std::size_t from, std::size_t end) noexcept {
@@ -133,8 +188,8 @@ void ReservedMemory::drop(std::size_t from, std::size_t end) noexcept {
 
 void ReservedMemory::clear() noexcept {
   if (size_ == 0) return;
-  drop(0, size_);
-  size_ = 0;
+  drop(0, writable_);
+  size_ = writable_ = 0;
   if (mapped_ == reserved_) return;
   munmap(static_cast<char*>(data_) + kHugePage, mapped_ - kHugePage);
   mapped_ = kHugePage;

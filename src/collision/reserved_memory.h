@@ -31,10 +31,13 @@ class ReservedMemory {
   std::int64_t huge_page_bytes() const;
 
  private:
+  bool take(std::size_t wanted) noexcept;
+  bool make_writable(std::size_t wanted) noexcept;
   void drop(std::size_t from, std::size_t end) noexcept;
 
   void* data_ = nullptr;
   std::size_t size_ = 0;
+  std::size_t writable_ = 0;  // at least the size
   std::size_t mapped_ = 0;
   std::size_t reserved_ = 0;
 };

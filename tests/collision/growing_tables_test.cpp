@@ -9,6 +9,7 @@
 
 #include <ATen/Parallel.h>
 
+#include "collision/growing_state.h"
 #include "collision/growing_world.h"
 #include "support/ranks.h"
 #include "tessera/collision/row_init.h"
@@ -79,11 +80,30 @@ std::vector<GrowingTable> small() {
   return tables;
 }
 
+/// Full tables whose ids without a row read zeros, or what their row would begin with.
+std::vector<GrowingTable> small_without_a_row() {
+  auto tables = small();
+  tables[1].unknown = UnknownIds::kZero;
+  return tables;
+}
+
+/// A table of its own for each feature, so that whole bags lie on one rank.
+std::vector<GrowingTable> a_table_each(embedding::PoolingType pooling) {
+  auto tables = two_tables();
+  tables[1].config.feature_names = {"g"};
+  tables.push_back(tables[1]);
+  tables[2].config.name = "c";
+  tables[2].config.feature_names = {"h"};
+  tables[0].config.pooling = pooling;
+  return tables;
+}
+
 TEST(GrowingTables, EveryWorldGivesTheSameBits) {
   const std::vector<std::pair<std::string, std::vector<GrowingTable>>> cases = {
       {"always", two_tables()},
       {"from the second sighting", seldom_admitted()},
-      {"small", small()}};
+      {"small", small()},
+      {"small, and no row for the others", small_without_a_row()}};
   for (const auto& [name, tables] : cases) {
     const Ran alone = run(1, tables);
     ASSERT_GT(alone.remains.at("a").size(), 10U);
@@ -93,6 +113,76 @@ TEST(GrowingTables, EveryWorldGivesTheSameBits) {
     const Wishes by_table = {{"a", sharding::table_wise(1)}, {"b", sharding::row_wise()}};
     expect_same(alone, run(3, tables, by_table), name + " with a whole table");
   }
+}
+
+TEST(GrowingTables, SumsOfOwnersHaveTheBitsOfSumsAtHome) {
+  const auto pools_on = [](int world, const std::vector<GrowingTable>& tables,
+                           const Wishes& wishes) {
+    bool does = false;
+    run_ranks(world, [&](const comm::Group& group) {
+      const GrowingEmbeddingBagCollection growing(tables, group, adagrad(), wishes);
+      if (group.rank() == 0) does = growing.growing_state()->pooled_home.has_value();
+    });
+    return does;
+  };
+  for (const auto pooling : {embedding::PoolingType::kSum, embedding::PoolingType::kMean}) {
+    const auto tables = a_table_each(pooling);
+    const Wishes whole = {{"a", sharding::table_wise(1)},
+                          {"b", sharding::table_wise(0)},
+                          {"c", sharding::table_wise(1)}};
+    // At home on two ranks, by the owner on one and where tables lie whole.
+    const Ran at_home = run(2, tables);
+    ASSERT_FALSE(pools_on(2, tables, {}));
+    ASSERT_TRUE(pools_on(1, tables, {}));
+    ASSERT_TRUE(pools_on(2, tables, whole));
+    EXPECT_TRUE(std::any_of(at_home.remains.at("a").begin(), at_home.remains.at("a").end(),
+                            [](const auto& row) { return row.second.count > 3; }));
+    expect_same(at_home, run(1, tables), "one rank");
+    expect_same(at_home, run(2, tables, whole), "whole on two");
+    expect_same(at_home, run(3, tables, whole), "whole on two of three");
+    expect_same(at_home, run(2, tables, whole, adagrad(), test_options(comm::Engine::kGloo)),
+                "gloo");
+  }
+  // Where ids may stay without a row, several ranks do not know whether one has.
+  auto tables = a_table_each(embedding::PoolingType::kSum);
+  tables[0].ids.admission = {.kind = AdmissionKind::kFrequency, .sightings = 2};
+  EXPECT_FALSE(pools_on(2, tables,
+                        {{"a", sharding::table_wise(1)},
+                         {"b", sharding::table_wise(0)},
+                         {"c", sharding::table_wise(1)}}));
+}
+
+// Rows of a rank's own samples may be read late: before they are another id's.
+TEST(GrowingTables, WhatIsWaitedForLateIsOfItsOwnBatch) {
+  const auto results_of = [](bool waits_at_once) {
+    std::vector<at::Tensor> results(2);
+    run_ranks(2, [&](const comm::Group& group) {
+      auto tables = a_table_each(embedding::PoolingType::kSum);
+      for (GrowingTable& table : tables) {
+        table.ids.eviction = {.kind = EvictionKind::kTimeToLive, .time_to_live = 1};
+      }
+      GrowingEmbeddingBagCollection growing(tables, group, adagrad(),
+                                            {{"a", sharding::table_wise(0)},
+                                             {"b", sharding::table_wise(1)},
+                                             {"c", sharding::table_wise(0)}});
+      std::vector<comm::LazyAwaitable<jagged::KeyedTensor>> pending;
+      for (std::int64_t step = 0; step < 4; ++step) {
+        Samples samples = samples_of(step);
+        for (std::int64_t& id : samples.g) id = id * 100 + step;  // new ones in every step
+        for (std::int64_t& id : samples.h) id = id * 100 + step;
+        const auto [begin, end] = part_of(samples, group);
+        const auto input = growing.input_dist(features_of(samples, begin, end)).wait().wait();
+        pending.push_back(growing.compute_and_output_dist(input));
+        if (waits_at_once) static_cast<void>(pending.back().wait());
+      }
+      EXPECT_GT(growing.total_growth()[1].evicted, 0);
+      std::vector<at::Tensor> values;
+      for (const auto& each : pending) values.push_back(each.wait().values().detach());
+      results[static_cast<std::size_t>(group.rank())] = at::cat(values);
+    });
+    return at::cat(results);
+  };
+  EXPECT_TRUE(at::equal(results_of(false), results_of(true)));
 }
 
 // Enough ids that tables are admitted, begun and read by several threads at once.
@@ -317,6 +407,53 @@ TEST(GrowingTables, AFullTableIsTheSameErrorOnAllRanksAndChangesNothing) {
   for (const auto& error : errors) texts.insert(text_of(error));
   ASSERT_EQ(texts.size(), 1U);
   for (const char* part : {"table 'b'", "bucket 77", "capacity of 1", "on rank "}) {
+    EXPECT_NE(texts.begin()->find(part), std::string::npos) << *texts.begin();
+  }
+}
+
+TEST(GrowingTables, MemoryThatOneRankHasNotIsTheSameErrorOnAllAndChangesNothing) {
+  constexpr std::size_t kSamples = 8000;  // of a rank
+  Remains before;
+  Remains after;
+  const auto errors = run_ranks_collecting(3, [&](const comm::Group& group) {
+    auto tables = two_tables();
+    // One rank has room for some thousand ids of table b; the others for all.
+    if (group.rank() == 1) tables[1].ids.most_bytes = 3 << 16;
+    GrowingEmbeddingBagCollection growing(tables, group, adagrad());
+    Samples samples = samples_of(0, 3 * kSamples);
+    const std::size_t begin = kSamples * static_cast<std::size_t>(group.rank());
+    const Samples few = samples_of(1, 3 * kSamples);
+    const auto take_few = [&] {
+      growing.forward(features_of(few, begin, begin + 20)).values().sum().backward();
+    };
+    take_few();
+    add_remains(growing, before);
+    const auto growth = growing.growth();
+    for (std::size_t i = 0; i < samples.g.size(); ++i) {  // and new ids of table a, which have room
+      samples.f[i] = {-static_cast<std::int64_t>(i)};
+      samples.g[i] = samples.h[i] = static_cast<std::int64_t>(i) + 1000;
+    }
+    try {
+      growing.forward(features_of(samples, begin, begin + kSamples));
+    } catch (...) {
+      add_remains(growing, after);
+      EXPECT_EQ(growing.num_calls(), 1);
+      for (std::size_t t = 0; t < growth.size(); ++t) {
+        EXPECT_EQ(growing.growth()[t].ids, growth[t].ids);
+        EXPECT_EQ(growing.growth()[t].admitted, growth[t].admitted);
+        EXPECT_EQ(growing.growth()[t].sightings, growth[t].sightings);
+      }
+      take_few();  // goes on with what there is
+      EXPECT_EQ(growing.num_calls(), 2);
+      throw;
+    }
+  });
+  EXPECT_EQ(before, after);
+  std::set<std::string> texts;
+  for (const auto& error : errors) texts.insert(text_of(error));
+  ASSERT_EQ(texts.size(), 1U);
+  for (const char* part :
+       {"on rank 1", "table 'b'", "no memory for ", "ids are held", "eviction"}) {
     EXPECT_NE(texts.begin()->find(part), std::string::npos) << *texts.begin();
   }
 }

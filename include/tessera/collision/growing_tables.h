@@ -163,9 +163,9 @@ class TESSERA_API GrowingTables : public torch::nn::Module, public sharding::Sha
   std::shared_ptr<GrowingState> state_;
 };
 
-/// Pooled rows of growing tables. Unlike fixed tables, bags are pooled at home, in order of their
-/// ids, so that their sums do not depend on the number of ranks. Collective: construction, forward,
-/// backward.
+/// Pooled rows of growing tables. Unlike those of fixed tables, bags are summed in order of their
+/// ids, by the owner of all of them or at home, so that their sums do not depend on the number of
+/// ranks. Collective: construction, forward, backward.
 class TESSERA_API GrowingEmbeddingBagCollection : public GrowingTables {
  public:
   /// Throws ValueError for tables or placements that cannot be, and if the ranks' differ.
