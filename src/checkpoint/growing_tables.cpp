@@ -25,6 +25,8 @@ using collision::IdTable;
 using collision::kNumBuckets;
 
 constexpr std::int64_t kSketchBytes = 4 * 4096;
+/// Texts of all tables are hashed with one seed (decision 0016).
+constexpr std::int64_t kTextSalt = 0;
 
 at::Tensor tensor_of(const std::vector<std::int64_t>& numbers) {
   return at::tensor(numbers, at::kLong);
@@ -242,8 +244,9 @@ void GrowingStateful::collect_values(Values& values) const {
   values[prefix_ + group_ + "calls"] = own.num_calls;
   for (std::size_t t = 0; t < own.tables.size(); ++t) {
     values[name_of(t) + ".seed"] = static_cast<std::int64_t>(own.tables[t].seed);
-    if (!own.tables[t].text_hash.empty())
-      values[name_of(t) + ".str_hash"] = own.tables[t].text_hash;
+    if (own.tables[t].text_hash.empty()) continue;
+    values[name_of(t) + ".str_hash"] = own.tables[t].text_hash;
+    values[name_of(t) + ".str_salt"] = kTextSalt;
   }
   if (own.batch != nullptr) {
     values[optimizer_prefix_ + group_ + "step"] = own.batch->optimizer()->num_steps();
@@ -346,6 +349,14 @@ void GrowingStateful::check_values(const Reader& source) const {
                                            "' became ids by '" + (text == nullptr ? "?" : *text) +
                                            "'; here by '" + text_hash +
                                            "'. Load it with the program that saved it.");
+    }
+    const auto salt = values.find(name_of(t) + ".str_salt");
+    if (salt != values.end() && salt->second != Value(kTextSalt)) {
+      const auto* number = std::get_if<std::int64_t>(&salt->second);
+      throw Error(ErrorKind::kInvalid,
+                  source.folder() + ": texts of '" + name_of(t) + "' became ids with salt " +
+                      (number == nullptr ? "?" : std::to_string(*number)) +
+                      "; here without one. Load it with the program that saved it.");
     }
     const auto seed = values.find(name_of(t) + ".seed");
     const auto own = static_cast<std::int64_t>(state().tables[t].seed);

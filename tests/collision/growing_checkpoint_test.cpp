@@ -78,6 +78,18 @@ TEST(GrowingCheckpoint, EveryWorldGoesOnToTheSameBits) {
   }
 }
 
+TEST(GrowingCheckpoint, SaysHowTextsBecameIds) {
+  const Folder folder;
+  auto tables = two_tables();
+  tables[0].text_hash = "xxh3-64";
+  go_on(1, 0, 1, folder.path(), tables, {});
+  const checkpoint::Values values = checkpoint::Reader(folder.path(), 1).manifest().values;
+  EXPECT_EQ(values.at("tables.embedding_bags.a.str_hash"), checkpoint::Value("xxh3-64"));
+  EXPECT_EQ(values.at("tables.embedding_bags.a.str_salt"), checkpoint::Value(std::int64_t{0}));
+  EXPECT_FALSE(values.contains("tables.embedding_bags.b.str_hash"));
+  EXPECT_FALSE(values.contains("tables.embedding_bags.b.str_salt"));
+}
+
 TEST(GrowingCheckpoint, TablesWithoutIdsAreSavedToo) {
   const Folder folder;
   go_on(2, 0, 0, folder.path(), counted_tables(), {});
@@ -310,7 +322,8 @@ TEST(GrowingDelta, CheckpointsAndPublicationsHaveBasesOfTheirOwn) {
 /// wrote it.
 void write_foreign(const std::string& root, const std::vector<std::int64_t>& ids,
                    std::vector<std::int64_t> bucket_rows, const std::string& hash,
-                   std::int64_t seed = 11, const std::string& text_hash = "xxh3-64") {
+                   std::int64_t seed = 11, const std::string& text_hash = "xxh3-64",
+                   std::int64_t text_salt = 0) {
   State state;
   const auto count = static_cast<std::int64_t>(ids.size());
   const std::string name = "tables.embedding_bags.a";
@@ -326,6 +339,7 @@ void write_foreign(const std::string& root, const std::vector<std::int64_t>& ids
   state.values["tables.embedding_bags.calls"] = std::int64_t{1};
   state.values[name + ".seed"] = seed;
   state.values[name + ".str_hash"] = text_hash;
+  state.values[name + ".str_salt"] = text_salt;
   checkpoint::save(root, 1, state, std::nullopt, quiet());
 }
 
@@ -376,6 +390,11 @@ TEST(GrowingCheckpoint, WhatNoTableWroteIsRefused) {
     const Folder folder;
     write_foreign(folder.path(), {7}, rows_of({7}), "xmx64-1", 11, "cityhash-64");
     expect(load_error(folder.path()), {"embedding_bags.a", "'cityhash-64'", "'xxh3-64'"});
+  }
+  {
+    const Folder folder;
+    write_foreign(folder.path(), {7}, rows_of({7}), "xmx64-1", 11, "xxh3-64", 5);
+    expect(load_error(folder.path()), {"embedding_bags.a", "with salt 5", "here without one"});
   }
   {
     const Folder folder;
