@@ -1,10 +1,12 @@
 #include "converted_data.h"
 
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <chrono>
+#include <csignal>
 #include <cstdio>
 #include <filesystem>
 
@@ -51,8 +53,11 @@ std::string convert_apart(const std::string& verb, const std::string& names,
                           const std::string& schema, const TableOptions& options) {
   int ends[2];
   if (::pipe(ends) != 0) return "there is no pipe for the process that converts.";
+  const pid_t parent = ::getpid();
   const pid_t child = ::fork();
   if (child == 0) {
+    ::prctl(PR_SET_PDEATHSIG, SIGKILL);  // nobody would be told of what it makes
+    if (::getppid() != parent) ::_exit(launch::kExitData);
     ::close(ends[0]);
     std::string problem;
     try {

@@ -7,8 +7,10 @@ import json
 import os
 import pathlib
 import shutil
+import signal
 import struct
 import subprocess
+import time
 
 import pytest
 
@@ -247,6 +249,66 @@ def test_a_file_is_not_read_and_written_at_once(table):
     failed = data("schema", table / "table.csv", "--out", table / "table.csv")
     assert failed.returncode == 65
     assert (table / "table.csv").read_text() == TABLE
+
+
+def has_files_without_names(folder):
+    try:
+        os.close(os.open(folder, os.O_TMPFILE | os.O_WRONLY))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("verb", ["convert", "train"])
+def test_a_conversion_that_is_ended_leaves_nothing(table, verb, number):
+    """Of a pipe that goes on: more was taken out of it than it holds, so the log was begun."""
+    if not has_files_without_names(table):
+        pytest.skip("no file without a name here")
+    out = ["data", "convert", "-", "--out", table / "out.click"]
+    words = out if verb == "convert" else ["train", "dlrm", "--data", "-", "--runs", table / "runs"]
+    process = subprocess.Popen(
+        [TESSERA, *map(str, words), "--schema", str(table / "schema.toml")],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "TESSERA_CACHE": str(table / "cache")},
+    )
+    lines = TABLE.partition("\n")[2].encode()
+    process.stdin.write(TABLE.encode() + lines * 200_000)
+    process.stdin.flush()
+    process.send_signal(number)
+    assert process.wait(60) == -number
+    process.stdin.close()
+    left = {path.name for path in table.rglob("*")} - {"cache"}
+    assert left == {"table.csv", "schema.toml"}
+
+
+def test_who_converts_for_a_training_ends_with_it(table):
+    if not has_files_without_names(table):
+        pytest.skip("no file without a name here")
+    lines = TABLE.partition("\n")[2].encode()
+    (table / "long.csv").write_bytes(TABLE.encode() + lines * 1_000_000)
+    words = ["train", "dlrm", "--data", "long.csv", "--schema", "schema.toml", "--runs", "runs"]
+    process = subprocess.Popen(
+        [TESSERA, *words],
+        cwd=table,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "TESSERA_CACHE": str(table / "cache")},
+    )
+    of = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while not (children := of.read_text().split()):
+        assert process.poll() is None
+    os.kill(int(children[0]), signal.SIGSTOP)  # in the midst of it
+    process.terminate()
+    assert process.wait(60) == -signal.SIGTERM
+    deadline = time.monotonic() + 30
+    while pathlib.Path(f"/proc/{children[0]}").exists():
+        state = pathlib.Path(f"/proc/{children[0]}/stat").read_text().rpartition(")")[2].split()[0]
+        if state == "Z":  # nobody asked how it ended
+            break
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert list((table / "cache").iterdir()) == []
 
 
 def test_bad_cells_of_a_table_are_named(table):

@@ -27,7 +27,8 @@ struct ClickFileWriter::State {
   };
 
   std::string path;
-  std::string partial;  // the file's name until it is whole
+  std::string partial;  // the file's name until it is whole, if it has one before
+  bool is_named = false;
   int fd = -1;
   ClickFileLayout layout;
   std::uint64_t num_bytes = 0;  // written so far
@@ -37,6 +38,8 @@ struct ClickFileWriter::State {
   std::string block;
 
   [[noreturn]] void fail(const std::string& what) const { throw DataError(path + ": " + what); }
+  void open();
+  bool give_name() const;
   void write(const std::string& bytes);
   void write_block();
   void pad_file();
@@ -51,6 +54,27 @@ struct ClickFileWriter::State {
     block.resize(round_up(block.size(), 8));
   }
 };
+
+// A file without a name goes away with its process, however that ends. Where the file system has no
+// such files, or no name could be given to one later, it has a name from the start.
+void ClickFileWriter::State::open() {
+  const std::size_t slash = path.rfind('/');
+  const std::string folder = slash == std::string::npos ? "." : path.substr(0, slash + 1);
+  if (::access("/proc/self/fd", X_OK) == 0) {
+    fd = ::open(folder.c_str(), O_TMPFILE | O_WRONLY | O_CLOEXEC, 0666);
+    if (fd >= 0) return;
+  }
+  fd = ::open(partial.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_TRUNC | O_CLOEXEC, 0666);
+  if (fd < 0) fail(std::string("cannot be made: ") + std::strerror(errno) + ".");
+  is_named = true;
+}
+
+bool ClickFileWriter::State::give_name() const {
+  if (is_named) return true;
+  ::unlink(partial.c_str());  // of a process of this number that was lost
+  const std::string file = "/proc/self/fd/" + std::to_string(fd);
+  return ::linkat(AT_FDCWD, file.c_str(), AT_FDCWD, partial.c_str(), AT_SYMLINK_FOLLOW) == 0;
+}
 
 void ClickFileWriter::State::write(const std::string& bytes) {
   const char* next = bytes.data();
@@ -178,18 +202,14 @@ ClickFileWriter::ClickFileWriter(const std::string& path, const ClickSchema& sch
   state_->layout.block_samples = options.block_samples;
   state_->bags.resize(schema.features.size());
   state_->partial = path + ".partial-" + std::to_string(::getpid());
-  state_->fd =
-      ::open(state_->partial.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_TRUNC | O_CLOEXEC, 0666);
-  if (state_->fd < 0) {
-    state_->fail(std::string("cannot be made: ") + std::strerror(errno) + ".");
-  }
+  state_->open();
   state_->write(std::string(detail::kHeaderBytes, '\0'));
 }
 
 ClickFileWriter::~ClickFileWriter() {
   if (state_->fd < 0) return;
   ::close(state_->fd);
-  ::unlink(state_->partial.c_str());
+  if (state_->is_named) ::unlink(state_->partial.c_str());
 }
 
 void ClickFileWriter::append(const SampleBlock& samples) {
@@ -225,7 +245,7 @@ void ClickFileWriter::finish() {
   state.write(encoded.directory);
   if (::lseek(state.fd, 0, SEEK_SET) != 0) state.fail("cannot be written from its beginning.");
   state.write(encoded.header);
-  if (::fsync(state.fd) != 0 || ::close(std::exchange(state.fd, -1)) != 0 ||
+  if (::fsync(state.fd) != 0 || !state.give_name() || ::close(std::exchange(state.fd, -1)) != 0 ||
       std::rename(state.partial.c_str(), state.path.c_str()) != 0) {
     const int number = errno;
     ::unlink(state.partial.c_str());
