@@ -274,6 +274,30 @@ def _resumes(rank, kind):
     return sorted(name for name in straight.state_dict() if "_mch_" in name)
 
 
+def _owners_of(rank, **options):
+    """Return the rank whose rows some ids get, of two with half of the rows each."""
+    sharded = shard(whole(sizes={"a": 300}, **options), {"a": row_wise()})
+    ids = torch.tensor([1, 2, 100, 101])
+    _, mapped = sharded(KeyedJaggedTensor.from_lengths_sync(["f", "g"], ids, torch.tensor([4, 0])))
+    mine = sharded._managed_collision_collection._managed_collision_modules["a"]._num_ids
+    return (mapped.wait()["f"].values() // 150).tolist(), mine
+
+
+def _two_ways_to_deal(rank):
+    by_hash = _owners_of(rank)
+    by_range = _owners_of(rank, input_hash_size=200, input_hash_func=lambda ids, size: ids % size)
+    # A size alone says which ids there are, not how they are dealt.
+    assert _owners_of(rank, input_hash_size=200) == by_hash
+    return by_hash, by_range
+
+
+def test_small_ids_are_dealt_by_hash_and_by_ranges_where_they_were_asked_for():
+    outcomes = run_ranks(2, _two_ways_to_deal)
+    for rank, (by_hash, by_range) in enumerate(outcomes):
+        assert by_hash == ([0, 1, 0, 0], (3, 1)[rank])  # buckets 56, 752, 342, 154 of 1024
+        assert by_range == ([0, 0, 1, 1], 2)
+
+
 def _bad_batch(rank):
     sharded = shard(whole(input_hash_size=100), cut("rows"))
     values = torch.tensor([5, 1000 if rank == 1 else 6])

@@ -34,10 +34,21 @@ class ManagedCollisionModule(nn.Module):
     """Map ids to rows of one table. A base class; `output_segments` are the bounds of its shards."""
 
     def __init__(
-        self, device: torch.device, output_segments: list[int], skip_state_validation: bool = False
+        self,
+        device: torch.device,
+        output_segments: list[int],
+        skip_state_validation: bool = False,
+        read_only_suffix: str = "_readonly",
+        enable_per_feature_lookups: bool = False,
     ) -> None:
         super().__init__()
+        if enable_per_feature_lookups:
+            raise ValueError(
+                "collision: enable_per_feature_lookups is there for torchrec's modules of hashed ids alone; "
+                "all features of a table are mapped in one call. Leave it out."
+            )
         self._device = torch.device(device)
+        self._read_only_suffix = read_only_suffix
         if skip_state_validation:
             return
         if len(output_segments) > MOST_SHARDS + 1:
@@ -49,6 +60,11 @@ class ManagedCollisionModule(nn.Module):
         self.register_buffer("_output_segments_tensor", segments)
         self.register_buffer("_current_iter_tensor", torch.zeros(1, dtype=torch.int64, device=self._device))
         self.register_load_state_dict_post_hook(validate)
+
+    @property
+    def readable_suffix(self) -> str:
+        """Return the end of the names of features that no id is learned from, for modules that know any."""
+        return self._read_only_suffix
 
     @property
     def device(self) -> torch.device:
