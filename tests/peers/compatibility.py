@@ -22,6 +22,7 @@ import sys
 import xml.etree.ElementTree
 
 import torch_suite
+import torchrec_names
 import torchrec_page
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -49,7 +50,7 @@ NOT_RUN = (
     ("NeMo-RL", "its package in the registry is empty; the formulas are in `tests/python/test_vocab_*`"),
     ("TransformerEngine, Liger, flash-attention, quack", "kernels for GPUs alone; the same"),
     ("Automodel's `te_parallel_ce`", "a kernel for GPUs alone; the same"),
-    ("torchrec, Megatron, Automodel, verl, TRL, fairchem", "their packages bring no tests of these names"),
+    ("torchrec's `distributed.tests`, Megatron, Automodel, verl, TRL, fairchem", "not in their packages"),
 )
 
 
@@ -302,6 +303,8 @@ def main() -> int:
         *suite_lines(judged),
         "",
         *torchrec_page.lines(folder, torchrec_judged, version_of("torchrec")),
+        "",
+        *torchrec_names.lines(),
         "",
         *comparison_lines(folder),
         "",

@@ -61,6 +61,19 @@ def test_files_that_are_named_exist(name):
     assert wrong == []
 
 
+def test_tests_that_hold_what_is_promised_exist():
+    """docs/reliability.md names those of every fault that was ever found."""
+    sources = [file.read_text() for file in (ROOT / "tests").rglob("*") if file.suffix in (".py", ".cpp")]
+    defined = set()
+    for source in sources:
+        defined.update(re.findall(r"^def (test_\w+)\(", source, re.MULTILINE))
+        cases = re.findall(r"^TEST(?:_F|_P)?\(\s*(\w+),\s*(\w+)\)", source, re.MULTILINE)
+        defined.update(f"{suite}.{case}" for suite, case in cases)
+    named = set(re.findall(r"`(test_\w+|[A-Z]\w+\.[A-Z]\w+)`", prose(ROOT / "docs/reliability.md")))
+    assert len(named) > 50
+    assert named - defined == set()
+
+
 def test_every_page_can_be_reached_from_the_readme():
     seen, waiting = set(), [ROOT / "README.md"]
     while waiting:
