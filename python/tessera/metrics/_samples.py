@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 from collections import deque
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -42,15 +41,7 @@ class SampledComputation(Synced, nn.Module):
     def _number(self, predictions: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Return the metric of samples."""
 
-    def update(
-        self,
-        predictions: torch.Tensor,
-        labels: torch.Tensor,
-        weights: torch.Tensor,
-        inputs: Mapping[str, torch.Tensor] | None = None,
-    ) -> None:
-        """Add a batch."""
-        self._check_own()
+    def _add(self, predictions, labels, weights, inputs) -> None:
         parts = [predictions, labels, weights, *([inputs[GROUPING_KEYS]] if self._grouped else [])]
         batch = torch.stack([part.detach().double() for part in parts])
         self._batches.append(batch)

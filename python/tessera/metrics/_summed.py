@@ -25,6 +25,16 @@ class Synced(abc.ABC):
     _own: torch.Tensor | None = None  # this rank's state, while that of all ranks stands in its place
 
     @abc.abstractmethod
+    def _add(
+        self,
+        predictions: torch.Tensor,
+        labels: torch.Tensor,
+        weights: torch.Tensor,
+        inputs: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Add a batch to the state."""
+
+    @abc.abstractmethod
     def _state_tensor(self) -> torch.Tensor:
         """Return the state as one tensor."""
 
@@ -61,11 +71,19 @@ class Synced(abc.ABC):
         own, self._own = self._own, None
         self._put(own)
 
-    def _check_own(self) -> None:
+    def update(
+        self,
+        predictions: torch.Tensor,
+        labels: torch.Tensor,
+        weights: torch.Tensor,
+        inputs: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Add a batch."""
         if self._own is not None:
             raise RecMetricException(
                 "metrics: a batch came between sync and unsync and would be lost. Call unsync first."
             )
+        self._add(predictions, labels, weights, inputs or {})
 
 
 class SummedComputation(Synced, nn.Module):
@@ -123,17 +141,6 @@ class SummedComputation(Synced, nn.Module):
     @abc.abstractmethod
     def _numbers(self, sums: Mapping[str, torch.Tensor]) -> dict[Any, torch.Tensor]:
         """Return the metrics of sums, by name or by (name, description)."""
-
-    def update(
-        self,
-        predictions: torch.Tensor,
-        labels: torch.Tensor,
-        weights: torch.Tensor,
-        inputs: Mapping[str, torch.Tensor] | None = None,
-    ) -> None:
-        """Add a batch."""
-        self._check_own()
-        self._add(predictions, labels, weights, inputs or {})
 
     def _add(self, predictions, labels, weights, inputs) -> None:
         added = self._sums_with(predictions.double(), labels.double(), weights.double(), inputs)
