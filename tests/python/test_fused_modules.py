@@ -169,7 +169,7 @@ def check_sharded(rank):
             loss_of(sharded(batch(step)).wait()).backward()
             loss_of(reference(batch(step))).backward()
         for name, rows in sharded.gather_tables().items():
-            torch.testing.assert_close(rows, reference._weights()[name].data, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(rows, reference._tables()[name].weight.data, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -196,7 +196,7 @@ def check_meta_device(rank):
             loss_of(model(batch(step)).wait()).backward()
             loss_of(whole(batch(step))).backward()
         for name, rows in model.module.gather_tables().items():
-            torch.testing.assert_close(rows, whole._weights()[name].data, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(rows, whole._tables()[name].weight.data, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("world", [1, 2])

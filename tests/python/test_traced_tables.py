@@ -329,6 +329,8 @@ def test_fx_of_a_collection_by_itself_looks_inside():
     traced = torch.fx.symbolic_trace(module)
     assert any(node.op == "get_attr" for node in traced.graph.nodes)
     torch.testing.assert_close(traced(features).values(), module(features).values())
+    again = torch.fx.symbolic_trace(traced)
+    torch.testing.assert_close(again(features).values(), module(features).values())
 
 
 def test_fx_of_batches():

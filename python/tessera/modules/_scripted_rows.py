@@ -1,6 +1,7 @@
 """Rows of tables in the language of torch.jit.script: what a scripted collection computes.
 
-torch's own operators, so that a saved script needs LibTorch alone.
+torch's own operators, so that a saved script needs LibTorch alone. What collections call are nodes in the
+graphs of torch.fx.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from typing import Optional
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.nn import functional
 
 from tessera.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
@@ -22,6 +23,7 @@ def ids_of(feature: JaggedTensor, num_rows: int, reads_row_0: bool) -> Tensor:
     return ids
 
 
+@fx.wrap
 def pooled_rows(
     features: KeyedJaggedTensor,
     name: str,
@@ -58,6 +60,7 @@ def pooled_rows(
     return found
 
 
+@fx.wrap
 def rows_apart(
     features: KeyedJaggedTensor,
     name: str,
@@ -127,6 +130,7 @@ def floats_of(rows: Tensor, size: int, exponent_bits: int) -> Tensor:
     return torch.where((bits >> (8 * size - 1)) == 1, -numbers, numbers).to(torch.float32)
 
 
+@fx.wrap
 def quantised_rows(
     feature: JaggedTensor,
     table: Tensor,
@@ -156,6 +160,7 @@ def quantised_rows(
     return codes.to(torch.float32) * scale.to(torch.float32) + bias.to(torch.float32)
 
 
+@fx.wrap
 def pooled_quantised_rows(
     feature: JaggedTensor,
     table: Tensor,

@@ -33,7 +33,7 @@ from tessera.modules.embedding_configs import (
 )
 from tessera.sparse._jagged import jts_of
 from tessera.sparse._keyed import kt_of
-from tessera.sparse._traced import as_node, is_traced
+from tessera.sparse._traced import is_traced
 from tessera.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 __all__ = [
@@ -77,6 +77,8 @@ class TableDict(nn.ModuleDict):
 
 class _Tables:
     """What both collections do: make the tables, and keep the engine's lookup beside them."""
+
+    _HOLDER: str  # the attribute that the tables are in
 
     __jit_unused_properties__ = ("device",)
 
@@ -131,13 +133,35 @@ class _Tables:
                 self._operation, self._configs, self._is_pooled, uses_weights, bounds_check_mode.value
             )
 
-    def _leaves(self, tables):
-        """Return the tables that get a gradient of their own from a traced forward."""
-        return [] if self._options[2] is not None else [table.weight for table in tables.values()]
+    def _check_scripted(self) -> None:
+        if self._steps_rows and torch.is_grad_enabled():
+            raise RuntimeError(
+                "embed: backward steps these rows, which a script cannot: use torch.no_grad()."
+            )
 
-    def _reset(self, tables):
+    def _tables(self) -> nn.ModuleDict:
+        return getattr(self, self._HOLDER)
+
+    def _weights(self) -> list[torch.Tensor]:
+        return [table.weight for table in self._tables().values()]
+
+    def _leaves(self) -> list[torch.Tensor]:
+        """Return the tables that get a gradient of their own from a traced forward."""
+        return [] if self._options[2] is not None else self._weights()
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device the tables were made on."""
+        return self._device
+
+    def fused_optimizer(self) -> _C.embedding.RowOptimizer | None:
+        """Return the optimizer that backward steps with; None if there is none."""
+        return self._lookup.optimizer(self._weights())
+
+    def reset_parameters(self) -> None:
+        """Fill the tables anew with their `init_fn`; nothing on the meta device."""
         for config in self._configs:
-            weight = tables[config.name].weight
+            weight = self._tables()[config.name].weight
             if weight.device.type != "meta":
                 with torch.no_grad():
                     # The one row that a growing table begins with is that of unknown ids.
@@ -183,6 +207,8 @@ class EmbeddingBagCollection(_Tables, EmbeddingBagCollectionInterface):
     (`tessera._C.embedding.OptimizerOptions`) makes backward step the rows at once.
     """
 
+    _HOLDER = "embedding_bags"
+
     def __init__(
         self,
         tables: list[EmbeddingBagConfig],
@@ -203,16 +229,13 @@ class EmbeddingBagCollection(_Tables, EmbeddingBagCollectionInterface):
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Return the pooled rows of every feature, side by side."""
         if torch.jit.is_scripting():
-            return self._script(features)
+            self._check_scripted()
+            return self._inside(features)
         else:
             return self._find(features)
 
-    def _script(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Return the same in the language of torch.jit.script."""
-        if self._steps_rows and torch.is_grad_enabled():
-            raise RuntimeError(
-                "embed: backward steps these rows, which a script cannot: use torch.no_grad()."
-            )
+    def _inside(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Return the same in the language of torch.jit.script, and as nodes of torch.fx."""
         by_name = features.to_dict()
         columns: List[torch.Tensor] = []  # noqa: UP006
         names: List[str] = []  # noqa: UP006
@@ -233,27 +256,6 @@ class EmbeddingBagCollection(_Tables, EmbeddingBagCollectionInterface):
             names.extend(self._names_by_table[place])
         return KeyedTensor(names, self._dims, torch.cat(columns, 1))
 
-    def _inside(self, features: Proxy) -> Proxy:
-        """Return the same as nodes of torch.fx."""
-        by_name = features.to_dict()
-        columns = [
-            as_node(
-                _scripted_rows.pooled_rows,
-                features,
-                name,
-                by_name[name],
-                table.weight,
-                self._means[place],
-                self._is_weighted,
-                self._reads_row_0,
-                self._is_sparse,
-            )
-            for place, table in enumerate(self.embedding_bags.values())
-            for name in self._features_by_table[place]
-        ]
-        names = [name for own in self._names_by_table for name in own]
-        return KeyedTensor(names, self._dims, as_node(torch.cat, columns, 1))
-
     def _find(self, features: KeyedJaggedTensor) -> KeyedTensor:
         if isinstance(features, Proxy):
             return _traced_rows.as_module_node(self, features)
@@ -261,19 +263,19 @@ class EmbeddingBagCollection(_Tables, EmbeddingBagCollectionInterface):
             return _traced_rows.pooled(
                 features,
                 self._is_weighted,
-                self._leaves(self.embedding_bags),
+                self._leaves(),
                 self._anchor,
                 [name for name, _, _ in self._outputs],
                 [dim for _, _, dim in self._outputs],
                 self._reader,
             )
-        weights = [table.weight for table in self.embedding_bags.values()]
+        weights = self._weights()
         if weights[0].is_meta and features.values().is_meta:
             return self._on_meta(features)
         return kt_of(self._lookup.pooled(features._engine(), weights, self._is_weighted))
 
     def _read(self, features: KeyedJaggedTensor, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        weights = leaves or [table.weight for table in self.embedding_bags.values()]
+        weights = leaves or self._weights()
         return [self._lookup.pooled(features._engine(), weights, self._is_weighted).values()]
 
     def _on_meta(self, features: KeyedJaggedTensor) -> KeyedTensor:
@@ -290,19 +292,6 @@ class EmbeddingBagCollection(_Tables, EmbeddingBagCollectionInterface):
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Return the configs of the tables."""
         return self._configs
-
-    @property
-    def device(self) -> torch.device:
-        """Return the device the tables were made on."""
-        return self._device
-
-    def reset_parameters(self) -> None:
-        """Fill the tables anew with their `init_fn`; nothing on the meta device."""
-        self._reset(self.embedding_bags)
-
-    def fused_optimizer(self) -> _C.embedding.RowOptimizer | None:
-        """Return the optimizer that backward steps with; None if there is none."""
-        return self._lookup.optimizer([table.weight for table in self.embedding_bags.values()])
 
 
 class EmbeddingCollectionInterface(abc.ABC, nn.Module):
@@ -337,6 +326,8 @@ class EmbeddingCollection(_Tables, EmbeddingCollectionInterface):
     how torchrec puts rows back in order; they change nothing.
     """
 
+    _HOLDER = "embeddings"
+
     def __init__(
         self,
         tables: list[EmbeddingConfig],
@@ -360,16 +351,13 @@ class EmbeddingCollection(_Tables, EmbeddingCollectionInterface):
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Return the rows of every id, in bags as long as the feature's, by name."""
         if torch.jit.is_scripting():
-            return self._script(features)
+            self._check_scripted()
+            return self._inside(features)
         else:
             return self._find(features)
 
-    def _script(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """Return the same in the language of torch.jit.script."""
-        if self._steps_rows and torch.is_grad_enabled():
-            raise RuntimeError(
-                "embed: backward steps these rows, which a script cannot: use torch.no_grad()."
-            )
+    def _inside(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """Return the same in the language of torch.jit.script, and as nodes of torch.fx."""
         by_name = features.to_dict()
         found: Dict[str, JaggedTensor] = {}  # noqa: UP006
         for place, table in enumerate(self.embeddings.values()):
@@ -385,37 +373,18 @@ class EmbeddingCollection(_Tables, EmbeddingCollectionInterface):
                 )
         return found
 
-    def _inside(self, features: Proxy) -> dict[str, Proxy]:
-        """Return the same as nodes of torch.fx."""
-        by_name = features.to_dict()
-        return {
-            output: as_node(
-                _scripted_rows.rows_apart,
-                features,
-                name,
-                by_name[name],
-                table.weight,
-                self._need_indices,
-                self._reads_row_0,
-                self._is_sparse,
-            )
-            for place, table in enumerate(self.embeddings.values())
-            for output, name in zip(self._names_by_table[place], self._features_by_table[place], strict=True)
-        }
-
     def _find(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         if isinstance(features, Proxy):
             return _traced_rows.as_module_node(self, features)
         if is_traced(features.values()):
-            leaves = self._leaves(self.embeddings)
             return _traced_rows.apart(
-                features, self._need_indices, leaves, self._anchor, self._outputs, self._reader
+                features, self._need_indices, self._leaves(), self._anchor, self._outputs, self._reader
             )
-        weights = [table.weight for table in self.embeddings.values()]
+        weights = self._weights()
         return jts_of(self._lookup.sequence(features._engine(), weights, self._need_indices))
 
     def _read(self, features: KeyedJaggedTensor, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        weights = leaves or [table.weight for table in self.embeddings.values()]
+        weights = leaves or self._weights()
         found = self._lookup.sequence(features._engine(), weights, False)
         return [rows.values() for rows in found.values()]
 
@@ -445,16 +414,3 @@ class EmbeddingCollection(_Tables, EmbeddingCollectionInterface):
     def embedding_names_by_table(self) -> list[list[str]]:
         """Return the names of the outputs, table by table."""
         return get_embedding_names_by_table(self._configs)
-
-    @property
-    def device(self) -> torch.device:
-        """Return the device the tables were made on."""
-        return self._device
-
-    def reset_parameters(self) -> None:
-        """Fill the tables anew with their `init_fn`; nothing on the meta device."""
-        self._reset(self.embeddings)
-
-    def fused_optimizer(self) -> _C.embedding.RowOptimizer | None:
-        """Return the optimizer that backward steps with; None if there is none."""
-        return self._lookup.optimizer([table.weight for table in self.embeddings.values()])

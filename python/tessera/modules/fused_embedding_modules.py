@@ -92,8 +92,6 @@ class EmbeddingFusedOptimizer(FusedOptimizer):
 class _Fused(FusedOptimizerModule):
     """What both collections share: the rule, and its optimizer."""
 
-    _HOLDER: str  # of the tables
-
     def _choose(self, optimizer_type: type[torch.optim.Optimizer], optimizer_kwargs: dict[str, Any]) -> Any:
         from tessera.distributed.utils import _in_backward_params, _to_options
 
@@ -109,22 +107,19 @@ class _Fused(FusedOptimizerModule):
                 f"Cannot fuse optimizer_type={optimizer_type} with kwargs {optimizer_kwargs}: {error}"
             ) from error
 
-    def _weights(self) -> dict[str, torch.Tensor]:
-        return {name: table.weight for name, table in getattr(self, self._HOLDER).items()}
-
     def _note(self, kind: type, kwargs: dict[str, Any]) -> None:
         self._optimizer_type = kind
         self._optimizer_kwargs = kwargs
         weights = self._weights()
-        for weight in weights.values():  # a sharder reads the rule there
+        for weight in weights:  # a sharder reads the rule there
             weight._optimizer_classes, weight._optimizer_kwargs = [kind], [dict(kwargs)]
         # Tables on the meta device have no rows yet, so that nothing is kept beside them.
-        is_meta = any(weight.is_meta for weight in weights.values())
+        is_meta = any(weight.is_meta for weight in weights)
         self._optimizer = None if is_meta else self._make_optimizer()
 
     def _make_optimizer(self) -> EmbeddingFusedOptimizer:
-        weights = self._weights()
-        return EmbeddingFusedOptimizer(weights, self._lookup.optimizer(list(weights.values())))
+        weights = {name: table.weight for name, table in self._tables().items()}
+        return EmbeddingFusedOptimizer(weights, self._lookup.optimizer(self._weights()))
 
     # Copies and unpickled modules have an engine of their own, with what the rule has kept.
     def __getstate__(self) -> dict[str, Any]:
@@ -170,8 +165,6 @@ class FusedEmbeddingBagCollection(_Fused, EmbeddingBagCollection):
     others. `location` says where torchrec puts rows on a GPU; here they lie on `device`.
     """
 
-    _HOLDER = "embedding_bags"
-
     def __init__(
         self,
         tables: list[EmbeddingBagConfig],
@@ -188,8 +181,6 @@ class FusedEmbeddingBagCollection(_Fused, EmbeddingBagCollection):
 
 class FusedEmbeddingCollection(_Fused, EmbeddingCollection):
     """Look rows up as EmbeddingCollection does; backward steps them. Arguments as its pooled sibling's."""
-
-    _HOLDER = "embeddings"
 
     def __init__(
         self,

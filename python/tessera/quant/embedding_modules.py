@@ -48,7 +48,6 @@ from tessera.quant._tables import (
     output_dtype_of,
     row_type,
 )
-from tessera.sparse._traced import as_node
 from tessera.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 __all__ = [
@@ -209,18 +208,17 @@ class _Groups(nn.Module):
     def _parts(self, features: KeyedJaggedTensor) -> list[KeyedJaggedTensor]:
         return _in_order(features, self._feature_names).split(self._feature_splits)
 
-    def __prepare_scriptable__(self) -> Any:
-        """Be asked by torch.jit.script, which saves tensors of two types in one memory wrongly."""
+    def _check_whole(self) -> None:
         if self._splits_state:
             raise ValueError(
                 "embed.quantised: scales that stand beside the codes in the state cannot be scripted. Make "
                 "the collection without quant_state_dict_split_scale_bias."
             )
-        return self
 
-    def _whole(self, table: nn.Module) -> torch.Tensor:
-        self.__prepare_scriptable__()
-        return table.weight
+    def __prepare_scriptable__(self) -> Any:
+        """Be asked by torch.jit.script, which saves tensors of two types in one memory wrongly."""
+        self._check_whole()
+        return self
 
     def _whole_rows(self, name: str) -> tuple[IntNBitTableBatchedEmbeddingBagsCodegen, int]:
         for tables, module in zip(self._groups, self._emb_modules, strict=True):
@@ -298,12 +296,13 @@ class EmbeddingBagCollection(_Groups, EmbeddingBagCollectionInterface):
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Return pooled rows by feature. IndexError names an id that is not a row."""
         if torch.jit.is_scripting():
-            return self._script(features)
+            return self._inside(features)
         else:
             return self._find(features)
 
-    def _script(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Return the same in the language of torch.jit.script."""
+    def _inside(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Return the same in the language of torch.jit.script, and as nodes of torch.fx."""
+        self._check_whole()
         by_name = features.to_dict()
         columns: List[torch.Tensor] = []  # noqa: UP006
         for place, table in enumerate(self.embedding_bags.values()):
@@ -319,25 +318,6 @@ class EmbeddingBagCollection(_Groups, EmbeddingBagCollectionInterface):
                     )
                 )
         values = torch.cat(columns, 1).to(self._output_dtype)
-        return KeyedTensor(self._embedding_names, self._length_per_key, values)
-
-    def _inside(self, features: Proxy) -> Proxy:
-        """Return the same as nodes of torch.fx."""
-        by_name = features.to_dict()
-        columns = [
-            as_node(
-                _scripted_rows.pooled_quantised_rows,
-                by_name[name],
-                self._whole(table),
-                self._dims_by_table[place],
-                self._kinds[place],
-                self._means[place],
-                self._is_weighted,
-            )
-            for place, table in enumerate(self.embedding_bags.values())
-            for name in self._features_by_table[place]
-        ]
-        values = as_node(torch.cat, columns, 1).to(self._output_dtype)
         return KeyedTensor(self._embedding_names, self._length_per_key, values)
 
     def _find(self, features: KeyedJaggedTensor) -> KeyedTensor:
@@ -409,12 +389,13 @@ class EmbeddingCollection(_Groups, EmbeddingCollectionInterface):
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Return the rows of every id, by feature. IndexError names an id that is not a row."""
         if torch.jit.is_scripting():
-            return self._script(features)
+            return self._inside(features)
         else:
             return self._find(features)
 
-    def _script(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """Return the same in the language of torch.jit.script."""
+    def _inside(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """Return the same in the language of torch.jit.script, and as nodes of torch.fx."""
+        self._check_whole()
         by_name = features.to_dict()
         found: Dict[str, JaggedTensor] = {}  # noqa: UP006
         for place, table in enumerate(self.embeddings.values()):
@@ -423,28 +404,6 @@ class EmbeddingCollection(_Groups, EmbeddingCollectionInterface):
                 rows = _scripted_rows.quantised_rows(
                     feature,
                     table.weight,
-                    self._dims_by_table[place],
-                    self._kinds[place],
-                )
-                found[self._embedding_names_by_table[place][at]] = JaggedTensor(
-                    rows.to(self._output_dtype),
-                    feature.values() if self._need_indices else None,
-                    feature.lengths(),
-                    None,
-                )
-        return found
-
-    def _inside(self, features: Proxy) -> dict[str, Proxy]:
-        """Return the same as nodes of torch.fx."""
-        by_name = features.to_dict()
-        found = {}
-        for place, table in enumerate(self.embeddings.values()):
-            for at, name in enumerate(self._features_by_table[place]):
-                feature = by_name[name]
-                rows = as_node(
-                    _scripted_rows.quantised_rows,
-                    feature,
-                    self._whole(table),
                     self._dims_by_table[place],
                     self._kinds[place],
                 )
