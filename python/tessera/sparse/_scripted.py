@@ -88,7 +88,72 @@ def text_of_feature(values: Tensor, weights: Optional[Tensor], offsets: List[int
     return "{\n" + of_values + ",\n" + of_weights + "\n" + indent + "}"
 
 
-class JaggedTensor:
+def check(
+    values: Tensor, weights: Optional[Tensor], lengths: Optional[Tensor], offsets: Optional[Tensor]
+) -> None:
+    """Raise ValueError for tensors that are not bags of values."""
+    if lengths is None and offsets is None:
+        raise ValueError("jagged: lengths or offsets have to be given.")
+    if weights is not None and weights.shape[0] != values.shape[0]:
+        raise ValueError("jagged: there are not as many weights as values.")
+
+
+def empty_weights(
+    is_weighted: bool, dtype: Optional[torch.dtype], device: Optional[torch.device]
+) -> Optional[Tensor]:
+    """Return no weights, in a tensor if there are to be any."""
+    return torch.empty(0, dtype=dtype, device=device) if is_weighted else None
+
+
+def moved(part: Optional[Tensor], device: torch.device, non_blocking: bool) -> Optional[Tensor]:
+    """Return a tensor on `device`, if it is there."""
+    return None if part is None else part.to(device, non_blocking=non_blocking)
+
+
+def pinned(part: Optional[Tensor]) -> Optional[Tensor]:
+    """Return a tensor in memory that a GPU reads at full speed, if it is there."""
+    return None if part is None else part.pin_memory()
+
+
+class Bags:
+    """What one feature and a batch of them have in common; `register` gives the methods to both."""
+
+    def weights(self) -> Tensor:
+        weights = self._weights
+        if weights is None:
+            raise ValueError("jagged.weights: there are none.")
+        return weights
+
+    def weights_or_none(self) -> Optional[Tensor]:
+        return self._weights
+
+    def lengths(self) -> Tensor:
+        lengths = self._lengths
+        if lengths is None:
+            offsets = self._offsets
+            assert offsets is not None
+            lengths = offsets[1:] - offsets[:-1]
+            self._lengths = lengths
+        return lengths
+
+    def lengths_or_none(self) -> Optional[Tensor]:
+        return self._lengths
+
+    def offsets(self) -> Tensor:
+        offsets = self._offsets
+        if offsets is None:
+            offsets = offsets_of(self.lengths())
+            self._offsets = offsets
+        return offsets
+
+    def offsets_or_none(self) -> Optional[Tensor]:
+        return self._offsets
+
+    def device(self) -> torch.device:
+        return self._values.device
+
+
+class JaggedTensor(Bags):
     def __init__(
         self,
         values: Tensor,
@@ -96,10 +161,7 @@ class JaggedTensor:
         lengths: Optional[Tensor] = None,
         offsets: Optional[Tensor] = None,
     ) -> None:
-        if lengths is None and offsets is None:
-            raise ValueError("jagged: lengths or offsets have to be given.")
-        if weights is not None and weights.shape[0] != values.shape[0]:
-            raise ValueError("jagged: there are not as many weights as values.")
+        check(values, weights, lengths, offsets)
         self._values: Tensor = values
         self._weights: Optional[Tensor] = weights
         self._lengths: Optional[Tensor] = lengths
@@ -113,12 +175,9 @@ class JaggedTensor:
         weights_dtype: Optional[torch.dtype] = None,
         lengths_dtype: torch.dtype = torch.int32,
     ) -> JaggedTensor:
-        weights: Optional[Tensor] = None
-        if is_weighted:
-            weights = torch.empty(0, dtype=weights_dtype, device=device)
         return JaggedTensor(
             torch.empty(0, dtype=values_dtype, device=device),
-            weights,
+            empty_weights(is_weighted, weights_dtype, device),
             torch.empty(0, dtype=lengths_dtype, device=device),
             torch.zeros(1, dtype=lengths_dtype, device=device),
         )
@@ -155,40 +214,6 @@ class JaggedTensor:
     def values(self) -> Tensor:
         return self._values
 
-    def weights(self) -> Tensor:
-        weights = self._weights
-        if weights is None:
-            raise ValueError("jagged.weights: there are none.")
-        return weights
-
-    def weights_or_none(self) -> Optional[Tensor]:
-        return self._weights
-
-    def lengths(self) -> Tensor:
-        lengths = self._lengths
-        if lengths is None:
-            offsets = self._offsets
-            assert offsets is not None
-            lengths = offsets[1:] - offsets[:-1]
-            self._lengths = lengths
-        return lengths
-
-    def lengths_or_none(self) -> Optional[Tensor]:
-        return self._lengths
-
-    def offsets(self) -> Tensor:
-        offsets = self._offsets
-        if offsets is None:
-            offsets = offsets_of(self.lengths())
-            self._offsets = offsets
-        return offsets
-
-    def offsets_or_none(self) -> Optional[Tensor]:
-        return self._offsets
-
-    def device(self) -> torch.device:
-        return self._values.device
-
     def to_dense(self) -> List[Tensor]:
         return torch.split(self._values, numbers_of(self.lengths()))
 
@@ -219,14 +244,11 @@ class JaggedTensor:
         return padded(values, lengths, self.offsets(), size, padding_value)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> JaggedTensor:
-        weights = self._weights
-        lengths = self._lengths
-        offsets = self._offsets
         return JaggedTensor(
             self._values.to(device, non_blocking=non_blocking),
-            None if weights is None else weights.to(device, non_blocking=non_blocking),
-            None if lengths is None else lengths.to(device, non_blocking=non_blocking),
-            None if offsets is None else offsets.to(device, non_blocking=non_blocking),
+            moved(self._weights, device, non_blocking),
+            moved(self._lengths, device, non_blocking),
+            moved(self._offsets, device, non_blocking),
         )
 
     def size_in_bytes(self) -> int:
@@ -343,7 +365,7 @@ class KeyedTensor:
         return "KeyedTensor({\n" + ",\n".join(lines) + "\n})\n"
 
 
-class KeyedJaggedTensor:
+class KeyedJaggedTensor(Bags):
     def __init__(
         self,
         keys: List[str],
@@ -361,10 +383,7 @@ class KeyedJaggedTensor:
         jt_dict: Optional[Dict[str, JaggedTensor]] = None,
         inverse_indices: Optional[Tuple[List[str], Tensor]] = None,
     ) -> None:
-        if lengths is None and offsets is None:
-            raise ValueError("jagged: lengths or offsets have to be given.")
-        if weights is not None and weights.shape[0] != values.shape[0]:
-            raise ValueError("jagged: there are not as many weights as values.")
+        check(values, weights, lengths, offsets)
         strides: Optional[List[List[int]]] = None
         if stride_per_key_per_rank is not None:
             if isinstance(stride_per_key_per_rank, Tensor):
@@ -493,14 +512,11 @@ class KeyedJaggedTensor:
         weights_dtype: Optional[torch.dtype] = None,
         lengths_dtype: torch.dtype = torch.int32,
     ) -> KeyedJaggedTensor:
-        weights: Optional[Tensor] = None
-        if is_weighted:
-            weights = torch.empty(0, dtype=weights_dtype, device=device)
         keys: List[str] = []
         return KeyedJaggedTensor(
             keys,
             torch.empty(0, dtype=values_dtype, device=device),
-            weights,
+            empty_weights(is_weighted, weights_dtype, device),
             lengths=torch.empty(0, dtype=lengths_dtype, device=device),
             stride=0,
         )
@@ -543,40 +559,6 @@ class KeyedJaggedTensor:
 
     def values(self) -> Tensor:
         return self._values
-
-    def weights(self) -> Tensor:
-        weights = self._weights
-        if weights is None:
-            raise ValueError("jagged.weights: there are none.")
-        return weights
-
-    def weights_or_none(self) -> Optional[Tensor]:
-        return self._weights
-
-    def lengths(self) -> Tensor:
-        lengths = self._lengths
-        if lengths is None:
-            offsets = self._offsets
-            assert offsets is not None
-            lengths = offsets[1:] - offsets[:-1]
-            self._lengths = lengths
-        return lengths
-
-    def lengths_or_none(self) -> Optional[Tensor]:
-        return self._lengths
-
-    def offsets(self) -> Tensor:
-        offsets = self._offsets
-        if offsets is None:
-            offsets = offsets_of(self.lengths())
-            self._offsets = offsets
-        return offsets
-
-    def offsets_or_none(self) -> Optional[Tensor]:
-        return self._offsets
-
-    def device(self) -> torch.device:
-        return self._values.device
 
     def stride(self) -> int:
         inverse = self._inverse
@@ -744,37 +726,30 @@ class KeyedJaggedTensor:
     def to(
         self, device: torch.device, non_blocking: bool = False, dtype: Optional[torch.dtype] = None
     ) -> KeyedJaggedTensor:
-        weights = self._weights
-        lengths = self._lengths
-        offsets = self._offsets
+        weights = moved(self._weights, device, non_blocking)
+        if weights is not None and dtype is not None:
+            weights = weights.to(dtype)
         inverse = self._inverse
-        if weights is not None:
-            weights = weights.to(device, non_blocking=non_blocking)
-            if dtype is not None:
-                weights = weights.to(dtype)
         if inverse is not None:
             inverse = (inverse[0], inverse[1].to(device, non_blocking=non_blocking))
         return self._new(
             self._keys,
             self._values.to(device, non_blocking=non_blocking),
             weights,
-            None if lengths is None else lengths.to(device, non_blocking=non_blocking),
-            None if offsets is None else offsets.to(device, non_blocking=non_blocking),
+            moved(self._lengths, device, non_blocking),
+            moved(self._offsets, device, non_blocking),
             self._stride,
             self._strides,
             inverse,
         )
 
     def pin_memory(self) -> KeyedJaggedTensor:
-        weights = self._weights
-        lengths = self._lengths
-        offsets = self._offsets
         return self._new(
             self._keys,
             self._values.pin_memory(),
-            None if weights is None else weights.pin_memory(),
-            None if lengths is None else lengths.pin_memory(),
-            None if offsets is None else offsets.pin_memory(),
+            pinned(self._weights),
+            pinned(self._lengths),
+            pinned(self._offsets),
             self._stride,
             self._strides,
             self._inverse,
@@ -844,6 +819,11 @@ def register() -> None:
     # What methods speak of: builtins, this module, the public classes, and types with a dot in their names.
     known = {**vars(builtins), **globals(), "torch.device": torch.device, "torch.dtype": torch.dtype}
     twins = (JaggedTensor, KeyedTensor, KeyedJaggedTensor)
+    # torch.jit takes the methods of a class itself, and none that it has from others.
+    for twin in (JaggedTensor, KeyedJaggedTensor):
+        for name, method in vars(Bags).items():
+            if callable(method):
+                setattr(twin, name, method)
     known |= {twin.__name__: getattr(public, twin.__name__) for twin in twins}
     for twin in twins:
         cls = known[twin.__name__]
