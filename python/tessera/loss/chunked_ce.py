@@ -69,6 +69,7 @@ class ChunkedCrossEntropy(MaskedCrossEntropy):
         if hidden.dim() == 3 and hidden.shape[0] == 1 and labels.dim() == 1:
             hidden = hidden.squeeze(0)
         return linear_loss(
+            self,
             "ChunkedCrossEntropy",
             hidden,
             _shared.labels_with_mask(labels, mask, self.ignore_index, local_part(hidden).device),
@@ -76,8 +77,4 @@ class ChunkedCrossEntropy(MaskedCrossEntropy):
             num_label_tokens,
             grad_reduce_group,
             loss_weights,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            softcap=0.0,
-            tp_group=self.tp_group,
         )

@@ -63,6 +63,7 @@ class FusedLinearCrossEntropy(nn.Module):
         the losses before they are summed.
         """
         return linear_loss(
+            self,
             "FusedLinearCrossEntropy",
             hidden_states,
             local_part(labels),
@@ -70,14 +71,12 @@ class FusedLinearCrossEntropy(nn.Module):
             num_label_tokens,
             grad_reduce_group,
             loss_weights,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
             softcap=float(self.logit_softcapping or 0.0),
-            tp_group=self.tp_group,
         )
 
 
 def linear_loss(
+    loss: nn.Module,
     name: str,
     hidden_states: Tensor,
     labels: Tensor,
@@ -86,26 +85,23 @@ def linear_loss(
     grad_reduce_group: ProcessGroup | None,
     loss_weights: Tensor | None,
     *,
-    ignore_index: int,
-    reduction: str,
-    softcap: float,
-    tp_group: ProcessGroup | None,
+    softcap: float = 0.0,
 ) -> Tensor:
-    """Return the loss that FusedLinearCrossEntropy and ChunkedCrossEntropy are names of."""
-    _shared.check_factors(name, reduction, labels, num_label_tokens, loss_weights)
+    """Return what FusedLinearCrossEntropy and ChunkedCrossEntropy are names of, as `loss` was made."""
+    _shared.check_factors(name, loss.reduction, labels, num_label_tokens, loss_weights)
     weight = lm_weight
     if grad_reduce_group is not None and is_part_of_mesh(lm_weight):
         weight = _brought_together(name, lm_weight, grad_reduce_group)
-    loss = vocab_parallel.linear_cross_entropy(
+    found = vocab_parallel.linear_cross_entropy(
         hidden_states,
         weight,
         labels,
-        tp_group,
-        reduction=reduction if loss_weights is None else "none",
-        ignore_index=ignore_index,
+        loss.tp_group,
+        reduction=loss.reduction if loss_weights is None else "none",
+        ignore_index=loss.ignore_index,
         softcap=softcap,
     )
-    return _shared.with_factors(loss, num_label_tokens, loss_weights)
+    return _shared.with_factors(found, num_label_tokens, loss_weights)
 
 
 def _brought_together(name: str, weight: Tensor, group: ProcessGroup) -> Tensor:
