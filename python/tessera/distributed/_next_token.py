@@ -187,11 +187,9 @@ def dtensor_from_parallel_logits_to_logprobs(
     >>> dtensor_from_parallel_logits_to_logprobs(torch.zeros(2, 5, 8), tokens, 0, 8, None).shape
     torch.Size([2, 4])
     """
+    name = "dtensor_from_parallel_logits_to_logprobs"
     logits, group, columns = vocab_part(
-        "dtensor_from_parallel_logits_to_logprobs",
-        vocab_parallel_logits,
-        tp_group,
-        (vocab_start_index, vocab_end_index),
+        name, vocab_parallel_logits, tp_group, (vocab_start_index, vocab_end_index)
     )
     names = target.device_mesh.mesh_dim_names or () if is_part_of_mesh(target) else ()
     filters = _filters(sampling_params)
@@ -201,9 +199,7 @@ def dtensor_from_parallel_logits_to_logprobs(
             logits, whole, *columns, group, inference_only, None, filters
         )
     if seq_index is None:
-        raise ValueError(
-            "vocab.dtensor_from_parallel_logits_to_logprobs: a target sharded over 'cp' needs seq_index."
-        )
+        raise ValueError(f"vocab.{name}: a target sharded over 'cp' needs seq_index.")
     mesh, placements = target.device_mesh, target.placements
     order = torch.argsort(seq_index)
     shifted = target.full_tensor()[:, order].roll(-1, -1)
