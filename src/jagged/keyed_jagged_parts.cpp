@@ -1,6 +1,7 @@
 // KeyedJaggedTensor cut, joined, reordered, and rebuilt after an exchange between ranks.
 
 #include <algorithm>
+#include <functional>
 #include <numeric>
 
 #include <ATen/Functions.h>
@@ -10,6 +11,29 @@
 #include "tessera/jagged/operators.h"
 
 namespace tessera::jagged {
+namespace {
+
+/// What `of_part` finds in every part, in one tensor.
+template <typename OfPart>
+at::Tensor joined(const std::vector<KeyedJaggedTensor>& parts, OfPart of_part) {
+  std::vector<at::Tensor> tensors;
+  tensors.reserve(parts.size());
+  for (const KeyedJaggedTensor& part : parts) tensors.push_back(std::invoke(of_part, part));
+  return at::cat(tensors);
+}
+
+/// What `of_part` finds in every part, in one list.
+template <typename Item, typename OfPart>
+std::vector<Item> listed(const std::vector<KeyedJaggedTensor>& parts, OfPart of_part) {
+  std::vector<Item> items;
+  for (const KeyedJaggedTensor& part : parts) {
+    const std::vector<Item>& own = std::invoke(of_part, part);
+    items.insert(items.end(), own.begin(), own.end());
+  }
+  return items;
+}
+
+}  // namespace
 
 KeyedJaggedTensor KeyedJaggedTensor::from_jt_dict(
     const std::vector<std::pair<std::string, JaggedTensor>>& features) {
@@ -45,15 +69,6 @@ KeyedJaggedTensor KeyedJaggedTensor::concat(const std::vector<KeyedJaggedTensor>
   const bool is_weighted = first.weights_or_none().defined();
   const bool is_variable = first.variable_stride_per_key();
   const bool has_inverse = first.inverse_indices_or_none().has_value();
-  std::vector<std::string> keys;
-  std::vector<at::Tensor> values;
-  std::vector<at::Tensor> lengths;
-  std::vector<at::Tensor> weights;
-  std::vector<at::Tensor> strides;
-  std::vector<std::string> inverse_names;
-  std::vector<at::Tensor> inverse_rows;
-  std::vector<std::int64_t> length_per_key;
-  bool is_synced = true;
   for (std::size_t i = 0; i < parts.size(); ++i) {
     const KeyedJaggedTensor& part = parts[i];
     TESSERA_CHECK_VALUE(part.weights_or_none().defined() == is_weighted, "jagged.concat: part ", i,
@@ -66,33 +81,25 @@ KeyedJaggedTensor KeyedJaggedTensor::concat(const std::vector<KeyedJaggedTensor>
     TESSERA_CHECK_VALUE(
         part.inverse_indices_or_none().has_value() == has_inverse, "jagged.concat: part ", i,
         has_inverse ? " has no inverse indices" : " has inverse indices", ", unlike part 0.");
-    keys.insert(keys.end(), part.keys().begin(), part.keys().end());
-    values.push_back(part.values());
-    lengths.push_back(part.lengths().reshape({-1}));
-    if (is_weighted) weights.push_back(part.weights());
-    if (is_variable) strides.push_back(part.stride_per_key_per_rank());
-    if (has_inverse) {
-      const auto& [names, rows] = part.inverse_indices();
-      inverse_names.insert(inverse_names.end(), names.begin(), names.end());
-      inverse_rows.push_back(rows);
-    }
-    is_synced = is_synced && part.is_synced();
-    if (is_synced) {
-      length_per_key.insert(length_per_key.end(), part.length_per_key().begin(),
-                            part.length_per_key().end());
-    }
   }
   KeyedJaggedFields fields;
-  fields.lengths = at::cat(lengths);
-  if (is_weighted) fields.weights = at::cat(weights);
+  fields.lengths = joined(parts, [](const auto& part) { return part.lengths().reshape({-1}); });
+  if (is_weighted) fields.weights = joined(parts, &KeyedJaggedTensor::weights);
   if (is_variable) {
-    fields.stride_per_key_per_rank = at::cat(strides);
+    fields.stride_per_key_per_rank = joined(parts, &KeyedJaggedTensor::stride_per_key_per_rank);
   } else {
     fields.stride = first.stride();
   }
-  if (has_inverse) fields.inverse_indices.emplace(inverse_names, at::cat(inverse_rows));
-  if (is_synced) fields.length_per_key = std::move(length_per_key);
-  return KeyedJaggedTensor(std::move(keys), at::cat(values), std::move(fields));
+  if (has_inverse) {
+    const auto names = [](const auto& part) -> const auto& { return part.inverse_indices().first; };
+    const auto rows = [](const auto& part) { return part.inverse_indices().second; };
+    fields.inverse_indices.emplace(listed<std::string>(parts, names), joined(parts, rows));
+  }
+  if (std::all_of(parts.begin(), parts.end(), std::mem_fn(&KeyedJaggedTensor::is_synced))) {
+    fields.length_per_key = listed<std::int64_t>(parts, &KeyedJaggedTensor::length_per_key);
+  }
+  return KeyedJaggedTensor(listed<std::string>(parts, &KeyedJaggedTensor::keys),
+                           joined(parts, &KeyedJaggedTensor::values), std::move(fields));
 }
 
 std::vector<KeyedJaggedTensor> KeyedJaggedTensor::split(
