@@ -32,6 +32,11 @@ std::int64_t num_bags(const KeyedJaggedFields& fields) {
   return fields.lengths.defined() ? fields.lengths.numel() : fields.offsets.numel() - 1;
 }
 
+KeyedJaggedTensor synced(KeyedJaggedTensor made) {
+  made.sync();
+  return made;
+}
+
 }  // namespace
 
 KeyedJaggedTensor::KeyedJaggedTensor(std::shared_ptr<State> state) : state_(std::move(state)) {}
@@ -120,18 +125,14 @@ KeyedJaggedTensor KeyedJaggedTensor::from_lengths_sync(std::vector<std::string> 
                                                        at::Tensor values, at::Tensor lengths,
                                                        KeyedJaggedFields fields) {
   fields.lengths = std::move(lengths);
-  KeyedJaggedTensor made(std::move(keys), std::move(values), std::move(fields));
-  made.sync();
-  return made;
+  return synced({std::move(keys), std::move(values), std::move(fields)});
 }
 
 KeyedJaggedTensor KeyedJaggedTensor::from_offsets_sync(std::vector<std::string> keys,
                                                        at::Tensor values, at::Tensor offsets,
                                                        KeyedJaggedFields fields) {
   fields.offsets = std::move(offsets);
-  KeyedJaggedTensor made(std::move(keys), std::move(values), std::move(fields));
-  made.sync();
-  return made;
+  return synced({std::move(keys), std::move(values), std::move(fields)});
 }
 
 KeyedJaggedTensor KeyedJaggedTensor::empty(bool is_weighted, const at::TensorOptions& values,
