@@ -77,8 +77,9 @@ class CudaRowCache : public RowCache, public std::enable_shared_from_this<CudaRo
       if (tables[t].cached_rows == 0) continue;
       cached_of_.back() = static_cast<std::int64_t>(own_.size());
       Own& own = own_.emplace_back();
-      own.name = tables[t].name;
       own.weight = tables[t].weight;
+      own.done.table = tables[t].name;
+      own.done.num_rows = own.weight.size(0);
       own.num_slots = std::min(tables[t].cached_rows, own.weight.size(0));
       own.first_key = num_keys;
       num_keys += own.weight.size(0);
@@ -176,8 +177,8 @@ class CudaRowCache : public RowCache, public std::enable_shared_from_this<CudaRo
     const std::scoped_lock lock(mutex_);
     std::vector<RowCacheStatistics> all;
     for (const Own& own : own_) {
-      all.push_back({own.name, own.weight.size(0), own.num_slots, own.num_calls, own.num_found,
-                     own.num_loaded, own.num_grown});
+      all.push_back(own.done);
+      all.back().cached_rows = own.num_slots;
     }
     return all;
   }
@@ -198,17 +199,13 @@ class CudaRowCache : public RowCache, public std::enable_shared_from_this<CudaRo
     at::Tensor cached;
   };
   struct Own {
-    std::string name;
     at::Tensor weight;
     std::vector<Piece> pieces;
     std::int64_t first_key = 0;
     std::int64_t first_slot = 0;
     std::int64_t num_slots = 0;
-    std::int64_t num_calls = 0;
-    std::int64_t num_found = 0;
-    std::int64_t num_loaded = 0;
-    std::int64_t num_grown = 0;
-    std::int64_t added = 0;  // slots that have no memory yet
+    std::int64_t added = 0;   // slots that have no memory yet
+    RowCacheStatistics done;  // but for `cached_rows`, which is num_slots
   };
 
   struct Report {
@@ -372,9 +369,10 @@ class CudaRowCache : public RowCache, public std::enable_shared_from_this<CudaRo
     if (!fits) return false;
     for (std::size_t i = 0; i < own_.size(); ++i) {
       const Report report = report_of(admission, i);
-      ++own_[i].num_calls;
-      own_[i].num_found += report.found;
-      own_[i].num_loaded += report.missing;
+      RowCacheStatistics& done = own_[i].done;
+      ++done.num_calls;
+      done.num_found += report.found;
+      done.num_loaded += report.missing;
     }
     return true;
   }
@@ -388,8 +386,8 @@ class CudaRowCache : public RowCache, public std::enable_shared_from_this<CudaRo
       const Report report = report_of(admission, i);
       const std::int64_t needed = report.missing + report.held;
       if (needed <= own.num_slots) continue;
-      if (own.num_grown++ == 0) {
-        TORCH_WARN("embedding.cache: the cache of table '", own.name, "' has ", own.num_slots,
+      if (own.done.num_grown++ == 0) {
+        TORCH_WARN("embedding.cache: the cache of table '", own.done.table, "' has ", own.num_slots,
                    " rows, and batches at work at the same time ask for ", needed,
                    "; it grows. Give it more rows, or smaller batches.");
       }
