@@ -1,6 +1,7 @@
 #include "tessera/vocab_parallel/log_probabilities.h"
 
 #include <algorithm>
+#include <utility>
 
 #include <ATen/Functions.h>
 
@@ -59,6 +60,12 @@ void check_ids(const at::Tensor& logits, const at::Tensor& ids, const std::strin
                       logits.sizes(), ". All but the last dimension must be equal.");
 }
 
+/// Logits [n, columns] without their history, and ids [n, k] as int64.
+std::pair<at::Tensor, at::Tensor> flattened(const at::Tensor& logits, const at::Tensor& ids) {
+  const at::Tensor rows = flat_rows(logits.detach());
+  return {rows, ids.to(at::kLong).reshape({rows.size(0), ids.size(-1)})};
+}
+
 /// Sum of the gradients of all equal ids of a row: what one element of the logits gets.
 at::Tensor sums_of_equal_ids(const at::Tensor& ids, const at::Tensor& gradient) {
   const std::int64_t k = ids.size(1);
@@ -95,8 +102,7 @@ class LogProbabilitiesAt : public torch::autograd::Function<LogProbabilitiesAt> 
   static at::Tensor forward(AutogradContext* context, const at::Tensor& logits,
                             const at::Tensor& ids, const comm::Group& group,
                             const PassSettings& settings) {
-    const at::Tensor rows = flat_rows(logits.detach());
-    const at::Tensor flat_ids = ids.to(at::kLong).reshape({rows.size(0), ids.size(-1)});
+    const auto [rows, flat_ids] = flattened(logits, ids);
     detail::check_labels_before(ids, settings, kId);
     const PassResult result = detail::forward_pass(rows, at::Tensor(), group, settings);
     detail::check_labels_after(ids, result.vocab, settings, kId);
@@ -138,8 +144,7 @@ class LogitsAt : public torch::autograd::Function<LogitsAt> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& logits,
                             const at::Tensor& ids, const comm::Group& group,
                             const PassSettings& settings) {
-    const at::Tensor rows = flat_rows(logits.detach());
-    const at::Tensor flat_ids = ids.to(at::kLong).reshape({rows.size(0), ids.size(-1)});
+    const auto [rows, flat_ids] = flattened(logits, ids);
     context->save_for_backward({flat_ids});
     detail::save_settings(context, settings);
     context->saved_data["shape"] = logits.sizes().vec();
