@@ -1,5 +1,6 @@
 #include "tessera/data_parallel/optimizer_in_backward.h"
 
+#include <functional>
 #include <map>
 #include <mutex>
 #include <utility>
@@ -212,20 +213,21 @@ class Adam final : public FlatOptimizer {
   }
 
   void apply(std::vector<Flat>& flats) override {
-    std::vector<at::Tensor> parameters;
-    std::vector<at::Tensor> gradients;
-    std::vector<at::Tensor> averages;
-    std::vector<at::Tensor> squares;
+    const auto each = [&](auto of_flat) {
+      std::vector<at::Tensor> tensors;
+      for (const Flat& flat : flats) tensors.push_back(std::invoke(of_flat, flat));
+      return tensors;
+    };
+    const auto remembered = [&](const char* key) {
+      return each([&](const Flat& flat) { return flat.memory->flat.at(key); });
+    };
+    std::vector<at::Tensor> parameters = each(&Flat::parameter);
+    std::vector<at::Tensor> gradients = each(&Flat::gradient);
+    std::vector<at::Tensor> averages = remembered("exp_avg");
+    std::vector<at::Tensor> squares = remembered("exp_avg_sq");
     std::vector<at::Tensor> largest;
-    std::vector<at::Tensor> steps;
-    for (Flat& flat : flats) {
-      parameters.push_back(flat.parameter);
-      gradients.push_back(flat.gradient);
-      averages.push_back(flat.memory->flat.at("exp_avg"));
-      squares.push_back(flat.memory->flat.at("exp_avg_sq"));
-      if (options_.amsgrad) largest.push_back(flat.memory->flat.at("max_exp_avg_sq"));
-      steps.push_back(flat.memory->step);
-    }
+    if (options_.amsgrad) largest = remembered("max_exp_avg_sq");
+    std::vector<at::Tensor> steps = each([](const Flat& flat) { return flat.memory->step; });
     at::_foreach_add_(steps, 1);
     const auto update = [&](auto&& fused) {
       fused(parameters, gradients, averages, squares, largest, steps, learning_rate(),
