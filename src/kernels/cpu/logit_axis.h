@@ -66,21 +66,15 @@ struct Axis {
 
 #if TESSERA_FUSED_POWERS
 
-inline Floats fused(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
-  return _mm512_maskz_fmadd_ps(0xFFFF, a, b, c);
-#else
-  return _mm256_fmadd_ps(a, b, c);
-#endif
-}
-
+inline Floats fused(Floats a, Floats b, Floats c) { return _mm512_maskz_fmadd_ps(0xFFFF, a, b, c); }
 inline Floats fused_less(Floats a, Floats b, Floats c) {
-#if defined(__AVX512F__)
   return _mm512_maskz_fmsub_ps(0xFFFF, a, b, c);
-#else
-  return _mm256_fmsub_ps(a, b, c);
-#endif
 }
+#else
+inline Floats fused(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+inline Floats fused_less(Floats a, Floats b, Floats c) { return _mm256_fmsub_ps(a, b, c); }
+#endif
 
 /// An axis in every lane. kFar: it does not start at zero.
 template <int kSteps, bool kFar>
