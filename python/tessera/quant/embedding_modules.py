@@ -124,6 +124,16 @@ def _typed_configs(module: nn.Module, configs: Sequence) -> list:
     return typed
 
 
+def _options(module: nn.Module, tables: nn.ModuleDict) -> dict[str, Any]:
+    """Return how the rows of `tables` become those of a quantised collection, as `module` asks for it."""
+    return {
+        "output_dtype": module.qconfig.activation().dtype,
+        "table_name_to_weights": {name: table.weight for name, table in tables.items()},
+        "quant_state_dict_split_scale_bias": getattr(module, _SPLIT, False),
+        "row_alignment": getattr(module, _ALIGNMENT, DEFAULT_ROW_ALIGNMENT),
+    }
+
+
 def _check_names(configs: Sequence) -> None:
     names = [config.name for config in configs]
     for name in names:
@@ -284,14 +294,7 @@ class EmbeddingBagCollection(_Groups, EmbeddingBagCollectionInterface):
     ) -> EmbeddingBagCollection:
         """Return the tables of `module`, rounded to the types of `module.qconfig`."""
         configs = _typed_configs(module, module.embedding_bag_configs())
-        return cls(
-            configs,
-            module.is_weighted(),
-            output_dtype=module.qconfig.activation().dtype,
-            table_name_to_weights={c.name: module.embedding_bags[c.name].weight for c in configs},
-            quant_state_dict_split_scale_bias=getattr(module, _SPLIT, False),
-            row_alignment=getattr(module, _ALIGNMENT, DEFAULT_ROW_ALIGNMENT),
-        )
+        return cls(configs, module.is_weighted(), **_options(module, module.embedding_bags))
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Return pooled rows by feature. IndexError names an id that is not a row."""
@@ -377,14 +380,7 @@ class EmbeddingCollection(_Groups, EmbeddingCollectionInterface):
     ) -> EmbeddingCollection:
         """Return the tables of `module`, rounded to the types of `module.qconfig`."""
         configs = _typed_configs(module, module.embedding_configs())
-        return cls(
-            configs,
-            need_indices=module.need_indices(),
-            output_dtype=module.qconfig.activation().dtype,
-            table_name_to_weights={c.name: module.embeddings[c.name].weight for c in configs},
-            quant_state_dict_split_scale_bias=getattr(module, _SPLIT, False),
-            row_alignment=getattr(module, _ALIGNMENT, DEFAULT_ROW_ALIGNMENT),
-        )
+        return cls(configs, need_indices=module.need_indices(), **_options(module, module.embeddings))
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Return the rows of every id, by feature. IndexError names an id that is not a row."""
@@ -470,10 +466,7 @@ class FeatureProcessedEmbeddingBagCollection(EmbeddingBagCollection):
         return cls(
             configs,
             FeatureProcessorDictWrapper(processors) if isinstance(processors, nn.ModuleDict) else processors,
-            output_dtype=module.qconfig.activation().dtype,
-            table_name_to_weights={c.name: inner.embedding_bags[c.name].weight for c in configs},
-            quant_state_dict_split_scale_bias=getattr(module, _SPLIT, False),
-            row_alignment=getattr(module, _ALIGNMENT, DEFAULT_ROW_ALIGNMENT),
+            **_options(module, inner.embedding_bags),
         )
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
