@@ -15,6 +15,7 @@ import json
 import os
 import pathlib
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -52,7 +53,9 @@ def told(ranks: int, folder: pathlib.Path, delay: float) -> float:
     time.sleep(delay)
     begin = time.perf_counter()
     process.terminate()
-    return end(process, begin, (0, 143))  # saved, or ended before there was anything to save
+    # Saved, or ended before there was anything to save; in its first milliseconds by the signal itself,
+    # which a shell calls 143 too.
+    return end(process, begin, (0, 143, -signal.SIGTERM))
 
 
 def print_row(variant: str, ranks: int, times: list[float]) -> None:
