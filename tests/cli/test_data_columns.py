@@ -168,6 +168,30 @@ def test_tags_as_texts_and_columns_in_another_order(folder, records, plain):
     assert convert(folder, "table.parquet") == plain
 
 
+@pytest.mark.parametrize("index", [pa.int8(), pa.int32(), pa.int64()])
+def test_dictionaries_are_the_same_log(folder, records, plain, index):
+    """Of every kind of feature, with values that are missing, that no row has, and anew in every part."""
+    texts = [
+        {
+            **one,
+            "tags": "|".join(one["tags"]) or None,
+            "item": str(one["item"]),
+            "shop": None if one["shop"] is None else str(one["shop"]),
+        }
+        for one in records
+    ]
+    names = ["colour", "tags"] if index == pa.int8() else ["user", "item", "tags", "colour", "shop"]
+    table = table_of(texts, {name: pa.dictionary(index, pa.string()) for name in names})
+    unused = pa.array(["never"]).dictionary_encode()
+    place = table.schema.get_field_index("colour")
+    colours = pa.chunked_array([table["colour"].chunk(0)]).unify_dictionaries().chunk(0)
+    values = pa.concat_arrays([unused.dictionary, colours.dictionary])
+    codes = pa.array([code + 1 for code in colours.indices.to_pylist()], index)
+    table = table.set_column(place, "colour", pa.DictionaryArray.from_arrays(codes, values))
+    pq.write_table(table, folder / "table.parquet", row_group_size=3001)
+    assert convert(folder, "table.parquet") == plain
+
+
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
 def test_npz_is_the_same_log(folder, records, save):
     """Arrays have no missing values, so the table is one without."""

@@ -249,13 +249,14 @@ class Importer {
     return true;
   }
 
-  const Column& dictionary_texts(KnownDictionary& known) const {
+  std::shared_ptr<const Column> dictionary_texts(KnownDictionary& known) const {
     const ArrowArray& values = *array_.dictionary;
     const void* offsets = values.n_buffers > 1 ? values.buffers[1] : nullptr;
     const void* bytes = values.n_buffers > 2 ? values.buffers[2] : nullptr;
     if (known.offsets != offsets || known.bytes != bytes || known.length != values.length ||
         values.offset != 0) {
-      known.texts = column_of(*schema_.dictionary, values, column_.memory);
+      known.texts =
+          std::make_shared<const Column>(column_of(*schema_.dictionary, values, column_.memory));
       known.offsets = offsets;
       known.bytes = bytes;
       known.length = values.length;
@@ -263,25 +264,46 @@ class Importer {
     return known.texts;
   }
 
-  // Numbers of values: the values themselves are put in their place.
+  // The numbers of values as 32 bits; Arrow's own are, as a rule, and stay where they lie.
+  const std::int32_t* take_codes(std::int64_t num_values) {
+    if (format_ == "i") {
+      const auto* codes = values<std::int32_t>(1);
+      check_codes(codes, num_values);
+      return codes;
+    }
+    if (!take_numbers() || column_.kind != Kind::kWhole) fail(schema_, "has no numbers of values");
+    check_codes(column_.wholes, num_values);
+    column_.own_codes.assign(column_.wholes, column_.wholes + size());
+    column_.wholes = nullptr;
+    return column_.own_codes.data();
+  }
+
+  template <class T>
+  void check_codes(const T* codes, std::int64_t num_values) const {
+    bool is_bad = false;
+    for (std::size_t i = 0; i < size(); ++i) {
+      const bool is_outside = codes[i] < 0 || codes[i] >= num_values;
+      is_bad |= is_outside && (column_.is_null.empty() || column_.is_null[i] == 0);
+    }
+    if (is_bad) fail(schema_, "names a value that is not there");
+  }
+
+  // Numbers of values, which stay numbers: much is known of a value once for all of its rows.
   void from_dictionary() {
     if (array_.dictionary == nullptr) fail(schema_, "has no dictionary");
-    if (!take_numbers() || column_.kind != Kind::kWhole) fail(schema_, "has no numbers of values");
     KnownDictionary own;
-    const Column& all = dictionary_texts(known_ != nullptr ? *known_ : own);
-    if (all.kind != Kind::kText) {
+    const auto all = dictionary_texts(known_ != nullptr ? *known_ : own);
+    if (all->num_rows > std::numeric_limits<std::int32_t>::max()) {
+      fail(schema_, "has a dictionary of more than 2^31 values");
+    }
+    column_.codes = take_codes(all->num_rows);
+    if (all->kind != Kind::kText) {
       column_.kind = Kind::kOther;
       column_.type = "a dictionary of what is no text";
       return;
     }
     column_.kind = Kind::kText;
-    column_.texts.resize(size());
-    for (std::size_t i = 0; i < size(); ++i) {
-      if (!column_.has(static_cast<std::int64_t>(i))) continue;
-      const std::int64_t number = column_.wholes[i];
-      if (number < 0 || number >= all.num_rows) fail(schema_, "names a value that is not there");
-      column_.texts[i] = all.texts[static_cast<std::size_t>(number)];
-    }
+    column_.dictionary = all;
   }
 
   const ArrowSchema& schema_;

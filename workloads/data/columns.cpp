@@ -37,7 +37,7 @@ std::string_view Column::text(std::int64_t row, std::string& memory) const {
   const auto place = static_cast<std::size_t>(row);
   switch (kind) {
     case Kind::kText:
-      return texts[place];
+      return text_at(row);
     case Kind::kBool:
       return wholes[place] != 0 ? "True" : "False";
     case Kind::kWhole: {

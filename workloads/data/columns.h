@@ -32,15 +32,18 @@ struct Column {
   Kind kind = Kind::kNothing;
   std::string type = {};  // kOther: in words, "a timestamp"
   std::int64_t num_rows = 0;
-  std::vector<std::uint8_t> is_null = {};     // empty: no row is
-  const std::int64_t* wholes = nullptr;       // kWhole, kBool
-  const float* reals32 = nullptr;             // kReal32
-  const double* reals64 = nullptr;            // kReal64
-  std::vector<std::string_view> texts = {};   // kText
+  std::vector<std::uint8_t> is_null = {};    // empty: no row is
+  const std::int64_t* wholes = nullptr;      // kWhole, kBool
+  const float* reals32 = nullptr;            // kReal32
+  const double* reals64 = nullptr;           // kReal64
+  std::vector<std::string_view> texts = {};  // kText, and no dictionary
+  const std::int32_t* codes = nullptr;  // kText: of the rows that are not null, in `dictionary`
+  std::shared_ptr<const Column> dictionary = {};
   std::vector<std::int64_t> begins = {};      // kList: of each row among `items`, and the end
   std::vector<Column> items = {};             // kList: one
   std::vector<std::int64_t> own_wholes = {};  // what had to be made
-  std::shared_ptr<const void> memory = {};    // what the pointers point into
+  std::vector<std::int32_t> own_codes = {};
+  std::shared_ptr<const void> memory = {};  // what the pointers point into
 
   Column() = default;
   Column(Column&&) = default;
@@ -49,6 +52,12 @@ struct Column {
   bool has(std::int64_t row) const {
     return kind != Kind::kNothing &&
            (is_null.empty() || is_null[static_cast<std::size_t>(row)] == 0);
+  }
+  /// A cell of kText that is there.
+  std::string_view text_at(std::int64_t row) const {
+    const auto place = static_cast<std::size_t>(row);
+    return codes != nullptr ? dictionary->texts[static_cast<std::size_t>(codes[place])]
+                            : texts[place];
   }
   /// A cell that is there and neither a list nor of another kind, as Python writes it into a text:
   /// 3, 3.0, 1e-05, True. `memory` may hold it.
@@ -89,7 +98,8 @@ struct KnownDictionary {
   const void* offsets = nullptr;  // where it lies
   const void* bytes = nullptr;
   std::int64_t length = -1;
-  Column texts;  // whose memory is kept, so that no other dictionary can lie there
+  // Its memory is kept, so that no other dictionary can lie there.
+  std::shared_ptr<const Column> texts = {};
 };
 
 /// An array of Arrow's C data interface; `memory` keeps it alive. `known` is its dictionary in the

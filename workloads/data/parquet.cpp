@@ -15,7 +15,7 @@ namespace tessera::workloads::data {
 namespace {
 
 // Arrow makes the dictionary of a column anew for every batch: not too small.
-constexpr std::int64_t kBatchRows = 65536;
+constexpr std::int64_t kBatchRows = 131072;
 constexpr const char* kLibrary = "libtessera_parquet.so";
 constexpr const char* kVariable = "TESSERA_PARQUET";
 

@@ -26,7 +26,11 @@ std::string shown(std::string_view cell) {
 
 Samples::Samples(const Schema& schema, const TableOptions& options,
                  const std::function<void(dlrm::SampleBlock&)>& take)
-    : schema_(schema), options_(options), take_(take), features_(schema.features.size()) {
+    : schema_(schema),
+      options_(options),
+      take_(take),
+      features_(schema.features.size()),
+      known_(schema.features.size()) {
   dense_.resize(schema.dense.size());
   for (std::size_t f = 0; f < features_.size(); ++f) {
     const auto& values = schema.features[f].values;
@@ -209,6 +213,10 @@ void Samples::flush() {
   if (block_.num_samples == 0) return;
   block_.lengths.clear();
   block_.ids.clear();
+  std::size_t num_ids = 0;
+  for (const Bags& bags : features_) num_ids += bags.ids.size();
+  block_.lengths.reserve(features_.size() * static_cast<std::size_t>(block_.num_samples));
+  block_.ids.reserve(num_ids);
   for (Bags& bags : features_) {
     block_.lengths.insert(block_.lengths.end(), bags.lengths.begin(), bags.lengths.end());
     block_.ids.insert(block_.ids.end(), bags.ids.begin(), bags.ids.end());
@@ -415,8 +423,19 @@ bool Samples::add_numbers(const Role& role, const Column& column, const T* value
 
 // Whole numbers as ids: rows themselves, or the hashes of their digits.
 bool Samples::add_ids(std::size_t feature, const Column& column) {
-  const bool is_hashed = schema_.features[feature].kind == IdKind::kHash;
+  const FeatureColumn& wanted = schema_.features[feature];
+  const bool is_hashed = wanted.kind == IdKind::kHash;
   Bags& bags = features_[feature];
+  if (!is_hashed && column.is_null.empty() && !wanted.wraps && !is_raw(wanted)) {
+    const auto count = static_cast<std::size_t>(column.num_rows);
+    const std::int64_t* const end = column.wholes + count;
+    const auto is_outside = [&](std::int64_t id) { return id < 0 || id >= wanted.rows; };
+    if (std::any_of(column.wholes, end, is_outside)) return false;
+    bags.ids.insert(bags.ids.end(), column.wholes, end);
+    bags.lengths.insert(bags.lengths.end(), count, 1);
+    bags.kept = bags.ids.size();
+    return true;
+  }
   for (std::int64_t row = 0; row < column.num_rows; ++row) {
     if (!column.has(row)) {
       if (!is_missing("") || !add_cell(feature, "")) return false;
@@ -424,9 +443,7 @@ bool Samples::add_ids(std::size_t feature, const Column& column) {
       char digits[24];
       const char* end = std::to_chars(digits, digits + sizeof(digits), column.wholes[row]).ptr;
       const std::string_view text(digits, static_cast<std::size_t>(end - digits));
-      bags.ids.push_back(is_raw(schema_.features[feature])
-                             ? id_of_text(text)
-                             : hashed_row(text, schema_.features[feature].rows));
+      bags.ids.push_back(is_raw(wanted) ? id_of_text(text) : hashed_row(text, wanted.rows));
     } else if (!add_id(feature, column.wholes[row])) {
       return false;
     }
@@ -446,7 +463,7 @@ bool Samples::add_texts(std::size_t feature, const Column& column) {
   for (std::int64_t row = 0; row < column.num_rows; ++row) {
     if (!column.has(row) && !is_missing("")) return false;
     std::string_view text;
-    if (column.has(row)) text = column.texts[static_cast<std::size_t>(row)];
+    if (column.has(row)) text = column.text_at(row);
     *to++ = hashed_row(is_missing(text) ? std::string_view() : text, rows);
   }
   bags.lengths.insert(bags.lengths.end(), count, 1);
@@ -454,9 +471,60 @@ bool Samples::add_texts(std::size_t feature, const Column& column) {
   return true;
 }
 
+// Texts of a dictionary: what becomes of a value is found out once, when a row has it.
+bool Samples::add_known_texts(std::size_t feature, const Column& column) {
+  const auto count = static_cast<std::size_t>(column.num_rows);
+  Bags& bags = features_[feature];
+  Known& known = known_[feature];
+  if (known.dictionary != column.dictionary) {
+    known.dictionary = column.dictionary;
+    known.parts.assign(column.dictionary->texts.size(), {});
+    known.ids.clear();
+  }
+  bags.ids.reserve(bags.ids.size() + count);
+  bags.lengths.reserve(bags.lengths.size() + count);
+  for (std::int64_t row = 0; row < column.num_rows; ++row) {
+    if (!column.has(row)) {
+      if (!is_missing("") || !add_cell(feature, "")) return false;
+    } else {
+      Known::Part& part = known.parts[static_cast<std::size_t>(column.codes[row])];
+      if (part.length < 0) {
+        if (!add_cell(feature, column.text_at(row))) return false;
+        part.begin = static_cast<std::uint32_t>(known.ids.size());
+        part.length = static_cast<std::int32_t>(bags.ids.size() - bags.kept);
+        known.ids.insert(known.ids.end(), bags.ids.begin() + static_cast<std::ptrdiff_t>(bags.kept),
+                         bags.ids.end());
+      } else if (part.length == 1) {
+        bags.ids.push_back(known.ids[part.begin]);
+      } else {
+        const auto from = known.ids.begin() + static_cast<std::ptrdiff_t>(part.begin);
+        bags.ids.insert(bags.ids.end(), from, from + part.length);
+      }
+    }
+    bags.lengths.push_back(static_cast<std::int32_t>(bags.ids.size() - bags.kept));
+    bags.kept = bags.ids.size();
+  }
+  return true;
+}
+
+// Labels that are whole numbers, nothing else being said of them.
+bool Samples::add_labels(const Column& column) {
+  float* to = block_.labels.data() + block_.num_samples;
+  for (std::int64_t row = 0; row < column.num_rows; ++row) {
+    if (!column.has(row) || column.wholes[row] < 0 || column.wholes[row] > 1) return false;
+    to[row] = static_cast<float>(column.wholes[row]);
+  }
+  return true;
+}
+
 bool Samples::add_column(const Role& role, const Column& column, std::int64_t num_rows) {
   using Kind = Column::Kind;
   const bool is_whole = column.kind == Kind::kWhole;
+  const LabelColumn& label = schema_.label;
+  if (role.kind == Role::Kind::kLabel && is_whole && label.positive.empty() && !label.threshold &&
+      !misses_numbers_) {
+    return add_labels(column);
+  }
   if (role.kind == Role::Kind::kDense && !misses_numbers_) {
     if (is_whole) return add_numbers(role, column, column.wholes);
     if (column.kind == Kind::kReal32) return add_numbers(role, column, column.reals32);
@@ -470,6 +538,8 @@ bool Samples::add_column(const Role& role, const Column& column, std::int64_t nu
   }
   if (role.kind == Role::Kind::kFeature && column.kind == Kind::kText) {
     const FeatureColumn& feature = schema_.features[role.number];
+    // Of raw texts all are seen, also the same again.
+    if (column.codes != nullptr && !is_raw(feature)) return add_known_texts(role.number, column);
     if (feature.is_single() && feature.kind == IdKind::kHash && !is_raw(feature)) {
       return add_texts(role.number, column);
     }

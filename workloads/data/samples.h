@@ -7,6 +7,7 @@
 #include <array>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -91,6 +92,16 @@ class Samples {
     std::size_t kept = 0;                                       // ids of samples that are whole
     std::unordered_map<std::string_view, std::int64_t> rows{};  // of a vocabulary
   };
+  /// What became of the values of a column's dictionary, for the rows that have the same.
+  struct Known {
+    struct Part {
+      std::uint32_t begin = 0;   // among `ids`
+      std::int32_t length = -1;  // below 0 where no row had it yet
+    };
+    std::shared_ptr<const Column> dictionary{};
+    std::vector<Part> parts{};
+    std::vector<std::int64_t> ids{};
+  };
 
   /// Its ids are taken as they are.
   bool is_raw(const FeatureColumn& column) const { return options_.raw_ids || column.grows; }
@@ -118,6 +129,8 @@ class Samples {
   bool add_numbers(const Role& role, const Column& column, const T* values);
   bool add_ids(std::size_t feature, const Column& column);
   bool add_texts(std::size_t feature, const Column& column);
+  bool add_known_texts(std::size_t feature, const Column& column);
+  bool add_labels(const Column& column);
 
   const Schema& schema_;
   const TableOptions& options_;
@@ -128,6 +141,7 @@ class Samples {
   float label_ = 0;
   std::vector<float> dense_;
   std::vector<Bags> features_;
+  std::vector<Known> known_;  // of each feature
   dlrm::SampleBlock block_;
   std::int64_t num_samples_ = 0;
   std::string problem_;
