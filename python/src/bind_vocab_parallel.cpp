@@ -347,10 +347,10 @@ void bind_model_utils(py::module_& m) {
       "from_parallel_logits_to_logprobs",
       [](const Tensor& logits, const Tensor& target, std::int64_t start, std::int64_t end,
          const MaybeGroup& group, bool inference_only, const MaybeGroup& cp_group,
-         const MaybeSampling& sampling) {
+         const MaybeSampling& sampling, bool shift_targets) {
         return from_parallel_logits_to_logprobs(logits, target, start, end, group_of(group),
                                                 inference_only, maybe_group(cp_group), std::nullopt,
-                                                params_of(sampling));
+                                                params_of(sampling), shift_targets);
       },
       Release());
   m.def(

@@ -321,6 +321,7 @@ def from_parallel_logits_to_logprobs(
     inference_only: bool,
     cp_group: ProcessGroup | None,
     sampling: tuple[int | None, float] | None,
+    shift_targets: bool,
 ) -> Tensor: ...
 def from_parallel_logits_to_logprobs_packed_sequences(
     logits: Tensor,

@@ -74,12 +74,14 @@ class GatherSequence : public torch::autograd::Function<GatherSequence> {
   }
 };
 
-/// The tokens moved one place to the left; the last place gets none.
-at::Tensor next_tokens(const at::Tensor& tokens, std::int64_t length, std::int64_t ignored) {
-  at::Tensor next = at::full({tokens.size(0), length}, ignored, tokens.options().dtype(at::kLong));
-  const std::int64_t count = tokens.size(1) - 1;
-  if (count > 0) next.narrow(1, 0, count).copy_(tokens.narrow(1, 1, count));
-  return next;
+/// The tokens moved `shift` places to the left; places behind the last get none.
+at::Tensor shifted_tokens(const at::Tensor& tokens, std::int64_t shift, std::int64_t length,
+                          std::int64_t ignored) {
+  at::Tensor labels =
+      at::full({tokens.size(0), length}, ignored, tokens.options().dtype(at::kLong));
+  const std::int64_t count = tokens.size(1) - shift;
+  if (count > 0) labels.narrow(1, 0, count).copy_(tokens.narrow(1, shift, count));
+  return labels;
 }
 
 /// Starts on a CUDA device are not looked at.
@@ -217,7 +219,7 @@ at::Tensor from_parallel_logits_to_logprobs(
     std::int64_t vocab_start_index, std::int64_t vocab_end_index, const comm::Group& group,
     bool inference_only, const std::optional<comm::Group>& cp_group,
     std::optional<std::int64_t> /*chunk_size*/,
-    const std::optional<TrainingSamplingParams>& sampling_params) {
+    const std::optional<TrainingSamplingParams>& sampling_params, bool shift_targets) {
   constexpr const char* kOperation = "vocab.from_parallel_logits_to_logprobs";
   const int parts = size_of(cp_group);
   TESSERA_CHECK_VALUE(vocab_parallel_logits.dim() == 3 && target.dim() == 2 &&
@@ -229,14 +231,16 @@ at::Tensor from_parallel_logits_to_logprobs(
                       " do not fit tokens of shape ", target.sizes(),
                       ". Use [batch, length, columns] and [batch, length].");
   const GradIf mode(!inference_only);
-  const std::int64_t length = target.size(1) - 1;
+  const std::int64_t shift = shift_targets ? 1 : 0;
+  const std::int64_t length = target.size(1) - shift;
   const TokenOptions options = options_for(kOperation, vocab_start_index, vocab_end_index);
   if (parts == 1) {
     return label_log_probabilities(vocab_parallel_logits.narrow(1, 0, length),
-                                   target.narrow(1, 1, length), group, options, sampling_params);
+                                   target.narrow(1, shift, length), group, options,
+                                   sampling_params);
   }
   const at::Tensor labels =
-      next_tokens(target, vocab_parallel_logits.size(1) * parts, options.ignore_index);
+      shifted_tokens(target, shift, vocab_parallel_logits.size(1) * parts, options.ignore_index);
   const at::Tensor values = label_log_probabilities(
       vocab_parallel_logits, part_of_context_rank(labels, cp_group->rank(), parts, 1), group,
       options, sampling_params);
@@ -361,7 +365,7 @@ at::Tensor from_parallel_hidden_states_to_logprobs(
                       tp_group.size() * parts, " ranks do not fit tokens of shape ", target.sizes(),
                       ". Use [length / ranks, batch, features] and [batch, length].");
   const GradIf mode(!inference_only);
-  at::Tensor labels = next_tokens(target, held, TokenOptions().ignore_index);
+  at::Tensor labels = shifted_tokens(target, 1, held, TokenOptions().ignore_index);
   if (parts > 1) labels = part_of_context_rank(labels, cp_group->rank(), parts, 1);
   at::Tensor values =
       hidden_log_probabilities(kOperation, hidden, output_weight, labels.t(),

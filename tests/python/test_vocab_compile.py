@@ -51,6 +51,9 @@ def functions(group, columns):
         "next token": lambda x, y: model_utils.from_parallel_logits_to_logprobs(
             x, y.clamp_min(0), *columns, group
         ),
+        "own token": lambda x, y: model_utils.from_parallel_logits_to_logprobs(
+            x, y.clamp_min(0), *columns, group, shift_targets=False
+        ),
         "linear": lambda x, y: vocab_parallel.linear_cross_entropy(
             x[..., :8], x[0, :, :8], y.clamp(0, 5), None, local_bias=x[0, :, 1], softcap=9.0
         ),

@@ -40,6 +40,20 @@ def logprob_rank(rank):
     value = model_utils.from_parallel_logits_to_logprobs(longer, target, start, end, group)
     assert value.shape == (2, 5)
 
+    # Every place scores its own token, also behind shorter tokens.
+    for function in ("from_parallel_logits_to_logprobs", "dtensor_from_parallel_logits_to_logprobs"):
+        for count in (6, 5):
+            logits = shard(whole, start, end)
+            value = getattr(model_utils, function)(
+                logits, target[:, :count], start, end, group, shift_targets=False
+            )
+            expected = reference_logprob(whole[:, :count], target[:, :count])
+            torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-5)
+            (value * weights[:, :count]).sum().backward()
+            x = whole.double().requires_grad_(True)
+            (reference_logprob(x[:, :count], target[:, :count]) * weights[:, :count]).sum().backward()
+            torch.testing.assert_close(logits.grad.double(), x.grad[..., start:end], rtol=1e-5, atol=1e-6)
+
     log_p = model_utils._compute_distributed_log_softmax(logits, group)
     expected = torch.log_softmax(whole.double(), -1)[..., start:end]
     torch.testing.assert_close(log_p.double(), expected, rtol=1e-5, atol=1e-5)

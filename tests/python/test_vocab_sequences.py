@@ -58,6 +58,18 @@ def context_rank(rank, tp_size):
     )
     torch.testing.assert_close(filtered, one, rtol=1e-5, atol=1e-5)
 
+    # Every place scores its own token.
+    x = whole.double().requires_grad_(True)
+    expected = reference_logprob(x[:, : length - 2], target)
+    logits = shard(part, start, end)
+    value = model_utils.from_parallel_logits_to_logprobs(
+        logits, target, start, end, tp, cp_group=cp, shift_targets=False
+    )
+    torch.testing.assert_close(value.double(), expected.detach(), rtol=1e-5, atol=1e-5)
+    (value.sum() / cp_size).backward()
+    expected.sum().backward()
+    own_gradient(logits, x.grad)
+
     # Packed: every sequence is cut by itself.
     lengths = [2 * cp_size, 6 * cp_size, 4 * cp_size]
     starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
@@ -197,6 +209,15 @@ def dtensor_rank(rank):
     value.sum().backward()
     x = whole.double().requires_grad_(True)
     reference_logprob(x[:, :-1], target[:, 1:]).sum().backward()
+    torch.testing.assert_close(own.grad.double(), x.grad[:, places][..., start:end], rtol=1e-5, atol=1e-6)
+    own.grad = None
+    value = model_utils.dtensor_from_parallel_logits_to_logprobs(
+        own, tokens, start, end, mesh.get_group("tp"), seq_index=seq_index, shift_targets=False
+    )
+    torch.testing.assert_close(value.double(), reference_logprob(whole, target), rtol=1e-5, atol=1e-5)
+    value.sum().backward()
+    x = whole.double().requires_grad_(True)
+    reference_logprob(x, target).sum().backward()
     torch.testing.assert_close(own.grad.double(), x.grad[:, places][..., start:end], rtol=1e-5, atol=1e-6)
     assert DTensor.from_local(target, mesh["cp"], [Replicate()]).shape == target.shape
     with pytest.raises(ValueError, match="a target sharded over 'cp' needs seq_index"):

@@ -107,13 +107,15 @@ struct TESSERA_API ChunkedDistributedHiddenStatesToLogprobs {
 
 /// Returns log-probabilities of the next token: [batch, length - 1] for logits [batch, length,
 /// columns] and tokens [batch, length]. Logits (of all ranks of `cp_group` together) may be longer
-/// than the tokens; the rest is left out. Throws ValueError if they are shorter.
+/// than the tokens; the rest is left out. Throws ValueError if they are shorter. Without
+/// `shift_targets` a place scores its own token, as diffusion models do: [batch, length].
 TESSERA_API at::Tensor from_parallel_logits_to_logprobs(
     const at::Tensor& vocab_parallel_logits, const at::Tensor& target,
     std::int64_t vocab_start_index, std::int64_t vocab_end_index, const comm::Group& group,
     bool inference_only = false, const std::optional<comm::Group>& cp_group = std::nullopt,
     std::optional<std::int64_t> chunk_size = std::nullopt,
-    const std::optional<TrainingSamplingParams>& sampling_params = std::nullopt);
+    const std::optional<TrainingSamplingParams>& sampling_params = std::nullopt,
+    bool shift_targets = true);
 
 /// The same for sequences packed one after another: logits [1, total, columns], tokens [1, total],
 /// `cu_seqlens_padded` the starts of the sequences and the end of the last (int32 or int64).

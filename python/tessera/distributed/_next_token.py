@@ -40,12 +40,14 @@ def from_parallel_logits_to_logprobs(
     sampling_params: Any | None = None,
     *,
     tp_group: ProcessGroup | None = None,
+    shift_targets: bool = True,
 ) -> Tensor:
     """Return log-probabilities of the next token, [batch, length - 1].
 
     Logits [batch, length, columns] may be longer than the tokens [batch, length]. With `cp_group` the
     logits are this rank's part of the sequence, [batch, length / ranks, columns], and tokens and result
     the whole; the ranks' gradients are added up. `sampling_params` (top_k, top_p) filters as a generator.
+    Without `shift_targets` a place scores its own token, as diffusion models do: [batch, length].
 
     >>> import torch
     >>> tokens = torch.zeros(2, 5, dtype=torch.long)
@@ -61,10 +63,11 @@ def from_parallel_logits_to_logprobs(
     )
     if torch.compiler.is_compiling() and cp_group is None:
         tokens = local_part(target)
+        shift = 1 if shift_targets else 0
         top_k, top_p = _filters(sampling_params) or (None, 1.0)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
             return _vocab_ops.filtered_log_probabilities(
-                logits[:, : tokens.shape[1] - 1], tokens[:, 1:], columns, chosen, top_k, top_p
+                logits[:, : tokens.shape[1] - shift], tokens[:, shift:], columns, chosen, top_k, top_p
             )
     return _C.from_parallel_logits_to_logprobs(
         logits,
@@ -74,6 +77,7 @@ def from_parallel_logits_to_logprobs(
         inference_only,
         group_of(name, cp_group),
         _filters(sampling_params),
+        shift_targets,
     )
 
 
@@ -176,11 +180,14 @@ def dtensor_from_parallel_logits_to_logprobs(
     seq_index: Tensor | None = None,
     chunk_size: int | None = None,
     sampling_params: Any | None = None,
+    *,
+    shift_targets: bool = True,
 ) -> Tensor:
     """Return next-token log-probabilities, [batch, length - 1], of logits that are this rank's part.
 
     A target that is a DTensor over a mesh with an axis "cp" is sharded along the sequence; `seq_index`
-    then says which place of the whole sequence each of its columns is.
+    then says which place of the whole sequence each of its columns is. Without `shift_targets` a place
+    scores its own token: [batch, length].
 
     >>> import torch
     >>> tokens = torch.zeros(2, 5, dtype=torch.long)
@@ -196,21 +203,24 @@ def dtensor_from_parallel_logits_to_logprobs(
     if "cp" not in names or target.device_mesh.get_group("cp").size() == 1:
         whole = target.full_tensor() if is_part_of_mesh(target) else target
         return _C.from_parallel_logits_to_logprobs(
-            logits, whole, *columns, group, inference_only, None, filters
+            logits, whole, *columns, group, inference_only, None, filters, shift_targets
         )
     if seq_index is None:
         raise ValueError(f"vocab.{name}: a target sharded over 'cp' needs seq_index.")
     mesh, placements = target.device_mesh, target.placements
     order = torch.argsort(seq_index)
-    shifted = target.full_tensor()[:, order].roll(-1, -1)
-    shifted[:, -1] = -100  # nothing follows
-    own = distribute_tensor(shifted[:, seq_index], mesh, placements).to_local()
+    labels = target.full_tensor()[:, order]
+    if shift_targets:
+        labels = labels.roll(-1, -1)
+        labels[:, -1] = -100  # nothing follows
+    own = distribute_tensor(labels[:, seq_index], mesh, placements).to_local()
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
         if filters is None:
             values = _C.distributed_logprob(logits, own, *columns, group)
         else:
             values = _C.distributed_logprob_with_sampling(logits, own, group, *filters, columns)
-    return DTensor.from_local(values, mesh, placements).full_tensor()[:, order][:, :-1]
+    scores = DTensor.from_local(values, mesh, placements).full_tensor()[:, order]
+    return scores[:, :-1] if shift_targets else scores
 
 
 def get_logprobs_from_vocab_parallel_logits(
