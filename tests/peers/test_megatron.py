@@ -16,15 +16,17 @@ need("megatron")
 VOCAB = 48
 
 
-def megatron():
-    """Set Megatron up on the CPU, with all ranks for tensor parallelism, and return its group."""
+def megatron(context=1):
+    """Set Megatron up on the CPU, its ranks for tensor parallelism and context; return the former's group."""
     torch._dynamo.config.disable = True  # its kernels are compiled where there is a GPU
     torch.cuda.current_device = lambda: "cpu"
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
 
     random.CudaRNGStatesTracker.fork = lambda self, name=None: contextlib.nullcontext()
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=dist.get_world_size() // context, context_parallel_size=context
+    )
     return parallel_state.get_tensor_model_parallel_group()
 
 
@@ -128,3 +130,17 @@ def a_model(rank):
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_model_agrees(world):
     run_ranks(world, a_model, backend="gloo")
+
+
+def a_cut_sequence(rank):
+    group = megatron(context=2)
+    from tessera.distributed.model_utils import patch_gpt_model_forward_for_linear_ce_fusion
+
+    patch_gpt_model_forward_for_linear_ce_fusion(chunk_size=4)
+    ids = torch.randint(VOCAB, (2, 8), generator=torch.Generator().manual_seed(4))
+    with pytest.raises(ValueError, match="the model's sequences are cut over 2 context ranks"):
+        step(model_of(group), ids, ids, return_logprobs_for_linear_ce_fusion=True)
+
+
+def test_context_parallelism_is_refused():
+    run_ranks(2, a_cut_sequence, backend="gloo")

@@ -285,3 +285,13 @@ def test_patched_gpt_model(monkeypatch):
     value = model.forward(tokens, None, None, return_logprobs_for_linear_ce_fusion=True)
     expected = reference_logprob(logits.transpose(0, 1)[:, :-1], tokens[:, 1:])
     torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-5)
+    # Labels of a part of the sequence do not say what follows it.
+    for cut in (
+        {"pg_collection": types.SimpleNamespace(tp=None, cp=types.SimpleNamespace(size=lambda: 2))},
+        {"config": types.SimpleNamespace(sequence_parallel=False, context_parallel_size=2)},
+    ):
+        one = GPTModel()
+        vars(one).update(cut)
+        with pytest.raises(ValueError, match=r"cut over 2 context ranks, .* Use context_parallel_size=1"):
+            one.forward(tokens, None, None, return_logprobs_for_linear_ce_fusion=True)
+        assert one.forward(tokens, None, None).shape == (5, 2, VOCAB)

@@ -7,20 +7,27 @@ import torch
 from tessera import regions
 from tessera.distributed._next_token import from_parallel_hidden_states_to_logprobs
 
+_NAME = "patch_gpt_model_forward_for_linear_ce_fusion"
+
+
+def _context_ranks(model) -> int:
+    """Over how many ranks a model's sequences are cut: its group says it, without one its configuration."""
+    group = getattr(model.pg_collection, "cp", None)
+    return group.size() if group is not None else getattr(model.config, "context_parallel_size", 1)
+
 
 def patch_gpt_model_forward_for_linear_ce_fusion(*, chunk_size: int) -> None:
     """Teach Megatron's GPTModel to return log-probabilities without making logits.
 
     A call of its forward with `return_logprobs_for_linear_ce_fusion=True` then returns next-token
     log-probabilities of `labels` (or of `input_ids`) instead of logits. Raises ImportError without
-    megatron.core. Calling it again changes the chunk size.
+    megatron.core, and such a call ValueError under context parallelism: labels of a part of the sequence
+    do not say which token follows its end. Calling it again changes the chunk size.
     """
     try:
         from megatron.core.models.gpt import GPTModel
     except ImportError as error:
-        raise ImportError(
-            "vocab.patch_gpt_model_forward_for_linear_ce_fusion: there is no megatron.core to patch."
-        ) from error
+        raise ImportError(f"vocab.{_NAME}: there is no megatron.core to patch.") from error
     GPTModel._linear_ce_fusion_chunk_size = chunk_size
     if getattr(GPTModel, "_linear_ce_fusion_forward_patched", False):
         return
@@ -29,6 +36,13 @@ def patch_gpt_model_forward_for_linear_ce_fusion(*, chunk_size: int) -> None:
     def forward(self, input_ids, *words, return_logprobs_for_linear_ce_fusion=False, labels=None, **named):
         if not return_logprobs_for_linear_ce_fusion or not self.post_process:
             return plain_forward(self, input_ids, *words, labels=labels, **named)
+        ranks = _context_ranks(self)
+        if ranks > 1:
+            raise ValueError(
+                f"vocab.{_NAME}: the model's sequences are cut over {ranks} context ranks, and labels of a "
+                "part do not say which token follows it. Use context_parallel_size=1, or "
+                "from_parallel_hidden_states_to_logprobs with cp_group and the labels of whole sequences."
+            )
         # Without its last step the model returns the hidden states.
         self.post_process = False
         try:
