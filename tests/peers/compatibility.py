@@ -44,11 +44,16 @@ PEERS = {
     "trl": ("trl",),
     "fairchem": ("fairchem-core",),
     "ddp": ("torch",),
+    "nemo": ("torch",),  # NeMo-RL's names beside plain torch
 }
 # Suites that were held once, by hand, and why no program of ours can run them.
 NOT_RUN = (
-    ("NeMo-RL", "its package in the registry is empty; the formulas are in `tests/python/test_vocab_*`"),
-    ("TransformerEngine, Liger, flash-attention, quack", "kernels for GPUs alone; the same"),
+    (
+        "NeMo-RL",
+        "its package in the registry is empty; a training in its names is above, the formulas are in "
+        "`tests/python/test_vocab_*`",
+    ),
+    ("TransformerEngine, Liger, flash-attention, quack", "kernels for GPUs alone; formulas as of NeMo-RL"),
     ("Automodel's `te_parallel_ce`", "a kernel for GPUs alone; the same"),
     ("torchrec's `distributed.tests`, Megatron, Automodel, verl, TRL, fairchem", "not in their packages"),
 )
@@ -240,7 +245,8 @@ def comparison_lines(folder: pathlib.Path) -> list[str]:
         "with stand-ins for what they import beside torch; Megatron runs as it is, a `GPTModel` included. "
         "Whole trainings by either import are a DLRM (`dlrm_program.py`), a classifier of pictures under "
         "DistributedDataParallel (`ddp_program.py`) and a potential of atoms whose graphs lie over the ranks "
-        "(`fairchem_program.py`).",
+        "(`fairchem_program.py`). NeMo-RL has no package to run beside: a policy optimisation in its names, "
+        "the layers cut over the ranks (`nemo_program.py`), runs beside plain torch in one process.",
         "",
         "| peer | version | programs | agree | differ | skipped |",
         "|---|---|---|---|---|---|",
