@@ -249,6 +249,8 @@ def comparison_lines(folder: pathlib.Path) -> list[str]:
         "Programs of ours that run with either import, values and gradients held against each other. Of "
         "Megatron, Automodel, verl, TRL and fairchem the files of these names are read from the package, "
         "with stand-ins for what they import beside torch; Megatron runs as it is, a `GPTModel` included. "
+        "torchrec's semi-synchronous, fused and prefetching pipelines ask for a GPU's streams and get "
+        "stand-ins that run everything at once. "
         "Whole trainings by either import are a DLRM (`dlrm_program.py`), a classifier of pictures under "
         "DistributedDataParallel (`ddp_program.py`) and a potential of atoms whose graphs lie over the ranks "
         "(`fairchem_program.py`). NeMo-RL has no package to run beside: a policy optimisation in its names, "
