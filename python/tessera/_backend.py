@@ -85,6 +85,23 @@ def _limit_shm(torch_function):
     return set_timeout
 
 
+def _number_shm(torch_method):
+    """Return a method of torch's ProcessGroup about sequence numbers, for groups of this backend too.
+
+    The method knows by name which backends count, and refuses all others.
+    """
+
+    @functools.wraps(torch_method)
+    def method(self):
+        cpu = torch.device("cpu")
+        engine = self._get_backend(cpu) if cpu in self._device_types else None
+        if engine is None or engine.name() != NAME:
+            return torch_method(self)
+        return getattr(engine, torch_method.__name__)()
+
+    return method
+
+
 def _give_dtensor_our_all_to_all() -> None:
     """Let DTensor move shards between dimensions by all-to-all.
 
@@ -133,4 +150,6 @@ def register() -> None:
     os.register_at_fork(after_in_child=_leave_torchs_engines_to_the_parent)
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
     c10d._set_pg_timeout = _limit_shm(c10d._set_pg_timeout)
+    for name in ("_get_sequence_number_for_group", "_set_sequence_number_for_group"):
+        setattr(dist.ProcessGroup, name, _number_shm(getattr(dist.ProcessGroup, name)))
     dist.monitored_barrier = c10d.monitored_barrier = _accept_shm(c10d.monitored_barrier)

@@ -101,8 +101,9 @@ def test_the_limit_of_a_group_can_be_set():
 
 
 def numbers(rank):
-    # Of the backend: torch's process group refuses to ask backends that it does not know by name.
-    group = dist.group.WORLD._get_backend(torch.device("cpu"))
+    group = dist.group.WORLD
+    group._set_sequence_number_for_group()  # begins at the same number on all ranks
+    engine = group._get_backend(torch.device("cpu"))
     found = [group._get_sequence_number_for_group()]
     for call in (
         lambda: dist.all_reduce(torch.ones(1)),
@@ -112,6 +113,13 @@ def numbers(rank):
     ):
         call()
         found.append(group._get_sequence_number_for_group() - found[0])
+        assert group._get_sequence_number_for_group() == engine._get_sequence_number_for_group()
+    mixed, gloo = dist.new_group(backend="cpu:shm"), dist.new_group(backend="gloo")
+    first = [part._get_sequence_number_for_group() for part in (mixed, gloo)]
+    for part in (mixed, gloo):
+        dist.all_reduce(torch.ones(1), group=part)
+    second = [part._get_sequence_number_for_group() for part in (mixed, gloo)]
+    assert [b - a for a, b in zip(first, second, strict=True)] == [1, 1]
     return found[1:]
 
 
