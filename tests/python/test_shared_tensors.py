@@ -124,3 +124,81 @@ def test_an_output_with_elements_in_one_place_is_refused_before_anything_is_sent
     for said, value in run_ranks(2, expanded):
         assert all("elements of the output share memory" in text for text in said), said
         assert value == 2.0
+
+
+def of_rank(rank, count):
+    """What a rank brings; others can say it as well."""
+    return torch.arange(float(count)) * 3 + 1_000_000 * rank
+
+
+def all_reduced(rank, size, count, group):
+    """Several tensors of a rank count one by one; results are written in the order of the list."""
+    same = of_rank(rank, count)
+    group.allreduce([same, same], dist.AllreduceOptions()).wait()
+    sums = sum(of_rank(r, 2 * count) for r in range(size))
+    yield same, 2 * sums[:count], True
+    base, half = of_rank(rank, 2 * count), count // 2
+    group.allreduce([base[:count], base[half:][:count]], dist.AllreduceOptions()).wait()
+    whole = sums[:count] + sums[half:][:count]
+    expected = torch.cat([whole[:half], whole, of_rank(rank, 2 * count)[half + count :]])
+    yield base, expected, False  # Gloo: other values on every rank
+
+
+def gathered_lists(rank, size, count, group):
+    """What comes in is what was there before anything came out."""
+    data = of_rank(rank, count)
+    shared = [torch.zeros(count) for _ in range(size)]  # of both inputs: the second's stay
+    dist.all_gather_coalesced([[one, one] for one in shared], [data, data + 7], group=group)
+    yield torch.stack(shared), torch.stack([of_rank(r, count) + 7 for r in range(size)]), True
+    parts, others = torch.zeros(size, count), torch.zeros(size, count)
+    parts[rank], parts[(rank + 1) % size] = data, data + 7
+    outputs = [[parts[r], others[r]] for r in range(size)]
+    dist.all_gather_coalesced(outputs, [parts[rank], parts[(rank + 1) % size]], group=group)
+    yield parts, torch.stack([of_rank(r, count) for r in range(size)]), False
+    yield others, torch.stack([of_rank(r, count) + 7 for r in range(size)]), False
+
+
+def gathered_wholes(rank, size, count, group):
+    whole, other = of_rank(rank, size * count), torch.zeros(size * count)
+    # In its own place, and what the first writes over.
+    group.allgather_into_tensor_coalesced(
+        [whole, other], [whole[rank * count :][:count], whole[:count]]
+    ).wait()
+    yield whole, torch.cat([of_rank(r, size * count)[r * count :][:count] for r in range(size)]), True
+    yield other, torch.cat([of_rank(r, size * count)[:count] for r in range(size)]), True
+    across, half = of_rank(rank, size * count), count // 2
+    group.allgather_into_tensor_coalesced([across], [across[half:][:count]]).wait()
+    yield across, torch.cat([of_rank(r, size * count)[half:][:count] for r in range(size)]), True
+
+
+def scattered_sums(rank, size, count, group):
+    whole, other = of_rank(rank, size * count), torch.zeros(count)
+    outputs = [whole[:count], other]
+    group.reduce_scatter_tensor_coalesced(outputs, [whole, whole], dist.ReduceScatterOptions()).wait()
+    sums = sum(of_rank(r, size * count) for r in range(size))[rank * count :][:count]
+    yield outputs[0], sums, True
+    yield other, sums, True
+    across, half = of_rank(rank, size * count), count // 2
+    group.reduce_scatter_tensor_coalesced(
+        [across[half:][:count]], [across], dist.ReduceScatterOptions()
+    ).wait()
+    yield across[half:][:count], sums, True
+
+
+def as_meant(rank, body, count, is_torchs):
+    for number, (found, meant, is_defined) in enumerate(
+        body(rank, dist.get_world_size(), count, dist.group.WORLD)
+    ):
+        assert (is_torchs and not is_defined) or torch.equal(found, meant), number
+
+
+@pytest.mark.parametrize("count", SIZES)
+@pytest.mark.parametrize("engine", ["shm", "gloo", "torch"])
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("body", [all_reduced, gathered_lists, gathered_wholes, scattered_sums])
+def test_several_tensors_that_share_memory(body, size, engine, count):
+    """Of torch's Gloo only what does not depend on the order in which it goes over the tensors."""
+    if engine == "torch":
+        run_ranks(size, as_meant, body, count, True, backend="gloo")
+    else:
+        run_ranks(size, as_meant, body, count, False, env={"TESSERA_ENGINE": engine})
