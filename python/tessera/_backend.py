@@ -33,6 +33,7 @@ def _create(options, _backend_options):
     name = labels.get(options.group_id) or (f"group {options.group_id}" if world_ranks else "world")
     _failure.install()
     _give_dtensor_our_all_to_all()
+    leave_sharded_tensors_on_the_cpu()
     store = options.store
     if world_ranks:
         # Ranks may make groups that others do not know of, such as one of themselves alone; torch gives
@@ -46,6 +47,13 @@ def _create(options, _backend_options):
         name,
         world_ranks,
     )
+
+
+def _engine_of(group):
+    """Return the group's engine of this backend, None if it has another."""
+    cpu = torch.device("cpu")
+    engine = group._get_backend(cpu) if cpu in group._device_types else None
+    return engine if engine is not None and engine.name() == NAME else None
 
 
 def _accept_shm(torch_function):
@@ -93,13 +101,33 @@ def _number_shm(torch_method):
 
     @functools.wraps(torch_method)
     def method(self):
-        cpu = torch.device("cpu")
-        engine = self._get_backend(cpu) if cpu in self._device_types else None
-        if engine is None or engine.name() != NAME:
-            return torch_method(self)
-        return getattr(engine, torch_method.__name__)()
+        engine = _engine_of(self)
+        return torch_method(self) if engine is None else getattr(engine, torch_method.__name__)()
 
     return method
+
+
+def leave_sharded_tensors_on_the_cpu() -> None:
+    """Let a ShardedTensor over this backend be on the CPU where a rank has no part of it.
+
+    torch takes every backend but one named Gloo for one of GPUs, and asks CUDA, which loading a checkpoint
+    does not survive without one.
+    """
+    module = sys.modules.get("torch.distributed._shard.sharded_tensor.api")
+    operators = getattr(module, "_SHARDED_OPS", {})
+    torch_function = operators.get(torch.Tensor.device.__get__)
+    if torch_function is None or hasattr(torch_function, "asks_shm"):
+        return
+
+    @functools.wraps(torch_function)
+    def device(types, args=(), kwargs=None, pg=None):
+        is_elsewhere = pg is None or len(pg._device_types) > 1 or _engine_of(pg) is None
+        if is_elsewhere or args[0].local_shards():
+            return torch_function(types, args, kwargs, pg)
+        return torch.device("cpu")
+
+    device.asks_shm = True
+    operators[torch.Tensor.device.__get__] = device
 
 
 def _give_dtensor_our_all_to_all() -> None:

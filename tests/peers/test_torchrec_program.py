@@ -26,6 +26,6 @@ def compare(rank):
     assert our_metrics == pytest.approx(their_metrics, abs=1e-5)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_both_imports_train_alike(world):
-    run_ranks(world, compare, backend="gloo", env={"LOCAL_WORLD_SIZE": str(world)}, limit=240)
+@pytest.mark.parametrize(("world", "engine"), [(1, "gloo"), (2, "gloo"), (4, "gloo"), (1, "shm"), (4, "shm")])
+def test_both_imports_train_alike(world, engine):
+    run_ranks(world, compare, backend=engine, env={"LOCAL_WORLD_SIZE": str(world)}, limit=240)

@@ -233,3 +233,17 @@ def too_late(rank):
 
 def test_a_passed_limit_says_timed_out():
     assert "Timed out" in run_ranks_collecting(2, too_late, env={"LIMIT": "1"})[0].error
+
+
+def sharded_on_rank_0(rank):
+    from torch.distributed._shard import sharded_tensor
+    from torch.distributed._shard.metadata import ShardMetadata
+
+    group = dist.new_group(backend="shm")  # made after torch's module is there
+    metadata = ShardMetadata(shard_offsets=[0, 0], shard_sizes=[4, 2], placement="rank:0/cpu")
+    own = [sharded_tensor.Shard(torch.ones(4, 2), metadata)] if rank == 0 else []
+    return str(sharded_tensor.init_from_local_shards(own, 4, 2, process_group=group).device)
+
+
+def test_a_sharded_tensor_is_on_the_cpu_where_a_rank_has_no_part_of_it():
+    assert run_ranks(2, sharded_on_rank_0) == ["cpu", "cpu"]

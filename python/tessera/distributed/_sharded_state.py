@@ -12,7 +12,9 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 
-from tessera import _C
+from tessera import _C, _backend
+
+_backend.leave_sharded_tensors_on_the_cpu()
 
 
 def global_ranks(pg: ProcessGroup) -> list[int]:
