@@ -11,6 +11,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/record_function.h>
+#include <c10/core/CPUAllocator.h>
 
 #include "comm/engines.h"
 #include "comm/obituary.h"
@@ -276,9 +277,13 @@ at::Tensor EngineBackend::allocateTensor(long size, at::TensorOptions options) {
   // Without room in the segment the tensor still works; it is staged like any other.
   if (!memory) return at::empty({size}, options.device(at::kCPU));
   void* data = memory.get();
-  return at::from_blob(
-      data, {size}, [memory = std::move(memory)](void*) mutable { memory.reset(); },
-      options.device(at::kCPU));
+  // A hook may resize a bucket, which then leaves the segment and is staged.
+  return at::for_blob(data, {size})
+      .deleter([memory = std::move(memory)](void*) mutable { memory.reset(); })
+      .options(options.device(at::kCPU))
+      .resizeable_storage()
+      .allocator(c10::GetCPUAllocator())
+      .make_tensor();
 }
 
 EngineBackend* engine_of(const Group& group) {

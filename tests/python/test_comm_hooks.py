@@ -199,6 +199,35 @@ def test_power_sgd_in_a_static_graph():
         assert torch.equal(mine, other)
 
 
+def padded(_, bucket):
+    """Sum a bucket that is longer for as long, as torch's batched PowerSGD makes it a square."""
+    buffer = bucket.buffer()
+    size = buffer.numel()
+    buffer.resize_(size + 1000)
+    buffer[size:].fill_(0)
+    dist.all_reduce(buffer)
+    future = torch.futures.Future()
+    future.set_result(buffer.resize_(size).div_(dist.get_world_size()))
+    return future
+
+
+def compare_padded(rank):
+    for views in (False, True):
+        options = {"bucket_cap_mb": 0.01, "gradient_as_bucket_view": views}
+        expected = train(rank, None, torch_default.allreduce_hook, **options)
+        assert_same(train(rank, None, padded, **options), expected)
+        model = make_model()
+        parallel = TesseraDDP(model, **options)
+        parallel.register_comm_hook(None, padded)
+        assert_same(run_steps(rank, model, parallel, 3), expected)
+
+
+@pytest.mark.parametrize("disable", ["0", "1"])
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_a_hook_may_resize_its_bucket(backend, disable):
+    run_ranks(2, compare_padded, backend=backend, env={"DDP_DISABLE_COMM_MEM": disable})
+
+
 def int8(rank):
     state = quantization_hooks.Int8ErrorFeedbackState()
     ours = train(rank, state, quantization_hooks.int8_error_feedback_hook, bucket_cap_mb=0.01)
