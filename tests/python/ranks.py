@@ -35,6 +35,11 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(list(_PRELOADED))
 
 
+# Groups of a rank that ends. Whoever lets go of torch's Gloo last waits for its threads, and one of those may
+# be the last, for a callback: "Resource deadlock avoided" ended ranks whose work was done.
+_kept: list[Any] = []
+
+
 def preload(*modules: str) -> None:
     """Have ranks find these there as well; before the first of them."""
     _context.set_forkserver_preload([*_PRELOADED, *modules])
@@ -68,6 +73,7 @@ def _main(connection, body, rank, size, store, backend, env, environment, args):
             )
         outcome = Outcome(body(rank, *args))
         if dist.is_initialized():
+            _kept.extend(dist.distributed_c10d._world.pg_map)
             dist.destroy_process_group()
     except BaseException as error:
         outcome = Outcome(error=f"{type(error).__name__}: {error}", trace="".join(traceback.format_exc()))
