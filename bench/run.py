@@ -127,6 +127,12 @@ TITLES = {
     "faults": "From a fault to the last survivor's error",
 }
 
+# What changed so much of what benchmarks run that older figures are of other code, and when.
+LANDMARKS = {
+    "2026-11-17": "one trainer and one table of settings",
+    "2026-11-18": "a bucket reducer of our own",
+}
+
 
 def git_hash() -> str:
     answer = subprocess.run(
@@ -204,10 +210,31 @@ def measure(name: str, quick: bool, skips: bool = False) -> list[row_files.Row]:
     return found
 
 
+def states(dates: dict[str, str]) -> str:
+    """Say which benchmarks, given with the days of their figures, are of code from before a landmark."""
+    text = (
+        "Every table names the commit it was measured at (`-dirty`: with changes that were not committed); "
+        "nothing that came later is in its figures."
+    )
+    landmarks: dict[tuple[str, ...], list[str]] = {}
+    for day, what in sorted(LANDMARKS.items()):
+        older = tuple(sorted(name for name, date in dates.items() if date < day))
+        landmarks.setdefault(older, []).append(f"{what} ({day})")
+    for older, changes in landmarks.items():
+        newer = sorted(set(dates) - set(older))
+        is_most = len(newer) < len(older)
+        named = ", ".join(f"`{name}`" for name in (newer if is_most else older))
+        if is_most:
+            named = f"all but {named}" if newer else "all"
+        if older:
+            text += f" Older than {' and '.join(changes)}: {named}."
+    return text
+
+
 def document_section(names: list[str]) -> str:
-    parts = []
-    for name in names:
-        found = row_files.load(RESULTS / f"{name}.json")
+    found_of = {name: row_files.load(RESULTS / f"{name}.json") for name in names}
+    parts = [states({name: found[0]["date"] for name, found in found_of.items()}) + "\n"]
+    for name, found in found_of.items():
         first = found[0]
         loads = first.get("load", ["?", "?"])
         parts.append(

@@ -235,3 +235,17 @@ def test_rows_are_given_their_peers():
     told = runner.with_peers([ours, peer])
     assert (told[0]["peer"], told[0]["peer_median"], told[0]["ratio"]) == (peer["name"], 8.0, 1.6)
     assert "peer" not in told[1]
+
+
+def test_the_page_says_of_which_state_its_tables_are(monkeypatch):
+    page = (ROOT / "docs/performance.md").read_text()
+    section = runner.document_section(runner.kept())
+    assert page.split(runner.BEGIN)[1].split(runner.END)[0].strip() == section.strip()
+    monkeypatch.setattr(runner, "LANDMARKS", {"2026-02-01": "a new loop", "2026-03-01": "a new reducer"})
+    days = {"slow": "2026-01-31", "quick": "2026-02-01", "late": "2026-03-01"}
+    assert runner.states(days).endswith(
+        "Older than a new loop (2026-02-01): `slow`. Older than a new reducer (2026-03-01): all but `late`."
+    )
+    both = "Older than a new loop (2026-02-01) and a new reducer (2026-03-01): "
+    assert runner.states({"slow": "2026-01-31"}).endswith(both + "all.")
+    assert "Older" not in runner.states({"late": "2026-03-01"})
