@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from tessera.sparse._traced import BatchMeta, is_traced, lengths_of, offsets_of
 from tessera.streamable import Pipelineable
+
+if TYPE_CHECKING:
+    from typing import Self
 
 
 class Bags(Pipelineable, metaclass=BatchMeta):
@@ -21,7 +24,21 @@ class Bags(Pipelineable, metaclass=BatchMeta):
     _held: Any = None  # what the engine has made of it; scripts return batches without
 
     def _engine(self) -> Any:
+        """Return what the engine takes."""
         raise NotImplementedError
+
+    def _hold(self, engine: Any) -> None:
+        """Be what the engine gave."""
+        raise NotImplementedError
+
+    @classmethod
+    def _of(cls, engine: Any) -> Self:
+        bags = cls.__new__(cls)
+        bags._hold(engine)
+        return bags
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_held": None}
 
     def weights(self) -> Tensor:
         """Return the weights; ValueError if there are none."""
@@ -64,3 +81,16 @@ class Bags(Pipelineable, metaclass=BatchMeta):
     def size_in_bytes(self) -> int:
         """Return the bytes of all tensors."""
         return self._engine().size_in_bytes()
+
+    def pin_memory(self) -> Self:
+        """Return the same in memory that a GPU reads at full speed."""
+        return self._of(self._engine().pin_memory())
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the memory of the tensors until `stream` has used them."""
+        self._engine().record_stream(stream)
+
+    def __str__(self) -> str:
+        return str(self._engine())
+
+    __repr__ = __str__

@@ -61,9 +61,6 @@ class JaggedTensor(Bags):
             self._held = _Engine(self._values, self._weights, self._lengths, self._offsets)
         return self._held
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_held": None}
-
     @staticmethod
     def empty(
         is_weighted: bool = False,
@@ -139,28 +136,13 @@ class JaggedTensor(Bags):
         parts = (self._values, self._weights, self._lengths, self._offsets)
         return JaggedTensor(*(part if part is None else part.to(device, non_blocking) for part in parts))
 
-    def pin_memory(self) -> JaggedTensor:
-        """Return the feature in memory that a GPU reads at full speed."""
-        return jt_of(self._engine().pin_memory())
-
-    def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the memory of the tensors until `stream` has used them."""
-        self._engine().record_stream(stream)
-
-    def __str__(self) -> str:
-        return str(self._engine())
-
-    __repr__ = __str__
-
 
 JaggedTensor.__module__ = "tessera.sparse.jagged_tensor"
 
 
 def jt_of(engine: Any) -> JaggedTensor:
     """Return what the engine gave as the class that users know."""
-    jt = JaggedTensor.__new__(JaggedTensor)
-    jt._hold(engine)
-    return jt
+    return JaggedTensor._of(engine)
 
 
 def jts_of(named: dict[str, Any]) -> dict[str, JaggedTensor]:

@@ -133,9 +133,6 @@ class KeyedJaggedTensor(Bags):
             )
         return self._held
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_held": None}
-
     # ---- made of other things ----
 
     @staticmethod
@@ -460,14 +457,6 @@ class KeyedJaggedTensor(Bags):
             inverse_indices=None if self._inverse is None else (self._inverse[0], moved(self._inverse[1])),
         )
 
-    def pin_memory(self) -> KeyedJaggedTensor:
-        """Return the batch in memory that a GPU reads at full speed."""
-        return kjt_of(self._engine().pin_memory())
-
-    def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the memory of the tensors until `stream` has used them."""
-        self._engine().record_stream(stream)
-
     def dist_labels(self) -> list[str]:
         """Return what travels in an exchange of keys between ranks."""
         return self._engine().dist_labels()
@@ -479,11 +468,6 @@ class KeyedJaggedTensor(Bags):
     def dist_tensors(self) -> list[Tensor]:
         """Return the tensors that travel."""
         return self._engine().dist_tensors()
-
-    def __str__(self) -> str:
-        return str(self._engine())
-
-    __repr__ = __str__
 
 
 KeyedJaggedTensor.__module__ = "tessera.sparse.jagged_tensor"
@@ -498,6 +482,4 @@ def _added_up(sizes: Sequence[int]) -> list[int]:
 
 def kjt_of(engine: Any) -> KeyedJaggedTensor:
     """Return what the engine gave as the class that users know."""
-    kjt = KeyedJaggedTensor.__new__(KeyedJaggedTensor)
-    kjt._hold(engine)
-    return kjt
+    return KeyedJaggedTensor._of(engine)
