@@ -40,6 +40,7 @@ __all__ = [
 _engine = _C.graph_parallel
 Adjacency = _engine.Adjacency
 PendingRows = _engine.PendingRows
+_EVERY_AXIS = (True, True, True)
 
 
 def _field(name: str, doc: str) -> property:
@@ -90,22 +91,18 @@ class Partition:
         return cls(_engine.Partition.from_owners(owners, num_parts))
 
     @classmethod
-    def morton(
-        cls, positions, num_parts, cell=None, is_periodic=(True, True, True), weights=None
-    ) -> Partition:
+    def morton(cls, positions, num_parts, cell=None, is_periodic=_EVERY_AXIS, weights=None) -> Partition:
         """Cut a Morton curve through `positions`, [nodes, 3]; `cell` has lattice vectors as rows."""
         return cls(_engine.Partition.morton(positions, num_parts, cell, is_periodic, weights))
 
     @classmethod
-    def hilbert(
-        cls, positions, num_parts, cell=None, is_periodic=(True, True, True), weights=None
-    ) -> Partition:
+    def hilbert(cls, positions, num_parts, cell=None, is_periodic=_EVERY_AXIS, weights=None) -> Partition:
         """Cut a Hilbert curve through `positions`."""
         return cls(_engine.Partition.hilbert(positions, num_parts, cell, is_periodic, weights))
 
     @classmethod
     def recursive_bisection(
-        cls, positions, num_parts, cell=None, is_periodic=(True, True, True), weights=None
+        cls, positions, num_parts, cell=None, is_periodic=_EVERY_AXIS, weights=None
     ) -> Partition:
         """Halve the nodes again and again, across the axis whose cut exposes the least area."""
         return cls(_engine.Partition.recursive_bisection(positions, num_parts, cell, is_periodic, weights))

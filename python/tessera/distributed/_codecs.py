@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tessera import _C
 
@@ -15,6 +16,9 @@ class QuantizationContext:
     """Carry from `encode` to `decode` how many values there were."""
 
     count: int | None = None
+
+
+_Count = QuantizationContext | int | None
 
 
 class QuantizedCommCodec:
@@ -54,18 +58,13 @@ class QuantizedCommCodec:
         self.__dict__.update(state)
         self._make()
 
-    def encode(self, input_tensor: torch.Tensor, ctx: QuantizationContext | None = None) -> torch.Tensor:
+    def encode(self, input_tensor: Tensor, ctx: QuantizationContext | None = None) -> Tensor:
         """Return the values as they travel, flat."""
         if ctx is not None:
             ctx.count = input_tensor.numel()
         return self._codec.encode(input_tensor.reshape(-1), [input_tensor.numel()])
 
-    def decode(
-        self,
-        input_grad: torch.Tensor,
-        ctx: QuantizationContext | int | None = None,
-        dtype: torch.dtype = torch.float32,
-    ) -> torch.Tensor:
+    def decode(self, input_grad: Tensor, ctx: _Count = None, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the values that `encode` was given, up to what the format loses.
 
         `ctx` says how many there were: the context of `encode`, or the number. Without it a wire of rows
@@ -88,7 +87,7 @@ class QuantizedCommCodec:
 
     def padded_size(
         self,
-        input_tensor: torch.Tensor,
+        input_tensor: Tensor,
         dim_per_rank: list[int],
         my_rank: int,
         qcomm_ctx: QuantizationContext | None = None,
@@ -114,16 +113,11 @@ class NoOpQuantizedCommCodec(QuantizedCommCodec):
     def __init__(self) -> None:
         super().__init__("fp32")
 
-    def encode(self, input_tensor: torch.Tensor, ctx: QuantizationContext | None = None) -> torch.Tensor:
+    def encode(self, input_tensor: Tensor, ctx: QuantizationContext | None = None) -> Tensor:
         """Return the tensor itself."""
         return input_tensor
 
-    def decode(
-        self,
-        input_grad: torch.Tensor,
-        ctx: QuantizationContext | int | None = None,
-        dtype: torch.dtype = torch.float32,
-    ) -> torch.Tensor:
+    def decode(self, input_grad: Tensor, ctx: _Count = None, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the tensor itself."""
         return input_grad
 
