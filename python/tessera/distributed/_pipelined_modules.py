@@ -20,6 +20,20 @@ from tessera.distributed.utils import append_prefix
 from tessera.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from tessera.streamable import Multistreamable
 
+# What torchrec's users know.
+__all__ = [
+    "ArgInfo",
+    "BaseForward",
+    "EmbeddingPipelinedForward",
+    "EmbeddingTrainPipelineContext",
+    "KJTAllToAllForward",
+    "PipelinedForward",
+    "PrefetchPipelinedForward",
+    "PrefetchTrainPipelineContext",
+    "Tracer",
+    "TrainPipelineContext",
+]
+
 Extractor = Callable[[Any], Any]
 
 
