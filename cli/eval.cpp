@@ -8,6 +8,7 @@
 #include "doctor/machine.h"
 #include "eval_flags.h"
 #include "report/run_folder.h"
+#include "settings/config_file.h"
 #include "tessera/launch/exit_code.h"
 #include "tessera/launch/job.h"
 #include "tessera/launch/launch_error.h"
@@ -106,9 +107,11 @@ void use_log(const std::string& verb, const EvalWords& given, std::vector<std::s
   const std::string schema = given.run + "/schema.toml";
   if (!workloads::data::is_table(given.data) || !std::filesystem::exists(schema)) return;
   // Tables that grow take ids as the files have them.
-  const std::string config =
-      workloads::report::read_text(given.run + "/" + workloads::report::kConfigFile);
-  if (config.find("\nids=\"unlimited\"") != std::string::npos) return;
+  const std::string config = given.run + "/" + workloads::report::kConfigFile;
+  for (const auto& one :
+       settings::settings_in(verb, config, workloads::report::read_text(config))) {
+    if (one.key == "ids" && one.value == "unlimited") return;
+  }
   workloads::data::TableOptions options;
   options.label_may_miss = verb == "predict";
   const std::string log = say_converted(verb, given.data, schema, options);

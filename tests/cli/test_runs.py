@@ -93,6 +93,27 @@ def test_two_runs_are_compared(folder):
     assert "settings are the same" in runs(folder, "diff", "2026-11-15-2", "2026-11-15-2")
 
 
+def test_settings_are_compared_by_what_they_say_not_by_how_they_are_written(folder):
+    configs = [
+        "lr = 0.25\ntop = \"a = b # c\"\nids = 'rows'\n[growth]\nbytes = 10\n",
+        'ids="rows"\n# lr = 9\nlr = 2.5e-1  # as before\ntop = "a = d"\n[growth]\nbytes = 20\nshare = 1\n',
+    ]
+    for name, config in zip(("2026-11-15-2", "2026-11-15-10"), configs, strict=True):
+        (folder / "runs" / name / "config.toml").write_text(config)
+    told = json.loads(runs(folder, "diff", "2026-11-15-2", "2026-11-15-10", "--json"))
+    assert told["settings"] == {
+        "top": ["a = b # c", "a = d"],
+        "growth.bytes": ["10", "20"],
+        "growth.share": ["", "1"],
+    }
+
+
+def test_a_config_that_cannot_be_read_is_named(folder):
+    (folder / "runs/2026-11-15-10/config.toml").write_text("lr = 0.25\nbatch: 64\n")
+    said = runs(folder, "diff", "2026-11-15-2", "2026-11-15-10", code=78)
+    assert "runs: 2026-11-15-10/config.toml, line 2: 'batch: 64' is not a setting" in said
+
+
 def test_what_is_no_run_is_named(folder):
     said = runs(folder, "diff", "2026-11-15-3", "2026-11-15-2", code=65)
     assert "there is no run in 2026-11-15-3" in said and "did you mean 2026-11-15-2" in said

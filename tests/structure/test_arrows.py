@@ -49,7 +49,7 @@ COMM_GROUND = {"call_agreement", "call_board", "own_process", "rank_list", "rank
 UPPER = {
     "workloads/dlrm/log": set(),
     "workloads/settings": {"workloads/dlrm/log"},
-    "workloads/report": set(),
+    "workloads/report": {"workloads/settings"},
     "workloads/data": {"workloads/settings", "workloads/dlrm/log"},
     "workloads/trainer": {"workloads/settings", "workloads/report"},
     "workloads/dlrm": {

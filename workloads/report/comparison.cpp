@@ -2,37 +2,33 @@
 
 #include <algorithm>
 #include <cmath>
-#include <sstream>
+#include <optional>
 
 #include "report/curves.h"
 #include "report/html.h"
 #include "report/page.h"
 #include "report/page_template.h"
+#include "report/run_folder.h"
+#include "settings/config_file.h"
 
 namespace tessera::workloads::report {
 namespace {
 
 using Json = nlohmann::ordered_json;
-using Settings = std::vector<std::pair<std::string, std::string>>;
+using Settings = std::vector<settings::FileSetting>;
 
-std::string trimmed_text(const std::string& text) {
-  const std::size_t begin = text.find_first_not_of(" \t\r");
-  if (begin == std::string::npos) return "";
-  return text.substr(begin, text.find_last_not_of(" \t\r") - begin + 1);
+Settings settings_of(const RunRecord& run) {
+  Settings all = settings::settings_in("runs", run.name + "/" + kConfigFile, run.config);
+  std::erase_if(all, [](const auto& setting) {
+    return setting.key == "runs" || setting.key == "save" || setting.key == "resume";
+  });
+  return all;
 }
 
-// Keys and values of config.toml, which the trainer writes one per line.
-Settings settings_of(const std::string& config) {
-  Settings all;
-  std::istringstream lines(config);
-  for (std::string line; std::getline(lines, line);) {
-    const std::size_t equals = line.find('=');
-    const std::string name = trimmed_text(line.substr(0, equals));
-    if (equals == std::string::npos || name.empty() || name[0] == '#') continue;
-    if (name == "runs" || name == "save" || name == "resume") continue;
-    all.emplace_back(name, trimmed_text(line.substr(equals + 1)));
-  }
-  return all;
+std::optional<std::string> value_in(const Settings& all, const std::string& key) {
+  const auto found =
+      std::find_if(all.begin(), all.end(), [&](const auto& setting) { return setting.key == key; });
+  return found == all.end() ? std::nullopt : std::optional(found->value);
 }
 
 double middle_of(const std::vector<StepRow>& rows, double StepRow::* value) {
@@ -83,20 +79,15 @@ std::vector<std::pair<std::string, double>> figures_of(const EvalRow& row) {
 }
 
 std::vector<Difference> setting_differences(const RunRecord& first, const RunRecord& second) {
-  const Settings one = settings_of(first.config);
-  const Settings other = settings_of(second.config);
-  const auto value_in = [](const Settings& all, const std::string& name) {
-    const auto found = std::find_if(all.begin(), all.end(),
-                                    [&](const auto& setting) { return setting.first == name; });
-    return found == all.end() ? std::string() : found->second;
-  };
+  const Settings one = settings_of(first);
+  const Settings other = settings_of(second);
   std::vector<Difference> rows;
-  for (const auto& [name, value] : one) {
-    const std::string there = value_in(other, name);
-    if (there != value) rows.push_back({name, value, there});
+  for (const auto& [key, value, line] : one) {
+    const std::string there = value_in(other, key).value_or("");
+    if (there != value) rows.push_back({key, value, there});
   }
-  for (const auto& [name, value] : other) {
-    if (value_in(one, name).empty()) rows.push_back({name, "", value});
+  for (const auto& [key, value, line] : other) {
+    if (!value_in(one, key) && !value.empty()) rows.push_back({key, "", value});
   }
   return rows;
 }

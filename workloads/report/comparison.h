@@ -18,7 +18,8 @@ struct Difference {
 };
 
 /// Settings of config.toml that are not the same, in the order of the first run. `runs`, `save` and
-/// `resume`, which name folders, are left out.
+/// `resume`, which name folders, are left out. Throws launch::LaunchError for a line that is no
+/// setting.
 std::vector<Difference> setting_differences(const RunRecord& first, const RunRecord& second);
 
 /// The figures of both: status, steps, the last and the best evaluation, speed, memory.

@@ -26,7 +26,7 @@ const char* const kSetting = R"(^\s*([\w.-]+|"[^"]*"|'[^']*')\s*=\s*(.*?)\s*$)";
 struct Reader {
   const std::string& verb;
   const std::string& path;
-  const std::set<std::string>& sections;
+  const std::set<std::string>* sections;  // null: any
   std::vector<std::string> lines;
 
   std::string line(std::size_t number) const {
@@ -118,7 +118,7 @@ struct Reader {
 
   [[noreturn]] void refuse_section(std::size_t number) const {
     std::string known;
-    for (const std::string& section : sections) known += " [" + section + "]";
+    for (const std::string& section : *sections) known += " [" + section + "]";
     refuse(number, "a section " + line(number),
            known.empty() ? "keys are the names of flags and stand in no section"
                          : "keys are the names of flags and stand in no section but" + known,
@@ -131,14 +131,39 @@ struct Reader {
     for (const auto& [key, node] : table) {
       const auto number = static_cast<std::size_t>(node.source().begin.line);
       const std::string name = section + std::string(key.str());
-      if (section.empty() && is_section(node) && sections.contains(name)) {
+      const bool is_known = sections == nullptr || (section.empty() && sections->contains(name));
+      if (is_known && is_section(node)) {
         add(*node.as_table(), name + ".", settings);
       } else {
         settings.push_back({name, value_of(name, node, number), static_cast<int>(number)});
       }
     }
   }
+
+  std::vector<FileSetting> read() {
+    for (;;) {
+      try {
+        std::vector<FileSetting> settings;
+        const toml::table all = toml::parse(text());
+        add(all, "", settings);
+        std::sort(settings.begin(), settings.end(),
+                  [](const auto& a, const auto& b) { return a.line < b.line; });
+        return settings;
+      } catch (const toml::parse_error& error) {
+        // At the end of the text the parser names the line after it.
+        const std::size_t last = std::max<std::size_t>(1, lines.size());
+        mend(std::clamp<std::size_t>(error.source().begin.line, 1, last), error.description());
+      }
+    }
+  }
 };
+
+std::vector<FileSetting> settings_of(const std::string& verb, const std::string& path,
+                                     const std::set<std::string>* sections, std::istream& text) {
+  Reader reader{verb, path, sections, {}};
+  for (std::string line; std::getline(text, line);) reader.lines.push_back(line);
+  return reader.read();
+}
 
 }  // namespace
 
@@ -151,22 +176,13 @@ std::vector<FileSetting> read_config(const std::string& verb, const std::string&
         launch::kExitConfiguration, verb + ": the configuration file " + path + " cannot be read",
         is_folder ? "it is a folder" : std::strerror(errno), "check the path given to --config");
   }
-  Reader reader{verb, path, sections, {}};
-  for (std::string line; std::getline(file, line);) reader.lines.push_back(line);
-  for (;;) {
-    try {
-      std::vector<FileSetting> settings;
-      const toml::table all = toml::parse(reader.text());
-      reader.add(all, "", settings);
-      std::sort(settings.begin(), settings.end(),
-                [](const auto& a, const auto& b) { return a.line < b.line; });
-      return settings;
-    } catch (const toml::parse_error& error) {
-      // At the end of the text the parser names the line after it.
-      const std::size_t last = std::max<std::size_t>(1, reader.lines.size());
-      reader.mend(std::clamp<std::size_t>(error.source().begin.line, 1, last), error.description());
-    }
-  }
+  return settings_of(verb, path, &sections, file);
+}
+
+std::vector<FileSetting> settings_in(const std::string& verb, const std::string& path,
+                                     const std::string& text) {
+  std::istringstream lines(text);
+  return settings_of(verb, path, nullptr, lines);
 }
 
 }  // namespace tessera::settings

@@ -22,4 +22,8 @@ struct FileSetting {
 std::vector<FileSetting> read_config(const std::string& verb, const std::string& path,
                                      const std::set<std::string>& sections = {});
 
+/// The same of a text, in any sections. `path` is what errors call it.
+std::vector<FileSetting> settings_in(const std::string& verb, const std::string& path,
+                                     const std::string& text);
+
 }  // namespace tessera::settings
