@@ -14,9 +14,16 @@ using jagged::JaggedTensor;
 using jagged::KeyedJaggedTensor;
 using jagged::KeyedTensor;
 
-std::vector<EmbeddingTableConfig> typed(std::vector<EmbeddingTableConfig> tables, DataType type) {
+/// The quantised form of a module that was trained, with its rows rounded to `type`.
+template <class Quantised, class Module>
+std::shared_ptr<Quantised> rounded(const Module& module, std::vector<EmbeddingTableConfig> tables,
+                                   DataType type, bool flag, const QuantOptions& options) {
   for (EmbeddingTableConfig& table : tables) table.data_type = type;
-  return tables;
+  auto made = std::make_shared<Quantised>(tables, flag, options);
+  for (const EmbeddingTableConfig& table : tables) {
+    made->assign(table.name, module.weight(table.name));
+  }
+  return made;
 }
 
 }  // namespace
@@ -175,12 +182,8 @@ QuantEmbeddingBagCollection::QuantEmbeddingBagCollection(std::vector<EmbeddingBa
 
 std::shared_ptr<QuantEmbeddingBagCollection> QuantEmbeddingBagCollection::from_float(
     const EmbeddingBagCollection& module, DataType type, QuantOptions options) {
-  auto made = std::make_shared<QuantEmbeddingBagCollection>(
-      typed(module.embedding_bag_configs(), type), module.is_weighted(), options);
-  for (const auto& table : made->embedding_bag_configs()) {
-    made->assign(table.name, module.weight(table.name));
-  }
-  return made;
+  return rounded<QuantEmbeddingBagCollection>(module, module.embedding_bag_configs(), type,
+                                              module.is_weighted(), options);
 }
 
 KeyedTensor QuantEmbeddingBagCollection::forward(const KeyedJaggedTensor& features) const {
@@ -205,12 +208,8 @@ QuantEmbeddingCollection::QuantEmbeddingCollection(std::vector<EmbeddingConfig> 
 
 std::shared_ptr<QuantEmbeddingCollection> QuantEmbeddingCollection::from_float(
     const EmbeddingCollection& module, DataType type, QuantOptions options) {
-  auto made = std::make_shared<QuantEmbeddingCollection>(typed(module.embedding_configs(), type),
-                                                         module.need_indices(), options);
-  for (const auto& table : made->embedding_configs()) {
-    made->assign(table.name, module.weight(table.name));
-  }
-  return made;
+  return rounded<QuantEmbeddingCollection>(module, module.embedding_configs(), type,
+                                           module.need_indices(), options);
 }
 
 NamedRows QuantEmbeddingCollection::forward(const KeyedJaggedTensor& features) const {
