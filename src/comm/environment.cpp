@@ -91,11 +91,17 @@ std::uint16_t port_of_job(const std::string& job) {
   return static_cast<std::uint16_t>(15000 + hash % 15000);
 }
 
-Environment from_torchrun() {
+/// What a launcher says by two variables, of which each needs the other.
+Environment started_by(const char* launcher, const char* rank, const char* world_size) {
   Environment environment;
-  environment.launcher = "torchrun";
-  environment.rank = required("RANK", "WORLD_SIZE");
-  environment.world_size = required("WORLD_SIZE", "RANK");
+  environment.launcher = launcher;
+  environment.rank = required(rank, world_size);
+  environment.world_size = required(world_size, rank);
+  return environment;
+}
+
+Environment from_torchrun() {
+  Environment environment = started_by("torchrun", "RANK", "WORLD_SIZE");
   environment.local_rank = integer("LOCAL_RANK").value_or(environment.rank);
   environment.local_world_size = integer("LOCAL_WORLD_SIZE").value_or(environment.world_size);
   environment.node_rank = integer("GROUP_RANK").value_or(0);
@@ -112,10 +118,7 @@ Environment from_torchrun() {
 }
 
 Environment from_slurm() {
-  Environment environment;
-  environment.launcher = "slurm";
-  environment.rank = required("SLURM_PROCID", "SLURM_NTASKS");
-  environment.world_size = required("SLURM_NTASKS", "SLURM_PROCID");
+  Environment environment = started_by("slurm", "SLURM_PROCID", "SLURM_NTASKS");
   environment.local_rank = integer("SLURM_LOCALID").value_or(0);
   environment.node_rank = integer("SLURM_NODEID").value_or(0);
   // "4" or "4(x2),3": tasks per node, run-length coded. The number for this node is looked up.
@@ -149,10 +152,7 @@ Environment from_slurm() {
 }
 
 Environment from_open_mpi() {
-  Environment environment;
-  environment.launcher = "openmpi";
-  environment.rank = required("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE");
-  environment.world_size = required("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK");
+  Environment environment = started_by("openmpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE");
   environment.local_rank = integer("OMPI_COMM_WORLD_LOCAL_RANK").value_or(environment.rank);
   environment.local_world_size =
       integer("OMPI_COMM_WORLD_LOCAL_SIZE").value_or(environment.world_size);
