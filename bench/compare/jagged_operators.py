@@ -44,7 +44,17 @@ def calls(batch: int):
             lambda: peer.permute_2D_sparse_data(order, lengths, values, weights, total),
         ),
         "bucketize": (
-            lambda: ours.bucketize(flat, values, weights, BUCKETS, bags, sizes, [], True, True),
+            lambda: ours.bucketize(
+                flat,
+                values,
+                weights,
+                num_buckets=BUCKETS,
+                bags_per_feature=bags,
+                block_sizes=sizes,
+                block_starts=[],
+                positions=True,
+                unbucketize=True,
+            ),
             lambda: peer.block_bucketize_sparse_features(flat, values, True, True, blocks, BUCKETS, weights),
         ),
     }

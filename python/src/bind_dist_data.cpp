@@ -56,7 +56,9 @@ void bind_feature_exchanges(py::module_& module) {
             rows, lengths, input_splits, output_splits, features_per_rank, group,
             {{}, batch_size_per_rank, tensor_of(sparse_features_recat)}, codecs);
       },
-      Release());
+      py::arg("rows"), py::arg("lengths"), py::arg("input_splits"), py::arg("output_splits"),
+      py::arg("features_per_rank"), py::arg("group"), py::arg("batch_size_per_rank"),
+      py::arg("sparse_features_recat"), py::arg("codecs"), Release());
   module.def("embeddings_all_to_one", &sharding::embeddings_all_to_one, Release());
   module.def("embeddings_all_to_one_reduce", &sharding::embeddings_all_to_one_reduce, Release());
 }

@@ -460,7 +460,10 @@ void bind_operators(py::module_& module) {
                                                .unbucketize = unbucketize});
         return py::make_tuple(spread.lengths, spread.values, spread.weights, spread.positions,
                               spread.unbucketize_permute);
-      });
+      },
+      py::arg("lengths"), py::arg("values"), py::arg("weights"), py::arg("num_buckets"),
+      py::arg("bags_per_feature"), py::arg("block_sizes"), py::arg("block_starts"),
+      py::arg("positions"), py::arg("unbucketize"));
   module.def("unique_ids",
              [](const Tensor& lengths, const Tensor& values, const Integers& bags_per_space) {
                const auto unique = jagged::unique_ids(lengths, values, bags_per_space);

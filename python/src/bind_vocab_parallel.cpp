@@ -296,6 +296,8 @@ void bind_distillation(py::module_& m) {
         return std::tuple<Tensor, Tensor, MaybeTensor>(result.student, result.teacher,
                                                        maybe(result.minus_entropy));
       },
+      py::arg("student"), py::arg("teacher"), py::arg("ids"), py::arg("zero_outside_topk"),
+      py::arg("calculate_entropy"), py::arg("group"), py::arg("cp_group"), py::arg("columns"),
       Release());
   m.def(
       "distributed_hidden_states_to_logprobs",
@@ -364,7 +366,10 @@ void bind_model_utils(py::module_& m) {
             inference_only, maybe_group(cp_group), std::nullopt, params_of(sampling),
             target_is_pre_rolled);
       },
-      Release());
+      py::arg("logits"), py::arg("target"), py::arg("cu_seqlens_padded"),
+      py::arg("unpacked_seqlen"), py::arg("start"), py::arg("end"), py::arg("group"),
+      py::arg("inference_only"), py::arg("cp_group"), py::arg("sampling"),
+      py::arg("target_is_pre_rolled"), Release());
   m.def(
       "from_parallel_hidden_states_to_logprobs",
       [](const Tensor& hidden, const Tensor& weight, const Tensor& target, std::int64_t start,
@@ -374,6 +379,8 @@ void bind_model_utils(py::module_& m) {
                                                        group_of(group), inference_only,
                                                        maybe_group(cp_group), chunk_size);
       },
+      py::arg("hidden"), py::arg("weight"), py::arg("target"), py::arg("start"), py::arg("end"),
+      py::arg("group"), py::arg("inference_only"), py::arg("cp_group"), py::arg("chunk_size"),
       Release());
   m.def(
       "distributed_vocab_topk",
@@ -417,6 +424,8 @@ void bind_te_parallel_ce(py::module_& m) {
         return TEParallelCrossEntropy(ignore_index, reduction, maybe_group(group))(
             logits, labels, mask.value_or(Tensor()), num_label_tokens, columns_in(columns));
       },
+      py::arg("logits"), py::arg("labels"), py::arg("mask"), py::arg("ignore_index"),
+      py::arg("reduction"), py::arg("group"), py::arg("num_label_tokens"), py::arg("columns"),
       Release());
 }
 

@@ -122,11 +122,11 @@ def from_parallel_logits_to_logprobs_packed_sequences(
         cu_seqlens_padded,
         unpacked_seqlen,
         *columns,
-        chosen,
-        inference_only,
-        group_of(name, cp_group),
-        _filters(sampling_params),
-        target_is_pre_rolled,
+        group=chosen,
+        inference_only=inference_only,
+        cp_group=group_of(name, cp_group),
+        sampling=_filters(sampling_params),
+        target_is_pre_rolled=target_is_pre_rolled,
     )
 
 
@@ -163,10 +163,10 @@ def from_parallel_hidden_states_to_logprobs(
         weight,
         local_part(target),
         *columns,
-        group,
-        inference_only,
-        group_of(name, cp_group),
-        chunk_size,
+        group=group,
+        inference_only=inference_only,
+        cp_group=group_of(name, cp_group),
+        chunk_size=chunk_size,
     )
 
 

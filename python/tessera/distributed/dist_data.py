@@ -354,13 +354,13 @@ class SequenceEmbeddingsAllToAll(nn.Module):
         pending = _engine.sequence_embeddings_alltoall(
             local_embs,
             lengths,
-            input_splits,
-            output_splits,
-            self._features_per_rank,
-            self._pg,
-            batch_size_per_rank or [],
-            sparse_features_recat,
-            native_codecs(self._codecs),
+            input_splits=input_splits,
+            output_splits=output_splits,
+            features_per_rank=self._features_per_rank,
+            group=self._pg,
+            batch_size_per_rank=batch_size_per_rank or [],
+            sparse_features_recat=sparse_features_recat,
+            codecs=native_codecs(self._codecs),
         )
         return SequenceEmbeddingsAwaitable(
             _TensorAwaitable(pending), unbucketize_permute_tensor, local_embs.size(1)

@@ -80,12 +80,12 @@ def bucketize_kjt_before_all2all(
         kjt.lengths().view(-1),
         kjt.values(),
         None if bucketize_pos else kjt.weights_or_none(),
-        num_buckets,
-        kjt.stride_per_key(),
-        [] if starts else block_sizes.tolist(),
-        starts,
-        bucketize_pos,
-        output_permute,
+        num_buckets=num_buckets,
+        bags_per_feature=kjt.stride_per_key(),
+        block_sizes=[] if starts else block_sizes.tolist(),
+        block_starts=starts,
+        positions=bucketize_pos,
+        unbucketize=output_permute,
     )
     is_variable = kjt.variable_stride_per_key()
     spread = KeyedJaggedTensor(
