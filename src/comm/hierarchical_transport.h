@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "comm/call_table.h"
-#include "comm/gloo_transport.h"
+#include "comm/gloo/gloo_transport.h"
 #include "comm/monitor.h"
 #include "comm/transport.h"
 #include "tessera/comm/group.h"

@@ -15,7 +15,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "comm/call_exchange.h"
-#include "comm/gloo_transport.h"
+#include "comm/gloo/gloo_transport.h"
 #include "comm/hierarchical_transport.h"
 #include "comm/meeting.h"
 #include "comm/network.h"
@@ -33,8 +33,6 @@ namespace {
 constexpr auto kDeathInterval = std::chrono::milliseconds(50);
 // The thread that makes it may know more of a death: it gets this long to say so.
 constexpr auto kMakerFirst = std::chrono::milliseconds(100);
-// How long a broken connection waits for a death that explains it.
-constexpr auto kBreakFirst = std::chrono::milliseconds(500);
 // How long the store may take to tell which of several deaths came first.
 constexpr auto kAgreementLimit = std::chrono::milliseconds(500);
 
@@ -287,7 +285,7 @@ c10::intrusive_ptr<EngineBackend> join_within_limit(const c10::intrusive_ptr<c10
     throw;
   } catch (const std::exception&) {
     // A connection breaks before the death behind it can be seen.
-    const auto last_look = Clock::now() + kBreakFirst;
+    const auto last_look = Clock::now() + std::chrono::milliseconds(500);
     do {
       if (const auto death = making->find_death(options, self)) throw *death;
       std::this_thread::sleep_for(std::chrono::milliseconds(5));

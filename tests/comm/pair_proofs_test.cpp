@@ -1,4 +1,4 @@
-#include "comm/pair_proofs.h"
+#include "comm/gloo/pair_proofs.h"
 
 #include <future>
 #include <string>

@@ -205,6 +205,26 @@ def test_engines_stand_on_the_ground_of_comm():
     assert not wrong, "\n".join(wrong)
 
 
+def test_gloo_does_not_see_what_stands_on_it():
+    """Its folder and all of comm that it needs; of the rest, some files hold a transport over Gloo."""
+    root = ROOT / "src" / "comm"
+    seen_by, above = {}, set()
+    for path in sources("src/comm"):
+        stem = path.relative_to(root).with_suffix("").as_posix()
+        targets = {
+            target.group(1) for target in map(re.compile(r"comm/(.+)\.h$").match, includes(path)) if target
+        }
+        seen_by.setdefault(stem, set()).update(targets)
+        if not stem.startswith("gloo/") and any(target.startswith("gloo/") for target in targets):
+            above.add(stem)
+    under = {stem for stem in seen_by if stem.startswith("gloo/")}
+    assert {"gloo/gloo_backend", "gloo/gloo_sockets", "gloo/gloo_transport", "gloo/pair_proofs"} <= under
+    while more := set().union(*(seen_by.get(stem, set()) for stem in under)) - under:
+        under |= more
+    assert above == {"hierarchical_transport", "rendezvous"}
+    assert not under & above
+
+
 def upper_floor(path):
     """The floor of a file of workloads or cli, given without its ending."""
     if path in CLICK_LOG:

@@ -1,4 +1,4 @@
-// src/comm/message_watch.h — ends waits for single messages, which Gloo would let wait to its
+// src/comm/gloo/message_watch.h — ends waits for single messages, which Gloo would let wait to its
 // limit.
 
 #pragma once

@@ -1,4 +1,4 @@
-#include "comm/gloo_sockets.h"
+#include "comm/gloo/gloo_sockets.h"
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
@@ -67,7 +67,7 @@ bool has(int descriptor, int option, int value) {
   return ::getsockopt(descriptor, SOL_SOCKET, option, &found, &length) == 0 && found == value;
 }
 
-std::string key_of(int rank) { return "gloo listens/" + std::to_string(rank); }
+std::string listener_key(int rank) { return "gloo listens/" + std::to_string(rank); }
 
 }  // namespace
 
@@ -92,9 +92,9 @@ void GlooSockets::keep_from_children(c10d::Store& store, int rank, int size,
   }
   std::ostringstream said;
   for (const int port : own_ports) said << address << ' ' << port << ' ';
-  store.set(key_of(rank), said.str());
+  store.set(listener_key(rank), said.str());
   std::vector<std::string> keys;
-  for (int peer = 0; peer < size; ++peer) keys.push_back(key_of(peer));
+  for (int peer = 0; peer < size; ++peer) keys.push_back(listener_key(peer));
   std::set<std::pair<std::string, int>> listeners;
   for (const auto& bytes : store.multiGet(keys)) {
     std::istringstream text(std::string(bytes.begin(), bytes.end()));

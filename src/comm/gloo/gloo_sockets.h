@@ -1,4 +1,5 @@
-// src/comm/gloo_sockets.h — finds the connections that Gloo has opened, which it shows to nobody.
+// src/comm/gloo/gloo_sockets.h — finds the connections that Gloo has opened, which it shows to
+// nobody.
 
 #pragma once
 

@@ -1,5 +1,5 @@
-// src/comm/pair_proofs.h — the pairs of a Gloo group prove to each other that they know the job's
-// secret.
+// src/comm/gloo/pair_proofs.h — the pairs of a Gloo group prove to each other that they know the
+// job's secret.
 //
 // Gloo takes whoever connects for the rank that it waits for. So before the first operation both
 // ends of every pair send what only a rank of the job can know, over that pair. Whoever has taken a

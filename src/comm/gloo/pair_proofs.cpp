@@ -1,4 +1,4 @@
-#include "comm/pair_proofs.h"
+#include "comm/gloo/pair_proofs.h"
 
 #include <string>
 #include <vector>
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kTag = 0x7ffffffe;  // of no message of a user
 
-std::string key_of(int rank) { return "pair/" + std::to_string(rank); }
+std::string proof_key(int rank) { return "pair/" + std::to_string(rank); }
 
 // What `from` says to `to`: bound to numbers that both have drawn for this group.
 core::Digest proof_of(const core::Secret& secret, int from, const std::string& from_number, int to,
@@ -34,13 +34,13 @@ void prove_pairs(c10d::Backend& gloo, c10d::Store& store, const core::Secret& se
   const int rank = gloo.getRank();
   const int size = gloo.getSize();
   const std::string mine = core::random_bytes(32);
-  store.set(key_of(rank), std::vector<std::uint8_t>(mine.begin(), mine.end()));
+  store.set(proof_key(rank), std::vector<std::uint8_t>(mine.begin(), mine.end()));
   std::vector<std::string> numbers;
   std::vector<at::Tensor> heard;
   std::vector<at::Tensor> said;
   std::vector<c10::intrusive_ptr<c10d::Work>> works;
   for (int peer = 0; peer < size; ++peer) {
-    const auto number = peer == rank ? std::vector<std::uint8_t>{} : store.get(key_of(peer));
+    const auto number = peer == rank ? std::vector<std::uint8_t>{} : store.get(proof_key(peer));
     numbers.emplace_back(number.begin(), number.end());
     heard.push_back(as_tensor({}));
     if (peer == rank) {

@@ -1,4 +1,5 @@
-// src/comm/gloo_transport.h — LibTorch's Gloo as a Transport: TCP between hosts, and the fall-back.
+// src/comm/gloo/gloo_transport.h — LibTorch's Gloo as a Transport: TCP between hosts, and the
+// fall-back.
 //
 // Gloo trusts its callers: ranks that disagree get garbage, an abort or a hang. So the ranks
 // compare their calls first, over connections of their own, and only then let Gloo move data.
@@ -19,7 +20,7 @@
 #include "comm/call_exchange.h"
 #include "comm/call_table.h"
 #include "comm/failure_channel.h"
-#include "comm/message_watch.h"
+#include "comm/gloo/message_watch.h"
 #include "comm/monitor.h"
 #include "comm/transport.h"
 

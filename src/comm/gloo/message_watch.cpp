@@ -1,4 +1,4 @@
-#include "comm/message_watch.h"
+#include "comm/gloo/message_watch.h"
 
 #include <chrono>
 

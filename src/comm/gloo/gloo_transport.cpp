@@ -1,4 +1,4 @@
-#include "comm/gloo_transport.h"
+#include "comm/gloo/gloo_transport.h"
 
 #include <algorithm>
 #include <condition_variable>
@@ -12,9 +12,9 @@
 
 #include "comm/broken_pipe.h"
 #include "comm/gloo/gloo_backend.h"
-#include "comm/gloo_sockets.h"
+#include "comm/gloo/gloo_sockets.h"
+#include "comm/gloo/pair_proofs.h"
 #include "comm/network.h"
-#include "comm/pair_proofs.h"
 #include "comm/piece_tensor.h"
 #include "comm/short_slice.h"
 #include "comm/start_thread.h"
@@ -28,8 +28,6 @@ constexpr auto kGlooSlack = std::chrono::seconds(5);
 constexpr auto kSlice = std::chrono::milliseconds(20);
 // How long Gloo may take to end an operation whose connections are closed. It takes milliseconds.
 constexpr auto kEndLimit = std::chrono::milliseconds(300);
-// How long a broken connection may wait for somebody who knows why.
-constexpr auto kRootCauseLimit = std::chrono::milliseconds(800);
 
 std::int64_t bytes_of(const Call& call, std::int64_t count) {
   return count * static_cast<std::int64_t>(size_of(call.dtype));
@@ -130,7 +128,7 @@ void GlooTransport::translate(const Call& call, const std::string& says) {
   // The broken connection arrives before the reason does: give those who see it a moment. They may
   // be in the same operation and have had all they need from the one that died, so they are asked.
   channel_->inquire();
-  const auto limit = Clock::now() + kRootCauseLimit;
+  const auto limit = Clock::now() + std::chrono::milliseconds(800);
   do {
     if (auto failure = channel_->poll()) throw std::move(*failure);
     if (const auto death = monitor_->find_death(call)) throw channel_->publish(*death);
