@@ -9,6 +9,8 @@
 
 #include <cstdint>
 
+#include "kernels/reduce.h"
+
 namespace tessera::kernels::cuda {
 
 constexpr float kLog2E = 1.4426950408889634F;
@@ -129,6 +131,21 @@ template <typename T>
 __device__ __forceinline__ uint4 padding_pack() {
   constexpr uint32_t word = Form<T>::kPadding;
   return make_uint4(word, word, word, word);
+}
+
+/// Calls body.operator()<T>() with the type T of the logits.
+template <typename Body>
+void with_type_of(Element element, const Body& body) {
+  switch (element) {
+    case Element::kBFloat16:
+      body.template operator()<__nv_bfloat16>();
+      break;
+    case Element::kFloat16:
+      body.template operator()<__half>();
+      break;
+    default:
+      body.template operator()<float>();
+  }
 }
 
 /// A row cut at 16-byte boundaries: `head` elements, `num_packs` packs, `tail` elements.

@@ -13,6 +13,7 @@
 
 #include "kernels/cuda/row_cache_launch.h"
 #include "kernels/cuda/table_marks.cuh"
+#include "kernels/cuda/work_layout.h"
 
 namespace tessera::kernels::cuda {
 namespace {
@@ -256,25 +257,19 @@ struct AdmitMemory {
         nullptr, sort_bytes, static_cast<const std::uint32_t*>(nullptr),
         static_cast<std::uint32_t*>(nullptr), static_cast<const std::uint32_t*>(nullptr),
         static_cast<std::uint32_t*>(nullptr), static_cast<int>(num_slots), 0, 32);
-    std::size_t next = 0;
-    const auto take = [&](std::size_t numbers) {
-      const std::size_t here = next;
-      next += (4 * numbers + 255) / 256 * 256;
-      return here;
-    };
-    keys = take(positions);
-    values = take(positions);
-    missing = take(std::min(positions, num_keys));
-    words = take(num_words);
-    begins = take(num_words);
-    ranks = take(num_slots);
-    places = take(num_slots);
-    sorted_ranks = take(num_slots);
-    order = take(num_slots);
-    firsts = take(kMostCachedTables + 1);
-    refused = take(1);
-    temporary = take(std::max(scan_bytes, sort_bytes) / 4 + 1);
-    bytes = next;
+    WorkLayout work;
+    keys = work.take_numbers(positions);
+    values = work.take_numbers(positions);
+    missing = work.take_numbers(std::min(positions, num_keys));
+    words = work.take_numbers(num_words);
+    begins = work.take_numbers(num_words);
+    for (std::size_t* array : {&ranks, &places, &sorted_ranks, &order}) {
+      *array = work.take_numbers(num_slots);
+    }
+    firsts = work.take_numbers(kMostCachedTables + 1);
+    refused = work.take_numbers(1);
+    temporary = work.take(std::max(scan_bytes, sort_bytes));
+    bytes = work.bytes();
   }
 };
 
@@ -295,8 +290,7 @@ int find_rows(const TableCall& call, const std::int32_t* table_of, const std::ui
               void* stream) {
   auto* const queue = static_cast<cudaStream_t>(stream);
   const AdmitMemory memory(call.num_positions, cache.num_keys, cache.num_slots);
-  char* const base = static_cast<char*>(work);
-  const auto array = [&](std::size_t at) { return reinterpret_cast<std::uint32_t*>(base + at); };
+  const auto array = arrays_in(work);
   const auto n = static_cast<std::uint32_t>(call.num_positions);
   const std::uint32_t num_words = words_of(cache.num_keys);
   int error = cudaMemsetAsync(array(memory.words), 0, 4UL * num_words, queue);
@@ -311,7 +305,7 @@ int find_rows(const TableCall& call, const std::int32_t* table_of, const std::ui
                                                      array(memory.words));
   std::size_t bytes = memory.scan_bytes;
   error =
-      cub::DeviceScan::ExclusiveSum(base + memory.temporary, bytes, counts_of(array(memory.words)),
+      cub::DeviceScan::ExclusiveSum(array(memory.temporary), bytes, counts_of(array(memory.words)),
                                     array(memory.begins), static_cast<int>(num_words), queue);
   if (error != 0) return error;
   rank_kernel<<<blocks_for(cache.num_slots), kThreads, 0, queue>>>(cache, how, array(memory.ranks),
@@ -325,8 +319,7 @@ int bring_rows(const TableCall& call, const RowCacheArrays& cache, const CacheCa
                std::int32_t* slots, void* work, void* stream) {
   auto* const queue = static_cast<cudaStream_t>(stream);
   const AdmitMemory memory(call.num_positions, cache.num_keys, cache.num_slots);
-  char* const base = static_cast<char*>(work);
-  const auto array = [&](std::size_t at) { return reinterpret_cast<std::uint32_t*>(base + at); };
+  const auto array = arrays_in(work);
   const auto n = static_cast<std::uint32_t>(call.num_positions);
   const std::uint32_t num_words = words_of(cache.num_keys);
   list_kernel<<<blocks_for(num_words), kThreads, 0, queue>>>(
@@ -334,7 +327,7 @@ int bring_rows(const TableCall& call, const RowCacheArrays& cache, const CacheCa
   std::size_t bytes = memory.sort_bytes;
   const int bits = kRankBits + std::bit_width(static_cast<unsigned>(cache.num_tables - 1));
   const int error = cub::DeviceRadixSort::SortPairs(
-      base + memory.temporary, bytes, array(memory.ranks), array(memory.sorted_ranks),
+      array(memory.temporary), bytes, array(memory.ranks), array(memory.sorted_ranks),
       array(memory.places), array(memory.order), static_cast<int>(cache.num_slots), 0, bits, queue);
   if (error != 0) return error;
   move_kernel<<<blocks_of_warps(), kThreads, 0, queue>>>(cache, how.number, array(memory.missing),

@@ -122,16 +122,7 @@ void launch(const SoftmaxGradientTask& task, cudaStream_t stream) {
 int softmax_gradient(const SoftmaxGradientTask& task, void* stream) {
   if (task.rows.num_rows == 0 || task.num_written == 0) return 0;
   const auto on = static_cast<cudaStream_t>(stream);
-  switch (task.rows.element) {
-    case Element::kBFloat16:
-      launch<__nv_bfloat16>(task, on);
-      break;
-    case Element::kFloat16:
-      launch<__half>(task, on);
-      break;
-    default:
-      launch<float>(task, on);
-  }
+  with_type_of(task.rows.element, [&]<typename T>() { launch<T>(task, on); });
   return static_cast<int>(cudaGetLastError());
 }
 

@@ -13,6 +13,7 @@
 #include <bit>
 
 #include "kernels/cuda/table_marks.cuh"
+#include "kernels/cuda/work_layout.h"
 
 namespace tessera::kernels::cuda {
 namespace {
@@ -181,28 +182,19 @@ struct ApartMemory {
                                starts_of({}), static_cast<std::uint32_t*>(nullptr),
                                static_cast<std::uint32_t*>(nullptr), n);
     select_bytes = std::max(select_bytes, size);
-    std::size_t next = 0;
-    const auto take = [&](std::size_t of) {
-      const std::size_t here = next;
-      next += (of + 255) / 256 * 256;
-      return here;
-    };
-    const std::size_t array = static_cast<std::size_t>(positions) * 4;
-    keys = take(array);
-    values = take(array);
-    bag_of = take(array);
-    chosen_keys = take(array);
-    chosen_values = take(array);
-    other_keys = take(array);
-    other_values = take(array);
-    starts = take(array);
-    counts = take(8);
-    marks = take(static_cast<std::size_t>(marking.num_words) * 8);
-    sort = take(4 * (is_wide(bits) ? CountedSort<kWideDigit>::num_work(positions, bits)
-                                   : CountedSort<kNarrow>::num_work(positions, bits)));
-    select = take(select_bytes);
-    steps = take(step_bytes(positions, max_columns));
-    bytes = next;
+    WorkLayout work;
+    const auto each = static_cast<std::size_t>(positions);
+    for (std::size_t* array : {&keys, &values, &bag_of, &chosen_keys, &chosen_values, &other_keys,
+                               &other_values, &starts}) {
+      *array = work.take_numbers(each);
+    }
+    counts = work.take(8);
+    marks = work.take(static_cast<std::size_t>(marking.num_words) * 8);
+    sort = work.take_numbers(is_wide(bits) ? CountedSort<kWideDigit>::num_work(positions, bits)
+                                           : CountedSort<kNarrow>::num_work(positions, bits));
+    select = work.take(select_bytes);
+    steps = work.take(step_bytes(positions, max_columns));
+    bytes = work.bytes();
   }
 };
 
@@ -265,7 +257,7 @@ int step_rows_apart(const TableCall& call, const std::int32_t* table_of,
   }
   const ApartMemory memory(call.num_positions, num_keys, max_columns);
   char* const base = static_cast<char*>(work);
-  const auto array = [&](std::size_t at) { return reinterpret_cast<std::uint32_t*>(base + at); };
+  const auto array = arrays_in(work);
   RowMarks marks;
   marks.seen = array(memory.marks);
   marks.again = marks.seen + memory.marking.num_words;

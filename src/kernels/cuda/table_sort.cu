@@ -9,6 +9,7 @@
 #include <bit>
 
 #include "kernels/cuda/table_marks.cuh"
+#include "kernels/cuda/work_layout.h"
 
 namespace tessera::kernels::cuda {
 
@@ -150,22 +151,14 @@ struct SortMemory {
                                    thrust::counting_iterator<std::uint32_t>(0), IsStart{nullptr}),
                                static_cast<std::uint32_t*>(nullptr),
                                static_cast<std::uint32_t*>(nullptr), n);
-    std::size_t next = 0;
-    const auto take = [&](std::size_t size) {
-      const std::size_t here = next;
-      next += (size + 255) / 256 * 256;
-      return here;
-    };
-    const std::size_t array = static_cast<std::size_t>(count_of_positions) * 4;
-    keys = take(array);
-    values = take(array);
-    sorted_keys = take(array);
-    sorted_values = take(array);
-    bag_of = take(array);
-    starts = take(array);
-    count = take(8);
-    temporary = take(std::max(sort_bytes, select_bytes));
-    bytes = next;
+    WorkLayout work;
+    const auto each = static_cast<std::size_t>(count_of_positions);
+    for (std::size_t* array : {&keys, &values, &sorted_keys, &sorted_values, &bag_of, &starts}) {
+      *array = work.take_numbers(each);
+    }
+    count = work.take(8);
+    temporary = work.take(std::max(sort_bytes, select_bytes));
+    bytes = work.bytes();
   }
 };
 
@@ -190,7 +183,7 @@ int sort_rows(const TableCall& call, const std::int32_t* table_of, const std::ui
   auto* const queue = static_cast<cudaStream_t>(stream);
   const SortMemory memory(std::max<std::int64_t>(call.num_positions, 1));
   char* const base = static_cast<char*>(work);
-  const auto array = [&](std::size_t at) { return reinterpret_cast<std::uint32_t*>(base + at); };
+  const auto array = arrays_in(work);
   const auto n = static_cast<int>(call.num_positions);
   if (const int error = fill_keys(call, table_of, first_keys, keep_bags, array(memory.keys),
                                   array(memory.values), array(memory.bag_of), {}, nullptr, queue);

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "kernels/cuda/table_entries.cuh"
+#include "kernels/cuda/work_layout.h"
 
 namespace tessera::kernels::cuda {
 namespace {
@@ -385,24 +386,19 @@ struct StepMemory {
   std::int64_t width;
 
   StepMemory(std::int64_t num_entries, std::int64_t max_columns) : width(max_columns) {
-    std::size_t next = 0;
-    const auto take = [&](std::int64_t count) {
-      const std::size_t here = next;
-      next += (4 * static_cast<std::size_t>(count) + 255) / 256 * 256;
-      return here;
-    };
+    WorkLayout work;
     const std::int64_t num_cut = num_entries / kSegment;
-    counts = take(kRunCounts);
-    heavy = take(num_entries / kLongRun + 1);
-    medium = take(num_entries / kShortRun + 1);
-    segments = take(2 * (2 * num_cut));  // the last one of a run may be short
-    cut = take(3 * num_cut);
-    sums = take(2 * num_cut * width);
-    bytes = next;
+    counts = work.take_numbers(kRunCounts);
+    heavy = work.take_numbers(num_entries / kLongRun + 1);
+    medium = work.take_numbers(num_entries / kShortRun + 1);
+    segments = work.take_numbers(2 * (2 * num_cut));  // the last one of a run may be short
+    cut = work.take_numbers(3 * num_cut);
+    sums = work.take_numbers(2 * num_cut * width);
+    bytes = work.bytes();
   }
 
   RunLists lists(char* base) const {
-    const auto list = [&](std::size_t at) { return reinterpret_cast<std::uint32_t*>(base + at); };
+    const auto list = arrays_in(base);
     return {list(counts),   list(heavy), list(medium),
             list(segments), list(cut),   reinterpret_cast<float*>(base + sums),
             width};

@@ -174,16 +174,9 @@ int scale(Element element, void* data, std::int64_t count, const float* factor, 
   if (count == 0) return 0;
   const auto on = static_cast<cudaStream_t>(stream);
   const unsigned blocks = std::min(blocks_for(count), 132U * 16U);
-  switch (element) {
-    case Element::kBFloat16:
-      scale_kernel<<<blocks, kThreads, 0, on>>>(static_cast<__nv_bfloat16*>(data), count, factor);
-      break;
-    case Element::kFloat16:
-      scale_kernel<<<blocks, kThreads, 0, on>>>(static_cast<__half*>(data), count, factor);
-      break;
-    default:
-      scale_kernel<<<blocks, kThreads, 0, on>>>(static_cast<float*>(data), count, factor);
-  }
+  with_type_of(element, [&]<typename T>() {
+    scale_kernel<<<blocks, kThreads, 0, on>>>(static_cast<T*>(data), count, factor);
+  });
   return static_cast<int>(cudaGetLastError());
 }
 
