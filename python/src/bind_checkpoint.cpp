@@ -21,7 +21,6 @@ namespace {
 
 using namespace checkpoint;
 using MaybeStep = std::optional<std::int64_t>;
-using Release = py::call_guard<py::gil_scoped_release>;
 using Shape = std::vector<std::int64_t>;
 /// Offsets, tensor, touched rows.
 using PieceTuple = std::tuple<Shape, at::Tensor, std::optional<at::Tensor>>;

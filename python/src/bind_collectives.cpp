@@ -57,7 +57,6 @@ namespace {
 
 using comm::Group;
 using Pending = comm::Awaitable<at::Tensor>;
-using Release = py::call_guard<py::gil_scoped_release>;
 using at::Tensor;
 
 // Every collective in its two forms, under the names of collectives.h.

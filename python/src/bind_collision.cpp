@@ -24,7 +24,6 @@ using collision::IdTable;
 using collision::IdTableOptions;
 using collision::MchIndex;
 using collision::MchSlots;
-using Release = py::call_guard<py::gil_scoped_release>;
 
 Tensor ids_of(const Tensor& values) { return values.to(at::kCPU, at::kLong).contiguous(); }
 

@@ -16,7 +16,6 @@ namespace {
 
 using ProcessGroup = c10::intrusive_ptr<c10d::ProcessGroup>;
 using Store = c10::intrusive_ptr<c10d::Store>;
-using Release = py::call_guard<py::gil_scoped_release>;
 
 void bind_environment(py::module_& module) {
   using comm::Environment;

@@ -24,7 +24,6 @@ namespace {
 using at::Tensor;
 using comm::Group;
 using ProcessGroup = c10::intrusive_ptr<c10d::ProcessGroup>;
-using Release = py::call_guard<py::gil_scoped_release>;
 using PythonFuture = std::shared_ptr<torch::jit::PythonFutureWrapper>;
 using State = std::pair<std::map<std::string, Tensor>, std::map<std::string, std::int64_t>>;
 using namespace data_parallel;

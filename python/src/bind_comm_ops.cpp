@@ -11,7 +11,6 @@ using at::Tensor;
 using comm::Codecs;
 using comm::Group;
 using sharding::Sizes;
-using Release = py::call_guard<py::gil_scoped_release>;
 
 void bind_codecs(py::module_& module) {
   py::enum_<comm::WireFormat>(module, "WireFormat")

@@ -13,7 +13,6 @@ namespace {
 
 using at::Tensor;
 using ProcessGroup = c10::intrusive_ptr<c10d::ProcessGroup>;
-using Release = py::call_guard<py::gil_scoped_release>;
 using NamedTensors = std::vector<std::pair<std::string, Tensor>>;
 using namespace data_parallel;
 

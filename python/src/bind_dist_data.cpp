@@ -11,7 +11,6 @@ using comm::Group;
 using jagged::KeyedJaggedTensor;
 using sharding::ReceivedFeatures;
 using sharding::Sizes;
-using Release = py::call_guard<py::gil_scoped_release>;
 
 template <class T>
 void bind_pending(py::module_& module, const char* name) {

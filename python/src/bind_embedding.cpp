@@ -28,7 +28,6 @@ using embedding::TableBatchOptions;
 using embedding::WeightDecayMode;
 using jagged::JaggedTensor;
 using jagged::KeyedJaggedTensor;
-using Release = py::call_guard<py::gil_scoped_release>;
 
 void bind_enums(py::module_& module) {
   py::enum_<DataType>(module, "DataType")

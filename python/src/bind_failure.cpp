@@ -13,8 +13,6 @@
 namespace tessera::python {
 namespace {
 
-using Release = py::call_guard<py::gil_scoped_release>;
-
 int final_exit_code = 0;
 
 // The interpreter decides its exit code itself, so the wish is granted after it has ended.

@@ -17,7 +17,6 @@ using graph_parallel::HaloPlan;
 using graph_parallel::Partition;
 using graph_parallel::PendingRows;
 using graph_parallel::SpatialOptions;
-using Release = py::call_guard<py::gil_scoped_release>;
 using Spatial = Partition (*)(const Tensor&, int, const SpatialOptions&);
 
 template <Spatial make>

@@ -21,7 +21,6 @@ using collision::GrowingTable;
 using collision::GrowingTables;
 using collision::Growth;
 using collision::UnknownIds;
-using Release = py::call_guard<py::gil_scoped_release>;
 using Wishes = std::map<std::string, sharding::Placement>;
 
 Tensor long_tensor(const std::vector<std::int64_t>& numbers) {

@@ -17,7 +17,6 @@ using jagged::KeyedJaggedFields;
 using jagged::KeyedJaggedTensor;
 using jagged::KeyedTensor;
 using Integers = std::vector<std::int64_t>;
-using Release = py::call_guard<py::gil_scoped_release>;
 using Strides = std::optional<std::variant<Tensor, std::vector<Integers>>>;
 
 // torch takes devices by name too.

@@ -9,7 +9,6 @@ namespace {
 using embedding::PoolingType;
 using embedding::QuantisedTables;
 using embedding::QuantisedTableSpec;
-using Release = py::call_guard<py::gil_scoped_release>;
 
 embedding::RowType type_of(const std::string& name) {
   const auto type = embedding::row_type_of(name);

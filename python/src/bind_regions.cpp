@@ -9,7 +9,6 @@ namespace {
 
 using at::Tensor;
 using comm::Group;
-using Release = py::call_guard<py::gil_scoped_release>;
 using MaybeSizes = std::optional<regions::Sizes>;
 
 using OnWhole = Tensor (*)(const Tensor&, const Group&);

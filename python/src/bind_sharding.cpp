@@ -10,7 +10,6 @@ namespace tessera::python {
 namespace {
 
 using jagged::KeyedJaggedTensor;
-using Release = py::call_guard<py::gil_scoped_release>;
 using sharding::DistributedInput;
 using sharding::InputDist;
 using sharding::LocalShard;

@@ -23,7 +23,6 @@ using comm::Group;
 using ProcessGroup = c10::intrusive_ptr<c10d::ProcessGroup>;
 using MaybeInt = std::optional<std::int64_t>;
 using Range = std::optional<std::pair<std::int64_t, std::int64_t>>;
-using Release = py::call_guard<py::gil_scoped_release>;
 using namespace vocab_parallel;
 
 Group group_of(const MaybeGroup& group) { return group_or_solo(maybe_group(group)); }

@@ -6,6 +6,9 @@
 
 namespace tessera::python {
 
+/// Lets other threads of Python run while a function works.
+using Release = pybind11::call_guard<pybind11::gil_scoped_release>;
+
 /// Makes comm::Error arrive as tessera.CommError, and LibTorch's errors as their Python types.
 void bind_error(pybind11::module_& module);
 void bind_comm(pybind11::module_& module);
