@@ -249,7 +249,8 @@ std::string meaning_of(const OpenSocket& socket) {
   if (socket.is_abstract()) return "hands segments of memory to processes of this user alone";
   if (socket.protocol == "unix")
     return "mode " + octal(socket.mode) + ", asks for the job's secret";
-  if (socket.holder == "launcher") return "torch's own store; served only if a program asks for it";
+  if (socket.holder == "launcher")
+    return "torch's own store; served only if a program of the job asks for it";
   if (socket.holder == "store") return "asks for the job's secret";
   if (socket.protocol == "udp") return "failure reports, signed with the job's secret";
   return "the comparison of calls, which asks for the job's secret, and Gloo, whose pairs prove it "

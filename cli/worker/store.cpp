@@ -20,7 +20,8 @@ namespace tessera::cli {
 namespace {
 
 constexpr int kBadWords = 2;
-constexpr int kUnavailable = 69;
+constexpr int kUnavailable = 69;  // something is lacking that strangers may have taken
+constexpr int kUnusable = 70;
 
 struct StoreWords {
   int fd = -1;
@@ -82,7 +83,7 @@ int serve_store(const std::vector<std::string>& words) {
     const c10d::TCPStore store(given.host, options);
     if (!store.isLibUvBackend()) {
       std::fputs("error: store: this LibTorch has no libuv store, and no other is safe\n", stderr);
-      return kUnavailable;
+      return kUnusable;
     }
     wait_for_end_of_input();
   } catch (const std::exception& error) {

@@ -63,6 +63,11 @@ class Course {
   /// On node 0: ends the job at once, on all hosts.
   void fail(const LaunchError& error);
 
+  /// On node 0: whether another host of the job has this address.
+  bool has_host(const std::string& host) const {
+    return coordinator_ && coordinator_->has_host(host);
+  }
+
   bool is_over() const noexcept { return exit_code_ || error_; }
   /// How it ended: one of them, once it is over.
   const std::optional<int>& exit_code() const noexcept { return exit_code_; }

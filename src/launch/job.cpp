@@ -14,6 +14,7 @@
 #include <set>
 #include <system_error>
 
+#include "callers.h"
 #include "course.h"
 #include "environment.h"
 #include "event_loop.h"
@@ -27,6 +28,7 @@
 #include "scratch.h"
 #include "secret.h"
 #include "store_host.h"
+#include "stranger_log.h"
 #include "tessera/launch/exit_code.h"
 #include "tessera/launch/failure.h"
 #include "tessera/launch/launch_error.h"
@@ -63,6 +65,7 @@ class Job final : public CourseHost {
   void on_signals();
   void on_children();
   Attempt first_attempt() const;
+  bool has_member(const Caller& caller) const;
   core::Secret rank_secret(const Attempt& attempt) const;
   std::string folder_of(const Attempt& attempt) const;
 
@@ -82,6 +85,8 @@ class Job final : public CourseHost {
   const int64_t begin_ns_ = wall_clock_ns();
   const int64_t memory_kills_before_ = num_memory_kills();
 
+  StrangerLog strangers_{loop_, [this](const std::string& line) { note(line); },
+                         "to MASTER_PORT came from no user or host of this job"};
   std::unique_ptr<StoreHost> store_;        // node 0's: of ranks with our runtime
   std::unique_ptr<StoreHost> torch_store_;  // and of programs that know LibTorch's only
   std::unique_ptr<Course> course_;
@@ -167,17 +172,21 @@ void Job::open_stores(Attempt& attempt, const SocketAddress* meeting) {
   if (meeting != nullptr) address.set_port(0);
   const auto warn = [this](const std::string& line) { note("warning: " + line); };
   const auto fail = [this](const LaunchError& error) { course_->fail(error); };
+  const auto is_of_job = [this](const Caller& caller) { return has_member(caller); };
+  const auto on_stranger = [this](const Caller& caller) { strangers_.add(caller.text()); };
   torch_store_.reset();  // an attempt before this one may still have the port
   store_.reset();
   Listener torch_listener = listen_on(address);
   attempt.master_address = torch_listener.address.host();
   attempt.master_port = torch_listener.address.port();
-  torch_store_ = std::make_unique<StoreHost>(
-      loop_, guard_, std::move(torch_listener.fd),
-      torch_store(attempt.master_address, signals_, guard_, warn), warn, fail);
+  torch_store_ =
+      std::make_unique<StoreHost>(loop_, guard_, std::move(torch_listener.fd),
+                                  torch_store(attempt.master_address, signals_, guard_, warn),
+                                  StoreHost::Events{warn, fail, is_of_job, on_stranger});
   // On one host a socket that other users cannot even see, as far as its path is short enough.
   const std::string path = scratch_.path() + "/store." + std::to_string(attempt.number);
   FileDescriptor listening;
+  StoreHost::Events events{warn, fail, nullptr, nullptr};
   if (options_.num_nodes == 1 && fits_socket(path)) {
     listening = listen_on_path(path);
     attempt.store = "unix:" + path;
@@ -188,9 +197,19 @@ void Job::open_stores(Attempt& attempt, const SocketAddress* meeting) {
     attempt.store =
         "tcp:" + listener.address.host() + ":" + std::to_string(listener.address.port());
     listening = std::move(listener.fd);
+    events.is_of_job = is_of_job;
   }
   store_ = std::make_unique<StoreHost>(loop_, guard_, std::move(listening),
-                                       job_store(rank_secret(attempt), guard_), warn, fail);
+                                       job_store(rank_secret(attempt), guard_), std::move(events));
+}
+
+// Users of this host by who they are, other hosts by where their launchers are: a rank there cannot
+// be told from a neighbour.
+bool Job::has_member(const Caller& caller) const {
+  if (!caller.user) return options_.goes_without_secret || course_->has_host(caller.host);
+  // Root may do everything anyway, and is what a rank is that becomes somebody else by itself.
+  if (*caller.user == geteuid() || *caller.user == 0) return true;
+  return users_of_descendants().contains(*caller.user);
 }
 
 core::Secret Job::rank_secret(const Attempt& attempt) const {

@@ -5,6 +5,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <system_error>
 
@@ -25,6 +26,13 @@ std::vector<char*> pointers(const std::vector<std::string>& strings) {
 bool place(int from, int to) {
   if (from == to) return fcntl(to, F_SETFD, 0) == 0;
   return dup2(from, to) == to;
+}
+
+std::vector<pid_t> children_of(const std::string& process, const std::string& thread) {
+  std::vector<pid_t> children;
+  std::ifstream file("/proc/" + process + "/task/" + thread + "/children");
+  for (pid_t pid = 0; file >> pid;) children.push_back(pid);
+  return children;
 }
 
 // Runs between fork and exec: system calls only.
@@ -122,11 +130,32 @@ std::string signal_name(int signal_number) {
 bool group_exists(pid_t group) { return kill(-group, 0) == 0 || errno == EPERM; }
 
 std::vector<pid_t> child_processes() {
-  std::vector<pid_t> children;
   const std::string self = std::to_string(getpid());
-  std::ifstream file("/proc/" + self + "/task/" + self + "/children");
-  for (pid_t pid = 0; file >> pid;) children.push_back(pid);
-  return children;
+  return children_of(self, self);
+}
+
+std::set<uid_t> users_of_descendants() {
+  std::set<uid_t> users;
+  std::vector<pid_t> unseen = child_processes();
+  while (!unseen.empty()) {
+    const std::string pid = std::to_string(unseen.back());
+    unseen.pop_back();
+    // Not the owner of its folder there: that is root, if the process has changed its user itself.
+    std::ifstream status("/proc/" + pid + "/status");
+    for (std::string word; status >> word;) {
+      uid_t real = 0;
+      uid_t effective = 0;
+      if (word == "Uid:" && status >> real >> effective) users.insert(effective);
+    }
+    // A child of a thread other than the first is a child of the process all the same.
+    std::error_code ignored;
+    for (const auto& task :
+         std::filesystem::directory_iterator("/proc/" + pid + "/task", ignored)) {
+      const std::vector<pid_t> more = children_of(pid, task.path().filename().string());
+      unseen.insert(unseen.end(), more.begin(), more.end());
+    }
+  }
+  return users;
 }
 
 }  // namespace tessera::launch

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <csignal>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -60,5 +61,8 @@ bool group_exists(pid_t group);
 
 /// Returns the children of this process, adopted ones included.
 std::vector<pid_t> child_processes();
+
+/// Returns the users of the processes that descend from this one.
+std::set<uid_t> users_of_descendants();
 
 }  // namespace tessera::launch

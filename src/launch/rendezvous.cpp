@@ -2,8 +2,11 @@
 
 #include <poll.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <iterator>
+#include <sstream>
 
 #include "core/host_name.h"
 #include "core/listening.h"
@@ -24,6 +27,11 @@ std::string seconds_text(std::chrono::nanoseconds duration) {
   const auto tenths = std::chrono::duration_cast<std::chrono::milliseconds>(duration).count() / 100;
   const std::string text = std::to_string(tenths / 10);
   return (tenths % 10 == 0 ? text : text + "." + std::to_string(tenths % 10)) + " s";
+}
+
+std::set<std::string> words_of(const std::string& text) {
+  std::istringstream words(text);
+  return {std::istream_iterator<std::string>(words), {}};
 }
 
 }  // namespace
@@ -157,6 +165,8 @@ void Coordinator::on_hello(Guest& guest, const Message& hello) {
   }
   loop_.cancel(guest.deadline);
   guest.node = node;
+  guest.hosts = words_of(hello.text("addresses"));
+  guest.hosts.insert(plain_host(guest.address));
   for (const auto& [id, entry] : guests_) {
     if (&entry == &guest) guest_of_node_[node] = id;
   }
@@ -241,6 +251,12 @@ bool Coordinator::has_unsent() const {
   return false;
 }
 
+bool Coordinator::has_host(const std::string& host) const {
+  return std::any_of(guests_.begin(), guests_.end(), [&](const auto& entry) {
+    return entry.second.node >= 0 && entry.second.hosts.contains(host);
+  });
+}
+
 Member::Member(EventLoop& loop, Wire& wire, const RunOptions& options, const core::Secret& secret,
                Events events)
     : loop_(loop),
@@ -298,13 +314,17 @@ void Member::on_connected() {
 }
 
 void Member::say_hello() {
+  // The ranks here may reach node 0 from another address than this launcher does.
+  std::string addresses;
+  for (const std::string& host : wire_.hosts()) addresses += host + " ";
   channel_->send({"hello",
                   {{"protocol", kProtocol},
                    {"rdzv_id", options_.rendezvous_id},
                    {"node", std::to_string(options_.node_rank)},
                    {"nnodes", std::to_string(options_.num_nodes)},
                    {"nproc", std::to_string(options_.num_local_ranks)},
-                   {"host", core::host_name()}}});
+                   {"host", core::host_name()},
+                   {"addresses", addresses}}});
 }
 
 void Member::on_closed(const std::string& why) {

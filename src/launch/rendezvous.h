@@ -44,12 +44,15 @@ class Coordinator {
   const SocketAddress& address() const noexcept { return listener_.address; }
   void broadcast(const Message& message, int except_node = 0);
   bool has_unsent() const;
+  /// Whether a node that was taken in has this address, numeric and in its own form.
+  bool has_host(const std::string& host) const;
 
  private:
   struct Guest {
     std::unique_ptr<Channel> channel;
     std::string address;
-    int node = -1;  // -1: has not said who it is
+    std::set<std::string> hosts;  // all addresses of a node
+    int node = -1;                // -1: has not said who it is
     EventLoop::TimerId deadline = 0;
     bool is_leaving = false;
   };

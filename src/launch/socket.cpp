@@ -2,6 +2,7 @@
 
 #include <arpa/inet.h>
 #include <fcntl.h>
+#include <ifaddrs.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <sys/stat.h>
@@ -9,6 +10,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <string_view>
 
 #include "tessera/launch/exit_code.h"
 #include "tessera/launch/launch_error.h"
@@ -70,6 +72,31 @@ bool SocketAddress::is_wildcard() const {
 }
 
 std::string SocketAddress::text() const { return Endpoint{host(), port()}.text(); }
+
+std::string plain_host(const std::string& host) {
+  constexpr std::string_view kMapped = "::ffff:";
+  const bool is_v4 = host.starts_with(kMapped) && host.find('.') != std::string::npos;
+  return is_v4 ? host.substr(kMapped.size()) : host;
+}
+
+std::vector<std::string> own_hosts() {
+  constexpr size_t kMost = 32;  // they are said in a hello, which is short
+  std::vector<std::string> hosts;
+  ifaddrs* list = nullptr;
+  if (getifaddrs(&list) != 0) return hosts;
+  for (const ifaddrs* entry = list; entry != nullptr && hosts.size() < kMost;
+       entry = entry->ifa_next) {
+    if (entry->ifa_addr == nullptr) continue;
+    const int family = entry->ifa_addr->sa_family;
+    if (family != AF_INET && family != AF_INET6) continue;
+    SocketAddress address;
+    address.length = family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
+    std::memcpy(&address.storage, entry->ifa_addr, address.length);
+    if (!address.is_loopback()) hosts.push_back(address.host());
+  }
+  freeifaddrs(list);
+  return hosts;
+}
 
 SocketAddress resolve(const Endpoint& endpoint) {
   addrinfo hints{};
@@ -157,6 +184,8 @@ int Wire::outcome(int socket) {
   getsockopt(socket, SOL_SOCKET, SO_ERROR, &error, &length);
   return error;
 }
+
+std::vector<std::string> Wire::hosts() { return own_hosts(); }
 
 bool fits_socket(const std::string& path) { return path.size() < sizeof(sockaddr_un::sun_path); }
 

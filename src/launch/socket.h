@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include <sys/socket.h>
 
@@ -27,6 +28,12 @@ struct SocketAddress {
 
 /// Resolves a host name or address. Throws LaunchError (rendezvous) if that is not possible.
 SocketAddress resolve(const Endpoint& endpoint);
+
+/// A numeric address as text; an IPv4 address in IPv6's form is given its own.
+std::string plain_host(const std::string& host);
+
+/// The addresses of this host's interfaces that other hosts may see, at most 32.
+std::vector<std::string> own_hosts();
 
 /// A listening socket and the address it got.
 struct Listener {
@@ -55,6 +62,8 @@ class Wire {
   virtual FileDescriptor connect(const SocketAddress& address);
   /// Once it can be written to: 0 if the connection stands, else the error.
   virtual int outcome(int socket);
+  /// As own_hosts.
+  virtual std::vector<std::string> hosts();
 };
 
 /// Listens on a Unix socket at `path`, for this user alone. Throws LaunchError (internal).

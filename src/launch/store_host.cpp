@@ -6,12 +6,16 @@
 #include <sys/prctl.h>
 #include <sys/wait.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdlib>
 #include <filesystem>
+#include <set>
 #include <system_error>
+#include <utility>
 
 #include "comm/store/server.h"
+#include "core/listening.h"
 #include "tessera/launch/exit_code.h"
 
 extern char** environ;
@@ -20,6 +24,10 @@ namespace tessera::launch {
 namespace {
 
 namespace fs = std::filesystem;
+
+constexpr char kNoStore[] = "run: the store of the job cannot be started";
+constexpr size_t kMostTurnedAway = 1024;  // before other work is looked at
+constexpr std::chrono::seconds kPauseOfStarting{1};
 
 // Where `pip install` puts the worker, in an environment whose programs are in `prefix`/bin.
 void add_places_in_python_packages(const fs::path& prefix, std::vector<fs::path>& places) {
@@ -61,18 +69,18 @@ std::string find_worker_program() {
 }
 
 StoreHost::StoreHost(EventLoop& loop, Guard& guard, FileDescriptor listening, Start start,
-                     std::function<void(const std::string&)> warn,
-                     std::function<void(const LaunchError&)> fail)
+                     Events events)
     : loop_(loop),
       guard_(guard),
       listening_(std::move(listening)),
       start_(std::move(start)),
-      warn_(std::move(warn)),
-      fail_(std::move(fail)) {
-  loop_.watch(listening_.get(), POLLIN, [this](short) { start_helper(); });
+      events_(std::move(events)),
+      is_for_job_(!events_.is_of_job) {
+  await_callers();
 }
 
 StoreHost::~StoreHost() {
+  loop_.cancel(pause_);
   if (listening_.is_open()) loop_.unwatch(listening_.get());
   if (helper_ < 0) return;
   kill(-helper_, SIGKILL);
@@ -81,22 +89,77 @@ StoreHost::~StoreHost() {
   guard_.remove(helper_);
 }
 
-void StoreHost::start_helper() {
-  was_used_ = true;
+void StoreHost::await_callers() {
+  loop_.watch(listening_.get(), POLLIN, [this](short) { on_callers(); });
+}
+
+// Who waits stays in line, so the loop would be told of them again and again.
+void StoreHost::pause(std::chrono::nanoseconds delay) {
   loop_.unwatch(listening_.get());
-  // Whatever happens below, the launcher's own copy is closed at the end: a listening socket that
-  // nobody accepts from would make the ranks wait instead of failing at once.
-  const FileDescriptor listening = std::move(listening_);
+  loop_.cancel(pause_);
+  pause_ = loop_.after(delay, [this] { await_callers(); });
+}
+
+void StoreHost::on_callers() {
+  if (!events_.on_stranger) return start_helper();
+  const Clock::time_point begin = loop_.now();
+  const std::optional<CallerQueue> queue = callers_at(listening_.get());
+  // Where the kernel does not tell who they are, a store for anybody is better than none at all.
+  if (!queue) return start_helper();
+  if (is_asked_by_job(*queue)) return start_helper();
+  for (const Caller& caller : queue->callers) events_.on_stranger(caller);
+  turn_away(listening_.get(), std::clamp<size_t>(queue->length, 1, kMostTurnedAway));
+  // A long table takes long to read, and a flood makes one.
+  pause(std::max<std::chrono::nanoseconds>(core::kPauseOfAccepting, 10 * (loop_.now() - begin)));
+}
+
+bool StoreHost::is_asked_by_job(const CallerQueue& queue) {
+  bool is_asked = false;
+  std::set<std::string> judged;  // a flood is of few
+  for (const Caller& caller : queue.callers) {
+    if (!judged.insert(caller.text()).second || !events_.is_of_job(caller)) continue;
+    is_asked = true;
+    is_for_job_ = is_for_job_ || caller.user;
+  }
+  return is_asked;
+}
+
+void StoreHost::start_helper() {
   try {
     Pipe life_line = make_pipe();
-    helper_ = start_(listening.get(), life_line.read_end.get());
+    helper_ = start_(listening_.get(), life_line.read_end.get());
     life_line_ = std::move(life_line.write_end);
   } catch (const LaunchError& error) {
-    fail_(error);
+    return on_no_store(error);
   } catch (const std::system_error& error) {
-    fail_({kExitRendezvous, "run: the store of the job cannot be started", error.what(),
-           "what the system lacks; `ulimit -a` shows its limits"});
+    return on_no_store({kExitRendezvous, kNoStore, error.what(),
+                        "what the system lacks; `ulimit -a` shows its limits"});
   }
+  was_used_ = true;
+  // The helper takes who comes; the launcher keeps the socket in case that it cannot.
+  loop_.unwatch(listening_.get());
+}
+
+void StoreHost::on_no_store(const LaunchError& error) {
+  if (!is_for_job_) {
+    if (const auto queue = callers_at(listening_.get())) is_asked_by_job(*queue);
+  }
+  if (is_for_job_) {
+    stop_listening();
+    return events_.fail(error);
+  }
+  if (!has_warned_) {
+    events_.warn(std::string(error.what()) + " (" + error.why() +
+                 "); it is not known who asks, so the job goes on");
+  }
+  has_warned_ = true;
+  pause(kPauseOfStarting);
+}
+
+// A listening socket that nobody accepts from would make the ranks wait instead of failing.
+void StoreHost::stop_listening() {
+  loop_.unwatch(listening_.get());
+  listening_.reset();
 }
 
 StoreHost::Start job_store(const core::Secret& secret, Guard& guard) {
@@ -128,7 +191,8 @@ StoreHost::Start job_store(const core::Secret& secret, Guard& guard) {
 
 StoreHost::Start torch_store(const std::string& host, const SignalState& signals, Guard& guard,
                              std::function<void(const std::string&)> warn) {
-  return [host, &signals, &guard, warn = std::move(warn)](int listening, int life_line) -> pid_t {
+  return [host, &signals, &guard, warn = std::move(warn), has_warned = false](
+             int listening, int life_line) mutable -> pid_t {
     const std::string program = find_worker_program();
     if (program.empty()) {
       throw LaunchError(kExitConfiguration, "run: a rank asks for torch's store, and there is none",
@@ -136,18 +200,20 @@ StoreHost::Start torch_store(const std::string& host, const SignalState& signals
                         "set TESSERA_WORKER to its path, or `import tessera` before "
                         "init_process_group");
     }
-    warn(
-        "a program uses torch's own store at MASTER_PORT, which asks for no secret: whoever "
-        "reaches "
-        "the port can change it; `import tessera` before init_process_group avoids it "
-        "(docs/security.md)");
     ProcessSpec spec;
     spec.path = program;
     spec.arguments = {program, "store", "--fd", std::to_string(listening), "--host", host};
     for (char** entry = environ; *entry != nullptr; ++entry) spec.environment.emplace_back(*entry);
     spec.stdin_fd = life_line;
     spec.inherited_fd = listening;
-    return spawn(spec, signals, guard);
+    const pid_t pid = spawn(spec, signals, guard);
+    if (!std::exchange(has_warned, true)) {
+      warn(
+          "a program uses torch's own store at MASTER_PORT, which asks for no secret: whoever "
+          "reaches the port can change it; `import tessera` before init_process_group avoids it "
+          "(docs/security.md)");
+    }
+    return pid;
   };
 }
 
@@ -155,14 +221,16 @@ bool StoreHost::on_child_exit(pid_t pid, int status) {
   if (pid != helper_) return false;
   guard_.remove(helper_);
   helper_ = -1;
-  if (WIFSIGNALED(status)) {
-    warn_("the store ended by " + signal_name(WTERMSIG(status)) +
-          "; the ranks go on, but new groups cannot be made");
+  const std::string how = WIFSIGNALED(status) ? signal_name(WTERMSIG(status))
+                                              : "exit code " + std::to_string(WEXITSTATUS(status));
+  // It serves until it is killed: whatever else ends it has kept it from starting. What it lacked
+  // while it met its callers, strangers may have taken.
+  if (WIFSIGNALED(status) || WEXITSTATUS(status) == kExitRendezvous) {
+    stop_listening();
+    events_.warn("the store ended by " + how + "; the ranks go on, but new groups cannot be made");
   } else {
-    // It serves until it is killed: whatever else ends it has kept it from starting.
-    fail_({kExitRendezvous, "run: the store of the job cannot be started",
-           "tessera-worker ended with exit code " + std::to_string(WEXITSTATUS(status)),
-           "`tessera doctor`; what the program said is above"});
+    on_no_store({kExitRendezvous, kNoStore, "tessera-worker ended with " + how,
+                 "`tessera doctor`; what the program said is above"});
   }
   return true;
 }

@@ -3,8 +3,12 @@
 // There are two. The job's own (comm/store) asks for the job's secret; every rank with our runtime
 // uses it. LibTorch's asks for nothing, and is there for programs that know no other. For each the
 // launcher binds and listens; the first connection makes it start a helper process that takes the
-// listening socket over. A program that never connects costs nothing, and the death of a rank never
-// takes the store with it.
+// listening socket over, with those who wait at it. A program that never connects costs nothing,
+// and the death of a rank never takes the store with it.
+//
+// Anybody may connect to a TCP port. So the launcher looks who it is first (callers.h): LibTorch's
+// store is started for users and hosts of the job alone, and what somebody else brings about never
+// ends the job.
 
 #pragma once
 
@@ -13,6 +17,7 @@
 
 #include <sys/types.h>
 
+#include "callers.h"
 #include "core/secret.h"
 #include "event_loop.h"
 #include "guard.h"
@@ -28,11 +33,19 @@ class StoreHost {
   /// LaunchError or std::system_error if it cannot.
   using Start = std::function<pid_t(int listening, int life_line)>;
 
-  /// Waits for the first connection. `warn` receives one line when the helper is killed; the job
-  /// goes on. `fail` is told why there is no store: ranks would ask for it for many minutes.
-  StoreHost(EventLoop& loop, Guard& guard, FileDescriptor listening, Start start,
-            std::function<void(const std::string&)> warn,
-            std::function<void(const LaunchError&)> fail);
+  struct Events {
+    /// One line: the store cannot be had, or is killed. The job goes on.
+    std::function<void(const std::string&)> warn;
+    /// Why one of the job gets no store: ranks would ask for it for many minutes.
+    std::function<void(const LaunchError&)> fail;
+    /// Whether a caller is of the job. Absent: all are, who get through to the socket.
+    std::function<bool(const Caller&)> is_of_job;
+    /// Told of everybody who is turned away. Absent: nobody is, since the store knows its own.
+    std::function<void(const Caller&)> on_stranger;
+  };
+
+  /// Waits for the first connection.
+  StoreHost(EventLoop& loop, Guard& guard, FileDescriptor listening, Start start, Events events);
   StoreHost(const StoreHost&) = delete;
   StoreHost& operator=(const StoreHost&) = delete;
 
@@ -46,17 +59,26 @@ class StoreHost {
   bool on_child_exit(pid_t pid, int status);
 
  private:
+  void await_callers();
+  void pause(std::chrono::nanoseconds delay);
+  void on_callers();
+  bool is_asked_by_job(const CallerQueue& queue);
   void start_helper();
+  void on_no_store(const LaunchError& error);
+  void stop_listening();
 
   EventLoop& loop_;
   Guard& guard_;
   FileDescriptor listening_;
   Start start_;
-  std::function<void(const std::string&)> warn_;
-  std::function<void(const LaunchError&)> fail_;
+  Events events_;
   FileDescriptor life_line_;
+  /// A program of this host has asked that is of the job: of another host's, nobody knows for sure.
+  bool is_for_job_;
+  EventLoop::TimerId pause_ = 0;
   pid_t helper_ = -1;
   bool was_used_ = false;
+  bool has_warned_ = false;
 };
 
 /// The job's own store: a fork of the launcher, ready in a millisecond.

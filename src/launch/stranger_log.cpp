@@ -17,8 +17,8 @@ void StrangerLog::add(const std::string& address) {
 
 std::string StrangerLog::summary() const {
   if (count_ == 0) return "";
-  return std::to_string(count_) + (count_ == 1 ? " connection" : " connections") +
-         " did not prove the job's secret, the last from " + last_;
+  return std::to_string(count_) + (count_ == 1 ? " connection" : " connections") + " " + deed_ +
+         ", the last from " + last_;
 }
 
 void StrangerLog::tell() {

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 
 import pytest
 from fleet import Fleet
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user
 SEARCH = """
 import json, os, socket, sys
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
-pids, folders, names = json.loads(sys.argv[1])
+pids, folders, names, ports = json.loads(sys.argv[1])
 found = []
 
 def opens(path):
@@ -47,24 +48,46 @@ for name in names:
                     found.append(name)
             except OSError:
                 pass
+for port in ports:
+    try:
+        with socket.socket() as end:
+            end.settimeout(20)
+            end.connect(("127.0.0.1", port))
+            end.send(b"tessera" * 20)
+            if end.recv(100):
+                found.append(port)
+    except OSError:
+        pass
 print(json.dumps(found))
 """
 
 
-def unix_names(pids):
-    """The names of the Unix sockets that these processes have open."""
+def sockets_of(pids):
     own = set()
     for pid in pids:
         for entry in pathlib.Path(f"/proc/{pid}/fd").iterdir():
             target = os.readlink(entry)
             if target.startswith("socket:["):
                 own.add(target[8:-1])
+    return own
+
+
+def unix_names(pids):
+    """The names of the Unix sockets that these processes have open."""
+    own = sockets_of(pids)
     rows = [row.split() for row in pathlib.Path("/proc/net/unix").read_text().splitlines()[1:]]
     return sorted({row[7] for row in rows if len(row) > 7 and row[6] in own})
 
 
-def search(pids, folders, names):
-    words = json.dumps([pids, folders, names])
+def tcp_ports(pids):
+    """The TCP ports at which these processes listen."""
+    own = sockets_of(pids)
+    rows = [row.split() for row in pathlib.Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sorted({int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and row[9] in own})
+
+
+def search(pids, folders, names, ports):
+    words = json.dumps([pids, folders, names, ports])
     said = subprocess.run(
         [sys.executable, "-c", SEARCH, words], capture_output=True, text=True, timeout=60, check=True
     )
@@ -83,7 +106,12 @@ def test_finds_nothing_of_a_running_job():
     os.chmod(f"{folder}/line", 0o666)
     listener.listen()
     try:
-        assert search([], [folder], [f"{folder}/line"]) == [str(bait)]
+        with socket.create_server(("127.0.0.1", 0)) as open_to_all:
+            port = open_to_all.getsockname()[1]
+            serving = threading.Thread(target=lambda: open_to_all.accept()[0].sendall(b"welcome"))
+            serving.start()
+            assert search([], [folder], [f"{folder}/line"], [port]) == [str(bait), port]
+            serving.join()
         listener.close()
         bait.unlink()
         os.unlink(f"{folder}/line")
@@ -93,6 +121,9 @@ def test_finds_nothing_of_a_running_job():
             assert len(pids) >= 3  # launcher and ranks
             assert os.listdir(folder) != []  # the launcher's own
             shared = [os.path.join("/dev/shm", name) for name in os.listdir("/dev/shm") if "tessera" in name]
-            assert search(pids, [folder, *shared], unix_names(pids)) == []
+            ports = tcp_ports(pids)
+            assert len(ports) == 1  # that of torch's store, for whom the job's users ask
+            assert search(pids, [folder, *shared], unix_names(pids), ports) == []
+            assert set(fleet.members()) == set(pids)  # nothing was started for it
     finally:
         shutil.rmtree(folder)

@@ -3,11 +3,12 @@
 import os
 import shutil
 import subprocess
+import sys
 import uuid
 
 import pytest
 from jobs import SECRET, TESSERA
-from waiting import free_port
+from waiting import free_port, wait_until
 
 
 def can_make_namespaces():
@@ -49,10 +50,10 @@ def hosts():
             subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=10)
 
 
-def start(host, *words):
+def start(host, *words, env=None):
     return subprocess.Popen(
         ["ip", "netns", "exec", host, TESSERA, "run", *map(str, words)],
-        env={**os.environ, "TESSERA_JOB_SECRET": SECRET},
+        env={**os.environ, "TESSERA_JOB_SECRET": SECRET, **(env or {})},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -107,3 +108,88 @@ def test_default_job_is_invisible_from_outside(hosts):
     finally:
         job.terminate()
         job.communicate(timeout=60)
+
+
+# Connects from an address and tells how that ended.
+CALL = """
+import socket, sys
+s = socket.create_connection((sys.argv[1], int(sys.argv[2])), 20, (sys.argv[3], 0))
+try:
+    print('answer', s.recv(1))
+except OSError as error:
+    print(type(error).__name__)
+"""
+
+
+def call(host, port, source):
+    words = ["ip", "netns", "exec", host, sys.executable, "-S", "-E", "-u", "-c", CALL]
+    return subprocess.Popen(
+        [*words, "10.77.0.1", str(port), source], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_torchs_store_is_started_for_the_jobs_hosts_alone(hosts, tmp_path):
+    # In the place of tessera-worker: waits for the end of the job and serves nobody.
+    worker = tmp_path / "worker"
+    worker.write_text(f"#!/bin/sh\ntouch {tmp_path}/started\nexec cat\n")
+    worker.chmod(0o755)
+    device = f"v{hosts[1][3:-1]}b"
+    more = lambda address: subprocess.run(  # noqa: E731
+        ["ip", "-n", hosts[1], "addr", "add", f"{address}/24", "dev", device], check=True, timeout=10
+    )
+    more("10.77.0.3")  # the second host's, which its launcher does not use
+    words = ["--nnodes", 2, "--rdzv-endpoint", f"10.77.0.1:{free_port()}"]
+    script = "echo $MASTER_PORT; exec sleep 600"
+    env = {"TESSERA_WORKER": str(worker)}
+    nodes = [
+        start(host, *words, "--node-rank", i, "--", "sh", "-c", script, env=env)
+        for i, host in enumerate(hosts)
+    ]
+    try:
+        ports = {int(node.stdout.readline().split()[-1]) for node in nodes}
+        assert len(ports) == 1
+        port = ports.pop()
+        more("10.77.0.4")  # of a host that is none of the job's, as node 0 sees it
+        stranger = call(hosts[1], port, "10.77.0.4")
+        assert stranger.communicate(timeout=60)[0] == "ConnectionResetError\n"
+        assert not (tmp_path / "started").exists()
+        of_the_job = call(hosts[1], port, "10.77.0.3")
+        wait_until((tmp_path / "started").exists, what="the store")
+        nodes[0].terminate()
+        results = [node.communicate(timeout=60) for node in nodes]
+        assert [node.returncode for node in nodes] == [143, 143], results
+        err = results[0][1]
+        assert "1 connection to MASTER_PORT came from no user or host of this job" in err
+        assert "the last from 10.77.0.4\n" in err
+        assert err.index("refused: ") < err.index("a program uses torch's own store")
+        of_the_job.communicate(timeout=60)
+    finally:
+        for node in nodes:
+            node.kill()
+            node.communicate()
+
+
+def test_a_neighbour_on_another_host_of_the_job_ends_nothing(hosts):
+    # The network shows his address alone, which is also a rank's.
+    words = ["--nnodes", 2, "--rdzv-endpoint", f"10.77.0.1:{free_port()}"]
+    script = "echo $MASTER_PORT; exec sleep 600"
+    nodes = [
+        start(host, *words, "--node-rank", i, "--", "sh", "-c", script, env={"TESSERA_WORKER": "/nowhere"})
+        for i, host in enumerate(hosts)
+    ]
+    try:
+        port = int(nodes[0].stdout.readline().split()[-1])
+        nodes[1].stdout.readline()
+        neighbour = call(hosts[1], port, "10.77.0.2")
+        assert "there is no tessera-worker program" in nodes[0].stderr.readline()
+        assert nodes[0].poll() is None
+        # A program of node 0's own host is known by its user, and is told that there is no store.
+        rank = call(hosts[0], port, "10.77.0.1")
+        results = [node.communicate(timeout=60) for node in nodes]
+        assert [node.returncode for node in nodes] == [78, 78], results
+        for caller in (neighbour, rank):
+            caller.communicate(timeout=60)
+    finally:
+        for node in nodes:
+            node.kill()
+            node.communicate()

@@ -104,6 +104,7 @@ class SimWire final : public launch::Wire {
   launch::FileDescriptor accept(int listener, std::string& host) override;
   launch::FileDescriptor connect(const launch::SocketAddress& address) override;
   int outcome(int) override { return 0; }
+  std::vector<std::string> hosts() override { return {}; }
 
  private:
   SimNetwork& network_;
