@@ -144,28 +144,45 @@ def test_without_descriptors_of_processes(engine):
         fleet.assert_nothing_left()
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_children_that_live_on_hide_no_death(engine):
-    # They have copies of the rank's connections, and would keep them open.
-    command = [WORKER, "kills", "phase=collective", "children=1", "count=3"]
+def assert_kills_are_named(engine, count, *words):
+    """Short jobs, one kill in each: the same text on all survivors, at once."""
+    command = [WORKER, "kills", f"count={count}", *words]
     env = {**os.environ, "TESSERA_ENGINE": engine, "OMP_NUM_THREADS": "1"}
     out = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=True).stdout
     kills = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-    assert len(kills) == 3
+    assert len(kills) == count
     for kill in kills:
         assert kill["engine"] == engine and kill["named"], kill
         assert len(set(kill["texts"])) == 1, kill
         assert kill["ms"] < PROMPT * 1000, kill
 
 
-def test_a_large_process():
+@pytest.mark.parametrize("engine", ENGINES)
+def test_children_that_live_on_hide_no_death(engine):
+    # They have copies of the rank's connections, and would keep them open.
+    assert_kills_are_named(engine, 3, "phase=collective", "children=1")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_killed_while_groups_are_taken_down(engine):
+    assert_kills_are_named(engine, 6, "phase=teardown")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_killed_in_the_first_meeting(engine):
+    # From the moment a rank has said on the store who it is; before, only its launcher knows of it.
+    assert_kills_are_named(engine, 8, "phase=meeting")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_large_process(engine):
     # It gives back its memory, page by page, before anything else tells that it has ended.
-    with Fleet("loop", "count=1000", "large=1", env={"TESSERA_ENGINE": "shm"}).bare(2) as fleet:
+    with Fleet("loop", "count=1000", "large=1", env={"TESSERA_ENGINE": engine}).bare(2) as fleet:
         pids = fleet.warm(2)
         killed = fleet.kill(pids[1])
         errors = fleet.errors_of([0])
         assert_names_the_dead(errors[0]["text"], "all_reduce", 1, pids[1])
-        assert Times.add("SIGKILL of 1 GiB", killed, errors) < PROMPT
+        assert Times.add(f"SIGKILL of 1 GiB, {engine}", killed, errors) < PROMPT
         fleet.wait()
 
 
@@ -216,6 +233,7 @@ def test_killed_while_the_ranks_meet():
         victim = wait_until(lambda: [pid for pid in fleet.members() if is_worker(pid, 1)], what="rank 1")[0]
         fleet.kill(victim)
         assert fleet.wait(20) == [128 + signal.SIGKILL]
+        assert "error: rank 1 failed first: SIGKILL" in fleet.err()
         assert not is_alive(victim)
         fleet.assert_nothing_left()
 

@@ -15,6 +15,8 @@
 #include <stdexcept>
 
 #include "comm/store/server.h"
+#include "comm/store/wire.h"
+#include "core/handshake.h"
 #include "core/secret.h"
 #include "tessera/comm/error.h"
 
@@ -49,6 +51,45 @@ void tell(const std::string& event, Json fields) {
   fields["ns"] = monotonic_ns();
   const std::string line = fields.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n";
   static_cast<void>(!::write(reports_to, line.data(), line.size()));
+}
+
+// A connection of its own, in the few words that this takes: the ranks' clients are the library's.
+void await_on_store(const std::string& key) {
+  namespace store = comm::store;
+  const std::string place = std::getenv("TESSERA_STORE");
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  place.substr(place.find("=unix:") + 6).copy(address.sun_path, sizeof(address.sun_path) - 1);
+  const int connection = ::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  if (::connect(connection, reinterpret_cast<sockaddr*>(&address), sizeof(address)) != 0) {
+    throw std::runtime_error("no connection to the store");
+  }
+  core::Handshake handshake(core::Handshake::Side::kConnects,
+                            core::Secret::from_text(secret_of_jobs(), "the test"), store::kPurpose);
+  std::string received;
+  const auto send_all = [&](const std::string& text) {
+    if (::send(connection, text.data(), text.size(), MSG_NOSIGNAL) !=
+        static_cast<ssize_t>(text.size())) {
+      throw std::runtime_error("the store does not read");
+    }
+  };
+  const auto receive = [&] {
+    char buffer[4096];
+    const ssize_t size = ::recv(connection, buffer, sizeof(buffer), 0);
+    if (size <= 0) throw std::runtime_error("the store does not answer");
+    received.append(buffer, static_cast<std::size_t>(size));
+  };
+  while (handshake.state() == core::Handshake::State::kOpen) {
+    receive();
+    std::string answer;
+    handshake.advance(received, answer);
+    send_all(answer);
+  }
+  send_all(handshake.writer().frame(
+      encode(store::Packet{static_cast<std::uint8_t>(store::Operation::kWait), {key}})));
+  core::FrameReader reader = handshake.reader();
+  while (!reader.next(received, store::kLongest)) receive();
+  ::close(connection);
 }
 
 ShortJob::~ShortJob() {

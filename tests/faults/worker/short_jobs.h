@@ -65,6 +65,9 @@ class ShortJobs {
   int num_started_ = 0;
 };
 
+/// In a rank: waits until somebody has written this key to the jobs' store.
+void await_on_store(const std::string& key);
+
 /// Tells the one who started the job. One line, one write.
 void tell(const std::string& event, Json fields = Json::object());
 
