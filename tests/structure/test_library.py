@@ -42,6 +42,20 @@ def test_only_api_symbols_are_exported():
     assert internals == []
 
 
+# What LibTorch reads pickles and TorchScript with. `nn::Module::load`, a virtual function, is in every
+# module's table; the archive that it is given is read by one of these.
+READS_CODE = re.compile(r"[Uu]npickle|pickle_load|jit::(load|import)|InputArchive::load_from")
+
+
+def test_nothing_is_read_that_may_hold_code():
+    programs = [LIBRARY, *(p for p in (BUILD / "bin").glob("tessera*") if p.is_file())]
+    programs += (Path(__file__).parents[2] / "python" / "tessera").glob("_C*.so")
+    for program in programs:
+        wanted = run("nm", "-DC", "--undefined-only", str(program))
+        assert "__cxa" in wanted or "libc" in wanted.lower(), program  # that it was read
+        assert [line for line in wanted.splitlines() if READS_CODE.search(line)] == [], program
+
+
 @pytest.mark.skipif(not (BUILD / "bin" / "tessera").exists(), reason="the programs were not built")
 def test_the_program_links_no_libtorch():
     libraries = run("ldd", str(BUILD / "bin" / "tessera"))
