@@ -1,4 +1,4 @@
-"""The n-th descriptor or process is refused: the launcher says so, and leaves nothing behind."""
+"""The n-th descriptor is refused: the launcher says so, and leaves nothing behind."""
 
 import os
 import resource
