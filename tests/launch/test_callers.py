@@ -1,12 +1,15 @@
 """Torch's store at MASTER_PORT is started for users and hosts of the job, and for nobody else."""
 
 import os
+import pathlib
 import re
+import resource
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 from jobs import TESSERA, Job, python
@@ -136,6 +139,35 @@ def test_a_flood_of_another_user_costs_one_line(tmp_path):
         err = finish(job)
         assert 1 <= err.count("refused: ") <= 3, err
         assert "\x1b" not in err and STARTS.decode() not in err
+    finally:
+        job.end()
+
+
+def processor_seconds(pid):
+    words = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@becomes_another
+def test_without_descriptors_strangers_wait_and_the_launcher_rests(tmp_path):
+    # It can neither look who they are, nor turn them away, nor start anything.
+    job, port = start(tmp_path, env=worker_of(tmp_path))
+    pid = job.process.pid
+    try:
+        before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        used = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
+        first_free = min(set(range(len(used) + 1)) - used)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (first_free, before[1]))
+        words = [sys.executable, "-S", "-E", "-c", STRANGER, str(port), "1"]
+        waiting = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+        assert b"it is not known who asks, so the job goes on" in job.process.stderr.readline()
+        worked = processor_seconds(pid)
+        time.sleep(0.6)
+        assert processor_seconds(pid) - worked < 0.2
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+        _, err = waiting.communicate(timeout=60)
+        assert waiting.returncode == 0, err
+        assert STARTS.decode() not in finish(job)
     finally:
         job.end()
 
