@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <ctime>
+#include <filesystem>
 #include <functional>
 #include <map>
 #include <memory>
@@ -13,6 +14,7 @@
 
 #include "ckpt_ids.h"
 #include "ckpt_plan.h"
+#include "data/input.h"
 #include "flags.h"
 #include "newest_checkpoint.h"
 #include "plan_failure.h"
@@ -326,6 +328,7 @@ int cut_by_plan(const std::string& root, const CkptWords& words, const std::stri
 
 int cut_anew(const std::string& root, const CkptWords& words) {
   const std::string& to = needed(words.to, "--to", "reshard");
+  if (!words.replaces) workloads::data::check_apart({root}, to);
   if (!words.plan.empty()) {
     if (words.cut != "rows") throw UsageError("ckpt: reshard takes --cut or --plan, not both");
     return cut_by_plan(root, words, to);
@@ -346,8 +349,21 @@ int cut_anew(const std::string& root, const CkptWords& words) {
   return launch::kExitOk;
 }
 
+// The files of all checkpoints of a folder, of one that a delta stands on too.
+std::vector<std::string> files_of(const std::string& root) {
+  std::vector<std::string> files;
+  for (const std::int64_t step : checkpoint::list_steps(root)) {
+    const std::string folder = root + "/" + checkpoint::folder_name(step);
+    for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+      files.push_back(entry.path().string());
+    }
+  }
+  return files;
+}
+
 int export_file(const std::string& root, const CkptWords& words) {
   const std::string& to = needed(words.to, "--to", "export");
+  workloads::data::check_apart(files_of(root), to);
   const auto opened = open_newest(root, words.step);
   const Reader& reader = *opened;
   checkpoint::export_plain(reader, to);
@@ -356,6 +372,7 @@ int export_file(const std::string& root, const CkptWords& words) {
 }
 
 int show_ids(const std::string& root, const CkptWords& words) {
+  if (!words.to.empty()) workloads::data::check_apart(files_of(root), words.to);
   list_ids(*open_newest(root, words.step), words.table, words.to);
   return launch::kExitOk;
 }
@@ -363,6 +380,10 @@ int show_ids(const std::string& root, const CkptWords& words) {
 int import_file(const std::string& root, const CkptWords& words) {
   const std::string& from = needed(words.from, "--from", "import");
   const std::int64_t step = std::max<std::int64_t>(words.step, 0);
+  const std::string target = root + "/" + checkpoint::folder_name(step);
+  // A file in the folder that is replaced would go with it.
+  const std::filesystem::path folder = std::filesystem::path(from).parent_path();
+  workloads::data::check_apart({from, folder.empty() ? "." : folder.string()}, target);
   say_saved(checkpoint::import_plain(from, root, step, checkpoint::Disk::real(), words.replaces),
             root, words);
   return launch::kExitOk;
@@ -412,6 +433,9 @@ int run(const std::vector<std::string>& words) {
   } catch (const checkpoint::Error& error) {
     throw launch::LaunchError(launch::kExitData, "ckpt: " + words[0] + " " + names[0], error.what(),
                               "tessera ckpt ls " + names[0] + " shows what is there");
+  } catch (const workloads::data::DataError& error) {
+    throw launch::LaunchError(launch::kExitData, "ckpt: " + words[0] + " " + names[0], error.what(),
+                              "another " + std::string(words[0] == "import" ? "--from" : "--to"));
   }
 }
 

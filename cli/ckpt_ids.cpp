@@ -2,16 +2,13 @@
 
 #include <algorithm>
 #include <array>
-#include <cerrno>
 #include <cstdio>
-#include <cstring>
 #include <functional>
 #include <map>
-#include <memory>
 #include <string_view>
 #include <vector>
 
-#include "tessera/checkpoint/error.h"
+#include "data/whole_file.h"
 #include "usage.h"
 
 namespace tessera::cli {
@@ -75,18 +72,28 @@ void for_blocks(const Reader& reader, const std::string& name,
   }
 }
 
-void write_csv(const Reader& reader, const std::string& name, std::FILE* file) {
-  std::fputs("id,row,count,last_step\n", file);
+/// Takes the bytes of a file, one part after the other.
+using Put = std::function<void(std::string_view)>;
+
+template <class Number>
+std::string_view bytes_of(const std::vector<Number>& numbers) {
+  return {reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(Number)};
+}
+
+void write_csv(const Reader& reader, const std::string& name, const Put& put) {
+  put("id,row,count,last_step\n");
   for_blocks(reader, name, [&](const Rows& rows) {
+    std::string text;
     for (const auto& row : rows) {
-      std::fprintf(file, "%lld,%lld,%lld,%lld\n", static_cast<long long>(row[0]),
-                   static_cast<long long>(row[1]), static_cast<long long>(row[2]),
-                   static_cast<long long>(row[3]));
+      for (std::size_t column = 0; column < row.size(); ++column) {
+        text += std::to_string(row[column]) + (column + 1 < row.size() ? ',' : '\n');
+      }
     }
+    put(text);
   });
 }
 
-void write_npy(const Reader& reader, const std::string& name, std::FILE* file) {
+void write_npy(const Reader& reader, const std::string& name, const Put& put) {
   const std::int64_t count = reader.find(name + ".ids")->shape.at(0);
   std::string head =
       "{'descr': '<i8', 'fortran_order': False, 'shape': (" + std::to_string(count) + ", 4), }";
@@ -104,15 +111,13 @@ void write_npy(const Reader& reader, const std::string& name, std::FILE* file) {
                         0,
                         static_cast<char>(size & 0xff),
                         static_cast<char>(size >> 8)};
-  std::fwrite(begin, 1, sizeof(begin), file);
-  std::fwrite(head.data(), 1, head.size(), file);
-  for_blocks(reader, name, [&](const Rows& rows) {
-    std::fwrite(rows.data(), sizeof(rows[0]), rows.size(), file);
-  });
+  put({begin, sizeof(begin)});
+  put(head);
+  for_blocks(reader, name, [&](const Rows& rows) { put(bytes_of(rows)); });
 }
 
 /// One tensor for each column.
-void write_safetensors(const Reader& reader, const std::string& name, std::FILE* file) {
+void write_safetensors(const Reader& reader, const std::string& name, const Put& put) {
   constexpr std::array kColumns = {"id", "row", "count", "last_step"};
   const std::int64_t count = reader.find(name + ".ids")->shape.at(0);
   std::string head = "{";
@@ -127,13 +132,13 @@ void write_safetensors(const Reader& reader, const std::string& name, std::FILE*
   head += '}';
   head.resize((head.size() + 7) / 8 * 8, ' ');
   const std::uint64_t size = head.size();  // little-endian, as the machine is
-  std::fwrite(&size, sizeof(size), 1, file);
-  std::fwrite(head.data(), 1, head.size(), file);
+  put({reinterpret_cast<const char*>(&size), sizeof(size)});
+  put(head);
   for (std::size_t column = 0; column < kColumns.size(); ++column) {
     for_blocks(reader, name, [&](const Rows& rows) {
       std::vector<std::int64_t> numbers(rows.size());
       for (std::size_t i = 0; i < rows.size(); ++i) numbers[i] = rows[i][column];
-      std::fwrite(numbers.data(), sizeof(numbers[0]), numbers.size(), file);
+      put(bytes_of(numbers));
     });
   }
 }
@@ -142,7 +147,11 @@ void write_safetensors(const Reader& reader, const std::string& name, std::FILE*
 
 void list_ids(const Reader& reader, const std::string& table, const std::string& to) {
   const std::string name = chosen(reader, table);
-  if (to.empty()) return write_csv(reader, name, stdout);
+  if (to.empty()) {
+    return write_csv(reader, name, [](std::string_view text) {
+      std::fwrite(text.data(), 1, text.size(), stdout);
+    });
+  }
   const auto write = to.ends_with(".csv")           ? write_csv
                      : to.ends_with(".npy")         ? write_npy
                      : to.ends_with(".safetensors") ? write_safetensors
@@ -150,15 +159,9 @@ void list_ids(const Reader& reader, const std::string& table, const std::string&
   if (write == nullptr) {
     throw UsageError("ckpt: ids are written to .csv, .npy or .safetensors, not " + to);
   }
-  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(to.c_str(), "wb"),
-                                                             std::fclose);
-  if (file == nullptr) {
-    throw checkpoint::Error(checkpoint::ErrorKind::kWrite, to + ": " + std::strerror(errno));
-  }
-  write(reader, name, file.get());
-  if (std::fflush(file.get()) != 0 || std::ferror(file.get()) != 0) {
-    throw checkpoint::Error(checkpoint::ErrorKind::kWrite, to + ": " + std::strerror(errno));
-  }
+  workloads::data::WholeFile file(to);
+  write(reader, name, [&](std::string_view bytes) { file.write(bytes); });
+  file.finish();
 }
 
 }  // namespace tessera::cli

@@ -12,6 +12,7 @@
 #include <nlohmann/json.hpp>
 
 #include "data/input.h"
+#include "data/whole_file.h"
 #include "data_answer.h"
 #include "data_stats.h"
 #include "data_table.h"
@@ -296,15 +297,14 @@ void write_binary(const std::string& path, const SyntheticLog& log, const DataWo
 
 void write_text(const std::string& path, const SyntheticLog& log, const DataWords& words) {
   constexpr std::int64_t kPart = 8192;
-  std::ofstream file(path, std::ios::binary);
+  workloads::data::WholeFile file(path);
   std::string text;
   for (std::int64_t first = 0; first < words.samples; first += kPart) {
     text.clear();
     workloads::dlrm::append_criteo_lines(log, first, std::min(kPart, words.samples - first), text);
-    file << text;
+    file.write(text);
   }
-  file.close();
-  if (!file) throw DataError(path + ": cannot be written.");
+  file.finish();
 }
 
 int schema(const Names& names, const DataWords& words) {

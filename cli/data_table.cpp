@@ -1,13 +1,12 @@
 #include "data_table.h"
 
-#include <unistd.h>
-
 #include <chrono>
 #include <cstdio>
 #include <filesystem>
-#include <fstream>
 
+#include "data/input.h"
 #include "data/read_table.h"
+#include "data/whole_file.h"
 #include "data_answer.h"
 #include "dlrm/click_file.h"
 #include "tessera/launch/exit_code.h"
@@ -23,17 +22,16 @@ double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// A file that is there is replaced in one step, or stays as it is.
-void write_whole(const std::string& path, const std::string& text) {
-  const std::string draft = path + ".partial-" + std::to_string(::getpid());
-  std::ofstream file(draft, std::ios::binary);
-  file << text;
-  file.close();
-  std::error_code error;
-  if (file) std::filesystem::rename(draft, path, error);
-  if (file && !error) return;
-  std::filesystem::remove(draft, error);
-  throw DataError(path + ": cannot be written.");
+// All that the verb reads: the tables, the schema and its vocabularies.
+std::vector<std::string> inputs_of(const std::vector<std::string>& files, const std::string& path,
+                                   const Schema& schema) {
+  std::vector<std::string> all = files;
+  all.push_back(path);
+  const auto folder = std::filesystem::path(path).parent_path();
+  for (const auto& feature : schema.features) {
+    if (!feature.vocabulary.empty()) all.push_back((folder / feature.vocabulary).string());
+  }
+  return all;
 }
 
 DataAnswer answer_of(const TableReport& report, double begin) {
@@ -55,7 +53,7 @@ int guess_schema(const std::string& path, const TableWords& words) {
   if (words.to.empty()) {
     std::fputs(text.c_str(), stdout);
   } else {
-    write_whole(words.to, text);
+    workloads::data::write_whole(words.to, text);
     std::printf("wrote %s; read and correct it, then tessera data convert --schema %s\n",
                 words.to.c_str(), words.to.c_str());
   }
@@ -65,8 +63,8 @@ int guess_schema(const std::string& path, const TableWords& words) {
 int convert_tables(const std::vector<std::string>& names, const TableWords& words) {
   const double begin = now();
   const std::vector<std::string> files = workloads::data::expand(names);
-  workloads::data::check_apart(files, words.to);
   const Schema schema = workloads::data::read_schema(words.schema);
+  workloads::data::check_apart(inputs_of(files, words.schema, schema), words.to);
   workloads::dlrm::ClickFileWriter writer(words.to, schema.click_schema(),
                                           {.half_dense = words.half});
   const TableReport report = workloads::data::read_tables(

@@ -1,18 +1,16 @@
 // tessera-worker eval, predict — one rank of `tessera eval` and `tessera predict`.
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <charconv>
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
-#include <fstream>
 
 #include <ATen/Parallel.h>
 #include <nlohmann/json.hpp>
 
 #include "data/columns.h"
+#include "data/whole_file.h"
 #include "dlrm/settings.h"
 #include "dlrm/training.h"
 #include "eval_flags.h"
@@ -60,21 +58,6 @@ float probability(float logit) {
   return static_cast<float>(1 / (1 + std::exp(-static_cast<double>(logit))));
 }
 
-// Whole or not at all: a long file that was cut off looks like a short one. `write` is given the
-// file.
-template <class Write>
-void write_whole(const std::string& path, const Write& write) {
-  const std::string draft = path + ".partial-" + std::to_string(::getpid());
-  std::ofstream file(draft, std::ios::binary);
-  write(file);
-  file.close();
-  std::error_code error;
-  if (file) std::filesystem::rename(draft, path, error);
-  if (file && !error) return;
-  std::filesystem::remove(draft, error);
-  throw dlrm::DataError(path + ": cannot be written.");
-}
-
 void write_scores(const std::string& path, const std::vector<float>& logits) {
   if (path.ends_with(".parquet")) {
     std::vector<float> probabilities;
@@ -83,24 +66,25 @@ void write_scores(const std::string& path, const std::vector<float>& logits) {
     workloads::data::write_scores_parquet(path, probabilities);
     return;
   }
-  write_whole(path, [&](std::ofstream& file) {
-    std::string text = "sample,probability\n";
-    char number[64];
-    const auto put = [&](auto value) {
-      text.append(number, std::to_chars(number, number + sizeof(number), value).ptr);
-    };
-    for (std::size_t i = 0; i < logits.size(); ++i) {
-      put(i);
-      text += ',';
-      put(probability(logits[i]));
-      text += '\n';
-      if (text.size() > (1U << 20)) {
-        file << text;
-        text.clear();
-      }
+  // Whole or not at all: a long file that was cut off looks like a short one.
+  workloads::data::WholeFile file(path);
+  std::string text = "sample,probability\n";
+  char number[64];
+  const auto put = [&](auto value) {
+    text.append(number, std::to_chars(number, number + sizeof(number), value).ptr);
+  };
+  for (std::size_t i = 0; i < logits.size(); ++i) {
+    put(i);
+    text += ',';
+    put(probability(logits[i]));
+    text += '\n';
+    if (text.size() > (1U << 20)) {
+      file.write(text);
+      text.clear();
     }
-    file << text;
-  });
+  }
+  file.write(text);
+  file.finish();
 }
 
 void say(const EvalWords& words, const dlrm::Judged& judged) {
@@ -169,9 +153,7 @@ int judge_structures(const std::string& verb, const EvalWords& words, const comm
   const workloads::gnn::Judged judged = workloads::gnn::judge(
       settings, words.data, checkpoints_of(words), words.step, verb == "predict", world);
   if (world.rank() != 0) return 0;
-  if (!words.out.empty()) {
-    write_whole(words.out, [&](std::ofstream& file) { file << judged.predicted; });
-  }
+  if (!words.out.empty()) workloads::data::write_whole(words.out, judged.predicted);
   say(words, judged.model, "structures", judged.num_structures);
   return 0;
 }

@@ -472,6 +472,24 @@ def test_command_line(tmp_path):
         checkpoint.open_checkpoint(tmp_path / "c").read("table"), torch.arange(30.0).reshape(10, 3)
     )
 
+    # What is read is not written: a file of any of the checkpoints, the folder that is cut anew, one
+    # whose own file is imported.
+    whole = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    kept = next((root / "step-000000000003").glob("shard-00001*"))
+    (tmp_path / "link").symlink_to(kept)
+    (tmp_path / "same").symlink_to("a")
+    for words, name in (
+        (("export", root, "--to", tmp_path / "link"), "link"),
+        (("export", root, "--to", kept), kept),
+        (("reshard", root, "--ranks", "3", "--to", tmp_path / "same"), "same"),
+        (("import", root, "--from", kept, "--step", "3", "--replace"), kept.parent),
+        (("import", root, "--from", kept.parent, "--step", "3", "--replace"), kept.parent),
+    ):
+        refused = ckpt(*words)
+        assert refused.returncode == 65, words
+        assert f"{tmp_path / name}: is read and cannot be written too." in refused.stderr
+    assert {path: path.read_bytes() for path in root.rglob("*") if path.is_file()} == whole
+
     shard = next((root / "step-000000000004").glob("shard-00002*"))
     shard.write_bytes(shard.read_bytes()[:-1] + b"\x55")
     bad = ckpt("verify", root)

@@ -13,6 +13,7 @@ import time
 import numpy as np
 import pytest
 import safetensors.numpy
+from full_disk import full_disk
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TESSERA = os.environ.get("TESSERA_BIN", str(ROOT / "build/release/bin/tessera"))
@@ -157,6 +158,20 @@ def test_every_number_of_ranks_has_the_same_ids(tmp_path, log):
     columns = safetensors.numpy.load_file(tmp_path / "user.safetensors")
     lists = [columns[name].tolist() for name in ("id", "row", "count", "last_step")]
     assert list(zip(*lists, strict=True)) == [tuple(row) for row in users]
+    # Whole or not at all, and never over what they are read from.
+    words = [TESSERA, "ckpt", "ids", str(tmp_path / "one"), "--table", "user", "--to"]
+    for path in tmp_path.glob("user.*"):
+        path.write_text("good")
+        told = subprocess.run(
+            [*words, str(path)], capture_output=True, text=True, timeout=LIMIT, preexec_fn=full_disk
+        )
+        assert told.returncode == 65 and "File too large" in told.stderr
+        assert path.read_text() == "good" and list(tmp_path.glob("user.*partial*")) == []
+    shard = next(tmp_path.glob("one/checkpoints/step-*/shard-*.safetensors"))
+    before = shard.read_bytes()
+    told = subprocess.run([*words, str(shard)], capture_output=True, text=True, timeout=LIMIT)
+    assert told.returncode == 65 and "is read and cannot be written too." in told.stderr
+    assert shard.read_bytes() == before
     words = [TESSERA, "ckpt", "ids", str(tmp_path / "one"), "--table", "user", "--to", "user.txt"]
     told = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT)
     assert told.returncode == 2 and "written to .csv, .npy or .safetensors, not user.txt" in told.stderr

@@ -87,14 +87,14 @@ UPPER = {
         "workloads/trainer",
     },
 }
-# A click log, and what tells a file by its content: under the readers of workloads/data.
+# A click log, what tells a file by its content and what writes one whole: under the readers of data.
 CLICK_LOG = {
     f"workloads/dlrm/{stem}"
     for stem in (
         "click_file", "click_file_writer", "click_layout", "click_log", "criteo", "half", "mapped_file",
         "metrics", "open_log", "synthetic", "text_blocks",
     )
-} | {"workloads/data/content"}  # fmt: skip
+} | {"workloads/data/content", "workloads/data/whole_file"}  # fmt: skip
 # Wherever they lie, trainings' settings are a part of settings, and data's errors of the trainer a header
 # that stands on nothing.
 SETTINGS = {f"workloads/{name}/settings" for name in ("dlrm", "gnn", "lm", "trainer")}

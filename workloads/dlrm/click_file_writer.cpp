@@ -1,13 +1,7 @@
-#include <fcntl.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
 #include <cmath>
-#include <cstdio>
-#include <cstring>
-#include <utility>
 
+#include "data/whole_file.h"
 #include "dlrm/click_file.h"
 #include "dlrm/click_layout.h"
 #include "dlrm/half.h"
@@ -26,10 +20,10 @@ struct ClickFileWriter::State {
     std::vector<std::uint64_t> wide;
   };
 
+  explicit State(const std::string& where) : path(where), file(where) {}
+
   std::string path;
-  std::string partial;  // the file's name until it is whole, if it has one before
-  bool is_named = false;
-  int fd = -1;
+  data::WholeFile file;
   ClickFileLayout layout;
   std::uint64_t num_bytes = 0;  // written so far
   std::vector<std::uint8_t> labels;
@@ -38,8 +32,6 @@ struct ClickFileWriter::State {
   std::string block;
 
   [[noreturn]] void fail(const std::string& what) const { throw DataError(path + ": " + what); }
-  void open();
-  bool give_name() const;
   void write(const std::string& bytes);
   void write_block();
   void pad_file();
@@ -55,37 +47,8 @@ struct ClickFileWriter::State {
   }
 };
 
-// A file without a name goes away with its process, however that ends. Where the file system has no
-// such files, or no name could be given to one later, it has a name from the start.
-void ClickFileWriter::State::open() {
-  const std::size_t slash = path.rfind('/');
-  const std::string folder = slash == std::string::npos ? "." : path.substr(0, slash + 1);
-  if (::access("/proc/self/fd", X_OK) == 0) {
-    fd = ::open(folder.c_str(), O_TMPFILE | O_WRONLY | O_CLOEXEC, 0666);
-    if (fd >= 0) return;
-  }
-  fd = ::open(partial.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_TRUNC | O_CLOEXEC, 0666);
-  if (fd < 0) fail(std::string("cannot be made: ") + std::strerror(errno) + ".");
-  is_named = true;
-}
-
-bool ClickFileWriter::State::give_name() const {
-  if (is_named) return true;
-  ::unlink(partial.c_str());  // of a process of this number that was lost
-  const std::string file = "/proc/self/fd/" + std::to_string(fd);
-  return ::linkat(AT_FDCWD, file.c_str(), AT_FDCWD, partial.c_str(), AT_SYMLINK_FOLLOW) == 0;
-}
-
 void ClickFileWriter::State::write(const std::string& bytes) {
-  const char* next = bytes.data();
-  std::size_t left = bytes.size();
-  while (left > 0) {
-    const ssize_t done = ::write(fd, next, left);
-    if (done < 0 && errno == EINTR) continue;
-    if (done < 0) fail(std::string("cannot be written: ") + std::strerror(errno) + ".");
-    next += done;
-    left -= static_cast<std::size_t>(done);
-  }
+  file.write(bytes);
   num_bytes += bytes.size();
 }
 
@@ -187,30 +150,24 @@ void ClickFileWriter::State::take(const SampleBlock& samples, std::size_t begin,
 }
 
 ClickFileWriter::ClickFileWriter(const std::string& path, const ClickSchema& schema,
-                                 const ClickFileOptions& options)
-    : state_(std::make_unique<State>()) {
-  state_->path = path;
+                                 const ClickFileOptions& options) {
   detail::check_schema(schema, path);
   if (options.block_samples < 1 ||
       options.block_samples > static_cast<std::int64_t>(detail::kMaxBlockSamples)) {
-    state_->fail("blocks of " + std::to_string(options.block_samples) +
-                 " samples; 1 to 2^24 can be written.");
+    throw DataError(path + ": blocks of " + std::to_string(options.block_samples) +
+                    " samples; 1 to 2^24 can be written.");
   }
+  state_ = std::make_unique<State>(path);
   state_->layout.schema = schema;
   state_->layout.version = detail::version_of(schema);
   state_->layout.half_dense = options.half_dense;
   state_->layout.block_samples = options.block_samples;
   state_->bags.resize(schema.features.size());
-  state_->partial = path + ".partial-" + std::to_string(::getpid());
-  state_->open();
+  state_->file.rewind();  // a pipe cannot be told at the end what is at the beginning
   state_->write(std::string(detail::kHeaderBytes, '\0'));
 }
 
-ClickFileWriter::~ClickFileWriter() {
-  if (state_->fd < 0) return;
-  ::close(state_->fd);
-  if (state_->is_named) ::unlink(state_->partial.c_str());
-}
+ClickFileWriter::~ClickFileWriter() = default;
 
 void ClickFileWriter::append(const SampleBlock& samples) {
   const auto count = static_cast<std::size_t>(samples.num_samples);
@@ -243,14 +200,9 @@ void ClickFileWriter::finish() {
   state.write_block();
   const auto encoded = detail::encode_layout(state.layout, state.num_bytes);
   state.write(encoded.directory);
-  if (::lseek(state.fd, 0, SEEK_SET) != 0) state.fail("cannot be written from its beginning.");
+  state.file.rewind();
   state.write(encoded.header);
-  if (::fsync(state.fd) != 0 || !state.give_name() || ::close(std::exchange(state.fd, -1)) != 0 ||
-      std::rename(state.partial.c_str(), state.path.c_str()) != 0) {
-    const int number = errno;
-    ::unlink(state.partial.c_str());
-    state.fail(std::string("cannot be finished: ") + std::strerror(number) + ".");
-  }
+  state.file.finish();
 }
 
 std::int64_t ClickFileWriter::num_samples() const noexcept {

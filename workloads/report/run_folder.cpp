@@ -64,16 +64,15 @@ std::string read_text(const std::string& path) {
 }
 
 void write_text(const std::string& path, const std::string& text) {
-  const std::string fresh = path + ".new";
-  {
-    std::ofstream file(fresh, std::ios::binary | std::ios::trunc);
-    file << text;
-    file.flush();
-    if (!file) throw Error("report: cannot write " + fresh + ": " + cause() + ".");
-  }
-  if (std::rename(fresh.c_str(), path.c_str()) != 0) {
-    throw Error("report: cannot write " + path + ": " + cause() + ".");
-  }
+  // A name that no file of the user's has.
+  const std::string fresh = path + ".partial-" + std::to_string(::getpid());
+  std::ofstream file(fresh, std::ios::binary | std::ios::trunc);
+  file << text;
+  file.close();
+  if (file && std::rename(fresh.c_str(), path.c_str()) == 0) return;
+  const std::string why = cause();
+  ::unlink(fresh.c_str());
+  throw Error("report: cannot write " + path + ": " + why + ".");
 }
 
 MetricsFile::MetricsFile(const std::string& path, std::int64_t keep_until)
