@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "data/input.h"
 #include "dlrm/open_log.h"
 #include "flags.h"
 #include "report/run_folder.h"
@@ -117,6 +118,7 @@ int data_stats(const std::vector<std::string>& words) {
   dlrm::LogOptions options;
   options.num_rows = given.rows;
   try {
+    if (!given.write.empty()) workloads::data::check_apart(split.names, given.write);
     const dlrm::OpenedLog log = dlrm::open_log(split.names[0], options);
     std::fputs(log.notes.c_str(), stderr);
     const std::int64_t length = log.log->num_samples();

@@ -5,6 +5,7 @@
 
 #include "converted_data.h"
 #include "data/converted.h"
+#include "data/input.h"
 #include "doctor/machine.h"
 #include "eval_flags.h"
 #include "report/run_folder.h"
@@ -102,6 +103,30 @@ void check_run(const std::string& verb, const EvalWords& words) {
   }
 }
 
+// Before anything is scored: the data, the run and its checkpoints stay as they are.
+void check_apart(const EvalWords& words) {
+  namespace fs = std::filesystem;
+  try {
+    std::vector<std::string> inputs = workloads::data::files_of(words.data);
+    for (const char* name :
+         {workloads::report::kConfigFile, workloads::report::kMetricsFile, "schema.toml"}) {
+      inputs.push_back(words.run + "/" + name);
+    }
+    for (const char* name : {"/checkpoints", "/best"}) {
+      std::error_code error;  // a run may have kept none
+      fs::recursive_directory_iterator folder(words.run + name, error);
+      for (; !error && folder != fs::end(folder); folder.increment(error)) {
+        inputs.push_back(folder->path().string());
+      }
+    }
+    workloads::data::check_apart(inputs, words.out);
+  } catch (const workloads::data::DataError& error) {
+    throw LaunchError(launch::kExitData, std::string("predict: ") + error.what(),
+                      "--data names what is scored, --out what is written",
+                      "another --data, or another --out");
+  }
+}
+
 // A table becomes a log by the schema of the run, and the ranks are told that.
 void use_log(const std::string& verb, const EvalWords& given, std::vector<std::string>& words) {
   const std::string schema = given.run + "/schema.toml";
@@ -125,6 +150,7 @@ int run(const std::string& verb, std::string_view help, const std::vector<std::s
     throw UsageError("predict: needs --data LOG and --out FILE");
   }
   check_run(verb, given);
+  if (verb == "predict") check_apart(given);
   std::vector<std::string> told = words;
   use_log(verb, given, told);
   launch::RunOptions options;

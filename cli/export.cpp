@@ -1,6 +1,7 @@
 // tessera export — makes a package to serve out of a checkpoint.
 
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <cmath>
 #include <cstdio>
@@ -10,6 +11,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "data/input.h"
 #include "dlrm/metrics.h"
 #include "dlrm/open_log.h"
 #include "flags.h"
@@ -280,7 +282,7 @@ Figures judge_unrounded(const Reader& reader, const serving::ExportOptions& opti
   serving::ExportOptions plain = options;
   plain.type = RowType::kFp32;
   plain.tables.clear();
-  const std::string folder = out + ".fp32";
+  const std::string folder = out + ".fp32-" + std::to_string(::getpid());
   struct Removal {
     const std::string& folder;
     ~Removal() { checkpoint::remove_folder(folder, checkpoint::Disk::real()); }
@@ -294,6 +296,11 @@ int run_export(const std::string& path, const ExportWords& words) {
   std::string out = words.out;
   while (out.size() > 1 && out.back() == '/') out.pop_back();
   const serving::ExportOptions options = options_of(words);
+  if (!words.eval.empty()) {
+    // A package that is replaced takes along what lies in it.
+    const auto folder = std::filesystem::path(words.eval).parent_path();
+    workloads::data::check_apart({folder.empty() ? "." : folder.string()}, out);
+  }
   const auto reader = open_checkpoint(path, words.step);
   const serving::ExportReport report = serving::write_package(*reader, out, options);
   Json answer = json_of(report, out);

@@ -347,7 +347,7 @@ int plan_search(const PlanTablesWords& words) {
     throw plan_failure(error);
   } catch (const dlrm::DataError& error) {
     throw LaunchError(launch::kExitData, std::string("plan: ") + error.what(), "--data names it",
-                      "tessera data describe FILE");
+                      "tessera data show FILE");
   } catch (const workloads::report::Error& error) {
     throw LaunchError(launch::kExitData, std::string("plan: ") + error.what(),
                       "the file cannot be read or written", "another file");

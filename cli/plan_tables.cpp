@@ -2,12 +2,15 @@
 
 #include <filesystem>
 
+#include "data/input.h"
 #include "flags.h"
 #include "plan_search.h"
 #include "plan_subject.h"
 #include "plan_tables_flags.h"
+#include "report/run_folder.h"
 #include "tessera/launch/exit_code.h"
 #include "tessera/launch/launch_error.h"
+#include "tessera/planner/machine_profile.h"
 #include "usage.h"
 #include "worker_program.h"
 
@@ -66,6 +69,31 @@ void check_exists(int code, const std::string& flag, const std::string& path) {
                             "name a file, or leave " + flag + " out");
 }
 
+// The file that --config names; empty without one.
+std::string config_of(const std::vector<std::string>& flags) {
+  std::string path;
+  for (std::size_t i = 0; i < flags.size(); ++i) {
+    if (flags[i] == "--config" && i + 1 < flags.size()) path = flags[i + 1];
+    if (flags[i].starts_with("--config=")) path = flags[i].substr(9);
+  }
+  return path;
+}
+
+void check_apart(const PlanTablesWords& given, const std::string& config, const std::string& flag,
+                 const std::string& out) {
+  if (out.empty()) return;
+  std::vector<std::string> inputs{given.table_list, given.plan, given.check, given.previous,
+                                  given.stats,      given.data, config};
+  inputs.push_back(given.profile.empty() ? planner::profile_path() : given.profile);
+  inputs.push_back(given.calibrate + "/" + workloads::report::kMetricsFile);
+  try {
+    workloads::data::check_apart(inputs, out);
+  } catch (const workloads::data::DataError& error) {
+    throw launch::LaunchError(launch::kExitData, std::string("plan: ") + error.what(),
+                              flag + " names what another flag reads", "another " + flag);
+  }
+}
+
 void check(const PlanTablesWords& given) {
   if (given.steps_left > 0 && given.previous.empty()) {
     throw UsageError("plan: --steps-left is for --previous");
@@ -99,6 +127,9 @@ int run(const std::vector<std::string>& words) {
   }
   if (given.print_config) return print_config(app);
   check(given);
+  const std::string config = config_of(split.flags);
+  check_apart(given, config, "--write", given.write);
+  check_apart(given, config, "--picture", given.picture);
   if (wants_search(given)) return plan_search(given);
   std::vector<std::string> command{"plan-tables"};
   command.insert(command.end(), split.flags.begin(), split.flags.end());

@@ -7,6 +7,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "data/input.h"
 #include "flags.h"
 #include "report/comparison.h"
 #include "report/html.h"
@@ -186,10 +187,17 @@ int diff(const std::vector<std::string>& names, const Words& words) {
   if (names.size() != 2) throw UsageError("runs: diff compares two runs, as in runs diff A B");
   const std::string one = folder_of(names[0]);
   const std::string other = folder_of(names[1]);
+  const std::string page = words.out.empty() ? other + "/compare.html" : words.out;
   try {
+    std::vector<std::string> files;
+    for (const std::string& folder : {one, other}) {
+      for (const char* name : {report::kMetricsFile, report::kConfigFile, report::kTraceFile}) {
+        files.push_back(folder + "/" + name);
+      }
+    }
+    workloads::data::check_apart(files, page);
     const report::RunRecord first = report::read_run(one);
     const report::RunRecord second = report::read_run(other);
-    const std::string page = words.out.empty() ? other + "/compare.html" : words.out;
     report::write_text(page, report::make_comparison(first, second));
     const auto settings = report::setting_differences(first, second);
     const auto figures = report::figure_rows(first, second);
@@ -203,6 +211,9 @@ int diff(const std::vector<std::string>& names, const Words& words) {
     print_rows(settings.empty() ? "settings are the same" : "settings that differ", settings);
     print_rows("figures", figures);
     std::printf("page     %s\n", page.c_str());
+  } catch (const workloads::data::DataError& error) {
+    throw launch::LaunchError(launch::kExitData, std::string("runs: ") + error.what(),
+                              "--out names a file of a run that is compared", "another --out");
   } catch (const report::Error& error) {
     throw launch::LaunchError(launch::kExitData, std::string("runs: ") + error.what(),
                               "the folder is damaged, or the page cannot be written",

@@ -2,8 +2,11 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <filesystem>
 
+#include "data/input.h"
 #include "flags.h"
+#include "report/run_folder.h"
 #include "report/trace.h"
 #include "tessera/launch/exit_code.h"
 #include "tessera/launch/launch_error.h"
@@ -64,6 +67,16 @@ void define_flags(CLI::App& app, TraceWords& words) {
 
 void print(const Json& answer) {
   std::printf("%s\n", answer.dump(2, ' ', false, Json::error_handler_t::replace).c_str());
+}
+
+// What is merged must not be what is written. Throws DataError.
+void check_apart(const std::vector<std::string>& names, const std::string& to) {
+  std::vector<std::string> files;
+  for (const std::string& name : names) {
+    const bool is_folder = std::filesystem::is_directory(name);
+    files.push_back(is_folder ? name + "/" + workloads::report::kTraceFile : name);
+  }
+  workloads::data::check_apart(files, to);
 }
 
 int merge(const std::vector<RankTrace>& traces, const TraceWords& words) {
@@ -231,8 +244,13 @@ int run(const std::vector<std::string>& words) {
     throw UsageError("trace: name files or folders, as in tessera trace " + names[0] + " FILE");
   }
   try {
-    const auto traces = workloads::report::read_traces({names.begin() + 1, names.end()});
+    const std::vector<std::string> files(names.begin() + 1, names.end());
+    if (names[0] == "merge") check_apart(files, given.to);
+    const auto traces = workloads::report::read_traces(files);
     return names[0] == "merge" ? merge(traces, given) : summary(traces, given);
+  } catch (const workloads::data::DataError& error) {
+    throw launch::LaunchError(launch::kExitData, std::string("trace: ") + error.what(),
+                              "--to names a trace that is merged", "another --to");
   } catch (const workloads::report::Error& error) {
     const bool aligns = !given.align.empty();
     throw launch::LaunchError(launch::kExitData, error.what(),

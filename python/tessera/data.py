@@ -321,7 +321,10 @@ def convert(
     """
     if not hasattr(table, "__arrow_c_stream__"):
         raise TypeError(f"tessera.data.convert: {type(table).__name__} has no __arrow_c_stream__.")
-    text = str(schema) if "\n" in str(schema) else pathlib.Path(schema).read_text()
+    is_text = "\n" in str(schema)
+    if not is_text and os.path.exists(path) and os.path.samefile(schema, path):
+        raise DataError(f"{path}: is read and cannot be written too. Name another file to write.")
+    text = str(schema) if is_text else pathlib.Path(schema).read_text()
     capsule = table.__arrow_c_stream__()
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import struct
@@ -13,6 +14,7 @@ import subprocess
 import time
 
 import pytest
+from full_disk import full_disk
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TESSERA = os.environ.get("TESSERA_BIN", str(ROOT / "build/release/bin/tessera"))
@@ -249,6 +251,106 @@ def test_a_file_is_not_read_and_written_at_once(table):
     failed = data("schema", table / "table.csv", "--out", table / "table.csv")
     assert failed.returncode == 65
     assert (table / "table.csv").read_text() == TABLE
+
+
+def refused_to_write(out, *words):
+    """Also under other names; nothing is changed and nothing left."""
+    before = {path: path.read_bytes() for path in out.parent.iterdir()}
+    (out.parent / "link").symlink_to(out.name)
+    (out.parent / "twin").hardlink_to(out)
+    names = [
+        out,
+        out.parent / "link",
+        out.parent / "twin",
+        out.parent / "." / ".." / out.parent.name / out.name,
+    ]
+    for name in names:
+        failed = data(*words, name)
+        assert failed.returncode == 65, failed.stdout + failed.stderr
+        assert f"{name}: is read and cannot be written too. Name another file to write." in failed.stderr
+    (out.parent / "link").unlink()
+    (out.parent / "twin").unlink()
+    assert {path: path.read_bytes() for path in out.parent.iterdir()} == before
+
+
+def test_the_schema_of_a_conversion_is_not_written(table):
+    (table / "users.txt").write_text("ann\nbob\n")
+    text = SCHEMA.replace(
+        'column = "user"\nrows = 100', 'column = "user"\nkind = "vocabulary"\nvocabulary = "users.txt"'
+    )
+    (table / "schema.toml").write_text(text)
+    for name in ("schema.toml", "users.txt"):
+        words = ("convert", "--schema", table / "schema.toml", table / "table.csv", "--out")
+        refused_to_write(table / name, *words)
+
+
+def test_a_log_is_not_written_over_by_its_statistics(tmp_path):
+    for name, flags in (("a.click", []), ("a.tsv", ["--format", "text"])):
+        answer("synth", tmp_path / name, "--samples", 50, *flags)
+        refused_to_write(tmp_path / name, "stats", tmp_path / name, "--write")
+    # A draft has a name that no file of the user's has.
+    shutil.copy(tmp_path / "a.click", tmp_path / "a.json.new")
+    answer("stats", tmp_path / "a.json.new", "--write", tmp_path / "a.json")
+    assert (tmp_path / "a.json.new").read_bytes() == (tmp_path / "a.click").read_bytes()
+    assert len(json.loads((tmp_path / "a.json").read_text())["features"]) == 26
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("synth", "--samples", "3000", "--format", "text"),
+        ("synth", "--samples", "3000"),
+        ("stats", "log.click", "--sample", "100", "--write"),
+        ("convert", "log.tsv", "--out"),
+        ("schema", "wide.csv", "--out"),
+    ],
+    ids=lambda words: " ".join(words[:1] + words[-1:]),
+)
+def test_what_cannot_be_written_leaves_the_file_before(tmp_path, words):
+    answer("synth", tmp_path / "log.click", "--samples", 100, "--features", 100)
+    answer("synth", tmp_path / "log.tsv", "--samples", 1000, "--format", "text")
+    wide = ",".join(f"column_{i}" for i in range(500))
+    (tmp_path / "wide.csv").write_text(f"{wide}\n{'1,' * 499}1\n")
+    (tmp_path / "out").write_text("good")
+    before = sorted(tmp_path.iterdir())
+    command = [TESSERA, "data", *words, "out"]
+    done = subprocess.run(
+        command, cwd=tmp_path, preexec_fn=full_disk, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 65 and "File too large" in done.stderr, done.stdout + done.stderr
+    assert (tmp_path / "out").read_text() == "good" and sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("flags", [["--format", "text"], []], ids=["text", "binary"])
+def test_a_log_that_is_made_and_killed_leaves_the_one_before(tmp_path, flags):
+    if not has_files_without_names(tmp_path):
+        pytest.skip("no file without a name here")
+    (tmp_path / "out").write_text("good")
+    command = [TESSERA, "data", "synth", "out", "--samples", "1000000000", "--features", "26", *flags]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL)
+    written = pathlib.Path(f"/proc/{process.pid}/io")
+    while int(re.search(r"^wchar: (\d+)", written.read_text(), re.MULTILINE)[1]) < 1 << 20:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.kill()
+    assert process.wait(60) == -signal.SIGKILL
+    assert (tmp_path / "out").read_text() == "good" and [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_pipe_is_written_and_not_replaced(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    answer("synth", tmp_path / "log.tsv", "--samples", 20, "--format", "text")
+    command = [TESSERA, "data", "synth", str(pipe), "--samples", "20", "--format", "text"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        assert pipe.read_bytes() == (tmp_path / "log.tsv").read_bytes()
+        assert process.wait(60) == 0
+    with subprocess.Popen(command[:-2], stderr=subprocess.PIPE, text=True) as process:
+        assert pipe.read_bytes() == b""
+        assert (
+            process.wait(60) == 65 and "pipe: cannot be written from its beginning" in process.stderr.read()
+        )
+    assert pipe.is_fifo()
 
 
 def has_files_without_names(folder):

@@ -148,6 +148,38 @@ def test_runs_and_logs_that_do_not_fit_are_refused(trained, tmp_path):
     tessera("predict", trained / "run", code=2)
 
 
+def test_what_is_scored_is_not_written(trained, tmp_path):
+    """A log, several tables, and what the run is made of; before anything is scored."""
+    log = shutil.copy(trained / "b.click", tmp_path / "b.click")
+    run = shutil.copytree(trained / "run", tmp_path / "run")
+    (tmp_path / "link").symlink_to("b.click")
+    (tmp_path / "twin.parquet").hardlink_to(log)
+    (tmp_path / "part-1.csv").write_text("1,2\n")
+    (tmp_path / "part-2.csv").write_text("3,4\n")
+    some = tmp_path / "part-*.csv"
+    listed = f"{tmp_path}/part-1.csv,{tmp_path}/part-2.csv"
+    tries = [(log, name) for name in ("b.click", "link", "twin.parquet", "run/../b.click")]
+    tries += [(some, "part-2.csv"), (listed, "part-1.csv")]
+    (tensors,) = (run / "checkpoints/step-000000000030").glob("shard-00001*")
+    tries += [(log, f"run/{name}") for name in ("config.toml", "metrics.jsonl", tensors.relative_to(run))]
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for names, out in tries:
+        words = ["predict", run, "--data", names, "--out", tmp_path / out]
+        failed = subprocess.run(
+            [TESSERA, *map(str, words)],
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+            env={**os.environ, "TESSERA_WORKER": "/nowhere"},
+        )
+        assert failed.returncode == 65, failed.stderr
+        assert f"error: predict: {tmp_path}/{out}: is read and cannot be written too." in failed.stderr
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    # Beside them it may lie, and be made again.
+    for _ in range(2):
+        tessera("predict", run, "--data", log, "--out", run / "scores.csv")
+
+
 def test_epochs_shuffling_and_another_log_to_judge_on(trained, tmp_path):
     flags = ["--data", trained / "a.click", "--eval-data", trained / "b.click", "--epochs", 2, *SMALL[4:]]
     flags += ["--json", "--runs", tmp_path]

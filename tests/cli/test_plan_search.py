@@ -87,6 +87,22 @@ def test_json_is_checked_and_the_plan_is_for_training(listed, tmp_path):
     assert "proves nothing" in plan("--check", result, *flags, code=65).stderr
 
 
+@pytest.mark.parametrize("flag", ["--write", "--picture"])
+def test_what_a_plan_is_made_of_is_not_written(listed, tmp_path, flag):
+    words = ["--ranks", 2, "--table-list", listed]
+    plan("--search", *words, "--write", tmp_path / "before.json")
+    (tmp_path / "own.toml").write_text("ranks = 2\n")
+    (tmp_path / "link").symlink_to("own.toml")
+    words += ["--previous", tmp_path / "before.json", "--config", tmp_path / "own.toml"]
+    for name in ("tables.json", "before.json", "own.toml", "link"):
+        before = (tmp_path / name).read_bytes()
+        said = plan(*words, flag, tmp_path / name, code=65).stderr
+        assert said.startswith(f"error: plan: {tmp_path}/{name}: is read and cannot be written too.")
+        assert said.endswith(f"  why: {flag} names what another flag reads\n  try: another {flag}\n")
+        assert (tmp_path / name).read_bytes() == before
+    plan(*words, flag, tmp_path / "other")
+
+
 def test_a_table_is_explained(listed):
     out = plan("--explain", "users", "--ranks", 8, "--hosts", 2, "--table-list", listed).stdout
     assert out.splitlines()[0].startswith("users (40M x 128, 100 ids a sample): ")

@@ -114,6 +114,16 @@ def test_a_config_that_cannot_be_read_is_named(folder):
     assert "runs: 2026-11-15-10/config.toml, line 2: 'batch: 64' is not a setting" in said
 
 
+def test_a_run_that_is_compared_is_not_written(folder):
+    names = ("2026-11-15-2", "2026-11-15-10")
+    (folder / "page.html").symlink_to(f"runs/{names[0]}/metrics.jsonl")
+    for out in ("page.html", f"runs/{names[1]}/config.toml"):
+        before = (folder / out).read_bytes()
+        said = runs(folder, "diff", *names, "--out", out, code=65)
+        assert said.startswith(f"error: runs: {out}: is read and cannot be written too.")
+        assert (folder / out).read_bytes() == before
+
+
 def test_what_is_no_run_is_named(folder):
     said = runs(folder, "diff", "2026-11-15-3", "2026-11-15-2", code=65)
     assert "there is no run in 2026-11-15-3" in said and "did you mean 2026-11-15-2" in said

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -54,6 +55,17 @@ def two_ranks(tmp_path):
         span("step", 100, 110, "optimizer", step=2, wait=False),
     ]
     return written(tmp_path / "rank0.json", a), written(tmp_path / "rank1.json", b)
+
+
+def test_a_trace_that_is_merged_is_not_written(two_ranks, tmp_path):
+    (tmp_path / "link.json").symlink_to("rank1.json")
+    (tmp_path / "run").mkdir()
+    shutil.copy(two_ranks[0], tmp_path / "run/trace.json")
+    before = [pathlib.Path(path).read_bytes() for path in two_ranks]
+    for out in ("rank0.json", "link.json", "run/trace.json"):
+        done = trace("merge", "--to", tmp_path / out, *two_ranks, tmp_path / "run")
+        assert done.returncode == 65 and f"{out}: is read and cannot be written too." in done.stderr
+    assert [pathlib.Path(path).read_bytes() for path in two_ranks] == before
 
 
 def test_sums_with_known_answers(two_ranks):

@@ -146,3 +146,7 @@ def test_a_table_in_memory_is_converted_as_its_file(tmp_path):
         convert(table.drop_columns(["price"]), SCHEMA, tmp_path / "d.click")
     with pytest.raises(TypeError, match="list has no __arrow_c_stream__"):
         convert([], SCHEMA, tmp_path / "d.click")
+    (tmp_path / "link").symlink_to("s.toml")
+    with pytest.raises(DataError, match="link: is read and cannot be written too"):
+        convert(table, tmp_path / "s.toml", tmp_path / "link")
+    assert (tmp_path / "s.toml").read_text() == SCHEMA
