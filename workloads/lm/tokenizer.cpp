@@ -12,6 +12,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "lm/normal_form.h"
 #include "lm/word_pattern.h"
 #include "trainer/data_error.h"
 
@@ -77,6 +78,43 @@ struct Merge {
   std::int32_t joined = 0;
 };
 
+/// Tokens that are found in a text as a whole.
+struct AddedTokens {
+  std::vector<std::pair<std::string, std::int32_t>> all;  // the longest first
+  std::array<bool, 256> may_begin{};                      // they begin with few different bytes
+
+  void add(const std::string& text, std::int32_t id) {
+    all.emplace_back(text, id);
+    may_begin[static_cast<unsigned char>(text[0])] = true;
+  }
+  void sort() {
+    std::stable_sort(all.begin(), all.end(),
+                     [](const auto& a, const auto& b) { return a.first.size() > b.first.size(); });
+  }
+  /// Tells `part` of what lies between them, and puts their numbers.
+  template <class Part>
+  void cut(std::string_view text, std::vector<std::int32_t>& out, const Part& part) const {
+    std::size_t begin = 0;
+    for (std::size_t place = 0; place < text.size();) {
+      auto found = all.end();
+      if (may_begin[static_cast<unsigned char>(text[place])]) {
+        found = std::find_if(all.begin(), all.end(), [&](const auto& one) {
+          return text.substr(place).starts_with(one.first);
+        });
+      }
+      if (found == all.end()) {
+        ++place;
+        continue;
+      }
+      if (place > begin) part(text.substr(begin, place - begin));
+      out.push_back(found->second);
+      place += found->first.size();
+      begin = place;
+    }
+    if (begin < text.size()) part(text.substr(begin));
+  }
+};
+
 }  // namespace
 
 struct Tokenizer::State {
@@ -88,7 +126,10 @@ struct Tokenizer::State {
   std::unordered_map<std::string, std::int32_t> whole;
   std::array<std::int32_t, 256> of_byte{};
   std::unordered_map<std::uint64_t, Merge> merges;
-  std::vector<std::pair<std::string, std::int32_t>> added;  // the longest first
+  bool composes = false;  // texts are in NFC before their words are cut
+  /// Found in the text as it is, and found in what the normalizer made of it.
+  AddedTokens added;
+  AddedTokens added_after;
 
   [[noreturn]] void fail(const std::string& what) const {
     throw DataError(name + ": " + what + ".");
@@ -101,6 +142,8 @@ struct Tokenizer::State {
   void put_text(std::int32_t token, std::string text);
   void encode_part(std::string_view part, std::vector<std::int32_t>& out,
                    std::unordered_map<std::string, std::vector<std::int32_t>>& cache) const;
+  void encode_normal(std::string_view part, std::vector<std::int32_t>& out,
+                     std::unordered_map<std::string, std::vector<std::int32_t>>& cache) const;
   void encode_word(std::string_view word, std::vector<std::int32_t>& out) const;
 };
 
@@ -201,17 +244,24 @@ void Tokenizer::State::read_added(const Json& tokens) {
       if (one.value(key, false)) fail("token '" + text + "' has " + key + ", which is not known");
     }
     put_text(id, text);
-    added.emplace_back(text, id);
+    // What is looked for in a text in NFC is looked for in NFC.
+    const bool is_after = composes && one.value("normalized", false);
+    if (is_after) {
+      added_after.add(composed(text), id);
+    } else {
+      added.add(text, id);
+    }
   }
-  std::stable_sort(added.begin(), added.end(),
-                   [](const auto& a, const auto& b) { return a.first.size() > b.first.size(); });
+  added.sort();
+  added_after.sort();
 }
 
 void Tokenizer::State::read(const Json& all) {
   if (!all.is_object() || !all.contains("model")) fail("is no tokenizer.json: there is no model");
   if (all.contains("normalizer") && !all["normalizer"].is_null()) {
-    fail("its texts are changed by the normalizer '" + all["normalizer"].value("type", "") +
-         "', which is not known");
+    const std::string type = all["normalizer"].value("type", "");
+    if (type != "NFC") fail("its texts are changed by the normalizer '" + type + "', not by NFC");
+    composes = true;
   }
   read_words(all.value("pre_tokenizer", Json()));
   read_model(all["model"]);
@@ -305,6 +355,14 @@ void Tokenizer::State::encode_part(
   }
 }
 
+void Tokenizer::State::encode_normal(
+    std::string_view part, std::vector<std::int32_t>& out,
+    std::unordered_map<std::string, std::vector<std::int32_t>>& cache) const {
+  if (!composes) return encode_part(part, out, cache);
+  const std::string text = composed(part);
+  added_after.cut(text, out, [&](std::string_view rest) { encode_part(rest, out, cache); });
+}
+
 Tokenizer Tokenizer::from_json(std::string_view text, const std::string& name) {
   auto state = std::make_shared<State>();
   state->name = name;
@@ -334,30 +392,8 @@ std::int64_t Tokenizer::vocab_size() const noexcept {
 std::vector<std::int32_t> Tokenizer::encode(std::string_view text) const {
   std::vector<std::int32_t> out;
   std::unordered_map<std::string, std::vector<std::int32_t>> cache;
-  std::size_t begin = 0;
-  // Special tokens begin with few different bytes: most places are passed at once.
-  std::array<bool, 256> may_begin{};
-  for (const auto& [content, id] : state_->added) {
-    may_begin[static_cast<unsigned char>(content[0])] = true;
-  }
-  for (std::size_t place = 0; place < text.size();) {
-    if (!may_begin[static_cast<unsigned char>(text[place])]) {
-      ++place;
-      continue;
-    }
-    const auto found =
-        std::find_if(state_->added.begin(), state_->added.end(),
-                     [&](const auto& one) { return text.substr(place).starts_with(one.first); });
-    if (found == state_->added.end()) {
-      ++place;
-      continue;
-    }
-    if (place > begin) state_->encode_part(text.substr(begin, place - begin), out, cache);
-    out.push_back(found->second);
-    place += found->first.size();
-    begin = place;
-  }
-  if (begin < text.size()) state_->encode_part(text.substr(begin), out, cache);
+  state_->added.cut(text, out,
+                    [&](std::string_view part) { state_->encode_normal(part, out, cache); });
   return out;
 }
 

@@ -2,7 +2,8 @@
 //
 // Byte-pair encoding over bytes, as GPT-2, Llama 3 and Qwen have it: the text is cut into words by
 // one of the patterns of these models, and the bytes of a word are joined pair by pair, the
-// earliest pair of the list first. Special tokens are found in the text.
+// earliest pair of the list first. Special tokens are found in the text. Where the file asks for
+// NFC, as Qwen's do, letters and marks are composed first.
 
 #pragma once
 
@@ -26,7 +27,8 @@ class Tokenizer {
 
   /// Without the tokens that a model's template adds before and after.
   std::vector<std::int32_t> encode(std::string_view text) const;
-  /// The bytes of the tokens; what is no token is left out.
+  /// The bytes of the tokens, of a text that was composed in that form; what is no token is left
+  /// out.
   std::string decode(std::span<const std::int32_t> tokens) const;
   /// One more than the largest number.
   std::int64_t vocab_size() const noexcept;
