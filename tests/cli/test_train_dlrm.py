@@ -293,6 +293,31 @@ def test_bfloat16_learns_nearly_the_same(tmp_path):
     assert half["log_loss"] == pytest.approx(plain["log_loss"], rel=0.02)
 
 
+@pytest.mark.parametrize("is_mixed_first", [True, False])
+def test_the_running_auc_is_that_of_the_last_steps_and_left_out_where_there_is_none(tmp_path, is_mixed_first):
+    """Clicks of both kinds in the first 49 steps of 60, or in the last 11, which are a window."""
+    samples = [(i, i % 2 if (i < 49 * 4) == is_mixed_first else 0) for i in range(240)]
+    samples += [(i, i % 2) for i in range(30)]  # kept to judge on
+    (tmp_path / "log.csv").write_text("user,one,clicked\n" + "".join(f"{i},1,{y}\n" for i, y in samples))
+    schema = '[label]\ncolumn = "clicked"\n[[dense]]\ncolumn = "one"\n'
+    (tmp_path / "s.toml").write_text(f'{schema}[[feature]]\ncolumn = "user"\nkind = "integer"\nrows = 240\n')
+    words = ["train", "dlrm", "--data", "log.csv", "--schema", "s.toml", "--steps", "60", "--batch", "4"]
+    told = subprocess.run(
+        [TESSERA, *words, "--dim", "8", "--bottom", "16,8", "--top", "16,1", "--eval-samples", "30"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        env={**os.environ, "TESSERA_CACHE": str(tmp_path / "cache")},
+    )
+    assert told.returncode == 0, told.stderr
+    first, *_, last = [line for line in told.stdout.splitlines() if line.startswith("step ")]
+    with_one, without = (first, last) if is_mixed_first else (last, first)
+    assert re.match(r"step +\d+/60 \| loss [\d.]+ \| train auc [\d.]+ \| \S+ samples/s", with_one)
+    assert re.match(r"step +\d+/60 \| loss [\d.]+ \| \S+ samples/s", without)
+    assert "nan" not in told.stdout
+
+
 def test_prints_placement_progress_and_report(tmp_path):
     lines = train(tmp_path, "-n", "2", "--steps", "5", "--batch", "64").stdout.splitlines()
     assert lines[0] == "tables   5 on 2 ranks, largest 6.40 kB, imbalance 1.00"

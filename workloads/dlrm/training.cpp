@@ -359,7 +359,11 @@ class Training final : public trainer::Workload<ClickBatch> {
     }
     return lines;
   }
-  trainer::Figures running() const override { return {{"train auc", running_.value()}}; }
+  trainer::Figures running() const override {
+    // Samples of one class alone have none.
+    const double auc = running_.value();
+    return std::isnan(auc) ? trainer::Figures{} : trainer::Figures{{"train auc", auc}};
+  }
   std::string verdict(const trainer::Figures& evaluation) const override {
     char text[160];
     std::snprintf(text, sizeof(text), "judged   log loss %.4f | auc %.4f", evaluation[0].second,
