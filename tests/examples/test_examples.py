@@ -33,6 +33,12 @@ def test_average_gradients_finds_the_line(ranks):
     assert f"{ranks} ranks over shm" in out
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_program_of_the_readme_runs(ranks):
+    """The main of page_samples.cpp; test_pages.py compares it with README.md."""
+    assert run(TESSERA.parent / "page_samples", ranks=ranks) == ""
+
+
 def test_torch_ddp_learns_over_shared_memory():
     out = run(sys.executable, "examples/torch_ddp.py")
     assert "2 ranks over shm" in out
