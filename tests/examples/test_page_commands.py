@@ -1,12 +1,14 @@
 """Every command in a block of a page is run, page by page, in a folder that holds what pages name.
 
 Commands of tutorials are run by test_tutorials.py and test_your_data.py, with a look at what they print; here
-it is enough that they end well. Trainings are made small; what other tests run is named in ELSEWHERE.
+it is enough that they end well. Trainings are made small; what other tests run is named in ELSEWHERE, and the
+few commands that no test runs as they stand, with what is looked at instead, in NOT_RUN.
 """
 
 from __future__ import annotations
 
 import gzip
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -38,14 +40,22 @@ PLAYED = {
 # Commands that take minutes, or the internet: which test does the same.
 ELSEWHERE = {
     "make demo": "tests/examples/test_page_commands.py::test_the_demo_is_made",
-    "make test": "tests/examples/test_page_commands.py::test_commands_run",  # it is what runs this
-    "cmake --preset": "tests/package/test_cmake_package.py::test_headers_library_and_programs_are_installed",
     "cmake --install": "tests/package/test_cmake_package.py::test_headers_library_and_programs_are_installed",
-    "pip install": "tests/package/test_source_install.py::test_pip_install_from_source",
+    "pip install .": "tests/package/test_source_install.py::test_pip_install_from_source",
     "tessera bench collectives": "tests/cli/test_bench.py::test_the_real_one_has_rows_for_every_size",
     "tessera bench embedding": "tests/cli/test_bench.py::test_benchmarks_of_the_tree_run",
+    "tessera doctor --profile --nnodes 2": (
+        "tests/cli/test_plan_inputs.py::test_hosts_are_measured_with_what_lies_between_them"
+    ),
     "tessera doctor --profile": "tests/cli/test_plan_inputs.py::test_a_machine_is_measured_kept_and_used",
     "tessera inspect nightly": "tests/launch/test_inspect.py::test_a_rank_that_others_wait_for_is_found",
+}
+# Commands that would run all tests, configure this build or install torch from the internet again: what is
+# looked at instead.
+NOT_RUN = {
+    "make test": "test_make_test_runs_all_tests_and_this_one",
+    "cmake --preset": "test_the_build_is_configured_as_the_page_says",
+    "pip install torch": "test_the_page_names_the_torch_of_this_environment",
 }
 SMALL = {
     "dlrm": "--dim 8 --bottom 16,8 --top 16,1 --batch 32 --eval-samples 100",
@@ -80,6 +90,11 @@ def test_what_is_run_elsewhere_is_there():
         assert f"def {name}(" in (ROOT / file).read_text()
     for name in PLAYED.values():
         assert (ROOT / "tests/examples" / name).exists()
+    for name in NOT_RUN.values():
+        assert name in globals()
+    shown = [command for page in pages() for command in commands(page)]
+    for command in (*ELSEWHERE, *NOT_RUN):
+        assert [one for one in shown if one.startswith(command)], f"{command}: no page shows it"
 
 
 # make works in this tree and on its own build; nothing is installed or configured again here.
@@ -117,6 +132,41 @@ def test_the_demo_is_made():
     report = ROOT / re.search(r"^report +(runs/\S+/report\.html)", told, re.MULTILINE)[1]
     assert report.exists()
     shutil.rmtree(report.parent)
+
+
+def test_make_test_runs_all_tests_and_this_one(request):
+    """Of `make test`: its recipe ends in ctest, by a preset that has all tests, of which this is one."""
+    recipe = re.search(
+        r"^test: everything lint.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE
+    )
+    (preset,) = re.findall(r"^\tctest --preset (\w+) ", recipe[1], re.MULTILINE)
+    (chosen,) = (
+        one
+        for one in json.loads((ROOT / "CMakePresets.json").read_text())["testPresets"]
+        if one["name"] == preset
+    )
+    assert "filter" not in chosen and chosen["configurePreset"] == "release"
+    listed = (ROOT / "tests/examples/CMakeLists.txt").read_text()
+    assert f"page_commands PATHS {request.path.name}" in listed
+
+
+@pytest.mark.skipif(
+    pathlib.Path(TESSERA).resolve() != BUILD / "bin/tessera", reason="another build is tested"
+)
+def test_the_build_is_configured_as_the_page_says():
+    """CMake reads the preset and what it set before; ninja goes through what it would do."""
+    (command,) = (one for one in commands("docs/building.md") if one.startswith("cmake --preset"))
+    words = command.replace("cmake --preset release", "cmake --preset release -N").replace(
+        "ninja -C", "ninja -n -C"
+    )
+    assert words.count(" -N ") == words.count("ninja -n ") == 1
+    done = subprocess.run(["bash", "-c", words], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_page_names_the_torch_of_this_environment():
+    (command,) = (one for one in commands("docs/python.md") if one.startswith("pip install torch"))
+    assert command.split("==")[1] == importlib.metadata.version("torch").partition("+")[0]
 
 
 def small(command: str) -> str:
@@ -231,7 +281,7 @@ def test_commands_run(page, shell):
         shell.run(small("tessera train dlrm --save runs/small"))
         shell.run("tessera export runs/small --out pkg")
     for command in commands(page):
-        if command.startswith(tuple(ELSEWHERE)):
+        if command.startswith((*ELSEWHERE, *NOT_RUN)):
             continue
         if "--nnodes 2" in command:
             # The same on a second host, which is this one.
