@@ -174,6 +174,18 @@ class TestInChromium:
             assert (paper == "rgb(255, 255, 255)") != dark, name
             assert all(url.startswith((address, "data:", "blob:")) for url in page.requests), name
 
+    @pytest.mark.parametrize("part", range(4))
+    def test_every_page_fits_a_telephone(self, site, browser, address, part):
+        """Those of docs/ and the references; PAGES are opened at all widths and in the dark as well."""
+        names = sorted(page.relative_to(site).as_posix() for page in site.rglob("*.html"))
+        assert len(names) > 60
+        page = browser.open(f"{address}/index.html", 390, False)
+        for name in names[part::4]:
+            page.go(f"{address}/{name}")
+            assert page.overflow() == [], name
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth + 1"), name
+            assert page.complaints == [], name
+
     def test_pictures_are_there(self, browser, address):
         page = browser.open(f"{address}/first_run.html")
         sizes = page.evaluate("[...document.querySelectorAll('article img')].map(one => one.naturalWidth)")

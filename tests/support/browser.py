@@ -128,6 +128,13 @@ class Page:
         self.call("Emulation.setDeviceMetricsOverride", **metrics)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
+        self.go(url)
+
+    def go(self, url: str):
+        """To another page, with what was fetched for the one before."""
+        self.events.clear()
+        self.complaints.clear()
+        self.requests.clear()
         self.call("Page.navigate", url=url)
         while not any(event["method"] == "Page.loadEventFired" for event in self.events):
             self._take(json.loads(self.stream.receive()))
