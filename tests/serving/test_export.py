@@ -24,6 +24,21 @@ def test_the_package_predicts_as_the_trainer_did(run, tmp_path):
     assert list(tmp_path.glob("pkg.*")) == []
 
 
+def test_judging_takes_nothing_away(run, tmp_path):
+    """Neither a package that is named as the one it judges, nor data in the one that is replaced."""
+    tessera("export", run, tmp_path / "pkg")
+    tessera("export", run, tmp_path / "pkg.fp32")
+    before = {path: path.read_bytes() for path in (tmp_path / "pkg.fp32").iterdir()}
+    tessera("export", run, tmp_path / "pkg", "--eval", "synthetic", "--eval-samples", 500)
+    assert {path: path.read_bytes() for path in (tmp_path / "pkg.fp32").iterdir()} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pkg", "pkg.fp32"]
+    log = tmp_path / "pkg/log.click"
+    tessera("data", "synth", log, "--features", NUM_TABLES, "--rows", NUM_ROWS, "--samples", 500)
+    refused = tessera("export", run, tmp_path / "pkg", "--eval", log, check=False)
+    assert refused.returncode == 65 and log.exists()
+    assert f"{tmp_path}/pkg: is read and cannot be written too." in refused.stderr
+
+
 @pytest.mark.parametrize(("dtype", "row_bytes", "most"), [("int8", 20, 0.0005), ("int4", 12, 0.005)])
 def test_few_bits_cost_little(run, tmp_path, dtype, row_bytes, most):
     out = tmp_path / "pkg"
