@@ -73,6 +73,56 @@ def test_a_file_is_read(tmp_path):
     assert json.loads(result.stdout)["loss"] < 0.5
 
 
+def losses(result):
+    lines = (pathlib.Path(result["report"]).parent / "metrics.jsonl").read_text().splitlines()
+    return [line["loss"] for line in map(json.loads, lines) if line["kind"] == "step"]
+
+
+def test_epochs_go_through_the_text_in_order_or_another_each_time(tmp_path):
+    """Two letters, one after the other: where the second begins is a step that has not seen it."""
+    text = tmp_path / "text.txt"
+    text.write_text("a" * 2500 + "b" * 2500)  # of which the last 500 are kept to judge on
+    words = ["--batch", "4", "--length", "24", "--layers", "1", "--width", "32", "--lr", "0.01", "--json"]
+
+    def told(*flags):
+        result = train(*words, "--file", str(text), *flags)
+        assert result.returncode == 0, result.stdout + result.stderr
+        return json.loads(result.stdout)
+
+    # 4499 tokens with one behind them are 187 pieces of 24; 46 steps of 4, and one that begins anew.
+    one = told("--epochs", "1")
+    curve = losses(one)
+    assert one["steps"] == len(curve) == 47
+    # Piece 104 is the first with a b, in step 27.
+    assert curve[25] < 0.3 and curve[26] > 2 and curve[45] < 1 and max(curve[2:26]) < max(curve[:2])
+    run = tmp_path / "run"
+    two = ["--epochs", "2", "--shuffle"]
+    mixed = told(*two, "--checkpoint-every", "60", "--save", str(run))
+    assert mixed["steps"] == 94 and max(losses(mixed)[30:]) < 1  # both letters from the beginning
+    # The same on every mesh, and after an interruption in the middle of the second epoch.
+    meshed = told(*two, "--ranks", "2", "--data-ranks", "2")
+    assert losses(meshed) == pytest.approx(losses(mixed), rel=1e-3, abs=1e-4)
+    for path in (run / "checkpoints").glob("step-*94"):
+        shutil.rmtree(path)
+    went_on = json.loads(resumed(run, "--json").stdout)
+    assert went_on["first_step"] == 60 and went_on["fingerprint"] == mixed["fingerprint"]
+    said = resumed(run).stdout
+    assert f"has done its 94 steps already; tessera train lm --resume {run} --epochs N goes on" in said
+
+
+def test_epochs_that_cannot_be(tmp_path):
+    result = train(*SMALL, "--shuffle")
+    assert result.returncode == 78
+    assert result.stderr.splitlines()[:3] == [
+        "error: train: --shuffle is for --epochs",
+        "  why: without epochs, sequences are drawn from anywhere in the text",
+        "  try: --epochs N, or leave --shuffle out",
+    ]
+    (tmp_path / "short.txt").write_text("x" * 20)
+    result = train(*SMALL, "--epochs", "2", "--file", str(tmp_path / "short.txt"))
+    assert result.returncode == 78 and "lm: a text of 20 tokens holds no sequence of 33." in result.stderr
+
+
 def resumed(folder, *flags, code=0):
     result = train("--resume", str(folder), *flags)
     assert result.returncode == code, result.stdout + result.stderr

@@ -7,7 +7,7 @@
 
 #include <ATen/Functions.h>
 
-#include "dlrm/permutation.h"
+#include "trainer/permutation.h"
 
 namespace tessera::workloads::dlrm {
 namespace {
@@ -133,8 +133,9 @@ std::optional<ClickBatch> BatchSource::next() {
 }
 
 void BatchSource::gather(const Part& part, SampleBlock& block) const {
-  const Permutation order(options_.end - options_.begin,
-                          *options_.shuffle_seed + static_cast<std::uint64_t>(epoch_) * 0x9e37U);
+  const trainer::Permutation order(
+      options_.end - options_.begin,
+      *options_.shuffle_seed + static_cast<std::uint64_t>(epoch_) * 0x9e37U);
   std::vector<std::int64_t> samples(static_cast<std::size_t>(part.count));
   for (std::size_t i = 0; i < samples.size(); ++i) {
     samples[i] = options_.begin + order(part.first - options_.begin + static_cast<std::int64_t>(i));

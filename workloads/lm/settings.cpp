@@ -49,6 +49,11 @@ settings::Table Settings::table() {
       .fixed()
       .beside();
   table.add("length", length, "N", "tokens per sequence").range(1, 1 << 20).fixed();
+  table.add("epochs", epochs, "N", "through the text, not --steps")
+      .range(0, std::int64_t{1} << 40)
+      .shown("")
+      .told();
+  table.add("shuffle", shuffle, "", "its pieces, anew every epoch").told().beside();
   table.add("layers", num_layers, "N", "layers").range(1, 128).fixed();
   table.add("heads", num_heads, "N", "heads").range(1, 128).fixed().beside();
   table.add("width", width, "N", "width of the network").range(1, 1 << 16).fixed().beside();
@@ -72,6 +77,11 @@ settings::Table Settings::table() {
 
 void Settings::check() const {
   trainer::Settings::check();
+  if (shuffle && epochs == 0) {
+    throw launch::LaunchError(launch::kExitConfiguration, "train: --shuffle is for --epochs",
+                              "without epochs, sequences are drawn from anywhere in the text",
+                              "--epochs N, or leave --shuffle out");
+  }
   if (!file.empty() && (!std::filesystem::exists(file) || std::filesystem::is_directory(file))) {
     throw launch::LaunchError(launch::kExitData, "train: there is no file " + file,
                               "--file names it", "name a text, or leave --file out");

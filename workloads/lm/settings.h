@@ -16,6 +16,8 @@ struct Settings : trainer::Settings {
   std::string file;            // empty: the library's own source text
   std::string tokenizer;       // a tokenizer.json; empty: tokens are bytes
   std::string eval_file;       // a text to judge on; empty: the last tenth of `file`
+  std::int64_t epochs = 0;     // through the text; 0: num_steps counts, of sequences drawn from it
+  bool shuffle = false;        // its pieces, anew every epoch
   std::int64_t eval_batches = 8;
   std::int64_t sample = 0;  // tokens to write at every evaluation
   std::string prompt;       // how they begin

@@ -46,17 +46,35 @@ TextSource TextSource::part(std::int64_t begin, std::int64_t end) const {
   return TextSource(tokens_.narrow(0, begin, end - begin));
 }
 
+void TextSource::check_holds(std::int64_t length) const {
+  TESSERA_CHECK_VALUE(size() > length, "lm: a text of ", size(), " tokens holds no sequence of ",
+                      length + 1, ". Use a longer text, or a smaller --length.");
+}
+
 at::Tensor TextSource::sequences(std::uint64_t seed, std::int64_t step, std::int64_t first,
                                  std::int64_t count, std::int64_t length) const {
+  check_holds(length);
   const std::int64_t places = size() - length;
-  TESSERA_CHECK_VALUE(places > 0, "lm: a text of ", size(), " tokens holds no sequence of ",
-                      length + 1, ". Use a longer text, or a smaller --length.");
   at::Tensor batch = at::empty({count, length + 1}, at::kLong);
   for (std::int64_t i = 0; i < count; ++i) {
     const auto place = static_cast<std::int64_t>(
         mixed(seed, static_cast<std::uint64_t>(step), static_cast<std::uint64_t>(first + i)) %
         static_cast<std::uint64_t>(places));
     batch[i].copy_(tokens_.narrow(0, place, length + 1));
+  }
+  return batch;
+}
+
+std::int64_t TextSource::num_pieces(std::int64_t length) const {
+  check_holds(length);
+  return (size() - 1) / length;
+}
+
+at::Tensor TextSource::pieces(std::span<const std::int64_t> numbers, std::int64_t length) const {
+  const auto count = static_cast<std::int64_t>(numbers.size());
+  at::Tensor batch = at::empty({count, length + 1}, at::kLong);
+  for (std::int64_t i = 0; i < count; ++i) {
+    batch[i].copy_(tokens_.narrow(0, numbers[static_cast<std::size_t>(i)] * length, length + 1));
   }
   return batch;
 }

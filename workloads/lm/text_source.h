@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <string_view>
 
@@ -36,8 +37,15 @@ class TextSource {
   at::Tensor sequences(std::uint64_t seed, std::int64_t step, std::int64_t first,
                        std::int64_t count, std::int64_t length) const;
 
+  /// How many pieces of `length` tokens, with one more behind them, lie one after the other in it.
+  /// Throws ValueError if there is none.
+  std::int64_t num_pieces(std::int64_t length) const;
+  /// Returns int64 [number of pieces, length + 1]: piece i begins at token i * length.
+  at::Tensor pieces(std::span<const std::int64_t> numbers, std::int64_t length) const;
+
  private:
   explicit TextSource(at::Tensor tokens) : tokens_(std::move(tokens)) {}
+  void check_holds(std::int64_t length) const;
 
   at::Tensor tokens_;  // uint8, or int32 of a tokenizer
 };

@@ -20,6 +20,7 @@
 #include "tessera/data_parallel/distributed_data_parallel.h"
 #include "trainer/data_error.h"
 #include "trainer/device.h"
+#include "trainer/permutation.h"
 
 namespace tessera::workloads::lm {
 namespace {
@@ -149,6 +150,15 @@ class Training final : public trainer::Workload<at::Tensor> {
     return files;
   }
   const trainer::Settings& settings() const override { return settings_; }
+  std::int64_t num_steps() const override {
+    if (settings_.epochs == 0) return settings_.num_steps;
+    const std::int64_t pieces = settings_.epochs * texts_.training.num_pieces(settings_.length);
+    return (pieces + settings_.batch - 1) / settings_.batch;
+  }
+  std::string longer() const override {
+    if (settings_.epochs == 0) return Workload::longer();
+    return "--epochs N goes on up to the end of epoch N";
+  }
 
   torch::optim::Optimizer& optimizer() override { return optimizer_; }
   void add_state(checkpoint::State& state) override {
@@ -173,8 +183,13 @@ class Training final : public trainer::Workload<at::Tensor> {
   at::Tensor read(std::int64_t step) override {
     const comm::Group& data = mesh_.group("data");
     const std::int64_t share = settings_.batch / data.size();
-    return texts_.training.sequences(static_cast<std::uint64_t>(settings_.seed), step,
-                                     data.rank() * share, share, settings_.length);
+    const std::int64_t first = data.rank() * share;
+    if (settings_.epochs > 0) {
+      return texts_.training.pieces(in_order(step * settings_.batch + first, share),
+                                    settings_.length);
+    }
+    return texts_.training.sequences(static_cast<std::uint64_t>(settings_.seed), step, first, share,
+                                     settings_.length);
   }
   Result forward(const at::Tensor& tokens, const Inputs& /*inputs*/) override {
     const core::Span span(core::Phase::kDense);
@@ -229,6 +244,24 @@ class Training final : public trainer::Workload<at::Tensor> {
 
   std::int64_t vocab_size() const {
     return tokenizer_ ? tokenizer_->vocab_size() : TextSource::kVocabSize;
+  }
+
+  // Which pieces of the text come at places, counted over all epochs: a function of the place
+  // alone, so that a run can go on anywhere and any split of a batch over ranks reads the same
+  // text.
+  std::vector<std::int64_t> in_order(std::int64_t first, std::int64_t count) const {
+    const std::int64_t size = texts_.training.num_pieces(settings_.length);
+    std::vector<std::int64_t> numbers;
+    for (std::int64_t place = first; place < first + count; ++place) {
+      std::int64_t number = place % size;
+      if (settings_.shuffle) {
+        const auto epoch = static_cast<std::uint64_t>(place / size);
+        const std::uint64_t seed = static_cast<std::uint64_t>(settings_.seed) + epoch * 0x9e37U;
+        number = trainer::Permutation(size, seed)(number);
+      }
+      numbers.push_back(number);
+    }
+    return numbers;
   }
 
   // Text that begins with the prompt. Collective: the model is over ranks.

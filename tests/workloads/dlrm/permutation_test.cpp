@@ -5,12 +5,13 @@
 #include <set>
 #include <vector>
 
-#include "dlrm/permutation.h"
 #include "files_fixture.h"
+#include "trainer/permutation.h"
 
 namespace {
 
 using namespace tessera::workloads::dlrm;
+using tessera::trainer::Permutation;
 
 TEST(Permutation, HasEveryPlaceOnce) {
   for (const std::int64_t size : {1, 2, 3, 4, 5, 15, 16, 17, 1000, 65537}) {

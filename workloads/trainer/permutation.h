@@ -1,4 +1,4 @@
-// dlrm/permutation.h — an order of samples that can be asked for by place. No LibTorch.
+// trainer/permutation.h — an order of samples that can be asked for by place. No LibTorch.
 
 #pragma once
 
@@ -6,7 +6,7 @@
 #include <bit>
 #include <cstdint>
 
-namespace tessera::workloads::dlrm {
+namespace tessera::trainer {
 
 /// A permutation of [0, size) that is the same for the same seed, and takes no memory: what is read
 /// in a step depends on the step alone. A Feistel network over the next power of four; numbers that
@@ -50,4 +50,4 @@ class Permutation {
   std::uint64_t seed_;
 };
 
-}  // namespace tessera::workloads::dlrm
+}  // namespace tessera::trainer
