@@ -44,7 +44,7 @@ constexpr std::string_view kHelp =
   tessera data schema shop.csv --out shop.toml       guess what the columns are
   tessera data convert --schema shop.toml shop-*.csv.gz --out shop.click
   tessera data convert day_0.tsv --out day_0.click   Criteo's text, no schema
-  zcat day_0.gz | tessera data convert /dev/stdin --out day_0.click
+  tessera data convert day_0.gz --out day_0.click    the same packed, also by zstd
   tessera data show day_0.click                      samples, features, tables
   tessera data check day_0.click                     read all, compare sums
   tessera data check shop.csv --schema shop.toml     count and name bad lines
@@ -162,6 +162,7 @@ CriteoOptions criteo_options(const DataWords& words) {
   options.features = features_of(words, workloads::dlrm::kCriteoFeatures, 1);
   options.strict = words.strict;
   options.num_threads = words.threads;
+  options.unpack = workloads::data::unpacking;
   return options;
 }
 

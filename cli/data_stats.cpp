@@ -117,6 +117,7 @@ int data_stats(const std::vector<std::string>& words) {
   }
   dlrm::LogOptions options;
   options.num_rows = given.rows;
+  options.unpack = workloads::data::unpacking;
   try {
     if (!given.write.empty()) workloads::data::check_apart(split.names, given.write);
     const dlrm::OpenedLog log = dlrm::open_log(split.names[0], options);

@@ -167,6 +167,7 @@ workloads::dlrm::OpenedLog log_of(const Reader& reader, const serving::ModelInfo
   workloads::dlrm::LogOptions options;
   options.num_tables = static_cast<std::int64_t>(model.features.size());
   options.num_rows = model.tables.front().num_rows;
+  options.unpack = workloads::data::unpacking;
   const auto seed = reader.manifest().values.find("seed");
   if (seed != reader.manifest().values.end()) {
     options.seed = static_cast<std::uint64_t>(std::get<std::int64_t>(seed->second));

@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <cstring>
 
+#include "data/input.h"
 #include "dlrm/open_log.h"
 #include "dlrm/table_problem.h"
 #include "plan_failure.h"
@@ -71,6 +72,7 @@ std::vector<planner::Table> tables_of(const PlanTablesWords& words) {
   options.num_rows = words.num_rows;
   options.bag_size = words.bag_size;
   options.seed = static_cast<std::uint64_t>(words.seed);
+  options.unpack = workloads::data::unpacking;
   const dlrm::OpenedLog log = dlrm::open_log(words.data, options);
   std::fputs(log.notes.c_str(), stderr);
   return dlrm::planner_tables(log.log->schema(), words.embedding_dim, words.bag_size);

@@ -224,7 +224,9 @@ def zstd(text):
         ("clicks.csv", TABLE.encode(), "holds no sample in Criteo's format: line 1 has 1 fields"),
         ("clicks.tsv", b"", "holds no sample"),
         ("clicks.npz", b"PK\x03\x04", "is a zip or npz archive"),
-        ("clicks.tsv", gzip.compress(b"1\t2\n"), "is gzip, not text"),
+        ("clicks.tsv", gzip.compress(b"1\t2\n"), "holds no sample in Criteo's format: line 1 has 2 fields"),
+        ("clicks.gz", gzip.compress(b"PAR1" + bytes(100)), "(unpacked): is a Parquet file, not text"),
+        ("clicks.tsv", b"BZh91AY&SY", "is bzip2, not text"),
     ],
 )
 def test_what_is_not_criteo_is_refused_and_a_good_file_stays(text, tmp_path, name, content, says):
@@ -240,6 +242,50 @@ def test_what_is_not_criteo_is_refused_and_a_good_file_stays(text, tmp_path, nam
     command = [TESSERA, "train", "dlrm", "--data", tmp_path / name, "--steps", 1, *runs]
     trained = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=120)
     assert trained.returncode == 65 and says in trained.stderr, trained.stdout + trained.stderr
+
+
+def test_criteos_text_is_read_packed(text, tmp_path):
+    plain = answer("convert", text, "--to", tmp_path / "plain.click")
+    stats = answer("stats", text)
+    for name, packed in (("gzip", gzip.compress(text.read_bytes())), ("zstd", zstd(text.read_bytes()))):
+        if packed is None:
+            continue
+        (tmp_path / name).write_bytes(packed)
+        told = answer("convert", tmp_path / name, "--to", tmp_path / "packed.click")
+        assert (told["samples"], told["bytes"]) == (plain["samples"], plain["bytes"])
+        assert (tmp_path / "packed.click").read_bytes() == (tmp_path / "plain.click").read_bytes()
+        assert data("check", tmp_path / name).returncode == 0
+        assert answer("stats", tmp_path / name) == stats
+        (tmp_path / "short").write_bytes(packed[: len(packed) // 2])
+        failed = data("convert", tmp_path / "short", "--to", tmp_path / "packed.click")
+        assert failed.returncode == 65 and "is cut short" in failed.stderr
+        # Each rank unpacks it for itself.
+        small = [
+            "--dim",
+            "8",
+            "--bottom",
+            "16,8",
+            "--top",
+            "16,1",
+            "--batch",
+            "32",
+            "--steps",
+            "3",
+            "--ranks",
+            "2",
+        ]
+        prints = [
+            json.loads(
+                subprocess.run(
+                    [TESSERA, "train", "dlrm", *small, "--data", log, "--runs", tmp_path, "--json"],
+                    check=True,
+                    capture_output=True,
+                    timeout=120,
+                ).stdout
+            )["fingerprint"]
+            for log in (text, tmp_path / name)
+        ]
+        assert prints[0] == prints[1]
 
 
 def test_a_file_is_not_read_and_written_at_once(table):

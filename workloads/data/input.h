@@ -63,4 +63,7 @@ class Input {
   std::unique_ptr<Unpacker> unpacker_;
 };
 
+/// Reads the text that a packed file holds; none if it holds something else. Throws DataError.
+std::function<std::size_t(char* to, std::size_t room)> unpacking(const std::string& path);
+
 }  // namespace tessera::workloads::data

@@ -308,8 +308,11 @@ std::string parse_criteo_line(std::string_view line, const std::vector<Feature>&
 CriteoReport read_criteo(const std::string& path, const CriteoOptions& options,
                          const std::function<void(SampleBlock&)>& take) {
   check_features(path, options);
-  data::check_text(path, data::front_of(path));
-  TextBlocks text(path, kBlockBytes);
+  ReadText read = options.unpack ? options.unpack(path) : nullptr;
+  if (!read) data::check_text(path, data::front_of(path));
+  const auto opened = read ? std::make_unique<TextBlocks>(path, kBlockBytes, std::move(read))
+                           : std::make_unique<TextBlocks>(path, kBlockBytes);
+  TextBlocks& text = *opened;
   CriteoReport report;
   Parsers parsers(text, options);
   while (auto chunk = parsers.next()) {

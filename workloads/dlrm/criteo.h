@@ -16,6 +16,7 @@
 
 #include "dlrm/click_log.h"
 #include "dlrm/synthetic.h"
+#include "dlrm/text_blocks.h"
 
 namespace tessera::workloads::dlrm {
 
@@ -31,6 +32,9 @@ struct CriteoOptions {
   int num_threads = 0;
   /// How many bad lines are remembered by number and reason.
   std::int64_t num_named = 5;
+  /// Reads a file whose bytes are not the text itself; none for one whose bytes are. Without it,
+  /// packed files are refused.
+  std::function<ReadText(const std::string& path)> unpack = nullptr;
 };
 
 /// What was read and what was left out.

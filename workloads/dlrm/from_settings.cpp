@@ -2,6 +2,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "data/input.h"
 #include "dlrm/training.h"
 #include "report/run_folder.h"
 #include "tessera/core/check.h"
@@ -25,6 +26,7 @@ LogOptions log_options(const Settings& settings) {
   options.num_rows = settings.num_rows;
   options.bag_size = settings.bag_size;
   options.seed = static_cast<std::uint64_t>(settings.seed);
+  options.unpack = data::unpacking;
   return options;
 }
 

@@ -3,11 +3,13 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 
 #include "dlrm/click_log.h"
 #include "dlrm/synthetic.h"
+#include "dlrm/text_blocks.h"
 
 namespace tessera::workloads::dlrm {
 
@@ -16,6 +18,8 @@ struct LogOptions {
   std::int64_t num_rows = 100000;  // of each table; a binary file knows its own
   std::int64_t bag_size = 1;       // synthetic
   std::uint64_t seed = 1;          // synthetic
+  /// Of packed texts, as CriteoOptions has it.
+  std::function<ReadText(const std::string& path)> unpack = nullptr;
 };
 
 struct OpenedLog {

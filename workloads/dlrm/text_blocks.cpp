@@ -41,9 +41,19 @@ TextBlocks::TextBlocks(std::string path, std::size_t block_bytes)
   throw DataError(path_ + ": " + problem);
 }
 
-TextBlocks::~TextBlocks() { ::close(fd_); }
+TextBlocks::TextBlocks(std::string path, std::size_t block_bytes, ReadText read)
+    : path_(std::move(path)), block_bytes_(block_bytes), read_(std::move(read)) {}
+
+TextBlocks::~TextBlocks() {
+  if (fd_ >= 0) ::close(fd_);
+}
 
 std::size_t TextBlocks::read(char* to, std::size_t room) {
+  if (read_) {
+    const std::size_t done = is_stopped_ ? 0 : read_(to, room);
+    num_bytes_ += static_cast<std::int64_t>(done);
+    return done;
+  }
   while (!is_stopped_) {
     const ssize_t done = ::read(fd_, to, room);
     if (done >= 0) {

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -12,12 +13,17 @@
 
 namespace tessera::workloads::dlrm {
 
+/// Puts bytes of a text there, at most so many, and returns how many; 0 at its end.
+using ReadText = std::function<std::size_t(char* to, std::size_t room)>;
+
 /// Reads a regular file or a pipe, so a text of any length takes the memory of a few blocks.
 class TextBlocks {
  public:
   /// Blocks have more than `block_bytes` bytes, up to the end of the line that reaches so far; the
   /// last may have fewer. Throws DataError if the text cannot be opened.
   TextBlocks(std::string path, std::size_t block_bytes);
+  /// The text that `read` gives; `path` is named in what is thrown.
+  TextBlocks(std::string path, std::size_t block_bytes, ReadText read);
   ~TextBlocks();
   TextBlocks(const TextBlocks&) = delete;
   TextBlocks& operator=(const TextBlocks&) = delete;
@@ -36,6 +42,7 @@ class TextBlocks {
 
   std::string path_;
   std::size_t block_bytes_;
+  ReadText read_;
   int fd_ = -1;
   std::atomic<bool> is_stopped_{false};
   std::string rest_;  // what was read after the last block
