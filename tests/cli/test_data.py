@@ -476,6 +476,24 @@ def test_bad_cells_of_a_table_are_named(table):
     assert failed.returncode == 65 and "there is no sample in" in failed.stderr
 
 
+@pytest.mark.parametrize("name", ["table.csv", "out.click"])
+def test_a_table_without_numbers_is_not_trained_on(table, name):
+    (table / "schema.toml").write_text(SCHEMA.replace('[[dense]]\ncolumn = "price"\n', ""))
+    answer("convert", "--schema", table / "schema.toml", table / "table.csv", "--out", table / "out.click")
+    words = ["--data", name, "--schema", "schema.toml", "--steps", "1", "--runs", "runs"]
+    failed = subprocess.run(
+        [TESSERA, "train", "dlrm", *words],
+        cwd=table,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "TESSERA_CACHE": str(table / "cache")},
+    )
+    assert failed.returncode == 78, failed.stdout + failed.stderr
+    assert "error: train: there are no dense numbers in the data\n" in failed.stderr
+    assert "\n  try: name a column of numbers under [[dense]] in the schema; one that" in failed.stderr
+
+
 def test_numbers_of_a_log_that_are_not_finite_are_found(table):
     log = table / "log.click"
     answer("convert", "--schema", table / "schema.toml", table / "table.csv", "--out", log)
