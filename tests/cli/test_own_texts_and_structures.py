@@ -90,6 +90,16 @@ def test_lm_is_judged_on_text_that_it_does_not_see(text, tmp_path):
     assert two["validation_loss"] == pytest.approx(float(judged[1][0]), abs=2e-3)
 
 
+def test_lm_ends_when_it_gets_no_better(text, tmp_path):
+    words = ["lm", *LM, "--file", text / "book.txt", "--lr", "0", "--steps", "50", "--eval-every", "2"]
+    told = train(*words, "--patience", "3", "--save", tmp_path / "run").stdout
+    assert "stopped  early, after 3 evaluations that were not better than that of step 2" in told
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "eval"] == [2, 4, 6, 8]
+    assert lines[-1]["status"] == "stopped early"
+    assert [path.name for path in (tmp_path / "run/best").glob("step-*")] == ["step-000000000002"]
+
+
 def test_lm_says_what_it_cannot_use(text, tmp_path):
     (tmp_path / "bad.json").write_text('{"model": {"type": "Unigram"}}')
     words = ["lm", *LM, "--file", text / "book.txt", "--steps", "1", "--runs", tmp_path]
@@ -360,6 +370,11 @@ def test_a_finished_gnn_is_measured_and_predicts(structures, tmp_path):
     (tmp_path / "iron.xyz").write_text("1\nenergy=1\nSi 0 0 0\n2\nenergy=1\nFe 0 0 0\nSi 0 0 1\n")
     said = tessera("eval", tmp_path / "run", "--data", tmp_path / "iron.xyz", code=65).stderr
     assert f"{tmp_path}/iron.xyz: structure 2 has an atom of Fe, which the model has not seen." in said
+    bare = (tmp_path / "bare.xyz").read_bytes()
+    words = ["--data", tmp_path / "bare.xyz", "--out", tmp_path / "bare.xyz"]
+    said = tessera("predict", tmp_path / "run", *words, code=65).stderr
+    assert "bare.xyz: is read and cannot be written too." in said
+    assert (tmp_path / "bare.xyz").read_bytes() == bare
     said = tessera("predict", tmp_path / "run", "--data", known, "--out", "x.csv", code=2).stderr
     assert "predict: structures are written as extended XYZ, not as x.csv: name it .xyz" in said
     train("gnn", *GNN, "--atoms", "27", "--structures", "2", "--steps", "1", "--save", tmp_path / "made")
