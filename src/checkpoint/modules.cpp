@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <functional>
 
+#include "checkpoint/managed_ids.h"
 #include "tessera/checkpoint/growing_tables.h"
 #include "tessera/checkpoint/tables.h"
 #include "tessera/core/check.h"
@@ -137,24 +138,50 @@ class TensorsState final : public Stateful {
   std::string prefix_;
 };
 
-// All but the parts of sharded tables, which are placed by their plan.
+bool keeps_ids(torch::nn::Module& module) {
+  return dynamic_cast<collision::MCHManagedCollisionModule*>(&module) != nullptr;
+}
+
+// All but the parts of sharded tables, which are placed by their plan, and the ids of tables.
 std::map<std::string, at::Tensor> tensors_of(torch::nn::Module& module) {
   std::vector<std::string> sharded;
+  std::vector<std::string> ids;
   for (const auto& item : module.named_modules("", /*include_self=*/false)) {
     if (is_sharded(*item.value())) sharded.push_back(item.key() + ".");
+    if (keeps_ids(*item.value())) ids.push_back(item.key() + ".");
   }
+  const auto is_in = [](const std::string& name, const std::vector<std::string>& paths) {
+    return std::any_of(paths.begin(), paths.end(),
+                       [&](const auto& path) { return name.rfind(path, 0) == 0; });
+  };
   std::map<std::string, at::Tensor> tensors;
-  if (is_sharded(module)) return tensors;
+  if (is_sharded(module) || keeps_ids(module)) return tensors;
   for (const auto& item : module.named_parameters()) {
-    const bool is_part = std::any_of(sharded.begin(), sharded.end(), [&](const auto& path) {
-      return item.key().rfind(path, 0) == 0;
-    });
-    if (!is_part) tensors[item.key()] = item.value();
+    if (!is_in(item.key(), sharded)) tensors[item.key()] = item.value();
   }
   for (const auto& item : module.named_buffers()) {
-    if (item.value().defined()) tensors[item.key()] = item.value();
+    if (item.value().defined() && !is_in(item.key(), ids)) tensors[item.key()] = item.value();
   }
   return tensors;
+}
+
+// Ids that are dealt over ranks are added by the collection that deals them.
+void add_ids(State& state, torch::nn::Module& root, const std::string& prefix) {
+  std::vector<const void*> dealt;
+  for (const auto& item : root.named_modules()) {
+    const std::string path = prefix + (item.key().empty() ? "" : item.key() + ".");
+    if (auto sharded =
+            std::dynamic_pointer_cast<collision::ShardedManagedCollisionCollection>(item.value())) {
+      for (const auto& table : sharded->embedding_configs()) {
+        dealt.push_back(sharded->part(table.name).get());
+      }
+      add_managed_ids(state, std::move(sharded), path);
+      continue;
+    }
+    auto ids = std::dynamic_pointer_cast<collision::MCHManagedCollisionModule>(item.value());
+    if (ids == nullptr || std::find(dealt.begin(), dealt.end(), ids.get()) != dealt.end()) continue;
+    add_managed_ids(state, std::move(ids), path);
+  }
 }
 
 // The tables of a collection, which binds its batch anew when its weights move.
@@ -376,6 +403,7 @@ void add_module(State& state, const std::shared_ptr<torch::nn::Module>& module,
                 const std::string& prefix, const std::string& optimizer_prefix) {
   TESSERA_CHECK_VALUE(module != nullptr, "checkpoint: there is no module to save.");
   add_tensors(state, [module] { return tensors_of(*module); }, prefix);
+  add_ids(state, *module, prefix);
   for (const auto& item : module->named_modules()) {
     const std::string path = item.key().empty() ? "" : item.key() + ".";
     add_fused<embedding::EmbeddingBagCollection>(state, item.value(), path + "embedding_bags.",

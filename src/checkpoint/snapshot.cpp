@@ -175,7 +175,8 @@ Snapshot take_snapshot(const State& state, int rank, int size, bool is_delta, St
         placed->owner == kSpread
             ? static_cast<std::size_t>(std::min_element(load.begin(), load.end()) - load.begin())
             : static_cast<std::size_t>(placed->owner);
-    load[owner] += placed->pieces[0].tensor.nbytes();
+    // Those with an owner do not count: how long they are may differ between ranks.
+    if (placed->owner == kSpread) load[owner] += placed->pieces[0].tensor.nbytes();
     if (static_cast<int>(owner) != rank) continue;
     const Piece& piece = placed->pieces[0];
     if (is_delta && piece.touched_rows.defined()) {

@@ -106,6 +106,13 @@ struct ShardedManagedCollisionCollection::State {
   /// The whole tables' modules, for what they make of ids before they are sent.
   std::vector<std::shared_ptr<MCHManagedCollisionModule>> whole;
   std::vector<std::shared_ptr<MCHManagedCollisionModule>> parts;  // null: none on this rank
+
+  std::size_t number_of(const std::string& table) const {
+    for (std::size_t t = 0; t < tables.size(); ++t) {
+      if (tables[t].name == table) return t;
+    }
+    TESSERA_CHECK_INDEX(false, kSharded, ": there is no table '", table, "'.");
+  }
 };
 
 ShardedManagedCollisionCollection::ShardedManagedCollisionCollection(
@@ -162,10 +169,17 @@ const comm::Group& ShardedManagedCollisionCollection::group() const noexcept {
 
 std::shared_ptr<MCHManagedCollisionModule> ShardedManagedCollisionCollection::part(
     const std::string& table) const {
-  for (std::size_t t = 0; t < state_->tables.size(); ++t) {
-    if (state_->tables[t].name == table) return state_->parts[t];
-  }
-  TESSERA_CHECK_INDEX(false, kSharded, ": there is no table '", table, "'.");
+  return state_->parts[state_->number_of(table)];
+}
+
+const std::vector<std::int64_t>& ShardedManagedCollisionCollection::bounds(
+    const std::string& table) const {
+  return state_->owners[state_->number_of(table)].bounds;
+}
+
+at::Tensor ShardedManagedCollisionCollection::owners(const std::string& table,
+                                                     const at::Tensor& ids) const {
+  return state_->owners[state_->number_of(table)].of(ids);
 }
 
 std::map<std::string, std::optional<at::Tensor>> ShardedManagedCollisionCollection::evict() {

@@ -64,6 +64,10 @@ class TESSERA_API ShardedManagedCollisionCollection : public torch::nn::Module {
   std::map<std::string, std::optional<at::Tensor>> evict();
   /// This rank's part of a table's ids; null if it has none.
   std::shared_ptr<MCHManagedCollisionModule> part(const std::string& table) const;
+  /// Where the rows of each part of a table begin, and how many rows there are.
+  const std::vector<std::int64_t>& bounds(const std::string& table) const;
+  /// The rank that owns each of a table's ids, as `profile` sees them.
+  at::Tensor owners(const std::string& table, const at::Tensor& ids) const;
   const comm::Group& group() const noexcept;
 
  private:
