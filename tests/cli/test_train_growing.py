@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pathlib
@@ -126,6 +127,45 @@ def test_ids_are_a_section_of_the_configuration(tmp_path, log):
     config.write_text("id-capacity = 3\n[ids]\ncapacity = 3\n")
     told = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT)
     assert told.returncode == 78 and "line 3: id-capacity is set again" in told.stderr
+
+
+def test_trains_on_criteos_format(tmp_path):
+    """26 columns of texts, each a table that grows; an empty field is no id."""
+    draw = random.Random(8)
+    lines, texts = [], [set() for _ in range(26)]
+    for number in range(320):
+        dense = [str(draw.randrange(-1, 50)) if draw.random() < 0.8 else "" for _ in range(13)]
+        words = [f"{draw.randrange(30 + column):08x}" if draw.random() < 0.9 else "" for column in range(26)]
+        lines.append("\t".join([str(draw.randrange(2)), *dense, *words]))
+        if number < 288:  # the last tenth is for evaluation, from which nothing is learned
+            for seen, text in zip(texts, words, strict=True):
+                seen.update([text] if text else [])
+    path = tmp_path / "day_0"
+    path.write_text("\n".join(lines) + "\n")
+    for ranks in (1, 2):
+        flags = ["--data", str(path), "--steps", "9", "--ranks", str(ranks), "--batch", str(32 // ranks)]
+        found = json.loads(train(tmp_path, "--json", *flags, has_schema=False).stdout)
+        tables = metrics(pathlib.Path(found["report"]).parent, "growth")[-1]["tables"]
+        assert [table["ids"] for table in tables] == [len(seen) for seen in texts]
+        assert found["ids"] == found["ids_admitted"] == sum(len(seen) for seen in texts)
+
+
+def test_a_checkpoint_of_another_hash_is_refused(tmp_path, log):
+    flags = ["--data", str(log), "--batch", "64", "--save", str(tmp_path / "run")]
+    train(tmp_path, *flags, "--steps", "3")
+    found = (tmp_path / "run").rglob("MANIFEST.json")
+    manifests = {path.stat().st_ino: path for path in found}  # the best one has a second name
+    assert manifests
+    for path in manifests.values():  # as another program would have written it
+        body, _, _ = path.read_text().rpartition('"sha256":"')
+        assert '"xmx64-1"' in body
+        body = body.replace('"xmx64-1"', '"murmur-3"')
+        path.write_text(f'{body}"sha256":"{hashlib.sha256(body.encode()).hexdigest()}"}}\n')
+    for ranks in (1, 2):
+        words = ["--resume", str(tmp_path / "run"), "--steps", "5", "--ranks", str(ranks)]
+        words += ["--batch", str(64 // ranks)]
+        told = train(tmp_path, *words, code=65).stderr
+        assert "ids were hashed by 'murmur-3'; this program hashes them by 'xmx64-1'" in told
 
 
 def test_texts_of_a_stream_are_checked(tmp_path, log):
