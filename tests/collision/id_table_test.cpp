@@ -48,9 +48,9 @@ Admitted admit(IdTable& table, const Ids& ids, std::int64_t step, const Ids& cou
   return result;
 }
 
-std::int64_t operations() {
+std::int64_t operations(std::int64_t otherwise = 1'000'000) {
   const char* wanted = std::getenv("TESSERA_ID_OPERATIONS");
-  return wanted == nullptr ? 1'000'000 : std::atoll(wanted);
+  return wanted == nullptr ? otherwise : std::atoll(wanted);
 }
 
 /// The id whose hash has these segment, bucket and line bits.
@@ -185,10 +185,11 @@ class Model {
 
   std::set<std::int64_t> step(const Ids& ids, std::int64_t step) {
     Ids fresh;
-    std::map<std::int64_t, std::int64_t> counts;
+    std::unordered_map<std::int64_t, std::int64_t> counts;
     for (const std::int64_t id : ids) {
-      const auto place = known_.find(id);
-      if (place != known_.end()) {
+      Bucket& own = known_[bucket_of(id)];
+      const auto place = own.find(id);
+      if (place != own.end()) {
         ++place->second.count;
         place->second.last = step;
       } else if (counts[id]++ == 0) {
@@ -199,40 +200,50 @@ class Model {
     for (const std::int64_t id : fresh) arriving[bucket_of(id)].push_back(id);
     std::set<std::int64_t> evicted;
     for (auto& [bucket, arrivals] : arriving) {
-      std::int64_t held = 0;
+      Bucket& own = known_[bucket];
+      auto held = static_cast<std::int64_t>(own.size());
       Ids old;
-      for (const auto& [id, seen] : known_) {
-        if (bucket_of(id) != bucket) continue;
-        ++held;
+      for (const auto& [id, seen] : own) {
         if (seen.last < step) old.push_back(id);
       }
       const auto over = held + static_cast<std::int64_t>(arrivals.size()) - per_bucket_;
       if (over > 0) {
         std::sort(old.begin(), old.end(), [&](std::int64_t a, std::int64_t b) {
-          return std::tuple(score(a, step), known_[a].last, a) <
-                 std::tuple(score(b, step), known_[b].last, b);
+          return std::tuple(score(own[a], step), own[a].last, a) <
+                 std::tuple(score(own[b], step), own[b].last, b);
         });
         const auto share = static_cast<std::int64_t>(
             std::ceil(static_cast<double>(per_bucket_) * options_.eviction.share));
         old.resize(std::min<std::size_t>(old.size(), std::max(over, share)));
         for (const std::int64_t id : old) {
-          known_.erase(id);
+          own.erase(id);
           evicted.insert(id);
         }
         held -= static_cast<std::int64_t>(old.size());
+        size_ -= static_cast<std::int64_t>(old.size());
       }
       for (const std::int64_t id : arrivals) {
-        if (held++ < per_bucket_) known_[id] = {counts[id], step};
+        if (held++ >= per_bucket_) continue;
+        own[id] = {counts[id], step};
+        ++size_;
       }
     }
     return evicted;
   }
 
-  const std::map<std::int64_t, Seen>& known() const { return known_; }
+  std::int64_t size() const { return size_; }
+  /// Null for an id without a row.
+  const Seen* find(std::int64_t id) const {
+    const auto bucket = known_.find(bucket_of(id));
+    if (bucket == known_.end()) return nullptr;
+    const auto place = bucket->second.find(id);
+    return place == bucket->second.end() ? nullptr : &place->second;
+  }
 
  private:
-  double score(std::int64_t id, std::int64_t step) {
-    const Seen& seen = known_[id];
+  using Bucket = std::map<std::int64_t, Seen>;
+
+  double score(const Seen& seen, std::int64_t step) const {
     if (options_.eviction.kind == EvictionKind::kLfu) return static_cast<double>(seen.count);
     if (options_.eviction.kind == EvictionKind::kLru) return static_cast<double>(seen.last);
     return static_cast<double>(seen.count) /
@@ -241,40 +252,74 @@ class Model {
 
   IdTableOptions options_;
   std::int64_t per_bucket_;
-  std::map<std::int64_t, Seen> known_;
+  std::int64_t size_ = 0;
+  std::unordered_map<int, Bucket> known_;
 };
 
+/// One batch, in table and model.
+void expect_same_step(IdTable& table, Model& model, const Ids& batch, std::int64_t step) {
+  const auto got = admit(table, batch, step);
+  const auto evicted = model.step(batch, step);
+  const Ids& gone = got.changes.evicted_ids;
+  ASSERT_EQ(std::set<std::int64_t>(gone.begin(), gone.end()), evicted) << "step " << step;
+  ASSERT_EQ(table.size(), model.size());
+  for (std::size_t i = 0; i < batch.size(); ++i) {
+    const Model::Seen* const known = model.find(batch[i]);
+    ASSERT_EQ(got.rows[i] >= 0, known != nullptr);
+    if (known == nullptr) continue;
+    ASSERT_EQ(table.id_of(got.rows[i]), batch[i]);
+    ASSERT_EQ(table.count_of(got.rows[i]), known->count);
+  }
+}
+
+const Eviction kEvictions[] = {{.kind = EvictionKind::kLfu, .share = 0.1},
+                               {.kind = EvictionKind::kLru, .share = 0.1},
+                               {.kind = EvictionKind::kDistanceLfu, .share = 0.1},
+                               {.kind = EvictionKind::kDistanceLfu, .decay_exponent = 0.5}};
+
 TEST(IdTable, EvictsAsTheModelSays) {
-  for (const EvictionKind kind :
-       {EvictionKind::kLfu, EvictionKind::kLru, EvictionKind::kDistanceLfu}) {
-    for (const double exponent : {1.0, 0.5}) {
-      IdTableOptions options{.name = "t", .capacity = 20 * 1024, .refuse_when_full = true};
-      options.eviction = {.kind = kind, .decay_exponent = exponent, .share = 0.1};
+  for (const Eviction& eviction : kEvictions) {
+    IdTableOptions options{.name = "t", .capacity = 20 * 1024, .refuse_when_full = true};
+    options.eviction = eviction;
+    IdTable table(options);
+    Model model(options);
+    std::mt19937_64 random(3);
+    for (std::int64_t step = 0; step < 150; ++step) {
+      Ids batch(1 + random() % 60);
+      for (std::int64_t& id : batch) {
+        const auto number = std::min(random() % 120, random() % 120);
+        id = id_in(static_cast<int>(random() % 3), number);
+      }
+      ASSERT_NO_FATAL_FAILURE(expect_same_step(table, model, batch, step));
+    }
+    EXPECT_LE(table.num_rows(), 20 * 3);
+  }
+}
+
+/// All buckets, full nearly always; ids that come back after they went.
+TEST(IdTable, EvictsAsTheModelSaysInLongTraffic) {
+  for (const Eviction& eviction : kEvictions) {
+    for (const std::uint64_t seed : {1, 2}) {
+      IdTableOptions options{.name = "t", .capacity = 16 * 1024, .refuse_when_full = true};
+      options.eviction = eviction;
       IdTable table(options);
       Model model(options);
-      std::mt19937_64 random(3);
-      for (std::int64_t step = 0; step < 150; ++step) {
-        Ids batch(1 + random() % 60);
+      std::mt19937_64 random(seed);
+      std::int64_t num_evicted = 0;
+      std::int64_t step = 0;
+      for (std::int64_t done = 0; done < operations(100'000); ++step) {
+        Ids batch(1 + random() % 4000);
         for (std::int64_t& id : batch) {
-          const auto number = std::min(random() % 120, random() % 120);
-          id = id_in(static_cast<int>(random() % 3), number);
+          const auto number = std::min({random() % 80'000, random() % 80'000, random() % 80'000});
+          id = static_cast<std::int64_t>(number * 0x9e3779b97f4a7c15U);
         }
-        const auto got = admit(table, batch, step);
-        const auto evicted = model.step(batch, step);
-        ASSERT_EQ(
-            std::set<std::int64_t>(got.changes.evicted_ids.begin(), got.changes.evicted_ids.end()),
-            evicted)
-            << "step " << step;
-        ASSERT_EQ(table.size(), static_cast<std::int64_t>(model.known().size()));
-        for (std::size_t i = 0; i < batch.size(); ++i) {
-          const bool is_known = model.known().contains(batch[i]);
-          ASSERT_EQ(got.rows[i] >= 0, is_known);
-          if (!is_known) continue;
-          ASSERT_EQ(table.id_of(got.rows[i]), batch[i]);
-          ASSERT_EQ(table.count_of(got.rows[i]), model.known().at(batch[i]).count);
-        }
+        done += static_cast<std::int64_t>(batch.size());
+        const std::int64_t before = table.size();
+        ASSERT_NO_FATAL_FAILURE(expect_same_step(table, model, batch, step)) << "seed " << seed;
+        num_evicted += table.size() <= before ? 1 : 0;
       }
-      EXPECT_LE(table.num_rows(), 20 * 3);
+      EXPECT_GT(num_evicted, step / 4);
+      EXPECT_LE(table.num_rows(), 16 * 1024);
     }
   }
 }
