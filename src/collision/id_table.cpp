@@ -39,6 +39,12 @@ void check_options(const IdTableOptions& options) {
         options.name,
         "a time to live of " + std::to_string(eviction.time_to_live) + " steps, looked at every " +
             std::to_string(eviction.interval) + ", cannot be. Give at least 1 each.");
+  check(eviction.kind == EvictionKind::kTimeToLive || eviction.interval == 1, options.name,
+        "an eviction interval of " + std::to_string(eviction.interval) +
+            " is for a time to live alone; others evict when a bucket is full. Leave it out.");
+  check(eviction.kind == EvictionKind::kDistanceLfu || eviction.decay_exponent == 1.0, options.name,
+        "a decay exponent of " + std::to_string(eviction.decay_exponent) +
+            " is for distance-lfu alone; others do not weigh distances. Leave it out.");
   check(eviction.share >= 0 && eviction.share <= 1 && std::isfinite(eviction.decay_exponent),
         options.name, "the share of rows to evict must be 0 to 1, the decay exponent finite.");
   check(0 <= options.first_bucket && options.first_bucket <= options.end_bucket &&

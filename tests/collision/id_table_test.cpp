@@ -703,6 +703,27 @@ TEST(IdTable, OptionsThatCannotBeAreErrors) {
                std::invalid_argument);
   EXPECT_THROW(IdTable({.eviction = {.kind = EvictionKind::kTimeToLive}}), std::invalid_argument);
   EXPECT_THROW(IdTable({.first_bucket = 3, .end_bucket = 2}), std::invalid_argument);
+  // What would have no effect.
+  const auto text_of = [](const Eviction& eviction) -> std::string {
+    try {
+      const IdTable made({.name = "user", .eviction = eviction});
+    } catch (const std::invalid_argument& error) {
+      return error.what();
+    }
+    return "";
+  };
+  for (const auto kind :
+       {EvictionKind::kNone, EvictionKind::kLfu, EvictionKind::kLru, EvictionKind::kDistanceLfu}) {
+    EXPECT_EQ(text_of({.kind = kind, .interval = 4}),
+              "id table 'user': an eviction interval of 4 is for a time to live alone; others "
+              "evict when a bucket is full. Leave it out.");
+    const std::string told = text_of({.kind = kind, .decay_exponent = 2});
+    EXPECT_EQ(told, kind == EvictionKind::kDistanceLfu
+                        ? ""
+                        : "id table 'user': a decay exponent of 2.000000 is for distance-lfu "
+                          "alone; others do not weigh distances. Leave it out.");
+  }
+  EXPECT_EQ(text_of({.kind = EvictionKind::kTimeToLive, .time_to_live = 3, .interval = 4}), "");
   IdTable table;
   EXPECT_THROW(admit(table, {1}, 0, {0}), std::invalid_argument);
   EXPECT_THROW(admit(table, {1}, -1), std::invalid_argument);

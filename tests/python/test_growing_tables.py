@@ -292,6 +292,9 @@ def test_tables_and_seeds_begin_differently():
         ({"eviction": "rru"}, "eviction is 'rru'"),
         ({"default": "x"}, "default is 'x'"),
         ({"when_full": "x"}, "when_full is 'x'"),
+        ({"eviction": "lfu", "eviction_interval": 2}, "interval of 2 is for a time to live alone"),
+        ({"eviction_interval": 2}, "interval of 2 is for a time to live alone"),
+        ({"eviction": "lru", "decay_exponent": 0.5}, "exponent of 0.500000 is for distance-lfu alone"),
     ],
 )
 def test_settings_that_cannot_be(options, text):
