@@ -12,6 +12,7 @@
 #include "embedding/row_state.h"
 #include "tessera/checkpoint/error.h"
 #include "tessera/comm/collectives.h"
+#include "tessera/core/check.h"
 
 namespace tessera::checkpoint {
 namespace {
@@ -103,7 +104,7 @@ class GrowingStateful final : public Stateful {
   void collect_values(Values& values) const;
   void collect_unknown(std::vector<PlacedTensor>& tensors) const;
   void check_values(const Reader& source) const;
-  Loaded prepare_part(const Reader& source, const GrowingPart& part,
+  Loaded prepare_part(const Reader& source, GrowingPart& part,
                       std::vector<PlacedTensor>& tensors) const;
   void load_sketch(const Reader& source, const GrowingPart& part, IdTable& ids) const;
 
@@ -390,7 +391,7 @@ void GrowingStateful::prepare(const Reader& source, std::vector<PlacedTensor>& t
   }
 }
 
-Loaded GrowingStateful::prepare_part(const Reader& source, const GrowingPart& part,
+Loaded GrowingStateful::prepare_part(const Reader& source, GrowingPart& part,
                                      std::vector<PlacedTensor>& tensors) const {
   const std::string name = name_of(part.table);
   const TensorInfo& weight = found(source, name + ".weight");
@@ -454,6 +455,12 @@ Loaded GrowingStateful::prepare_part(const Reader& source, const GrowingPart& pa
   for (const auto& [slot, tensor] : part.state) {
     loaded.state[slot] = stage(state_name(part.table) + slot, tensor->tensor());
   }
+  // Taken for all tables before one of them changes.
+  if (!part.reserve(end - begin)) {
+    throw Error(ErrorKind::kRead, "checkpoint.load: no memory for " + std::to_string(end - begin) +
+                                      " rows of table '" + part.config->config.name +
+                                      "'; nothing has changed. Load on more ranks.");
+  }
   return loaded;
 }
 
@@ -486,11 +493,9 @@ void GrowingStateful::finish(const Values& values) {
   for (std::size_t p = 0; p < loaded_.size(); ++p) {
     GrowingPart& part = *own.parts[p];
     Loaded& loaded = loaded_[p];
-    const std::int64_t count = loaded.ids.num_rows();
-    if (!part.take(std::move(loaded.ids), loaded.weight, loaded.state)) {
-      throw Error(ErrorKind::kRead, "checkpoint.load: no memory for " + std::to_string(count) +
-                                        " rows of table '" + part.config->config.name + "'.");
-    }
+    const bool has_memory = part.take(std::move(loaded.ids), loaded.weight, loaded.state);
+    TESSERA_INTERNAL_ASSERT(has_memory, "checkpoint.load: the rows of table '",
+                            part.config->config.name, "' were given memory, but have none");
   }
   for (const auto& [target, value] : unknown_) at::Tensor(target).copy_(value);
   loaded_.clear();

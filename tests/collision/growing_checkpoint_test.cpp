@@ -1,14 +1,17 @@
 // Growing tables saved by some ranks and loaded by others: they go on to the same bits.
 
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 
 #include <filesystem>
+#include <fstream>
 #include <mutex>
 #include <set>
 
 #include "checkpoint/quiet.h"
 #include "collision/growing_world.h"
 #include "support/ranks.h"
+#include "support/sanitizers.h"
 #include "tessera/checkpoint/convert.h"
 #include "tessera/checkpoint/folder.h"
 #include "tessera/checkpoint/growing_tables.h"
@@ -422,6 +425,90 @@ TEST(GrowingCheckpoint, WhatNoTableWroteIsRefused) {
     write_foreign(folder.path(), {7}, rows, "xmx64-1");
     expect(load_error(folder.path()), {"its buckets overlap, or leave some out"});
   }
+}
+
+/// Memory that this process writes to, in bytes.
+rlim_t data_bytes() {
+  std::ifstream status("/proc/self/status");
+  for (std::string word; status >> word;) {
+    if (word != "VmData:") continue;
+    rlim_t kilobytes = 0;
+    status >> kilobytes;
+    return kilobytes << 10;
+  }
+  return 0;
+}
+
+/// So much more memory until the end of the block.
+class MemoryLeft {
+ public:
+  explicit MemoryLeft(rlim_t bytes) {
+    getrlimit(RLIMIT_DATA, &before_);
+    rlimit less = before_;
+    less.rlim_cur = data_bytes() + bytes;
+    setrlimit(RLIMIT_DATA, &less);
+  }
+  ~MemoryLeft() { setrlimit(RLIMIT_DATA, &before_); }
+
+ private:
+  rlimit before_{};
+};
+
+// Whether there is memory for the rows of every table is known before the first one changes.
+TEST(GrowingCheckpoint, WithoutMemoryForOneTableNoneChanges) {
+  if (kIsSanitized) GTEST_SKIP() << "sanitizers have memory of their own";
+  constexpr std::int64_t kRows = 1000;
+  constexpr std::int64_t kColumns = 16384;
+  constexpr rlim_t kBytes = kRows * kColumns * sizeof(float);
+  auto tables = two_tables();
+  tables[1].config.embedding_dim = kColumns;
+  const auto features = [](std::int64_t first, std::int64_t num_b) {
+    jagged::KeyedJaggedFields fields;
+    fields.lengths = at::tensor({std::int64_t{3}, num_b, std::int64_t{0}}, at::kInt);
+    fields.stride = 1;
+    return jagged::KeyedJaggedTensor(
+        {"f", "g", "h"}, at::cat({at::arange(first, first + 3), at::arange(num_b)}), fields);
+  };
+  const Folder folder;
+  run_ranks(1, [&](const comm::Group& group) {
+    {
+      auto saved = std::make_shared<GrowingEmbeddingBagCollection>(tables, group, adagrad());
+      saved->forward(features(4, kRows));
+      State state;
+      checkpoint::add_module(state, saved, "tables.", "optimizer.");
+      checkpoint::save(folder.path(), 1, state, group, quiet());
+    }
+    auto growing = std::make_shared<GrowingEmbeddingBagCollection>(tables, group, adagrad());
+    growing->forward(features(90, 0)).values().sum().backward();
+    growing->forward(features(91, 0)).values().sum().backward();
+    State state;
+    checkpoint::add_module(state, growing, "tables.", "optimizer.");
+    Remains before;
+    add_remains(*growing, before);
+    auto options = quiet_load();
+    options.staging_bytes = 0;  // tensors are read where they go
+    std::string text;
+    {
+      const MemoryLeft left(kBytes + kBytes / 2);
+      try {
+        checkpoint::load(folder.path(), state, group, options);
+      } catch (const std::exception& error) {
+        text = error.what();
+      }
+    }
+    EXPECT_NE(text.find("no memory for 1000 rows of table 'b'; nothing has changed. Load on more "
+                        "ranks."),
+              std::string::npos)
+        << text;
+    Remains after;
+    add_remains(*growing, after);
+    EXPECT_EQ(before, after);
+    EXPECT_EQ(growing->num_calls(), 2);
+    checkpoint::load(folder.path(), state, group, options);
+    EXPECT_EQ(growing->export_ids("a").ids.size(), 3U);
+    EXPECT_EQ(static_cast<std::int64_t>(growing->export_ids("b").ids.size()), kRows);
+    EXPECT_EQ(growing->num_calls(), 1);
+  });
 }
 
 }  // namespace
