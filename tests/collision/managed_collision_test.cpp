@@ -394,6 +394,36 @@ TEST(ShardedManagedCollision, EveryIdHasOneRowOnAnyNumberOfRanks) {
   }
 }
 
+// Each part has a last row of its own; unknown ids of all parts have that of the whole table.
+TEST(ShardedManagedCollision, UnknownIdsOfEveryRankHaveTheTablesLastRow) {
+  for (const int world : {2, 3}) {
+    run_ranks(world, [&](const comm::Group& group) {
+      const std::vector<embedding::EmbeddingTableConfig> tables{table("a", 61, {"f"})};
+      collision::ShardedManagedCollisionCollection ids(
+          {{"a", lfu_ids(61, 2)}}, tables, plan_of(tables, {{"a", sharding::row_wise()}}, world),
+          group);
+      Numbers many(64);
+      std::set<std::int64_t> owners;
+      for (std::size_t i = 0; i < many.size(); ++i) many[i] = 1000 + static_cast<std::int64_t>(i);
+      for (const std::int64_t owner : numbers(ids.owners("a", tensor(many)))) owners.insert(owner);
+      ASSERT_EQ(owners.size(), static_cast<std::size_t>(world));
+      const auto rows = [&](const Numbers& given) {
+        return numbers(ids.forward(features({"f"}, {{given}}))["f"].values());
+      };
+      const Numbers unknown(many.size(), 60);
+      EXPECT_EQ(rows(many), unknown);  // the interval is not over
+      const Numbers few{1, 2, 3, 4, 5, 6};
+      const Numbers known = rows(few);
+      ids.eval();
+      EXPECT_EQ(rows(many) == unknown, false);  // some were admitted with them
+      Numbers others(many);
+      for (std::int64_t& id : others) id = -id;
+      EXPECT_EQ(rows(others), unknown);
+      EXPECT_EQ(rows(few), known);
+    });
+  }
+}
+
 TEST(ShardedManagedCollision, RowsThatChangeHandsBeginAnewWhereTheyLie) {
   for (const auto& wish : {sharding::table_wise(1), sharding::row_wise({2, 2}),
                            sharding::column_wise({1, 0}), sharding::column_wise({0, 1})}) {
