@@ -113,24 +113,31 @@ Tensor find_rows(const IdTable& table, const Tensor& values, std::int64_t first_
   return rows;
 }
 
+/// What `call` makes of the ids: their rows, and what it changed.
+template <IdChanges (IdTable::*call)(std::span<const std::int64_t>, std::span<const std::int64_t>,
+                                     std::int64_t, std::span<std::int64_t>)>
+std::pair<Tensor, ChangesOf> admitted(IdTable& self, const Tensor& values,
+                                      const std::optional<Tensor>& counts, std::int64_t step,
+                                      std::int64_t first_row) {
+  const Tensor ids = ids_of(values);
+  const Tensor seen = counts ? ids_of(*counts) : at::empty({0}, at::kLong);
+  Tensor rows = at::empty_like(ids);
+  const std::span<std::int64_t> to(rows.data_ptr<std::int64_t>(), ids_in(ids).size());
+  const IdChanges changes = (self.*call)(ids_in(ids), ids_in(seen), step, to);
+  number_from(first_row, to);
+  return {rows, changes_of(changes)};
+}
+
 void bind_id_table(py::module_& module) {
   py::class_<IdTable>(module, "IdTable")
       .def(py::init<IdTableOptions>())
       .def("find", &find_rows, py::arg("values"), py::arg("first_row") = 0, Release())
-      .def(
-          "admit",
-          [](IdTable& self, const Tensor& values, const std::optional<Tensor>& counts,
-             std::int64_t step, std::int64_t first_row) {
-            const Tensor ids = ids_of(values);
-            const Tensor seen = counts ? ids_of(*counts) : at::empty({0}, at::kLong);
-            Tensor rows = at::empty_like(ids);
-            const std::span<std::int64_t> to(rows.data_ptr<std::int64_t>(), ids_in(ids).size());
-            const IdChanges changes = self.admit(ids_in(ids), ids_in(seen), step, to);
-            number_from(first_row, to);
-            return std::pair(rows, changes_of(changes));
-          },
-          py::arg("values"), py::arg("counts"), py::arg("step"), py::arg("first_row") = 0,
-          Release())
+      .def("admit", &admitted<&IdTable::admit>, py::arg("values"), py::arg("counts"),
+           py::arg("step"), py::arg("first_row") = 0, Release())
+      .def("plan_admit", &admitted<&IdTable::plan_admit>, py::arg("values"), py::arg("counts"),
+           py::arg("step"), py::arg("first_row") = 0, Release())
+      .def("keep_admitted", &IdTable::keep_admitted)
+      .def("undo_admitted", &IdTable::undo_admitted)
       .def("erase",
            [](IdTable& self, const Tensor& values) {
              return changes_of(self.erase(ids_in(ids_of(values))));

@@ -209,11 +209,61 @@ def _refused(rank):
     ids = ManagedCollisionCollection({"a": GrowingManagedCollisionModule(), "b": fixed}, configs)
     with pytest.raises(ValueError, match="'a' grows and table 'b' does not"):
         shard(ManagedCollisionEmbeddingBagCollection(EmbeddingBagCollection(configs), ids))
-    sharded = shard(whole())
-    state = sharded.state_dict()
-    key = "_managed_collision_collection._managed_collision_modules.a._extra_state"
-    with pytest.raises(ValueError, match="murmur"):
-        sharded.load_state_dict(state | {key: state[key] | {"id_hash": "murmur"}})
+
+
+_IDS = "_managed_collision_collection._managed_collision_modules."
+
+
+def _spoiled(state, fault):
+    """Return the state with a fault in its second table, and what the error says of it."""
+    if fault == "hash":
+        extra = state[f"{_IDS}b._extra_state"]
+        return {f"{_IDS}b._extra_state": extra | {"id_hash": "murmur"}}, "saved with the hash 'murmur'"
+    if fault == "twice":
+        ids = state[f"{_IDS}b._ids"].clone()
+        ids[-1] = ids[0]
+        return {f"{_IDS}b._ids": ids}, "both have id"
+    if fault == "step":
+        last = state[f"{_IDS}b._last_steps"].clone()
+        last[0] = -1
+        return {f"{_IDS}b._last_steps": last}, "last step -1"
+    if fault == "rows":
+        key = "_embedding_module.embedding_bags.b.weight"
+        return {key: state[key][:-1]}, "has the shape"
+    return {f"{_IDS}b._counts": None}, "has no"
+
+
+def _unloadable(rank):
+    set_gradient_division(False)
+    world = dist.get_world_size()
+    saved, sharded = shard(whole()), shard(whole())
+    train(saved, range(3), rank, world)
+    train(sharded, range(3, 7), rank, world)
+    good, before = saved.state_dict(), sharded.state_dict()
+    told = []
+    for fault in ("hash", "twice", "step", "rows", "missing"):
+        for guilty in (range(world), [world - 1]):  # on all ranks, and on the last alone
+            changes, text = _spoiled(good, fault)
+            state = good | (changes if rank in guilty else {})
+            state = {name: value for name, value in state.items() if value is not None}
+            with pytest.raises(ValueError, match=text) as caught:
+                sharded.load_state_dict(state)
+            told.append(str(caught.value))
+            after = sharded.state_dict()
+            for name, value in before.items():
+                assert value == after[name] if isinstance(value, dict) else torch.equal(value, after[name])
+    sharded.load_state_dict(good)
+    for table in "ab":
+        assert by_id(sharded.state_dict(), table) == by_id(good, table)
+    return told
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_state_that_is_refused_changes_no_table(world):
+    first, *others = run_ranks(world, _unloadable)
+    assert all(told == first for told in others)
+    if world > 1:
+        assert first[1].endswith("(on rank 1)") and first[0].endswith("(on rank 0)")
 
 
 def test_what_cannot_be_is_an_error():

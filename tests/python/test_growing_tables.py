@@ -302,6 +302,131 @@ def test_settings_that_cannot_be(options, text):
         GrowingManagedCollisionModule(**options)
 
 
+def assert_same(before, after):
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        assert value == after[name] if isinstance(value, dict) else torch.equal(value, after[name]), name
+
+
+def test_a_table_that_does_not_grow_takes_back_what_others_have_planned():
+    configs = [EmbeddingBagConfig(None, 4, "a", feature_names=["f"])]
+    configs.append(EmbeddingBagConfig(8, 4, "b", feature_names=["g"]))
+    bounded = MCHManagedCollisionModule(8, torch.device("cpu"), LFU_EvictionPolicy(), 1, input_hash_size=100)
+    growing = GrowingManagedCollisionModule()
+    ids = ManagedCollisionCollection({"a": growing, "b": bounded}, configs)
+    with pytest.raises(ValueError, match="id 500 at position 0"):
+        ids(batch([[7]], [[500]]))
+    assert len(growing) == 0 and int(growing._current_iter_tensor) == 0
+    assert ids(batch([[7]], [[50]]))["f"].values().tolist() == [1]
+
+
+_IDS = "_managed_collision_collection._managed_collision_modules."
+
+
+def _twice(state):
+    key = f"{_IDS}b._ids"
+    state[key] = torch.cat([state[key][:1], state[key][:1], state[key][2:]])
+
+
+def _foreign(state):
+    key = f"{_IDS}b._extra_state"
+    state[key] = {**state[key], "id_hash": "murmur"}
+
+
+def _counted_wrong(state):
+    state[f"{_IDS}b._counts"] = torch.zeros_like(state[f"{_IDS}b._counts"])
+
+
+def _too_short(state):
+    state["_embedding_module.embedding_bags.b.weight"] = state["_embedding_module.embedding_bags.b.weight"][
+        :-1
+    ]
+
+
+def _too_narrow(state):
+    key = "_embedding_module.embedding_bags.b.weight"
+    state[key] = state[key][:, :3]
+
+
+def _without_counts(state):
+    del state[f"{_IDS}b._counts"]
+
+
+def _without_rows(state):
+    del state["_embedding_module.embedding_bags.b.weight"]
+
+
+def _short_state(state):
+    state["_tessera_optimizer.b.momentum1"] = state["_tessera_optimizer.b.momentum1"][1:]
+
+
+def _other_optimizer(state):
+    state["_tessera_optimizer.b.momentum2"] = torch.zeros(5, 6)
+
+
+SPOILED = [
+    (_twice, "table 'b': rows 0 and 1 both have id"),
+    (_foreign, "table 'b' was saved with the hash 'murmur'; this is 'xmx64-1'"),
+    (_counted_wrong, "table 'b': row 0 has count 0"),
+    (_too_short, "the weight of table 'b' has the shape"),
+    (_too_narrow, "the weight of table 'b' has the shape"),
+    (_without_counts, "state of table 'b' has no .*_counts"),
+    (_without_rows, "has ids of table 'b', but no rows"),
+    (_short_state, "momentum1 of table 'b' has the shape"),
+    (_other_optimizer, "'_tessera_optimizer.b.momentum2' is nothing that the optimizer"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "text"), SPOILED)
+def test_a_state_that_is_refused_changes_no_table(spoil, text):
+    generator = torch.Generator().manual_seed(4)
+    saved, module = make(), make()
+    for _ in range(3):
+        loss_of(saved(random_batch(generator))[0]).backward()
+        loss_of(module(random_batch(generator))[0]).backward()
+    loss_of(module(random_batch(generator))[0]).backward()
+    before = copy.deepcopy(module.state_dict())
+    state = dict(saved.state_dict())
+    good = dict(state)
+    spoil(state)
+    with pytest.raises(ValueError, match=text):
+        module.load_state_dict(state)
+    assert_same(before, module.state_dict())
+    module.load_state_dict(good)
+    for table, rows in rows_by_id(saved).items():
+        assert all(torch.equal(row, rows_by_id(module)[table][one]) for one, row in rows.items())
+
+
+def test_ids_alone_are_loaded_by_all_tables_or_by_none():
+    saved, module = make(), make()
+    for features, one in ((batch([[1, 2]], [[3]]), saved), (batch([[9]], [[8]]), module)):
+        one(features)
+    ids = module._managed_collision_collection
+    before = copy.deepcopy(ids.state_dict())
+    state = {name.removeprefix("_managed_collision_collection."): v for name, v in saved.state_dict().items()}
+    state = {name: value for name, value in state.items() if name.startswith("_managed")}
+    spoiled = dict(state)
+    key = "_managed_collision_modules.b._ids"
+    spoiled[key] = spoiled[key][:1].expand(spoiled[key].numel())
+    with pytest.raises(ValueError, match="both have id"):
+        ids.load_state_dict(spoiled)
+    assert_same(before, ids.state_dict())
+    ids.load_state_dict(state)
+    assert_same(state, ids.state_dict())
+
+
+def test_rows_without_a_state_of_their_optimizer_begin_with_one():
+    generator = torch.Generator().manual_seed(7)
+    saved, module = make("SGD"), make("ROWWISE_ADAGRAD")
+    for one in (saved, module):
+        for _ in range(3):
+            loss_of(one(random_batch(generator))[0]).backward()
+    state = {name: v for name, v in saved.state_dict().items() if not name.startswith("_tessera_optimizer")}
+    module.load_state_dict(state)
+    kept = module._embedding_module.fused_optimizer().state_dict()
+    assert all(not kept[f"{table}.momentum1"].any() for table in "ab")
+
+
 def test_errors_leave_all_as_it_was():
     with pytest.raises(AssertionError, match="has 5 rows, but its ids grow"):
         ManagedCollisionCollection({"t": GrowingManagedCollisionModule()}, [EmbeddingBagConfig(5, 2, "t")])
@@ -309,15 +434,12 @@ def test_errors_leave_all_as_it_was():
     same = [_C.collision.id_of_hash(n << 20) for n in (1, 2)]  # of one bucket
     module(batch([[same[0]]], [[]]))
     before = module.state_dict()
-    with pytest.raises(_C.collision.IdTableFull, match="table 'a': no room for id"):
-        module(batch([same], [[]]))
-    after = module.state_dict()
-    for name, value in before.items():
-        assert value == after[name] if isinstance(value, dict) else torch.equal(value, after[name]), name
-    saved = module.state_dict()
-    key = "_managed_collision_collection._managed_collision_modules.a._extra_state"
-    saved[key] = {**saved[key], "id_hash": "other"}
-    with pytest.raises(ValueError, match="saved with the hash 'other'; this is 'xmx64-1'"):
-        make("SGD", features=(("f",), ("g",)), capacity=1).load_state_dict(saved)
+    # In the first table, and in the second after the first one has admitted.
+    for features, table in ((batch([same], [[]]), "a"), (batch([[77, same[0]]], [same]), "b")):
+        with pytest.raises(_C.collision.IdTableFull, match=f"table '{table}': no room for id"):
+            module(features)
+        assert_same(before, module.state_dict())
+    _, remapped = module(batch([[77, same[0]]], [same[:1]]))
+    assert remapped["f"].values().tolist() == [2, 1] and [len(ids) for _, ids in module._growing()] == [2, 1]
     with pytest.raises(TypeError, match="is not copied"):
         copy.deepcopy(module._growing()[0][1])

@@ -180,7 +180,11 @@ class GrowingEngine:
         state[f"{prefix}_tessera_optimizer.steps"] = self._gathered(steps[None]).amax(0)
 
     def take_state(self, state: dict[str, Any], prefix: str) -> None:
-        """Take the rows of this rank's buckets out of whole tables; what was taken is removed."""
+        """Take the rows of this rank's buckets out of whole tables; what was taken is removed. Collective.
+
+        What one rank's state lacks is the same ValueError on all, and no table has changed.
+        """
+        self._raise_together(self._problem_of(state, prefix))
         calls, steps = 0, state.pop(f"{prefix}_tessera_optimizer.steps", None)
         one = state.pop(f"{prefix}_tessera_optimizer.step", None)  # of a collection on one rank
         for config in self._configs:
@@ -203,3 +207,53 @@ class GrowingEngine:
         if one is not None:
             of_rows = of_unknown = int(one)
         self.engine.set_progress(calls, of_rows, of_unknown)
+
+    def _problem_of(self, state: dict[str, Any], prefix: str) -> str:
+        """Return what is wrong with a state; nothing has changed."""
+        try:
+            self._check_state(state, prefix)
+        except (ValueError, MemoryError) as error:
+            return str(error)
+        finally:
+            for ids in self._modules.values():
+                ids.forget_prepared()
+        return ""
+
+    def _check_state(self, state: dict[str, Any], prefix: str) -> None:
+        modules = f"{prefix}_managed_collision_collection._managed_collision_modules."
+        for config in self._configs:
+            ids = self._modules[config.name]
+            count = ids.prepare_state(state, f"{modules}{config.name}.")
+            ids.forget_prepared()  # every rank numbers its own
+            shapes: dict[str, tuple[int, ...]] = {}
+            if count is not None:
+                shapes[self._weight_key(prefix, config.name)] = (count + 1, config.embedding_dim)
+                for name, is_per_row in self._kept.items():
+                    rest = () if is_per_row else (config.embedding_dim,)
+                    shapes[f"{prefix}_tessera_optimizer.{config.name}.{name}"] = (count + 1, *rest)
+            missing = next((name for name in shapes if name not in state), None)
+            if count is None or missing is not None:
+                missing = missing or f"{modules}{config.name}._ids"
+                raise ValueError(
+                    f"collision.growing: the state of table '{config.name}' has no '{missing}'. Load all "
+                    "that was saved of it."
+                )
+            for name, shape in shapes.items():
+                given = tuple(state[name].shape)
+                if given != shape:
+                    raise ValueError(
+                        f"collision.growing: '{name}' has the shape {given}; for {count} ids of table "
+                        f"'{config.name}' it must be {shape}. Load all that was saved of it, into a table of "
+                        "as many columns and with the same optimizer."
+                    )
+
+    def _raise_together(self, problem: str) -> None:
+        group = self._env.process_group
+        if self._env.world_size > 1:
+            flags = _C.all_gather_v(torch.tensor([int(bool(problem))]), group, None)
+            wrong = flags.nonzero().flatten().tolist()
+            if wrong:
+                text = _C.broadcast_bytes(problem.encode(), wrong[0], group).decode()
+                problem = f"{text} (on rank {wrong[0]})"
+        if problem:
+            raise ValueError(problem)

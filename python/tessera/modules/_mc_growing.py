@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from tessera import _C
 from tessera.modules._mc_base import LARGEST, Features, ManagedCollisionModule, validate, with_values
@@ -55,6 +56,34 @@ def _eviction(text: str, decay_exponent: float, interval: int) -> _C.collision.E
     if number:
         eviction.time_to_live = int(number)
     return eviction
+
+
+def _together(features: Features) -> torch.Tensor:
+    given = [feature.values() for feature in features.values()]
+    return given[0] if len(given) == 1 else torch.cat(given)
+
+
+def undo_plans(modules: Iterable[nn.Module]) -> None:
+    """Take back what growing tables among the modules have planned."""
+    for module in modules:
+        if isinstance(module, GrowingManagedCollisionModule):
+            module.undo_plan()
+
+
+def prepare_states(
+    modules: Iterable[tuple[str, nn.Module]], state: Mapping[str, Any], prefix: str
+) -> dict[str, int | None]:
+    """Check the state of the growing tables among the modules, by name, before anything changes.
+
+    Returns how many ids each has in it; None: it is not there.
+    """
+    growing = [(name, one) for name, one in modules if isinstance(one, GrowingManagedCollisionModule)]
+    try:
+        return {name: module.prepare_state(state, f"{prefix}{name}.") for name, module in growing}
+    except BaseException:
+        for _, module in growing:
+            module.forget_prepared()
+        raise
 
 
 class GrowingManagedCollisionModule(ManagedCollisionModule):
@@ -120,12 +149,12 @@ class GrowingManagedCollisionModule(ManagedCollisionModule):
         self._ids = self._new_table()
         self._forget_changes()
 
-    def _table_options(self) -> _C.collision.IdTableOptions:
+    def _table_options(self, seed: int | None = None) -> _C.collision.IdTableOptions:
         admission, eviction, when_full, decay_exponent, interval, protect = self._settings
         options = _engine.IdTableOptions()
         options.name = self._name or "ids"
         options.capacity = self._capacity or 0
-        options.admission = _admission(admission, self._seed)
+        options.admission = _admission(admission, self._seed if seed is None else seed)
         options.eviction = _eviction(eviction, decay_exponent, interval)
         options.refuse_when_full = when_full == "refuse"
         options.protect = protect
@@ -161,23 +190,37 @@ class GrowingManagedCollisionModule(ManagedCollisionModule):
         write_weights: torch.Tensor | None = None,
     ) -> Features:
         """Return the rows in place of the ids; in train mode unknown ids may get one."""
-        given = [feature.values() for feature in features.values()]
-        values = given[0] if len(given) == 1 else torch.cat(given)
-        self._num_scratch = 0
-        if self.training:
-            step = int(self._current_iter_tensor) + 1
-            rows, changes = self._ids.admit(values, None, step, _FIRST_ROW)
+        values = _together(features)
+        if self.training and self._planned is None:
+            self.plan(features)
+        if self._planned is None:
+            rows = self._ids.find(values, _FIRST_ROW)
+        else:
+            (rows, changes), self._planned = self._planned, None
+            self._ids.keep_admitted()
             self._current_iter_tensor += 1
             self._take_changes(*changes)
-        else:
-            rows = self._ids.find(values, _FIRST_ROW)
+        self._num_scratch = 0
         if self._default == "init":
             self._add_scratch(values.cpu().to(torch.int64), rows)
         if self._device.type != "cpu":
             rows = rows.to(self._device)
-        parts = (rows,) if len(given) == 1 else rows.split([values.numel() for values in given])
+        parts = rows.split([feature.values().numel() for feature in features.values()])
         pairs = zip(features.items(), parts, strict=True)
         return {name: with_values(feature, part) for (name, feature), part in pairs}
+
+    def plan(self, features: Features) -> None:
+        """Admit the ids of the next `remap`, which must be of the same features; `undo_plan` takes it back.
+
+        In train mode. On an error nothing has changed.
+        """
+        step = int(self._current_iter_tensor) + 1
+        self._planned = self._ids.plan_admit(_together(features), None, step, _FIRST_ROW)
+
+    def undo_plan(self) -> None:
+        """Take back what was planned, if anything was."""
+        self._planned = None
+        self._ids.undo_admitted()
 
     def _take_changes(self, new_ids, new_rows, evicted_ids, evicted_rows, num_refused) -> None:
         self.num_refused += num_refused
@@ -235,6 +278,8 @@ class GrowingManagedCollisionModule(ManagedCollisionModule):
     num_admitted = 0
     num_refused = 0
     num_evicted = 0
+    _planned: tuple[torch.Tensor, tuple] | None = None  # rows and changes of the next batch
+    _prepared: tuple[torch.Tensor, _C.collision.IdTable] | None = None  # of a load, by its ids
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -290,14 +335,46 @@ class GrowingManagedCollisionModule(ManagedCollisionModule):
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Check that the saved ids were hashed as here; take their seed."""
+        self._check_hash(state)
+        self._seed = state["seed"]
+        digest = hashlib.sha256(self._name.encode()).digest()
+        self._row_seed = self._seed ^ int.from_bytes(digest[:8], "little") if self._name else self._seed
+
+    def _check_hash(self, state: Mapping[str, Any]) -> None:
         if state["id_hash"] != _engine.ID_HASH:
             raise ValueError(
                 f"collision.growing: table '{self._name}' was saved with the hash '{state['id_hash']}'; this "
                 f"is '{_engine.ID_HASH}'."
             )
-        self._seed = state["seed"]
-        digest = hashlib.sha256(self._name.encode()).digest()
-        self._row_seed = self._seed ^ int.from_bytes(digest[:8], "little") if self._name else self._seed
+
+    def prepare_state(self, state: Mapping[str, Any], prefix: str) -> int | None:
+        """Check saved ids and number them, for the load that follows; return how many, or None without any.
+
+        Raises ValueError for what no table has saved, and changes nothing.
+        """
+        lists = [f"{prefix}_{name}" for name in self._STATE]
+        if not any(name in state for name in lists):
+            return None
+        needed = [*lists, f"{prefix}_extra_state", f"{prefix}_current_iter_tensor"]
+        missing = [name for name in needed if name not in state]
+        if missing:
+            raise ValueError(
+                f"collision.growing: the state of table '{self._name}' has no '{missing[0]}'. Load all that "
+                "was saved of it."
+            )
+        extra = state[f"{prefix}_extra_state"]
+        self._check_hash(extra)
+        if self._prepared is None or self._prepared[0] is not state[lists[0]]:
+            ids, counts, last_steps, *sketch = (state[name] for name in lists)
+            table = _engine.IdTable(self._table_options(extra["seed"]))
+            table.load(ids, counts, last_steps)
+            table.load_sketch(*sketch)
+            self._prepared = (ids, table)
+        return len(self._prepared[1])
+
+    def forget_prepared(self) -> None:
+        """Give up what was prepared for a load that does not come."""
+        self._prepared = None
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -306,17 +383,14 @@ class GrowingManagedCollisionModule(ManagedCollisionModule):
         destination.update({f"{prefix}_{n}": v for n, v in zip(self._STATE, values, strict=True)})
 
     def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
+        has_ids = self.prepare_state(state_dict, prefix) is not None
         own = {f"{prefix}_{name}" for name in self._STATE}
         known = {name: value for name, value in state_dict.items() if name not in own}
         super()._load_from_state_dict(known, prefix, metadata, strict, missing, unexpected, errors)
         missing.extend(sorted(own - set(state_dict)))
-        if own - set(state_dict):
+        if not has_ids:
             return
-        ids, counts, last_steps, *sketch = (state_dict[f"{prefix}_{name}"] for name in self._STATE)
-        table = self._new_table()
-        table.load(ids, counts, last_steps)
-        table.load_sketch(*sketch)
-        self._ids = table
+        (_, self._ids), self._prepared = self._prepared, None
         self._forget_changes()
 
     def __getstate__(self):

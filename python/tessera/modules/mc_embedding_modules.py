@@ -18,12 +18,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from tessera import _C
+from tessera.modules._mc_growing import prepare_states
 from tessera.modules._mch_state import bounds_of, put_mch_state, take_mch_state
 from tessera.modules.embedding_configs import BaseEmbeddingConfig
 from tessera.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -105,12 +107,66 @@ def _compact_state(module, state, prefix, _) -> None:
         state[f"{prefix}{_OPTIMIZER}step"] = kept["step"]
 
 
+def _check_shape(table: str, what: str, value: torch.Tensor, shape: Sequence[int]) -> None:
+    if list(value.shape) != list(shape):
+        raise ValueError(
+            f"collision.growing: {what} of table '{table}' has the shape {list(value.shape)}; for its ids it "
+            f"must be {list(shape)}. Load all that was saved of it, into a table of as many columns."
+        )
+
+
+def _check_growing(module, state, prefix) -> None:
+    """Check the state of all growing tables before the first of them changes."""
+    growing = module._growing()
+    counts = prepare_states(
+        [(config.name, ids) for config, ids in growing],
+        state,
+        f"{prefix}_managed_collision_collection._managed_collision_modules.",
+    )
+    try:
+        optimizer = module._embedding_module.fused_optimizer()
+        kept = {} if optimizer is None else optimizer.state_dict()
+        start = prefix + _OPTIMIZER
+        for config, _ in growing:
+            weight, count = state.get(_weight_key(module, prefix, config.name)), counts[config.name]
+            if (weight is None) != (count is None):
+                there, missing = ("ids", "rows") if weight is None else ("rows", "ids")
+                raise ValueError(
+                    f"collision.growing: the state has {there} of table '{config.name}', but no {missing}. "
+                    "Load all that was saved of it."
+                )
+            if weight is None:
+                continue
+            rows = count + 1
+            _check_shape(config.name, "the weight", weight, [rows, config.embedding_dim])
+            for name in ("momentum1", "momentum2"):
+                own, saved = kept.get(f"{config.name}.{name}"), state.get(f"{start}{config.name}.{name}")
+                if own is None:
+                    continue
+                if saved is None:
+                    module._begin_optimizer_state(state, prefix, config.name, rows)
+                    break
+                _check_shape(config.name, name, saved, [rows, *own.shape[1:]])
+        if optimizer is not None:
+            for name in state:
+                if name.startswith(start) and name.removeprefix(start) not in kept:
+                    raise ValueError(
+                        f"collision.growing: '{name}' is nothing that the optimizer of these tables keeps. "
+                        "Load into tables with the optimizer that was saved."
+                    )
+    except BaseException:
+        for _, ids in growing:
+            ids.forget_prepared()
+        raise
+
+
 def _make_room(module, state, prefix, *_) -> None:
     """Give growing tables as many rows as the state has, which may be of tables that do not grow."""
     for config, ids in module._growing():
         weight_key = _weight_key(module, prefix, config.name)
         if take_mch_state(state, _ids_prefix(prefix, config.name), weight_key, ids):
             module._begin_optimizer_state(state, prefix, config.name, state[weight_key].size(0))
+    _check_growing(module, state, prefix)
     module._loaded_optimizer = {
         name: state.pop(name) for name in list(state) if name.startswith(prefix + _OPTIMIZER)
     }

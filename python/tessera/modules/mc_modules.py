@@ -26,7 +26,7 @@ from tessera.modules._mc_base import (
     apply_mc_method_to_jt_dict,
     with_values,
 )
-from tessera.modules._mc_growing import GrowingManagedCollisionModule
+from tessera.modules._mc_growing import GrowingManagedCollisionModule, prepare_states, undo_plans
 from tessera.modules._mc_policies import (
     DistanceLFU_EvictionPolicy,
     LFU_EvictionPolicy,
@@ -366,6 +366,11 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
         return state
 
 
+def _prepare_growing(module: ManagedCollisionCollection, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Check the state of all growing tables before the first of them changes."""
+    prepare_states(module._managed_collision_modules.items(), state, f"{prefix}_managed_collision_modules.")
+
+
 class ManagedCollisionCollection(nn.Module):
     """Map the ids of many tables, each with its own module, by the name of the table.
 
@@ -401,6 +406,7 @@ class ManagedCollisionCollection(nn.Module):
         self._table_to_features = {c.name: list(c.feature_names or [c.name]) for c in embedding_configs}
         used = [feature for features in self._table_to_features.values() for feature in features]
         self._shared = {feature for feature in used if used.count(feature) > 1}
+        self.register_load_state_dict_pre_hook(_prepare_growing)
 
     def embedding_configs(self) -> Sequence[BaseEmbeddingConfig]:
         """Return the configs of the tables."""
@@ -434,21 +440,38 @@ class ManagedCollisionCollection(nn.Module):
         keys = features.keys()
         arranged = features.permute([keys.index(feature) for _, feature, _ in wanted])
         parts = dict(zip([name for _, _, name in wanted], _features_of(arranged), strict=True))
-        values = []
-        for table, module in self._managed_collision_modules.items():
-            if table not in self._table_to_features:
-                continue
-            # One call for all features of the table: one iteration, one decision.
-            own = {name: parts[name] for name in self.features_of(table)}
-            together = JaggedTensor(
-                torch.cat([part.values() for part in own.values()]),
-                lengths=torch.cat([part.lengths() for part in own.values()]),
-            )
-            rows = module({table: together}, mutate_miss_lengths)[table].values()
-            sizes = [part.values().numel() for part in own.values()]
-            parts.update(zip(own, rows.split(sizes), strict=True))
+        # One call for all features of a table: one iteration, one decision.
+        together = {}
+        for table in self._managed_collision_modules:
+            if table in self._table_to_features:
+                own = [parts[name] for name in self.features_of(table)]
+                together[table] = JaggedTensor(
+                    torch.cat([part.values() for part in own]),
+                    lengths=torch.cat([part.lengths() for part in own]),
+                )
+        for table, rows in self._rows_of(together, mutate_miss_lengths).items():
+            names = self.features_of(table)
+            sizes = [parts[name].values().numel() for name in names]
+            parts.update(zip(names, rows.split(sizes), strict=True))
         values = [parts[name] for _, _, name in wanted]
         return _renamed(arranged, [name for _, _, name in wanted], torch.cat(values), features)
+
+    def _rows_of(self, together: Features, mutate_miss_lengths: bool) -> dict[str, torch.Tensor]:
+        """Return the rows of every table's ids; tables that grow admit all of them, or none."""
+        modules = {table: self._managed_collision_modules[table] for table in together}
+        growing = {t: m for t, m in modules.items() if isinstance(m, GrowingManagedCollisionModule)}
+        rows = {}
+        try:
+            for table, module in growing.items():
+                if module.training:
+                    module.plan({table: together[table]})
+            for table in sorted(modules, key=lambda table: table in growing):  # what may fail yet first
+                features = {table: together[table]}
+                rows[table] = modules[table](features, mutate_miss_lengths)[table].values()
+        except BaseException:
+            undo_plans(growing.values())
+            raise
+        return rows
 
     def evict(self) -> dict[str, torch.Tensor | None]:
         """Return the rows of every table that got another id, to be reset."""
