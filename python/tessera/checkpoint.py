@@ -345,6 +345,40 @@ def _not_a_state_dict(folder: str, error: Exception) -> CheckpointError:
     return CheckpointError(f"{folder}: its state dict makes no sense: {text}.", "corrupt")
 
 
+# What managed collision saves of ids when there is some, beside a table's sorted ids.
+_ID_LISTS = ("_tessera_history_ids", "_tessera_history_iter", "_tessera_num_ids")
+_SORTED_IDS = "_mch_sorted_raw_ids"
+
+
+def _id_lists(state: Any, prefix: str = ""):
+    """Yield dict, key and dotted name of the lists that tables of managed collision have or may have."""
+    if isinstance(state, dict):
+        for base in [key.removesuffix(_SORTED_IDS) for key in state if str(key).endswith(_SORTED_IDS)]:
+            for name in _ID_LISTS:
+                key = base + name
+                yield state, key, f"{prefix}.{key}" if prefix else key
+    for text, _, child in _children(state) or []:
+        yield from _id_lists(child, f"{prefix}.{text}" if prefix else text)
+
+
+def _put_lists_aside(state: Any) -> list[tuple[dict, str, torch.Tensor | None]]:
+    return [(holder, key, holder.pop(key, None)) for holder, key, _ in list(_id_lists(state))]
+
+
+def _tell_changed(holder: dict) -> None:
+    """Let modules see that their sorted ids are others now: memory is read into without torch's knowledge."""
+    for key, value in holder.items():
+        if str(key).endswith(_SORTED_IDS):
+            parts = value.local_shards() if isinstance(value, ShardedTensor) else [value]
+            for part in parts:
+                torch.autograd.graph.increment_version(getattr(part, "tensor", part))
+
+
+def _read_lists(state: Any, reader: CheckpointReader) -> list[tuple[dict, str, torch.Tensor]]:
+    saved = set(reader.names())
+    return [(holder, key, reader.read(name)) for holder, key, name in _id_lists(state) if name in saved]
+
+
 def save(
     root: str | os.PathLike,
     step: int,
@@ -384,10 +418,22 @@ def load(
 
     Collective over `group`, whose size and shards may differ from those that saved; all ranks load
     the same checkpoint. A newer one that is damaged is named in a warning. Raises CheckpointError if
-    there is none, or if a tensor is missing or has another shape or type.
+    there is none, or if a tensor is missing or has another shape or type. Ids of managed collision that
+    wait, whose number differs, take the place of those in `state_dict`: load it into the module then.
     """
-    leaves, _, tables = _described(state_dict)
-    report = _C.checkpoint_load(os.fspath(root), leaves, group, step)
+    put_aside = _put_lists_aside(state_dict)
+    try:
+        leaves, _, tables = _described(state_dict)
+        report = _C.checkpoint_load(os.fspath(root), leaves, group, step)
+        lists = _read_lists(state_dict, CheckpointReader(os.fspath(root), report.step)) if put_aside else []
+    except BaseException:
+        for holder, key, value in put_aside:
+            holder.update({} if value is None else {key: value})
+        raise
+    for holder, key, value in lists:
+        holder[key] = value
+    for holder in (holder for holder, key, _ in put_aside if key.endswith(_ID_LISTS[0])):
+        _tell_changed(holder)
     for prefix, part in tables.items():
         part._restore(prefix, report.values)
     if _PLAIN in report.values:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import os
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks, run_ranks_collecting
+from tessera import checkpoint
 from tessera.distributed.embedding import EmbeddingCollectionSharder
 from tessera.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from tessera.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
@@ -272,6 +274,126 @@ def _resumes(rank, kind):
         results = [each(batch(rank, step, 4))[1].wait() for each in (straight, resumed)]
         assert torch.equal(results[0].values(), results[1].values()), step
     return sorted(name for name in straight.state_dict() if "_mch_" in name)
+
+
+def _stepped(module, rank, world, steps, spread=30):
+    """Return rows and outputs of this rank's part of some batches; the largest id is always there."""
+    found = []
+    for step in steps:
+        features = batch(0, step, 12, spread)
+        lengths = features.lengths().view(2, 12)
+        values = features.values().clone()
+        values[values == values.min()] = 2**63 - 1
+        bags = values.split(lengths.flatten().tolist())
+        begin, end = 12 * rank // world, 12 * (rank + 1) // world
+        own = torch.cat([bags[12 * key + i] for key in range(2) for i in range(begin, end)])
+        own_lengths = lengths[:, begin:end].flatten()
+        pooled, mapped = module(KeyedJaggedTensor.from_lengths_sync(["g", "f"], own, own_lengths))
+        if hasattr(pooled, "wait"):
+            pooled, mapped = pooled.wait(), mapped.wait()
+        if module.training:
+            pooled.values().sum().backward()
+        found.append((pooled.values().detach(), [mapped[key].values() for key in mapped.keys()]))  # noqa: SIM118
+    return found
+
+
+def _same(one, other):
+    return all(
+        torch.equal(a, b) and all(torch.equal(x, y) for x, y in zip(rows, others, strict=True))
+        for (a, rows), (b, others) in zip(one, other, strict=True)
+    )
+
+
+SAVED = {"a": 240, "b": 12}
+
+
+def _waiting(**options):
+    module = whole(sizes=SAVED, **options)
+    for ids in module._managed_collision_collection._managed_collision_modules.values():
+        ids._eviction_interval = 3
+    return module
+
+
+def _to_checkpoint(rank, root, kind):
+    """Save between two intervals and go on from there."""
+    world = dist.get_world_size()
+    straight, saved, resumed = (shard(_waiting(), cut(kind)) for _ in range(3))
+    _stepped(straight, rank, world, range(5))
+    _stepped(saved, rank, world, range(5))
+    _stepped(resumed, rank, world, range(20, 24))  # what a load must undo
+    state = {"model": saved.state_dict(), "fused": checkpoint.fused_state(saved)}
+    waiting = [name for name in state["model"] if name.endswith("_tessera_history_ids")]
+    assert len(waiting) == 2
+    checkpoint.save(root, 5, state, dist.group.WORLD)
+    state = {"model": resumed.state_dict(), "fused": checkpoint.fused_state(resumed)}
+    checkpoint.load(root, state, dist.group.WORLD)
+    resumed.load_state_dict(state["model"])
+    ids, names = saved.state_dict(), resumed.state_dict()
+    assert list(ids) == list(names)
+    assert all(torch.equal(ids[name], names[name]) for name in ids if "_tessera_" in name)
+    steps = range(5, 11)
+    assert _same(_stepped(resumed, rank, world, steps), _stepped(straight, rank, world, steps))
+    return _stepped(saved.eval(), rank, world, range(4))
+
+
+def _from_checkpoint(rank, root, kind):
+    world = dist.get_world_size()
+    loaded = shard(_waiting(), cut(kind))
+    state = {"model": loaded.state_dict(), "fused": checkpoint.fused_state(loaded)}
+    checkpoint.load(root, state, dist.group.WORLD)
+    loaded.load_state_dict(state["model"])
+    return _stepped(loaded.eval(), rank, world, range(4))
+
+
+def _refuses_checkpoint(rank, root, kind):
+    loaded = shard(_waiting(), cut(kind))
+    before = {name: value for name, value in loaded.state_dict().items() if "_tessera_" in name}
+    state = {"model": loaded.state_dict()}
+    checkpoint.load(root, state, dist.group.WORLD)
+    with pytest.raises(ValueError, match=r"saved in shards that begin at rows .* Load with as many ranks"):
+        loaded.load_state_dict(state["model"])
+    return sorted(before)
+
+
+@pytest.mark.parametrize("kind", ["rows", "mixed"])
+def test_checkpoints_hold_the_ids_of_all_ranks(tmp_path, kind):
+    root = str(tmp_path)
+    parts = run_ranks(4, _to_checkpoint, root, kind)
+    fewer = run_ranks(2, _from_checkpoint, root, kind)
+    (one,) = run_ranks(1, _from_checkpoint, root, kind)
+    for step in range(4):  # rows of the ids, and what was learned of them
+        wanted = torch.cat([found[step][0] for found in parts])
+        torch.testing.assert_close(torch.cat([found[step][0] for found in fewer]), wanted)
+        torch.testing.assert_close(one[step][0], wanted)
+        for key in range(3):
+            rows = torch.cat([found[step][1][key] for found in parts])
+            assert torch.equal(torch.cat([found[step][1][key] for found in fewer]), rows)
+            assert torch.equal(one[step][1][key], rows)
+    # Not sharded, from the whole state.
+    alone = _waiting()
+    alone.load_state_dict(checkpoint.read(root)["model"])
+    ids = alone._managed_collision_collection._managed_collision_modules["a"]
+    assert ids._loaded_num_ids is not None and len(ids._loaded_num_ids) == 4
+    assert len(ids._history) == 2
+    for mine, theirs in zip(_stepped(alone.eval(), 0, 1, range(4)), one, strict=True):
+        torch.testing.assert_close(mine[0], theirs[0])
+        assert all(torch.equal(a, b) for a, b in zip(mine[1], theirs[1], strict=True))
+    run_ranks(3, _refuses_checkpoint, root, kind)
+
+
+def test_waiting_ids_are_in_checkpoints_of_one_process(tmp_path):
+    straight, saved, resumed = (_waiting() for _ in range(3))
+    for module in (straight, saved):
+        _stepped(module, 0, 1, range(5))
+    checkpoint.save(str(tmp_path), 1, {"model": saved.state_dict()})
+    state = {"model": resumed.state_dict()}
+    checkpoint.load(str(tmp_path), state)
+    probes = [copy.deepcopy(module).eval()(batch(0, 1, 12, 30)) for module in (resumed, saved)]
+    assert torch.equal(probes[0][1].values(), probes[1][1].values())  # its sorted ids are seen at once
+    resumed.load_state_dict(state["model"])  # with the ids that wait
+    for step in range(5, 9):
+        found, wanted = (_stepped(module.train(), 0, 1, [step]) for module in (resumed, straight))
+        assert all(torch.equal(a, b) for a, b in zip(found[0][1], wanted[0][1], strict=True))
 
 
 def _owners_of(rank, **options):

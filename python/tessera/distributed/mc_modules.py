@@ -34,10 +34,13 @@ from tessera.distributed.types import (
     ShardingEnv,
     ShardingType,
 )
-from tessera.modules._mc_base import LARGEST
+from tessera.modules._mc_base import LARGEST, MOST_SHARDS
 from tessera.modules.embedding_configs import BaseEmbeddingConfig
 from tessera.modules.embedding_modules import TableDict
 from tessera.modules.mc_modules import (
+    _HISTORY_IDS,
+    _HISTORY_ITER,
+    _NUM_IDS,
     ManagedCollisionCollection,
     MCHManagedCollisionModule,
     _renamed,
@@ -428,54 +431,122 @@ class ShardedManagedCollisionCollection(
         ]
 
     def _replace_state(self, state_dict, prefix, local_metadata) -> None:
+        """Give the state the same names on every rank, and the ids that wait on any. Collective."""
         rank = global_ranks(self._env.process_group)[self._env.rank]
-        for table in self._table_names:
-            base = f"{prefix}_managed_collision_modules.{table}."
-            shards = self._shards(table)
+        bases = [f"{prefix}_managed_collision_modules.{table}." for table in self._table_names]
+        parts = [
+            {
+                name.removeprefix(base): state_dict.pop(name)
+                for name in list(state_dict)
+                if name.startswith(base)
+            }
+            for base in bases
+        ]
+        every = _C.all_gather_v(self._told(parts), self._env.process_group, None)
+        for number, (table, base) in enumerate(zip(self._table_names, bases, strict=True)):
+            shards, bounds = self._shards(table), self._owners[table].bounds
             for name in self._row_buffers(table):
-                own = [Shard(state_dict.pop(base + name), s) for s in shards if s.placement.rank() == rank]
+                own = [Shard(parts[number][name], s) for s in shards if s.placement.rank() == rank]
                 properties = TensorProperties(dtype=torch.int64, requires_grad=False)
-                size = torch.Size([self._owners[table].bounds[-1]])
-                metadata = ShardedTensorMetadata(shards, size, properties)
+                metadata = ShardedTensorMetadata(shards, torch.Size([bounds[-1]]), properties)
                 state_dict[base + name] = ShardedTensor._init_from_local_shards_and_global_metadata(
                     own, metadata, process_group=self._env.process_group
                 )
-            for name in ("_tessera_history_ids", "_tessera_history_iter", "_tessera_num_ids"):
-                if base + name in state_dict:  # differs between ranks
-                    state_dict[f"{base}{name}.rank{self._env.rank}"] = state_dict.pop(base + name)
+            told = every[every[:, 0] == number]
+            iterations, num_ids, waiting = (told[told[:, 1] == kind, 2:] for kind in range(3))
+            state_dict[base + "_output_segments_tensor"] = torch.tensor(
+                [*bounds, *[-1] * (MOST_SHARDS + 1 - len(bounds))]
+            )
+            state_dict[base + "_current_iter_tensor"] = iterations[:1, 0].clone()
+            if waiting.size(0) > 0:
+                state_dict[base + _HISTORY_IDS] = waiting[:, 0].clone()
+                state_dict[base + _HISTORY_ITER] = waiting[:, 1].clone()
+            if bool(num_ids[:, 1].any()):  # some part has 2**63 - 1
+                by_part = [self._owners[table].ranks.index(int(one)) for one in told[told[:, 1] == 0, 3]]
+                counts = torch.empty(len(by_part), dtype=torch.int64)
+                counts[by_part] = num_ids[:, 0]
+                state_dict[base + _NUM_IDS] = counts
+
+    def _told(self, parts: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        """Return what others must know of this rank's parts: rows of table, kind, and two numbers."""
+        rows = [torch.empty(0, 4, dtype=torch.int64)]
+        for number, (table, part) in enumerate(zip(self._table_names, parts, strict=True)):
+            if not part:
+                continue
+            module = self._managed_collision_modules[table]
+            iteration = int(part["_current_iter_tensor"])
+            rows.append(torch.tensor([[number, 0, iteration, self._env.rank]]))
+            rows.append(torch.tensor([[number, 1, module._num_ids, int(_NUM_IDS in part)]]))
+            if _HISTORY_IDS in part:
+                waiting = torch.stack([part[_HISTORY_IDS], part[_HISTORY_ITER]], 1).cpu()
+                head = torch.tensor([[number, 2]]).expand(waiting.size(0), 2)
+                rows.append(torch.cat([head, waiting], 1))
+        return torch.cat(rows)
 
     def _take_state(self, state_dict, prefix, *unused) -> None:
         for table in self._table_names:
             base = f"{prefix}_managed_collision_modules.{table}."
             bounds = self._owners[table].bounds
+            is_here = table in self._managed_collision_modules
             for name in self._row_buffers(table):
                 value = state_dict.pop(base + name, None)
                 if value is None:
                     continue
-                whole = len(self._owners[table].ranks) == 1 and not isinstance(value, ShardedTensor)
-                theirs = [] if whole else self._saved_bounds(table, value)
-                if not whole and theirs != bounds:
+                theirs = self._saved_bounds(value, state_dict.get(base + "_output_segments_tensor"))
+                is_whole = not isinstance(value, ShardedTensor)
+                is_cut_alike = is_whole or self._shard_bounds(value) == bounds
+                if value.size(0) != bounds[-1] or not is_cut_alike or not set(bounds) <= set(theirs):
                     raise ValueError(
                         f"collision.sharded: the ids of table '{table}' were saved in shards that begin at "
                         f"rows {theirs[:-1]}; here they begin at {bounds[:-1]}. Load with as many ranks."
                     )
-                if table in self._managed_collision_modules:
-                    state_dict[base + name] = value if whole else value.local_shards()[0].tensor
-            own = f".rank{self._env.rank}"
-            for key in [key for key in state_dict if key.startswith(base + "_tessera_")]:
-                if key.endswith(own) and table in self._managed_collision_modules:
-                    state_dict[key.removesuffix(own)] = state_dict[key]
-                if ".rank" in key.removeprefix(base):
-                    del state_dict[key]
-            if table not in self._managed_collision_modules:
+                if not is_here:
+                    continue
+                first = self._managed_collision_modules[table]._output_global_offset
+                size = self._managed_collision_modules[table].output_size()
+                own = value[first : first + size] if is_whole else value.local_shards()[0].tensor
+                state_dict[base + name] = own
+                if name == "_mch_sorted_raw_ids":
+                    self._check_owner(table, own[own != LARGEST])
+            self._take_waiting(state_dict, base, table)
+            if not is_here:
                 for key in [key for key in state_dict if key.startswith(base)]:
                     del state_dict[key]
 
-    def _saved_bounds(self, table: str, value: torch.Tensor) -> list[int]:
-        if not isinstance(value, ShardedTensor):
-            return [0, value.numel()]
+    def _take_waiting(self, state_dict, base: str, table: str) -> None:
+        """Leave, of the ids that wait, those of this rank."""
+        own = f".rank{self._env.rank}"  # as they were saved when every rank had its own
+        for key in [key for key in state_dict if key.startswith(base + "_tessera_")]:
+            if key.endswith(own):
+                state_dict[key.removesuffix(own)] = state_dict[key]
+            if ".rank" in key.removeprefix(base):
+                del state_dict[key]
+        ids, iterations = (state_dict.get(base + name) for name in (_HISTORY_IDS, _HISTORY_ITER))
+        if ids is not None and iterations is not None:
+            is_own = self._owners[table].of(ids) == self._env.rank
+            state_dict[base + _HISTORY_IDS] = ids[is_own]
+            state_dict[base + _HISTORY_ITER] = iterations[is_own]
+
+    def _check_owner(self, table: str, ids: torch.Tensor) -> None:
+        owners = self._owners[table].of(ids)
+        others = (owners != self._env.rank).nonzero().flatten()
+        if others.numel() > 0:
+            raise ValueError(
+                f"collision.sharded: id {int(ids[others[0]])} of table '{table}' has a row of rank "
+                f"{self._env.rank}, but belongs to rank {int(owners[others[0]])} here. Load with as many "
+                "ranks."
+            )
+
+    @staticmethod
+    def _shard_bounds(value: ShardedTensor) -> list[int]:
         shards = value.metadata().shards_metadata
         return [*sorted(shard.shard_offsets[0] for shard in shards), value.size(0)]
+
+    def _saved_bounds(self, value: torch.Tensor, segments: torch.Tensor | None) -> list[int]:
+        """Return the rows at which saved parts begin, and the end of the last."""
+        if segments is not None:
+            return segments[segments >= 0].tolist()
+        return self._shard_bounds(value) if isinstance(value, ShardedTensor) else [0, value.numel()]
 
 
 class ManagedCollisionCollectionSharder(ModuleSharder[ManagedCollisionCollection]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -24,6 +25,27 @@ def with_values(feature: JaggedTensor, values: torch.Tensor) -> JaggedTensor:
     other = JaggedTensor.__new__(JaggedTensor)
     other._take(values, feature.weights_or_none(), feature.lengths_or_none(), feature.offsets_or_none())
     return other
+
+
+def slots_with_ids(
+    sorted_ids: torch.Tensor, counts: Sequence[int] | None, bounds: Sequence[int], first: int
+) -> torch.Tensor:
+    """Return which slots of rows from `first` on have ids.
+
+    `counts` say how many each part of the rows has, which begin at `bounds`: 2**63 - 1 may be one of them.
+    A single count is that of all slots.
+    """
+    is_id = sorted_ids != LARGEST
+    if counts is not None and len(counts) == 1:
+        bounds = [first, first + sorted_ids.numel()]
+    for count, begin, end in zip(counts or [], bounds, bounds[1:], strict=False):
+        if begin < first or end > first + sorted_ids.numel():
+            continue
+        own = is_id[begin - first : end - first]
+        listed = int(own.sum())
+        if count > listed and listed < own.numel():
+            own[listed] = True
+    return is_id
 
 
 def validate(module: nn.Module, _: object) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tessera import _C
-from tessera.modules._mc_base import LARGEST, MOST_SHARDS
+from tessera.modules._mc_base import LARGEST, MOST_SHARDS, slots_with_ids
 from tessera.modules._mc_growing import GrowingManagedCollisionModule
 from tessera.modules.embedding_configs import BaseEmbeddingConfig
 
@@ -20,7 +20,8 @@ _ROWS = "_mch_remapped_ids_mapping"
 _COUNTS = "_mch_counts"
 _LAST = "_mch_last_access_iter"
 _NUM_IDS = "_tessera_num_ids"
-_OTHERS = ("_output_segments_tensor", "_tessera_history_ids", "_tessera_history_iter")
+_SEGMENTS = "_output_segments_tensor"
+_WAITING = ("_tessera_history_ids", "_tessera_history_iter")
 _MOST = 2**32 - 1  # of a count and of a step
 
 
@@ -56,12 +57,12 @@ def take_mch_state(
             "load the whole table, not a shard."
         )
     rows, counts, last = (_take(state, ids_prefix, name) for name in (_ROWS, _COUNTS, _LAST))
-    num_ids = _take(state, ids_prefix, _NUM_IDS)
-    for name in _OTHERS:
+    num_ids, segments = (_take(state, ids_prefix, name) for name in (_NUM_IDS, _SEGMENTS))
+    for name in _WAITING:
         state.pop(ids_prefix + name, None)
-    is_id = sorted_ids != LARGEST
-    if num_ids is not None:  # 2**63 - 1 is one of the ids
-        is_id[: int(num_ids)] = True
+    bounds = [] if segments is None else segments[segments >= 0].tolist()
+    by_part = None if num_ids is None else num_ids.flatten().tolist()
+    is_id = slots_with_ids(sorted_ids, by_part, bounds, bounds[0] if bounds else 0)
     step = int(state[f"{ids_prefix}_current_iter_tensor"])
     own = sorted_ids[is_id]
     counts = torch.ones_like(own) if counts is None else counts[is_id].clamp(1, _MOST)

@@ -24,6 +24,7 @@ from tessera.modules._mc_base import (
     Features,
     ManagedCollisionModule,
     apply_mc_method_to_jt_dict,
+    slots_with_ids,
     with_values,
 )
 from tessera.modules._mc_growing import GrowingManagedCollisionModule, prepare_states, undo_plans
@@ -210,6 +211,7 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
     def _update_and_evict(self, current, ids, counts, metadata) -> None:
         order = torch.argsort(counts, descending=True, stable=True)
         ids, counts = ids[order], counts[order]
+        self._find()
         is_known, slots = _engine.mch_match(self._mch_sorted_raw_ids, self._num_ids, ids)
         kept = self._metadata()
         evicted, selected = self._eviction_policy.update_metadata_and_generate_eviction_scores(
@@ -237,6 +239,10 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
 
     def _find(self) -> Any:
         if self._index is None or self._indexed != self._identity():
+            ids = self._mch_sorted_raw_ids
+            has_largest = self._num_ids == int((ids != LARGEST).sum()) + 1
+            counts = [self._num_ids] if has_largest else None
+            self._order_slots(slots_with_ids(ids, counts, [], self._output_global_offset))
             self._index = _engine.MchIndex()
             self._index.rebuild(
                 self._mch_sorted_raw_ids.cpu(), self._mch_remapped_ids_mapping.cpu(), self._num_ids
@@ -318,21 +324,25 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
                 f"are {bounds}."
             )
         self._output_segments_tensor.copy_(self._own_segments)
-        is_id = self._mch_sorted_raw_ids != LARGEST
+        bounds = [bound for bound in segments if bound >= 0]
+        self._order_slots(slots_with_ids(self._mch_sorted_raw_ids, self._loaded_num_ids, bounds, begin))
+        self._evicted = None
+        self._find()
+
+    @torch.no_grad()
+    def _order_slots(self, is_id: torch.Tensor) -> None:
+        """Bring the slots into order: those with ids by id, then the others."""
         num_ids = int(is_id.sum())
-        if self._loaded_num_ids > num_ids:  # 2**63 - 1 is one of the ids
-            last = (~is_id).nonzero().flatten()[: self._loaded_num_ids - num_ids]
-            is_id[last] = True
-            num_ids = self._loaded_num_ids
         order = torch.argsort(self._mch_sorted_raw_ids, stable=True)
         order = torch.cat([order[is_id[order]], order[~is_id[order]]])
         for tensor in (self._mch_sorted_raw_ids, self._mch_remapped_ids_mapping, *self._metadata().values()):
             tensor.copy_(tensor[order])
+        # Every part had a last slot that is never given up; of these only the last is one here.
+        for tensor in self._metadata().values():
+            tensor[num_ids:-1] = 0
         self._num_ids = num_ids
-        self._evicted = None
-        self._find()
 
-    _loaded_num_ids = 0
+    _loaded_num_ids: Sequence[int] | None = None
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -353,10 +363,10 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
         super()._load_from_state_dict(known, prefix, *args)
         unexpected = args[3]
         unexpected[:] = [name for name in unexpected if name not in own]
-        self._loaded_num_ids = 0 if num_ids is None else int(num_ids)
+        self._loaded_num_ids = None if num_ids is None else num_ids.flatten().tolist()
         self._history = []
         if ids is not None and iterations is not None:
-            for iteration in iterations.unique_consecutive().tolist():
+            for iteration in iterations.unique().tolist():
                 self._remember(iteration, ids[iterations == iteration].to(self._device))
 
     # The index is made anew by copies and unpickled modules.
