@@ -4,6 +4,7 @@
 #include <array>
 #include <limits>
 #include <map>
+#include <string_view>
 #include <utility>
 #include <vector>
 
