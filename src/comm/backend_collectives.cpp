@@ -620,11 +620,30 @@ c10::intrusive_ptr<c10d::Work> EngineBackend::barrier(const c10d::BarrierOptions
                 {std::move(step)});
 }
 
+// A barrier whose timeout names all missing ranks, whether asked to or not, and also says so in the
+// words that programs look for in torch's.
 void EngineBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool) {
-  // A timeout names all missing ranks anyway, whether asked to or not.
+  if (getSize() > 1 && opts.timeout != c10d::kUnsetTimeout && opts.timeout.count() <= 0) {
+    const std::string rank = std::to_string(getRank());
+    throw Error(ErrorKind::kTimeout, {},
+                "comm.barrier: a limit of " + std::to_string(opts.timeout.count()) +
+                    " ms leaves no time to wait for anyone. Rank " + rank +
+                    " timed out in monitoredBarrier after " + std::to_string(opts.timeout.count()) +
+                    " ms.");
+  }
   c10d::BarrierOptions now = opts;
   now.asyncOp = false;
-  barrier(now)->wait();
+  try {
+    barrier(now)->wait();
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::kTimeout || error.ranks().empty()) throw;
+    std::string late;
+    for (const int rank : error.ranks()) late += (late.empty() ? "" : ", ") + std::to_string(rank);
+    throw Error(ErrorKind::kTimeout, error.ranks(),
+                std::string(error.what_without_backtrace()) +
+                    (error.ranks().size() > 1 ? " Ranks " : " Rank ") + late +
+                    " failed to pass monitoredBarrier.");
+  }
 }
 
 }  // namespace tessera::comm

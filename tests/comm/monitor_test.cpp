@@ -219,12 +219,12 @@ TEST(GroupMonitor, LimitNamesTheMissingAndWhatTheyDo) {
   const std::string pid = std::to_string(child.pid());
   EXPECT_EQ(failure_of(monitor, call_with(-1ms), {1}, 8s),
             "comm.all_reduce #118: no answer from rank 1 in 8 s (float32 [25], group 'world', step "
-            "17). Timed out. Rank 1 (pid " +
+            "17). Timed out waiting. Rank 1 (pid " +
                 pid + ", host here) is stopped.");
   EXPECT_EQ(
       failure_of(monitor, call_with(-1ms), {2}, 8500ms),
       "comm.all_reduce #118: no answer from rank 2 in 8.5 s (float32 [25], group 'world', step "
-      "17). Timed out. Rank 2 (pid " +
+      "17). Timed out waiting. Rank 2 (pid " +
           pid + ", host there) is on another host.");
   // Of several suspects, the one that is seen not to move.
   EXPECT_NE(failure_of(monitor, call_with(-1ms), {1, 2}, 8s).find("no answer from rank 1 in"),

@@ -235,6 +235,31 @@ def test_a_passed_limit_says_timed_out():
     assert "Timed out" in run_ranks_collecting(2, too_late, env={"LIMIT": "1"})[0].error
 
 
+def late_for_a_monitored_barrier(rank):
+    dist.monitored_barrier(timeout=datetime.timedelta(seconds=20))
+    own = dist.new_group([0, 1, 2])
+    if rank == 0:
+        # torch's programs look for its words, and for " Timed out " with a space on either side.
+        with pytest.raises(
+            RuntimeError, match=r"rank 1 in 1 s .* Timed out .* Rank 1 failed to pass monitoredB"
+        ):
+            dist.monitored_barrier(dist.new_group([0, 1]), 1)
+        with pytest.raises(RuntimeError, match=r"Ranks 1, 2 failed to pass monitoredBarrier\."):
+            dist.monitored_barrier(own, 1, wait_all_ranks=True)
+        # No limit is no time, and not the group's limit.
+        with pytest.raises(RuntimeError, match=r"Rank 0 timed out in monitoredBarrier after 0 ms\."):
+            dist.monitored_barrier(timeout=0)
+    else:
+        dist.new_group([0, 1])
+        time.sleep(4)
+    return True
+
+
+def test_a_monitored_barrier_says_who_is_late_in_torchs_words():
+    outcomes = run_ranks_collecting(3, late_for_a_monitored_barrier)
+    assert outcomes[0].value, outcomes[0].error
+
+
 def sharded_on_rank_0(rank):
     from torch.distributed._shard import sharded_tensor
     from torch.distributed._shard.metadata import ShardMetadata
