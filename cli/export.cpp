@@ -1,7 +1,6 @@
 // tessera export — makes a package to serve out of a checkpoint.
 
 #include <sys/stat.h>
-#include <unistd.h>
 
 #include <cmath>
 #include <cstdio>
@@ -55,7 +54,7 @@ with rows in few bits, dense layers, names and sums. Says what rounding costs.
   --features A,B,C          their order, for checkpoints that do not say
   --eval D                  judge on synthetic data, or on a file of samples
   --eval-samples N          at the end of the file (65536)
-  --max-auc-drop X          fail with 65 if the AUC falls by more
+  --max-auc-drop X          fail with 65 if the AUC falls by more; what is there stays
   --json                    one JSON object
 
 Exit codes: 0 good, 2 wrong usage, 65 a checkpoint cannot be used or the AUC falls too far.
@@ -259,7 +258,7 @@ Json json_of(const serving::ExportReport& report, const std::string& out) {
           {"tables", tables}};
 }
 
-void print_report(const serving::ExportReport& report, const std::string& out) {
+void print_tables(const serving::ExportReport& report) {
   std::printf("%-20s %-5s %10s %9s %9s  %-10s %-10s %s\n", "table", "type", "rows", "before",
               "after", "mean error", "worst", "at risk");
   for (const auto& table : report.tables) {
@@ -270,20 +269,46 @@ void print_report(const serving::ExportReport& report, const std::string& out) {
                 bytes_text(table.bytes_before).c_str(), bytes_text(table.bytes_after).c_str(),
                 table.mean_error, table.worst_error, static_cast<long long>(at_risk));
   }
+}
+
+void print_package(const serving::ExportReport& report, const std::string& out) {
   std::printf("package  %s: step %lld, %s of %s (%.3f)\n", out.c_str(),
               static_cast<long long>(report.model.step), bytes_text(report.bytes_after).c_str(),
               bytes_text(report.bytes_before).c_str(),
               static_cast<double>(report.bytes_after) / static_cast<double>(report.bytes_before));
 }
 
-// The package once more with rows as they were trained, for as long as it is judged.
+// What a package is worth, beside the model as it was trained.
+struct Judgement {
+  Figures before;
+  Figures after;
+
+  double drop() const { return before.auc - after.auc; }
+};
+
+Json json_of(const Judgement& judged) {
+  return {{"samples", judged.after.num_samples},
+          {"auc_before", judged.before.auc},
+          {"auc_after", judged.after.auc},
+          {"log_loss_before", judged.before.log_loss},
+          {"log_loss_after", judged.after.log_loss}};
+}
+
+void print_judgement(const Judgement& judged) {
+  std::printf("judged   auc %.5f -> %.5f, log loss %.5f -> %.5f on %lld samples\n",
+              judged.before.auc, judged.after.auc, judged.before.log_loss, judged.after.log_loss,
+              static_cast<long long>(judged.after.num_samples));
+}
+
+// The package once more with rows as they were trained, for as long as it is judged; in `scratch`,
+// which is nobody else's.
 Figures judge_unrounded(const Reader& reader, const serving::ExportOptions& options,
-                        const std::string& out, const workloads::dlrm::ClickLog& log,
+                        const std::string& scratch, const workloads::dlrm::ClickLog& log,
                         std::int64_t num_samples) {
   serving::ExportOptions plain = options;
   plain.type = RowType::kFp32;
   plain.tables.clear();
-  const std::string folder = out + ".fp32-" + std::to_string(::getpid());
+  const std::string folder = scratch + "/unrounded";
   struct Removal {
     const std::string& folder;
     ~Removal() { checkpoint::remove_folder(folder, checkpoint::Disk::real()); }
@@ -303,34 +328,37 @@ int run_export(const std::string& path, const ExportWords& words) {
     workloads::data::check_apart({folder.empty() ? "." : folder.string()}, out);
   }
   const auto reader = open_checkpoint(path, words.step);
-  const serving::ExportReport report = serving::write_package(*reader, out, options);
-  Json answer = json_of(report, out);
-  if (!words.wants_json) print_report(report, out);
-  double drop = 0;
-  if (!words.eval.empty()) {
-    const auto log = log_of(*reader, report.model, words.eval);
-    const Figures before = judge_unrounded(*reader, options, out, *log.log, words.eval_samples);
-    const Figures after = judge(out, *log.log, words.eval_samples);
-    drop = before.auc - after.auc;
-    answer["judged"] = {{"samples", after.num_samples},
-                        {"auc_before", before.auc},
-                        {"auc_after", after.auc},
-                        {"log_loss_before", before.log_loss},
-                        {"log_loss_after", after.log_loss}};
-    if (!words.wants_json) {
-      std::printf("judged   auc %.5f -> %.5f, log loss %.5f -> %.5f on %lld samples\n", before.auc,
-                  after.auc, before.log_loss, after.log_loss,
-                  static_cast<long long>(after.num_samples));
+  std::optional<Judgement> judged;
+  const auto tell = [&](const serving::ExportReport& report, bool is_in_place) {
+    if (words.wants_json) {
+      Json answer = json_of(report, out);
+      if (!is_in_place) answer["package"] = nullptr;
+      if (judged) answer["judged"] = json_of(*judged);
+      std::printf("%s\n", answer.dump(2).c_str());
+      return;
     }
+    print_tables(report);
+    if (is_in_place) print_package(report, out);
+    if (judged) print_judgement(*judged);
+  };
+  // Before the package takes the place of one that may be better.
+  serving::PackageJudge judge_package;
+  if (!words.eval.empty()) {
+    judge_package = [&](const std::string& folder, const serving::ExportReport& report) {
+      const auto log = log_of(*reader, report.model, words.eval);
+      judged = {judge_unrounded(*reader, options, folder, *log.log, words.eval_samples),
+                judge(folder, *log.log, words.eval_samples)};
+      if (words.max_auc_drop < 0 || judged->drop() <= words.max_auc_drop) return;
+      tell(report, false);
+      char why[96];
+      std::snprintf(why, sizeof(why), "the AUC falls by %.5f; --max-auc-drop allows %.5f",
+                    judged->drop(), words.max_auc_drop);
+      throw launch::LaunchError(launch::kExitData,
+                                "export: the package is not good enough; " + out + " is as it was",
+                                why, "store rows in more bits, or only some tables in few");
+    };
   }
-  if (words.wants_json) std::printf("%s\n", answer.dump(2).c_str());
-  if (words.max_auc_drop >= 0 && !(drop <= words.max_auc_drop)) {
-    char why[96];
-    std::snprintf(why, sizeof(why), "the AUC falls by %.5f; --max-auc-drop allows %.5f", drop,
-                  words.max_auc_drop);
-    throw launch::LaunchError(launch::kExitData, "export: " + out + " is not good enough", why,
-                              "store rows in more bits, or only some tables in few");
-  }
+  tell(serving::write_package(*reader, out, options, judge_package), true);
   return launch::kExitOk;
 }
 

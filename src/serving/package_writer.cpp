@@ -1,11 +1,15 @@
+#include <fcntl.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <limits>
+#include <optional>
 #include <utility>
 
 #include <nlohmann/json.hpp>
@@ -360,22 +364,20 @@ Part ids_part(const Reader& reader, const TableInfo& table) {
   return part;
 }
 
-// A folder that takes its final name in one step.
+// A folder that takes its final name in one step. Until then it has a name that nobody else has,
+// and is locked, so that others see whether its process lives.
 class PendingPackage {
  public:
   explicit PendingPackage(std::string path) : target_(std::move(path)) {
     while (target_.size() > 1 && target_.back() == '/') target_.pop_back();
     if (target_.empty()) refuse("the package has no name.");
-    struct stat facts{};
-    has_old_ = ::lstat(target_.c_str(), &facts) == 0;
-    if (has_old_) check_old();
+    look_at_target();
     const auto parent = std::filesystem::path(target_).parent_path();
     parent_ = parent.empty() ? "." : parent.string();
-    path_ = target_ + ".tmp-" + std::to_string(::getpid());
-    checkpoint::remove_folder(path_, disk_);
     std::error_code ignored;
     std::filesystem::create_directories(parent_, ignored);
-    if (disk_.make_folder(path_) != 0) checkpoint::throw_write_error("make the folder", path_);
+    remove_left_behind();
+    make_folder();
   }
   PendingPackage(const PendingPackage&) = delete;
   PendingPackage& operator=(const PendingPackage&) = delete;
@@ -410,17 +412,28 @@ class PendingPackage {
                            .crc = checkpoint::crc32c(text.data(), text.size())});
   }
 
-  void commit(Manifest& manifest) {
+  // From here on it can be opened where it is.
+  void finish(Manifest& manifest) {
     checkpoint::check_manifest(manifest, "export");
     write(checkpoint::encode_manifest(manifest), checkpoint::kManifestName);
     if (disk_.sync_folder(path_) != 0) checkpoint::throw_write_error("sync", path_);
+  }
+
+  void commit() {
+    look_at_target();  // it may have come or gone meanwhile
     const int result = has_old_ ? disk_.exchange(path_, target_) : disk_.rename(path_, target_);
     if (result != 0) checkpoint::throw_write_error("rename to", target_);
     if (disk_.sync_folder(parent_) != 0) checkpoint::throw_write_error("sync", parent_);
   }
 
  private:
-  void check_old() const {
+  static constexpr std::string_view kPending = ".tmp-";
+  static constexpr std::size_t kNumDigits = 16;
+
+  void look_at_target() {
+    struct stat facts{};
+    has_old_ = ::lstat(target_.c_str(), &facts) == 0;
+    if (!has_old_) return;
     try {
       const Manifest old = checkpoint::read_manifest(target_, disk_);
       if (old.values.contains(kPackageMark)) return;
@@ -429,6 +442,48 @@ class PendingPackage {
       if (std::filesystem::is_empty(target_, error) && !error) return;
     }
     refuse(target_ + " is there and is not a package. Name another folder.");
+  }
+
+  // A folder that can be locked is nobody's any more.
+  static int lock(const std::string& path, int how) {
+    const int folder = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    if (folder < 0 || ::flock(folder, how) == 0) return folder;
+    ::close(folder);
+    return -1;
+  }
+
+  // Of exports that were killed.
+  void remove_left_behind() {
+    const std::string stem =
+        std::filesystem::path(target_).filename().string() + std::string(kPending);
+    std::vector<std::string> names;
+    std::error_code ignored;
+    for (const auto& entry : std::filesystem::directory_iterator(parent_, ignored)) {
+      const std::string name = entry.path().filename().string();
+      if (name.starts_with(stem) && name.size() == stem.size() + kNumDigits &&
+          name.find_first_not_of("0123456789abcdef", stem.size()) == std::string::npos) {
+        names.push_back(parent_ + "/" + name);
+      }
+    }
+    for (const std::string& name : names) {
+      const checkpoint::Descriptor folder(disk_, lock(name, LOCK_EX | LOCK_NB));
+      if (folder.get() >= 0) checkpoint::remove_folder(name, disk_);
+    }
+  }
+
+  void make_folder() {
+    for (int attempt = 0; attempt < 100; ++attempt) {
+      char digits[kNumDigits + 1];
+      std::snprintf(digits, sizeof(digits), "%016llx",
+                    static_cast<unsigned long long>(disk_.random()));
+      path_ = target_ + std::string(kPending) + digits;
+      if (disk_.make_folder(path_) != 0) checkpoint::throw_write_error("make the folder", path_);
+      lock_.emplace(disk_, lock(path_, LOCK_EX));
+      // Another export may have taken it for left behind before it was locked.
+      struct stat facts{};
+      if (::lstat(path_.c_str(), &facts) == 0) return;
+    }
+    checkpoint::throw_write_error("make the folder", path_);
   }
 
   void write(const std::string& text, const std::string& name) {
@@ -441,13 +496,14 @@ class PendingPackage {
   std::string target_;
   std::string parent_;
   std::string path_;
+  std::optional<checkpoint::Descriptor> lock_;
   bool has_old_ = false;
 };
 
 }  // namespace
 
 ExportReport write_package(const Reader& reader, const std::string& path,
-                           const ExportOptions& options) {
+                           const ExportOptions& options, const PackageJudge& judge) {
   ExportReport report;
   report.model = model_of(reader, options);
   PendingPackage folder(path);
@@ -517,7 +573,9 @@ ExportReport write_package(const Reader& reader, const std::string& path,
     report.tables.push_back(std::move(table));
   }
   folder.add_text(manifest, encode_model(report.model), kModelFile);
-  folder.commit(manifest);
+  folder.finish(manifest);
+  if (judge) judge(folder.path(), report);
+  folder.commit();
   return report;
 }
 

@@ -180,6 +180,35 @@ TEST(Package, OnlyAPackageIsReplaced) {
   EXPECT_NE(Package(folder / "good").sha256(), before);
 }
 
+TEST(Package, OneThatIsRefusedChangesNothing) {
+  const Folder folder;
+  SmallModel small;
+  export_model(small, folder);
+  const std::string before = Package(folder / "pkg").sha256();
+  small.table(0)[0] += 1;
+  small.save(folder / "root", 41);
+  const checkpoint::Reader reader(folder / "root", 41);
+  std::string seen;
+  const auto refuse = [&](const std::string& path, const ExportReport& report) {
+    seen = path;
+    EXPECT_EQ(Package(path, /*verifies=*/true).model().step, report.model.step);
+    EXPECT_EQ(Package(folder / "pkg").sha256(), before);
+    throw std::logic_error("no");
+  };
+  EXPECT_THROW(write_package(reader, folder / "pkg", {}, refuse), std::logic_error);
+  EXPECT_FALSE(std::filesystem::exists(seen));
+  EXPECT_EQ(Package(folder / "pkg").sha256(), before);
+  // What has come to lie there while it was judged is no package, and stays.
+  const auto pass = [&](const std::string&, const ExportReport&) {
+    std::filesystem::create_directories(folder / "other");
+    std::ofstream(folder / "other/thesis.txt") << "years";
+  };
+  EXPECT_NE(
+      error_of([&] { write_package(reader, folder / "other", {}, pass); }).find("is not a package"),
+      std::string::npos);
+  EXPECT_TRUE(std::filesystem::exists(folder / "other/thesis.txt"));
+}
+
 TEST(Package, ACheckpointOfSomethingElseIsRefused) {
   const Folder folder;
   SmallModel small;

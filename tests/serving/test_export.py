@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import pathlib
+import signal
+import subprocess
+import time
 
 import pytest
-from conftest import NUM_ROWS, NUM_TABLES, tessera
+from conftest import NUM_ROWS, NUM_TABLES, TESSERA, tessera
 
 
 def judged(run) -> dict:
@@ -73,11 +77,109 @@ def test_four_bits_take_at_most_a_sixth_of_the_bytes(tmp_path):
     assert sizes["int4"] <= 0.16 * sizes["fp32"]
 
 
-def test_an_auc_that_falls_too_far_is_an_error(run, tmp_path):
-    words = ["--out", tmp_path / "pkg", "--dtype", "int2", "--eval", "synthetic", "--eval-samples", 2000]
-    result = tessera("export", run, *words, "--max-auc-drop", 0, check=False)
+def contents(folder: pathlib.Path) -> dict[str, bytes]:
+    """Of all files below a folder."""
+    files = (file for file in sorted(folder.rglob("*")) if file.is_file())
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files}
+
+
+JUDGED = ["--dtype", "int2", "--eval", "synthetic", "--eval-samples", 2000]
+
+
+@pytest.mark.parametrize("has_old", [True, False])
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ([*JUDGED, "--max-auc-drop", 0], "the AUC falls by"),
+        (["--dtype", "int2", "--eval", "nowhere.tsv"], "nowhere.tsv"),
+    ],
+)
+def test_what_is_not_judged_good_takes_nobodys_place(run, tmp_path, has_old, words, text):
+    out = tmp_path / "pkg"
+    if has_old:
+        tessera("export", run, out)
+    before = contents(tmp_path)
+    result = tessera("export", run, out, *words, check=False)
     assert result.returncode == 65
-    assert "the AUC falls by" in result.stderr
+    assert text in result.stderr
+    assert contents(tmp_path) == before
+    assert [entry.name for entry in tmp_path.iterdir()] == (["pkg"] if has_old else [])
+
+
+def test_a_package_that_is_refused_is_reported_all_the_same(run, tmp_path):
+    words = [run, tmp_path / "pkg", *JUDGED, "--max-auc-drop", 0]
+    result = tessera("export", *words, check=False)
+    assert f"{tmp_path / 'pkg'} is as it was" in result.stderr
+    assert "\njudged   auc " in result.stdout
+    assert "\npackage " not in result.stdout
+    answer = json.loads(tessera("export", *words, "--json", check=False).stdout)
+    assert answer["package"] is None
+    assert answer["judged"]["auc_after"] < answer["judged"]["auc_before"]
+
+
+def test_a_judgement_touches_no_package_of_another_name(run, tmp_path):
+    """Also not one that is named like scratch of earlier versions."""
+    names = ["pkg.fp32", "pkg.tmp-1", "pkg.tmp-0123456789abcdeX"]
+    for name in names:
+        tessera("export", run, tmp_path / name)
+    before = contents(tmp_path)
+    tessera("export", run, tmp_path / "pkg", *JUDGED)
+    after = contents(tmp_path)
+    assert {name: data for name, data in after.items() if not name.startswith("pkg/")} == before
+
+
+# What an export has reached, by what lies in its scratch folder.
+STAGES = [
+    "dense.safetensors",
+    "tables-1.safetensors",
+    "MANIFEST.json",
+    "unrounded",
+    "unrounded/MANIFEST.json",
+]
+
+
+def pending(folder: pathlib.Path) -> list[pathlib.Path]:
+    return sorted(folder.glob("pkg.tmp-*"))
+
+
+def start_export(run, out, stage) -> subprocess.Popen:
+    """An export that has reached a stage of its work."""
+    words = [TESSERA, "export", run, out, *JUDGED[:-1], 400_000]
+    process = subprocess.Popen([*map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while not any((folder / stage).exists() for folder in pending(out.parent)):
+        assert process.poll() is None, "it was done before it could be looked at"
+        assert time.monotonic() < deadline
+    return process
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_export_that_is_killed_leaves_what_was_there_and_the_next_cleans_up(run, tmp_path, stage):
+    out = tmp_path / "pkg"
+    tessera("export", run, out)
+    before = contents(out)
+    process = start_export(run, out, stage)
+    process.kill()
+    process.communicate()
+    assert contents(out) == before
+    assert len(pending(tmp_path)) == 1
+    tessera("export", run, out, "--dtype", "int4")
+    assert contents(out) != before
+    assert pending(tmp_path) == []
+
+
+def test_an_export_leaves_another_that_is_at_work_alone(run, tmp_path):
+    out = tmp_path / "pkg"
+    process = start_export(run, out, "unrounded")
+    process.send_signal(signal.SIGSTOP)
+    try:
+        tessera("export", run, out, "--dtype", "int4")  # comes first, into a place that was free
+        assert len(pending(tmp_path)) == 1
+    finally:
+        process.send_signal(signal.SIGCONT)
+    assert process.wait(timeout=60) == 0, process.communicate()
+    assert pending(tmp_path) == []
+    assert {table["type"] for table in json.loads((out / "model.json").read_text())["tables"]} == {"int2"}
 
 
 def test_any_name_of_the_checkpoint_will_do(run, tmp_path):

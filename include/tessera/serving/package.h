@@ -113,12 +113,19 @@ struct ExportReport {
   std::int64_t bytes_after = 0;
 };
 
+/// May refuse a package that is whole, and lies in `folder` until it takes its name, by throwing.
+/// What it writes into the folder it removes again.
+using PackageJudge = std::function<void(const std::string& folder, const ExportReport& report)>;
+
 /// Writes the model of a checkpoint of `tessera train dlrm` as a package to `path`, table by table,
-/// in memory of a few chunks; one that is there is replaced in one step. Throws checkpoint::Error:
-/// kInvalid for a checkpoint that holds no such model and for rows that cannot be kept, naming
-/// table and row; kWrite.
+/// in memory of a few chunks; one that is there is replaced in one step, once `judge` has let the
+/// new one pass. Throws checkpoint::Error: kInvalid for a checkpoint that holds no such model and
+/// for rows that cannot be kept, naming table and row; kWrite; and what `judge` throws. What was
+/// there is as it was then. An export that was killed has left a folder `path`.tmp-<16 digits>,
+/// which the next one removes.
 TESSERA_API ExportReport write_package(const checkpoint::Reader& reader, const std::string& path,
-                                       const ExportOptions& options = {});
+                                       const ExportOptions& options = {},
+                                       const PackageJudge& judge = {});
 
 /// Address space behind the rows of a table, in which nothing lies yet.
 struct SpareSpace {
