@@ -164,6 +164,67 @@ TEST(Package, BagsArePooledAsTheyWereTrained) {
   EXPECT_TRUE(package.model().features[1].is_mean);
 }
 
+// Tables in `down` parts of their rows times `across` of their columns, each part of another rank:
+// by row, by column, or in a grid.
+void save_in_parts(SmallModel& small, const std::string& root, std::int64_t down,
+                   std::int64_t across) {
+  std::vector<std::vector<checkpoint::Part>> parts(static_cast<std::size_t>(down * across));
+  std::vector<Tensor> pieces;
+  pieces.reserve(64 * parts.size());
+  for (const auto& [name, tensor] : small.tensors) {
+    const auto& [shape, data] = tensor;
+    const bool is_table = name.starts_with("tables.");
+    for (std::int64_t i = 0; i < (is_table ? down : 1); ++i) {
+      for (std::int64_t j = 0; j < (is_table ? across : 1); ++j) {
+        checkpoint::Part part;
+        part.name = name;
+        part.shape = shape;
+        part.region = {std::vector<std::int64_t>(shape.size(), 0), shape};
+        part.data = reinterpret_cast<const std::byte*>(data.data());
+        if (is_table) {
+          const auto cut = [](std::int64_t size, std::int64_t k, std::int64_t count) {
+            return size * k / count;
+          };
+          const std::int64_t row = cut(shape[0], i, down);
+          const std::int64_t column = cut(shape[1], j, across);
+          part.region = {{row, column},
+                         {cut(shape[0], i + 1, down) - row, cut(shape[1], j + 1, across) - column}};
+          Tensor& piece = pieces.emplace_back();
+          for (std::int64_t r = row; r < row + part.region.lengths[0]; ++r) {
+            const auto begin = data.begin() + r * shape[1] + column;
+            piece.insert(piece.end(), begin, begin + part.region.lengths[1]);
+          }
+          part.data = reinterpret_cast<const std::byte*>(piece.data());
+        }
+        parts[static_cast<std::size_t>(is_table ? i * across + j : 0)].push_back(part);
+      }
+    }
+  }
+  checkpoint::save_parts(root, 40, parts, {});
+}
+
+TEST(Package, ShardsOfAnyCutMakeTheSameRows) {
+  const Folder folder;
+  SmallModel small;
+  export_model(small, folder, {}, "whole");
+  const Package whole(folder / "whole");
+  for (const auto& [down, across] :
+       std::vector<std::pair<std::int64_t, std::int64_t>>{{1, 1}, {4, 1}, {1, 3}, {2, 2}, {3, 4}}) {
+    const std::string name = std::to_string(down) + "x" + std::to_string(across);
+    save_in_parts(small, folder / ("root-" + name), down, across);
+    write_package(checkpoint::Reader(folder / ("root-" + name), 40), folder / name);
+    const Package package(folder / name, /*verifies=*/true);
+    for (std::size_t t = 0; t < 3; ++t) {
+      const embedding::RowTable rows = package.table(t);
+      const embedding::RowTable wanted = whole.table(t);
+      ASSERT_EQ(rows.num_rows, wanted.num_rows);
+      ASSERT_EQ(rows.row_bytes, wanted.row_bytes);
+      EXPECT_TRUE(std::equal(rows.data, rows.data + rows.num_rows * rows.row_bytes, wanted.data))
+          << name;
+    }
+  }
+}
+
 TEST(Package, OnlyAPackageIsReplaced) {
   const Folder folder;
   SmallModel small;

@@ -43,6 +43,32 @@ def test_judging_takes_nothing_away(run, tmp_path):
     assert f"{tmp_path}/pkg: is read and cannot be written too." in refused.stderr
 
 
+def plan_in_rows(kind: str, ranks: int) -> dict:
+    """Tables of 200 x 8 whose rows lie over the ranks of one host: types that have no flag."""
+    shards = [[200 * r // ranks, 0, 200 * (r + 1) // ranks - 200 * r // ranks, 8, r] for r in range(ranks)]
+    table = {"type": kind, "kernel": "fused", "ranks": list(range(ranks)), "shards": shards}
+    return {"version": 1, "modules": {"tables": {f"cat_{i}": table for i in range(3)}}}
+
+
+@pytest.mark.parametrize(
+    "sharding", ["table_wise", "row_wise", "column_wise", "data_parallel", "table_row_wise", "grid_shard"]
+)
+def test_a_run_of_any_sharding_is_exported(tmp_path, sharding):
+    where = ["--sharding", sharding]
+    if sharding in ("table_row_wise", "grid_shard"):
+        (tmp_path / "plan.json").write_text(json.dumps(plan_in_rows(sharding, 3)))
+        where = ["--plan", tmp_path / "plan.json"]
+    tessera(
+        "train", "dlrm", "--ranks", 3, "--steps", 20, "--batch", 64, "--tables", 3, "--rows", 200, "--dim", 8,
+        "--bottom", "16,8", "--top", "16,1", "--eval-samples", 2000, *where, "--save", tmp_path / "run",
+    )  # fmt: skip
+    words = ["--dtype", "fp32", "--eval", "synthetic", "--eval-samples", 2000, "--json"]
+    answer = json.loads(tessera("export", tmp_path / "run", tmp_path / "pkg", *words).stdout)
+    trainer = judged(tmp_path / "run")
+    assert answer["judged"]["auc_after"] == pytest.approx(trainer["auc"], abs=2e-6)
+    assert answer["judged"]["log_loss_after"] == pytest.approx(trainer["log_loss"], abs=1e-6)
+
+
 @pytest.mark.parametrize(("dtype", "row_bytes", "most"), [("int8", 20, 0.0005), ("int4", 12, 0.005)])
 def test_few_bits_cost_little(run, tmp_path, dtype, row_bytes, most):
     out = tmp_path / "pkg"
