@@ -92,7 +92,7 @@ struct Model::Workspace {
 
 struct Model::State {
   ModelOptions options;
-  std::mutex writing;  // one update, reload or step back at a time
+  std::mutex writing;  // one update or reload at a time
   mutable std::mutex mutex;
   std::shared_ptr<Store> store;                // that later leases have
   std::vector<std::shared_ptr<Store>> stores;  // packages that were opened, oldest first
@@ -210,6 +210,7 @@ UpdateReport Model::update(const checkpoint::Reader& reader, const Canary& canar
   if (canary) {
     Lease now = lease();
     auto workspace = state_->take_workspace();
+    workspace->enter(store);  // somebody may have gone back to another package
     workspace->version = draft.number();
     workspace->line->version.store(draft.number());
     Lease next(state_.get(), std::move(workspace));
@@ -239,11 +240,9 @@ VersionInfo Model::current() const {
 }
 
 bool Model::roll_back(std::int64_t step) {
-  const std::lock_guard writing(state_->writing);
-  const auto stores = state_->all();
-  for (auto store = stores.rbegin(); store != stores.rend(); ++store) {
+  const std::lock_guard lock(state_->mutex);  // not `writing`: an update reads for long
+  for (auto store = state_->stores.rbegin(); store != state_->stores.rend(); ++store) {
     if (!(*store)->make_current(step)) continue;
-    const std::lock_guard lock(state_->mutex);
     state_->store = *store;
     return true;
   }

@@ -34,7 +34,7 @@ constexpr std::size_t page_bytes(bool is_growing) {
 }  // namespace
 
 struct Store::Control {
-  std::atomic<std::int32_t> current{0};
+  std::atomic<std::uint64_t> choice{0};
   std::array<ReaderLine, kNumLines> lines;
 };
 
@@ -109,7 +109,7 @@ Store::Store(const std::string& path, bool verifies, int kept, UnknownIds unknow
   control_memory_ =
       SharedMemory("tessera-control", sizeof(Control) + versions * sizeof(VersionLine));
   control_ = new (control_memory_.data()) Control;
-  current_ = &control_->current;
+  choice_ = &control_->choice;
   versions_ = reinterpret_cast<VersionLine*>(control_memory_.data() + sizeof(Control));
   for (std::size_t v = 0; v < versions; ++v) new (versions_ + v) VersionLine;
   dense_memory_ = SharedMemory("tessera-dense", versions * plan_.num_floats * sizeof(float));
@@ -137,7 +137,7 @@ Store::Store(const std::string& path, bool verifies, int kept, UnknownIds unknow
   first.made = static_cast<std::int64_t>(std::time(nullptr));
   std::memcpy(first.source.data(), model.source.data(),
               std::min<std::size_t>(model.source.size(), 64));
-  first.is_live.store(1);
+  first.life.store(2);  // live, and pinned by being the current one
 }
 
 Store::~Store() = default;
@@ -171,9 +171,10 @@ void Store::release_process(std::int32_t process) noexcept {
 
 int Store::hold(ReaderLine& line) const noexcept {
   while (true) {
-    const int number = current_->load();
+    const int number = current();
     line.version.store(number);
-    if (versions_[number].is_live.load() != 0) return number;
+    if (is_live(number))
+      return number;  // or it was retired between the two, and is no more current
   }
 }
 
@@ -184,7 +185,7 @@ std::optional<int> Store::hold(ReaderLine& line, std::int64_t step) const noexce
   }
   if (found < 0) return std::nullopt;
   line.version.store(found);
-  if (versions_[found].is_live.load() != 0 && versions_[found].step == step) return found;
+  if (is_live(found) && versions_[found].step == step) return found;
   line.version.store(-1);
   return std::nullopt;
 }
@@ -277,22 +278,42 @@ std::int64_t Store::find_slots(int number, std::size_t table, std::span<const st
 std::vector<int> Store::live() const {
   std::vector<int> numbers;
   for (int v = 0; v < num_versions_; ++v) {
-    if (versions_[v].is_live.load() != 0) numbers.push_back(v);
+    if (is_live(v)) numbers.push_back(v);
   }
   std::sort(numbers.begin(), numbers.end(),
             [this](int a, int b) { return versions_[a].order.load() < versions_[b].order.load(); });
   return numbers;
 }
 
-bool Store::make_current(std::int64_t step) noexcept {
+bool Store::pin(int number) noexcept {
+  std::atomic<std::int32_t>& life = versions_[number].life;
+  std::int32_t now = life.load();
+  while (now != 0 && !life.compare_exchange_weak(now, now + 1)) {
+  }
+  return now != 0;
+}
+
+void Store::retire(int number) noexcept {
+  std::int32_t live = 1;
+  versions_[number].life.compare_exchange_strong(live, 0);
+}
+
+bool Store::make_current(std::int64_t step) {
   int found = -1;
   for (const int number : live()) {
     if (versions_[number].step == step) found = number;
   }
-  if (found < 0) return false;
+  if (found < 0 || !pin(found)) return false;
+  if (versions_[found].step != step) {  // another one has taken its place since
+    unpin(found);
+    return false;
+  }
   // As new as any: of those that are kept, the ones that were left behind go first.
   versions_[found].order = next_order();
-  current_->store(found);
+  std::uint64_t before = choice_->load();
+  while (!choice_->compare_exchange_weak(before, choice_after(before, found))) {
+  }
+  unpin(number_in(before));
   return true;
 }
 
@@ -313,7 +334,7 @@ void Store::retire_beyond_kept() {
   std::vector<int> numbers = live();
   std::erase(numbers, current());
   for (std::size_t i = 0; i + static_cast<std::size_t>(kept_) < numbers.size(); ++i) {
-    versions_[numbers[i]].is_live.store(0);
+    retire(numbers[i]);
   }
 }
 
@@ -326,7 +347,7 @@ void Store::collect(std::size_t table, int draft) {
     if (slot >= first_spare_[table]) used_rows[slot - first_spare_[table]] = true;
   };
   for (int v = 0; v < num_versions_; ++v) {
-    if (v != draft && versions_[v].is_live.load() == 0 && !is_held(v)) continue;
+    if (v != draft && !is_live(v) && !is_held(v)) continue;
     const std::uint32_t* own = directory(v, table) + 1;
     for (std::size_t p = 0; p < num_pages_[table]; ++p) {
       if (own[p] == kNoPage || used_pages[own[p]]) continue;
@@ -349,7 +370,7 @@ void Store::take_over() {
       free_rows_[t].next = std::max(free_rows_[t].next, slot - first_spare_[t] + 1);
     };
     for (int v = 0; v < num_versions_; ++v) {
-      if (versions_[v].is_live.load() == 0 && !is_held(v)) continue;
+      if (!is_live(v) && !is_held(v)) continue;
       const std::uint32_t* own = directory(v, t) + 1;
       for (std::size_t p = 0; p < num_pages_[t]; ++p) {
         if (own[p] == kNoPage) continue;

@@ -11,6 +11,10 @@
 // longer live and stands in no reader's line. So a reader sees one version, whole, for as long as
 // it wants, and nobody waits for anybody.
 //
+// Which version is current is chosen by the writer, and by any process that goes back. Who chooses
+// one pins it first, and lets go of the one that was chosen before; what is pinned cannot be
+// retired. So the current version is live at every moment, whoever is interrupted where.
+//
 // All of it lies in shared memory that was mapped before processes were forked: any number of
 // readers, in any of them, and one writer at a time. A writer that dies leaves the versions that
 // are live as they are.
@@ -45,7 +49,8 @@ struct alignas(64) ReaderLine {
 
 /// What is known of a version.
 struct alignas(64) VersionLine {
-  std::atomic<std::int32_t> is_live{0};
+  /// 0: gone, or in the making; 1: live; more by one for everybody who has it pinned.
+  std::atomic<std::int32_t> life{0};
   std::atomic<std::int64_t> order{0};  // in which versions were made, or gone back to
   std::atomic<std::int64_t> step{0};
   std::atomic<std::int64_t> commit{0};    // of the checkpoint in its root; 0: the package
@@ -93,11 +98,11 @@ class Store {
   std::int64_t num_ids(int number, std::size_t table) const noexcept;
 
   // ---- Versions
-  int current() const noexcept { return current_->load(); }
+  int current() const noexcept { return number_in(choice_->load()); }
   /// Numbers of those that are live, oldest first.
   std::vector<int> live() const;
-  /// Makes a live version the current one. False if it is not live.
-  bool make_current(std::int64_t step) noexcept;
+  /// Makes a live version the current one, also beside a writer. False if it is not live.
+  bool make_current(std::int64_t step);
 
   // ---- One writer at a time
   /// A version in the making, out of the current one. Nobody sees it until it is committed.
@@ -105,7 +110,6 @@ class Store {
    public:
     /// Throws std::runtime_error if readers hold on to all that could be replaced.
     explicit Draft(Store& store);
-    ~Draft();
     Draft(const Draft&) = delete;
     Draft& operator=(const Draft&) = delete;
 
@@ -122,17 +126,17 @@ class Store {
     float* dense() noexcept;
     int number() const noexcept { return number_; }
     std::int64_t num_rows() const noexcept { return num_rows_; }
-    /// Makes it live. Readers may hold it by its number from then on.
+    /// Says what it is. Only who knows its number may read it yet.
     void publish(std::int64_t step, std::int64_t commit, const std::string& source);
-    /// Makes it the current one, and lets go of versions beyond those that are kept. Throws
-    /// std::runtime_error if another one was made current meanwhile.
+    /// Makes it live and the current one, and lets go of versions beyond those that are kept.
+    /// Throws std::runtime_error if one was chosen meanwhile, be it the one from which it was made.
     void commit();
 
    private:
     friend class Store;
     struct OfPackage {};
     /// The first version, as long as nobody can see it.
-    Draft(Store& store, OfPackage) : store_(store), parent_(-1), number_(0), is_committed_(true) {}
+    Draft(Store& store, OfPackage) : store_(store), choice_(0), parent_(-1), number_(0) {}
 
     std::uint32_t take_row(std::size_t table);
     std::uint32_t take_page(std::size_t table);
@@ -142,9 +146,9 @@ class Store {
     std::uint32_t& slot_of_id(std::size_t table, std::int64_t id, bool& is_new);
 
     Store& store_;
+    std::uint64_t choice_;  // that was in force when it was begun
     int parent_;
     int number_;
-    bool is_committed_ = false;
     std::int64_t num_rows_ = 0;
   };
 
@@ -181,6 +185,17 @@ class Store {
   template <typename Take>
   void each_slot(std::size_t table, std::uint32_t page_number, const Take& take) const;
   void fill_ids();
+  // Whose choice is in force, counted, and the number of the version.
+  static int number_in(std::uint64_t choice) noexcept { return static_cast<int>(choice & 0xFF); }
+  static std::uint64_t choice_after(std::uint64_t choice, int number) noexcept {
+    return ((choice >> 8U) + 1) << 8U | static_cast<std::uint64_t>(number);
+  }
+  bool is_live(int number) const noexcept { return versions_[number].life.load() != 0; }
+  /// False if it is not live.
+  bool pin(int number) noexcept;
+  void unpin(int number) noexcept { versions_[number].life.fetch_sub(1); }
+  /// Unless it is pinned.
+  void retire(int number) noexcept;
   void retire_beyond_kept();
   void collect(std::size_t table, int draft);
   bool is_held(int number) const noexcept;
@@ -207,7 +222,7 @@ class Store {
   SharedMemory spare_;
   Control* control_ = nullptr;
   VersionLine* versions_ = nullptr;
-  std::atomic<std::int32_t>* current_ = nullptr;
+  std::atomic<std::uint64_t>* choice_ = nullptr;
   // The writer's own.
   std::vector<Free> free_rows_;
   std::vector<Free> free_pages_;

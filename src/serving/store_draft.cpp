@@ -9,19 +9,14 @@
 
 namespace tessera::serving {
 
-Store::Draft::Draft(Store& store) : store_(store), parent_(store.current()), number_(-1) {
+Store::Draft::Draft(Store& store)
+    : store_(store), choice_(store.choice_->load()), parent_(number_in(choice_)), number_(-1) {
   for (int v = 0; v < store.num_versions_ && number_ < 0; ++v) {
-    if (v != parent_ && store.versions_[v].is_live.load() == 0 && !store.is_held(v)) {
-      number_ = v;
-    }
+    if (!store.is_live(v) && !store.is_held(v)) number_ = v;
   }
   if (number_ < 0) throw std::runtime_error("serving: requests still read every version there is");
   std::memcpy(store.directory(number_, 0), store.directory(parent_, 0),
               store.directory_size_ * sizeof(std::uint32_t));
-}
-
-Store::Draft::~Draft() {
-  if (!is_committed_) store_.versions_[number_].is_live.store(0);
 }
 
 std::uint8_t* Store::Draft::row(std::size_t table, std::int64_t row) {
@@ -173,16 +168,20 @@ void Store::Draft::publish(std::int64_t step, std::int64_t commit, const std::st
   line.num_rows = num_rows_;
   line.source.fill('\0');
   std::memcpy(line.source.data(), source.data(), std::min<std::size_t>(source.size(), 64));
-  line.is_live.store(1);
 }
 
 void Store::Draft::commit() {
-  // Somebody may have gone back meanwhile: what he wants counts.
-  std::int32_t before = parent_;
-  if (!store_.current_->compare_exchange_strong(before, number_)) {
+  std::atomic<std::int32_t>& life = store_.versions_[number_].life;
+  life.store(2);  // live, and pinned
+  // Somebody may have gone back meanwhile, also to where he was: what he wants counts.
+  std::uint64_t before = choice_;
+  const bool is_chosen =
+      store_.choice_->compare_exchange_strong(before, choice_after(choice_, number_));
+  store_.unpin(is_chosen ? parent_ : number_);
+  if (!is_chosen) {
+    store_.retire(number_);
     throw std::runtime_error("serving: another version was chosen while this one was made");
   }
-  is_committed_ = true;
   store_.retire_beyond_kept();
 }
 

@@ -210,6 +210,104 @@ TEST(ServingUpdate, ACanaryMayRefuse) {
   EXPECT_EQ(model.current().step, 41);
 }
 
+// Whoever steps back while a version is made is not overruled by it, also when he chooses what is
+// served already; and what the canary has not let pass cannot be asked for.
+TEST(ServingUpdate, GoingBackWaitsForNoUpdateAndCounts) {
+  Published published;
+  Model model(published.folder / "pkg", ModelOptions{.keep_versions = 2});
+  const Samples samples(published.small, 20);
+  published.train({{0, {1}}});
+  model.update(published.newest());
+  for (const std::int64_t step : {41, 40}) {
+    published.train({{0, {2}}});
+    try {
+      model.update(published.newest(), [&](Model::Lease& next, Model::Lease&) {
+        EXPECT_FALSE(model.roll_back(next.step()));
+        EXPECT_FALSE(model.lease(next.step()));
+        EXPECT_EQ(model.versions().size(), 2U);
+        EXPECT_TRUE(model.roll_back(step));
+        EXPECT_EQ(model.current().step, step);
+      });
+      ADD_FAILURE() << "was taken";
+    } catch (const std::runtime_error& error) {
+      EXPECT_STREQ(error.what(), "serving: another version was chosen while this one was made");
+    }
+    EXPECT_EQ(model.current().step, step);
+    EXPECT_EQ(model.versions().size(), 2U);
+    ASSERT_TRUE(model.lease(step));
+  }
+  model.update(published.newest());
+  EXPECT_EQ(Published::predict(model, samples), published.exported(samples));
+}
+
+TEST(ServingUpdate, GoingBackToAnotherPackageWhileAVersionIsMade) {
+  Published published;
+  Model model(published.folder / "pkg", ModelOptions{.keep_versions = 2});
+  const Samples samples(published.small, 20);
+  const auto first = Published::predict(model, samples);
+  published.train({{0, {1}}});
+  write_package(published.newest(), published.folder / "next", published.options);
+  model.reload(published.folder / "next");
+  published.train({{0, {2}}});
+  const auto wanted = published.exported(samples);
+  model.update(published.newest(), [&](Model::Lease& next, Model::Lease& now) {
+    EXPECT_EQ(now.step(), 41);
+    EXPECT_EQ(Published::predict(next, samples), wanted);
+    EXPECT_TRUE(model.roll_back(40));
+  });
+  EXPECT_EQ(model.current().step, 40);
+  EXPECT_EQ(Published::predict(model, samples), first);
+  ASSERT_TRUE(model.roll_back(42));
+  EXPECT_EQ(Published::predict(model, samples), wanted);
+}
+
+// Who steps back and who commits choose beside each other, in any order: what is current is never
+// one that has been let go of, in which readers would search for ever.
+TEST(ServingUpdate, TheCurrentVersionIsLiveWhoeverChoosesWhen) {
+  Published published;
+  Store store(published.folder / "pkg", false, 1);
+  constexpr int kCommits = 20'000;
+  std::atomic<bool> is_over = false;
+  std::atomic<int> num_steps_back = 0;
+  std::thread other([&] {
+    while (!is_over) {
+      const int oldest = store.live().front();
+      if (store.make_current(store.version(oldest).step)) ++num_steps_back;
+    }
+  });
+  std::thread reader([&] {
+    ReaderLine& line = store.claim_line();
+    while (!is_over) {
+      store.hold(line);
+      Store::drop(line);
+    }
+    Store::return_line(line);
+  });
+  int num_made = 0;
+  int num_dead = 0;
+  for (int i = 0; i < kCommits && num_dead == 0; ++i) {
+    try {
+      Store::Draft draft(store);
+      draft.publish(41 + i, i + 1, "sum");
+      draft.commit();
+      ++num_made;
+    } catch (const std::runtime_error&) {  // the other has chosen
+    }
+    // Only this thread lets go of versions: what is current now is live until the next commit.
+    if (store.version(store.current()).life == 0) ++num_dead;
+    const auto live = store.live();
+    EXPECT_LE(live.size(), 4U);
+  }
+  is_over = true;
+  if (num_dead > 0)
+    store.make_current(store.version(store.live().back()).step);  // frees the reader
+  other.join();
+  reader.join();
+  EXPECT_EQ(num_dead, 0);
+  EXPECT_GT(num_made, 0);
+  EXPECT_GT(num_steps_back, 0);
+}
+
 TEST(ServingUpdate, RequestsBesideUpdatesBelongToOneVersionEach) {
   Published published(RowType::kInt4);
   Model model(published.folder / "pkg", ModelOptions{.keep_versions = 2});

@@ -155,13 +155,14 @@ class TESSERA_API Model {
   /// of that step would round them, to the bit. Later leases have it; those that live keep theirs.
   /// Throws checkpoint::Error if the checkpoint is damaged, holds another model or rows that cannot
   /// be kept, what `canary` throws, and std::runtime_error while leases hold on to all versions
-  /// that could be replaced. Nothing has changed then.
+  /// that could be replaced, or if somebody went back meanwhile. Nothing has changed then.
   UpdateReport update(const checkpoint::Reader& reader, const Canary& canary = {});
 
   /// All that are still there, oldest first.
   std::vector<VersionInfo> versions() const;
   VersionInfo current() const;
-  /// Lets later leases have an earlier version. False if it is not there any more.
+  /// Lets later leases have an earlier version, at once: it waits for no update, and one that is
+  /// being read is given up. False if it is not there any more.
   bool roll_back(std::int64_t step);
 
   std::int64_t mapped_bytes() const;
