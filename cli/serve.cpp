@@ -64,8 +64,9 @@ live figures. SIGTERM finishes what was accepted and ends with 0; SIGHUP opens t
   --drain-timeout MS        after SIGTERM (10000)
   --json                    one JSON line when ready
 
-Exit codes: 0 drained, 2 wrong usage, 65 the package cannot be used, 69 the port is taken, 75 not
-drained in time, 78 refused to listen so, or with these files. More: docs/serving.md
+Exit codes: 0 drained, 2 wrong usage, 65 the package cannot be used, 69 the port is taken, 70
+processes die as soon as they start, or a request was lost, 75 not drained in time, 78 refused to
+listen so, or with these files. More: docs/serving.md
 )";
 
 struct ServeWords {

@@ -129,6 +129,10 @@ std::uint64_t Metrics::num_answered() const {
   return sum;
 }
 
+std::uint64_t Metrics::num_lost() const {
+  return restarts.load() > 0 ? 0 : received.load() - num_answered();
+}
+
 std::int64_t Metrics::queued_samples() const {
   std::int64_t sum = 0;
   for (const ProcessGauges& process : processes) sum += process.queued_samples.load();

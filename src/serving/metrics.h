@@ -79,6 +79,9 @@ struct Metrics {
   void answered(int code);
   void refused(Refusal reason);
   std::uint64_t num_answered() const;
+  /// Requests without an answer, when nobody works on any; those of processes that died do not
+  /// count.
+  std::uint64_t num_lost() const;
   std::int64_t queued_samples() const;
   std::int64_t connections() const;
 

@@ -9,6 +9,11 @@
 #include "serving/updater.h"
 
 namespace tessera::serving {
+namespace {
+
+constexpr int kLostRequests = 70;
+
+}  // namespace
 
 int serve(Model& model, const ServerOptions& options,
           const std::function<void(const ServerPorts&)>& on_ready,
@@ -46,6 +51,10 @@ int serve(Model& model, const ServerOptions& options,
   log("answered " + std::to_string(metrics.num_answered()) + " of " +
       std::to_string(metrics.received.load()) + " requests, " +
       std::to_string(metrics.cancelled.load()) + " of them to clients that were gone");
+  if (code == 0 && metrics.num_lost() != 0) {
+    log(std::to_string(metrics.num_lost()) + " requests were not answered: a fault of the server");
+    return kLostRequests;
+  }
   return code;
 }
 

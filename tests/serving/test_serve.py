@@ -438,6 +438,52 @@ def test_damage_that_is_found_while_serving_ends_the_answers(run, serve, tmp_pat
     assert server.stop() == 0
 
 
+def figures_of(server) -> dict[str, str]:
+    text = server.ask("/metrics")[2].decode()
+    return dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_what_was_received_is_answered_or_its_client_was_gone(package, serve, processes):
+    """Counted over good, wrong and refused requests, and those whose client does not wait."""
+    server = serve(package, "--processes", processes, "--batch-wait", "100000", "--max-body", "100000")
+    good = json.dumps(request_of(some_samples(2))).encode()
+    late = {"Request-Timeout-Ms": "0"}
+    asked = [(INFER, good, {}, 200), (INFER, b"{", {}, 400), ("/nowhere", None, {}, 404),
+             (INFER, b" " * 200_000, {}, 413), (INFER, good, {"Request-Timeout-Ms": "x"}, 400)]  # fmt: skip
+    count = 0
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        for path, body, headers, code in asked * 4:
+            assert server.ask(path, body, headers)[0] == code
+            count += 1
+        for code, _, _ in pool.map(lambda _: server.ask(INFER, good, late), range(8)):
+            assert code in (200, 429, 504)
+            count += 1
+    gone = 5
+    head = f"POST {INFER} HTTP/1.1\r\nContent-Length: {len(good)}\r\n\r\n".encode()
+    for _ in range(gone):
+        with socket.create_connection(("127.0.0.1", server.port), 20) as raw:
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            raw.sendall(head + good)
+            deadline = time.monotonic() + 20
+            while int(figures_of(server)["tessera_queued_samples"]) == 0:  # it has been accepted
+                assert time.monotonic() < deadline
+                count += 1
+            count += 1  # the last look
+    count += gone
+    deadline = time.monotonic() + 20
+    while int((figures := figures_of(server))["tessera_cancelled_total"]) < gone:
+        assert time.monotonic() < deadline
+        count += 1
+    count += 1
+    codes = sum(int(number) for name, number in figures.items() if name.startswith("tessera_requests_total"))
+    # The one that asked was received, and is answered by what it was told.
+    assert (int(figures["tessera_received_total"]), codes) == (count, count - 1)
+    assert server.stop() == 0
+    wanted = f"answered {count} of {count} requests, {gone} of them to clients that were gone"
+    assert wanted in server.errors.read_text()
+
+
 def test_a_stop_finishes_what_was_accepted(package, serve):
     """Requests in flight when SIGTERM comes are answered; the others see a refusal, never half an answer."""
     server = serve(package, "--batch-wait", "20000", "--threads", "2")

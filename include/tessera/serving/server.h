@@ -46,7 +46,7 @@ struct ServerOptions {
   std::string watched;
   std::string canary;       // a file of requests that each new version must answer sensibly
   double canary_bound = 1;  // how far a probability may move there
-  ModelOptions model;       // how a reload of several processes opens the package
+  ModelOptions model;       // how a reload opens the package: as it was opened first
   /// Bytes of tables that are brought into memory before the server is ready. Requests of all sizes
   /// are computed then too, so that the first ones find everything in place.
   std::int64_t warm_bytes = std::int64_t{1} << 30;
@@ -70,7 +70,8 @@ struct ServerPorts {
 };
 
 /// Serves until SIGTERM or SIGINT, then finishes what was accepted, and returns 0; 75 if that took
-/// longer than `drain_time`. SIGHUP opens the package again. `on_ready` is called once, when
+/// longer than `drain_time`; 70 if a request was lost all the same, or processes died again and
+/// again. SIGHUP opens the package again. `on_ready` is called once, when
 /// requests are answered; `log` gets lines about what goes wrong. Throws std::system_error naming
 /// an address that cannot be had, std::invalid_argument naming a certificate, key or canary that
 /// cannot be used. `model` must outlive it.
