@@ -610,7 +610,7 @@ int run_server_process(Model& model, const ServerOptions& options, const ServerP
     if (number != SIGHUP) {
       drain.start();
     } else if (!process.on_reload) {
-      service.reload();
+      service.reload([](bool) {});
     }
     signals.async_wait(on_signal);
   };
@@ -621,6 +621,7 @@ int run_server_process(Model& model, const ServerOptions& options, const ServerP
   Verification verification(model, process.metrics, log);
   const bool verifies = options.verifies_later && process.verifies;
   service.set_package(process.package);
+  if (options.model.verifies) process.metrics.verified_package = process.package;
   if (verifies) service.on_opened([&](std::int64_t number) { verification.start(number); });
   const auto warm_up = [&] {
     try {

@@ -72,7 +72,8 @@ Service::Service(Model& model, const ServerOptions& options, Metrics& metrics,
       log_(std::move(log)),
       info_(model.lease().model()),
       parser_(info_, options.limits),
-      batcher_(model, options, metrics_, gauges_) {}
+      batcher_(model, options, metrics_, gauges_),
+      reloads_([this] { return open_package(); }) {}
 
 std::vector<std::int64_t> Service::steps() const {
   std::vector<std::int64_t> steps;
@@ -147,11 +148,14 @@ HttpAnswer Service::failure(int code, const std::string& what, const std::string
   return answer;
 }
 
-bool Service::reload() {
+void Service::reload(std::function<void(bool)> done) { reloads_.ask(std::move(done)); }
+
+bool Service::open_package() {
   try {
-    model_.reload(options_.package);
+    model_.reload(options_.package, options_.model.verifies);
     ++metrics_.reloads;
     ++package_;
+    if (options_.model.verifies) metrics_.verified_package = package_.load();
     if (opened_) opened_(package_);
     log_("serving step " + std::to_string(model_.current().step) + " of " + options_.package);
     return true;
@@ -187,21 +191,25 @@ std::optional<HttpAnswer> Service::answer_admin(const HttpRequest& request,
     metrics_.updates.is_held = false;
     return json_answer(versions_text());
   }
-  if (path == "/admin/reload") {
-    check_method(request, "POST");
-    if (reload_) {
-      reload_();
-      return HttpAnswer{202, "application/json", "{\"reloading\":true}\n", {}};
-    }
-    if (!reload()) throw HttpError(500, "the package was not opened again; the log says why");
-    return json_answer("{\"version\":" + std::to_string(model_.current().step) + "}\n");
-  }
   if (path == "/admin/drain") {
     check_method(request, "POST");
     if (drain_) drain_();
     return json_answer("{\"draining\":true}\n");
   }
   return std::nullopt;
+}
+
+void Service::answer_reload(const HttpRequest& request, std::function<void(HttpAnswer)> done) {
+  check_token(request);
+  check_method(request, "POST");
+  if (reload_) {
+    reload_();
+    return done({202, "application/json", "{\"reloading\":true}\n", {}});
+  }
+  reload([this, done = std::move(done)](bool is_open) {
+    if (!is_open) return done(failure(500, "the package was not opened again; the log says why"));
+    done(json_answer("{\"version\":" + std::to_string(model_.current().step) + "}\n"));
+  });
 }
 
 HttpAnswer Service::answer_model(const HttpRequest& request, const std::string& path) {
@@ -283,6 +291,8 @@ void Service::handle(HttpRequest request, std::function<void(HttpAnswer)> done) 
   try {
     if (request.target.size() > 6 && path_of(request.target).ends_with("/infer")) {
       infer(std::move(request), finish);
+    } else if (request.is_admin && path_of(request.target) == "/admin/reload") {
+      answer_reload(request, finish);
     } else {
       finish(answer(request));
     }

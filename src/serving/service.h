@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "serving/batcher.h"
+#include "serving/errands.h"
 #include "serving/infer_request.h"
 #include "serving/metrics.h"
 #include "tessera/serving/model.h"
@@ -59,9 +60,13 @@ class Service {
   void start_draining() noexcept { is_draining_ = true; }
   bool is_draining() const noexcept { return is_draining_; }
   /// Ends the workers after what waits is done.
-  void stop() { batcher_.stop(); }
-  /// Opens the package again, here; true if it is served now.
-  bool reload();
+  void stop() {
+    reloads_.stop();
+    batcher_.stop();
+  }
+  /// Opens the package again, in a thread of its own: reading one takes its time, and all others
+  /// are answered meanwhile. Then calls `done` from there: is it served now?
+  void reload(std::function<void(bool)> done);
   Metrics& metrics() noexcept { return metrics_; }
   ProcessGauges& gauges() noexcept { return gauges_; }
   /// What /admin/drain does, and, unless this process reloads by itself, /admin/reload.
@@ -74,6 +79,9 @@ class Service {
 
  private:
   HttpAnswer answer(const HttpRequest& request);
+  bool open_package();
+  /// The answer to /admin/reload, when the package is open.
+  void answer_reload(const HttpRequest& request, std::function<void(HttpAnswer)> done);
   std::optional<HttpAnswer> answer_admin(const HttpRequest& request, const std::string& path);
   HttpAnswer answer_model(const HttpRequest& request, const std::string& path);
   void check_token(const HttpRequest& request) const;
@@ -106,7 +114,8 @@ class Service {
   std::function<void()> reload_;
   std::function<void(std::int64_t)> opened_;
   std::atomic<std::int64_t> package_{1};
-  Batcher batcher_;  // last: it ends first
+  Batcher batcher_;
+  Errands reloads_;  // last: it ends first
 };
 
 }  // namespace tessera::serving

@@ -444,6 +444,46 @@ def figures_of(server) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("by_signal", [False, True])
+def test_a_package_that_is_opened_again_is_compared_first(run, serve, tmp_path, processes, by_signal):
+    """--verify is for every package that is opened: a damaged one is never answered with."""
+    package = tmp_path / "pkg"
+    tessera("export", run, package, "--dtype", "int8")
+    server = serve(package, "--verify", "--processes", processes)
+    request = request_of(some_samples(5))
+    assert figures_of(server)["tessera_package_verified"] == "1"
+    before = probabilities(server.infer(request)[1])
+
+    def reload(counter: str, count: int):
+        if by_signal:
+            server.process.send_signal(signal.SIGHUP)
+        else:
+            server.ask("/admin/reload", b"", port=server.admin_port)
+        deadline = time.monotonic() + 30
+        while int(figures_of(server)[counter]) < count:
+            assert time.monotonic() < deadline, server.errors.read_text()
+            time.sleep(0.02)
+
+    tessera("export", run, package, "--dtype", "int2")  # another folder: the one that is served stays
+    table = package / "tables-2.safetensors"
+    data = bytearray(table.read_bytes())
+    data[-3] ^= 1
+    table.write_bytes(data)
+    reload("tessera_reloads_refused_total", 1)
+    assert "tables.cat_2.weight" in server.errors.read_text()
+    assert probabilities(server.infer(request)[1]) == before
+    figures = figures_of(server)
+    assert (figures["tessera_reloads_total"], figures["tessera_package_verified"]) == ("0", "1")
+    tessera("export", run, package, "--dtype", "int2")
+    reload("tessera_reloads_total", 1)
+    deadline = time.monotonic() + 30
+    while probabilities(server.infer(request)[1]) == before:  # by processes that end now
+        assert time.monotonic() < deadline
+    assert figures_of(server)["tessera_package_verified"] == "1"
+    assert server.stop() == 0
+
+
+@pytest.mark.parametrize("processes", [1, 2])
 def test_what_was_received_is_answered_or_its_client_was_gone(package, serve, processes):
     """Counted over good, wrong and refused requests, and those whose client does not wait."""
     server = serve(package, "--processes", processes, "--batch-wait", "100000", "--max-body", "100000")
