@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import resource
+import subprocess
+import sys
 
 import pytest
-from conftest import request_of, some_samples, tessera
+from conftest import TESSERA, request_of, some_samples, tessera
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 MEBI = 1 << 20
 
@@ -63,3 +68,13 @@ def test_memory_stays_flat_under_overload(package, serve):
         again = tessera(*load, "--rate", int(first["offered_per_second"]), "--seconds", 1.5)
         assert json.loads(again.stdout)["unanswered"] == 0
     assert held(server.process.pid)["RssAnon"] - before <= 4 * MEBI
+
+
+def test_four_processes_take_hardly_more_than_one():
+    """Of a package of a gigabyte, all in memory: a shared page is counted once, page tables for each."""
+    words = [sys.executable, ROOT / "bench/serving/large_package.py", "--starts", "0", "--processes", "4"]
+    environment = {**os.environ, "TESSERA_BIN": str(pathlib.Path(TESSERA).resolve())}
+    told = subprocess.run(words, check=True, capture_output=True, text=True, timeout=120, env=environment)
+    row = json.loads(told.stdout)
+    assert row["bytes_of_one"] > 10**9
+    assert row["ratio"] <= 1.05, row
