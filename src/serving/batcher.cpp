@@ -43,6 +43,8 @@ struct Joined {
 
 }  // namespace
 
+Room::~Room() { batcher_.give_back(*this); }
+
 Batcher::Batcher(Model& model, const ServerOptions& options, Metrics& metrics,
                  ProcessGauges& gauges)
     : model_(model), options_(options), metrics_(metrics), gauges_(gauges) {
@@ -66,15 +68,17 @@ void Batcher::stop() {
 }
 
 void Batcher::refuse_unless_in_time(std::int64_t num_samples, std::uint64_t num_bytes,
-                                    Clock::time_point deadline) {
-  if (queued_samples_ + num_samples > options_.queue_samples ||
-      queued_bytes_ + num_bytes > options_.queue_bytes) {
+                                    Clock::time_point deadline, bool has_room) {
+  if (!has_room) forget_late_rooms();
+  const std::int64_t waiting = queued_samples_ + (has_room ? 0 : kept_samples_);
+  const std::uint64_t bytes = queued_bytes_ + (has_room ? 0 : kept_bytes_);
+  if (waiting + num_samples > options_.queue_samples || bytes + num_bytes > options_.queue_bytes) {
     metrics_.refused(Refusal::kQueueFull);
-    throw HttpError(429, std::to_string(queued_samples_) + " samples wait already");
+    throw HttpError(429, std::to_string(waiting) + " samples wait already");
   }
   // Who waits for nobody is computed whatever is thought of its time: nothing else would correct
   // that.
-  const std::int64_t before = computed_samples_ + queued_samples_;
+  const std::int64_t before = computed_samples_ + waiting;
   const double wait = before == 0
                           ? 0
                           : seconds_per_sample_ * static_cast<double>(before + num_samples) /
@@ -83,22 +87,55 @@ void Batcher::refuse_unless_in_time(std::int64_t num_samples, std::uint64_t num_
           std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(wait)) >
       deadline) {
     metrics_.refused(Refusal::kDeadline);
-    throw HttpError(
-        429, "the deadline cannot be met: " + std::to_string(queued_samples_) + " samples wait");
+    throw HttpError(429,
+                    "the deadline cannot be met: " + std::to_string(waiting) + " samples wait");
   }
 }
 
-void Batcher::check_room(std::uint64_t num_bytes, Clock::time_point deadline) {
+std::int64_t Batcher::samples_in(std::uint64_t num_bytes) const {
+  return bytes_per_sample_ > 0
+             ? static_cast<std::int64_t>(static_cast<double>(num_bytes) / bytes_per_sample_)
+             : 0;
+}
+
+void Batcher::check_room(std::uint64_t num_bytes, Clock::time_point deadline, bool has_room) {
   const std::lock_guard lock(mutex_);
-  const double guess =
-      bytes_per_sample_ > 0 ? static_cast<double>(num_bytes) / bytes_per_sample_ : 0;
-  refuse_unless_in_time(static_cast<std::int64_t>(guess), num_bytes, deadline);
+  refuse_unless_in_time(samples_in(num_bytes), num_bytes, deadline, has_room);
+}
+
+std::shared_ptr<Room> Batcher::keep_room(std::uint64_t num_bytes, Clock::time_point deadline) {
+  const std::lock_guard lock(mutex_);
+  const std::int64_t num_samples = samples_in(num_bytes);
+  refuse_unless_in_time(num_samples, num_bytes, deadline, /*has_room=*/false);
+  rooms_[++last_room_] = {Clock::now() + options_.latency_budget, num_samples, num_bytes};
+  kept_samples_ += num_samples;
+  kept_bytes_ += num_bytes;
+  return std::make_shared<Room>(*this, last_room_);
+}
+
+void Batcher::forget(std::map<std::uint64_t, Kept>::iterator room) {
+  kept_samples_ -= room->second.num_samples;
+  kept_bytes_ -= room->second.num_bytes;
+  rooms_.erase(room);
+}
+
+void Batcher::forget_late_rooms() {
+  const auto now = Clock::now();
+  while (!rooms_.empty() && rooms_.begin()->second.until <= now) forget(rooms_.begin());
+}
+
+void Batcher::give_back(const Room& room) noexcept {
+  const std::lock_guard lock(mutex_);
+  const auto found = rooms_.find(room.number());
+  if (found != rooms_.end()) forget(found);
 }
 
 void Batcher::add(Job job) {
+  const bool has_room = job.room != nullptr;
+  job.room.reset();  // what it was kept for is here
   {
     const std::lock_guard lock(mutex_);
-    refuse_unless_in_time(job.request.num_samples, job.num_bytes, job.deadline);
+    refuse_unless_in_time(job.request.num_samples, job.num_bytes, job.deadline, has_room);
     queued_samples_ += job.request.num_samples;
     queued_bytes_ += job.num_bytes;
     const double own = static_cast<double>(job.num_bytes) /

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -35,12 +36,29 @@ struct Outcome {
   std::int64_t step = 0;  // of the version that computed them
 };
 
+class Batcher;
+
+/// Room in the queue that is kept for a request whose body is being read, until this ends.
+class Room {
+ public:
+  Room(Batcher& batcher, std::uint64_t number) : batcher_(batcher), number_(number) {}
+  Room(const Room&) = delete;
+  Room& operator=(const Room&) = delete;
+  ~Room();
+  std::uint64_t number() const noexcept { return number_; }
+
+ private:
+  Batcher& batcher_;
+  std::uint64_t number_;
+};
+
 struct Job {
   InferRequest request;
   std::optional<std::int64_t> step;  // the version that was asked for; none: the current one
   Clock::time_point arrived;
   Clock::time_point deadline;
   std::uint64_t num_bytes = 0;
+  std::shared_ptr<Room> room;                       // that was kept for it, if any
   std::function<void(InferRequest, Outcome)> done;  // called once, by a worker
 };
 
@@ -52,9 +70,14 @@ class Batcher {
   ~Batcher() { stop(); }
 
   /// Throws HttpError 429 if the queue has no room for a request, or takes longer than the deadline
-  /// allows; how many samples it has is guessed from its bytes. Asked before a body is read, so
-  /// that refusing costs little.
-  void check_room(std::uint64_t num_bytes, Clock::time_point deadline);
+  /// allows; how many samples it has is guessed from its bytes. Those for whom room is kept count
+  /// as if they waited already, unless it is kept for this one too: then they come behind it.
+  void check_room(std::uint64_t num_bytes, Clock::time_point deadline, bool has_room = false);
+  /// The same before a body is read, so that refusing costs little, and keeps the room: otherwise
+  /// all whose headers come while the queue is short would have their bodies read, and most be
+  /// refused after that. Who takes longer to send than the latency budget keeps nothing.
+  std::shared_ptr<Room> keep_room(std::uint64_t num_bytes, Clock::time_point deadline);
+  void give_back(const Room& room) noexcept;
   /// Takes a request, or throws HttpError 429: the queue is full, or its deadline cannot be met.
   void add(Job job);
   /// Computes what waits, then ends the workers.
@@ -65,9 +88,18 @@ class Batcher {
   std::vector<Job> take();
   // Until when those in the queue may wait to be joined.
   Clock::time_point latest_start() const;
-  // Throws as check_room; the mutex is held.
+  struct Kept {
+    Clock::time_point until;
+    std::int64_t num_samples;
+    std::uint64_t num_bytes;
+  };
+  // With the mutex held:
+  // Throws as check_room.
   void refuse_unless_in_time(std::int64_t num_samples, std::uint64_t num_bytes,
-                             Clock::time_point deadline);
+                             Clock::time_point deadline, bool has_room);
+  std::int64_t samples_in(std::uint64_t num_bytes) const;  // a guess
+  void forget_late_rooms();
+  void forget(std::map<std::uint64_t, Kept>::iterator room);
   void compute(std::vector<Job>& jobs);
   void compute_alone(Job& job);
   /// The version a job asks for. Throws HttpError 404 if it is gone.
@@ -85,6 +117,10 @@ class Batcher {
   std::int64_t queued_samples_ = 0;
   std::int64_t computed_samples_ = 0;  // that are being computed now
   std::uint64_t queued_bytes_ = 0;
+  std::map<std::uint64_t, Kept> rooms_;  // by number, which is the order in which they end
+  std::uint64_t last_room_ = 0;
+  std::int64_t kept_samples_ = 0;
+  std::uint64_t kept_bytes_ = 0;
   double seconds_per_sample_ = 0;  // a moving mean
   double bytes_per_sample_ = 0;    // the same, of requests that were taken
   bool is_stopping_ = false;

@@ -229,7 +229,7 @@ class Session : public AnySession, public std::enable_shared_from_this<Session<S
     if (!kIsTls && !is_admin_ && parser_->content_length() && head.method() == http::verb::post &&
         head.target().ends_with("/infer")) {
       skipped_ = *parser_->content_length();
-      refusal_ = shared_.service.refusal(skipped_, text_of(head["Request-Timeout-Ms"]));
+      refusal_ = shared_.service.refusal(skipped_, text_of(head["Request-Timeout-Ms"]), room_);
       if (refusal_ && !beast::iequals(head[http::field::expect], "100-continue")) {
         allow(limits().request_time);
         return skip();
@@ -306,6 +306,7 @@ class Session : public AnySession, public std::enable_shared_from_this<Session<S
     request.json_bytes = text_of(message["Inference-Header-Content-Length"]);
     request.timeout = text_of(message["Request-Timeout-Ms"]);
     request.body = std::move(message.body());
+    request.room = std::move(room_);
     is_head_ = message.method() == http::verb::head;
     if (is_head_) request.method = "GET";
     lowest().expires_never();
@@ -333,6 +334,7 @@ class Session : public AnySession, public std::enable_shared_from_this<Session<S
   }
 
   void refuse(int code, const std::string& what) {
+    room_.reset();
     keeps_alive_ = false;
     ++shared_.service.metrics().received;
     shared_.service.metrics().answered(code);
@@ -415,6 +417,7 @@ class Session : public AnySession, public std::enable_shared_from_this<Session<S
   }
 
   void close() {
+    room_.reset();
     ErrorCode ignored;
     lowest().socket().shutdown(asio::socket_base::shutdown_both, ignored);
     lowest().close();
@@ -430,6 +433,7 @@ class Session : public AnySession, public std::enable_shared_from_this<Session<S
   std::optional<http::request_parser<http::string_body>> parser_;
   std::optional<HttpAnswer> refusal_;  // of a request whose body is not read
   std::uint64_t skipped_ = 0;          // bytes of it that are still to come
+  std::shared_ptr<Room> room_;         // kept for the one whose body is read
   std::string response_;               // that is being written, headers and all
   std::size_t num_written_ = 0;
   bool keeps_alive_ = true;

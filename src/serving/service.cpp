@@ -310,12 +310,13 @@ Clock::time_point Service::deadline_of(const std::string& timeout,
                          : options_.latency_budget);
 }
 
-std::optional<HttpAnswer> Service::refusal(std::uint64_t num_bytes, const std::string& timeout) {
+std::optional<HttpAnswer> Service::refusal(std::uint64_t num_bytes, const std::string& timeout,
+                                           std::shared_ptr<Room>& room) {
   // Who is not let in, or came too early, is told that first.
   if (!options_.token.empty() || !is_ready_ || is_draining_) return std::nullopt;
   const auto arrived = Clock::now();
   try {
-    batcher_.check_room(num_bytes, deadline_of(timeout, arrived));
+    room = batcher_.keep_room(num_bytes, deadline_of(timeout, arrived));
     return std::nullopt;
   } catch (const HttpError& error) {
     if (error.code() != 429) return std::nullopt;  // it is told with the rest of what is wrong
@@ -353,7 +354,8 @@ void Service::infer(HttpRequest request, std::function<void(HttpAnswer)> done) {
   job.arrived = arrived;
   job.deadline = deadline_of(request.timeout, arrived);
   job.num_bytes = request.body.size();
-  batcher_.check_room(job.num_bytes, job.deadline);
+  job.room = std::move(request.room);
+  batcher_.check_room(job.num_bytes, job.deadline, job.room != nullptr);
   job.request = parser_.parse(request.body, json_bytes);
   const std::vector<FeatureBags> bags = job.request.bags();
   try {

@@ -29,6 +29,7 @@ struct HttpRequest {
   std::string json_bytes;  // Inference-Header-Content-Length
   std::string timeout;     // Request-Timeout-Ms
   std::string body;
+  std::shared_ptr<Room> room;  // that was kept while the body came
 };
 
 struct HttpAnswer {
@@ -49,8 +50,10 @@ class Service {
   void handle(HttpRequest request, std::function<void(HttpAnswer)> done);
 
   /// The answer to a request for predictions that would be refused for want of room or time
-  /// whatever its body says; nothing otherwise. `timeout` is its Request-Timeout-Ms.
-  std::optional<HttpAnswer> refusal(std::uint64_t num_bytes, const std::string& timeout);
+  /// whatever its body says; nothing otherwise, and `room` is kept for it, which belongs with the
+  /// request when it is handled. `timeout` is its Request-Timeout-Ms.
+  std::optional<HttpAnswer> refusal(std::uint64_t num_bytes, const std::string& timeout,
+                                    std::shared_ptr<Room>& room);
 
   /// An answer to what could not even be read.
   HttpAnswer failure(int code, const std::string& what, const std::string& where = {});

@@ -31,6 +31,17 @@ struct World {
     job.deadline = deadline;
     return job;
   }
+  // The code of one that must be taken, of so many bytes.
+  int send(Batcher& batcher, Clock::time_point deadline, std::uint64_t num_bytes,
+           std::shared_ptr<Room> room = nullptr) {
+    std::promise<int> code;
+    Job sent = job(deadline);
+    sent.num_bytes = num_bytes;
+    sent.room = std::move(room);
+    sent.done = [&](InferRequest, const Outcome& outcome) { code.set_value(outcome.code); };
+    batcher.add(std::move(sent));
+    return code.get_future().get();
+  }
   // Its code, or 429 if it was not taken; and how long it took.
   int ask(Batcher& batcher, Clock::time_point deadline, Clock::duration* time = nullptr) {
     Job asked = job(deadline);
@@ -134,6 +145,50 @@ TEST(ServingBatcher, OneThatCannotBeInTimeBehindOthersIsRefusedAtOnce) {
   EXPECT_THROW(batcher.check_room(100, Clock::now() + std::chrono::microseconds(1)), HttpError);
   EXPECT_EQ(world.metrics.refusals[static_cast<std::size_t>(Refusal::kDeadline)].load(), 2U);
   all.get_future().wait();
+}
+
+// While bodies are being read, those who come are measured by all who were let in before.
+TEST(ServingBatcher, WhoIsLetInKeepsItsRoomUntilItsBodyIsThere) {
+  World world(10);
+  world.options.queue_samples = 25;
+  world.options.latency_budget = std::chrono::hours(1);
+  Batcher batcher(*world.model, world.options, world.metrics, world.gauges);
+  const auto later = Clock::now() + std::chrono::hours(1);
+  constexpr std::uint64_t kBytes = 1000;
+  const auto send = [&](std::shared_ptr<Room> room) {
+    return world.send(batcher, later, kBytes, std::move(room));
+  };
+  ASSERT_EQ(send(nullptr), 200);  // so that it knows how many bytes a sample has
+  auto one = batcher.keep_room(kBytes, later);
+  auto two = batcher.keep_room(kBytes, later);
+  try {
+    batcher.keep_room(kBytes, later);
+    ADD_FAILURE() << "thirty samples were let in";
+  } catch (const HttpError& error) {
+    EXPECT_EQ(error.code(), 429);
+    EXPECT_STREQ(error.what(), "20 samples wait already");
+  }
+  EXPECT_THROW(batcher.check_room(kBytes, later), HttpError);
+  // Who has been let in comes before those whose bodies are still being read.
+  EXPECT_NO_THROW(batcher.check_room(kBytes, later, /*has_room=*/true));
+  EXPECT_EQ(send(std::move(two)), 200);
+  auto three = batcher.keep_room(kBytes, later);
+  EXPECT_THROW(batcher.keep_room(kBytes, later), HttpError);
+  one.reset();  // the client is gone
+  EXPECT_NO_THROW(batcher.keep_room(kBytes, later));
+}
+
+TEST(ServingBatcher, RoomIsNotKeptForWhoSendsTooSlowly) {
+  World world(10);
+  world.options.queue_samples = 25;
+  world.options.latency_budget = std::chrono::milliseconds(0);
+  Batcher batcher(*world.model, world.options, world.metrics, world.gauges);
+  const auto later = Clock::now() + std::chrono::hours(1);
+  ASSERT_EQ(world.send(batcher, later, 1000), 200);
+  std::vector<std::shared_ptr<Room>> rooms;
+  for (int i = 0; i < 100; ++i) rooms.push_back(batcher.keep_room(1000, later));
+  rooms.clear();
+  EXPECT_EQ(world.send(batcher, later, 1000), 200);
 }
 
 TEST(ServingBatcher, NobodyWaitsForCompanyLongerThanItsDeadlineAllows) {

@@ -362,6 +362,38 @@ def test_a_body_that_is_refused_is_not_read_and_the_connection_goes_on(package, 
     assert server.stop() == 0
 
 
+def test_bodies_that_are_being_read_keep_their_room(package, serve):
+    """Who comes while others send is told at once that there is no room, not when all have been read."""
+    server = serve(package, "--queue", "4")
+    body = json.dumps(request_of(some_samples(3))).encode()
+    assert server.infer(body)[0] == 200  # so that it knows how many bytes a sample has
+    head = f"POST {INFER} HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+
+    def until_refused() -> bytes:
+        """Asks for leave to send, until nobody else is let in."""
+        deadline = time.monotonic() + 20
+        while True:
+            with contextlib.closing(socket.create_connection(("127.0.0.1", server.port), 20)) as raw:
+                raw.sendall(head[:-2] + b"Expect: 100-continue\r\n\r\n")
+                if b" 100 " not in (answer := raw.recv(1 << 16)):
+                    return answer
+            assert time.monotonic() < deadline
+
+    with contextlib.closing(socket.create_connection(("127.0.0.1", server.port), 20)) as raw:
+        raw.sendall(head + body[:100])  # its headers may come after the first question
+        assert until_refused().startswith(b"HTTP/1.1 429 Too Many Requests\r\n")
+        raw.sendall(body[100:])
+        assert raw.recv(1 << 16).startswith(b"HTTP/1.1 200 OK\r\n")
+    assert server.infer(body)[0] == 200  # all room has been given back
+    with contextlib.closing(socket.create_connection(("127.0.0.1", server.port), 20)) as raw:
+        raw.sendall(head + body[:100])
+        until_refused()
+    deadline = time.monotonic() + 20
+    while server.infer(body)[0] != 200:  # its client is gone
+        assert time.monotonic() < deadline
+    assert server.stop() == 0
+
+
 def test_the_token_is_asked_for(package, serve, tmp_path):
     file = tmp_path / "token"
     file.write_text("correct-horse-battery\n")
