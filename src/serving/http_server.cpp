@@ -113,6 +113,7 @@ class AnySession {
 template <class Stream>
 class Session : public AnySession, public std::enable_shared_from_this<Session<Stream>> {
   static constexpr bool kIsTls = !std::is_same_v<Stream, Plain>;
+  static constexpr std::size_t kLeastPiece = 64 << 10;  // of a body
 
  public:
   template <class... Arguments>
@@ -282,6 +283,7 @@ class Session : public AnySession, public std::enable_shared_from_this<Session<S
   }
 
   void read_body() {
+    if (!kIsTls && parser_->content_length()) return receive_body();
     if (!parser_->is_done()) {
       if (const ErrorCode error = read_what_is_here(true)) return fail(error);
     }
@@ -293,6 +295,45 @@ class Session : public AnySession, public std::enable_shared_from_this<Session<S
                        if (error) return self->fail(error);
                        self->answer();
                      });
+  }
+
+  // The body goes straight to where it is kept, in as few pieces as it comes in: the parser takes
+  // it through a buffer of 4 KiB, 18 times for 16 samples.
+  void receive_body() {
+    const auto size = static_cast<std::size_t>(*parser_->content_length());
+    std::string& body = parser_->get().body();
+    num_received_ = std::min(buffer_.size(), size);
+    body.reserve(size);
+    body.assign(static_cast<const char*>(buffer_.data().data()), num_received_);
+    buffer_.consume(num_received_);
+    if (num_received_ < size) allow(limits().request_time);
+    receive_more();
+  }
+
+  void receive_more() {
+    const auto size = static_cast<std::size_t>(*parser_->content_length());
+    std::string& body = parser_->get().body();
+    while (num_received_ < size) {
+      // Memory is taken as the body comes, not as it is announced.
+      if (body.size() == num_received_) {
+        body.resize(std::min(size, num_received_ + std::max(kLeastPiece, num_received_)));
+      }
+      const ssize_t count = ::recv(lowest().socket().native_handle(), body.data() + num_received_,
+                                   body.size() - num_received_, MSG_DONTWAIT);
+      if (count < 0 && errno == EINTR) continue;
+      if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
+        lowest().socket().async_wait(asio::socket_base::wait_read,
+                                     [self = this->shared_from_this()](ErrorCode error) {
+                                       if (error) return self->fail(error);
+                                       self->receive_more();
+                                     });
+        return;
+      }
+      if (count <= 0) return close();
+      num_received_ += static_cast<std::size_t>(count);
+    }
+    ++turn_;
+    answer();
   }
 
   void answer() {
@@ -433,6 +474,7 @@ class Session : public AnySession, public std::enable_shared_from_this<Session<S
   std::optional<http::request_parser<http::string_body>> parser_;
   std::optional<HttpAnswer> refusal_;  // of a request whose body is not read
   std::uint64_t skipped_ = 0;          // bytes of it that are still to come
+  std::size_t num_received_ = 0;       // bytes of a body that is read
   std::shared_ptr<Room> room_;         // kept for the one whose body is read
   std::string response_;               // that is being written, headers and all
   std::size_t num_written_ = 0;

@@ -159,6 +159,30 @@ def test_requests_behind_each_other_are_answered_in_their_order(package, serve):
     assert answers.index(b"HTTP/1.1 404 Not Found\r\n") > answers.rindex(b"HTTP/1.1 200 OK\r\n")
 
 
+@pytest.mark.parametrize("piece", [1 << 30, 70_001, 4096, 1500])
+def test_bodies_behind_each_other_are_read_to_their_last_byte(package, serve, piece):
+    """Larger and smaller than what is read at a time, in pieces that end anywhere."""
+    server = serve(package)
+    bodies = [json.dumps(request_of(some_samples(count, count))).encode() for count in (1, 400, 2, 90, 1)]
+    assert len(bodies[1]) > 2 * (64 << 10)
+    wanted = [server.infer(body)[1]["outputs"] for body in bodies]
+    stream = b"".join(
+        b"POST %s HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (INFER.encode(), len(body), body)
+        for body in bodies
+    )
+    with contextlib.closing(socket.create_connection(("127.0.0.1", server.port), 30)) as raw:
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for begin in range(0, len(stream), piece):
+            raw.sendall(stream[begin : begin + piece])
+        raw.sendall(b"GET /v2/health/live HTTP/1.1\r\nConnection: close\r\n\r\n")
+        reader = raw.makefile("rb")
+        for outputs in wanted:
+            assert b" 200 " in reader.readline()
+            headers = http.client.parse_headers(reader)
+            assert json.loads(reader.read(int(headers["Content-Length"])))["outputs"] == outputs
+        assert reader.read().endswith(b'{"live":true}\n')
+
+
 def test_company_in_a_batch_changes_no_bit(package, serve):
     server = serve(package, "--batch-wait", "2000", "--threads", "2", "--workers", "2")
     samples = some_samples(60)
