@@ -9,6 +9,7 @@
 
 #include "embedding/quantised_device.h"
 #include "tessera/core/check.h"
+#include "tessera/embedding/table_batch.h"
 
 namespace tessera::embedding {
 namespace {
@@ -58,9 +59,10 @@ QuantisedTables::QuantisedTables(std::vector<QuantisedTableSpec> tables, Pooling
         pooling != PoolingType::kNone || table.embedding_dim == tables_[0].embedding_dim,
         "embed.quantised: without pooling all tables have one width; '", table.name, "' has ",
         table.embedding_dim, " columns, '", tables_[0].name, "' ", tables_[0].embedding_dim, ".");
-    rows_.push_back(
-        at::zeros({table.num_embeddings, row_bytes(table.type, table.embedding_dim, alignment)},
-                  at::TensorOptions(at::kByte).device(device)));
+    rows_.push_back(empty_rows(table.num_embeddings,
+                               row_bytes(table.type, table.embedding_dim, alignment), at::kByte,
+                               device)
+                        .zero_());
     for (const std::string& feature : table.features) {
       features_.push_back({t, feature, width_});
       width_ += table.embedding_dim;

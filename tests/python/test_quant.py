@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import pathlib
 import threading
 
 import pytest
@@ -564,3 +565,28 @@ def test_the_kernel_object():
         tables(torch.tensor([0]), torch.tensor([0, 1, 0]))
     with pytest.raises(TypeError, match="int32 or int64"):
         tables(torch.tensor([0.5]), torch.tensor([0, 1, 1]))
+
+
+def flags_at(address: int) -> list[str]:
+    """What the system knows of the memory at an address."""
+    is_there = False
+    for line in pathlib.Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if not first.endswith(":"):
+            begin, end = (int(bound, 16) for bound in first.split("-"))
+            is_there = begin <= address < end
+        elif is_there and first == "VmFlags:":
+            return line.split()[1:]
+    return []
+
+
+@pytest.mark.skipif(
+    not pathlib.Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a kernel without huge pages"
+)
+def test_tables_ask_for_huge_pages():
+    tables = _C.embedding.QuantisedTables(
+        [("t", 200_000, 64, "int8", ["f"])], _C.embedding.PoolingType.SUM, 4
+    )
+    rows = tables.rows(0)
+    assert "hg" in flags_at(rows.data_ptr() + rows.nbytes // 2)
+    assert rows.count_nonzero() == 0
