@@ -105,8 +105,8 @@ BUILD = ROOT / "build/release"
     pathlib.Path(TESSERA).resolve() != BUILD / "bin/tessera", reason="make demo runs another build"
 )
 @pytest.mark.timeout(200)
-def test_the_demo_is_made():
-    """`make demo` as it is typed, on a build that is up to date: the training, and README.md's AUC."""
+def test_the_demo_is_made(shell):
+    """`make demo` as it is typed, on a build that is up to date: the training, README.md's AUC, a package."""
     words = [
         "make",
         "--no-print-directory",
@@ -131,7 +131,16 @@ def test_the_demo_is_made():
     assert float(re.findall(r"^judged .*auc ([\d.]+)", told, re.MULTILINE)[-1]) >= 0.75
     report = ROOT / re.search(r"^report +(runs/\S+/report\.html)", told, re.MULTILINE)[1]
     assert report.exists()
-    shutil.rmtree(report.parent)
+    try:
+        # As docs/serving.md goes on. What rounding to 8 bits may cost is a promise.
+        shell.run(f"tessera export {report.parent} --out pkg --eval synthetic --max-auc-drop 0.0002")
+        port = free_port()
+        shell.start(f"tessera serve pkg --port {port} --admin-port -1 --latency-budget 20000")
+        address = f"http://127.0.0.1:{port}/v2/models/dlrm"
+        shell.run(f"curl -sf --retry 50 --retry-connrefused --retry-delay 1 {address}")
+        shell.run(f"curl -sf {address}/infer -d @{ROOT}/examples/demo_request.json | grep probability")
+    finally:
+        shutil.rmtree(report.parent)
 
 
 def test_make_test_runs_all_tests_and_this_one(request):
@@ -316,7 +325,12 @@ def test_commands_of_the_serving_page_run(shell):
     page = "docs/serving.md"
     ports = [free_port(), free_port()]
     server = None
+    (shell.folder / "examples").symlink_to(ROOT / "examples")
+    demo = "--tables 26 --rows 2000 --dim 8 --bottom 16,8 --top 16,1 --batch 32 --steps 3 --eval-samples 100"
+    shell.run(f"tessera train dlrm --ranks 2 {demo} --save runs/2026-11-15-1")
     for command in commands(page):
+        if command == "make demo":  # test_the_demo_is_made goes on as this page does
+            continue
         for old, new in zip(("8000", "8001"), ports, strict=True):
             command = command.replace(f"127.0.0.1:{old}", f"127.0.0.1:{new}")
         if command.startswith("tessera serve"):
