@@ -7,6 +7,7 @@
 #include <ctime>
 #include <new>
 #include <stdexcept>
+#include <utility>
 
 #include "serving/model_info.h"
 #include "tessera/checkpoint/error.h"
@@ -276,12 +277,14 @@ std::int64_t Store::find_slots(int number, std::size_t table, std::span<const st
 }
 
 std::vector<int> Store::live() const {
-  std::vector<int> numbers;
+  // Their order as it is now: others may change it while it is sorted by.
+  std::vector<std::pair<std::int64_t, int>> found;
   for (int v = 0; v < num_versions_; ++v) {
-    if (is_live(v)) numbers.push_back(v);
+    if (is_live(v)) found.emplace_back(versions_[v].order.load(), v);
   }
-  std::sort(numbers.begin(), numbers.end(),
-            [this](int a, int b) { return versions_[a].order.load() < versions_[b].order.load(); });
+  std::sort(found.begin(), found.end());
+  std::vector<int> numbers;
+  for (const auto& [order, number] : found) numbers.push_back(number);
   return numbers;
 }
 

@@ -99,7 +99,8 @@ class Store {
 
   // ---- Versions
   int current() const noexcept { return number_in(choice_->load()); }
-  /// Numbers of those that are live, oldest first.
+  /// Numbers of those that are live, oldest first. Each was when it was looked at: beside a writer
+  /// they may be those of several moments, or none.
   std::vector<int> live() const;
   /// Makes a live version the current one, also beside a writer. False if it is not live.
   bool make_current(std::int64_t step);
