@@ -153,6 +153,8 @@ class Store {
     std::int64_t num_rows_ = 0;
   };
 
+  /// Lets go of a version, unless it is the current one, or about to be.
+  void retire(int number) noexcept;
   /// After another writer has died: finds out what is in use.
   void take_over();
   /// For a process that only reads from now on.
@@ -195,8 +197,6 @@ class Store {
   /// False if it is not live.
   bool pin(int number) noexcept;
   void unpin(int number) noexcept { versions_[number].life.fetch_sub(1); }
-  /// Unless it is pinned.
-  void retire(int number) noexcept;
   void retire_beyond_kept();
   void collect(std::size_t table, int draft);
   bool is_held(int number) const noexcept;

@@ -261,6 +261,36 @@ TEST(ServingUpdate, GoingBackToAnotherPackageWhileAVersionIsMade) {
   EXPECT_EQ(Published::predict(model, samples), wanted);
 }
 
+// The writer has looked which versions to let go of; before it acts, somebody goes back to one.
+TEST(ServingUpdate, WhatWasChosenSinceTheWriterLookedStays) {
+  Published published;
+  Store store(published.folder / "pkg", false, 1);
+  const auto commit = [&](std::int64_t step) {
+    Store::Draft draft(store);
+    draft.publish(step, step, "sum");
+    draft.commit();
+  };
+  commit(41);
+  const int looked_at = store.live().front();
+  ASSERT_EQ(store.version(looked_at).step, 40);
+  ASSERT_TRUE(store.make_current(40));
+  store.retire(looked_at);
+  ASSERT_NE(store.version(looked_at).life, 0);  // readers would search for ever
+  ReaderLine& line = store.claim_line();
+  EXPECT_EQ(store.hold(line), looked_at);
+  Store::return_line(line);
+  ASSERT_TRUE(store.make_current(40));  // once more, which must not let go of it
+  store.retire(looked_at);
+  EXPECT_EQ(store.live().size(), 2U);
+  ASSERT_TRUE(store.make_current(41));
+  store.retire(looked_at);
+  EXPECT_EQ(store.live().size(), 1U);
+  EXPECT_FALSE(store.make_current(40));
+  commit(42);
+  commit(43);
+  EXPECT_EQ(store.live().size(), 2U);
+}
+
 // Who steps back and who commits choose beside each other, in any order: what is current is never
 // one that has been let go of, in which readers would search for ever.
 TEST(ServingUpdate, TheCurrentVersionIsLiveWhoeverChoosesWhen) {
