@@ -687,6 +687,47 @@ std::string advice_for(const Problem& problem) {
   throw PlanError(PlanErrorKind::kBadEvidence, "plan: " + what, why);
 }
 
+// Whether shards, which cover the table once, lie as its cut has them: parts of columns on any
+// ranks, rows on all ranks or on those of a host, in order. Other shards would not cost what is
+// said.
+bool lies_as(const TablePlan& one, const Problem& problem) {
+  // Of columns: rows, and their ranks.
+  std::map<std::int64_t, std::vector<std::pair<std::int64_t, int>>> strips;
+  for (const Shard& shard : one.shards) strips[shard.column].emplace_back(shard.row, shard.rank);
+  bool is_columns = true;
+  std::set<int> hosts;
+  const auto all_have = [&](int count) {
+    for (const auto& [column, ranks] : strips) {
+      if (static_cast<int>(ranks.size()) != count || ranks[0].second % count != 0) return false;
+      for (int i = 0; i < count; ++i) {
+        if (ranks[at(i)].second != ranks[0].second + i) return false;
+      }
+    }
+    return true;
+  };
+  for (auto& [column, ranks] : strips) {
+    std::sort(ranks.begin(), ranks.end());
+    is_columns = is_columns && ranks.size() == 1;
+    for (const auto& [row, rank] : ranks) hosts.insert(rank / problem.ranks_per_host);
+  }
+  switch (one.cut) {
+    case Cut::kTableWise:
+      return one.shards.size() == 1;
+    case Cut::kColumnWise:
+      return is_columns;
+    case Cut::kTableColumnWise:
+      return is_columns && hosts.size() == 1;
+    case Cut::kTableRowWise:
+      return all_have(problem.ranks_per_host) && strips.size() == 1;
+    case Cut::kGrid:
+      return all_have(problem.ranks_per_host);
+    case Cut::kRowWise:
+    case Cut::kDataParallel:
+      return all_have(problem.num_ranks()) && strips.size() == 1;
+  }
+  return false;
+}
+
 // Tables that are to lie apart do, and those that are to lie together do.
 void check_meetings(const Problem& problem, const Plan& plan) {
   std::map<std::string, std::set<int>> ranks_of;
@@ -765,6 +806,9 @@ void check_plan(const Problem& problem, const Plan& plan) {
     const double whole = static_cast<double>(table.rows) * static_cast<double>(table.dim) *
                          (one.cut == Cut::kDataParallel ? problem.num_ranks() : 1);
     if (covered != whole) refuse(who + " is not covered by its shards");
+    if (!lies_as(one, problem)) {
+      refuse(who + " has shards that do not lie as " + std::string(name_of(one.cut)) + " has them");
+    }
     if (rules != problem.rules.end()) {
       const auto& cuts = rules->second.cuts;
       const auto& kernels = rules->second.kernels;

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cmath>
 #include <set>
+#include <tuple>
 
 #include <gtest/gtest.h>
 
@@ -506,6 +507,40 @@ TEST(PlannerTest, PlansThatAreWrongAreNamed) {
   EXPECT_EQ(refusal(bad), "plan: table 'table_0' is not covered by its shards");
   bad[0].shards = {{0, 0, 1000, 16, 4}};
   EXPECT_EQ(refusal(bad), "plan: table 'table_0' has a shard that lies outside it, or on no rank");
+  // Shards that lie otherwise would not cost what their cut does: four ranks, two hosts.
+  const std::vector<Shard> columns{{0, 0, 1000, 8, 0}, {0, 8, 1000, 8, 2}};
+  const std::vector<Shard> rows{{0, 0, 500, 16, 1}, {500, 0, 500, 16, 2}};
+  const std::vector<Shard> host{{0, 0, 500, 16, 2}, {500, 0, 500, 16, 3}};
+  const std::vector<Shard> all{
+      {0, 0, 250, 16, 0}, {250, 0, 250, 16, 1}, {500, 0, 250, 16, 2}, {750, 0, 250, 16, 3}};
+  for (const auto& [cut, shards, is_right] : {std::tuple{Cut::kTableWise, columns, false},
+                                              {Cut::kTableColumnWise, columns, false},
+                                              {Cut::kGrid, columns, false},
+                                              {Cut::kColumnWise, columns, true},
+                                              {Cut::kTableRowWise, rows, false},
+                                              {Cut::kGrid, rows, false},
+                                              {Cut::kRowWise, rows, false},
+                                              {Cut::kTableRowWise, host, true},
+                                              {Cut::kGrid, host, true},
+                                              {Cut::kRowWise, host, false},
+                                              {Cut::kRowWise, all, true},
+                                              {Cut::kTableRowWise, all, false},
+                                              {Cut::kColumnWise, all, false}}) {
+    bad[0] = {"table_0", cut, Kernel::kFused, shards};
+    const std::string name(name_of(cut));
+    EXPECT_EQ(
+        refusal(bad),
+        is_right ? "" : "plan: table 'table_0' has shards that do not lie as " + name + " has them")
+        << name << " " << shards.size();
+  }
+  bad[0] = {"table_0", Cut::kColumnWise, Kernel::kFused, columns};
+  // Parts of columns may meet on a rank; rows are in the order of the ranks.
+  bad[0].shards[1].rank = 0;
+  EXPECT_EQ(refusal(bad), "");
+  bad[0] = {"table_0", Cut::kTableRowWise, Kernel::kFused, host};
+  std::swap(bad[0].shards[0].rank, bad[0].shards[1].rank);
+  EXPECT_EQ(refusal(bad),
+            "plan: table 'table_0' has shards that do not lie as table_row_wise has them");
 }
 
 TEST(PlannerTest, LinesAreAtMostATerminalWide) {

@@ -40,8 +40,8 @@ struct PlanResult {
 /// PlanError: kBadProblem; kRules; kTooLarge with a change that was computed to help.
 TESSERA_API PlanResult plan(const Problem& problem);
 
-/// Throws PlanError(kBadEvidence) unless `plan` covers every table once, obeys the rules and fits
-/// the memory of every rank.
+/// Throws PlanError(kBadEvidence) unless `plan` covers every table once, in the way of its cut,
+/// obeys the rules and fits the memory of every rank.
 TESSERA_API void check_plan(const Problem& problem, const Plan& plan);
 
 }  // namespace tessera::planner
