@@ -22,6 +22,7 @@ RANK |= {of + "_seconds": 0 for of in PARTS}
 class Checker:
     def __init__(self, problem):
         self.rules, self.batch = problem.get("rules", {}), problem["batch"]
+        self.given = self.rules
         self.phases = problem.get("objective") == "phases"
         self.tables = {t["name"]: {**TABLE, **t} for t in problem["tables"]}
         for t in self.tables.values():
@@ -314,13 +315,49 @@ class Checker:
                     return False
         return reached >= seconds
 
+    def check_shards(self, p):
+        """Check that shards cover a table once, in the way of its type, and as its rules allow."""
+        name, kind, shards = p["name"], p["type"], p["shards"]
+        t, rule, every = self.all[name], self.given.get(name, {}), range(self.world)
+        for key, one in (("cuts", kind), ("kernels", p["kernel"])):
+            assert one in (rule.get(key) or [one]), f"{name}: its rules exclude {one}"
+        assert kind == "data_parallel" or p["kernel"] == "fused", f"{name}: a dense kernel of {kind}"
+        assert {s[4] for s in shards} <= {*every} & {*(rule.get("ranks") or every)}, f"{name}: a wrong rank"
+        unit = self.ways(t, rule)[1]
+        assert all(s[3] > 0 and s[3] % unit == 0 for s in shards), f"{name}: a part is no multiple of {unit}"
+        if kind == "data_parallel":
+            assert sorted(shards, key=lambda s: s[4]) == [[0, 0, t["rows"], t["dim"], r] for r in every], name
+            return
+        strips = {}
+        for row, column, rows, columns, rank in shards:
+            strips.setdefault((column, columns), []).append((row, rows, rank))
+
+        def follow(pieces, whole):
+            ends = [0, *itertools.accumulate(size for _, size in sorted(pieces))]
+            return [begin for begin, _ in sorted(pieces)] == ends[:-1] and ends[-1] == whole
+
+        rows_follow = (follow([piece[:2] for piece in strip], t["rows"]) for strip in strips.values())
+        assert follow(strips, t["dim"]) and all(rows_follow), f"{name}: shards overlap or leave something out"
+        groups = [[rank for *_, rank in sorted(strip)] for strip in strips.values()]
+        hosts = [[*range(h, h + self.local)] for h in range(0, self.world, self.local)]
+        is_column, is_rows = all(len(group) == 1 for group in groups), all(g in hosts for g in groups)
+        shapes = {
+            "table_wise": len(shards) == 1,
+            "column_wise": is_column,
+            "table_column_wise": is_column and len({group[0] // self.local for group in groups}) == 1,
+            "row_wise": groups == [[*every]],
+            "table_row_wise": is_rows and len(groups) == 1,
+            "grid_shard": is_rows,
+        }
+        assert shapes.get(kind), f"{name}: its shards do not lie as {kind}"
+
     def seconds(self, plan):
         """Return the time of the plan's step, after checking that it covers every table and fits."""
         sums = [[0.0, 0.0, 0.0] for _ in self.ranks]
         assert sorted(self.all) == sorted(p["name"] for p in plan), "not the same tables"
         for p in plan:
-            t, copies = self.all[p["name"]], self.world if p["type"] == "data_parallel" else 1
-            assert sum(s[2] * s[3] for s in p["shards"]) == t["rows"] * t["dim"] * copies, p["name"]
+            t = self.all[p["name"]]
+            self.check_shards(p)
             for row, _, rows, columns, r in (s for s in p["shards"] if s[2]):
                 one = self.cost(t, p["type"], p["kernel"], (row, rows), columns, self.ranks[r])
                 sums[r] = [a + b for a, b in zip(sums[r], one, strict=True)]
@@ -330,7 +367,8 @@ class Checker:
             assert all(len(one) == 1 for one in [*both, *map(on.get, names)]) if meet else not any(both), (
                 names
             )
-        assert all(s[2] == 0 or s[2] <= r["room"] * (1 + 1e-9) for s, r in zip(sums, self.ranks, strict=True))
+        both = zip(sums, self.ranks, strict=True)
+        assert all(s[2] == 0 or s[2] <= r["room"] * (1 + 1e-9) for s, r in both), "a rank holds too much"
         by_phase = max(s[0] for s in sums) + max(s[1] for s in sums)
         return by_phase if self.phases else max(s[0] + s[1] for s in sums)
 

@@ -2,12 +2,22 @@
 
 #include <gtest/gtest.h>
 
+#include "planner/kept_proofs.h"
 #include "planner/public_models.h"
 #include "tessera/planner/explain.h"
 #include "tessera/planner/replan.h"
 
 namespace tessera::planner {
 namespace {
+
+// A replan whose plan is checked once more, by the checker that shares no code with the planner.
+Replan kept_replan(const Problem& problem, const Plan& previous, double max_moved,
+                   double steps_left = 0) {
+  static tests::KeptProofs proofs("replan");
+  Replan found = replan(problem, previous, max_moved, steps_left);
+  proofs.keep(problem, found.result);
+  return found;
+}
 
 // Every cell of every table of both plans is on its rank of `after` already, or is moved there.
 void expect_moves_suffice(const Plan& before, const Replan& found) {
@@ -47,7 +57,7 @@ TEST(ReplanTest, MovesAreWhatIsNotThereYet) {
 TEST(ReplanTest, NothingChangedNothingMoves) {
   const Problem problem = models::problem_of("mlperf", 8, false);
   const Plan before = plan(problem).plan;
-  const Replan found = replan(problem, before, 0.05);
+  const Replan found = kept_replan(problem, before, 0.05);
   EXPECT_TRUE(found.moves.empty());
   EXPECT_EQ(plan_json(found.result.plan, "m"), plan_json(before, "m"));
 }
@@ -65,10 +75,10 @@ TEST(ReplanTest, ATableGrowsByATenth) {
       }
       largest->rows += largest->rows / 10;
       largest->features.back().ids *= 1.1;
-      const Replan found = replan(problem, before.plan, 0.02);
+      const Replan found = kept_replan(problem, before.plan, 0.02);
       SCOPED_TRACE(std::string(model) + " on " + std::to_string(ranks));
       // Rows of a table that is cut by rows move because it grew; that is not counted as chosen.
-      const Replan still = replan(problem, before.plan, 0);
+      const Replan still = kept_replan(problem, before.plan, 0);
       expect_good(problem, before.plan, found, 0.02 + still.moved_bytes / still.total_bytes, 2);
       EXPECT_LE(found.result.seconds, found.previous_seconds * (1 + 1e-9));
     }
@@ -81,7 +91,7 @@ TEST(ReplanTest, TablesComeAndGo) {
   Table added = problem.tables[30];
   added.name = "new";
   problem.tables[3] = added;
-  const Replan found = replan(problem, before, 0.02);
+  const Replan found = kept_replan(problem, before, 0.02);
   expect_good(problem, before, found, 0.02, 1);
   EXPECT_EQ(found.appeared, std::vector<std::string>{"new"});
   EXPECT_EQ(found.vanished, std::vector<std::string>{"t0003"});
@@ -94,7 +104,7 @@ TEST(ReplanTest, TablesOfOtherSizesAreNamed) {
   problem.tables[3].rows += 1;
   problem.tables[5].dim *= 2;
   problem.tables[7].features[0].ids *= 2;  // not its size
-  const Replan found = replan(problem, before, 0.02);
+  const Replan found = kept_replan(problem, before, 0.02);
   EXPECT_EQ(found.changed, (std::vector<std::string>{"t0003", "t0005"}));
   EXPECT_TRUE(found.appeared.empty());
   EXPECT_TRUE(found.vanished.empty());
@@ -112,8 +122,8 @@ TEST(ReplanTest, ATableShrinks) {
     }
     largest->rows /= 2;
     largest->features.back().ids /= 2;
-    const Replan still = replan(problem, before, 0);
-    const Replan found = replan(problem, before, 0.05);
+    const Replan still = kept_replan(problem, before, 0);
+    const Replan found = kept_replan(problem, before, 0.05);
     EXPECT_EQ(found.changed, std::vector<std::string>{largest->name});
     expect_good(problem, before, found, 0.05 + still.moved_bytes / still.total_bytes, 2);
     EXPECT_LE(found.result.seconds, found.previous_seconds * (1 + 1e-9));
@@ -151,7 +161,7 @@ TEST(ReplanTest, MovesTakeTheBusiestRanksLinks) {
   const double bytes = 1000 * (8 * 4 + 4);
   // From rank 0 inside its host and out of it; ranks beside each other do not wait for each other.
   const Plan before{whole("a", 0), whole("b", 0), whole("c", 2)};
-  const Replan found = replan(problem, before, 0);
+  const Replan found = kept_replan(problem, before, 0);
   ASSERT_EQ(found.moves.size(), 3U);
   EXPECT_NEAR(found.moving_seconds, bytes / 4e9 + bytes / 1e9, 1e-12);
 }
@@ -160,18 +170,18 @@ TEST(ReplanTest, MovesArePaidBackByTheStepsThatAreLeft) {
   Problem problem = models::problem_of("medium", 8, false);
   const Plan before = plan(problem).plan;
   for (std::size_t t = 0; t < problem.tables.size(); t += 3) problem.tables[t].features[0].ids *= 3;
-  const Replan none = replan(problem, before, 0);
-  const Replan free = replan(problem, before, 1);
+  const Replan none = kept_replan(problem, before, 0);
+  const Replan free = kept_replan(problem, before, 1);
   ASSERT_FALSE(free.moves.empty());
-  EXPECT_TRUE(replan(problem, before, 1, 1e-9).moves.empty());
-  EXPECT_EQ(replan(problem, before, 1, 1e15).moves, free.moves);
+  EXPECT_TRUE(kept_replan(problem, before, 1, 1e-9).moves.empty());
+  EXPECT_EQ(kept_replan(problem, before, 1, 1e15).moves, free.moves);
   const auto whole = [](const Replan& one, double steps) {
     return one.result.seconds * steps + one.moving_seconds;
   };
   bool is_between = false;
   for (double steps = 1e-4; steps < 1e4; steps *= 3) {
     SCOPED_TRACE(steps);
-    const Replan found = replan(problem, before, 1, steps);
+    const Replan found = kept_replan(problem, before, 1, steps);
     EXPECT_NO_THROW(check_plan(problem, found.result.plan));
     expect_moves_suffice(before, found);
     EXPECT_LE(whole(found, steps), whole(none, steps) * (1 + 1e-9));
@@ -187,7 +197,7 @@ TEST(ReplanTest, ARankIsLostAndOneHasLessMemory) {
   // An eighth must go; row cuts move more.
   problem.ranks.resize(7);
   problem.ranks_per_host = 7;
-  const Replan fewer = replan(problem, before, 0.05);
+  const Replan fewer = kept_replan(problem, before, 0.05);
   expect_good(problem, before, fewer, 1, 5);
   const Plan fresh = plan(problem).plan;
   double all = 0;
@@ -200,7 +210,7 @@ TEST(ReplanTest, ARankIsLostAndOneHasLessMemory) {
   for (Rank& rank : tight.ranks) rank.memory = 40e9;
   const Plan even = plan(tight).plan;
   tight.ranks[2].memory /= 2;
-  const Replan moved = replan(tight, even, 0.05);
+  const Replan moved = kept_replan(tight, even, 0.05);
   EXPECT_NO_THROW(check_plan(tight, moved.result.plan));
   expect_moves_suffice(even, moved);
   EXPECT_LT(moved.moved_bytes, 0.25 * moved.total_bytes);
@@ -217,7 +227,7 @@ TEST(ReplanTest, RowsOfEqualLoadStay) {
   ASSERT_LT(before[0].shards[0].rows, before[0].shards[3].rows);
   table.rows += 1000;
   table.ids_below = {{rows / 100, 0.9}, {rows + 1000, 1}};
-  const Replan found = replan(problem, before, 0);
+  const Replan found = kept_replan(problem, before, 0);
   EXPECT_NO_THROW(check_plan(problem, found.result.plan));
   ASSERT_EQ(found.result.plan[0].shards.size(), 4U);
   for (std::size_t r = 0; r < 3; ++r) {

@@ -140,6 +140,118 @@ def test_the_checker_refuses_what_was_altered():
         assert not checker.proves({**certificate, "phases": certificate["phases"][:1]}), seed
 
 
+# One table of every type, two hosts of two ranks.
+EVERY_TYPE = {
+    "tables": [{"name": name, "rows": 1001, "dim": 16} for name in "abcdefgh"],
+    "rules": {
+        "a": {"cuts": ["table_wise"], "ranks": [2]},
+        "b": {"cuts": ["column_wise"], "ranks": [0, 3]},
+        "c": {"cuts": ["table_column_wise"], "min_columns": 8},
+        "d": {"cuts": ["row_wise"]},
+        "e": {"cuts": ["table_row_wise"]},
+        "f": {"cuts": ["grid_shard"]},
+        "g": {"cuts": ["data_parallel"], "kernels": ["fused"]},
+        "h": {"cuts": ["data_parallel"], "kernels": ["dense"]},
+    },
+    "batch": 64,
+    "ranks": [{"count": 4, "memory": 1e6, "host_speed": 1e11}],
+    "ranks_per_host": 2,
+    "reserved_percent": 0,
+}
+EVERY_PLAN = {
+    "a": [[0, 0, 1001, 16, 2]],
+    "b": [[0, 0, 1001, 4, 0], [0, 4, 1001, 12, 3]],
+    "c": [[0, 0, 1001, 8, 0], [0, 8, 1001, 8, 1]],
+    "d": [[0, 0, 251, 16, 0], [251, 0, 251, 16, 1], [502, 0, 251, 16, 2], [753, 0, 248, 16, 3]],
+    "e": [[0, 0, 501, 16, 2], [501, 0, 500, 16, 3]],
+    "f": [[0, 0, 501, 8, 0], [501, 0, 500, 8, 1], [0, 8, 501, 8, 2], [501, 8, 500, 8, 3]],
+    "g": [[0, 0, 1001, 16, rank] for rank in range(4)],
+    "h": [[0, 0, 1001, 16, rank] for rank in range(4)],
+}
+
+
+def every_plan(**changed):
+    plan = []
+    for name, shards in {
+        **EVERY_PLAN,
+        **{key: value for key, value in changed.items() if len(key) == 1},
+    }.items():
+        rule = EVERY_TYPE["rules"].get(name, {"cuts": ["table_wise"]})
+        kernel = rule.get("kernels", ["fused"])[0]
+        plan.append({"name": name, "type": rule["cuts"][0], "kernel": kernel, "shards": shards})
+    return plan
+
+
+def test_the_checker_takes_plans_of_every_type():
+    assert Checker(EVERY_TYPE).seconds(every_plan()) > 0
+    (result,) = plans([EVERY_TYPE])
+    check(EVERY_TYPE, result)
+    assert [table["type"] for table in result["tables"]] == [
+        rule["cuts"][0] for rule in EVERY_TYPE["rules"].values()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "shards", "why"),
+    [
+        ("a", [[0, 0, 1001, 16, 1]], "a: a wrong rank"),
+        ("a", [[0, 0, 1001, 8, 2], [0, 8, 1001, 8, 2]], "a: its shards do not lie as table_wise"),
+        ("b", [[0, 0, 1001, 8, 0], [0, 0, 1001, 8, 3]], "b: shards overlap"),
+        ("b", [[0, 0, 1001, 8, 0], [0, 4, 1001, 8, 3]], "b: shards overlap"),
+        ("b", [[0, 0, 501, 16, 0], [501, 0, 500, 16, 3]], "b: its shards do not lie as column_wise"),
+        ("b", [[0, 0, 1001, 2, 0], [0, 2, 1001, 14, 3]], "b: a part is no multiple of 4"),
+        ("b", [[0, 0, 1001, 16, -1]], "b: a wrong rank"),
+        ("b", [[0, 0, 1001, 20, 0], [0, 20, 1001, -4, 3]], "b: a part is no multiple of 4"),
+        ("c", [[0, 0, 1001, 4, 0], [0, 4, 1001, 12, 1]], "c: a part is no multiple of 8"),
+        ("c", [[0, 0, 1001, 8, 0], [0, 8, 1001, 8, 2]], "c: its shards do not lie as table_column_wise"),
+        ("d", [[0, 0, 501, 16, 0], [501, 0, 500, 16, 1]], "d: its shards do not lie as row_wise"),
+        (
+            "d",
+            [[0, 0, 251, 16, 0], [251, 0, 251, 16, 0], [502, 0, 251, 16, 2], [753, 0, 248, 16, 3]],
+            "d: its shards do not lie as row_wise",
+        ),
+        (
+            "d",
+            [[0, 0, 251, 16, 0], [250, 0, 251, 16, 1], [501, 0, 251, 16, 2], [753, 0, 248, 16, 3]],
+            "d: shards overlap",
+        ),
+        ("d", [[0, 0, 251, 16, rank] for rank in range(3)] + [[0, 0, 248, 16, 3]], "d: shards overlap"),
+        ("e", [[0, 0, 501, 16, 1], [501, 0, 500, 16, 2]], "e: its shards do not lie as table_row_wise"),
+        ("f", [[0, 0, 501, 16, 0], [501, 0, 500, 16, 3]], "f: its shards do not lie as grid_shard"),
+        (
+            "f",
+            [[0, 0, 501, 8, 0], [501, 0, 500, 8, 1], [0, 8, 501, 8, 3], [501, 8, 500, 8, 2]],
+            "f: its shards do not lie as grid_shard",
+        ),
+        ("g", [[0, 0, 1001, 16, rank] for rank in (0, 1, 2, 2)], "g"),
+        ("g", [[0, 0, 1001, 16, 0]], "g"),
+        ("x", [[0, 0, 1001, 16, 0]], "not the same tables"),
+    ],
+)
+def test_the_checker_refuses_plans_with_faults(name, shards, why):
+    with pytest.raises(AssertionError, match=why):
+        Checker(EVERY_TYPE).seconds(every_plan(**{name: shards}))
+
+
+def test_the_checker_refuses_what_rules_exclude():
+    for index, change, why in (
+        (0, {"type": "column_wise"}, "a: its rules exclude column_wise"),
+        (6, {"kernel": "dense"}, "g: its rules exclude dense"),
+        (1, {"kernel": "dense"}, "b: a dense kernel of column_wise"),
+        (1, {"name": "a"}, "not the same tables"),
+    ):
+        plan = every_plan()
+        plan[index] = {**plan[index], **change}
+        with pytest.raises(AssertionError, match=why):
+            Checker(EVERY_TYPE).seconds(plan)
+    less = {**EVERY_TYPE, "ranks": [{"count": 4, "memory": 4e5, "host_speed": 1e11}]}
+    with pytest.raises(AssertionError, match="a rank holds too much"):
+        Checker(less).seconds(every_plan())
+    for lists in ({"apart": [["a", "e"]]}, {"together": [["a", "b"]]}):
+        with pytest.raises(AssertionError):
+            Checker({**EVERY_TYPE, **lists}).seconds(every_plan())
+
+
 def test_errors_name_their_place():
     (result,) = plans([{"tables": [{"name": "a", "rows": -1, "dim": 4}], "batch": 1, "ranks": [{}]}])
     assert result["error"].startswith("plan: /tables/0/rows is -1")
