@@ -16,8 +16,7 @@
 namespace tessera::planner {
 namespace {
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr double kMargin = 1e-9;
+constexpr double kPhasesMargin = 1e-9;
 constexpr double kMostPrice = 16;  // of memory, beside links at 1
 constexpr std::size_t kMostClasses = 256;
 constexpr std::size_t kMostPieces = 24;
@@ -69,11 +68,11 @@ class Piece {
 
   /// No plan whose memory is in the piece is faster, by these prices beside 1 for links.
   double seconds(double local, double byte) const {
-    if (is_empty_) return kInfinity;
+    if (is_empty_) return kNoLimit;
     double sum = 0;
     double lost = 0;  // by rounding
     for (std::size_t c = 0; c < ways_.size(); ++c) {
-      double best = kInfinity;
+      double best = kNoLimit;
       for (const Load& way : ways_[c]) {
         best = std::min(best, way.links + local * way.local + byte * way.bytes);
       }
@@ -90,11 +89,11 @@ class Piece {
   PhasePrices best(double& found) const {
     PhasePrices prices{from_, to_, 1, 1, 0};
     if (is_empty_) {
-      found = kInfinity;
+      found = kNoLimit;
       return prices;
     }
     const auto byte_for = [&](double local) {
-      if (memory_ == kInfinity || !(memory_ > 0)) return 0.0;
+      if (memory_ == kNoLimit || !(memory_ > 0)) return 0.0;
       double scale = seconds(local, 0) * world_ / memory_;
       if (!(seconds(local, 1e-6 * scale) > seconds(local, 0))) return 0.0;
       return peak(0, 8 * scale, [&](double byte) { return seconds(local, byte); });
@@ -156,7 +155,7 @@ std::vector<double> borders(const Options& options, double mean) {
   for (const double share : {0.8, 0.9, 1.0, 1.05, 1.1, 1.2, 1.4}) places.push_back(share * mean);
   std::sort(places.begin(), places.end());
   places.erase(std::unique(places.begin(), places.end()), places.end());
-  places.push_back(kInfinity);
+  places.push_back(kNoLimit);
   return places;
 }
 
@@ -166,12 +165,12 @@ void sharpen_for_phases(const Options& options, Bound& bound) {
   if (options.kinds.size() != 1 || options.classes.size() > kMostClasses) return;
   double local = 0;
   for (const TableClass& one : options.classes) {
-    double least = kInfinity;
-    for (const Load& way : ways_within(options, one, kInfinity)) least = std::min(least, way.local);
+    double least = kNoLimit;
+    for (const Load& way : ways_within(options, one, kNoLimit)) least = std::min(least, way.local);
     local += least * static_cast<double>(one.tables.size());
   }
   const double mean = local / options.num_ranks();
-  if (!(mean > 0) || mean == kInfinity) return;
+  if (!(mean > 0) || mean == kNoLimit) return;
   struct Refuted {
     PhasePrices prices;
     double seconds;  // a plan whose memory alone takes longer is slower anyway
@@ -182,7 +181,7 @@ void sharpen_for_phases(const Options& options, Bound& bound) {
     return Refuted{prices, std::max(seconds, from)};
   };
   std::vector<Refuted> found;
-  double refuted = kInfinity;
+  double refuted = kNoLimit;
   const std::vector<double> places = borders(options, mean);
   for (std::size_t i = 0; i + 1 < places.size(); ++i) {
     found.push_back(refute(places[i], std::min(places[i + 1], 1e12)));
@@ -200,15 +199,15 @@ void sharpen_for_phases(const Options& options, Bound& bound) {
     const double end = least->prices.to;
     *least = refute(middle, end);
     found.insert(found.begin() + (least - found.begin()), refute(from, middle));
-    refuted = kInfinity;
+    refuted = kNoLimit;
     for (const Refuted& one : found) refuted = std::min(refuted, one.seconds);
   }
   std::vector<PhasePrices> pieces;
   for (const Refuted& one : found) {
     if (one.prices.from < refuted) pieces.push_back(one.prices);
   }
-  refuted *= 1 - kMargin;
-  if (!(refuted > bound.certificate.seconds) || refuted == kInfinity) return;
+  refuted *= 1 - kPhasesMargin;
+  if (!(refuted > bound.certificate.seconds) || refuted == kNoLimit) return;
   bound.certificate.seconds = refuted;
   bound.certificate.table.clear();
   bound.certificate.phases = std::move(pieces);
@@ -219,8 +218,8 @@ bool phases_hold(const Options& options, const Certificate& certificate) {
   double reached = 0;
   for (const PhasePrices& piece : certificate.phases) {
     const bool is_right = piece.from <= reached && piece.to > piece.from && piece.links == 1 &&
-                          piece.local >= 0 && piece.byte >= 0 && piece.local < kInfinity &&
-                          piece.byte < kInfinity;
+                          piece.local >= 0 && piece.byte >= 0 && piece.local < kNoLimit &&
+                          piece.byte < kNoLimit;
     if (!is_right) return false;
     if (piece.from < certificate.seconds &&
         !(Piece(options, piece.from, piece.to).seconds(piece.local, piece.byte) >
