@@ -32,7 +32,8 @@ struct IdStatistics {
   double distinct = 0;     // ids, exact up to a million, then to about 1 %
   double zipf = 0;         // exponent of the law that fits the counts of the hottest ids
   double zipf_error = 0;   // its standard error
-  /// (lookups, distinct ids among the first so many): powers of two from 256 on, and the end.
+  /// (lookups, distinct ids among the first so many): powers of two from 256 on, half-way between
+  /// them, and the end.
   std::vector<std::pair<double, double>> curve;
   /// Share of the lookups that the hottest 1, 2, 4, … ids have.
   std::vector<std::pair<double, double>> hotness;
