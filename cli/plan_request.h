@@ -49,4 +49,11 @@ inline WantedPlan wanted_plan(const PlanTablesWords& words) {
   return wanted;
 }
 
+/// What is wanted least, and how long it is searched for.
+inline void set_search(const PlanTablesWords& words, planner::Problem& problem) {
+  problem.objective =
+      words.objective == "sum" ? planner::Objective::kSum : planner::Objective::kPhases;
+  problem.tries = words.effort == "low" ? 8 : words.effort == "high" ? 4096 : 64;
+}
+
 }  // namespace tessera::cli

@@ -117,9 +117,7 @@ planner::Problem problem_of(const PlanTablesWords& words, const WantedPlan& want
   std::vector<planner::Table> tables = tables_of(words);
   if (!words.stats.empty()) dlrm::apply_statistics(words.stats, tables);
   planner::Problem problem = dlrm::table_problem(std::move(tables), wanted.request);
-  problem.objective =
-      words.objective == "sum" ? planner::Objective::kSum : planner::Objective::kPhases;
-  problem.tries = words.effort == "low" ? 8 : words.effort == "high" ? 4096 : 64;
+  set_search(words, problem);
   for (const std::string& pin : words.pins) add_pin(pin, problem);
   for (const std::string& list : words.apart) {
     problem.apart.push_back(listed_names("--apart", list));
@@ -321,7 +319,9 @@ int plan_search(const PlanTablesWords& words) {
     if (!words.previous.empty()) {
       const planner::Plan previous =
           planner::plan_from_json(workloads::report::read_text(words.previous));
-      again = planner::replan(problem, previous, share_of(words.max_moved), words.steps_left);
+      again = planner::replan(problem, previous,
+                              share_of(words.max_moved.empty() ? "5%" : words.max_moved),
+                              words.steps_left);
     }
     const planner::PlanResult result =
         words.previous.empty() ? planner::plan(problem) : again.result;

@@ -98,6 +98,9 @@ void check(const PlanTablesWords& given) {
   if (given.steps_left > 0 && given.previous.empty()) {
     throw UsageError("plan: --steps-left is for --previous");
   }
+  if (!given.max_moved.empty() && given.previous.empty()) {
+    throw UsageError("plan: --max-moved is for --previous");
+  }
   if (given.num_ranks % given.num_hosts != 0) {
     throw launch::LaunchError(
         launch::kExitConfiguration,

@@ -28,12 +28,12 @@ struct PlanTablesWords : workloads::dlrm::Settings {
   std::string write;
   std::string picture;  // a file
   bool search = false;
-  std::string explain;           // a table
-  std::string check;             // a file
-  std::string previous;          // a plan
-  std::string max_moved = "5%";  // of its bytes
-  double steps_left = 0;         // that are to pay for moves; 0: moves are free
-  std::string calibrate;         // a run
+  std::string explain;    // a table
+  std::string check;      // a file
+  std::string previous;   // a plan
+  std::string max_moved;  // of its bytes; empty: 5%
+  double steps_left = 0;  // that are to pay for moves; 0: moves are free
+  std::string calibrate;  // a run
   std::string objective = "sum";
   std::string effort = "normal";
   std::vector<std::string> pins;

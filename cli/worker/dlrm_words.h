@@ -9,6 +9,5 @@ namespace tessera::cli {
 using workloads::dlrm::kModule;
 using workloads::dlrm::log_options;
 using workloads::dlrm::plan_of;
-using workloads::dlrm::table_optimizer_of;
 
 }  // namespace tessera::cli

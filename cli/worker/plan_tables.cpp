@@ -7,6 +7,7 @@
 #include "../plan_failure.h"
 #include "../plan_request.h"
 #include "../plan_tables_flags.h"
+#include "dlrm/from_settings.h"
 #include "dlrm/open_log.h"
 #include "dlrm/training.h"
 #include "report/html.h"
@@ -27,8 +28,8 @@ namespace dlrm = workloads::dlrm;
 using launch::LaunchError;
 using workloads::report::bytes_text;
 
-constexpr const char* kShardings[] = {"auto",     "balanced",    "table_wise",
-                                      "row_wise", "column_wise", "data_parallel"};
+constexpr const char* kRules[] = {"balanced", "table_wise", "row_wise", "column_wise",
+                                  "data_parallel"};
 
 ListedTables tables_of(const PlanTablesWords& words) {
   if (!words.table_list.empty()) return read_table_list(words.table_list);
@@ -49,10 +50,9 @@ PlanSubjectTables subject_of(const PlanTablesWords& words, const WantedPlan& wan
   ListedTables listed = tables_of(words);
   subject.tables = std::move(listed.tables);
   subject.topology = {words.num_ranks, words.num_ranks / words.num_hosts};
-  subject.load.batch = words.batch;
-  subject.load.ids_per_sample = std::move(listed.ids_per_sample);
-  subject.load.optimizer = table_optimizer_of(words.table_optimizer);
-  subject.bandwidths = wanted.request.rank.speeds;
+  subject.problem = dlrm::problem_of(subject.tables, listed.ids_per_sample, wanted.request);
+  if (!words.stats.empty()) dlrm::apply_statistics(words.stats, subject.problem.tables);
+  set_search(words, subject.problem);
   subject.speeds_origin = wanted.origin;
   subject.memory = words.memory.empty() ? 0 : bytes_of(words.memory);
   subject.budget = subject.memory * (1 - words.reserve / 100);
@@ -60,8 +60,16 @@ PlanSubjectTables subject_of(const PlanTablesWords& words, const WantedPlan& wan
 }
 
 void cost_it(const PlanSubjectTables& subject, PlanChoice& choice) {
-  choice.costs = dlrm::plan_cost(subject.tables, choice.plan, subject.topology, subject.load,
-                                 subject.bandwidths);
+  const std::vector<planner::ShardCost> costs =
+      planner::cost_of(subject.problem, dlrm::planner_plan(choice.plan));
+  choice.step_seconds = planner::step_seconds(subject.problem, costs);
+  const double own = planner::CostModel(subject.problem).own_bytes();
+  for (const planner::ShardCost& cost : costs) {
+    const planner::Bytes& bytes = cost.bytes;
+    choice.costs.push_back(
+        {{bytes.weights, bytes.optimizer, bytes.input + bytes.activations + bytes.sort + own},
+         cost.seconds});
+  }
 }
 
 // What is wrong, without the words before it that name the operation.
@@ -71,40 +79,41 @@ std::string reason_of(const c10::Error& error) {
   return colon == std::string::npos ? text : text.substr(colon + 2);
 }
 
-// The planner's, of this memory and these speeds.
-sharding::ModulePlan searched_plan(const PlanTablesWords& words, const WantedPlan& wanted,
-                                   const PlanSubjectTables& subject) {
-  planner::Problem problem =
-      dlrm::problem_of(subject.tables, subject.load.ids_per_sample, wanted.request);
-  if (!words.stats.empty()) dlrm::apply_statistics(words.stats, problem.tables);
-  const sharding::ShardingPlan plan =
-      sharding::plan_from_json(planner::plan_json(planner::plan(problem).plan, kModule));
-  return plan.modules.at(kModule);
-}
-
-PlanChoice named_choice(const PlanTablesWords& words, const WantedPlan& wanted,
-                        const PlanSubjectTables& subject, const std::string& name) {
+PlanChoice named_choice(const PlanSubjectTables& subject, const std::string& name) {
   PlanChoice choice;
   choice.sharding = name;
   try {
-    choice.plan = name == "auto" ? searched_plan(words, wanted, subject)
-                                 : dlrm::default_plan(subject.tables, name, subject.topology);
+    choice.plan = dlrm::default_plan(subject.tables, name, subject.topology);
     cost_it(subject, choice);
   } catch (const c10::ValueError& error) {
     choice.obstacle = reason_of(error);
+  }
+  return choice;
+}
+
+// The planner's, and its bound.
+PlanChoice searched_choice(const PlanTablesWords& words, PlanSubjectTables& subject) {
+  PlanChoice choice;
+  choice.sharding = "auto";
+  try {
+    const planner::PlanResult found = planner::plan(subject.problem);
+    subject.bound = found.certificate.seconds;
+    choice.plan =
+        sharding::plan_from_json(planner::plan_json(found.plan, kModule)).modules.at(kModule);
+    cost_it(subject, choice);
   } catch (const planner::PlanError& error) {
+    if (dlrm::is_planned(words)) throw plan_failure(error);
     choice.obstacle = error.problem().substr(6);  // "plan: "
   }
   return choice;
 }
 
-void choose(const PlanTablesWords& words, const WantedPlan& wanted, PlanSubjectTables& subject) {
-  for (const char* name : kShardings) {
-    subject.others.push_back(named_choice(words, wanted, subject, name));
-  }
+void choose(const PlanTablesWords& words, PlanSubjectTables& subject) {
+  subject.others.push_back(searched_choice(words, subject));
+  for (const char* name : kRules) subject.others.push_back(named_choice(subject, name));
   try {
     subject.chosen.plan = dlrm::is_planned(words)
-                              ? searched_plan(words, wanted, subject)
+                              ? subject.others[0].plan
                               : plan_of("plan", words, subject.tables, subject.topology);
   } catch (const c10::ValueError& error) {
     throw LaunchError(launch::kExitConfiguration, "plan: " + reason_of(error),
@@ -113,8 +122,6 @@ void choose(const PlanTablesWords& words, const WantedPlan& wanted, PlanSubjectT
                           : words.plan + " does not fit these tables and ranks",
                       words.plan.empty() ? "another --sharding, or other --ranks"
                                          : "make it with tessera plan tables --write");
-  } catch (const planner::PlanError& error) {
-    throw plan_failure(error);
   }
   subject.chosen.sharding =
       words.plan.empty() ? "sharding " + words.sharding : "plan " + words.plan;
@@ -127,7 +134,7 @@ std::string largest_on(const PlanSubjectTables& subject, int rank) {
   double most = -1;
   for (const auto& table : subject.tables) {
     for (const auto& shard : subject.chosen.plan.at(table.name).shards) {
-      const double bytes = dlrm::weight_bytes(table, shard);
+      const double bytes = weight_bytes(table, shard);
       if (shard.rank != rank || bytes <= most) continue;
       most = bytes;
       name = table.name;
@@ -183,7 +190,7 @@ int plan_tables(const std::vector<std::string>& words) {
     const WantedPlan wanted = wanted_plan(given);
     std::fputs(wanted.known.caution.c_str(), stderr);
     PlanSubjectTables subject = subject_of(given, wanted);
-    choose(given, wanted, subject);
+    choose(given, subject);
     check_fits(subject);
     if (!given.write.empty()) {
       workloads::report::write_text(given.write,

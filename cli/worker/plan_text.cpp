@@ -10,9 +10,8 @@
 namespace tessera::cli {
 namespace {
 
+using planner::Seconds;
 using sharding::ParameterSharding;
-using workloads::dlrm::RankCost;
-using workloads::dlrm::RankSeconds;
 using workloads::report::bytes_text;
 using workloads::report::short_number;
 using Json = nlohmann::ordered_json;
@@ -23,13 +22,13 @@ constexpr std::size_t kRanksWidth = 14;
 
 struct Part {
   const char* name;
-  double RankSeconds::* seconds;
+  double Seconds::* seconds;
 };
-constexpr Part kParts[] = {{"ids", &RankSeconds::ids},
-                           {"lookup", &RankSeconds::lookup},
-                           {"rows", &RankSeconds::rows},
-                           {"gradients", &RankSeconds::gradients},
-                           {"step", &RankSeconds::step}};
+constexpr Part kParts[] = {{"ids", &Seconds::ids},
+                           {"lookup", &Seconds::lookup},
+                           {"rows", &Seconds::rows},
+                           {"gradients", &Seconds::gradients},
+                           {"step", &Seconds::step}};
 
 [[gnu::format(printf, 1, 2)]] std::string line(const char* format, ...) {
   char text[256];
@@ -65,7 +64,7 @@ double largest_shard(const embedding::EmbeddingTableConfig& table,
                      const ParameterSharding& sharding) {
   double most = 0;
   for (const auto& shard : sharding.shards) {
-    most = std::max(most, workloads::dlrm::weight_bytes(table, shard));
+    most = std::max(most, weight_bytes(table, shard));
   }
   return most;
 }
@@ -109,7 +108,7 @@ std::string ranks_table(const PlanSubjectTables& subject) {
     if (subject.memory > 0) {
       std::snprintf(share, sizeof(share), "%.0f %%", 100 * cost.bytes.total() / subject.memory);
     }
-    const RankSeconds& time = cost.seconds;
+    const Seconds& time = cost.seconds;
     text += line("%-5zu %8s %8s %8s %8s %5s | %7.3f %7.3f %7.3f %7.3f %7.3f %7.3f", rank,
                  bytes_text(cost.bytes.weights).c_str(), bytes_text(cost.bytes.optimizer).c_str(),
                  bytes_text(cost.bytes.batch).c_str(), bytes_text(cost.bytes.total()).c_str(),
@@ -144,18 +143,30 @@ std::string verdict(const PlanSubjectTables& subject) {
               100 * (slowest->seconds.*(most->seconds)) / std::max(1e-30, total), most->name);
 }
 
+// How far it is at most from the best plan.
+std::string proof(const PlanSubjectTables& subject) {
+  const double gap = subject.gap(subject.chosen);
+  if (gap < 0) return "";
+  return line("plan %.4g ms a step, no plan can be under %.4g ms (%.2f %%)",
+              milliseconds(subject.chosen.step_seconds), milliseconds(subject.bound), 100 * gap);
+}
+
 std::string comparison(const PlanSubjectTables& subject) {
-  std::string text = line("%-15s %14s %14s %10s  %s", "sharding", "largest rank", "slowest rank",
-                          "imbalance", "fits");
+  std::string text = line("%-14s %12s %13s %9s %10s  %s", "sharding", "largest rank",
+                          "slowest rank", "imbalance", "over bound", "fits");
   for (const PlanChoice& other : subject.others) {
     if (!other.obstacle.empty()) {
-      text += line("%-15s %14s %14s %10s  no: %s", other.sharding.c_str(), "", "", "",
-                   cut(other.obstacle, 40).c_str());
+      text += line("%-14s %12s %13s %9s %10s  no: %s", other.sharding.c_str(), "", "", "", "",
+                   cut(other.obstacle, 32).c_str());
       continue;
     }
-    text += line("%-15s %14s %11.3f ms %10.2f  %s", other.sharding.c_str(),
+    char gap[32] = "";
+    if (const double share = subject.gap(other); share >= 0) {
+      std::snprintf(gap, sizeof(gap), "%.2f %%", 100 * share);
+    }
+    text += line("%-14s %12s %10.3f ms %9.2f %10s  %s", other.sharding.c_str(),
                  bytes_text(other.largest_rank()).c_str(), milliseconds(other.slowest_rank()),
-                 imbalance(other), subject.fits(other) ? "yes" : "no");
+                 imbalance(other), gap, subject.fits(other) ? "yes" : "no");
   }
   return text;
 }
@@ -174,29 +185,36 @@ double PlanChoice::slowest_rank() const {
   return most;
 }
 
+double weight_bytes(const embedding::EmbeddingTableConfig& table, const sharding::Shard& shard) {
+  return static_cast<double>(shard.rows) * static_cast<double>(shard.columns) *
+         embedding::bits_of(table.data_type) / 8.0;
+}
+
 std::string plan_text(const PlanSubjectTables& subject) {
+  const planner::Speeds& speeds = subject.problem.ranks[0].speeds;
   double bytes = 0;
   for (const auto& table : subject.tables) {
-    bytes += workloads::dlrm::weight_bytes(
-        table, {.rows = table.num_embeddings, .columns = table.embedding_dim});
+    bytes += weight_bytes(table, {.rows = table.num_embeddings, .columns = table.embedding_dim});
   }
   std::string text =
       line("tables   %zu of %s on %s of %s, %ld samples per rank; %s", subject.tables.size(),
            bytes_text(bytes).c_str(), counted(subject.topology.world_size, "rank").c_str(),
            counted(subject.topology.num_hosts(), "host").c_str(),
-           static_cast<long>(subject.load.batch), cut(subject.chosen.sharding, 32).c_str());
+           static_cast<long>(subject.problem.batch), cut(subject.chosen.sharding, 32).c_str());
   text += line("speeds   %.3g GB/s in memory, %.3g in a host, %.3g between hosts; %s",
-               subject.bandwidths.memory / 1e9, subject.bandwidths.host / 1e9,
-               subject.bandwidths.network / 1e9, subject.speeds_origin.c_str());
+               speeds.memory / 1e9, speeds.host / 1e9, speeds.network / 1e9,
+               subject.speeds_origin.c_str());
   if (subject.memory > 0) {
     text += line("memory   %s a rank, %s of it for tables", bytes_text(subject.memory).c_str(),
                  bytes_text(subject.budget).c_str());
   }
   return text + "\n" + tables_text(subject) + "\n" + ranks_table(subject) + verdict(subject) +
-         "\n" + comparison(subject);
+         proof(subject) + "\n" + comparison(subject);
 }
 
 Json plan_json(const PlanSubjectTables& subject) {
+  const auto or_null = [](double value) { return value < 0 ? Json() : Json(value); };
+  const planner::Speeds& speeds = subject.problem.ranks[0].speeds;
   Json tables = Json::array();
   for (std::size_t i = 0; i < subject.tables.size(); ++i) {
     const auto& table = subject.tables[i];
@@ -208,14 +226,14 @@ Json plan_json(const PlanSubjectTables& subject) {
                         {"rows", shard.rows},
                         {"column", shard.column},
                         {"columns", shard.columns},
-                        {"bytes", workloads::dlrm::weight_bytes(table, shard)}});
+                        {"bytes", weight_bytes(table, shard)}});
     }
     tables.push_back({{"name", table.name},
                       {"rows", table.num_embeddings},
                       {"dim", table.embedding_dim},
                       {"dtype", embedding::name_of(table.data_type)},
                       {"pooling", embedding::name_of(table.pooling)},
-                      {"ids", subject.load.ids_per_sample[i]},
+                      {"ids", subject.problem.tables[i].features[0].ids},
                       {"sharding", sharding::name_of(one.type)},
                       {"kernel", sharding::name_of(one.kernel)},
                       {"shards", std::move(shards)}});
@@ -238,6 +256,8 @@ Json plan_json(const PlanSubjectTables& subject) {
     if (other.obstacle.empty()) {
       entry["largest_rank_bytes"] = other.largest_rank();
       entry["slowest_rank_seconds"] = other.slowest_rank();
+      entry["step_seconds"] = other.step_seconds;
+      entry["gap"] = or_null(subject.gap(other));
     } else {
       entry["obstacle"] = other.obstacle;
     }
@@ -245,15 +265,16 @@ Json plan_json(const PlanSubjectTables& subject) {
   }
   return {{"ranks", subject.topology.world_size},
           {"hosts", subject.topology.num_hosts()},
-          {"batch", subject.load.batch},
+          {"batch", subject.problem.batch},
           {"memory_bytes", subject.memory > 0 ? Json(subject.memory) : Json()},
           {"budget_bytes", subject.memory > 0 ? Json(subject.budget) : Json()},
           {"bandwidths",
-           {{"memory", subject.bandwidths.memory},
-            {"host", subject.bandwidths.host},
-            {"network", subject.bandwidths.network}}},
+           {{"memory", speeds.memory}, {"host", speeds.host}, {"network", speeds.network}}},
           {"speeds", subject.speeds_origin},
           {"sharding", subject.chosen.sharding},
+          {"step_seconds", subject.chosen.step_seconds},
+          {"bound_seconds", subject.bound > 0 ? Json(subject.bound) : Json()},
+          {"gap", or_null(subject.gap(subject.chosen))},
           {"tables", std::move(tables)},
           {"per_rank", std::move(ranks)},
           {"choices", std::move(others)}};

@@ -87,11 +87,10 @@ ShardCost& operator+=(ShardCost& sum, const ShardCost& one) {
 CostModel::CostModel(const Problem& problem)
     : world_(problem.num_ranks()), batch_(static_cast<double>(problem.batch)) {
   const double local = problem.ranks_per_host;
-  double own = 0;  // rows of a rank's own samples and their gradients
   for (const Table& table : problem.tables) {
     double rows = 0;
     for (const Feature& feature : table.features) rows += table.is_pooled ? 1 : feature.ids;
-    own += 2 * batch_ * rows * static_cast<double>(table.dim) * kWireBytes;
+    own_bytes_ += 2 * batch_ * rows * static_cast<double>(table.dim) * kWireBytes;
   }
   for (const Rank& rank : problem.ranks) {
     const Speeds& speeds = rank.speeds;
@@ -103,7 +102,7 @@ CostModel::CostModel(const Problem& problem)
     capacities_.push_back(rank.memory == kNoLimit
                               ? kNoLimit
                               : rank.memory * (1 - problem.reserved_percent / 100) -
-                                    problem.reserved_bytes - own);
+                                    problem.reserved_bytes - own_bytes_);
   }
 }
 

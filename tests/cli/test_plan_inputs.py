@@ -282,6 +282,7 @@ def test_a_plan_is_improved_by_moving_little(tmp_path):
     assert 0 < short["moving_seconds"] < short["previous_seconds"] - short["plan_seconds"]
     assert json.loads(tessera(*again, "--steps-left", 1e12).stdout)["moves"] == found["moves"]
     assert "--steps-left is for --previous" in tessera(*words, "--steps-left", 9, code=2).stderr
+    assert "--max-moved is for --previous" in tessera(*words, "--max-moved", "5%", code=2).stderr
     assert "--steps-left" in tessera(*again, "--steps-left", 0, code=2).stderr
     for share in ("much", "-1%", "101%"):
         refused = tessera(*words, "--previous", before, "--max-moved", share, code=2)
@@ -305,6 +306,16 @@ def test_ids_of_a_log_are_counted_and_change_the_plan(tmp_path):
     counted = json.loads(tessera(*shape, "--stats", stats).stdout)
     assert {table["ids"] for table in counted["tables"]} == {4}
     assert counted["plan_seconds"] < even["plan_seconds"]
+    # The same without --search, and what is said of every rank and sharding goes by them, too.
+    table = ["plan", "tables", "--json", "-n", 2, "--data", log, "--batch", 500]
+    shown, plain = (json.loads(tessera(*table, *more).stdout) for more in (["--stats", stats], ["--bag", 4]))
+    assert {one["ids"] for one in shown["tables"]} == {4}
+    assert shown["step_seconds"] == pytest.approx(counted["plan_seconds"])
+    assert max(rank["seconds"]["total"] for rank in shown["per_rank"]) == pytest.approx(
+        counted["plan_seconds"]
+    )
+    for one, other in zip(shown["choices"], plain["choices"], strict=True):
+        assert one["slowest_rank_seconds"] < other["slowest_rank_seconds"], one["sharding"]
     stats.write_text(stats.read_text().replace("cat_", "dog_"))
     assert "has none of the tables" in tessera(*shape, "--stats", stats, code=65).stderr
 

@@ -32,6 +32,8 @@ LogOptions log_options(const Settings& settings) {
 
 planner::Problem problem_of(const std::vector<embedding::EmbeddingTableConfig>& tables,
                             const std::vector<double>& ids_per_sample, const PlanRequest& request) {
+  TESSERA_CHECK_VALUE(ids_per_sample.size() == tables.size(), "dlrm.problem_of: there are ",
+                      tables.size(), " tables and the ids of ", ids_per_sample.size(), ".");
   std::vector<planner::Table> listed;
   for (std::size_t i = 0; i < tables.size(); ++i) {
     planner::Table table;
@@ -70,7 +72,7 @@ sharding::ModulePlan plan_from_answer(const std::string& verb, const std::string
   return plan;
 }
 
-PlanFigures figures_of(const planner::Problem& problem, const sharding::ModulePlan& plan) {
+planner::Plan planner_plan(const sharding::ModulePlan& plan) {
   planner::Plan laid;
   for (const auto& [name, table] : plan) {
     planner::TablePlan& one = laid.emplace_back();
@@ -81,8 +83,12 @@ PlanFigures figures_of(const planner::Problem& problem, const sharding::ModulePl
       one.shards.push_back({shard.row, shard.column, shard.rows, shard.columns, shard.rank});
     }
   }
+  return laid;
+}
+
+PlanFigures figures_of(const planner::Problem& problem, const sharding::ModulePlan& plan) {
   PlanFigures figures;
-  figures.per_rank = planner::cost_of(problem, laid);
+  figures.per_rank = planner::cost_of(problem, planner_plan(plan));
   figures.seconds = planner::step_seconds(problem, figures.per_rank);
   // A plan that is given may ask for more memory than the planner would.
   planner::Problem free = problem;

@@ -21,9 +21,13 @@ embedding::OptimizerKind table_optimizer_of(const std::string& name);
 
 LogOptions log_options(const Settings& settings);
 
-/// Tables of a plan with `ids_per_sample` of each, as a problem for the planner.
+/// Tables of a plan with `ids_per_sample` of each, as a problem for the planner. Throws ValueError
+/// unless there is a number of ids for every table.
 planner::Problem problem_of(const std::vector<embedding::EmbeddingTableConfig>& tables,
                             const std::vector<double>& ids_per_sample, const PlanRequest& request);
+
+/// The same plan in the planner's terms.
+planner::Plan planner_plan(const sharding::ModulePlan& plan);
 
 /// The planner's answer, as text that all ranks read alike with `plan_from_answer`: a plan, or why
 /// there is none. Not collective; never throws for a problem without a plan.

@@ -87,6 +87,8 @@ class TESSERA_API CostModel {
   /// Bytes of `rank` that tables may have: less the reservation, and the rows and gradients of the
   /// rank's own samples, which every plan has.
   double capacity(int rank) const { return capacities_[static_cast<std::size_t>(rank)]; }
+  /// Bytes of those rows and gradients.
+  double own_bytes() const { return own_bytes_; }
 
  private:
   struct Links {
@@ -96,6 +98,7 @@ class TESSERA_API CostModel {
   };
   double world_;
   double batch_;
+  double own_bytes_ = 0;
   std::vector<Speeds> speeds_;
   std::vector<Links> links_;
   std::vector<double> capacities_;

@@ -1,20 +1,21 @@
-// What a plan costs: closed forms for every way of cutting.
+// What a plan of a training costs by the planner: closed forms for every way of cutting.
 
 #include <cmath>
 
 #include <gtest/gtest.h>
 
-#include "dlrm/plan_cost.h"
+#include "dlrm/from_settings.h"
 #include "dlrm/training.h"
 
 namespace tessera::workloads::dlrm {
 namespace {
 
 using embedding::EmbeddingTableConfig;
+using planner::ShardCost;
 using sharding::Topology;
 
 // Bandwidths that tell the parts apart: a byte in memory, in the host, in the network.
-constexpr Bandwidths kUnit{.memory = 1, .host = 1e-3, .network = 1e-6};
+constexpr planner::Speeds kUnit{.memory = 1, .host = 1e-3, .network = 1e-6};
 
 EmbeddingTableConfig table(const std::string& name, std::int64_t rows, std::int64_t columns) {
   EmbeddingTableConfig config;
@@ -27,23 +28,28 @@ EmbeddingTableConfig table(const std::string& name, std::int64_t rows, std::int6
 // Rows that so many even ids touch.
 double touched(double rows, double ids) { return rows * (1 - std::pow(1 - 1 / rows, ids)); }
 
-std::vector<RankCost> costs_of(const EmbeddingTableConfig& one, const sharding::Placement& wish,
-                               const Topology& topology, double ids = 2, std::int64_t batch = 10) {
-  StepLoad load;
-  load.batch = batch;
-  load.ids_per_sample = {ids};
-  return plan_cost({one}, sharding::make_module_plan({one}, {{one.name, wish}}, topology), topology,
-                   load, kUnit);
+double batch_bytes(const ShardCost& cost) {
+  return cost.bytes.input + cost.bytes.activations + cost.bytes.sort;
+}
+
+std::vector<ShardCost> costs_of(const EmbeddingTableConfig& one, const sharding::Placement& wish,
+                                const Topology& topology, double ids = 2, std::int64_t batch = 10) {
+  PlanRequest request;
+  request.num_ranks = topology.world_size;
+  request.ranks_per_host = topology.local_size;
+  request.batch = batch;
+  request.rank.speeds = kUnit;
+  const auto plan = sharding::make_module_plan({one}, {{one.name, wish}}, topology);
+  return planner::cost_of(problem_of({one}, {ids}, request), planner_plan(plan));
 }
 
 TEST(PlanCost, TableWiseIsAllOnOneRank) {
   const auto costs = costs_of(table("a", 1000, 32), sharding::table_wise(1), {2, 2});
-  const RankCost& owner = costs[1];
+  const ShardCost& owner = costs[1];
   EXPECT_EQ(owner.bytes.weights, 1000 * 32 * 4);
   EXPECT_EQ(owner.bytes.optimizer, 1000 * 4);  // one number per row
-  // Ids and lengths of two batches, 20 rows each way for others, the 10 rows of its own samples
-  // each way, and 16 bytes an id to sort them.
-  EXPECT_EQ(owner.bytes.batch, 2 * (40 * 8 + 20 * 4) + 2 * 20 * 32 * 4 + 2 * 10 * 32 * 4 + 40 * 16);
+  // Ids and lengths of two batches, 20 rows each way, and 16 bytes an id to sort them.
+  EXPECT_EQ(batch_bytes(owner), 2 * (40 * 8 + 20 * 4) + 2 * 20 * 32 * 4 + 40 * 16);
   // Half of everything is the other rank's.
   EXPECT_DOUBLE_EQ(owner.seconds.ids, (20 * 8 + 10 * 4) * 1e3);
   EXPECT_DOUBLE_EQ(owner.seconds.lookup, 40 * 128);
@@ -51,7 +57,7 @@ TEST(PlanCost, TableWiseIsAllOnOneRank) {
   EXPECT_DOUBLE_EQ(owner.seconds.gradients, owner.seconds.rows);
   EXPECT_NEAR(owner.seconds.step, 40 * 128 + 2 * touched(1000, 40) * (128 + 4), 1e-6);
   EXPECT_EQ(costs[0].seconds.total(), 0);
-  EXPECT_EQ(costs[0].bytes.total(), 2 * 10 * 32 * 4);
+  EXPECT_EQ(costs[0].bytes.total(), 0);
 }
 
 TEST(PlanCost, OneRankSendsNothing) {
@@ -116,15 +122,38 @@ TEST(PlanCost, SequencesSendARowPerId) {
   EXPECT_DOUBLE_EQ(costs[0].seconds.rows, 15 * 128 * 1e3);
 }
 
+// The rows of its own samples and their gradients are on every rank, whatever it holds.
+TEST(PlanCost, OwnSamplesAreOnEveryRank) {
+  PlanRequest request;
+  request.batch = 10;
+  const planner::Problem problem = problem_of({table("a", 1000, 32)}, {2}, request);
+  EXPECT_EQ(planner::CostModel(problem).own_bytes(), 2 * 10 * 32 * 4);
+}
+
+// Norms of rows are exact in trainings, so parts of columns sum gradients before their step.
+TEST(PlanCost, PartsOfColumnsMergeTheirGradients) {
+  PlanRequest request;
+  request.num_ranks = request.ranks_per_host = 2;
+  request.batch = 10;
+  request.rank.speeds.merge_seconds = 1;
+  const EmbeddingTableConfig one = table("a", 1000, 32);
+  const planner::Problem problem = problem_of({one}, {2}, request);
+  const auto step_of = [&](const sharding::Placement& wish) {
+    const auto plan = sharding::make_module_plan({one}, {{"a", wish}}, {2, 2});
+    return planner::cost_of(problem, planner_plan(plan))[0].seconds.step;
+  };
+  EXPECT_NEAR(step_of(sharding::column_wise({0, 1})), touched(1000, 40), 1e-3);
+  EXPECT_LT(step_of(sharding::table_wise(0)), 1e-3);
+}
+
 TEST(PlanCost, EveryTableNeedsItsIds) {
   const EmbeddingTableConfig one = table("a", 10, 4);
-  const auto plan = sharding::make_module_plan({one}, {{"a", sharding::table_wise(0)}}, {1, 1});
   try {
-    plan_cost({one}, plan, {1, 1}, StepLoad{}, kUnit);
+    problem_of({one}, {}, PlanRequest{});
     FAIL();
   } catch (const c10::ValueError& error) {
     EXPECT_STREQ(error.what_without_backtrace(),
-                 "dlrm.plan_cost: there are 1 tables and the ids of 0.");
+                 "dlrm.problem_of: there are 1 tables and the ids of 0.");
   }
 }
 
