@@ -276,13 +276,17 @@ void calibrate(const PlanTablesWords& words) {
     return planner::StepTime{part("links"),     part("lookup"), part("dense"), part("backward"),
                              part("gradients"), part("step"),   part("other")};
   };
-  const planner::Calibration& before = known.profile.calibration;
-  planner::Calibration found =
-      planner::calibrate(words.calibrate, times_of(run.plan->predicted), times_of(measured));
-  for (const auto factor : {&planner::Calibration::links, &planner::Calibration::lookup,
-                            &planner::Calibration::step, &planner::Calibration::dense}) {
-    found.*factor = std::clamp(found.*factor * before.*factor, 0.5, 2.0);
+  // What the run was slower by is beside the factors it was predicted with, not those of today.
+  planner::Calibration with;
+  for (const planner::FactorName& name : planner::kCalibrationFactors) {
+    const auto told = run.plan->calibration.find(name.key);
+    if (told == run.plan->calibration.end() || !(told->second >= 0.5 && told->second <= 2)) {
+      throw refuse("its metrics.jsonl does not say which calibration it was predicted with");
+    }
+    with.*(name.factor) = told->second;
   }
+  const planner::Calibration found =
+      planner::calibrate(words.calibrate, times_of(run.plan->predicted), times_of(measured), with);
   planner::MachineProfile profile = known.profile;
   profile.calibration = found;
   const std::string path = words.profile.empty() ? planner::profile_path() : words.profile;

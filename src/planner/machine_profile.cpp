@@ -34,15 +34,6 @@ constexpr CurveName kCurves[] = {
     {"dense", &MachineProfile::dense},
 };
 
-struct FactorName {
-  const char* key;
-  double Calibration::* factor;
-};
-constexpr FactorName kFactors[] = {{"links", &Calibration::links},
-                                   {"lookup", &Calibration::lookup},
-                                   {"step", &Calibration::step},
-                                   {"dense", &Calibration::dense}};
-
 struct PassNumber {
   const char* key;
   double Pass::* number;
@@ -158,7 +149,7 @@ MachineProfile profile_from_json(std::string_view text) {
     const Place calibration = root["calibration"];
     calibration.check_keys({"run", "links", "lookup", "step", "dense"});
     profile.calibration.run = calibration["run"].text();
-    for (const FactorName& name : kFactors) {
+    for (const FactorName& name : kCalibrationFactors) {
       profile.calibration.*(name.factor) = calibration[name.key].number(0.5, 2);
     }
   }
@@ -178,7 +169,8 @@ std::string to_json(const MachineProfile& profile) {
   for (const Pass& pass : profile.passes) value["passes"].push_back(json_of(pass));
   if (!profile.calibration.run.empty()) {
     Json one{{"run", profile.calibration.run}};
-    for (const FactorName& name : kFactors) one[name.key] = profile.calibration.*(name.factor);
+    for (const FactorName& name : kCalibrationFactors)
+      one[name.key] = profile.calibration.*(name.factor);
     value["calibration"] = std::move(one);
   }
   return value.dump(1);
@@ -311,20 +303,25 @@ StepTime predict(const MachineProfile& profile, const std::vector<ShardCost>& co
   return time;
 }
 
-Calibration calibrate(const std::string& run, const StepTime& predicted, const StepTime& measured) {
-  const auto factor = [](double is, double should) {
-    return should > 0 && is > 0 ? std::clamp(is / should, 0.5, 2.0) : 1.0;
+Calibration calibrate(const std::string& run, const StepTime& predicted, const StepTime& measured,
+                      const Calibration& with) {
+  // Beside `before`, such that both together are from half to twice.
+  const auto factor = [](double is, double should, double before) {
+    return should > 0 && is > 0 ? std::clamp(is / should, 0.5 / before, 2.0 / before) : 1.0;
   };
   Calibration found;
   found.run = run;
   // A rank reads its own rows while those of others travel: which of the two it was is not known.
   found.links = found.lookup =
-      factor(measured.links + measured.lookup, predicted.links + predicted.lookup);
-  found.dense = factor(measured.dense, predicted.dense);
+      factor(measured.links + measured.lookup, predicted.links + predicted.lookup, with.links);
+  found.dense = factor(measured.dense, predicted.dense, with.dense);
   const double dense_back = predicted.backward - predicted.gradients - predicted.step;
   found.step =
       factor(measured.backward - found.links * predicted.gradients - found.dense * dense_back,
-             predicted.step);
+             predicted.step, with.step);
+  for (const FactorName& name : kCalibrationFactors) {
+    found.*(name.factor) = std::clamp(found.*(name.factor) * with.*(name.factor), 0.5, 2.0);
+  }
   return found;
 }
 

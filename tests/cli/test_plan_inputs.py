@@ -240,6 +240,18 @@ def test_a_training_says_what_was_predicted(tmp_path):
     calibration = json.loads(file.read_text())["calibration"]
     assert calibration["run"] == str(metrics.parent)
     assert all(0.5 <= calibration[part] <= 2 for part in ("links", "lookup", "step", "dense"))
+    # Factors are beside those of the prediction, not of today: the same run again changes nothing.
+    assert plan["calibration"] == {"links": 1, "lookup": 1, "step": 1, "dense": 1}
+    assert tessera("plan", "tables", "--profile", file, "--calibrate", metrics.parent).stderr == told
+    assert json.loads(file.read_text())["calibration"] == calibration
+    # One that does not tell its factors cannot calibrate.
+    older = tmp_path / "of" / "old"
+    older.mkdir(parents=True)
+    del plan["calibration"]
+    kept = [line if line["kind"] != "plan" else plan for line in lines]
+    (older / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    words = ["plan", "tables", "--profile", file, "--calibrate", older]
+    assert "does not say which calibration it was predicted with" in tessera(*words, code=65).stderr
     assert "speeds   assumed; tessera doctor --profile" in tessera(*train).stdout
     other = next(one for one in tmp_path.glob("*/metrics.jsonl") if one != metrics)
     words = ["plan", "tables", "--profile", file, "--calibrate", other.parent]

@@ -263,6 +263,19 @@ TEST(ProfileTest, ACalibratedProfilePredictsTheRunItCameFrom) {
   EXPECT_NEAR(after.dense / should.dense, 1, 1e-6);
   EXPECT_NEAR(after.backward / should.backward, 1, 1e-6);
   EXPECT_EQ(calibrate("x", before, {}).links, 1);
+  // A later run was predicted with these factors. It was not slower than that, so they stay; and
+  // what it was slower by is beside them.
+  const Calibration with = profile.calibration;
+  const Calibration same = calibrate("runs/2", after, after, with);
+  StepTime slower = after;
+  slower.dense *= 1.1;
+  const Calibration more = calibrate("runs/3", after, slower, with);
+  for (const FactorName& name : kCalibrationFactors) {
+    EXPECT_NEAR(same.*(name.factor), with.*(name.factor), 1e-6) << name.key;
+  }
+  EXPECT_NEAR(more.dense, 1.1 * with.dense, 1e-6);
+  slower.dense *= 9;
+  EXPECT_EQ(calibrate("runs/4", after, slower, with).dense, 2);
 }
 
 }  // namespace

@@ -192,6 +192,11 @@ std::string plan_record(const Settings& settings, const LaidTables& laid,
                            {"dense", predicted->dense},         {"backward", predicted->backward},
                            {"gradients", predicted->gradients}, {"step", predicted->step},
                            {"other", predicted->other},         {"total", predicted->total()}};
+    Json factors = Json::object();
+    for (const planner::FactorName& name : planner::kCalibrationFactors) {
+      factors[name.key] = laid.known.profile.calibration.*(name.factor);
+    }
+    record["calibration"] = std::move(factors);
   }
   return record.dump();
 }

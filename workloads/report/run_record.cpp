@@ -72,6 +72,7 @@ PlanRow read_plan(const Json& line) {
   plan.bound = line.at("bound").get<double>();
   plan.ranks = line.at("ranks").get<std::vector<std::map<std::string, double>>>();
   plan.predicted = line.value("predicted", std::map<std::string, double>{});
+  plan.calibration = line.value("calibration", std::map<std::string, double>{});
   return plan;
 }
 

@@ -9,7 +9,8 @@
 //   table      name, rows, columns, bytes, sharding, shards [{rank, row, rows, column, columns,
 //              bytes, traffic: bytes that a step reads of it}]
 //   plan       sharding, seconds, bound, speeds, ranks [{part: seconds, bytes}], predicted {part:
-//              seconds, total} if the machine was measured
+//              seconds, total} if the machine was measured, calibration {part: factor} of the
+//              profile that it was predicted with
 //   step       step, loss, seconds, samples_per_second, learning_rate, exposed_comm_seconds
 //   eval       step, log_loss, auc, normalized_entropy, calibration, samples; or other figures of
 //              the workload by their names
@@ -104,6 +105,7 @@ struct PlanRow {
   double bound = 0;                                  // no plan is faster
   std::vector<std::map<std::string, double>> ranks;  // seconds by part, and "bytes"
   std::map<std::string, double> predicted;           // seconds of a step by part; empty: not known
+  std::map<std::string, double> calibration;         // of what predicted; empty: not told
 };
 
 /// One piece of a rank's time, from trace.json.

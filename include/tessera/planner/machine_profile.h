@@ -41,6 +41,16 @@ struct Calibration {
   bool operator==(const Calibration&) const = default;
 };
 
+/// The factors, and their names in JSON.
+struct FactorName {
+  const char* key;
+  double Calibration::* factor;
+};
+inline constexpr FactorName kCalibrationFactors[] = {{"links", &Calibration::links},
+                                                     {"lookup", &Calibration::lookup},
+                                                     {"step", &Calibration::step},
+                                                     {"dense", &Calibration::dense}};
+
 /// A pass over `tables` alike, all cut in one way, as a training does it on this machine: ids to
 /// their rows, rows to their samples, gradients back and the step of the rows.
 struct Pass {
@@ -153,9 +163,9 @@ struct DenseLoad {
 TESSERA_API StepTime predict(const MachineProfile& profile, const std::vector<ShardCost>& costs,
                              const DenseLoad& dense);
 
-/// Factors that make what a profile without a calibration `predicted` into what was `measured`,
-/// each from half to twice.
+/// Factors that make what a profile would have predicted into what was `measured`, each from half
+/// to twice. `with` is the calibration that the profile had when it `predicted`.
 TESSERA_API Calibration calibrate(const std::string& run, const StepTime& predicted,
-                                  const StepTime& measured);
+                                  const StepTime& measured, const Calibration& with = {});
 
 }  // namespace tessera::planner
