@@ -1,4 +1,5 @@
 #include <array>
+#include <chrono>
 #include <map>
 #include <tuple>
 
@@ -22,6 +23,8 @@ std::string name_of(planner::PlanErrorKind kind) {
       return "rules";
     case planner::PlanErrorKind::kBadEvidence:
       return "bad_evidence";
+    case planner::PlanErrorKind::kLate:
+      return "late";
   }
   return "";
 }
@@ -68,10 +71,19 @@ std::vector<std::vector<ShardNumbers>> shard_costs(const std::string& problem,
 
 void bind_planner(py::module_& module) {
   py::module_ sub = module.def_submodule("planner");
-  sub.def("plan", [](const std::string& problem) {
+  // At most `seconds`, from which the plan may be the best so far; 0: no limit.
+  sub.def("plan", [](const std::string& problem, double seconds) {
     return answer([&] {
+      using Clock = std::chrono::steady_clock;
+      const Clock::time_point begin = Clock::now();
       const planner::Problem read = planner::problem_from_json(problem);
-      return planner::to_json(read, planner::plan(read));
+      std::function<bool()> is_late;
+      if (seconds > 0) {
+        is_late = [&] {
+          return std::chrono::duration<double>(Clock::now() - begin).count() > seconds;
+        };
+      }
+      return planner::to_json(read, planner::plan(read, is_late));
     });
   });
   sub.def("check", [](const std::string& problem, const std::string& result) {
@@ -110,15 +122,16 @@ void bind_planner(py::module_& module) {
     const planner::Difference found = planner::difference(planner::profile_from_json(text), here);
     return std::pair(found.is_other_machine, found.words);
   });
-  sub.def("text", [](const std::string& problem, const std::string& table) {
-    return answer([&] {
-      const planner::Problem read = planner::problem_from_json(problem);
-      const planner::PlanResult result = planner::plan(read);
-      return table.empty()
-                 ? planner::summary(read, result) + "\n" + planner::table_text(read, result)
-                 : planner::explain(read, result, table);
-    });
-  });
+  sub.def("text",
+          [](const std::string& problem, const std::string& result_text, const std::string& table) {
+            return answer([&] {
+              const planner::Problem read = planner::problem_from_json(problem);
+              const planner::PlanResult result = planner::result_from_json(result_text, read);
+              return table.empty()
+                         ? planner::summary(read, result) + "\n" + planner::table_text(read, result)
+                         : planner::explain(read, result, table);
+            });
+          });
 }
 
 }  // namespace tessera::python

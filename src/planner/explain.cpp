@@ -204,15 +204,17 @@ std::string to_json(const Problem& problem, const PlanResult& result) {
                      {"bytes", bytes_value(result.per_rank[r].bytes)},
                      {"capacity", limit_value(result.capacities[r])}});
   }
-  return dump({{"version", 2},
-               {"objective", problem.objective == Objective::kSum ? "sum" : "phases"},
-               {"plan_seconds", result.seconds},
-               {"bound_seconds", result.certificate.seconds},
-               {"gap", result.gap()},
-               {"tries", result.tries},
-               {"certificate", std::move(certificate)},
-               {"tables", std::move(list)},
-               {"per_rank", std::move(ranks)}});
+  Json all{{"version", 2},
+           {"objective", problem.objective == Objective::kSum ? "sum" : "phases"},
+           {"plan_seconds", result.seconds},
+           {"bound_seconds", result.certificate.seconds},
+           {"gap", result.gap()},
+           {"tries", result.tries},
+           {"certificate", std::move(certificate)},
+           {"tables", std::move(list)},
+           {"per_rank", std::move(ranks)}};
+  if (result.is_cut_short) all["cut_short"] = true;
+  return dump(all);
 }
 
 PlanResult result_from_json(std::string_view text) {
@@ -275,8 +277,31 @@ PlanResult result_from_json(std::string_view text) {
       plan.shards.push_back({number(0), number(1), number(2), number(3),
                              static_cast<int>(shard[std::size_t{4}].whole(0, 1 << 16))});
     }
+    Reason& reason = result.reasons.emplace_back();
+    if (one.has("next_best")) {
+      const Place next = one["next_best"];
+      next.check_keys({"type", "kernel", "dearer"});
+      try {
+        reason = {cut_of(next["type"].text()), kernel_of(next["kernel"].text()), true,
+                  next["dearer"].number(-1e12, 1e12)};
+      } catch (const PlanError& error) {
+        next.refuse("has an unknown type or kernel");
+      }
+    }
     result.plan.push_back(std::move(plan));
   }
+  if (root.has("tries")) result.tries = static_cast<int>(root["tries"].whole(0, 1 << 30));
+  if (root.has("cut_short")) result.is_cut_short = root["cut_short"].flag();
+  return result;
+}
+
+PlanResult result_from_json(std::string_view text, const Problem& problem) {
+  PlanResult result = result_from_json(text);
+  check_plan(problem, result.plan);
+  result.per_rank = cost_of(problem, result.plan);
+  result.seconds = step_seconds(problem, result.per_rank);
+  const CostModel model(problem);
+  for (int r = 0; r < problem.num_ranks(); ++r) result.capacities.push_back(model.capacity(r));
   return result;
 }
 
@@ -310,6 +335,7 @@ std::string summary(const Problem& problem, const PlanResult& result) {
                      time_text(result.certificate.seconds) +
                      format(" (%.2f %%)", 100 * result.gap());
   if (problem.objective == Objective::kPhases) text += ", links and memory each waited for";
+  if (result.is_cut_short) text += "; cut short";
   text += "\n";
   std::size_t fullest = 0;
   double share = -1;

@@ -374,7 +374,7 @@ struct Pattern {
 
 // Whether some pays refute `seconds`; spends of `budget`.
 bool refute(const Options& options, double seconds, Pays& pays, std::vector<Pattern>& patterns,
-            int cells, double& budget) {
+            int cells, double& budget, Patience& patience) {
   const std::vector<ClassShards> classes = shards_within(options, seconds);
   const std::size_t num = classes.size();
   const double capacity = options.kinds[0].capacity;
@@ -397,7 +397,7 @@ bool refute(const Options& options, double seconds, Pays& pays, std::vector<Patt
     if (pattern.seconds <= seconds) add(pattern);
   }
   Knapsack knapsack(classes, seconds, cells);
-  while (budget > 0) {
+  while (budget > 0 && !patience.is_over()) {
     const std::vector<double> prices = simplex.solve();
     pays.shares.clear();
     pays.counts.clear();
@@ -432,7 +432,8 @@ bool refute(const Options& options, double seconds, Pays& pays, std::vector<Patt
 
 }  // namespace
 
-void sharpen(const Options& options, Bound& bound, double reached, double budget, double enough) {
+void sharpen(const Options& options, Bound& bound, double reached, double budget, double enough,
+             Patience& patience) {
   if (options.kinds.size() != 1 || options.classes.size() > kMostClasses) return;
   double low = bound.certificate.seconds;
   double high = reached;
@@ -442,12 +443,13 @@ void sharpen(const Options& options, Bound& bound, double reached, double budget
   const int cells = is_fine ? kFineCells : kCells;
   while (budget > 0 && high - low > (is_fine ? kClose / 8 : kClose) * low) {
     if (enough > 0 && low * (1 + enough) >= reached) break;
+    if (patience.is_over()) break;
     // What is enough is tried at once, the least that is.
     const double wanted = reached / (1 + enough) * (1 + kClose / 8);
     const bool is_wanted = enough > 0 && wanted > low && wanted < high;
     const double middle = is_wanted ? wanted : low + (high - low) / 2;
     Pays pays;
-    const bool is_refuted = refute(options, middle, pays, patterns, cells, budget);
+    const bool is_refuted = refute(options, middle, pays, patterns, cells, budget, patience);
     (is_refuted ? low : high) = middle;
     if (is_refuted) best = std::move(pays);
   }
@@ -489,8 +491,8 @@ bool hold(const Options& options, const Certificate& certificate) {
 }  // namespace knapsack
 
 void sharpen_by_pays(const Options& options, Bound& bound, double reached, double budget,
-                     double enough) {
-  knapsack::sharpen(options, bound, reached, budget, enough);
+                     double enough, Patience& patience) {
+  knapsack::sharpen(options, bound, reached, budget, enough, patience);
 }
 
 bool pays_hold(const Options& options, const Certificate& certificate) {

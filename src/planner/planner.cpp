@@ -12,6 +12,7 @@
 #include "planner/exhaustive.h"
 #include "planner/knapsack_bound.h"
 #include "planner/packing.h"
+#include "planner/patience.h"
 #include "planner/phases_bound.h"
 #include "planner/places.h"
 
@@ -94,9 +95,10 @@ Target target_of(const Options& options, const std::vector<Choice>& choices, Obj
 
 class Search {
  public:
-  /// It ends early once the gap is `enough`.
-  Search(const Problem& problem, const Options& options, const Bound& bound, double enough)
-      : problem_(problem), options_(options), bound_(bound), enough_(enough) {}
+  /// It ends early once the gap is `enough`, or `patience` is over.
+  Search(const Problem& problem, const Options& options, const Bound& bound, double enough,
+         Patience& patience)
+      : problem_(problem), options_(options), bound_(bound), enough_(enough), patience_(patience) {}
 
   std::optional<Packing> run() {
     std::vector<Choice> choices = choices_of(options_, bound_);
@@ -150,7 +152,10 @@ class Search {
         problem_.tries * std::clamp(4000 / static_cast<int>(options_.tables.size()), 1, 32);
   }
 
-  bool is_done() const { return tries >= most_tries_ || least_ <= floor_ * (1 + enough_); }
+  bool is_done() const {
+    if (tries >= most_tries_ || least_ <= floor_ * (1 + enough_)) return true;
+    return tries > 0 && patience_.is_over();  // one is always made
+  }
 
   bool attempt(const std::vector<Choice>& choices, const PackingOptions& how) {
     last_ = kNoLimit;
@@ -370,6 +375,7 @@ class Search {
   const Options& options_;
   const Bound& bound_;
   double enough_;
+  Patience& patience_;
   Target target_;
   double floor_ = 0;
   int most_tries_ = 0;
@@ -532,18 +538,24 @@ Plan with_company(const Options& options, const Plan& plan, std::vector<std::siz
 
 // A gap that is `enough` is not made smaller: with `sum` by proofs, which come after the search,
 // with `phases` by the search.
-PlanResult plan_once(const Problem& problem, double enough = 0) {
+PlanResult plan_once(const Problem& problem, Patience& patience, double enough = 0) {
   const Options options = enumerate(problem);
   Bound bound = lower_bound(options);
   if (problem.objective == Objective::kPhases) sharpen_for_phases(options, bound);
   const bool is_sum = problem.objective == Objective::kSum;
-  Search search(problem, options, bound, is_sum ? kGoodGap : std::max(kGoodGap, enough - 1e-6));
+  Search search(problem, options, bound, is_sum ? kGoodGap : std::max(kGoodGap, enough - 1e-6),
+                patience);
   std::optional<Packing> packing = search.run();
   const double found = packing ? packing->seconds(is_sum) : kNoLimit;
-  if (!(found <= bound.certificate.seconds * (1 + kGoodGap))) {
+  if (!(found <= bound.certificate.seconds * (1 + kGoodGap)) && !patience.is_over()) {
     if (std::optional<Packing> better = search_exhaustively(options, is_sum, found)) {
       packing = std::move(better);
     }
+  }
+  if (!packing && patience.was_lost()) {
+    throw PlanError(PlanErrorKind::kLate, "plan: no plan was found in the time that was given",
+                    std::to_string(search.tries) + " were tried, and none of them fits",
+                    "more time, or more memory");
   }
   if (!packing) throw_not_packed(options);
   PlanResult result;
@@ -557,16 +569,18 @@ PlanResult plan_once(const Problem& problem, double enough = 0) {
   for (const std::size_t place : places) result.reasons.push_back(reasons[place]);
   if (problem.tries >= kTriesForPays &&
       result.seconds > bound.certificate.seconds * (1 + kFairGap)) {
-    sharpen_by_pays(options, bound, result.seconds, kStepsForPays * problem.tries, enough);
+    sharpen_by_pays(options, bound, result.seconds, kStepsForPays * problem.tries, enough,
+                    patience);
   }
   result.certificate = std::move(bound.certificate);
   result.tries = search.tries;
+  result.is_cut_short = patience.was_lost();
   return result;
 }
 
 // Once more with more tries where the usual ones came close to what is asked.
-PlanResult plan_to_the_end(const Problem& problem) {
-  PlanResult result = plan_once(problem);
+PlanResult plan_to_the_end(const Problem& problem, Patience& patience) {
+  PlanResult result = plan_once(problem, patience);
   if (problem.tries < kTriesForPays || problem.num_ranks() < kManyRanks ||
       static_cast<int>(problem.tables.size()) < problem.num_ranks()) {
     return result;
@@ -577,8 +591,16 @@ PlanResult plan_to_the_end(const Problem& problem) {
     if (result.gap() <= goal.asked || result.gap() > goal.near || problem.tries >= most) continue;
     Problem more = problem;
     more.tries = std::min(problem.tries * goal.times, most);
-    PlanResult other = plan_once(more, goal.asked);
-    return other.gap() < result.gap() ? other : result;
+    result.is_cut_short = patience.is_over();
+    if (result.is_cut_short) break;
+    try {
+      PlanResult other = plan_once(more, patience, goal.asked);
+      if (other.gap() < result.gap()) return other;
+    } catch (const PlanError& error) {
+      if (error.kind() != PlanErrorKind::kLate) throw;
+    }
+    result.is_cut_short = patience.was_lost();
+    break;
   }
   return result;
 }
@@ -586,7 +608,9 @@ PlanResult plan_to_the_end(const Problem& problem) {
 bool is_possible(Problem problem) {
   problem.tries = std::min(problem.tries, 8);
   try {
-    plan_once(problem);
+    const std::function<bool()> never;
+    Patience patience(never);
+    plan_once(problem, patience);
   } catch (const PlanError&) {
     return false;
   }
@@ -759,11 +783,12 @@ void check_meetings(const Problem& problem, const Plan& plan) {
 
 }  // namespace
 
-PlanResult plan(const Problem& problem) {
+PlanResult plan(const Problem& problem, const std::function<bool()>& is_late) {
+  Patience patience(is_late);
   try {
-    return plan_to_the_end(problem);
+    return plan_to_the_end(problem, patience);
   } catch (const PlanError& error) {
-    if (error.kind() != PlanErrorKind::kTooLarge) throw;
+    if (error.kind() != PlanErrorKind::kTooLarge || patience.is_over()) throw;
     throw PlanError(error.kind(), error.problem(), error.why(), advice_for(problem));
   }
 }

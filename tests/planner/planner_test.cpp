@@ -485,6 +485,64 @@ TEST(PlannerTest, ResultsSurviveJson) {
   }
 }
 
+// Of a file alone, without planning again: what is told of it is what was told of the plan.
+TEST(PlannerTest, ResultsAreExplainedFromTheirFiles) {
+  for (const Objective objective : {Objective::kSum, Objective::kPhases}) {
+    Problem problem = models::problem_of("tiny", 8, true);
+    problem.objective = objective;
+    const PlanResult result = plan(problem);
+    const std::string text = to_json(problem, result);
+    const PlanResult read = result_from_json(text, problem);
+    EXPECT_EQ(to_json(problem, read), text);
+    EXPECT_EQ(summary(problem, read), summary(problem, result));
+    EXPECT_EQ(table_text(problem, read), table_text(problem, result));
+    for (const Table& table : problem.tables) {
+      EXPECT_EQ(explain(problem, read, table.name), explain(problem, result, table.name));
+    }
+    problem.tables[3].name = "other";
+    EXPECT_THROW(result_from_json(text, problem), PlanError);
+  }
+}
+
+// A clock that is a count, so that nothing hangs on this machine's.
+TEST(PlannerTest, TimeThatIsUpGivesTheBestSoFar) {
+  const Problem problem = models::problem_of("tiny", 16, true);
+  const PlanResult whole = plan(problem);
+  EXPECT_FALSE(whole.is_cut_short);
+  EXPECT_EQ(to_json(problem, whole).find("cut_short"), std::string::npos);
+  double last = kNoLimit;
+  for (const int most : {0, 3, 40, 1'000'000}) {
+    int asked = 0;
+    const PlanResult result = plan(problem, [&] { return ++asked > most; });
+    SCOPED_TRACE(most);
+    EXPECT_NO_THROW(check_plan(problem, result.plan));
+    EXPECT_TRUE(holds(result.certificate, problem));
+    EXPECT_LE(result.seconds, last);
+    last = result.seconds;
+    const bool is_cut = most < 1'000'000;
+    EXPECT_EQ(result.is_cut_short, is_cut);
+    EXPECT_EQ(summary(problem, result).find("; cut short\n") != std::string::npos, is_cut);
+    const std::string text = to_json(problem, result);
+    EXPECT_EQ(result_from_json(text).is_cut_short, is_cut);
+    EXPECT_EQ(text == to_json(problem, whole), !is_cut);
+    EXPECT_EQ(result.tries == 1, most == 0);
+  }
+}
+
+TEST(PlannerTest, TimeThatIsUpBeforeThereIsAPlanIsNamed) {
+  // So little memory that the first try does not fit.
+  const Problem problem = models::problem_of("medium", 16, false, 1.002);
+  try {
+    plan(problem, [] { return true; });
+    FAIL();
+  } catch (const PlanError& error) {
+    EXPECT_EQ(error.kind(), PlanErrorKind::kLate);
+    EXPECT_STREQ(error.what(),
+                 "plan: no plan was found in the time that was given\n"
+                 "1 were tried, and none of them fits\ntry: more time, or more memory");
+  }
+}
+
 TEST(PlannerTest, PlansThatAreWrongAreNamed) {
   const Problem problem = small_problem();
   const Plan good = plan(problem).plan;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
@@ -89,6 +90,44 @@ def test_all_tables_of_all_modules_are_planned_and_proven():
     assert result.gap == pytest.approx(result.plan_seconds / result.bound_seconds - 1)
     result.check()
     assert "sparse.bags.a" in result.explain("sparse.bags.a")
+
+
+def many(count=60):
+    sizes = [(f"t{i}", 100_000 * (1 + i % 7), 8 * (1 + i % 4)) for i in range(count)]
+    return nn.ModuleDict({"bags": bags(*sizes)})
+
+
+def test_time_that_is_up_gives_the_best_so_far(caplog):
+    # What is left of a gap takes the search of high effort far longer than this.
+    hurried = planner(16, timeout_seconds=0.2, effort="high", debug=False)
+    hurried.plan(many())
+    result = hurried.last_result
+    assert result.is_cut_short and json.loads(result.json)["cut_short"]
+    assert "plan: cut short after 0.2 s" in caplog.text
+    result.check()
+    # It is explained as it is, not as a plan with more time would be.
+    assert "; cut short\n" in result.explain()
+    caplog.clear()
+    calm = planner(timeout_seconds=600, debug=False)
+    calm.plan(Model())
+    assert not calm.last_result.is_cut_short and "cut short" not in caplog.text
+
+
+def test_statistics_tell_bound_gap_and_next_best(caplog):
+    caplog.set_level("INFO")
+    ours = planner()
+    ours.plan(Model())
+    lines = caplog.text.splitlines()
+    result = ours.last_result
+    told = f"ms a step, no plan can be under {1e3 * result.bound_seconds:.4g} ms ({100 * result.gap:.2f} %)"
+    assert sum(told in line for line in lines) == 1
+    for table in json.loads(result.json)["tables"]:
+        (line,) = [line for line in lines if line.startswith(f"{table['name']} ")]
+        if "next_best" in table:
+            other = table["next_best"]
+            assert line.endswith(f"next best {other['type']} {100 * other['dearer']:+.0f} %")
+        else:
+            assert "next best" not in line
 
 
 def test_constraints_have_torchrecs_names():

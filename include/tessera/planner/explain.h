@@ -20,6 +20,10 @@ TESSERA_API std::string to_json(const Problem& problem, const PlanResult& result
 /// Reads the plan and certificate of `to_json` back. Throws PlanError(kBadProblem) with the place.
 TESSERA_API PlanResult result_from_json(std::string_view text);
 
+/// The same with what its plan costs for `problem`, so that it can be explained. Throws
+/// PlanError(kBadEvidence) as check_plan() does.
+TESSERA_API PlanResult result_from_json(std::string_view text, const Problem& problem);
+
 /// The plan alone, as sharding::plan_from_json reads it, for one module.
 TESSERA_API std::string plan_json(const Plan& plan, const std::string& module);
 

@@ -16,6 +16,7 @@ enum class PlanErrorKind : std::uint8_t {
   kTooLarge,     // memory: one table, or all together
   kRules,        // rules that together allow nothing
   kBadEvidence,  // a plan or certificate that does not hold
+  kLate,         // no plan was found in the time that was given
 };
 
 /// Three lines: what, why, and what was computed to help.

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -29,6 +30,7 @@ struct PlanResult {
   std::vector<Reason> reasons;     // by table, in the plan's order
   double seconds = 0;              // by the objective
   int tries = 0;                   // of the search
+  bool is_cut_short = false;       // there was no time for the rest of the search or of the proof
 
   /// Share by which the plan is at most slower than the best.
   double gap() const noexcept {
@@ -38,7 +40,10 @@ struct PlanResult {
 
 /// Not collective: equal problems give equal plans, whatever the order of their tables. Throws
 /// PlanError: kBadProblem; kRules; kTooLarge with a change that was computed to help.
-TESSERA_API PlanResult plan(const Problem& problem);
+///
+/// `is_late` is asked between tries. Once it says so, the plan is the best so far and says that it
+/// was cut short; without one it is kLate. Such plans hang on the clock, so they may differ.
+TESSERA_API PlanResult plan(const Problem& problem, const std::function<bool()>& is_late = {});
 
 /// Throws PlanError(kBadEvidence) unless `plan` covers every table once, in the way of its cut,
 /// obeys the rules and fits the memory of every rank.

@@ -33,6 +33,7 @@ ERRORS = {
     "rules": PlannerErrorType.STRICT_CONSTRAINTS,
     "bad_problem": PlannerErrorType.INPUT_VALIDATION,
     "bad_evidence": PlannerErrorType.OTHER,
+    "late": PlannerErrorType.OTHER,
 }
 
 
@@ -46,10 +47,11 @@ class PlanResult:
     certificate: dict[str, Any]
     problem: str
     json: str
+    is_cut_short: bool = False  # the best so far when the time was over
 
     def explain(self, table: str = "") -> str:
         """Return why a table ("path.name") lies where it does, or a table of all."""
-        kind, text = _C.planner.text(self.problem, table)
+        kind, text = _C.planner.text(self.problem, self.json, table)
         if kind:
             raise PlannerError(text, ERRORS[kind])
         return text
@@ -107,15 +109,21 @@ def lists_of(tables: list[PlannedTable], lists: Mapping[str, list[list[str]]]) -
     return found
 
 
-def solve(problem: dict[str, Any]) -> tuple[dict[str, Any], PlanResult]:
-    """Return the engine's plan, as JSON read and with its proof. Raises PlannerError."""
+def solve(problem: dict[str, Any], seconds: float = 0) -> tuple[dict[str, Any], PlanResult]:
+    """Return the engine's plan, as JSON read and with its proof, after so many seconds the best so far.
+
+    Raises PlannerError.
+    """
     asked = json.dumps(problem)
-    kind, text = _C.planner.plan(asked)
+    kind, text = _C.planner.plan(asked, seconds)
     if kind:
         raise PlannerError(text, ERRORS[kind])
     result = json.loads(text)
     keep = ("plan_seconds", "bound_seconds", "gap", "certificate")
-    return result, PlanResult(**{key: result[key] for key in keep}, problem=asked, json=text)
+    cut = result.get("cut_short", False)
+    return result, PlanResult(
+        **{key: result[key] for key in keep}, problem=asked, json=text, is_cut_short=cut
+    )
 
 
 def options_of(

@@ -297,7 +297,7 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
                 sharders=sharders,
                 enumerator=self._enumerator,
                 debug=self._debug,
-                debug_stats=PlanDebugStats(type(self).__name__, self._timeout_seconds),
+                debug_stats=PlanDebugStats(type(self).__name__, self._timeout_seconds, self.last_result),
             )
 
     def _find_certified(
@@ -306,7 +306,9 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
         tables = list(tables_of(module, sharders))
         problem = problem_of(tables, self._constraints, left, self._batch_size, self._objective, self._tries)
         problem |= lists_of(tables, self._lists)
-        result, self.last_result = solve(problem)
+        result, self.last_result = solve(problem, self._timeout_seconds or 0)
+        if self.last_result.is_cut_short:
+            logger.warning("plan: cut short after %s s", self._timeout_seconds)
         self._num_proposals, self._num_plans = result["tries"], 1
         return options_of(tables, result, self._constraints, self._topology, self._batch_size)
 

@@ -221,10 +221,11 @@ class CriticalPathEstimate:
 
 @dataclass
 class PlanDebugStats:
-    """Tell how long the planner took."""
+    """Tell how long the planner took, and what the engine answered, if it was asked."""
 
     planner_type: str
     timeout_seconds: int | None = None
+    result: Any = None  # a PlanResult
 
 
 class Stats(abc.ABC):
