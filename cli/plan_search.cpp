@@ -9,6 +9,7 @@
 #include "data/input.h"
 #include "dlrm/open_log.h"
 #include "dlrm/table_problem.h"
+#include "listed_tables.h"
 #include "plan_failure.h"
 #include "plan_picture.h"
 #include "plan_request.h"
@@ -29,43 +30,12 @@ namespace dlrm = workloads::dlrm;
 using launch::LaunchError;
 using planner::PlanError;
 using planner::PlanErrorKind;
-using planner::json::Place;
 
 constexpr const char* kModule = "tables";  // of a plan file, as `tessera train dlrm` reads it
 
-planner::Table listed_table(const Place& place) {
-  place.check_keys({"name", "rows", "dim", "dtype", "pooling", "ids"});
-  constexpr std::int64_t kMost = std::int64_t{1} << 40;
-  planner::Table table;
-  table.name = place["name"].text();
-  table.rows = place["rows"].whole(1, kMost);
-  table.dim = place["dim"].whole(1, 1 << 16);
-  if (place.has("dtype")) {
-    const std::string& name = place["dtype"].text();
-    if (name != "FP32" && name != "FP16" && name != "BF16") {
-      place["dtype"].refuse("is '" + name + "'; there are FP32, FP16 and BF16");
-    }
-    table.element_bytes = name == "FP32" ? 4 : 2;
-  }
-  if (place.has("pooling")) {
-    const std::string& name = place["pooling"].text();
-    if (name != "SUM" && name != "MEAN" && name != "NONE") {
-      place["pooling"].refuse("is '" + name + "'; there are SUM, MEAN and NONE");
-    }
-    table.is_pooled = name != "NONE";
-  }
-  if (place.has("ids")) table.features[0].ids = place["ids"].number(1e-9, 1e6);
-  return table;
-}
-
 std::vector<planner::Table> tables_of(const PlanTablesWords& words) {
-  std::vector<planner::Table> tables;
   if (!words.table_list.empty()) {
-    const planner::json::Json file =
-        planner::json::parse(workloads::report::read_text(words.table_list), words.table_list);
-    const Place list = Place(file, "")["tables"];
-    for (std::size_t i = 0; i < list.size(); ++i) tables.push_back(listed_table(list[i]));
-    return tables;
+    return listed_tables(workloads::report::read_text(words.table_list), words.table_list);
   }
   dlrm::LogOptions options;
   options.num_tables = words.num_tables;
