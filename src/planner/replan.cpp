@@ -206,13 +206,19 @@ class Replanning {
         }
         break;
       }
-      default:
+      default: {
+        std::set<int> held;
+        for (const Shard& shard : one.shards) {
+          if (shard.rank < world) held.insert(shard.rank);
+        }
         for (Shard shard : one.shards) {
           shard.rows = table.rows;
-          // Its rank is gone: where the least is.
-          if (shard.rank >= world) shard.rank = emptiest(one.name);
+          // Its rank is gone: where the least is, and no other part, which is sent the same ids.
+          if (shard.rank >= world) shard.rank = emptiest(one.name, held);
+          held.insert(shard.rank);
           shards.push_back(shard);
         }
+      }
     }
     one.shards = std::move(shards);
     for (const Shard& shard : one.shards) {
@@ -221,13 +227,14 @@ class Replanning {
     return true;
   }
 
-  int emptiest(const std::string& name) const {
+  // A rank that holds none of the table, if there is one.
+  int emptiest(const std::string& name, const std::set<int>& held) const {
     int best = 0;
-    double least = kNoLimit;
+    std::pair<bool, double> least{true, kNoLimit};
     for (int r = 0; r < problem_.num_ranks(); ++r) {
-      const double seconds = per_rank_[at(r)].seconds.total();
-      if (seconds >= least || !is_rank_allowed(name, r)) continue;
-      least = seconds;
+      const std::pair here{held.count(r) != 0, per_rank_[at(r)].seconds.total()};
+      if (here >= least || !is_rank_allowed(name, r)) continue;
+      least = here;
       best = r;
     }
     return best;
