@@ -1,7 +1,7 @@
 """A search by torchrec 1.8.0's own estimator finds faster plans than torchrec's planner, by that estimator.
 
-TESSERA_PLANNER_MODELS=mlperf:8,tiny:8,small:16 takes other models and numbers of ranks; torchrec's planner is
-given a minute for each.
+TESSERA_PLANNER_MODELS=mlperf:8,tiny:8 takes other models and numbers of ranks, colossal:128:300 ranks of 300
+GiB (80); torchrec's planner is given a minute for each, or TESSERA_PLANNER_SECONDS.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from two_sides import OURS, THEIRS
 
 BATCH = 65536
-SECONDS = 60
+SECONDS = int(os.environ.get("TESSERA_PLANNER_SECONDS", "60"))
 GIB = 1024**3
 # Rows and ids a sample of MLPerf's DLRM v2, and groups of NVIDIA's synthetic models: tables, ids of a second
 # feature, rows, columns.
@@ -33,6 +33,21 @@ GROUPS = {
         (20, 50, 100_000, 64), (5, 50, 10_000_000, 64), (1, 50, 100_000_000, 128), (1, 0, 100_000_000, 128),
         (80, 0, 10, 32), (60, 0, 1000, 32), (80, 0, 100_000, 64), (24, 0, 200_000, 64),
         (40, 0, 10_000_000, 64),
+    ],
+    "large": [
+        (40, 100, 100_000, 64), (16, 100, 15_000_000, 64), (1, 100, 200_000_000, 128),
+        (1, 0, 200_000_000, 128), (100, 0, 10, 32), (100, 0, 10_000, 32), (160, 0, 100_000, 64),
+        (50, 0, 500_000, 64), (144, 0, 15_000_000, 64),
+    ],
+    "jumbo": [
+        (50, 200, 100_000, 128), (24, 200, 20_000_000, 128), (1, 200, 400_000_000, 256),
+        (1, 0, 400_000_000, 256), (100, 0, 10, 32), (200, 0, 10_000, 64), (350, 0, 100_000, 128),
+        (80, 0, 1_000_000, 128), (216, 0, 20_000_000, 128),
+    ],
+    "colossal": [
+        (100, 300, 100_000, 128), (50, 300, 40_000_000, 256), (1, 300, 2_000_000_000, 256),
+        (1, 0, 1_000_000_000, 256), (100, 0, 10, 32), (400, 0, 10_000, 128), (100, 0, 100_000, 128),
+        (800, 0, 1_000_000, 128), (450, 0, 40_000_000, 256),
     ],
 }  # fmt: skip
 MODELS = os.environ.get("TESSERA_PLANNER_MODELS", "mlperf:8,criteo:8").split(",")
@@ -66,7 +81,7 @@ class KeptPlan:
         return max(sums.values())
 
 
-def problem(side, name, world):
+def problem(side, name, world, gib):
     planner, modules = side("distributed.planner"), side("modules.embedding_modules")
     config = side("modules.embedding_configs").EmbeddingBagConfig
     configs, constraints = [], {}
@@ -76,7 +91,7 @@ def problem(side, name, world):
         constraints[f"t{i}"] = planner.ParameterConstraints(pooling_factors=ids)
     module = modules.EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
     topology = planner.Topology(
-        world_size=world, compute_device="cuda", local_world_size=min(world, 8), hbm_cap=80 * GIB
+        world_size=world, compute_device="cuda", local_world_size=min(world, 8), hbm_cap=gib * GIB
     )
     kept = KeptPlan()
     reservation = side("distributed.planner.storage_reservations").FixedPercentageStorageReservation(0.15)
@@ -130,14 +145,14 @@ class TheirCosts(OURS("distributed.planner.types").ShardEstimator):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_plans_are_faster_than_torchrecs_by_its_own_estimator(model):
-    name, world = model.split(":")
-    module, common, theirs, given = problem(THEIRS, name, int(world))
+    name, world, gib = [*model.split(":"), "80"][:3]
+    module, common, theirs, given = problem(THEIRS, name, int(world), int(gib))
     sharders = [THEIRS("distributed.embeddingbag").EmbeddingBagCollectionSharder()]
     THEIRS("distributed.planner").EmbeddingShardingPlanner(**given, timeout_seconds=SECONDS).plan(
         module, sharders
     )
     costs = TheirCosts(module, common["topology"], common["constraints"])
-    module, common, ours, given = problem(OURS, name, int(world))
+    module, common, ours, given = problem(OURS, name, int(world), int(gib))
     enumerator = OURS("distributed.planner.enumerators").EmbeddingEnumerator(**common, estimator=costs)
     OURS("distributed.planner").EmbeddingShardingPlanner(**given, enumerator=enumerator).plan(module)
     print(f"{model}: torchrec's planner {theirs.milliseconds():.4f} ms, ours {ours.milliseconds():.4f} ms")
