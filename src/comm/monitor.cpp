@@ -262,7 +262,8 @@ void GroupMonitor::check_limits(const Call& call, std::span<const int> missing,
     const Clock::duration limit = call.limit.count() > 0 ? call.limit : waited;
     throw Failure(FailureKind::kTimeout, late,
                   title(call) + ": no answer from " + list_ranks(world_ranks) + " in " +
-                      seconds(limit) + ' ' + details(call) + ". Timed out waiting." + whereabouts(late));
+                      seconds(limit) + ' ' + details(call) + ". Timed out waiting." +
+                      whereabouts(late));
   }
   if (waited >= kWarnAfter && warned_sequence_.exchange(call.sequence) != call.sequence) {
     std::fprintf(stderr, "[tessera] rank %d: %s: still waiting for %s after %s %s.%s\n",
