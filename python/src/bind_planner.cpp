@@ -72,20 +72,23 @@ std::vector<std::vector<ShardNumbers>> shard_costs(const std::string& problem,
 void bind_planner(py::module_& module) {
   py::module_ sub = module.def_submodule("planner");
   // At most `seconds`, from which the plan may be the best so far; 0: no limit.
-  sub.def("plan", [](const std::string& problem, double seconds) {
-    return answer([&] {
-      using Clock = std::chrono::steady_clock;
-      const Clock::time_point begin = Clock::now();
-      const planner::Problem read = planner::problem_from_json(problem);
-      std::function<bool()> is_late;
-      if (seconds > 0) {
-        is_late = [&] {
-          return std::chrono::duration<double>(Clock::now() - begin).count() > seconds;
-        };
-      }
-      return planner::to_json(read, planner::plan(read, is_late));
-    });
-  });
+  sub.def(
+      "plan",
+      [](const std::string& problem, double seconds) {
+        return answer([&] {
+          using Clock = std::chrono::steady_clock;
+          const Clock::time_point begin = Clock::now();
+          const planner::Problem read = planner::problem_from_json(problem);
+          std::function<bool()> is_late;
+          if (seconds > 0) {
+            is_late = [&] {
+              return std::chrono::duration<double>(Clock::now() - begin).count() > seconds;
+            };
+          }
+          return planner::to_json(read, planner::plan(read, is_late));
+        });
+      },
+      py::arg("problem"), py::arg("seconds") = 0.0);
   sub.def("check", [](const std::string& problem, const std::string& result) {
     return answer([&]() -> std::string {
       const planner::Problem read = planner::problem_from_json(problem);
