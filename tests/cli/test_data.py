@@ -431,6 +431,13 @@ def test_a_conversion_that_is_ended_leaves_nothing(table, verb, number):
     assert left == {"table.csv", "schema.toml"}
 
 
+def has_open(pid, path):
+    try:
+        return str(path) in [os.readlink(one) for one in pathlib.Path(f"/proc/{pid}/fd").iterdir()]
+    except FileNotFoundError:  # closed while it was looked at
+        return False
+
+
 def test_who_converts_for_a_training_ends_with_it(table):
     if not has_files_without_names(table):
         pytest.skip("no file without a name here")
@@ -445,6 +452,8 @@ def test_who_converts_for_a_training_ends_with_it(table):
     )
     of = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
     while not (children := of.read_text().split()):
+        assert process.poll() is None
+    while not has_open(children[0], table / "long.csv"):
         assert process.poll() is None
     os.kill(int(children[0]), signal.SIGSTOP)  # in the midst of it
     process.terminate()
@@ -476,11 +485,13 @@ def test_bad_cells_of_a_table_are_named(table):
     assert failed.returncode == 65 and "there is no sample in" in failed.stderr
 
 
-@pytest.mark.parametrize("name", ["table.csv", "out.click"])
-def test_a_table_without_numbers_is_not_trained_on(table, name):
+@pytest.mark.parametrize(
+    ("name", "more"), [("table.csv", []), ("out.click", []), ("table.csv", ["--ids", "unlimited"])]
+)
+def test_a_table_without_numbers_is_not_trained_on(table, name, more):
     (table / "schema.toml").write_text(SCHEMA.replace('[[dense]]\ncolumn = "price"\n', ""))
     answer("convert", "--schema", table / "schema.toml", table / "table.csv", "--out", table / "out.click")
-    words = ["--data", name, "--schema", "schema.toml", "--steps", "1", "--runs", "runs"]
+    words = ["--data", name, "--schema", "schema.toml", "--steps", "1", "--runs", "runs", *more]
     failed = subprocess.run(
         [TESSERA, "train", "dlrm", *words],
         cwd=table,
