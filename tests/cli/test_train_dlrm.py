@@ -297,7 +297,7 @@ def test_bfloat16_learns_nearly_the_same(tmp_path):
 def test_the_running_auc_is_that_of_the_last_steps_and_left_out_where_there_is_none(tmp_path, is_mixed_first):
     """Clicks of both kinds in the first 49 steps of 60, or in the last 11, which are a window."""
     samples = [(i, i % 2 if (i < 49 * 4) == is_mixed_first else 0) for i in range(240)]
-    samples += [(i, i % 2) for i in range(30)]  # kept to judge on
+    samples += [(i, i % 2 if is_mixed_first else 0) for i in range(30)]  # kept to judge on
     (tmp_path / "log.csv").write_text("user,one,clicked\n" + "".join(f"{i},1,{y}\n" for i, y in samples))
     schema = '[label]\ncolumn = "clicked"\n[[dense]]\ncolumn = "one"\n'
     (tmp_path / "s.toml").write_text(f'{schema}[[feature]]\ncolumn = "user"\nkind = "integer"\nrows = 240\n')
@@ -315,6 +315,8 @@ def test_the_running_auc_is_that_of_the_last_steps_and_left_out_where_there_is_n
     with_one, without = (first, last) if is_mixed_first else (last, first)
     assert re.match(r"step +\d+/60 \| loss [\d.]+ \| train auc [\d.]+ \| \S+ samples/s", with_one)
     assert re.match(r"step +\d+/60 \| loss [\d.]+ \| \S+ samples/s", without)
+    judged = r"auc [\d.]+" if is_mixed_first else "no auc, all are of one class"
+    assert re.search(rf"^judged   log loss [\d.]+ \| {judged}$", told.stdout, re.MULTILINE)
     assert "nan" not in told.stdout
 
 

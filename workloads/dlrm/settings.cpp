@@ -186,12 +186,15 @@ void Settings::check_growing(const std::string& who) const {
   }
 }
 
+void Settings::check_numbers(const ClickSchema& schema) {
+  if (schema.num_dense > 0) return;
+  refuse("there are no dense numbers in the data",
+         "the bottom layers of the model take one or more of every sample",
+         "name a column of numbers under [[dense]] in the schema; one that is always 1 will do");
+}
+
 void Settings::check_tables(const ClickSchema& schema) const {
-  if (schema.num_dense == 0) {
-    refuse("there are no dense numbers in the data",
-           "the bottom layers of the model take one or more of every sample",
-           "name a column of numbers under [[dense]] in the schema; one that is always 1 will do");
-  }
+  check_numbers(schema);
   for (const Feature& feature : schema.features) {
     if (feature.grows() && !is_unlimited()) {
       check_growing("growing = true (feature '" + feature.name + "')");

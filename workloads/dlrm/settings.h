@@ -50,6 +50,8 @@ struct Settings : trainer::Settings {
   bool checks_texts() const { return strings == "check"; }
   /// Whether samples come one after the other, from a pipe or a file that grows.
   bool is_stream() const { return data == "-" || follow; }
+  /// Throws LaunchError if the samples have no dense numbers.
+  static void check_numbers(const ClickSchema& schema);
   /// Throws LaunchError if a log of these features cannot be trained on so.
   void check_tables(const ClickSchema& schema) const;
 

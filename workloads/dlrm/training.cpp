@@ -366,8 +366,13 @@ class Training final : public trainer::Workload<ClickBatch> {
   }
   std::string verdict(const trainer::Figures& evaluation) const override {
     char text[160];
-    std::snprintf(text, sizeof(text), "judged   log loss %.4f | auc %.4f", evaluation[0].second,
-                  evaluation[1].second);
+    if (std::isfinite(evaluation[0].second) && std::isnan(evaluation[1].second)) {
+      std::snprintf(text, sizeof(text), "judged   log loss %.4f | no auc, all are of one class",
+                    evaluation[0].second);
+    } else {
+      std::snprintf(text, sizeof(text), "judged   log loss %.4f | auc %.4f", evaluation[0].second,
+                    evaluation[1].second);
+    }
     char best[64] = "";
     if (ceiling_ && std::isfinite(*ceiling_)) {
       std::snprintf(best, sizeof(best), ", best possible %.4f", *ceiling_);
@@ -522,6 +527,7 @@ std::unique_ptr<Training> make(const std::string& verb, const Settings& settings
   TrainingData opened = open_data(settings, data, purpose, world);
   const ClickSchema& schema = opened.log.log->schema();
   auto tables = tables_of(schema, settings.embedding_dim);
+  settings.check_numbers(schema);
   // Tables that grow hold any ids and have no plan.
   LaidTables laid;
   if (!settings.is_unlimited()) {
