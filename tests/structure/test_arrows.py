@@ -25,7 +25,7 @@ BELOW = {
     "jagged": {"core"},
     "embedding": {"core", "jagged"},
     "sharding": {"core", "jagged", "embedding", "comm", "data_parallel"},
-    "planner": {"core", "jagged", "embedding", "comm", "sharding"},
+    "planner": {"core"},
     "pipeline": {"core", "jagged", "embedding", "comm", "sharding"},
     "collision": {"core", "jagged", "embedding", "comm", "sharding"},
     "checkpoint": {
