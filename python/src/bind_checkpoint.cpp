@@ -231,7 +231,8 @@ void bind_checkpoint(py::module_& m) {
           [](AsyncSaver& self, std::int64_t step, const Leaves& leaves, const Values& values,
              const Values& rank_values,
              MaybeStep base) { self.save(step, state_of(leaves, values, rank_values), base); },
-          Release())
+          py::arg("step"), py::arg("leaves"), py::arg("values"), py::arg("rank_values"),
+          py::arg("base"), Release())
       .def("check", &AsyncSaver::check, Release())
       .def("wait", &AsyncSaver::wait, Release())
       .def("is_saving", &AsyncSaver::is_saving, Release());

@@ -200,6 +200,7 @@ void bind_id_table(py::module_& module) {
                              {rows.data_ptr<float>(), static_cast<std::size_t>(rows.numel())});
         return rows;
       },
+      py::arg("values"), py::arg("seed"), py::arg("columns"), py::arg("low"), py::arg("high"),
       Release());
 }
 
@@ -222,7 +223,8 @@ void bind_mch(py::module_& module) {
             MchSlots slots{ids, rows, metadata};
             return self.replace(slots, num_ids, places, new_ids);
           },
-          Release())
+          py::arg("ids"), py::arg("rows"), py::arg("metadata"), py::arg("num_ids"),
+          py::arg("places"), py::arg("new_ids"), Release())
       .def("remap", &MchIndex::remap, Release());
 }
 

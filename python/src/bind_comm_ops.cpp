@@ -41,8 +41,13 @@ void bind_planned(py::module_& module) {
       .def("wait", &PlannedExchange::wait, Release())
       .def("start_backward", &PlannedExchange::start_backward, py::arg("gradient"), Release())
       .def("wait_backward", &PlannedExchange::wait_backward, Release());
-  module.def("alltoall_pooled", &planned::alltoall_pooled, Release());
-  module.def("variable_batch_alltoall_pooled", &planned::variable_batch_alltoall_pooled, Release());
+  module.def("alltoall_pooled", &planned::alltoall_pooled, py::arg("pooled"),
+             py::arg("batch_size_per_rank"), py::arg("dim_sum_per_rank"), py::arg("group"),
+             py::arg("codecs"), Release());
+  module.def("variable_batch_alltoall_pooled", &planned::variable_batch_alltoall_pooled,
+             py::arg("pooled"), py::arg("batch_size_per_rank_per_feature"),
+             py::arg("batch_size_per_feature_pre_a2a"), py::arg("emb_dim_per_rank_per_feature"),
+             py::arg("group"), py::arg("codecs"), Release());
   module.def(
       "alltoall_sequence",
       [](const Tensor& embeddings, const MaybeTensor& forward_recat,
@@ -52,14 +57,22 @@ void bind_planned(py::module_& module) {
                                           tensor_of(backward_recat), lengths, sent, received, group,
                                           codecs);
       },
-      Release());
-  module.def("alltoallv", &planned::alltoallv, Release());
-  module.def("reduce_scatter_pooled", &planned::reduce_scatter_pooled, Release());
-  module.def("reduce_scatter_base_pooled", &planned::reduce_scatter_base_pooled, Release());
-  module.def("reduce_scatter_v_pooled", &planned::reduce_scatter_v_pooled, Release());
+      py::arg("embeddings"), py::arg("forward_recat"), py::arg("backward_recat"),
+      py::arg("lengths"), py::arg("input_splits"), py::arg("output_splits"), py::arg("group"),
+      py::arg("codecs"), Release());
+  module.def("alltoallv", &planned::alltoallv, py::arg("columns"), py::arg("out_split"),
+             py::arg("group"), py::arg("codecs"), Release());
+  module.def("reduce_scatter_pooled", &planned::reduce_scatter_pooled, py::arg("shapes"),
+             py::arg("group"), py::arg("codecs"), Release());
+  module.def("reduce_scatter_base_pooled", &planned::reduce_scatter_base_pooled, py::arg("input"),
+             py::arg("group"), py::arg("codecs"), Release());
+  module.def("reduce_scatter_v_pooled", &planned::reduce_scatter_v_pooled, py::arg("input"),
+             py::arg("input_splits"), py::arg("group"), py::arg("codecs"), Release());
   module.def("reduce_scatter_v_per_feature_pooled", &planned::reduce_scatter_v_per_feature_pooled,
-             Release());
-  module.def("all_gather_base_pooled", &planned::all_gather_base_pooled, Release());
+             py::arg("input"), py::arg("batch_size_per_rank_per_feature"),
+             py::arg("embedding_dims"), py::arg("group"), py::arg("codecs"), Release());
+  module.def("all_gather_base_pooled", &planned::all_gather_base_pooled, py::arg("input"),
+             py::arg("group"), py::arg("codecs"), Release());
 }
 
 }  // namespace

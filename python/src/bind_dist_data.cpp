@@ -44,7 +44,9 @@ void bind_feature_exchanges(py::module_& module) {
       },
       Release());
   module.def("kjt_one_to_all", &sharding::kjt_one_to_all, Release());
-  module.def("pooled_embeddings_alltoall", &sharding::pooled_embeddings_alltoall, Release());
+  module.def("pooled_embeddings_alltoall", &sharding::pooled_embeddings_alltoall, py::arg("rows"),
+             py::arg("dim_sum_per_rank"), py::arg("group"), py::arg("batch_size_per_rank"),
+             py::arg("codecs"), Release());
   module.def(
       "sequence_embeddings_alltoall",
       [](const Tensor& rows, const Tensor& lengths, const Sizes& input_splits,

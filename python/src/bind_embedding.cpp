@@ -80,13 +80,15 @@ void bind_options(py::module_& module) {
       .def(py::init([](std::int64_t num_embeddings, std::int64_t embedding_dim, std::string name,
                        DataType data_type, std::vector<std::string> feature_names,
                        PoolingType pooling) {
-        return EmbeddingTableConfig{.num_embeddings = num_embeddings,
-                                    .embedding_dim = embedding_dim,
-                                    .name = std::move(name),
-                                    .data_type = data_type,
-                                    .feature_names = std::move(feature_names),
-                                    .pooling = pooling};
-      }));
+             return EmbeddingTableConfig{.num_embeddings = num_embeddings,
+                                         .embedding_dim = embedding_dim,
+                                         .name = std::move(name),
+                                         .data_type = data_type,
+                                         .feature_names = std::move(feature_names),
+                                         .pooling = pooling};
+           }),
+           py::arg("num_embeddings"), py::arg("embedding_dim"), py::arg("name"),
+           py::arg("data_type"), py::arg("feature_names"), py::arg("pooling"));
   options_class<OptimizerOptions>(module, "OptimizerOptions")
       .def_readwrite("kind", &OptimizerOptions::kind)
       .def_readwrite("learning_rate", &OptimizerOptions::learning_rate)

@@ -32,9 +32,15 @@ void bind_partition(py::module_& module) {
       .def_static("contiguous_sizes",
                   py::overload_cast<const std::vector<std::int64_t>&>(&Partition::contiguous))
       .def_static("from_owners", &Partition::from_owners)
-      .def_static("morton", &spatial<&Partition::morton>, Release())
-      .def_static("hilbert", &spatial<&Partition::hilbert>, Release())
-      .def_static("recursive_bisection", &spatial<&Partition::recursive_bisection>, Release())
+      .def_static("morton", &spatial<&Partition::morton>, py::arg("positions"),
+                  py::arg("num_parts"), py::arg("cell"), py::arg("is_periodic"), py::arg("weights"),
+                  Release())
+      .def_static("hilbert", &spatial<&Partition::hilbert>, py::arg("positions"),
+                  py::arg("num_parts"), py::arg("cell"), py::arg("is_periodic"), py::arg("weights"),
+                  Release())
+      .def_static("recursive_bisection", &spatial<&Partition::recursive_bisection>,
+                  py::arg("positions"), py::arg("num_parts"), py::arg("cell"),
+                  py::arg("is_periodic"), py::arg("weights"), Release())
       .def_static(
           "metis",
           [](std::int64_t num_nodes, const Tensor& edge_index, int num_parts,
@@ -68,7 +74,8 @@ void bind_halo(py::module_& module) {
                               .payload = payload,
                               .deterministic = deterministic});
            }),
-           Release())
+           py::arg("partition"), py::arg("edge_index"), py::arg("group"), py::arg("is_symmetric"),
+           py::arg("check"), py::arg("payload"), py::arg("deterministic"), Release())
       .def_property_readonly("partition", &HaloPlan::partition)
       .def_property_readonly("num_owned", &HaloPlan::num_owned)
       .def_property_readonly("num_halo", &HaloPlan::num_halo)

@@ -46,7 +46,8 @@ void bind_placement(py::module_& module) {
 
 void bind_plan(py::module_& module) {
   py::class_<Shard>(module, "Shard")
-      .def(py::init<std::int64_t, std::int64_t, std::int64_t, std::int64_t, int>())
+      .def(py::init<std::int64_t, std::int64_t, std::int64_t, std::int64_t, int>(), py::arg("row"),
+           py::arg("column"), py::arg("rows"), py::arg("columns"), py::arg("rank"))
       .def_readonly("row", &Shard::row)
       .def_readonly("column", &Shard::column)
       .def_readonly("rows", &Shard::rows)
@@ -65,11 +66,14 @@ void bind_plan(py::module_& module) {
           "kernel", [](const ParameterSharding& self) { return std::string(name_of(self.kernel)); })
       .def_readonly("ranks", &ParameterSharding::ranks)
       .def_readonly("shards", &ParameterSharding::shards);
-  module.def("check_module_plan", [](const std::string& operation,
-                                     const std::vector<embedding::EmbeddingTableConfig>& tables,
-                                     const ModulePlan& plan, int world_size, int local_size) {
-    sharding::check_module_plan(operation, tables, plan, {world_size, local_size});
-  });
+  module.def(
+      "check_module_plan",
+      [](const std::string& operation, const std::vector<embedding::EmbeddingTableConfig>& tables,
+         const ModulePlan& plan, int world_size, int local_size) {
+        sharding::check_module_plan(operation, tables, plan, {world_size, local_size});
+      },
+      py::arg("operation"), py::arg("tables"), py::arg("plan"), py::arg("world_size"),
+      py::arg("local_size"));
   module.def("plan_text", [](std::map<std::string, ModulePlan> modules, int width) {
     return ShardingPlan{std::move(modules)}.str(width);
   });
@@ -147,11 +151,13 @@ void bind_tables(py::module_& module) {
   using Bags = ShardedEmbeddingBagCollection;
   bags.def(py::init([](std::vector<embedding::EmbeddingBagConfig> tables, ModulePlan plan,
                        const comm::Group& group, bool is_weighted, const ShardedOptions& options) {
-        const py::gil_scoped_release release;
-        for (auto& table : tables) table.init_fn = [](const at::Tensor&) {};
-        return std::make_shared<Bags>(std::move(tables), std::move(plan), group, is_weighted,
-                                      options);
-      }))
+             const py::gil_scoped_release release;
+             for (auto& table : tables) table.init_fn = [](const at::Tensor&) {};
+             return std::make_shared<Bags>(std::move(tables), std::move(plan), group, is_weighted,
+                                           options);
+           }),
+           py::arg("tables"), py::arg("plan"), py::arg("group"), py::arg("is_weighted"),
+           py::arg("options"))
       .def("compute_and_output_dist",
            static_cast<Later (Bags::*)(const DistributedInput&)>(&Bags::compute_and_output_dist),
            Release())

@@ -200,12 +200,14 @@ void bind_sampling(py::module_& m) {
         return DistributedLogprobWithSampling::apply(logits, target, group_of(group), top_k, top_p,
                                                      /*inference_only=*/false, columns_in(columns));
       },
-      Release());
+      py::arg("logits"), py::arg("target"), py::arg("group"), py::arg("top_k"), py::arg("top_p"),
+      py::arg("columns"), Release());
   m.def("apply_top_k_top_p", &apply_top_k_top_p, Release());
 }
 
 void bind_context(py::module_& m) {
-  m.def("part_of_context_rank", &part_of_context_rank, Release());
+  m.def("part_of_context_rank", &part_of_context_rank, py::arg("x"), py::arg("rank"),
+        py::arg("size"), py::arg("dim"), py::arg("starts"), Release());
   m.def(
       "gather_context",
       [](const Tensor& x, const MaybeGroup& group, std::int64_t dim, const MaybeTensor& starts) {
@@ -305,7 +307,8 @@ void bind_distillation(py::module_& m) {
         return ChunkedDistributedHiddenStatesToLogprobs::apply(hidden, target, weight, start, end,
                                                                chunk_size, group_of(group));
       },
-      Release());
+      py::arg("hidden"), py::arg("target"), py::arg("weight"), py::arg("start"), py::arg("end"),
+      py::arg("chunk_size"), py::arg("group"), Release());
 }
 
 void bind_model_utils(py::module_& m) {
@@ -321,6 +324,7 @@ void bind_model_utils(py::module_& m) {
          const MaybeGroup& group) {
         return DistributedLogprob::apply(logits, target, start, end, group_of(group));
       },
+      py::arg("logits"), py::arg("target"), py::arg("start"), py::arg("end"), py::arg("group"),
       Release());
   m.def(
       "distributed_gather_logprob",
@@ -328,6 +332,7 @@ void bind_model_utils(py::module_& m) {
          const MaybeGroup& group) {
         return ChunkedDistributedGatherLogprob::apply(logits, ids, start, end, 1, group_of(group));
       },
+      py::arg("logits"), py::arg("ids"), py::arg("start"), py::arg("end"), py::arg("group"),
       Release());
   m.def(
       "distributed_entropy",
@@ -353,6 +358,8 @@ void bind_model_utils(py::module_& m) {
                                                 inference_only, maybe_group(cp_group), std::nullopt,
                                                 params_of(sampling), shift_targets);
       },
+      py::arg("logits"), py::arg("target"), py::arg("start"), py::arg("end"), py::arg("group"),
+      py::arg("inference_only"), py::arg("cp_group"), py::arg("sampling"), py::arg("shift_targets"),
       Release());
   m.def(
       "from_parallel_logits_to_logprobs_packed_sequences",
@@ -387,6 +394,7 @@ void bind_model_utils(py::module_& m) {
          std::int64_t end) {
         return distributed_vocab_topk(logits, k, group_of(group), start, end);
       },
+      py::arg("logits"), py::arg("k"), py::arg("group"), py::arg("start"), py::arg("end"),
       Release());
   m.def(
       "gather_logits_at_global_indices",
@@ -395,7 +403,8 @@ void bind_model_utils(py::module_& m) {
         return gather_logits_at_global_indices(logits, ids, group_of(group), maybe_group(cp_group),
                                                start, end);
       },
-      Release());
+      py::arg("logits"), py::arg("ids"), py::arg("group"), py::arg("cp_group"), py::arg("start"),
+      py::arg("end"), Release());
   m.def(
       "gather_vocab_parallel_logprobs_at_indices",
       [](const Tensor& logits, const Tensor& ids, const MaybeGroup& group,
@@ -403,7 +412,8 @@ void bind_model_utils(py::module_& m) {
         return gather_vocab_parallel_logprobs_at_indices(logits, ids, group_of(group),
                                                          maybe_group(cp_group), start, end);
       },
-      Release());
+      py::arg("logits"), py::arg("ids"), py::arg("group"), py::arg("cp_group"), py::arg("start"),
+      py::arg("end"), Release());
 }
 
 void bind_te_parallel_ce(py::module_& m) {
@@ -414,7 +424,8 @@ void bind_te_parallel_ce(py::module_& m) {
         return parallel_cross_entropy(input, target, label_smoothing, reduce_loss,
                                       maybe_group(group), ignore_idx, columns_in(columns));
       },
-      Release());
+      py::arg("input"), py::arg("target"), py::arg("label_smoothing"), py::arg("reduce_loss"),
+      py::arg("group"), py::arg("ignore_idx"), py::arg("columns"), Release());
   m.def(
       "te_parallel_cross_entropy",
       [](const Tensor& logits, const Tensor& labels, const MaybeTensor& mask,

@@ -132,23 +132,61 @@ class comm_ops:
     @staticmethod
     def get_gradient_division() -> bool: ...
     @staticmethod
-    def alltoall_pooled(*args) -> comm_ops.PlannedExchange: ...
+    def alltoall_pooled(
+        pooled: Tensor,
+        batch_size_per_rank: Sequence[int],
+        dim_sum_per_rank: Sequence[int],
+        group: ProcessGroup,
+        codecs: comm_ops.Codecs,
+    ) -> comm_ops.PlannedExchange: ...
     @staticmethod
-    def variable_batch_alltoall_pooled(*args) -> comm_ops.PlannedExchange: ...
+    def variable_batch_alltoall_pooled(
+        pooled: Tensor,
+        batch_size_per_rank_per_feature: Sequence[Sequence[int]],
+        batch_size_per_feature_pre_a2a: Sequence[int],
+        emb_dim_per_rank_per_feature: Sequence[Sequence[int]],
+        group: ProcessGroup,
+        codecs: comm_ops.Codecs,
+    ) -> comm_ops.PlannedExchange: ...
     @staticmethod
-    def alltoall_sequence(*args) -> comm_ops.PlannedExchange: ...
+    def alltoall_sequence(
+        embeddings: Tensor,
+        forward_recat: Tensor | None,
+        backward_recat: Tensor | None,
+        lengths: Tensor,
+        input_splits: Sequence[int],
+        output_splits: Sequence[int],
+        group: ProcessGroup,
+        codecs: comm_ops.Codecs,
+    ) -> comm_ops.PlannedExchange: ...
     @staticmethod
-    def alltoallv(*args) -> comm_ops.PlannedExchange: ...
+    def alltoallv(
+        columns: Tensor, out_split: Sequence[int], group: ProcessGroup, codecs: comm_ops.Codecs
+    ) -> comm_ops.PlannedExchange: ...
     @staticmethod
-    def reduce_scatter_pooled(*args) -> comm_ops.PlannedExchange: ...
+    def reduce_scatter_pooled(
+        shapes: Sequence[Sequence[int]], group: ProcessGroup, codecs: comm_ops.Codecs
+    ) -> comm_ops.PlannedExchange: ...
     @staticmethod
-    def reduce_scatter_base_pooled(*args) -> comm_ops.PlannedExchange: ...
+    def reduce_scatter_base_pooled(
+        input: Tensor, group: ProcessGroup, codecs: comm_ops.Codecs
+    ) -> comm_ops.PlannedExchange: ...
     @staticmethod
-    def reduce_scatter_v_pooled(*args) -> comm_ops.PlannedExchange: ...
+    def reduce_scatter_v_pooled(
+        input: Tensor, input_splits: Sequence[int], group: ProcessGroup, codecs: comm_ops.Codecs
+    ) -> comm_ops.PlannedExchange: ...
     @staticmethod
-    def reduce_scatter_v_per_feature_pooled(*args) -> comm_ops.PlannedExchange: ...
+    def reduce_scatter_v_per_feature_pooled(
+        input: Tensor,
+        batch_size_per_rank_per_feature: Sequence[Sequence[int]],
+        embedding_dims: Sequence[int],
+        group: ProcessGroup,
+        codecs: comm_ops.Codecs,
+    ) -> comm_ops.PlannedExchange: ...
     @staticmethod
-    def all_gather_base_pooled(*args) -> comm_ops.PlannedExchange: ...
+    def all_gather_base_pooled(
+        input: Tensor, group: ProcessGroup, codecs: comm_ops.Codecs
+    ) -> comm_ops.PlannedExchange: ...
 
 class regions:
     @staticmethod

@@ -193,22 +193,16 @@ def test_stubs_say_what_the_extension_says(said):
     assert compared > 150
 
 
-# Of so many arguments that nobody counts them: the extension knows their names, and callers give them.
-MANY = [
-    "dist_data.sequence_embeddings_alltoall",
-    "distillation_topk_logprobs",
-    "from_parallel_hidden_states_to_logprobs",
-    "from_parallel_logits_to_logprobs_packed_sequences",
-    "jagged.bucketize",
-    "te_parallel_cross_entropy",
-]
-
-
-@pytest.mark.parametrize("name", MANY)
-def test_functions_of_many_arguments_name_them(said, name):
-    (node,) = [node for stub, node, _ in stub_functions() if stub == name]
-    (signature,) = said[name]
-    assert [argument for argument, *_ in parsed(signature)[0]] == [each.arg for each in node.args.args]
+def test_functions_of_many_arguments_name_them(said):
+    """Nobody counts more than four places: callers may give names."""
+    nameless = {
+        name
+        for name, signatures in said.items()
+        for signature in signatures
+        if "(" in signature
+        and sum(bool(re.fullmatch(r"arg\d+", each)) for each, *_ in parsed(signature)[0]) > 4
+    }
+    assert not nameless
 
 
 def test_attributes_have_the_types_that_the_extension_says(said):
