@@ -485,6 +485,20 @@ def test_bad_cells_of_a_table_are_named(table):
     assert failed.returncode == 65 and "there is no sample in" in failed.stderr
 
 
+def test_numbers_of_json_lines_that_are_not_finite_are_named(table):
+    """As Python and others write them; a guess takes NaN for no value."""
+    good = {"clicked": 1, "user": "ann", "item": 3, "price": 2.5, "tags": ["a"]}
+    lines = [json.dumps({**good, "price": price}) for price in (1, float("nan"), float("-inf"))]
+    lines += [json.dumps({**good, "clicked": 0}), json.dumps(good).replace("2.5", "1e999")]
+    (table / "t.jsonl").write_text("\n".join(lines) + "\n")
+    checked = data("check", table / "t.jsonl", "--schema", table / "schema.toml")
+    assert checked.returncode == 65
+    for line, number in ((2, "NaN"), (3, "-Infinity"), (5, "1e999")):
+        assert f"line {line}, column 'price': '{number}' is not a finite number" in checked.stdout
+    guess = data("schema", table / "t.jsonl").stdout
+    assert '[[dense]]\ncolumn = "price"\n' in guess and 'missing = ["", "NaN"]' in guess
+
+
 @pytest.mark.parametrize(
     ("name", "more"), [("table.csv", []), ("out.click", []), ("table.csv", ["--ids", "unlimited"])]
 )

@@ -14,6 +14,7 @@
 
 #include "data/columns.h"
 #include "data/delimited.h"
+#include "data/json_lines.h"
 #include "data/numbers.h"
 #include "data/read_table.h"
 
@@ -37,6 +38,7 @@ struct Seen {
   std::int64_t num_missing = 0;
   std::int64_t num_whole = 0;
   std::int64_t num_real = 0;
+  std::int64_t num_endless = 0;  // infinity
   std::int64_t num_lists = 0;
   std::string other = {};  // what it is, if neither number nor text
   std::size_t num_bytes = 0;
@@ -57,8 +59,10 @@ struct Seen {
     num_bytes += cell.size();
     std::int64_t whole = 0;
     double real = 0;
-    const bool is_real = parse_real(cell, real) && std::isfinite(real);
+    const bool has_value = parse_real(cell, real);
+    const bool is_real = has_value && std::isfinite(real);
     num_real += is_real ? 1 : 0;
+    num_endless += has_value && !is_real ? 1 : 0;
     num_whole += is_real && parse_whole(cell, whole) ? 1 : 0;
     if (is_real) {
       lowest = num_real == 1 ? real : std::min(lowest, real);
@@ -70,7 +74,10 @@ struct Seen {
     for (std::size_t s = 0; s < kSeparators.size(); ++s) add_parts(s, cell);
   }
 
-  bool is_number() const { return num_values > 0 && num_real == num_values && num_lists == 0; }
+  // Infinities beside numbers do not make a column one of texts; its conversion names them.
+  bool is_number() const {
+    return num_real > 0 && num_real + num_endless == num_values && num_lists == 0;
+  }
   bool is_whole() const { return is_number() && num_whole == num_values; }
 
  private:
@@ -114,7 +121,7 @@ void look_at_lines(Input& input, Table& table) {
   std::string_view line;
   while (table.num_records < kMostRecords && lines.next(line)) {
     if (trimmed(line).empty()) continue;
-    const Json record = Json::parse(line, nullptr, /*allow_exceptions=*/false);
+    const Json record = json_of_line<Json>(line);
     if (!record.is_object()) {
       throw DataError(input.name() + ": line " + std::to_string(lines.line()) +
                       " is not a JSON object.");
@@ -233,6 +240,9 @@ std::string what_was_seen(const Seen& column) {
     }
   }
   if (column.num_missing > 0) text += ", " + std::to_string(column.num_missing) + " missing";
+  if (column.is_number() && column.num_endless > 0) {
+    text += ", " + std::to_string(column.num_endless) + " not finite";
+  }
   return text;
 }
 

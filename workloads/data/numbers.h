@@ -2,11 +2,14 @@
 
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <charconv>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <string_view>
+#include <system_error>
 
 namespace tessera::workloads::data {
 
@@ -18,6 +21,28 @@ inline std::string_view trimmed(std::string_view text) {
 
 inline constexpr double kPowersOfTen[] = {1e0, 1e1, 1e2,  1e3,  1e4,  1e5,  1e6,  1e7,
                                           1e8, 1e9, 1e10, 1e11, 1e12, 1e13, 1e14, 1e15};
+
+inline constexpr std::int64_t kEndlessPlace = std::int64_t{1} << 60;
+
+/// What a number is that doubles cannot hold: 0 or infinity, by the place of its first digit.
+inline double beyond_doubles(std::string_view text) {
+  const bool is_negative = text.starts_with('-');
+  if (is_negative) text.remove_prefix(1);
+  std::int64_t place = 0;
+  if (const std::size_t mark = text.find_first_of("eE"); mark != std::string_view::npos) {
+    std::string_view digits = text.substr(mark + 1);
+    if (digits.starts_with('+')) digits.remove_prefix(1);
+    const char* end = digits.data() + digits.size();
+    if (std::from_chars(digits.data(), end, place).ec != std::errc()) {
+      place = digits.starts_with('-') ? -kEndlessPlace : kEndlessPlace;
+    }
+    text = text.substr(0, mark);
+  }
+  place += static_cast<std::int64_t>(std::min(text.find('.'), text.size()));
+  place -= static_cast<std::int64_t>(text.find_first_of("123456789"));
+  const double size = place > 0 ? std::numeric_limits<double>::infinity() : 0;
+  return is_negative ? -size : size;
+}
 
 /// The nearest double; false if the text is no number. Infinity and NaN are numbers here.
 inline bool parse_real(std::string_view text, double& value) {
@@ -54,6 +79,10 @@ inline bool parse_real(std::string_view text, double& value) {
   at = text.data();
   end = at + text.size();
   const auto [stop, error] = std::from_chars(at, end, value);
+  if (error == std::errc::result_out_of_range && stop == end) {
+    value = beyond_doubles(text);
+    return true;
+  }
   return error == std::errc() && stop == end && at != end;
 }
 

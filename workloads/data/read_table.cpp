@@ -7,6 +7,7 @@
 
 #include "data/columns.h"
 #include "data/delimited.h"
+#include "data/json_lines.h"
 #include "data/numbers.h"
 #include "data/samples.h"
 #include "settings/usage.h"
@@ -248,7 +249,7 @@ class TableReader {
     while (!is_enough() && lines.next(line)) {
       if (trimmed(line).empty()) continue;
       ++report_.num_records;
-      const Json record = Json::parse(line, nullptr, /*allow_exceptions=*/false);
+      const Json record = json_of_line<Json>(line);
       if (!record.is_object()) {
         refuse(input.name() + ": line " + std::to_string(lines.line()) + " is not a JSON object");
         continue;

@@ -187,6 +187,8 @@ TEST_F(Tables, BadCellsAreNamedByLineAndColumn) {
             "table.csv: line 3, column 'price' (2): 'nan' is not a finite number.");
   EXPECT_EQ(problem(head + "\"1\",2,\"-inf\",u,4,t\n"),
             "table.csv: line 3, column 'age' (3): '-inf' is not a finite number.");
+  EXPECT_EQ(problem(head + "1,1e999,3,u,4,t\n"),
+            "table.csv: line 3, column 'price' (2): '1e999' is not a finite number.");
   EXPECT_EQ(problem(head + "1,2,1e39,u,4,t\n"),
             "table.csv: line 3, column 'age' (3): '1e39' is too large for 32 bits.");
   EXPECT_EQ(
@@ -244,6 +246,30 @@ TEST_F(Tables, JsonLinesGiveTheSameSamplesAsCsv) {
       problem("{\"y\": 1}\n{\"y\"\n"),
       "table.csv: line 1, column 'item': there is no value; missing = \"empty\" allows that.");
   EXPECT_EQ(problem("{\"y\" 1}\n"), "table.csv: line 1 is not a JSON object.");
+}
+
+TEST_F(Tables, NumbersOfJsonThatAreNotFiniteAreNamedByLineAndColumn) {
+  const auto line = [](const std::string& price, const std::string& age = "3") {
+    return R"({"y": 1, "price": )" + price + R"(, "age": )" + age +
+           R"(, "user": "a \" NaN \\", "item": 4, "tags": ["NaN"]})" + "\n";
+  };
+  const std::string at = "table.csv: line 2, column ";
+  for (const char* number : {"NaN", "-Infinity", "Infinity", "1e999", "-1.5e400"}) {
+    EXPECT_EQ(problem(line("2") + line(number)),
+              at + "'price': '" + number + "' is not a finite number.");
+  }
+  EXPECT_EQ(problem(line("2") + line("2", "1e39")),
+            at + "'age': '1e+39' is too large for 32 bits.");
+  EXPECT_EQ(problem(line("2") + line("Nan1")), "table.csv: line 2 is not a JSON object.");
+  EXPECT_EQ(problem(line("2") + line("NaN NaN")), "table.csv: line 2 is not a JSON object.");
+  // As in cells, a schema may say that they stand for no value; texts stay as they are.
+  const std::string schema = "missing = [\"\", \"NaN\"]\n" +
+                             std::string(kSchema).substr(std::string(kSchema).find("[label]"));
+  const Read gap = read_text(line("NaN") + line("1"), schema);
+  const Read null = read_text(line("null") + line("1"), schema);
+  ASSERT_EQ(gap.samples.num_samples, 2);
+  dlrm::expect_equal(gap.samples, null.samples);
+  EXPECT_EQ(gap.samples.ids[0], data::hashed_row("a \" NaN \\", 1000));
 }
 
 TEST_F(Tables, VocabulariesLabelsAndColumnsWithoutNames) {
@@ -353,6 +379,26 @@ TEST_F(Tables, GuessesCanBeReadAndRead) {
   EXPECT_EQ(read({table}, schema).samples.num_samples, 4);
 }
 
+TEST_F(Tables, GuessesTakeInfinitiesForNumbers) {
+  const std::string json = write("t.jsonl",
+                                 "{\"clicked\": 0, \"price\": 2.5, \"city\": \"Oslo\"}\n"
+                                 "{\"clicked\": 1, \"price\": NaN, \"city\": \"Rome\"}\n"
+                                 "{\"clicked\": 1, \"price\": -Infinity, \"city\": \"Rome\"}\n");
+  const std::string csv =
+      write("t.csv", "clicked,price,city\n0,2.5,Oslo\n1,NaN,Rome\n1,-Infinity,Rome\n");
+  for (const std::string& table : {json, csv}) {
+    const std::string guess = data::guess_schema(table);
+    EXPECT_NE(guess.find(", 1 missing, 1 not finite, 2.5 to 2.5\n"), std::string::npos) << guess;
+    const Schema schema = data::parse_schema(guess, "guess.toml");
+    ASSERT_EQ(schema.dense.size(), 1U);
+    EXPECT_EQ(schema.dense[0].column, "price");
+    EXPECT_EQ(schema.missing, (std::vector<std::string>{"", "NaN"}));
+    const std::string said = error([&] { read({table}, schema); });
+    EXPECT_NE(said.find("column 'price'"), std::string::npos) << said;
+    EXPECT_NE(said.find("'-Infinity' is not a finite number."), std::string::npos) << said;
+  }
+}
+
 TEST_F(Tables, NumbersAreTheNearestDoubles) {
   for (const char* text :
        {"0", "-0", "7", "-12.5", "0.1", "3.14159265358979", "123456789012345", ".5", "5.", "1e-3",
@@ -362,6 +408,18 @@ TEST_F(Tables, NumbersAreTheNearestDoubles) {
     EXPECT_EQ(value, std::strtod(text, nullptr)) << text;
   }
   double value = 0;
+  for (const char* text : {"1e999", "-1e400", "1e99999999999999999999", "+123.5e308"}) {
+    ASSERT_TRUE(data::parse_real(text, value)) << text;
+    EXPECT_EQ(value, text[0] == '-' ? -HUGE_VAL : HUGE_VAL) << text;
+  }
+  const std::string many(400, '0');
+  for (const std::string& text :
+       std::vector<std::string>{"1e-999", "-1e-99999999999999999999", "0." + many + "1"}) {
+    ASSERT_TRUE(data::parse_real(text, value)) << text;
+    EXPECT_EQ(value, 0) << text;
+  }
+  ASSERT_TRUE(data::parse_real("1" + many, value));
+  EXPECT_EQ(value, HUGE_VAL);
   for (const char* text : {"", "-", ".", "1.2.3", "1,5", "0x10", "1e", "--1", "1 2"}) {
     EXPECT_FALSE(data::parse_real(text, value)) << text;
   }
