@@ -288,6 +288,30 @@ def test_criteos_text_is_read_packed(text, tmp_path):
         assert prints[0] == prints[1]
 
 
+def test_criteos_text_is_known_through_its_packing(text, tmp_path):
+    """Also where the data need no schema, because ids of any size are taken."""
+    head = b"".join(text.read_bytes().splitlines(keepends=True)[:300])
+    logs = {"plain": head, "gzip": gzip.compress(head), "zstd": zstd(head)}
+    small = ["--dim", "8", "--bottom", "16,8", "--top", "16,1", "--batch", "32", "--steps", "3"]
+    told = {}
+    for name, content in logs.items():
+        if content is None:
+            continue
+        (tmp_path / name).write_bytes(content)
+        words = ["--ids", "unlimited", "--data", name, "--runs", "runs", "--json"]
+        done = subprocess.run(
+            [TESSERA, "train", "dlrm", *small, *words],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, name + done.stdout + done.stderr
+        answered = json.loads(done.stdout)
+        told[name] = (answered["ids"], answered["fingerprint"])
+    assert len(told) > 1 and len(set(told.values())) == 1 and told["plain"][0] > 26
+
+
 def test_a_file_is_not_read_and_written_at_once(table):
     for path in (table / "table.csv", table / "link.csv"):
         if path.name == "link.csv":

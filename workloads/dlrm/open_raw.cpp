@@ -1,9 +1,12 @@
 #include "dlrm/open_raw.h"
 
 #include <algorithm>
-#include <fstream>
+#include <filesystem>
 #include <memory>
+#include <system_error>
 
+#include "data/content.h"
+#include "data/input.h"
 #include "data/raw_log.h"
 #include "dlrm/criteo.h"
 
@@ -13,15 +16,28 @@ namespace {
 // Beyond the hashes of Criteo's texts, so that these are taken as they are.
 constexpr std::int64_t kAnyRow = std::int64_t{1} << 40;
 
-/// A file of ours, or a line with as many tabs as Criteo's have.
+// Packed or not.
+std::string first_line(const std::string& path) {
+  constexpr std::size_t kMost = 4096;
+  data::Input input(path);
+  std::string text;
+  char part[kMost];
+  while (text.size() < kMost && text.find('\n') == std::string::npos) {
+    const std::size_t more = input.read(part, sizeof(part));
+    if (more == 0) break;
+    text.append(part, more);
+  }
+  return text.substr(0, text.find('\n'));
+}
+
+/// A file of ours, or a text, packed or not, whose first line has as many tabs as Criteo's have.
 bool is_known_log(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  std::string line(8, '\0');
-  file.read(line.data(), static_cast<std::streamsize>(line.size()));
-  if (line == "TSRCLICK") return true;
-  file.clear();
-  file.seekg(0);
-  std::getline(file, line);
+  std::error_code error;
+  if (!std::filesystem::is_regular_file(path, error)) return false;  // a pipe, or a pattern
+  const data::FileKind kind = data::content_of(data::front_of(path)).kind;
+  if (kind == data::FileKind::kClickLog) return true;
+  if (data::is_columnar(kind)) return false;
+  const std::string line = first_line(path);
   return std::count(line.begin(), line.end(), '\t') == kCriteoDense + kCriteoFeatures;
 }
 
