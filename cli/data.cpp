@@ -257,6 +257,7 @@ int check_binary(const std::string& path, const DataWords& words) {
   const Watch watch;
   const ClickFile file(path);
   file.verify();
+  if (file.num_samples() == 0) throw DataError(path + ": there is no sample in it.");
   const double seconds = watch.seconds();
   if (words.wants_json) {
     print({{"path", path},

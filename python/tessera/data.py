@@ -213,7 +213,7 @@ class ClickWriter:
         )
 
     def finish(self) -> None:
-        """Put the log under its name. Without it nothing is left behind."""
+        """Put the log under its name. Without it, or without samples, nothing is left behind."""
         if self._writer:
             _call("tessera_click_writer_finish", self._writer)
             self.close()
@@ -230,7 +230,11 @@ class ClickWriter:
 
     def __exit__(self, kind: type | None, *rest: object) -> None:
         """Finish it, or give it up if something was raised."""
-        self.finish() if kind is None else self.close()
+        try:
+            if kind is None:
+                self.finish()
+        finally:
+            self.close()
 
     def __del__(self) -> None:
         """Give it up."""

@@ -584,6 +584,23 @@ def test_numbers_of_a_log_that_are_not_finite_are_found(table):
     assert "sample 2, number 0 ('price'), is nan" in failed.stderr
 
 
+def test_a_log_without_samples_is_an_error(tmp_path):
+    """Of a program that writes by the description of the format."""
+    directory = struct.pack("<QII", 100, 1, 4) + b"user"
+    head = struct.pack("<8sIIQIIIIQQ", b"TSRCLICK", 1, 0, 0, 13, 1, 65536, 0, 64, len(directory))
+    head += struct.pack("<I", crc32c(directory))
+    (tmp_path / "log.click").write_bytes(head + struct.pack("<I", crc32c(head)) + directory)
+    told = answer("show", tmp_path / "log.click")
+    assert (told["samples"], told["dense"], told["features"][0]["name"]) == (0, 13, "user")
+    train = ["train", "dlrm", "--steps", 1, "--runs", tmp_path / "runs", "--data"]
+    for words in (["data", "check"], ["data", "stats"], train, [*train[:-1], "--ids", "unlimited", "--data"]):
+        failed = subprocess.run(
+            [TESSERA, *map(str, words), tmp_path / "log.click"], capture_output=True, text=True, timeout=120
+        )
+        assert failed.returncode == 65, failed.stdout + failed.stderr
+        assert "log.click: there is no sample in it." in failed.stderr
+
+
 def crc32c(content):
     value = 0xFFFFFFFF
     for byte in content:

@@ -52,6 +52,25 @@ def test_what_is_written_is_read_back(tmp_path, count):
     assert result.returncode == 0, result.stderr
 
 
+def test_a_log_without_samples_is_not_finished(tmp_path):
+    path = tmp_path / "a.click"
+    empty = {"user": [], "pair": torch.empty(0, 2, dtype=torch.int64), "tags": []}
+    says = r"a\.click: there is no sample in it; append some before finish"
+    with pytest.raises(DataError, match=says), ClickWriter(path, FEATURES, dense=2) as writer:
+        writer.append([], empty, [])
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(DataError, match="the log is finished"):
+        writer.append(**samples(1))
+    path.write_bytes(b"good")
+    writer = ClickWriter(path, FEATURES, dense=2)
+    with pytest.raises(DataError, match="there is no sample in it"):
+        writer.finish()
+    assert path.read_bytes() == b"good"
+    writer.append(**samples(3))
+    writer.finish()
+    assert len(ClickFile(path)) == 3
+
+
 def test_parts_and_other_forms_of_bags_are_the_same_bytes(tmp_path):
     whole = samples(100)
     with ClickWriter(tmp_path / "a.click", FEATURES, dense=2) as writer:

@@ -36,6 +36,7 @@ int tessera_click_writer_open(const char* path, int64_t num_dense, const char* c
 int tessera_click_writer_append(struct tessera_click_writer* writer, int64_t num_samples,
                                 const float* labels, const float* dense, const int32_t* lengths,
                                 const int64_t* ids, int64_t num_ids, char* error, size_t room);
+/// An error without samples.
 int tessera_click_writer_finish(struct tessera_click_writer* writer, char* error, size_t room);
 /// What is not finished leaves nothing behind.
 void tessera_click_writer_close(struct tessera_click_writer* writer);

@@ -63,6 +63,7 @@ class TESSERA_API ClickFileWriter {
   /// Appends samples. Throws DataError for ids outside their table, bags of another size than the
   /// schema says, labels other than 0 and 1, and if the disk refuses.
   void append(const SampleBlock& samples);
+  /// Throws DataError for a log without samples, which may be appended then.
   void finish();
   std::int64_t num_samples() const noexcept;
 

@@ -197,6 +197,7 @@ void ClickFileWriter::append(const SampleBlock& samples) {
 
 void ClickFileWriter::finish() {
   State& state = *state_;
+  if (num_samples() == 0) state.fail("there is no sample in it; append some before finish.");
   state.write_block();
   const auto encoded = detail::encode_layout(state.layout, state.num_bytes);
   state.write(encoded.directory);

@@ -43,6 +43,7 @@ OpenedLog open_log(const std::string& name, const LogOptions& options) {
     opened.log = opened.synthetic;
   } else if (is_binary(name)) {
     opened.log = std::make_shared<const ClickFile>(name);
+    if (opened.log->num_samples() == 0) throw DataError(name + ": there is no sample in it.");
   } else {
     CriteoOptions criteo;
     criteo.features = equal_features(kCriteoFeatures, options.num_rows);

@@ -16,7 +16,9 @@
 #include <thread>
 
 #include "dlrm/click_file.h"
+#include "dlrm/click_layout.h"
 #include "dlrm/half.h"
+#include "dlrm/open_log.h"
 #include "dlrm/synthetic.h"
 #include "files_fixture.h"
 
@@ -123,11 +125,39 @@ TEST_F(ClickFiles, BinaryIsTheSameForAnySequenceOfAppends) {
   EXPECT_EQ(read(path("a")), read(path("b")));
 }
 
-TEST_F(ClickFiles, EmptyBinaryIsFine) {
-  ClickFileWriter(path("a"), mixed_options().schema).finish();
+TEST_F(ClickFiles, ALogWithoutSamplesIsNotFinished) {
+  const std::string said = "a: there is no sample in it; append some before finish.";
+  write("a", "before");
+  {
+    ClickFileWriter writer(path("a"), mixed_options().schema);
+    SampleBlock none;
+    SyntheticLog(mixed_options()).read(0, 0, none);
+    writer.append(none);
+    EXPECT_EQ(error([&] { writer.finish(); }), said);
+  }
+  EXPECT_EQ(read(path("a")), "before");
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder_), {}), 1);
+  ClickFileWriter writer(path("a"), mixed_options().schema);
+  EXPECT_EQ(error([&] { writer.finish(); }), said);
+  SampleBlock samples;
+  SyntheticLog(mixed_options()).read(0, 10, samples);
+  writer.append(samples);
+  writer.finish();
   const ClickFile file(path("a"));
-  EXPECT_EQ(file.num_samples(), 0);
+  EXPECT_EQ(file.num_samples(), 10);
   file.verify();
+}
+
+TEST_F(ClickFiles, ALogWithoutSamplesIsReadAndNotTrainedOn) {
+  ClickFileLayout layout;
+  layout.schema = mixed_options().schema;
+  layout.block_samples = 100;
+  const auto encoded = detail::encode_layout(layout, detail::kHeaderBytes);
+  const ClickFile file(write("a", encoded.header + encoded.directory));
+  EXPECT_EQ(file.num_samples(), 0);
+  EXPECT_EQ(file.schema(), layout.schema);
+  file.verify();
+  EXPECT_EQ(error([&] { open_log(path("a"), {}); }), "a: there is no sample in it.");
 }
 
 TEST_F(ClickFiles, HalfDenseRoundsToNearest) {
