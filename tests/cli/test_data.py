@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import os
 import pathlib
+import random
 import re
 import shutil
 import signal
@@ -13,6 +15,7 @@ import struct
 import subprocess
 import time
 
+import numpy as np
 import pytest
 from full_disk import full_disk
 
@@ -321,6 +324,97 @@ def test_a_file_is_not_read_and_written_at_once(table):
     failed = data("schema", table / "table.csv", "--out", table / "table.csv")
     assert failed.returncode == 65
     assert (table / "table.csv").read_text() == TABLE
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory):
+    """The same records as CSV, TSV, JSON lines and npz, which has neither gaps nor lists of any length."""
+    folder = tmp_path_factory.mktemp("kinds")
+    draw = random.Random(5)
+    records = [
+        {
+            "clicked": int(draw.random() < 0.3),
+            "user": f"u, {draw.randrange(20)}",
+            "item": draw.randrange(10),
+            "price": round(draw.uniform(0, 9), 2),
+            "tags": draw.sample(["new", "sale", "ré d", "used"], 2),
+        }
+        for _ in range(400)
+    ]
+    cells = [["|".join(v) if isinstance(v, list) else str(v) for v in one.values()] for one in records]
+    with (folder / "table.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([records[0], *cells])
+    (folder / "table.tsv").write_text("".join("\t".join(one) + "\n" for one in [records[0], *cells]))
+    (folder / "table.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    np.savez(folder / "table.npz", **{name: np.array([one[name] for one in records]) for name in records[0]})
+    (folder / "schema.toml").write_text(SCHEMA)
+    for name in ("tsv", "jsonl"):
+        (folder / f"{name}.toml").write_text(f'format = "{name}"\n' + SCHEMA)
+    answer("convert", "--schema", folder / "schema.toml", folder / "table.csv", "--out", folder / "csv.click")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["tsv", "jsonl", "npz"])
+def test_kinds_of_tables_are_the_same_log(kinds, tmp_path, name):
+    out = tmp_path / "out.click"
+    told = answer("convert", "--schema", kinds / "schema.toml", kinds / f"table.{name}", "--out", out)
+    assert (told["samples"], told["bad_lines"]) == (400, 0)
+    assert out.read_bytes() == (kinds / "csv.click").read_bytes()
+    if name == "npz":
+        return
+    # The same where the schema says what it is, and packed; the log differs in the text of the schema.
+    packed = tmp_path / "packed"
+    packed.write_bytes(gzip.compress((kinds / f"table.{name}").read_bytes()))
+    answer("convert", "--schema", kinds / f"{name}.toml", packed, "--out", out)
+    found, wanted = out.read_bytes(), (kinds / "csv.click").read_bytes()
+    (directory,) = struct.unpack_from("<Q", wanted, 40)
+    assert found[64:directory] == wanted[64:directory]
+    other = {"tsv": "jsonl", "jsonl": "tsv"}[name]
+    failed = data("convert", "--schema", kinds / f"{other}.toml", packed, "--out", tmp_path / "other.click")
+    says = {"tsv": "line 1 is not a JSON object", "jsonl": "there is no column 'clicked'"}[name]
+    assert failed.returncode == 65 and says in failed.stderr and not (tmp_path / "other.click").exists()
+
+
+def test_kinds_of_tables_train_the_same_model(kinds, tmp_path):
+    small = ["--dim", "4", "--bottom", "8,4", "--top", "8,1", "--batch", "32", "--steps", "4", "--json"]
+    prints = {}
+    for name in ("csv.click", "table.tsv", "table.jsonl", "table.npz"):
+        words = ["--data", kinds / name, "--schema", kinds / "schema.toml", "--save", tmp_path / name]
+        done = subprocess.run(
+            [TESSERA, "train", "dlrm", *small, *map(str, words)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, "TESSERA_CACHE": str(tmp_path / "cache")},
+        )
+        assert done.returncode == 0, name + done.stdout + done.stderr
+        assert ("converted 400 samples" in done.stderr) == (name != "csv.click")
+        prints[name] = json.loads(done.stdout)["fingerprint"]
+    assert len(set(prints.values())) == 1, prints
+
+
+@pytest.mark.parametrize("name", ["tsv", "jsonl"])
+def test_schemas_of_text_are_guessed_alike(kinds, tmp_path, name):
+    guesses = {}
+    for one in ("csv", name):
+        answered = data("schema", kinds / f"table.{one}")
+        assert answered.returncode == 0, answered.stderr
+        said, _, guesses[one] = answered.stdout.partition("[label]\n")
+        assert f'\nformat = "{one}"\n' in said
+    assert 'column = "clicked"\n' in guesses["csv"] and '[[dense]]\ncolumn = "price"\n' in guesses["csv"]
+    # Without comments, which count what was seen: lists are not texts.
+    keys = {
+        one: [line for line in guess.splitlines() if not line.startswith("#")]
+        for one, guess in guesses.items()
+    }
+    assert keys["csv"] == keys[name]
+    (tmp_path / "guess.toml").write_text(data("schema", kinds / f"table.{name}").stdout)
+    told = answer(
+        "convert", "--schema", tmp_path / "guess.toml", kinds / f"table.{name}", "--out", tmp_path / "o.click"
+    )
+    assert (told["samples"], told["bad_lines"]) == (400, 0)
+    features = answer("show", tmp_path / "o.click")["features"]
+    assert [(one["name"], one["bag_size"]) for one in features] == [("user", 1), ("item", 1), ("tags", 0)]
 
 
 def refused_to_write(out, *words):
