@@ -417,6 +417,17 @@ def test_schemas_of_text_are_guessed_alike(kinds, tmp_path, name):
     assert [(one["name"], one["bag_size"]) for one in features] == [("user", 1), ("item", 1), ("tags", 0)]
 
 
+def test_a_json_array_is_named(kinds, tmp_path):
+    records = [json.loads(line) for line in (kinds / "table.jsonl").read_text().splitlines()]
+    for name, indent in (("a.json", None), ("b.json", 2)):
+        (tmp_path / name).write_text(json.dumps(records, indent=indent))
+        schema = ["--schema", kinds / "schema.toml"]
+        for words in (["schema"], ["check", *schema], ["convert", *schema, "--out", tmp_path / "o.click"]):
+            failed = data(*words, tmp_path / name)
+            assert failed.returncode == 65
+            assert f"{name}: is one JSON array, not JSON lines. Write an object per line" in failed.stderr
+
+
 def refused_to_write(out, *words):
     """Also under other names; nothing is changed and nothing left."""
     before = {path: path.read_bytes() for path in out.parent.iterdir()}

@@ -231,7 +231,9 @@ std::int64_t rows_for(std::size_t num_values) {
 }
 
 std::string what_was_seen(const Seen& column) {
-  std::string text = std::to_string(column.values.size()) + " values";
+  const bool has_lists = column.num_lists > 0;
+  std::string text = has_lists ? std::to_string(column.num_lists) + " lists"
+                               : std::to_string(column.values.size()) + " values";
   if (!column.first.empty()) {
     text += " such as ";
     for (std::size_t i = 0; i < column.first.size(); ++i) {
@@ -307,7 +309,7 @@ std::string guess_schema(const std::string& path) {
   } else {
     Input input(path);
     name = input.name();
-    table.format = text_format({}, input.front());
+    table.format = text_format({}, input);
     if (table.format.format == Format::kJsonLines) {
       look_at_lines(input, table);
     } else {

@@ -18,6 +18,15 @@ namespace {
 using dlrm::SampleBlock;
 using Json = nlohmann::json;
 
+// Of objects, as many programs write a table into one text.
+bool begins_array(std::string_view front) {
+  constexpr std::string_view kBlanks = " \t\r\n";
+  const std::size_t begin = front.find_first_not_of(kBlanks);
+  if (begin == std::string_view::npos || front[begin] != '[') return false;
+  const std::size_t next = front.find_first_not_of(kBlanks, begin + 1);
+  return next != std::string_view::npos && front[next] == '{';
+}
+
 // Of text, taken column by column: their cells stay in the caches.
 constexpr std::size_t kRecords = 256;
 
@@ -76,7 +85,7 @@ class TableReader {
       }
     }
     Input input(path, is_last ? options_.goes_on : nullptr);
-    const TextFormat format = text_format(schema_, input.front());
+    const TextFormat format = text_format(schema_, input);
     if (format.format == Format::kJsonLines) {
       read_lines(input);
     } else {
@@ -271,14 +280,21 @@ class TableReader {
 
 }  // namespace
 
-TextFormat text_format(const Schema& schema, std::string_view front) {
+TextFormat text_format(const Schema& schema, const Input& input) {
   TextFormat found;
+  std::string_view front = input.front();
   if (front.starts_with("\xef\xbb\xbf")) front.remove_prefix(3);
   const std::size_t begin = front.find_first_not_of(" \t\r\n");
   found.format = schema.format;
   if (found.format == Format::kAny) {
-    const bool is_json = begin != std::string_view::npos && front[begin] == '{';
+    const bool is_json =
+        begin != std::string_view::npos && (front[begin] == '{' || begins_array(front));
     found.format = is_json ? Format::kJsonLines : Format::kCsv;
+  }
+  if (found.format == Format::kJsonLines && begins_array(front)) {
+    throw DataError(input.name() +
+                    ": is one JSON array, not JSON lines. Write an object per line, as jq -c '.[]' "
+                    "does.");
   }
   const std::string_view line = front.substr(0, front.find('\n'));
   if (schema.separator != 0) {

@@ -61,11 +61,11 @@ TableReport read_columns(ColumnSource& source, const std::string& name, const Sc
 /// was seen, for people to edit.
 std::string guess_schema(const std::string& path);
 
-/// The format and the separator of a text that begins so.
+/// The format and the separator of a text, by its beginning. Throws DataError for a JSON array.
 struct TextFormat {
   Format format = Format::kCsv;
   char separator = ',';
 };
-TextFormat text_format(const Schema& schema, std::string_view front);
+TextFormat text_format(const Schema& schema, const Input& input);
 
 }  // namespace tessera::workloads::data

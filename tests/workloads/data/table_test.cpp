@@ -248,6 +248,30 @@ TEST_F(Tables, JsonLinesGiveTheSameSamplesAsCsv) {
   EXPECT_EQ(problem("{\"y\" 1}\n"), "table.csv: line 1 is not a JSON object.");
 }
 
+TEST_F(Tables, AnArrayOfJsonIsNamed) {
+  const std::string says =
+      "table.csv: is one JSON array, not JSON lines. Write an object per line, as jq -c '.[]' "
+      "does.";
+  for (const char* array :
+       {R"([{"y": 1, "price": 2}])", "\xef\xbb\xbf[\n  {\n    \"y\": 1\n  }\n]\n"}) {
+    EXPECT_EQ(problem(array), says);
+    EXPECT_EQ(problem(array, std::string("format = \"jsonl\"\n") + kSchema), says);
+    EXPECT_EQ(error([&] { data::guess_schema(path("table.csv")); }), says);
+  }
+  // A name of a column may begin so.
+  EXPECT_EQ(problem("[y],price\n").find("table.csv: there is no column 'y'"), 0U);
+}
+
+TEST_F(Tables, GuessesCountLists) {
+  const std::string guess =
+      data::guess_schema(write("t.jsonl",
+                               "{\"y\": 0, \"tags\": [\"a\", \"b\"]}\n{\"y\": 1, \"tags\": []}\n"
+                               "{\"y\": 1, \"tags\": null}\n{\"y\": 0, \"tags\": [\"b\"]}\n"));
+  EXPECT_NE(guess.find("\n# 3 lists, 1 missing, of 2 parts\n[[feature]]\ncolumn = \"tags\"\n"),
+            std::string::npos)
+      << guess;
+}
+
 TEST_F(Tables, NumbersOfJsonThatAreNotFiniteAreNamedByLineAndColumn) {
   const auto line = [](const std::string& price, const std::string& age = "3") {
     return R"({"y": 1, "price": )" + price + R"(, "age": )" + age +
