@@ -106,6 +106,40 @@ def test_tables_of_several_widths_learn(fixed):
     assert "model.projection_2.weight" not in names
 
 
+@pytest.mark.parametrize("has_stats", [False, True])
+def test_traffic_of_bags_that_vary_is_by_their_mean_length(fixed, tmp_path, has_stats):
+    """As statistics have it, here those of another log; without, as the first samples do: 0 to 3 tags."""
+    words = [
+        "--data",
+        fixed / "log.click",
+        *SMALL[:8],
+        "--steps",
+        2,
+        "--ranks",
+        2,
+        "--save",
+        tmp_path / "run",
+    ]
+    mean = 1.5
+    if has_stats:
+        told = json.loads(run("data", "stats", fixed / "log.click", "--json"))
+        lengths = told["features"][2]["ids_per_sample"]
+        assert lengths["mean"] == pytest.approx(mean, rel=0.05)
+        lengths["mean"] = mean = 5.0
+        (tmp_path / "stats.json").write_text(json.dumps(told))
+        words += ["--stats", tmp_path / "stats.json"]
+    run("train", "dlrm", *words)
+    lines = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    traffic = {
+        line["name"]: sum(shard["traffic"] for shard in line["shards"])
+        for line in lines
+        if line["kind"] == "table"
+    }
+    # Two ranks, 64 samples each, rows of 4, 12 and 8 numbers of 4 bytes.
+    assert traffic["user"] == 128 * 4 * 4 and traffic["item"] == 128 * 12 * 4
+    assert traffic["tags"] / (128 * 8 * 4) == pytest.approx(mean, rel=1e-9 if has_stats else 0.05)
+
+
 def test_predictions_and_packages_are_the_trainers(fixed, tmp_path):
     """A package holds rows as wide as the model, and averages what the schema averages."""
     answer = json.loads(run("eval", fixed / "run", "--json"))

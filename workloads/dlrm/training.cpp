@@ -351,11 +351,10 @@ class Training final : public trainer::Workload<ClickBatch> {
   std::vector<std::string> records() override {
     if (growing_) return {};
     std::vector<std::string> lines{plan_record(settings_, laid_, predicted_)};
+    const std::vector<double> ids = counted_ids();
     for (std::size_t i = 0; i < configs_.size(); ++i) {  // one per feature
-      const std::int64_t bag = log_.log->schema().features[i].bag_size;
-      const double lookups =
-          units_per_step() * static_cast<double>(bag > 0 ? bag : settings_.bag_size);
-      lines.push_back(table_record(configs_[i], laid_.plan.at(configs_[i].name), lookups));
+      lines.push_back(
+          table_record(configs_[i], laid_.plan.at(configs_[i].name), units_per_step() * ids[i]));
     }
     return lines;
   }
@@ -388,6 +387,17 @@ class Training final : public trainer::Workload<ClickBatch> {
 
  private:
   using Rows = comm::LazyAwaitable<jagged::KeyedTensor>;
+
+  // Of a sample, for each feature: as its statistics say, or the first samples of the log.
+  std::vector<double> counted_ids() const {
+    std::vector<double> ids = ids_per_sample(*log_.log);
+    if (settings_.stats.empty()) return ids;
+    auto tables = planner_tables(log_.log->schema(), settings_.embedding_dim, settings_.bag_size);
+    for (std::size_t i = 0; i < ids.size(); ++i) tables[i].features[0].ids = ids[i];
+    apply_statistics(settings_.stats, tables);
+    for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = tables[i].features[0].ids;
+    return ids;
+  }
 
   void make_tables() {
     const ClickSchema& schema = log_.log->schema();

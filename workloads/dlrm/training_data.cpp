@@ -1,6 +1,7 @@
 #include "dlrm/training_data.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "data/converted.h"
 #include "data/raw_log.h"
@@ -46,6 +47,25 @@ TrainingData open_data(const Settings& settings, const std::string& data, Purpos
                     ". Convert both with the same schema.");
   }
   return opened;
+}
+
+std::vector<double> ids_per_sample(const ClickLog& log) {
+  constexpr std::int64_t kSamples = 4096;
+  const std::vector<Feature>& features = log.schema().features;
+  std::vector<double> means;
+  for (const Feature& feature : features) means.push_back(static_cast<double>(feature.bag_size));
+  if (std::find(means.begin(), means.end(), 0.0) == means.end()) return means;
+  const std::int64_t size = log.num_samples();
+  SampleBlock block;
+  log.read(0, size < 0 ? kSamples : std::min(size, kSamples), block);
+  const std::int32_t* length = block.lengths.data();
+  for (double& mean : means) {
+    const std::int32_t* const end = length + block.num_samples;
+    mean = static_cast<double>(std::accumulate(length, end, std::int64_t{0})) /
+           static_cast<double>(std::max<std::int64_t>(block.num_samples, 1));
+    length = end;
+  }
+  return means;
 }
 
 Ranges ranges_of(const Settings& settings, const TrainingData& data, const comm::Group& group,

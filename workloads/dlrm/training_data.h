@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "dlrm/batch.h"
 #include "dlrm/click_log.h"
@@ -33,6 +34,10 @@ struct TrainingData {
 /// Throws DataError for a log that cannot be read, and for two of other columns.
 TrainingData open_data(const Settings& settings, const std::string& data, Purpose purpose,
                        const comm::Group& world);
+
+/// How many ids a sample has of each feature, in the mean of the first samples of the log where
+/// that varies.
+std::vector<double> ids_per_sample(const ClickLog& log);
 
 struct Ranges {
   BatchSourceOptions training;
