@@ -40,7 +40,7 @@ DOCS_PACKAGES := mkdocs==1.6.1 mkdocs-material==9.8.1
 export CCACHE_SLOPPINESS := pch_defines,time_macros,include_file_mtime,include_file_ctime
 export CCACHE_BASEDIR := $(CURDIR)
 
-.PHONY: build everything demo test peers trainers browser docs wheel compat lint tidy clang single format bench clean sanitize packages headers cuda-build cuda-test cuda-bench help
+.PHONY: build everything demo test peers trainers browser docs wheel compat lint tidy clang single format bench clean sanitize packages headers cuda-check cuda-build cuda-test cuda-bench help
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -152,8 +152,8 @@ single: $(BUILD)/build.ninja
 TIDY_CHECKPOINT := $(addprefix src/checkpoint/,checksum.cpp convert.cpp disk.cpp folder.cpp json.cpp manifest.cpp manifest_check.cpp open_file.cpp plain_reader.cpp reader.cpp safetensors.cpp stored_region.cpp writer.cpp)
 TIDY_QUICK := 'cli/*.cpp' ':!cli/worker' 'src/launch/*.cpp' 'src/kernels/*.cpp' 'src/comm/shm/*.cpp' src/comm/call_agreement.cpp \
               src/core/crc32c.cpp src/core/error_file.cpp $(TIDY_CHECKPOINT)
-# Not what needs CUDA's headers.
-TIDY_ALL := 'cli/**/*.cpp' 'src/**/*.cpp' 'python/src/*.cpp' ':!src/embedding/row_cache_cuda.cpp' ':!src/embedding/table_cuda.cpp' ':!src/graph_parallel/device_cuda.cpp' ':!src/jagged/device_cuda.cpp' ':!src/vocab_parallel/device_cuda.cpp' ':!src/comm/nccl/nccl_backend.cpp'
+# Not what needs CUDA's headers, which is *_cuda.cpp and not *_no_cuda.cpp; see cuda-check.
+TIDY_ALL := 'cli/**/*.cpp' 'src/**/*.cpp' 'python/src/*.cpp' ':!src/**/*[!o]_cuda.cpp' ':!src/comm/nccl/nccl_backend.cpp'
 run_tidy = git ls-files $(1) | grep -v 'gloo/gloo_backend.cpp' | \
 	xargs -P $(JOBS) -n 2 $(VENV)/bin/clang-tidy -p $(SINGLE) --quiet \
 	  --extra-arg=-Wno-unknown-warning-option --extra-arg=-Wno-ignored-gch \
@@ -217,6 +217,17 @@ headers:  ## Unpack the header-only packages into .deps, for a machine without t
 	mkdir -p .deps/archives
 	(cd .deps/archives && apt-get download -q libcli11-dev nlohmann-json3-dev libtomlplusplus-dev 2>/dev/null)
 	for archive in .deps/archives/*.deb; do dpkg -x $$archive .deps; done
+
+# Without a GPU and without LibTorch's CUDA: kernels are compiled, and the sources that only a build with CUDA
+# has are read with CUDA's headers; nothing is linked. nccl_backend.cpp wants nccl.h, which comes with torch's
+# CUDA build, and is left to it. LibTorch's CPU build lacks a header of settings that those of CUDA ask for.
+cuda-check: $(VENV)/.ready  ## Compile the CUDA kernels and read what only a CUDA build has
+	command -v nvcc >/dev/null || [ -x /usr/local/cuda/bin/nvcc ] || \
+	  { echo "cuda-check: there is no nvcc, on PATH or in /usr/local/cuda/bin. Install CUDA's toolkit." >&2; exit 1; }
+	cmake --preset release -B build/cuda-check -D TESSERA_BUILD_CUDA=ON -D TESSERA_BUILD_PYTHON=OFF -D TESSERA_UNITY=OFF \
+	  -D CMAKE_DISABLE_PRECOMPILE_HEADERS=ON -D CMAKE_CXX_FLAGS=-DC10_USING_CUSTOM_GENERATED_MACROS > /dev/null
+	ninja -C build/cuda-check -j $(JOBS) tessera_cuda_kernels table_cuda_bench_gather
+	$(VENV)/bin/python tests/support/read_by_clang.py -j $(JOBS) build/cuda-check '(cuda[^/]*|nccl_backend)[.]cpp$$'
 
 cuda-build:  ## Build on a machine with a GPU and its own torch
 	cmake -S . -B build/cuda -G Ninja -DCMAKE_BUILD_TYPE=Release -DTESSERA_PYTHON=$(PYTHON) \
