@@ -22,8 +22,9 @@
 namespace tessera::kernels::cuda {
 namespace {
 
+// Below sm_90 there is no kernel to use them all.
 constexpr int kWorkers = 480;  // threads that compute; one warp more fetches
-constexpr int kWarps = kWorkers / 32;
+[[maybe_unused]] constexpr int kWarps = kWorkers / 32;
 constexpr int kPacksPerThread = 9;  // of a slice
 constexpr int kPacksPerChunk = 3;   // and of them per stage of the ring
 constexpr int kChunks = kPacksPerThread / kPacksPerChunk;
@@ -31,10 +32,10 @@ constexpr int kStages = 6;
 constexpr int kChunkPacks = kWorkers * kPacksPerChunk;
 constexpr int kCapacity = kWorkers * kPacksPerThread;
 constexpr int kRingBytes = kStages * kChunkPacks * 16;
-constexpr int kEdges = 16;
+[[maybe_unused]] constexpr int kEdges = 16;
 constexpr int kLinePacks = 8;  // a line of memory has 128 bytes
 // The fetching warp is at most two rows ahead of the slowest worker.
-constexpr int kEdgeRows = kStages / kChunks + 1;
+[[maybe_unused]] constexpr int kEdgeRows = kStages / kChunks + 1;
 
 template <typename T>
 __device__ __forceinline__ float element_of(const uint4& pack, int i) {

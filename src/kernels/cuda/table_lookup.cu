@@ -129,7 +129,7 @@ struct BagIds {
   std::int64_t first = 0;
   int count = 0;
 
-  __device__ BagIds() = default;
+  BagIds() = default;
   __device__ BagIds(const TableCall& call, const TableFeature& feature, std::int64_t bag) {
     if (bag >= feature.num_bags) return;
     first = call.ids.offset(feature.first_bag + bag);
