@@ -1,8 +1,8 @@
 #include "tessera/comm/group.h"
 
 #include <algorithm>
+#include <cstdio>
 #include <cstdlib>
-#include <map>
 #include <optional>
 
 #include <ATen/Context.h>
@@ -10,6 +10,7 @@
 
 #include "comm/backend.h"
 #include "comm/engines.h"
+#include "comm/member.h"
 #include "comm/nccl/nccl_backend.h"
 #include "comm/rendezvous.h"
 #include "comm/torch_engine.h"
@@ -20,19 +21,26 @@ namespace tessera::comm {
 
 namespace {
 
-// CUDA tensors go over NCCL if every rank of a host can have a GPU of its own; else, and when the
-// caller asked for a CPU engine, they are staged through host memory.
-// `nccl` becomes NCCL's engine, if it is that.
+// What the others are told of this rank: NCCL is out for one whose caller asked for a CPU engine.
+int gpus_for_nccl(const GroupOptions& options) {
+  if (options.engine != Engine::kAuto || !has_nccl() || !at::hasCUDA()) return 0;
+  return static_cast<int>(at::getNumGPUs());
+}
+
+// CUDA tensors go over NCCL if every rank of a host can have a GPU of its own; else they are staged
+// through host memory. `nccl` becomes NCCL's engine, if it is that.
 void add_cuda_engine(c10d::ProcessGroup& group, EngineBackend& engine,
                      const c10::intrusive_ptr<c10d::Store>& store, const GroupOptions& options,
                      std::optional<TorchEngine>& nccl) {
-  const auto& members = engine.monitor().members();
-  std::map<std::string, int> ranks_on_host;
-  int most = 0;
-  for (const Member& member : members) most = std::max(most, ++ranks_on_host[member.host]);
-  const bool use_nccl =
-      options.engine == Engine::kAuto && has_nccl() && most <= static_cast<int>(at::getNumGPUs());
-  if (!use_nccl) {
+  const CudaWay way = choose_cuda_way(engine.monitor().members());
+  if (!way.is_nccl) {
+    // Once a job: the groups of some ranks are made like that of all.
+    if (way.teller == group.getRank() && options.world_ranks.empty()) {
+      std::fprintf(stderr,
+                   "[tessera] group '%s' carries CUDA tensors through host memory instead of over "
+                   "NCCL, which is slower: %s\n",
+                   options.name.c_str(), way.reason.c_str());
+    }
     group.setBackend(c10::DeviceType::CUDA, c10d::ProcessGroup::BackendType::CUSTOM,
                      c10::intrusive_ptr<c10d::Backend>::reclaim_copy(&engine));
     return;
@@ -155,7 +163,7 @@ c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::St
 Group make_group(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                  const GroupOptions& options) {
   auto state = std::make_shared<Group::State>();
-  state->engine = make_engine(store, rank, size, options);
+  state->engine = make_engine(store, rank, size, options, gpus_for_nccl(options));
   state->name = options.name;
   state->store = store;
   state->options = options;

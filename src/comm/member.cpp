@@ -6,9 +6,11 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <fstream>
+#include <map>
 #include <sstream>
 #include <stdexcept>
 
@@ -125,18 +127,38 @@ Member this_process(int world_rank) {
 
 std::string encode(const Member& member) {
   std::ostringstream text;
-  text << member.world_rank << ' ' << member.pid << ' ' << member.start_time << ' ' << member.host
-       << ' ' << member.host_name;
+  text << member.world_rank << ' ' << member.pid << ' ' << member.start_time << ' '
+       << member.gpus_for_nccl << ' ' << member.host << ' ' << member.host_name;
   return text.str();
 }
 
 Member decode_member(const std::string& text) {
   std::istringstream stream(text);
   Member member;
-  stream >> member.world_rank >> member.pid >> member.start_time >> member.host;
+  stream >> member.world_rank >> member.pid >> member.start_time >> member.gpus_for_nccl >>
+      member.host;
   if (!stream) throw std::invalid_argument("not a member record: " + text);
   stream >> member.host_name;
   return member;
+}
+
+CudaWay choose_cuda_way(const std::vector<Member>& members) {
+  std::map<std::string, int> ranks_on_host;
+  for (const Member& member : members) ++ranks_on_host[member.host];
+  const auto has_enough = [&](const Member& member) {
+    return member.gpus_for_nccl >= ranks_on_host[member.host];
+  };
+  const auto lacking = std::find_if_not(members.begin(), members.end(), has_enough);
+  if (lacking == members.end()) return {.is_nccl = true};
+  const auto other = std::find_if(members.begin(), members.end(), has_enough);
+  if (other == members.end()) return {};
+  const int gpus = lacking->gpus_for_nccl;
+  const int ranks = ranks_on_host[lacking->host];
+  return {.teller = static_cast<int>(other - members.begin()),
+          .reason = lacking->describe() + " has " + std::to_string(gpus) +
+                    (gpus == 1 ? " GPU" : " GPUs") + " for NCCL, and its host " +
+                    std::to_string(ranks) + (ranks == 1 ? " rank" : " ranks") +
+                    ". Let every rank see all GPUs of its host (CUDA_VISIBLE_DEVICES)."};
 }
 
 std::uint64_t process_start_time(pid_t pid) {

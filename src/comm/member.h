@@ -18,6 +18,7 @@ struct Member {
       0;                  // of the process, in clock ticks since boot: tells reused pids apart
   std::string host;       // equal for ranks that can share memory and see each other's processes
   std::string host_name;  // for people
+  int gpus_for_nccl = 0;  // GPUs that this process sees, and may use NCCL for
 
   /// "rank 2 (pid 4711, host a)".
   std::string describe() const;
@@ -29,6 +30,17 @@ Member this_process(int world_rank);
 std::string encode(const Member& member);
 /// Throws std::invalid_argument if `text` was not made by encode.
 Member decode_member(const std::string& text);
+
+/// How the CUDA tensors of a group travel.
+struct CudaWay {
+  bool is_nccl = false;  // else through host memory
+  int teller = -1;       // who says why it is not NCCL though it takes it for possible; -1: nobody
+  std::string reason;    // what it says
+};
+
+/// NCCL if every rank of a host can have a GPU of its own. From what all `members` see, so that all
+/// decide alike: ranks with different engines would wait for each other.
+CudaWay choose_cuda_way(const std::vector<Member>& members);
 
 /// Start time of a process in clock ticks since boot, 0 if there is none with this pid.
 std::uint64_t process_start_time(pid_t pid);

@@ -42,6 +42,7 @@ class Making {
   std::atomic<bool> has_met{false};  // all ranks have come
   std::atomic<std::int64_t> generation{-1};
   c10::intrusive_ptr<EngineBackend> engine;
+  int gpus_for_nccl = 0;  // of this process
 
   void note(const std::map<int, Member>& came) {
     const std::lock_guard lock(mutex_);
@@ -210,7 +211,8 @@ c10::intrusive_ptr<EngineBackend> join(const c10::intrusive_ptr<c10d::Store>& st
       options.world_ranks.empty() || options.world_ranks.size() == static_cast<std::size_t>(size),
       "comm.init: ", options.world_ranks.size(), " world ranks were given for a group of ", size,
       ".");
-  const Member self = this_process(options.world_ranks.empty() ? rank : options.world_ranks[rank]);
+  Member self = this_process(options.world_ranks.empty() ? rank : options.world_ranks[rank]);
+  self.gpus_for_nccl = making.gpus_for_nccl;
   if (options.world_ranks.empty()) remember_store(store, self);
   auto members = meet(*store, rank, size, self, options, making);
   auto monitor = std::make_shared<GroupMonitor>(std::move(members), rank, options.name);
@@ -346,7 +348,8 @@ void await_farewells(c10d::Store& store, Clock::time_point limit) noexcept {
 }
 
 c10::intrusive_ptr<EngineBackend> make_engine(const c10::intrusive_ptr<c10d::Store>& store,
-                                              int rank, int size, const GroupOptions& options) {
+                                              int rank, int size, const GroupOptions& options,
+                                              int gpus_for_nccl) {
   const auto silent_store = [&] {
     return Error(ErrorKind::kRendezvous, {},
                  "comm.init: group '" + options.name + "' cannot be made: the store" +
@@ -358,6 +361,7 @@ c10::intrusive_ptr<EngineBackend> make_engine(const c10::intrusive_ptr<c10d::Sto
   constexpr std::size_t kFilesOfAGroup = 16;
   make_room_for_files(kFilesOfAGroup, "group '" + options.name + "'");
   const auto making = std::make_shared<Making>();
+  making->gpus_for_nccl = gpus_for_nccl;
   try {
     if (auto engine = join_within_limit(store, rank, size, options, making)) return engine;
   } catch (const Failure& failure) {

@@ -31,8 +31,10 @@ class StoreBootstrap final : public Bootstrap {
 ///
 /// Throws ValueError for a rank outside the size; Error(kRendezvous) naming the ranks that did not
 /// come, came twice, or expect another size; Error(kUnavailable) if Engine::kShm cannot be had.
+/// The members of its monitor tell the others' `gpus_for_nccl`.
 c10::intrusive_ptr<EngineBackend> make_engine(const c10::intrusive_ptr<c10d::Store>& store,
-                                              int rank, int size, const GroupOptions& options);
+                                              int rank, int size, const GroupOptions& options,
+                                              int gpus_for_nccl = 0);
 
 /// Waits until every rank that came to make a group on `store`, and could not, knows why.
 /// For the rank whose process hosts the store: when it ends, the others can read nothing any more.

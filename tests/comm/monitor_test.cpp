@@ -8,7 +8,10 @@
 
 #include <chrono>
 #include <csignal>
+#include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "comm/member.h"
 #include "comm/rank_list.h"
@@ -81,13 +84,64 @@ std::string failure_of(GroupMonitor& monitor, const Call& call, std::vector<int>
 TEST(Member, SurvivesTheStore) {
   Member member = this_process(3);
   member.host_name = "node-7";
+  member.gpus_for_nccl = 8;
   const Member copy = decode_member(encode(member));
   EXPECT_EQ(copy.world_rank, 3);
   EXPECT_EQ(copy.pid, ::getpid());
   EXPECT_EQ(copy.start_time, member.start_time);
   EXPECT_EQ(copy.host, member.host);
+  EXPECT_EQ(copy.gpus_for_nccl, 8);
   EXPECT_EQ(copy.describe(), "rank 3 (pid " + std::to_string(::getpid()) + ", host node-7)");
   EXPECT_THROW(decode_member("not a record"), std::invalid_argument);
+}
+
+std::vector<Member> members_with(const std::vector<std::pair<std::string, int>>& hosts_and_gpus) {
+  std::vector<Member> members;
+  for (const auto& [host, gpus] : hosts_and_gpus) {
+    Member member;
+    member.world_rank = static_cast<int>(members.size());
+    member.pid = 40 + member.world_rank;
+    member.host = host;
+    member.host_name = host;
+    member.gpus_for_nccl = gpus;
+    members.push_back(decode_member(encode(member)));  // as the others get it
+  }
+  return members;
+}
+
+TEST(Member, NcclWantsAGpuForEveryRankOfAHostSeenByAllOfThem) {
+  using Hosts = std::vector<std::pair<std::string, int>>;
+  const std::vector<Hosts> over_nccl{{{"a", 1}},
+                                     {{"a", 2}, {"a", 2}},
+                                     {{"a", 8}, {"a", 2}},
+                                     // Hosts of different sizes: what counts is each one's own.
+                                     {{"a", 2}, {"a", 2}, {"b", 1}}};
+  for (const Hosts& hosts : over_nccl) {
+    const CudaWay way = choose_cuda_way(members_with(hosts));
+    EXPECT_TRUE(way.is_nccl);
+    EXPECT_EQ(way.teller, -1);
+  }
+  // Nobody can use it, so nobody is surprised.
+  for (const Hosts& hosts : {Hosts{{"a", 0}}, Hosts{{"a", 1}, {"a", 1}}}) {
+    const CudaWay way = choose_cuda_way(members_with(hosts));
+    EXPECT_FALSE(way.is_nccl);
+    EXPECT_EQ(way.teller, -1);
+  }
+}
+
+TEST(Member, RanksThatSeeDifferentGpusTakeOneWay) {
+  const CudaWay uneven = choose_cuda_way(members_with({{"a", 1}, {"a", 2}}));
+  EXPECT_FALSE(uneven.is_nccl);
+  EXPECT_EQ(uneven.teller, 1);
+  EXPECT_EQ(uneven.reason,
+            "rank 0 (pid 40, host a) has 1 GPU for NCCL, and its host 2 ranks. Let every rank see "
+            "all GPUs of its host (CUDA_VISIBLE_DEVICES).");
+  const CudaWay without = choose_cuda_way(members_with({{"a", 1}, {"b", 0}}));
+  EXPECT_FALSE(without.is_nccl);
+  EXPECT_EQ(without.teller, 0);
+  EXPECT_EQ(without.reason,
+            "rank 1 (pid 41, host b) has 0 GPUs for NCCL, and its host 1 rank. Let every rank see "
+            "all GPUs of its host (CUDA_VISIBLE_DEVICES).");
 }
 
 TEST(Member, StartTimeAndStateComeFromTheSystem) {
