@@ -8,6 +8,9 @@
 
 namespace tessera::jagged {
 
+/// Whether no length is negative, as far as is known without waiting for a device.
+inline bool has_good_lengths(const KeyedJaggedTensor& features);
+
 struct KeyedJaggedTensor::State {
   std::vector<std::string> keys;
   at::Tensor values;
@@ -33,6 +36,25 @@ struct KeyedJaggedTensor::State {
             .stride_per_key_per_rank = stride_per_key_per_rank,
             .inverse_indices = inverse_indices,
             .length_per_key = length_per_key};
+  }
+
+  // Note [Good lengths]
+  // Every batch of sharded tables is asked whether a length is negative, and on a GPU the answer
+  // waits for all that the device has been given before. So lengths are looked at where they lie in
+  // host memory, before they are copied, and the copy carries a note. The note is about one tensor
+  // as it was then: another one, or the same written to since, is looked at again.
+  at::Tensor good_lengths;  // `lengths`, or `offsets` where those are all there is
+  std::int64_t good_version = 0;
+
+  const at::Tensor& told_lengths() const { return lengths.defined() ? lengths : offsets; }
+  /// Looks at those in host memory, which somebody may have written to without a word to LibTorch.
+  /// False: a length is negative, or nobody knows.
+  TESSERA_API bool has_good_lengths();
+  void note_good_lengths();
+
+  static State& of(const KeyedJaggedTensor& features) { return *features.state_; }
+  friend bool has_good_lengths(const KeyedJaggedTensor& features) {
+    return of(features).has_good_lengths();
   }
 };
 

@@ -37,7 +37,43 @@ KeyedJaggedTensor synced(KeyedJaggedTensor made) {
   return made;
 }
 
+// Whether `tensor` is numbers in host memory, and not a stand-in for some that a trace follows.
+bool is_readable(const at::Tensor& tensor) {
+  return tensor.is_cpu() && tensor.layout() == at::kStrided && tensor.is_contiguous() &&
+         !tensor.key_set().has_any(c10::python_ks) &&
+         !tensor.key_set().has(c10::DispatchKey::Functionalize) && tensor.has_storage() &&
+         (tensor.numel() == 0 || tensor.storage().data() != nullptr);
+}
+
+template <typename T>
+bool are_good(const at::Tensor& numbers, bool are_offsets) {
+  const T* const begin = numbers.const_data_ptr<T>();
+  const T* const end = begin + numbers.numel();
+  // From below zero, a difference may be more than a T holds.
+  if (are_offsets) return begin != end && *begin >= 0 && std::is_sorted(begin, end);
+  T smallest = 0;
+  for (const T* number = begin; number != end; ++number) smallest = std::min(smallest, *number);
+  return smallest >= 0;
+}
+
 }  // namespace
+
+// See Note [Good lengths].
+bool KeyedJaggedTensor::State::has_good_lengths() {
+  const at::Tensor& told = told_lengths();
+  if (told.is_same(good_lengths) && told._version() == good_version) return true;
+  if (!is_readable(told)) return false;
+  const bool are_offsets = !lengths.defined();
+  return told.scalar_type() == at::kInt ? are_good<std::int32_t>(told, are_offsets)
+                                        : are_good<std::int64_t>(told, are_offsets);
+}
+
+void KeyedJaggedTensor::State::note_good_lengths() {
+  const at::Tensor& told = told_lengths();
+  if (told.is_inference()) return;  // nobody would see that it is written to
+  good_lengths = told;
+  good_version = told._version();
+}
 
 KeyedJaggedTensor::KeyedJaggedTensor(std::shared_ptr<State> state) : state_(std::move(state)) {}
 
@@ -167,7 +203,11 @@ const at::Tensor& KeyedJaggedTensor::weights() const {
 const at::Tensor& KeyedJaggedTensor::weights_or_none() const noexcept { return state_->weights; }
 
 const at::Tensor& KeyedJaggedTensor::lengths() const {
-  if (!state_->lengths.defined()) state_->lengths = offsets_to_lengths(state_->offsets);
+  if (!state_->lengths.defined()) {
+    const bool are_good = !state_->offsets.is_cpu() && state_->has_good_lengths();
+    state_->lengths = offsets_to_lengths(state_->offsets);
+    if (are_good) state_->note_good_lengths();
+  }
   return state_->lengths;
 }
 
@@ -348,7 +388,10 @@ KeyedJaggedTensor KeyedJaggedTensor::to(c10::Device device, bool non_blocking,
   };
   KeyedJaggedFields fields = moved(state_->fields(), move);
   if (weights_type && fields.weights.defined()) fields.weights = fields.weights.to(*weights_type);
-  return KeyedJaggedTensor(state_->keys, move(state_->values), std::move(fields));
+  const bool are_good = !device.is_cpu() && state_->has_good_lengths();
+  KeyedJaggedTensor there(state_->keys, move(state_->values), std::move(fields));
+  if (are_good) there.state_->note_good_lengths();
+  return there;
 }
 
 KeyedJaggedTensor KeyedJaggedTensor::pin_memory() const {

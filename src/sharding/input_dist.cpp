@@ -10,6 +10,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include "comm/agreement.h"
+#include "jagged/keyed_jagged_state.h"
 #include "sharding/flat_exchange.h"
 #include "sharding/sizes.h"
 #include "tessera/core/check.h"
@@ -40,7 +41,8 @@ bool is_integer(const at::Tensor& tensor) {
 // The first key with a negative length, or the number of keys.
 std::size_t negative_length(const KeyedJaggedTensor& features) {
   const std::size_t num_keys = features.keys().size();
-  if (features.lengths().numel() == 0 || features.lengths().min().item<std::int64_t>() >= 0) {
+  if (features.lengths().numel() == 0 || has_good_lengths(features) ||
+      features.lengths().min().item<std::int64_t>() >= 0) {
     return num_keys;
   }
   const auto& begins = features.lengths_offset_per_key();

@@ -2,8 +2,14 @@
 
 #include <gtest/gtest.h>
 
-#include <ATen/ATen.h>
+#include <limits>
+#include <memory>
 
+#include <ATen/ATen.h>
+#include <ATen/record_function.h>
+#include <c10/core/InferenceMode.h>
+
+#include "jagged/keyed_jagged_state.h"
 #include "support/error_text.h"
 #include "tessera/jagged/keyed_tensor.h"
 #include "tessera/jagged/validate.h"
@@ -58,6 +64,79 @@ TEST(KeyedJaggedTensor, LaysKeysBehindEachOther) {
       {"a", "b"}, longs({1, 2, 3, 4, 5, 6, 7, 8}), longs({0, 2, 2, 3, 4, 5, 8}));
   EXPECT_TRUE(kjt_is_equal(by_offsets, two_features()));
   EXPECT_EQ(by_offsets.length_per_key(), (Numbers{3, 5}));
+}
+
+thread_local int num_operators = 0;
+
+// What has_good_lengths says; it may call no operator, for the answer of one waits for the device.
+bool knows_good_lengths(const KeyedJaggedTensor& kjt) {
+  num_operators = 0;
+  const auto counter =
+      at::addThreadLocalCallback(at::RecordFunctionCallback([](const at::RecordFunction&) {
+        ++num_operators;
+        return std::unique_ptr<at::ObserverContext>();
+      }));
+  const bool is_known = has_good_lengths(kjt);
+  at::removeCallback(counter);
+  EXPECT_EQ(num_operators, 0);
+  return is_known;
+}
+
+// No memory stands behind the meta device: what is known of a batch there was seen before.
+TEST(KeyedJaggedTensor, LengthsAreLookedAtBeforeTheyGoToADevice) {
+  const at::Tensor values = longs({1, 2, 3, 4, 5, 6, 7, 8});
+  const at::Tensor lengths = longs({2, 0, 1, 1, 1, 3});
+  const at::Tensor offsets = longs({0, 2, 2, 3, 4, 5, 8});
+  for (const auto type : {at::kInt, at::kLong}) {
+    const KeyedJaggedTensor by_lengths({"a", "b"}, values, {.lengths = lengths.to(type)});
+    EXPECT_TRUE(knows_good_lengths(by_lengths));
+    const KeyedJaggedTensor there = by_lengths.to(at::kMeta);
+    EXPECT_TRUE(knows_good_lengths(there));
+    EXPECT_TRUE(knows_good_lengths(there.to(at::kMeta))) << "the same tensors";
+
+    const KeyedJaggedTensor by_offsets({"a", "b"}, values, {.offsets = offsets.to(type)});
+    EXPECT_TRUE(knows_good_lengths(by_offsets));
+    const KeyedJaggedTensor moved = by_offsets.to(at::kMeta);
+    EXPECT_TRUE(knows_good_lengths(moved));
+    EXPECT_TRUE(moved.lengths().is_meta());
+    EXPECT_TRUE(knows_good_lengths(moved)) << "of lengths made from good offsets";
+  }
+  EXPECT_TRUE(knows_good_lengths(KeyedJaggedTensor::empty().to(at::kMeta)));
+}
+
+TEST(KeyedJaggedTensor, LengthsThatNobodySawAreNotTakenForGood) {
+  const at::Tensor values = longs({1, 2, 3});
+  const KeyedJaggedTensor made_there({"a"}, values.to(at::kMeta),
+                                     {.lengths = longs({2, 1}).to(at::kMeta)});
+  EXPECT_FALSE(knows_good_lengths(made_there));
+  EXPECT_FALSE(knows_good_lengths(made_there.to(at::kMeta)));
+
+  for (const auto type : {at::kInt, at::kLong}) {
+    const KeyedJaggedTensor negative({"a"}, values, {.lengths = longs({4, -1}).to(type)});
+    EXPECT_FALSE(knows_good_lengths(negative));
+    EXPECT_FALSE(knows_good_lengths(negative.to(at::kMeta)));
+    const KeyedJaggedTensor falling({"a"}, values, {.offsets = longs({0, 4, 3}).to(type)});
+    EXPECT_FALSE(knows_good_lengths(falling));
+    EXPECT_FALSE(knows_good_lengths(falling.to(at::kMeta)));
+  }
+  const std::int64_t lowest = std::numeric_limits<std::int32_t>::min();
+  const KeyedJaggedTensor overflows({"a"}, values, {.offsets = longs({lowest, 3}).to(at::kInt)});
+  EXPECT_FALSE(knows_good_lengths(overflows)) << "3 - lowest is below zero as an int32";
+
+  // Host memory is looked at anew, whoever wrote to it; on a device a version tells.
+  const KeyedJaggedTensor here({"a"}, values, {.lengths = longs({2, 1})});
+  EXPECT_TRUE(knows_good_lengths(here));
+  here.lengths().mutable_data_ptr<std::int64_t>()[0] = -2;
+  EXPECT_FALSE(knows_good_lengths(here));
+  const KeyedJaggedTensor there = two_features().to(at::kMeta);
+  EXPECT_TRUE(knows_good_lengths(there));
+  at::Tensor(there.lengths()).fill_(-1);
+  EXPECT_FALSE(knows_good_lengths(there));
+  EXPECT_FALSE(knows_good_lengths(there.to(at::kMeta)));
+
+  // Nobody sees that a tensor of inference is written to.
+  const c10::InferenceMode inference;
+  EXPECT_FALSE(knows_good_lengths(two_features().to(at::kMeta)));
 }
 
 TEST(KeyedJaggedTensor, ARepeatedKeyMeansItsLastPlace) {

@@ -2,6 +2,11 @@
 
 #include <gtest/gtest.h>
 
+#include <memory>
+#include <string_view>
+
+#include <ATen/record_function.h>
+
 #include "sharding/sharded_tables.h"
 #include "support/ranks.h"
 #include "tessera/comm/error.h"
@@ -152,6 +157,26 @@ TEST(BagErrors, LengthsThatDoNotFit) {
         fields.lengths = group.rank() == 0 ? at::tensor({4, -1, 1}, at::kInt) : features.lengths();
         make(group)->forward(jagged::KeyedJaggedTensor(features.keys(), features.values(), fields));
       });
+}
+
+thread_local int num_minima = 0;
+
+// On a GPU the answer of an operator waits for all that was queued before.
+TEST(BagErrors, NoOperatorIsAskedForNegativeLengthsInHostMemory) {
+  run_ranks(1, [](const comm::Group& group) {
+    const auto collection = make(group);
+    num_minima = 0;
+    const auto counter =
+        at::addThreadLocalCallback(at::RecordFunctionCallback([](const at::RecordFunction& call) {
+          num_minima += std::string_view(call.name()) == "aten::min" ? 1 : 0;
+          return std::unique_ptr<at::ObserverContext>();
+        }));
+    at::ones({2}).min();
+    EXPECT_EQ(num_minima, 1);
+    collection->forward(good_bags().kjt(false));
+    at::removeCallback(counter);
+    EXPECT_EQ(num_minima, 1);
+  });
 }
 
 TEST(BagErrors, VariableBatchWithoutInverse) {
