@@ -45,6 +45,9 @@ endif()
 
 file(STRINGS "${TESSERA_TORCH_DIR}/version.py" TESSERA_TORCH_VERSION REGEX "^__version__")
 string(REGEX REPLACE ".*'([^']+)'.*" "\\1" TESSERA_TORCH_VERSION "${TESSERA_TORCH_VERSION}")
+# The CUDA that it is built for; empty for a build for CPUs.
+file(STRINGS "${TESSERA_TORCH_DIR}/version.py" TESSERA_TORCH_CUDA REGEX "^cuda[ :=].*'")
+string(REGEX REPLACE ".*'([^']+)'.*" "\\1" TESSERA_TORCH_CUDA "${TESSERA_TORCH_CUDA}")
 
 add_library(tessera::torch INTERFACE IMPORTED GLOBAL)
 target_include_directories(tessera::torch SYSTEM INTERFACE

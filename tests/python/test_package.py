@@ -15,6 +15,7 @@ import tessera
 import tessera.distributed
 import torch
 from ranks import run_ranks
+from tessera import _built_for, _torch_check
 
 PACKAGE = pathlib.Path(tessera.__file__).parent
 MODULES = sorted(
@@ -58,7 +59,7 @@ def test_one_import_finds_every_module():
 def test_another_torch_is_refused_before_the_extension_is_loaded():
     code = (
         "import sys, types; other = types.ModuleType('tessera._built_for');"
-        "other.torch, other.cuda = {torch!r}, {cuda}; sys.modules['tessera._built_for'] = other\n"
+        "other.torch, other.cuda = {torch!r}, {cuda!r}; sys.modules['tessera._built_for'] = other\n"
         "try: import tessera\n"
         "except ImportError as error: print(error, 'tessera._C' in sys.modules)"
     )
@@ -72,12 +73,30 @@ def test_another_torch_is_refused_before_the_extension_is_loaded():
             check=True,
         ).stdout
 
-    text = refusal("1.2.3+cu99", False)
+    text = refusal("1.2.3+cu99", None)
     assert text.startswith("tessera was built for torch 1.2.3+cu99, but this Python has torch ")
     assert text.endswith("Install torch 1.2, or build tessera again with this torch (make). False\n")
     if torch.version.cuda is None:
-        assert "is built for the CPU alone" in refusal(torch.__version__, True)
-    assert refusal(torch.__version__, False) == ""  # and the same one is taken
+        assert "is built for the CPU alone" in refusal(torch.__version__, "13.0")
+    else:
+        assert "is built for CUDA " in refusal(torch.__version__, "1.0")
+    assert refusal(torch.__version__, torch.version.cuda) == ""  # and the same one is taken
+
+
+def test_a_torch_for_another_cuda_is_refused():
+    with pytest.raises(ImportError) as refused:
+        _torch_check.check("2.13.0+cu130", "13.0", "2.13.1+cu126", "12.6")
+    assert str(refused.value) == (
+        "tessera was built for CUDA 13.0 with torch 2.13.0+cu130, but torch 2.13.1+cu126 here is built for "
+        "CUDA 12.6. Install torch 2.13 for CUDA 13, or build tessera again with this torch (make)."
+    )
+    _torch_check.check("2.13.0+cu130", "13.0", "2.13.1+cu132", "13.2")
+    _torch_check.check("2.13.0+cpu", None, "2.13.0+cu126", "12.6")
+
+
+def test_the_build_writes_down_its_torch():
+    kind = _built_for.torch.partition("+")[2]
+    assert kind in ("", "cpu") if _built_for.cuda is None else kind == f"cu{_built_for.cuda.replace('.', '')}"
 
 
 def test_an_extension_that_was_not_built_is_named():
