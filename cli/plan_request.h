@@ -20,7 +20,7 @@ inline WantedPlan wanted_plan(const PlanTablesWords& words) {
   WantedPlan wanted;
   planner::Here here;
   here.num_ranks = words.num_ranks / words.num_hosts;
-  wanted.known = workloads::dlrm::known_speeds(words.profile, here);
+  wanted.known = workloads::dlrm::known_speeds(words.profile, here, words.device == "cuda");
   wanted.origin = wanted.known.is_measured ? "measured" : "assumed";
   wanted.assumed = planner::assumed(wanted.known.profile);
   const auto give = [&](double& speed, double flag, const char* name) {

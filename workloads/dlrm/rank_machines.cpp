@@ -45,16 +45,17 @@ std::string kind_of(const KnownSpeeds& known) {
 }  // namespace
 
 RankMachines rank_machines(const std::string& verb, const std::string& profile,
-                           const sharding::Topology& topology, const comm::Group& world) {
+                           const sharding::Topology& topology, const TableMemory& memory,
+                           const comm::Group& world) {
   RankMachines machines;
-  nlohmann::json mine{{"memory", memory_of_rank(topology.local_size)}};
+  nlohmann::json mine{{"memory", memory_of_rank(memory)}};
   if (world.rank() == 0 || profile.empty()) {
     try {
       planner::Here here;
       here.num_ranks = topology.local_size;
       // Between hosts there are other engines than the one that was measured inside one.
       if (world.size() > 1 && world.size() == topology.local_size) here.engine = world.engine();
-      machines.known = known_speeds(profile, here);
+      machines.known = known_speeds(profile, here, memory.is_gpu);
       const KnownSpeeds& known = machines.known;
       mine["speeds"] = numbers_of(known.speeds);
       mine["kind"] = kind_of(known);
@@ -73,7 +74,7 @@ RankMachines rank_machines(const std::string& verb, const std::string& profile,
   nlohmann::json last;
   for (std::size_t rank = 0; rank < texts.size(); ++rank) {
     nlohmann::json one = nlohmann::json::parse(texts[rank]);
-    const auto memory = one["memory"].get<double>();
+    const auto bytes = one["memory"].get<double>();
     TESSERA_CHECK_VALUE(!one.contains("error"), verb, ": ",
                         profile.empty() && rank > 0 ? "rank " + std::to_string(rank) + ": " : "",
                         one.value("error", std::string()));
@@ -83,7 +84,7 @@ RankMachines rank_machines(const std::string& verb, const std::string& profile,
             .emplace(last["kind"].get<std::string>(),
                      speeds_from(last["speeds"].get<std::vector<double>>()))
             .first->second;
-    machines.ranks.push_back({memory, speeds});
+    machines.ranks.push_back({bytes, speeds});
     machines.known.is_measured = machines.known.is_measured && last["measured"].get<bool>();
     const auto text = last["told"].get<std::string>();
     if (told[text]++ == 0) order.push_back(text);

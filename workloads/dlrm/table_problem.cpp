@@ -23,6 +23,17 @@ constexpr State kStates[] = {{"sgd", 0, 0},
                              {"adam", 0, 8},
                              {"partial_rowwise_adam", 4, 4}};
 
+constexpr double kGiB = 1 << 30;
+
+// What `tessera.distributed.planner.Topology` assumes of one, too.
+planner::Speeds speeds_of_gpu() {
+  planner::Speeds speeds;
+  speeds.memory = 897 * kGiB;
+  speeds.host = 600 * kGiB;
+  speeds.network = 12.5 * kGiB;
+  return speeds;
+}
+
 std::string text_of(const std::string& path) {
   try {
     return report::read_text(path);
@@ -34,8 +45,13 @@ std::string text_of(const std::string& path) {
 
 }  // namespace
 
-KnownSpeeds known_speeds(const std::string& profile, const planner::Here& here) {
+KnownSpeeds known_speeds(const std::string& profile, const planner::Here& here, bool is_on_gpus) {
   KnownSpeeds known;
+  if (is_on_gpus && (profile.empty() || profile == "assume")) {
+    known.speeds = speeds_of_gpu();
+    known.note = "speeds   assumed for GPUs: tessera doctor --profile measures processors";
+    return known;
+  }
   std::string path = profile.empty() ? planner::profile_path() : profile;
   if (path == "assume" || (profile.empty() && (path.empty() || !std::filesystem::exists(path)))) {
     known.note = "speeds   assumed; tessera doctor --profile measures those of this machine";
@@ -52,7 +68,10 @@ KnownSpeeds known_speeds(const std::string& profile, const planner::Here& here) 
     return known;
   }
   known.differs = differs.words;
-  if (!differs.words.empty()) {
+  if (is_on_gpus) {
+    known.caution = "profile  " + path + " was measured on " + found.machine +
+                    ", and the tables are on GPUs: --profile assume leaves it out\n";
+  } else if (!differs.words.empty()) {
     known.caution = "profile  " + path + " was measured " + differs.words +
                     ": tessera doctor --profile measures again\n";
   }
@@ -111,10 +130,14 @@ planner::Problem table_problem(std::vector<planner::Table> tables, const PlanReq
   return problem;
 }
 
-double memory_of_rank(int ranks_per_host) {
-  constexpr double kGiB = 1 << 30;
-  const double bytes = static_cast<double>(sysconf(_SC_PHYS_PAGES)) *
-                       static_cast<double>(sysconf(_SC_PAGE_SIZE)) / ranks_per_host;
+TableMemory host_memory(int ranks_per_host) {
+  const double bytes =
+      static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGE_SIZE));
+  return {false, bytes, ranks_per_host};
+}
+
+double memory_of_rank(const TableMemory& memory) {
+  const double bytes = memory.bytes / memory.num_ranks;
   return std::max(kGiB, static_cast<double>(static_cast<std::int64_t>(bytes / kGiB)) * kGiB);
 }
 

@@ -30,7 +30,11 @@ struct KnownSpeeds {
 /// keeps, if there is one; $TESSERA_PROFILE may be either. A file that is named is used wherever it
 /// was measured; the kept one is not if that was another machine. Throws
 /// planner::PlanError(kBadProblem) for a file that is not there or no profile.
-KnownSpeeds known_speeds(const std::string& profile, const planner::Here& here);
+///
+/// Profiles are of processors: tables on GPUs take one only if `profile` names it, else what is
+/// assumed of a GPU.
+KnownSpeeds known_speeds(const std::string& profile, const planner::Here& here,
+                         bool is_on_gpus = false);
 
 /// Gives tables what a file of `tessera data stats` says of their ids. Throws
 /// planner::PlanError(kBadProblem) for a file that is none, or has none of the tables.
@@ -49,8 +53,17 @@ struct PlanRequest {
 /// Tables may be cut in every way, and copied to all ranks where the fused kernel steps them.
 planner::Problem table_problem(std::vector<planner::Table> tables, const PlanRequest& request);
 
-/// Bytes of memory that one of `ranks_per_host` ranks has of this host, in whole GiB: the same on
-/// hosts of one kind.
-double memory_of_rank(int ranks_per_host);
+/// The memory that a rank lays its tables into: its host's, or its GPU's.
+struct TableMemory {
+  bool is_gpu = false;
+  double bytes = 0;   // all of it
+  int num_ranks = 1;  // that share it
+};
+
+/// This host's memory, for so many ranks.
+TableMemory host_memory(int ranks_per_host);
+
+/// Bytes of one of the ranks that share it, in whole GiB: the same on machines of one kind.
+double memory_of_rank(const TableMemory& memory);
 
 }  // namespace tessera::workloads::dlrm

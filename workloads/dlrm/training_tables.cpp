@@ -65,6 +65,13 @@ class PublishedTables final : public checkpoint::TableSource {
   std::shared_ptr<ShardedEmbeddingBagCollection> tables_;
 };
 
+TableMemory table_memory(const Settings& settings, int ranks_per_host) {
+  if (settings.device != "cuda") return host_memory(ranks_per_host);
+  const trainer::DeviceMemory memory =
+      trainer::device_memory(trainer::device_of(settings), ranks_per_host);
+  return {true, static_cast<double>(memory.bytes), memory.num_ranks};
+}
+
 }  // namespace
 
 void fill_tables(const ShardedEmbeddingBagCollection& tables, std::uint64_t seed) {
@@ -103,7 +110,8 @@ LaidTables lay_tables(const std::string& verb, const Settings& settings, const C
   const sharding::Topology topology{world.size(), comm::get_local_size(world.size())};
   LaidTables laid;
   planner::Problem problem;
-  RankMachines machines = rank_machines(verb, settings.profile, topology, world);
+  RankMachines machines = rank_machines(verb, settings.profile, topology,
+                                        table_memory(settings, topology.local_size), world);
   if (world.rank() == 0) laid.known = std::move(machines.known);
   // Rank 0's files count; whatever is wrong with them is told on all ranks.
   const std::string answer = comm::invoke_on_rank_and_broadcast_result(world, 0, [&] {

@@ -114,6 +114,12 @@ void use_device(const Settings& settings, const comm::Group& world) {
   c10::impl::VirtualGuardImpl(at::kCUDA).setDevice(device_of(settings));
 }
 
+DeviceMemory device_memory(c10::Device device, int ranks_per_host) {
+  const auto total = c10::getDeviceAllocator(device.type())->getMemoryInfo(device.index()).second;
+  const int num_gpus = std::max(1, static_cast<int>(at::getNumGPUs()));
+  return {static_cast<std::int64_t>(total), (ranks_per_host + num_gpus - 1) / num_gpus};
+}
+
 DeviceFacts device_facts(c10::Device device) {
   DeviceFacts facts;
   if (!device.is_cuda()) return facts;

@@ -26,6 +26,13 @@ TESSERA_API c10::Device device_of(const Settings& settings);
 /// a host than GPUs without --share-gpus.
 TESSERA_API void use_device(const Settings& settings, const comm::Group& world);
 
+/// All memory of a GPU, whoever uses it, and how many of the ranks of a host share it, at most.
+struct DeviceMemory {
+  std::int64_t bytes = 0;
+  int num_ranks = 1;
+};
+TESSERA_API DeviceMemory device_memory(c10::Device device, int ranks_per_host);
+
 struct DeviceUse {
   std::int64_t own_bytes = 0;    // held by this process
   std::int64_t total_bytes = 0;  // 0: unknown

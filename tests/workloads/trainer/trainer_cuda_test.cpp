@@ -198,6 +198,10 @@ TEST_F(TrainerCuda, TheDeviceTellsItsMemory) {
     EXPECT_GE(peak_device_bytes(device), use.own_bytes);
     EXPECT_TRUE(use.total_bytes == 0 || use.total_bytes > use.own_bytes);
     EXPECT_FALSE(device_name(device).empty());
+    const int num_gpus = static_cast<int>(at::getNumGPUs());
+    const DeviceMemory memory = device_memory(device, 2 * num_gpus + 1);
+    EXPECT_GT(memory.bytes, use.own_bytes);
+    EXPECT_EQ(memory.num_ranks, 3);
   });
 }
 
