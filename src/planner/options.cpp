@@ -22,15 +22,6 @@ bool allows(const TableRules& rules, Kernel kernel) {
          std::find(rules.kernels.begin(), rules.kernels.end(), kernel) != rules.kernels.end();
 }
 
-// Width of the narrowest part: the smallest divisor of the width that is wide enough, so that parts
-// of whole units always fill the table.
-std::int64_t unit_of(std::int64_t dim, std::int64_t least) {
-  for (std::int64_t unit = std::max<std::int64_t>(least, 1); unit < dim; ++unit) {
-    if (dim % unit == 0) return unit;
-  }
-  return dim;
-}
-
 Load load_of(const ShardCost& cost) {
   return {cost.seconds.links(), cost.seconds.local(), cost.bytes.total()};
 }
@@ -267,7 +258,7 @@ class Enumeration {
       one.is_rank_allowed.assign(static_cast<std::size_t>(world), 0);
       for (const int rank : rules.ranks) one.is_rank_allowed[static_cast<std::size_t>(rank)] = 1;
     }
-    one.unit = unit_of(table.dim, rules.min_columns > 0 ? rules.min_columns : kUnit);
+    one.unit = unit_of(table.dim, rules.min_columns);
     one.units = static_cast<int>(table.dim / one.unit);
     const bool is_fused = allows(rules, Kernel::kFused);
     const bool cuts_anywhere = allows(rules, Cut::kColumnWise);
@@ -399,6 +390,13 @@ class Enumeration {
 };
 
 }  // namespace
+
+std::int64_t unit_of(std::int64_t dim, std::int64_t min_columns) {
+  for (std::int64_t unit = min_columns > 0 ? min_columns : kUnit; unit < dim; ++unit) {
+    if (dim % unit == 0) return unit;
+  }
+  return dim;
+}
 
 Options enumerate(const Problem& problem) {
   check(problem);

@@ -15,6 +15,7 @@
 #include "planner/patience.h"
 #include "planner/phases_bound.h"
 #include "planner/places.h"
+#include "tessera/planner/options.h"
 
 namespace tessera::planner {
 namespace {
@@ -833,6 +834,17 @@ void check_plan(const Problem& problem, const Plan& plan) {
     if (covered != whole) refuse(who + " is not covered by its shards");
     if (!lies_as(one, problem)) {
       refuse(who + " has shards that do not lie as " + std::string(name_of(one.cut)) + " has them");
+    }
+    const std::int64_t unit =
+        unit_of(table.dim, rules == problem.rules.end() ? 0 : rules->second.min_columns);
+    for (const Shard& shard : one.shards) {
+      if (shard.columns % unit == 0) continue;
+      refuse(who + " has a part of " + std::to_string(shard.columns) +
+             " columns, and parts are multiples of " + std::to_string(unit));
+    }
+    if (one.kernel == Kernel::kDense && one.cut != Cut::kDataParallel) {
+      refuse(who + " is " + std::string(name_of(one.cut)) +
+             " with a dense kernel, which only data_parallel has");
     }
     if (rules != problem.rules.end()) {
       const auto& cuts = rules->second.cuts;

@@ -7,6 +7,7 @@
 #include "planner/json.h"
 #include "planner/places.h"
 #include "tessera/planner/explain.h"
+#include "tessera/planner/options.h"
 
 namespace tessera::planner {
 namespace {
@@ -166,7 +167,7 @@ class Replanning {
   // To the rows and ranks of today; false if it cannot lie so.
   bool adapt(TablePlan& one, const Table& table) const {
     const int world = problem_.num_ranks();
-    if (!is_allowed(one)) return false;
+    if (!is_allowed(one, table)) return false;
     const auto recut = [&](std::vector<Shard>& shards, int first, int count, std::int64_t column,
                            std::int64_t columns) {
       const std::int64_t height = (table.rows + count - 1) / count;
@@ -247,7 +248,17 @@ class Replanning {
     return std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
   }
 
-  bool is_allowed(const TablePlan& one) const {
+  std::int64_t unit_of_table(const Table& table) const {
+    const auto rules = problem_.rules.find(table.name);
+    return unit_of(table.dim, rules == problem_.rules.end() ? 0 : rules->second.min_columns);
+  }
+
+  bool is_allowed(const TablePlan& one, const Table& table) const {
+    const std::int64_t unit = unit_of_table(table);
+    for (const Shard& shard : one.shards) {
+      if (shard.columns % unit != 0) return false;
+    }
+    if (one.kernel == Kernel::kDense && one.cut != Cut::kDataParallel) return false;
     const auto rules = problem_.rules.find(one.name);
     if (rules == problem_.rules.end()) return true;
     const auto& [cuts, kernels, min_columns, ranks] = rules->second;
@@ -409,9 +420,7 @@ class Replanning {
   void move_columns(const TablePlan& one, int rank, const std::vector<int>& others,
                     bool must_make_room, std::vector<Candidate>& found) {
     const auto rules = problem_.rules.find(one.name);
-    const std::int64_t unit = rules != problem_.rules.end() && rules->second.min_columns > 0
-                                  ? rules->second.min_columns
-                                  : 4;
+    const std::int64_t unit = unit_of_table(*tables_.at(one.name));
     const bool may_cut = rules == problem_.rules.end() || rules->second.cuts.empty() ||
                          std::find(rules->second.cuts.begin(), rules->second.cuts.end(),
                                    Cut::kColumnWise) != rules->second.cuts.end();
@@ -428,7 +437,9 @@ class Replanning {
         }
         if (!may_cut) continue;
         // The last columns: to a new part, or to the part beside it if that is there.
-        const bool is_beside = s + 1 < one.shards.size() && one.shards[s + 1].rank == to;
+        const std::int64_t end = one.shards[s].column + one.shards[s].columns;
+        const bool is_beside = s + 1 < one.shards.size() && one.shards[s + 1].rank == to &&
+                               one.shards[s + 1].column == end;
         if (holds && !is_beside) continue;
         for (std::int64_t columns = unit; columns + unit <= one.shards[s].columns; columns *= 2) {
           TablePlan next = one;

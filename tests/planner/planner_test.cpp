@@ -7,6 +7,7 @@
 
 #include "planner/public_models.h"
 #include "tessera/planner/explain.h"
+#include "tessera/planner/options.h"
 #include "tessera/planner/planner.h"
 #include "tessera/planner/replan.h"
 
@@ -544,7 +545,7 @@ TEST(PlannerTest, TimeThatIsUpBeforeThereIsAPlanIsNamed) {
 }
 
 TEST(PlannerTest, PlansThatAreWrongAreNamed) {
-  const Problem problem = small_problem();
+  Problem problem = small_problem();
   const Plan good = plan(problem).plan;
   const auto refusal = [&](const Plan& plan) -> std::string {
     try {
@@ -599,6 +600,29 @@ TEST(PlannerTest, PlansThatAreWrongAreNamed) {
   std::swap(bad[0].shards[0].rank, bad[0].shards[1].rank);
   EXPECT_EQ(refusal(bad),
             "plan: table 'table_0' has shards that do not lie as table_row_wise has them");
+  // Parts that no bound is about: narrower than units, or of a kernel that shards do not have.
+  bad[0] = {"table_0", Cut::kColumnWise, Kernel::kFused, {{0, 0, 1000, 6, 0}, {0, 6, 1000, 10, 2}}};
+  EXPECT_EQ(refusal(bad),
+            "plan: table 'table_0' has a part of 6 columns, and parts are multiples of 4");
+  bad[0].shards = {{0, 0, 1000, 4, 0}, {0, 4, 1000, 12, 2}};
+  EXPECT_EQ(refusal(bad), "");
+  problem.rules["table_0"].min_columns = 5;
+  EXPECT_EQ(refusal(bad),
+            "plan: table 'table_0' has a part of 4 columns, and parts are multiples of 8");
+  bad[0] = {"table_0", Cut::kRowWise, Kernel::kFused, all};
+  EXPECT_EQ(refusal(bad), "");
+  bad[0].kernel = Kernel::kDense;
+  EXPECT_EQ(refusal(bad),
+            "plan: table 'table_0' is row_wise with a dense kernel, which only data_parallel has");
+}
+
+TEST(PlannerTest, UnitsAreDivisorsOfTheWidth) {
+  EXPECT_EQ(unit_of(128, 0), 4);
+  EXPECT_EQ(unit_of(10, 0), 5);
+  EXPECT_EQ(unit_of(128, 24), 32);
+  EXPECT_EQ(unit_of(7, 0), 7);
+  EXPECT_EQ(unit_of(2, 0), 2);
+  EXPECT_EQ(unit_of(16, 20), 16);
 }
 
 TEST(PlannerTest, LinesAreAtMostATerminalWide) {

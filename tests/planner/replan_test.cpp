@@ -243,6 +243,76 @@ TEST(ReplanTest, RowsOfEqualLoadStay) {
   EXPECT_EQ(found.result.plan[0].shards[3].rows, before[0].shards[3].rows + 1000);
 }
 
+// Two ranks, one table that may be cut into columns.
+Problem problem_of_columns(std::int64_t dim, std::int64_t min_columns) {
+  Problem problem;
+  problem.ranks.assign(2, {});
+  problem.ranks_per_host = 2;
+  Table& table = problem.tables.emplace_back();
+  table.name = "a";
+  table.rows = 100'000;
+  table.dim = dim;
+  problem.rules["a"].cuts = {Cut::kTableWise, Cut::kColumnWise};
+  problem.rules["a"].min_columns = min_columns;
+  return problem;
+}
+
+// As the bound has them: 10 columns are 5 and 5, 128 in parts of at least 24 are multiples of 32.
+TEST(ReplanTest, ColumnsMoveInWholeUnits) {
+  struct Case {
+    std::int64_t dim;
+    std::int64_t min_columns;
+    double too_little;  // of the bytes, to move a unit
+    double enough;
+    std::int64_t moved;  // columns
+  };
+  for (const Case& one : {Case{10, 0, 0.45, 0.55, 5}, Case{128, 24, 0.2, 0.3, 32}}) {
+    SCOPED_TRACE(one.dim);
+    const Problem problem = problem_of_columns(one.dim, one.min_columns);
+    const Plan before{{"a", Cut::kTableWise, Kernel::kFused, {{0, 0, 100'000, one.dim, 0}}}};
+    const Replan still = kept_replan(problem, before, one.too_little);
+    EXPECT_TRUE(still.moves.empty());
+    EXPECT_EQ(still.result.plan[0].shards, before[0].shards);
+    const Replan found = kept_replan(problem, before, one.enough);
+    EXPECT_EQ(found.result.plan[0].cut, Cut::kColumnWise);
+    ASSERT_EQ(found.result.plan[0].shards.size(), 2U);
+    EXPECT_EQ(found.moved_bytes, static_cast<double>(one.moved) * 100'000 * 4);
+    EXPECT_LT(found.result.seconds, found.previous_seconds);
+    expect_moves_suffice(before, found);
+  }
+}
+
+// What today's rules, or the bound, have no place for is laid as the planner would.
+TEST(ReplanTest, PartsThatMayNotBeAreLaidAnew) {
+  const Problem problem = problem_of_columns(16, 8);
+  const std::vector<Shard> narrow{{0, 0, 100'000, 4, 0}, {0, 4, 100'000, 12, 1}};
+  const std::vector<Shard> whole{{0, 0, 100'000, 16, 1}};
+  for (const TablePlan& old : {TablePlan{"a", Cut::kColumnWise, Kernel::kFused, narrow},
+                               TablePlan{"a", Cut::kTableWise, Kernel::kDense, whole}}) {
+    SCOPED_TRACE(name_of(old.cut));
+    const Plan before{old};
+    const Replan found = kept_replan(problem, before, 0);
+    EXPECT_EQ(found.result.plan[0].kernel, Kernel::kFused);
+    for (const Shard& shard : found.result.plan[0].shards) EXPECT_EQ(shard.columns % 8, 0);
+    expect_moves_suffice(before, found);
+  }
+}
+
+// A file may list parts in any order: columns go to the part beside them, not to the next in it.
+TEST(ReplanTest, PartsMayComeInAnyOrder) {
+  Problem problem = problem_of_columns(16, 0);
+  Table& other = problem.tables.emplace_back(problem.tables[0]);
+  other.name = "b";
+  problem.rules["b"].ranks = {1};
+  problem.rules["b"].cuts = {Cut::kTableWise};
+  const Plan before{
+      {"a", Cut::kColumnWise, Kernel::kFused, {{0, 8, 100'000, 8, 1}, {0, 0, 100'000, 8, 0}}},
+      {"b", Cut::kTableWise, Kernel::kFused, {{0, 0, 100'000, 16, 1}}}};
+  const Replan found = kept_replan(problem, before, 0.13);
+  EXPECT_NO_THROW(check_plan(problem, found.result.plan));
+  expect_moves_suffice(before, found);
+}
+
 TEST(ReplanTest, PlansAreReadFromFiles) {
   const Problem problem = models::problem_of("tiny", 8, false);
   const PlanResult result = plan(problem);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <array>
+#include <cstdint>
 #include <vector>
 
 #include "tessera/core/export.h"
@@ -102,6 +103,10 @@ struct Options {
     return kinds[static_cast<std::size_t>(kind_of[static_cast<std::size_t>(rank)])].capacity;
   }
 };
+
+/// Columns of the narrowest part: the smallest divisor of the width that is at least `min_columns`
+/// (0: four), so that parts of whole units always fill the table.
+TESSERA_API std::int64_t unit_of(std::int64_t dim, std::int64_t min_columns);
 
 /// Throws PlanError: kBadProblem by check(), kRules where rules leave a table no option.
 TESSERA_API Options enumerate(const Problem& problem);
