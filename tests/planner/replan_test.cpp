@@ -1,5 +1,6 @@
 // Replanning: what grew, shrank, came or went, and how little moves.
 
+#include <cstdio>
 #include <set>
 
 #include <gtest/gtest.h>
@@ -67,7 +68,6 @@ TEST(ReplanTest, NothingChangedNothingMoves) {
 TEST(ReplanTest, ATableGrowsByATenth) {
   for (const char* model : {"mlperf", "medium", "jumbo"}) {
     for (const int ranks : {8, 16}) {
-      if (ranks == 16 && std::string(model) == "jumbo") continue;  // takes seconds
       Problem problem = models::problem_of(model, ranks, false);
       const PlanResult before = plan(problem);
       // The one that costs most.
@@ -79,9 +79,13 @@ TEST(ReplanTest, ATableGrowsByATenth) {
       largest->features.back().ids *= 1.1;
       const Replan found = kept_replan(problem, before.plan, 0.02);
       SCOPED_TRACE(std::string(model) + " on " + std::to_string(ranks));
-      // Rows of a table that is cut by rows move because it grew; that is not counted as chosen.
+      // No rank is too full, and what grew is not cut by rows: all moves are chosen.
       const Replan still = kept_replan(problem, before.plan, 0);
-      expect_good(problem, before.plan, found, 0.02 + still.moved_bytes / still.total_bytes, 2);
+      std::printf("%s on %d ranks: %.4f %% of the bytes must move, %.4f %% do, gap %.2f %%\n",
+                  model, ranks, 100 * still.moved_bytes / still.total_bytes,
+                  100 * found.moved_bytes / found.total_bytes, 100 * found.result.gap());
+      EXPECT_EQ(still.moved_bytes, 0);
+      expect_good(problem, before.plan, found, 0.02, 2);
       EXPECT_LE(found.result.seconds, found.previous_seconds * (1 + 1e-9));
     }
   }
@@ -127,7 +131,8 @@ TEST(ReplanTest, ATableShrinks) {
     const Replan still = kept_replan(problem, before, 0);
     const Replan found = kept_replan(problem, before, 0.05);
     EXPECT_EQ(found.changed, std::vector<std::string>{largest->name});
-    expect_good(problem, before, found, 0.05 + still.moved_bytes / still.total_bytes, 2);
+    EXPECT_EQ(still.moved_bytes, 0);
+    expect_good(problem, before, found, 0.05, 2);
     EXPECT_LE(found.result.seconds, found.previous_seconds * (1 + 1e-9));
     for (const TablePlan& one : found.result.plan) {
       if (one.name != largest->name) continue;
