@@ -95,6 +95,7 @@ test: everything lint  ## Build and run all tests, C++ and Python
 	$(MAKE) --no-print-directory trainers || echo "trainers: not installed; the recipes for them are skipped" >&2
 	$(MAKE) --no-print-directory browser || echo "browser: not installed; pages are judged by their text alone" >&2
 	$(MAKE) --no-print-directory $(DOCS)/.ready || echo "mkdocs: not installed; the site is not built" >&2
+	command -v clang++ clang++-19 >/dev/null || echo "clang: not installed; the bytes of its plans are not compared with those of GCC" >&2
 	ctest --preset full -j $(JOBS) --repeat until-pass:2 | $(VENV)/bin/python tests/support/second_tries.py $(BUILD)/second_tries.txt
 
 peers: $(PEERS)/.ready  ## Install the projects that tests and benchmarks compare with
