@@ -149,10 +149,12 @@ TEST(GapsTest, NoUniformPlanIsFaster) {
 TEST(GapsTest, WithLittleMemory) {
   for (const char* model : {"jumbo", "colossal"}) {
     for (const int ranks : {8, 16, 64}) {
-      const Problem problem = models::problem_of(model, ranks, false, 1.05);
-      const PlanResult result = plan(problem);
-      EXPECT_LE(100 * result.gap(), 2) << model << " on " << ranks;
-      expect_holds(problem, result);
+      for (const bool is_gpu : {false, true}) {
+        const Problem problem = models::problem_of(model, ranks, is_gpu, 1.05);
+        const PlanResult result = plan(problem);
+        EXPECT_LE(100 * result.gap(), 2) << model << " on " << ranks << (is_gpu ? " GPUs" : "");
+        expect_holds(problem, result);
+      }
     }
   }
 }

@@ -30,7 +30,7 @@ def test_proofs_of_public_models_hold():
         check(problem, result)
         results.append(result)
     # Seven models on four worlds of two machines; links and memory apart; little memory.
-    assert len(results) == 7 * 4 * 2 + 4 + 6
+    assert len(results) == 7 * 4 * 2 + 4 + 12
     assert sum(result["objective"] == "phases" for result in results) == 4
     assert count(results, "pays") >= 10 and count(results, "phases") >= 2
 
