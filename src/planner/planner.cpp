@@ -37,7 +37,7 @@ struct Goal {
   double near;
   int times;  // as many tries
 };
-constexpr Goal kGoals[] = {{kFairGap, 0.007, 4}, {0.01, 0.02, 16}};
+constexpr Goal kGoals[] = {{kFairGap, 0.007, 4}, {0.01, 0.02, 16}, {0.05, 0.055, 16}};
 constexpr Goal kPhasesGoals[] = {{0.03, 0.035, 64}};
 constexpr int kManyRanks = 16;
 constexpr double kDearest = 0.02;  // other choices are tried that cost this share of all time more
