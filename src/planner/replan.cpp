@@ -222,8 +222,11 @@ class Replanning {
       }
     }
     one.shards = std::move(shards);
+    const int host = one.shards[0].rank / problem_.ranks_per_host;
     for (const Shard& shard : one.shards) {
       if (!is_rank_allowed(one.name, shard.rank)) return false;
+      const bool is_elsewhere = shard.rank / problem_.ranks_per_host != host;
+      if (one.cut == Cut::kTableColumnWise && is_elsewhere) return false;
     }
     return true;
   }

@@ -303,6 +303,21 @@ TEST(ReplanTest, PartsThatMayNotBeAreLaidAnew) {
   }
 }
 
+// The host of ranks 4 and 5 is gone: what lay on it goes to one other, not to the emptiest ranks.
+TEST(ReplanTest, PartsOfAHostGoToOneHost) {
+  Problem problem = problem_of_columns(16, 0);
+  problem.ranks.assign(4, {});
+  problem.rules["a"].cuts = {Cut::kTableColumnWise};
+  problem.rules["a"].ranks = {0, 2, 3};
+  const Plan before{
+      {"a", Cut::kTableColumnWise, Kernel::kFused, {{0, 0, 100'000, 8, 4}, {0, 8, 100'000, 8, 5}}}};
+  const Replan found = kept_replan(problem, before, 0.05);
+  std::set<int> hosts;
+  for (const Shard& shard : found.result.plan[0].shards) hosts.insert(shard.rank / 2);
+  EXPECT_EQ(hosts.size(), 1U);
+  expect_moves_suffice(before, found);
+}
+
 // A file may list parts in any order: columns go to the part beside them, not to the next in it.
 TEST(ReplanTest, PartsMayComeInAnyOrder) {
   Problem problem = problem_of_columns(16, 0);
