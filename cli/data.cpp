@@ -59,7 +59,7 @@ constexpr std::string_view kHelp =
   --strict              Criteo: the first bad line ends it, not left out
   --rows N or N,N,...   Criteo, synth: rows of all tables, or of each (100000)
   --half                convert, synth: dense numbers in 16 bits
-  --threads N           Criteo: threads that parse (one per core)
+  --threads N           Criteo: threads that parse (one per core it may use)
   --format binary|text  synth: what to write (binary)
   --samples N           synth: how many (100000)
   --features N          synth: how many sparse features (26)

@@ -82,7 +82,7 @@ Findings examine(bool is_quick) {
   // Larger than the caches of one core complex; little where memory is short.
   const std::size_t bytes = std::min<std::size_t>(std::size_t{is_quick ? 64u : 128u} << 20,
                                                   findings.machine.memory_available / 64);
-  findings.num_threads = std::clamp(findings.machine.usable_cores, 1, 16);
+  findings.num_threads = std::clamp(findings.machine.cores_left, 1, 16);
   findings.one_thread = measure_memory(1, bytes, is_quick ? 3 : 7);
   findings.all_threads = measure_memory(findings.num_threads, bytes, is_quick ? 3 : 7);
   findings.ping_nanoseconds = measure_ping();

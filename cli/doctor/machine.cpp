@@ -4,7 +4,6 @@
 #include <ifaddrs.h>
 #include <net/if.h>
 #include <netinet/in.h>
-#include <sched.h>
 #include <sys/resource.h>
 #include <sys/statvfs.h>
 #include <sys/utsname.h>
@@ -14,8 +13,8 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
-#include <sstream>
 
+#include "core/cores.h"
 #include "tessera/planner/machine_profile.h"
 
 namespace tessera::cli {
@@ -57,48 +56,9 @@ std::string chosen_word(const std::string& line) {
              : line.substr(begin + 1, end - begin - 1);
 }
 
-// The folders of this process's control group and of all above it, innermost first.
-std::vector<fs::path> control_groups(const std::string& controller) {
-  std::ifstream file("/proc/self/cgroup");
-  std::string line;
-  while (std::getline(file, line)) {
-    const std::size_t first = line.find(':');
-    const std::size_t second = line.find(':', first + 1);
-    if (first == std::string::npos || second == std::string::npos) continue;
-    const std::string names = line.substr(first + 1, second - first - 1);
-    const bool is_unified = names.empty();
-    if (!is_unified && ("," + names + ",").find("," + controller + ",") == std::string::npos) {
-      continue;
-    }
-    const fs::path root = is_unified ? "/sys/fs/cgroup" : "/sys/fs/cgroup/" + controller;
-    std::vector<fs::path> folders;
-    fs::path inner = fs::path(line.substr(second + 1)).relative_path();
-    for (; !inner.empty(); inner = inner.parent_path()) folders.push_back(root / inner);
-    folders.push_back(root);
-    return folders;
-  }
-  return {};
-}
-
-std::optional<double> read_cgroup_cores() {
-  std::optional<double> smallest;
-  for (const fs::path& folder : control_groups("cpu")) {
-    double quota = -1;
-    double period = 0;
-    std::istringstream unified(first_line(folder / "cpu.max"));  // "max 100000" has no number first
-    if (!(unified >> quota >> period)) {
-      quota = std::atof(first_line(folder / "cpu.cfs_quota_us").c_str());
-      period = std::atof(first_line(folder / "cpu.cfs_period_us").c_str());
-    }
-    if (quota <= 0 || period <= 0) continue;
-    smallest = std::min(smallest.value_or(quota / period), quota / period);
-  }
-  return smallest;
-}
-
 std::optional<std::uint64_t> read_cgroup_memory(std::uint64_t total) {
   std::optional<std::uint64_t> smallest;
-  for (const fs::path& folder : control_groups("memory")) {
+  for (const fs::path& folder : core::control_groups("memory")) {
     std::string text = first_line(folder / "memory.max");
     if (text.empty()) text = first_line(folder / "memory.limit_in_bytes");
     const std::uint64_t limit = std::strtoull(text.c_str(), nullptr, 10);
@@ -113,13 +73,6 @@ std::optional<std::uint64_t> soft_limit(decltype(RLIMIT_NOFILE) resource) {
   rlimit limit{};
   if (getrlimit(resource, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return std::nullopt;
   return limit.rlim_cur;
-}
-
-int usable_cores(int online) {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  // Fails on machines with more cores than the set has room for; they are not short of cores.
-  return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : online;
 }
 
 std::vector<std::string> read_gpus() {
@@ -177,13 +130,8 @@ void read_shm(Machine& machine) {
 
 }  // namespace
 
-int cores_left(const Machine& machine) {
-  const double allowed = machine.cgroup_cores.value_or(machine.usable_cores);
-  return std::max(1, std::min(machine.usable_cores, static_cast<int>(allowed)));
-}
-
 void share_cores(int num_ranks) {
-  const int share = std::max(1, cores_left(read_machine()) / num_ranks);
+  const int share = std::max(1, core::cores_left() / num_ranks);
   setenv("OMP_NUM_THREADS", std::to_string(share).c_str(), /*overwrite=*/0);
 }
 
@@ -193,8 +141,9 @@ Machine read_machine() {
   if (uname(&system) == 0) machine.kernel = std::string(system.sysname) + " " + system.release;
   machine.processor = planner::processor_name();
   machine.online_cores = static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN));
-  machine.usable_cores = usable_cores(machine.online_cores);
-  machine.cgroup_cores = read_cgroup_cores();
+  machine.usable_cores = core::cores_in_mask();
+  machine.cgroup_cores = core::cores_of_control_group();
+  machine.cores_left = core::cores_left();
   machine.memory_total = meminfo("MemTotal") * 1024;
   machine.memory_available = meminfo("MemAvailable") * 1024;
   machine.cgroup_memory = read_cgroup_memory(machine.memory_total);

@@ -22,6 +22,7 @@ struct Machine {
   int online_cores = 0;
   int usable_cores = 0;                // what the affinity mask leaves
   std::optional<double> cgroup_cores;  // what the control group leaves
+  int cores_left = 1;                  // what both leave
   std::uint64_t memory_total = 0;
   std::uint64_t memory_available = 0;
   std::optional<std::uint64_t> cgroup_memory;
@@ -40,9 +41,6 @@ struct Machine {
 };
 
 Machine read_machine();
-
-/// How many threads may compute at once: what affinity and control group leave, at least one.
-int cores_left(const Machine& machine);
 
 /// Sets OMP_NUM_THREADS for the ranks that are started from here, so that they share these cores;
 /// what the user says with it counts.

@@ -89,7 +89,7 @@ int run_profile(const ProfileWords& words) {
   }
   const Machine machine = read_machine();
   const int num_ranks =
-      words.num_ranks > 0 ? words.num_ranks : std::clamp(machine.usable_cores, 1, 8);
+      words.num_ranks > 0 ? words.num_ranks : std::clamp(machine.cores_left, 1, 8);
   std::error_code failure;
   const std::string launcher = std::filesystem::read_symlink("/proc/self/exe", failure).string();
   std::vector<std::string> command = {launcher, "run", "-n", std::to_string(num_ranks),

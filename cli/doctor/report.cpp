@@ -345,7 +345,7 @@ std::vector<Warning> warnings_of(const Findings& findings) {
   const auto warn = [&](const char* about, std::string text, const char* try_next) {
     found.push_back({about, std::move(text), try_next});
   };
-  if (cores_left(machine) < 2) {
+  if (machine.cores_left < 2) {
     warn("cores", "ranks share one core", "a wider affinity mask or CPU limit");
   } else if (machine.load > 0.5 * machine.usable_cores) {
     warn("cores", "others work on this machine, the figures below are low", "again when idle");

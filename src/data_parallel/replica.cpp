@@ -2,8 +2,6 @@
 
 #include "tessera/data_parallel/replica.h"
 
-#include <sched.h>
-
 #include <algorithm>
 #include <cstdio>
 #include <mutex>
@@ -14,6 +12,7 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
+#include "core/cores.h"
 #include "data_parallel/names.h"
 #include "data_parallel/replica_state.h"
 #include "tessera/core/check.h"
@@ -26,13 +25,6 @@ constexpr std::size_t kBroadcastBytes = 250U << 20;
 
 double seconds(Moment from, Moment to) {
   return std::max(0.0, std::chrono::duration<double>(to - from).count());
-}
-
-// Cores this process may run on.
-int num_cores() {
-  cpu_set_t cores;
-  CPU_ZERO(&cores);
-  return ::sched_getaffinity(0, sizeof(cores), &cores) == 0 ? CPU_COUNT(&cores) : 1;
 }
 
 // Parameters that some Replica of this process reduces.
@@ -59,8 +51,8 @@ Replica::State::State(ModelParts model, const comm::Group& ranks, Options wishes
   // Without a core to spare, a thread beside backward only takes turns with it. Where each rank may
   // find other parameters unused, orders differ, and blocking inside backward could close a circle
   // with collectives of the model's own.
-  has_overlap_ =
-      options.overlap.value_or(options.find_unused_parameters || num_cores() >= 2 * group.size());
+  has_overlap_ = options.overlap.value_or(options.find_unused_parameters ||
+                                          core::cores_left() >= 2 * group.size());
 
   const bool with_buffers =
       options.forward_sync_buffers ? true : options.broadcast_buffers.value_or(true);

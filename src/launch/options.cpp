@@ -1,12 +1,13 @@
 #include "tessera/launch/options.h"
 
 #include <glob.h>
-#include <sched.h>
 
 #include <charconv>
 #include <cmath>
 #include <cstdlib>
 #include <stdexcept>
+
+#include "core/cores.h"
 
 namespace tessera::launch {
 namespace {
@@ -19,13 +20,6 @@ std::vector<std::string_view> split(std::string_view text, char separator) {
     if (end == std::string_view::npos) return parts;
     text.remove_prefix(end + 1);
   }
-}
-
-int num_cpus() {
-  // The affinity mask, not the machine: a container or taskset may give fewer.
-  cpu_set_t set;
-  if (sched_getaffinity(0, sizeof(set), &set) == 0) return CPU_COUNT(&set);
-  return 1;
 }
 
 int num_gpus() {
@@ -127,11 +121,11 @@ std::vector<int> parse_rank_list(std::string_view text) {
 }
 
 int parse_rank_count(std::string_view text) {
-  if (text == "cpu") return num_cpus();
+  if (text == "cpu") return core::cores_left();
   if (text == "gpu" || text == "auto") {
     const int gpus = num_gpus();
     if (gpus > 0) return gpus;
-    if (text == "auto") return num_cpus();
+    if (text == "auto") return core::cores_left();
     throw std::invalid_argument("this machine has no GPU; use a number, cpu or auto");
   }
   int value = 0;

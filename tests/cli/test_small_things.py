@@ -344,6 +344,15 @@ def test_threads_are_those_that_the_control_group_gives(tmp_path):
         )
         head = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])
         assert head["machine"]["threads per rank"] == 1
+        words = ["run", "-n", "cpu", "--no-prefix", "echo", "here"]
+        found = subprocess.run(
+            ["sh", "-c", enter, "sh", TESSERA, *words],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+        )
+        assert found.stdout == "here\n"
     finally:
         for _ in range(50):  # its last process may still be leaving
             try:

@@ -180,7 +180,8 @@ def test_counts_by_name():
     cpus = len(os.sched_getaffinity(0))
     env = {"CUDA_VISIBLE_DEVICES": ""}
     for word in ("cpu", "auto"):
-        assert len(run("run", "-n", word, "--no-prefix", "echo", "x", env=env).lines) == cpus
+        # Fewer if a control group says so.
+        assert 1 <= len(run("run", "-n", word, "--no-prefix", "echo", "x", env=env).lines) <= cpus
     three = {"CUDA_VISIBLE_DEVICES": "0,1,2"}
     assert len(run("run", "-n", "gpu", "echo", "x", env=three).lines) == 3
     assert run("run", "-n", "gpu", "echo", "x", env=env).code == 2

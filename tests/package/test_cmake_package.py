@@ -141,6 +141,13 @@ def test_a_workload_of_ones_own_trains_stops_and_goes_on(prefix, tmp_path):
         assert rest[key] == whole[key]
     assert "error" in (tmp_path / "cut/report.html").read_text()
     assert "--noise X" in run(tmp_path / "line", "--help").stdout
+    # As many threads as the mask has cores, not the machine.
+    one_core = ["taskset", "-c", str(min(os.sched_getaffinity(0)))]
+    words = [prefix / "bin/tessera", "run", "-n", "1", "--", tmp_path / "line", "--steps", "1"]
+    env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    run(*one_core, *words, "--save", tmp_path / "narrow", env=env)
+    head = json.loads((tmp_path / "narrow/metrics.jsonl").read_text().splitlines()[0])
+    assert head["machine"]["threads per rank"] == 1
     refused = run(tmp_path / "line", "--resume", tmp_path / "cut", "--noise", "0.5", ok=False)
     assert refused.returncode == 78
     assert f"{tmp_path}/cut has --noise 0.1; this call has --noise 0.5" in refused.stderr

@@ -11,6 +11,7 @@
 #include <optional>
 #include <thread>
 
+#include "core/cores.h"
 #include "core/start_threads.h"
 #include "data/content.h"
 #include "dlrm/text_blocks.h"
@@ -151,9 +152,8 @@ Chunk parse_chunk(std::string_view text, const CriteoOptions& options) {
 class Parsers {
  public:
   Parsers(TextBlocks& text, const CriteoOptions& options) : text_(text), options_(options) {
-    int count = options.num_threads > 0 ? options.num_threads
-                                        : static_cast<int>(std::thread::hardware_concurrency());
-    count = std::clamp(count, 1, 256);
+    const int wanted = options.num_threads > 0 ? options.num_threads : core::cores_left();
+    const int count = std::clamp(wanted, 1, 256);
     ahead_ = static_cast<std::size_t>(count) + 2;
     threads_ = core::start_threads(static_cast<std::size_t>(count), [this] { parse(); });
   }

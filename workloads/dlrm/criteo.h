@@ -28,7 +28,7 @@ struct CriteoOptions {
   std::vector<Feature> features = equal_features(kCriteoFeatures, 100000);
   /// Throw for the first bad line instead of leaving it out.
   bool strict = false;
-  /// Threads that parse; 0 for one per core.
+  /// Threads that parse; 0 for one per core that affinity and control group leave.
   int num_threads = 0;
   /// How many bad lines are remembered by number and reason.
   std::int64_t num_named = 5;

@@ -3,12 +3,12 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
-#include <thread>
 #include <vector>
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
+#include "core/cores.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/environment.h"
 #include "tessera/comm/topology.h"
@@ -68,9 +68,7 @@ void time_dense(const Settings& settings, Dlrm& model, BatchSource& source,
   load.backward = medians[1].item<double>();
   load.other = medians[2].item<double>();
   const int threads = comm::get_local_size(group.size()) * at::get_num_threads();
-  if (threads >= static_cast<int>(std::thread::hardware_concurrency())) {
-    load.other += medians[3].item<double>();
-  }
+  if (threads >= core::cores_left()) load.other += medians[3].item<double>();
 }
 
 }  // namespace tessera::workloads::dlrm

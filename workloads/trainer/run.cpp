@@ -15,6 +15,7 @@
 #include <ATen/Parallel.h>
 #include <nlohmann/json.hpp>
 
+#include "core/cores.h"
 #include "report/html.h"
 #include "report/page.h"
 #include "report/rank_log.h"
@@ -422,8 +423,7 @@ void use_threads(const Settings& settings, const comm::Group& world) {
   const char* wanted = std::getenv("OMP_NUM_THREADS");
   int threads = settings.threads > 0 ? settings.threads : wanted != nullptr ? std::atoi(wanted) : 0;
   if (threads <= 0) {
-    const auto num_cores = static_cast<int>(std::thread::hardware_concurrency());
-    threads = num_cores / comm::get_local_size(world.size());
+    threads = core::cores_left() / comm::get_local_size(world.size());
   }
   at::set_num_threads(std::max(1, threads));
 }

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sched.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -9,8 +10,10 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <functional>
+#include <iterator>
 #include <optional>
 #include <thread>
 
@@ -156,6 +159,40 @@ TEST_F(CriteoFiles, EveryThreadMayBeRefused) {
     read_back->read(0, 30'000, found);
     expect_equal(found, expected);
   }
+}
+
+// A mask of one core: one thread parses, as many as the machine has.
+TEST_F(CriteoFiles, ThreadsAreAsManyAsTheMaskHasCores) {
+  const auto num_threads = [] {
+    const std::filesystem::directory_iterator tasks("/proc/self/task");
+    return std::distance(begin(tasks), end(tasks));
+  };
+  std::thread([&] {
+    cpu_set_t cores;
+    CPU_ZERO(&cores);
+    ASSERT_EQ(::sched_getaffinity(0, sizeof(cores), &cores), 0);
+    for (int core = 0; CPU_COUNT(&cores) > 1; ++core) CPU_CLR(core, &cores);
+    ASSERT_EQ(::sched_setaffinity(0, sizeof(cores), &cores), 0);
+    // A text without an end until they are counted: none of them is through before.
+    std::atomic<bool> is_counted{false};
+    CriteoOptions options;
+    options.unpack = [&](const std::string&) -> ReadText {
+      return
+          [&, line = good_line() + "\n", at = std::size_t{0}](char* to, std::size_t room) mutable {
+            if (is_counted && at == 0) return std::size_t{0};
+            const std::size_t size = std::min(room, line.size() - at);
+            std::memcpy(to, line.data() + at, size);
+            at = (at + size) % line.size();
+            return size;
+          };
+    };
+    const auto before = num_threads();
+    read_criteo("endless", options, [&](SampleBlock&) {
+      EXPECT_TRUE(is_counted || num_threads() == before + 1) << num_threads() - before;
+      is_counted = true;
+    });
+    EXPECT_TRUE(is_counted);
+  }).join();
 }
 
 // Blocks of whole lines, whatever the place of their ends.
