@@ -4,7 +4,6 @@
 #include <charconv>
 #include <chrono>
 #include <cstdio>
-#include <fstream>
 #include <map>
 #include <memory>
 #include <set>
@@ -44,7 +43,7 @@ constexpr std::string_view kHelp =
   tessera data schema shop.csv --out shop.toml       guess what the columns are
   tessera data convert --schema shop.toml shop-*.csv.gz --out shop.click
   tessera data convert day_0.tsv --out day_0.click   Criteo's text, no schema
-  tessera data convert day_0.gz --out day_0.click    the same packed, also by zstd
+  tessera data convert day_*.gz --out days.click     several, packed, - a pipe
   tessera data show day_0.click                      samples, features, tables
   tessera data check day_0.click                     read all, compare sums
   tessera data check shop.csv --schema shop.toml     count and name bad lines
@@ -173,9 +172,10 @@ DataAnswer answer_of(const CriteoReport& report, double seconds) {
                     .num_bad = report.num_bad,
                     .num_bytes = report.num_bytes,
                     .seconds = seconds};
-  for (const auto& [line, reason] : report.first_bad) {
-    answer.first_bad.push_back("line " + std::to_string(line) + " " + reason);
-    answer.bad_for_machines.push_back({{"line", line}, {"reason", reason}});
+  for (const CriteoReport::BadLine& bad : report.first_bad) {
+    answer.first_bad.push_back(workloads::dlrm::place_of(bad) + " " + bad.reason);
+    answer.bad_for_machines.push_back({{"line", bad.line}, {"reason", bad.reason}});
+    if (!bad.file.empty()) answer.bad_for_machines.back()["file"] = bad.file;
   }
   return answer;
 }
@@ -188,15 +188,15 @@ TableWords table_words(const DataWords& words) {
 int convert(const Names& names, const DataWords& words) {
   if (words.to.empty()) throw UsageError("data: convert needs --out PATH");
   if (!words.schema.empty()) return convert_tables(names, table_words(words));
-  const std::string& path = only_name(names, "convert");
-  workloads::data::check_apart(names, words.to);
+  const Names files = workloads::data::expand(names);
+  workloads::data::check_apart(files, words.to);
   const Watch watch;
   const CriteoOptions options = criteo_options(words);
   ClickFileWriter writer(words.to, {workloads::dlrm::kCriteoDense, options.features},
                          {.half_dense = words.half});
   const CriteoReport report = workloads::dlrm::read_criteo(
-      path, options, [&](const SampleBlock& samples) { writer.append(samples); });
-  workloads::dlrm::check_has_samples(path, report);
+      files, options, [&](const SampleBlock& samples) { writer.append(samples); });
+  workloads::dlrm::check_has_samples(files, report);
   writer.finish();
   return say_converted(answer_of(report, watch.seconds()), words.to, words.wants_json);
 }
@@ -246,11 +246,11 @@ int show(const Names& names, const DataWords& words) {
   return launch::kExitOk;
 }
 
+// A pipe keeps its first bytes for who reads it.
 bool is_binary(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  std::string front(8, '\0');
-  file.read(front.data(), 8);
-  return front == "TSRCLICK";
+  namespace data = workloads::data;
+  if (path == "-") return false;
+  return data::content_of(data::front_of(path)).kind == data::FileKind::kClickLog;
 }
 
 int check_binary(const std::string& path, const DataWords& words) {
@@ -273,17 +273,22 @@ int check_binary(const std::string& path, const DataWords& words) {
   return launch::kExitOk;
 }
 
-int check_text(const std::string& path, const DataWords& words) {
+int check_text(const Names& names, const Names& files, const DataWords& words) {
   const Watch watch;
   const CriteoReport report =
-      workloads::dlrm::read_criteo(path, criteo_options(words), [](const SampleBlock&) {});
-  return say_checked(answer_of(report, watch.seconds()), path, words.wants_json);
+      workloads::dlrm::read_criteo(files, criteo_options(words), [](const SampleBlock&) {});
+  return say_checked(answer_of(report, watch.seconds()), names[0], words.wants_json);
 }
 
 int check(const Names& names, const DataWords& words) {
   if (!words.schema.empty()) return check_tables(names, table_words(words));
-  const std::string& path = only_name(names, "check");
-  return is_binary(path) ? check_binary(path, words) : check_text(path, words);
+  const Names files = workloads::data::expand(names);
+  for (const std::string& file : files) {
+    if (!is_binary(file)) continue;
+    if (files.size() == 1) return check_binary(file, words);
+    throw UsageError("data: check reads one click log at a time, and " + file + " is one");
+  }
+  return check_text(names, files, words);
 }
 
 void write_binary(const std::string& path, const SyntheticLog& log, const DataWords& words) {

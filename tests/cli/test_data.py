@@ -14,6 +14,7 @@ import signal
 import struct
 import subprocess
 import time
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -81,6 +82,117 @@ def test_bad_lines_are_left_out_and_named(text, tmp_path):
     assert "left out 2 bad lines\n  line 5 has 1 fields; 40 are needed\n" in said
     assert data("check", broken).returncode == 65
     assert data("check", text).returncode == 0
+
+
+def test_criteos_text_comes_in_several_files(text, tmp_path):
+    answer("convert", text, "--to", tmp_path / "whole.click")
+    whole = (tmp_path / "whole.click").read_bytes()
+    lines = text.read_bytes().splitlines(keepends=True)
+    parts = [tmp_path / name for name in ("c0.tsv", "c1.tsv.gz", "c2.tsv")]
+    parts[0].write_bytes(b"".join(lines[:1000]))
+    parts[1].write_bytes(gzip.compress(b"".join(lines[1000:1700])))
+    parts[2].write_bytes(b"".join(lines[1700:]).rstrip(b"\n"))
+    for names in (parts, [tmp_path / "c*"], [parts[0], tmp_path / "c[12].*"]):
+        told = answer("convert", *names, "--to", tmp_path / "parts.click")
+        assert (told["lines"], told["samples"], told["bad_lines"]) == (3000, 3000, 0)
+        assert (tmp_path / "parts.click").read_bytes() == whole
+        (tmp_path / "parts.click").unlink()
+        assert answer("check", *names)["samples"] == 3000
+    # What is bad is named by its file, five of all.
+    for part, number in ((parts[0], 7), (parts[2], 3)):
+        broken = part.read_bytes().splitlines()
+        broken[number - 1] = b"rubbish"
+        part.write_bytes(b"\n".join(broken) + b"\n")
+    told = answer("convert", *parts, "--to", tmp_path / "parts.click")
+    assert (told["samples"], told["bad_lines"]) == (2998, 2)
+    reason = "has 1 fields; 40 are needed"
+    assert told["first_bad"] == [
+        {"line": 7, "reason": reason, "file": str(parts[0])},
+        {"line": 3, "reason": reason, "file": str(parts[2])},
+    ]
+    said = data("check", *parts)
+    assert said.returncode == 65
+    assert f"  {parts[0]}: line 7 {reason}\n  {parts[2]}: line 3 {reason}\n" in said.stdout
+    failed = data("convert", *parts, "--to", tmp_path / "strict.click", "--strict")
+    assert failed.returncode == 65 and f"{parts[0]}: line 7 {reason}." in failed.stderr
+    assert not (tmp_path / "strict.click").exists()
+
+
+def test_several_files_that_are_not_criteos_text_are_refused(text, tmp_path):
+    (tmp_path / "a.csv").write_text(TABLE)
+    (tmp_path / "b.csv").write_text(TABLE)
+    out = tmp_path / "out.click"
+    failed = data("convert", tmp_path / "a.csv", tmp_path / "b.csv", "--to", out)
+    assert failed.returncode == 65
+    says = f"{tmp_path}/a.csv and the others: hold no sample in Criteo's format: {tmp_path}/a.csv: line 1 has"
+    assert says in failed.stderr
+    failed = data("convert", text, tmp_path / "none.tsv", "--to", out)
+    assert failed.returncode == 65 and "none.tsv: cannot be opened: No such file" in failed.stderr
+    failed = data("convert", tmp_path / "day_*.tsv", "--to", out)
+    assert failed.returncode == 65 and "day_*.tsv: no file has such a name." in failed.stderr
+    assert not out.exists()
+    copy = tmp_path / "copy.tsv"
+    shutil.copy(text, copy)
+    failed = data("convert", text, tmp_path / "copy*", "--to", copy)
+    assert failed.returncode == 65 and "is read and cannot be written too" in failed.stderr
+    assert copy.read_bytes() == text.read_bytes()
+    answer("convert", text, "--to", out)
+    failed = data("check", text, out)
+    assert failed.returncode == 2
+    assert f"data: check reads one click log at a time, and {out} is one" in failed.stderr
+
+
+def test_criteos_text_comes_through_standard_input(text, tmp_path):
+    answer("convert", text, "--to", tmp_path / "whole.click")
+    whole = (tmp_path / "whole.click").read_bytes()
+
+    def piped(given, *words):
+        command = [TESSERA, "data", *map(str, words)]
+        return subprocess.run(command, input=given, capture_output=True, timeout=60)
+
+    plain = text.read_bytes()
+    for given in (plain, gzip.compress(plain), zstd(plain)):
+        if given is None:
+            continue
+        result = piped(given, "convert", "-", "--to", tmp_path / "piped.click", "--json")
+        assert result.returncode == 0, result.stderr
+        assert json.loads(result.stdout)["samples"] == 3000
+        assert (tmp_path / "piped.click").read_bytes() == whole
+        (tmp_path / "piped.click").unlink()
+        assert piped(given, "check", "-").returncode == 0
+    with open(text, "rb") as file:  # no pipe
+        words = [TESSERA, "data", "convert", "-", "--to", str(tmp_path / "file.click")]
+        subprocess.run(words, stdin=file, check=True, capture_output=True, timeout=60)
+    assert (tmp_path / "file.click").read_bytes() == whole
+    # A pipe by its path loses nothing to who asks what it holds.
+    script = f"{TESSERA} data check <(cat {text})"
+    subprocess.run(["bash", "-c", script], check=True, capture_output=True, timeout=60)
+    says = {
+        b"": b"standard input: holds no sample in Criteo's format. For columns of your own: tessera data"
+        b" schema -, then",
+        TABLE.encode(): b"standard input: holds no sample in Criteo's format: line 1 has 1 fields",
+        whole: b"standard input: is a click log already, not text",
+    }
+    for given, words in says.items():
+        failed = piped(given, "convert", "-", "--to", tmp_path / "none.click")
+        assert failed.returncode == 65 and words in failed.stderr, failed.stderr
+        assert not (tmp_path / "none.click").exists()
+    bad = b"rubbish\n" + plain
+    told = piped(bad, "convert", "-", "--to", tmp_path / "bad.click", "--strict")
+    assert told.returncode == 65
+    assert b"standard input: line 1 has 1 fields; 40 are needed." in told.stderr
+
+
+def test_the_error_of_a_pipe_is_told_while_the_pipe_is_silent(text, tmp_path):
+    words = [TESSERA, "data", "convert", "-", "--to", str(tmp_path / "a.click"), "--strict"]
+    lines = text.read_bytes()
+    pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE, "bufsize": 0}
+    with subprocess.Popen(words, **pipes) as process:
+        with suppress(BrokenPipeError):  # told already
+            # Two blocks of 4 MiB; then nothing, and nobody closes it.
+            process.stdin.write(b"rubbish\n" + lines * ((9 << 20) // len(lines) + 1))
+        assert process.wait(timeout=60) == 65
+        assert b"standard input: line 1 has 1 fields" in process.stderr.read()
 
 
 def test_strict_leaves_nothing_behind(text, tmp_path):

@@ -248,8 +248,10 @@ std::size_t Input::read(char* to, std::size_t room) {
 }
 
 std::function<std::size_t(char* to, std::size_t room)> unpacking(const std::string& path) {
-  const FileKind kind = content_of(front_of(path)).kind;
-  if (kind != FileKind::kGzip && kind != FileKind::kZstd) return nullptr;
+  if (path != "-") {
+    const FileKind kind = content_of(front_of(path)).kind;
+    if (kind != FileKind::kGzip && kind != FileKind::kZstd) return nullptr;
+  }
   const auto input = std::make_shared<Input>(path);
   return [input](char* to, std::size_t room) { return input->read(to, room); };
 }

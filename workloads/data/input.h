@@ -63,7 +63,8 @@ class Input {
   std::unique_ptr<Unpacker> unpacker_;
 };
 
-/// Reads the text that a packed file holds; none if it holds something else. Throws DataError.
+/// Reads the text that a packed file or standard input, "-", holds; none if a file holds something
+/// else. Throws DataError.
 std::function<std::size_t(char* to, std::size_t room)> unpacking(const std::string& path);
 
 }  // namespace tessera::workloads::data

@@ -252,6 +252,8 @@ class Parsers {
   std::vector<std::thread> threads_;
 };
 
+std::string name_of(const std::string& path) { return path == "-" ? "standard input" : path; }
+
 void check_features(const std::string& path, const CriteoOptions& options) {
   if (options.features.size() != kCriteoFeatures) {
     throw DataError(path + ": " + std::to_string(options.features.size()) +
@@ -319,7 +321,8 @@ CriteoReport read_criteo(const std::string& path, const CriteoOptions& options,
     for (CriteoReport::BadLine& bad : chunk->first_bad) {
       bad.line += report.num_lines;
       if (options.strict) {
-        throw DataError(path + ": line " + std::to_string(bad.line) + " " + bad.reason + ".");
+        throw DataError(name_of(path) + ": line " + std::to_string(bad.line) + " " + bad.reason +
+                        ".");
       }
       if (static_cast<std::int64_t>(report.first_bad.size()) < options.num_named) {
         report.first_bad.push_back(std::move(bad));
@@ -334,14 +337,38 @@ CriteoReport read_criteo(const std::string& path, const CriteoOptions& options,
   return report;
 }
 
-void check_has_samples(const std::string& path, const CriteoReport& report) {
-  if (report.num_samples > 0) return;
-  std::string reason = path + ": holds no sample in Criteo's format";
-  if (!report.first_bad.empty()) {
-    reason +=
-        ": line " + std::to_string(report.first_bad[0].line) + " " + report.first_bad[0].reason;
+CriteoReport read_criteo(const std::vector<std::string>& paths, const CriteoOptions& options,
+                         const std::function<void(SampleBlock&)>& take) {
+  CriteoReport all;
+  CriteoOptions left = options;
+  for (const std::string& path : paths) {
+    left.num_named = options.num_named - static_cast<std::int64_t>(all.first_bad.size());
+    CriteoReport one = read_criteo(path, left, take);
+    all.num_lines += one.num_lines;
+    all.num_samples += one.num_samples;
+    all.num_bad += one.num_bad;
+    all.num_bytes += one.num_bytes;
+    for (CriteoReport::BadLine& bad : one.first_bad) {
+      if (paths.size() > 1) bad.file = name_of(path);
+      all.first_bad.push_back(std::move(bad));
+    }
   }
-  throw DataError(reason + ". For columns of your own: tessera data schema " + path +
+  return all;
+}
+
+std::string place_of(const CriteoReport::BadLine& bad) {
+  return (bad.file.empty() ? "" : bad.file + ": ") + "line " + std::to_string(bad.line);
+}
+
+void check_has_samples(const std::vector<std::string>& paths, const CriteoReport& report) {
+  if (report.num_samples > 0) return;
+  const bool is_one = paths.size() == 1;
+  std::string reason = name_of(paths.at(0)) + (is_one ? ": holds" : " and the others: hold") +
+                       " no sample in Criteo's format";
+  if (!report.first_bad.empty()) {
+    reason += ": " + place_of(report.first_bad[0]) + " " + report.first_bad[0].reason;
+  }
+  throw DataError(reason + ". For columns of your own: tessera data schema " + paths[0] +
                   ", then tessera data convert --schema.");
 }
 
@@ -377,9 +404,12 @@ void append_criteo_lines(const SyntheticLog& log, std::int64_t first, std::int64
 }
 
 CriteoLog::CriteoLog(const std::string& path, const CriteoOptions& options)
+    : CriteoLog(std::vector<std::string>{path}, options) {}
+
+CriteoLog::CriteoLog(const std::vector<std::string>& paths, const CriteoOptions& options)
     : schema_{kCriteoDense, options.features} {
   std::int64_t first = 0;
-  report_ = read_criteo(path, options, [&](SampleBlock& samples) {
+  report_ = read_criteo(paths, options, [&](SampleBlock& samples) {
     samples.lengths = {};  // all 1
     first_samples_.push_back(first);
     first += samples.num_samples;

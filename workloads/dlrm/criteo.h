@@ -32,8 +32,8 @@ struct CriteoOptions {
   int num_threads = 0;
   /// How many bad lines are remembered by number and reason.
   std::int64_t num_named = 5;
-  /// Reads a file whose bytes are not the text itself; none for one whose bytes are. Without it,
-  /// packed files are refused.
+  /// Reads a file whose bytes are not the text itself, or "-", standard input; none for one whose
+  /// bytes are. Without it, packed files are refused.
   std::function<ReadText(const std::string& path)> unpack = nullptr;
 };
 
@@ -42,6 +42,7 @@ struct CriteoReport {
   struct BadLine {
     std::int64_t line = 0;  // from 1
     std::string reason;
+    std::string file = {};  // where several were read
   };
   std::int64_t num_lines = 0;
   std::int64_t num_samples = 0;
@@ -57,8 +58,15 @@ struct CriteoReport {
 CriteoReport read_criteo(const std::string& path, const CriteoOptions& options,
                          const std::function<void(SampleBlock&)>& take);
 
-/// Throws DataError, naming the file and its first bad line, if no sample was read.
-void check_has_samples(const std::string& path, const CriteoReport& report);
+/// One file after the other.
+CriteoReport read_criteo(const std::vector<std::string>& paths, const CriteoOptions& options,
+                         const std::function<void(SampleBlock&)>& take);
+
+/// "line 3", or "day_1: line 3" where several files were read.
+std::string place_of(const CriteoReport::BadLine& bad);
+
+/// Throws DataError, naming the files and their first bad line, if no sample was read.
+void check_has_samples(const std::vector<std::string>& paths, const CriteoReport& report);
 
 /// Parses one line without its end. Returns an empty text and fills `label`, `dense` (13) and `ids`
 /// (26), or returns what is wrong with it.
@@ -71,10 +79,11 @@ std::string parse_criteo_line(std::string_view line, const std::vector<Feature>&
 void append_criteo_lines(const SyntheticLog& log, std::int64_t first, std::int64_t count,
                          std::string& text);
 
-/// A file read whole into memory (about 270 bytes per sample). Larger ones: `tessera data convert`.
+/// Files read whole into memory (about 270 bytes per sample). Larger ones: `tessera data convert`.
 class CriteoLog : public ClickLog {
  public:
   explicit CriteoLog(const std::string& path, const CriteoOptions& options = {});
+  explicit CriteoLog(const std::vector<std::string>& paths, const CriteoOptions& options = {});
   ~CriteoLog() override;
 
   const ClickSchema& schema() const noexcept override;

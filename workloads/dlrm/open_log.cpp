@@ -49,7 +49,7 @@ OpenedLog open_log(const std::string& name, const LogOptions& options) {
     criteo.features = equal_features(kCriteoFeatures, options.num_rows);
     criteo.unpack = options.unpack;
     const auto text = std::make_shared<const CriteoLog>(name, criteo);
-    check_has_samples(name, text->report());
+    check_has_samples({name}, text->report());
     opened.notes = notes_of(name, text->report());
     opened.log = text;
   }

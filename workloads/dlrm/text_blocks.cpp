@@ -42,14 +42,26 @@ TextBlocks::TextBlocks(std::string path, std::size_t block_bytes)
 }
 
 TextBlocks::TextBlocks(std::string path, std::size_t block_bytes, ReadText read)
-    : path_(std::move(path)), block_bytes_(block_bytes), read_(std::move(read)) {}
+    : is_input_(path == "-"),
+      path_(is_input_ ? "standard input" : std::move(path)),
+      block_bytes_(block_bytes),
+      read_(std::move(read)) {}
 
 TextBlocks::~TextBlocks() {
   if (fd_ >= 0) ::close(fd_);
 }
 
+void TextBlocks::wait_for_input() const {
+  pollfd input{STDIN_FILENO, POLLIN, 0};
+  while (!is_stopped_) {
+    const int num_ready = ::poll(&input, 1, kLookMilliseconds);
+    if (num_ready > 0 || (num_ready < 0 && errno != EINTR)) return;
+  }
+}
+
 std::size_t TextBlocks::read(char* to, std::size_t room) {
   if (read_) {
+    if (is_input_) wait_for_input();
     const std::size_t done = is_stopped_ ? 0 : read_(to, room);
     num_bytes_ += static_cast<std::int64_t>(done);
     return done;

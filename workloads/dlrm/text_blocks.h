@@ -22,7 +22,8 @@ class TextBlocks {
   /// Blocks have more than `block_bytes` bytes, up to the end of the line that reaches so far; the
   /// last may have fewer. Throws DataError if the text cannot be opened.
   TextBlocks(std::string path, std::size_t block_bytes);
-  /// The text that `read` gives; `path` is named in what is thrown.
+  /// The text that `read` gives; `path` is named in what is thrown. Of "-", which is standard
+  /// input, it is asked when there is something to read.
   TextBlocks(std::string path, std::size_t block_bytes, ReadText read);
   ~TextBlocks();
   TextBlocks(const TextBlocks&) = delete;
@@ -40,6 +41,10 @@ class TextBlocks {
   /// 0 at the end.
   std::size_t read(char* to, std::size_t room);
 
+  /// Until standard input has something, or its end, or `stop` was called.
+  void wait_for_input() const;
+
+  bool is_input_ = false;  // standard input
   std::string path_;
   std::size_t block_bytes_;
   ReadText read_;
