@@ -6,11 +6,13 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
+#include <filesystem>
 #include <memory>
 #include <set>
 
 #include "converted_data.h"
 #include "data/converted.h"
+#include "data/input.h"
 #include "dlrm/click_file.h"
 #include "dlrm/settings.h"
 #include "doctor/machine.h"
@@ -114,6 +116,18 @@ void read_standard_input(workloads::dlrm::Settings& settings, std::vector<std::s
   set_value(flags, "--data", settings.data);
 }
 
+// Criteo's text, of which the ranks say what is wrong; that there is none, they need not be started
+// for.
+void check_names(const std::string& data) {
+  namespace fs = std::filesystem;
+  const std::vector<std::string> files = workloads::data::files_of(data);
+  const auto missing = std::find_if(files.begin(), files.end(),
+                                    [](const std::string& file) { return !fs::exists(file); });
+  if (missing != files.end())
+    throw workloads::data::DataError(*missing + ": there is no such file.");
+  if (files.empty()) throw workloads::data::DataError(data + ": names no file.");
+}
+
 // Tables become a log before the ranks are started: once, on this host. Its features are compared
 // with the flags.
 void convert_data(workloads::dlrm::Settings& settings, std::vector<std::string>& flags,
@@ -123,12 +137,16 @@ void convert_data(workloads::dlrm::Settings& settings, std::vector<std::string>&
   if (settings.data == "-") read_standard_input(settings, flags, num_hosts);
   for (const std::string& data : {settings.data, settings.eval_data}) {
     std::string log = data;
-    if (workloads::data::is_table(data)) {
-      if (settings.schema.empty()) continue;  // Criteo's format, or the ranks say what it is not
+    const bool is_table = workloads::data::is_table(data);
+    if (is_table && !settings.schema.empty()) {
       log = say_converted("train", data, settings.schema, {});
     }
     if (log.empty() || log == "synthetic") continue;
     try {
+      if (is_table && settings.schema.empty()) {
+        check_names(data);
+        continue;
+      }
       settings.check_tables(workloads::dlrm::ClickFile(log).schema());
     } catch (const workloads::data::DataError& error) {
       throw launch::LaunchError(launch::kExitData, "train: " + data + " cannot be read",

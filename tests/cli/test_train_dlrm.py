@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import pathlib
@@ -350,7 +351,14 @@ def test_prints_placement_progress_and_report(tmp_path):
         (["--bottom", "16,x"], 2, "'16,x' is not a list of widths"),
         (["--dim", "16"], 78, "--bottom ends with 8 and --top with 1, --dim is 16"),
         (["--data", "/nowhere.tsv"], 65, "there is no file /nowhere.tsv"),
-        (["--data", "day_*.csv"], 65, "patterns and several files are for tables, whose columns --schema"),
+        (["--data", "/nowhere/day_*.tsv"], 65, "/nowhere/day_*.tsv: no file has such a name."),
+        (["--data", "/nowhere/a.tsv,b.tsv"], 65, "/nowhere/a.tsv: there is no such file."),
+        (["--data", ","], 65, ",: names no file."),
+        (
+            ["--data", "day_*.csv", "--ids", "unlimited"],
+            65,
+            "patterns and several files are for tables, whose columns --schema",
+        ),
         (["--plan", "/nowhere.json"], 78, "there is no file /nowhere.json"),
         (["-n", "9", "--sharding", "column_wise"], 78, "cat_0"),
         (["--lr", "nan"], 2, "--lr: 'nan' is not a number from 0 on"),
@@ -430,6 +438,43 @@ def test_a_criteo_file_with_broken_lines(tmp_path):
     assert metrics(folder)("eval")[-1]["samples"] == 59  # a tenth of 597
     data.write_text("nothing\n")
     assert train(tmp_path, *flags, code=65).stderr.count("error: ") >= 1
+
+
+def test_criteos_text_in_several_files_trains_as_in_one(tmp_path):
+    text = tmp_path / "whole.tsv"
+    words = ["data", "synth", text, "--format", "text", "--samples", "1500", "--rows", "50"]
+    subprocess.run([TESSERA, *map(str, words)], check=True, capture_output=True, timeout=LIMIT)
+    lines = text.read_bytes().splitlines(keepends=True)
+    (tmp_path / "part_0.tsv").write_bytes(b"".join(lines[:400]))
+    (tmp_path / "part_1.tsv.gz").write_bytes(gzip.compress(b"".join(lines[400:])))
+    flags = ["-n", "2", "--rows", "50", "--batch", "50", "--steps", "10", "--checkpoint-every", "5"]
+    whole, _ = answer(tmp_path / "whole", "--data", str(text), *flags)
+    names = [str(tmp_path / name) for name in ("part_0.tsv", "part_1.tsv.gz")]
+    for name, data in (("pattern", str(tmp_path / "part_*")), ("list", ",".join(names))):
+        found, _ = answer(tmp_path / name, "--data", data, *flags)
+        assert (found["fingerprint"], found["auc"]) == (whole["fingerprint"], whole["auc"]), name
+        folder = pathlib.Path(found["report"]).parent
+        head = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
+        assert [file["path"] for file in head["data"]] == names
+    resume(folder, "--steps", "12")
+    judged = [TESSERA, "eval", str(folder), "--data", str(tmp_path / "part_*"), "--json"]
+    done = subprocess.run(judged, check=True, capture_output=True, timeout=LIMIT)
+    assert json.loads(done.stdout)["samples"] == 1500
+    # Bad lines are named by their file; a log among texts is refused.
+    broken = [b"rubbish\n", *lines[1:400]]
+    (tmp_path / "part_0.tsv").write_bytes(b"".join(broken))
+    result = train(tmp_path / "bad", *flags, "--data", str(tmp_path / "part_*"))
+    assert f"data     1 bad lines of 1500 in {tmp_path}/part_* are left out" in result.stdout
+    assert f"         {names[0]}: line 1: has 1 fields; 40 are needed" in result.stdout
+    log = tmp_path / "part_2.click"
+    subprocess.run(
+        [TESSERA, "data", "convert", str(text), "--rows", "50", "--out", str(log)],
+        check=True,
+        capture_output=True,
+        timeout=LIMIT,
+    )
+    failed = train(tmp_path / "mixed", *flags, "--data", str(tmp_path / "part_*"), code=65)
+    assert f"{log}: is a click log, which is read alone; only texts may be several." in failed.stderr
 
 
 def test_a_converted_log_trains_as_its_text_and_resumes(tmp_path):

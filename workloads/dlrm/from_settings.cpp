@@ -27,6 +27,7 @@ LogOptions log_options(const Settings& settings) {
   options.bag_size = settings.bag_size;
   options.seed = static_cast<std::uint64_t>(settings.seed);
   options.unpack = data::unpacking;
+  options.files = data::files_of;
   return options;
 }
 

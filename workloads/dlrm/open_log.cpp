@@ -25,15 +25,30 @@ std::string notes_of(const std::string& path, const CriteoReport& report) {
   std::string notes = "data     " + std::to_string(report.num_bad) + " bad lines of " +
                       std::to_string(report.num_lines) + " in " + path + " are left out\n";
   for (const CriteoReport::BadLine& bad : report.first_bad) {
-    notes += "         line " + std::to_string(bad.line) + ": " + bad.reason + "\n";
+    notes += "         " + place_of(bad) + ": " + bad.reason + "\n";
   }
   return notes;
 }
 
+// One or more. Throws DataError for a click log among several.
+std::vector<std::string> files_of(const std::string& names, const LogOptions& options) {
+  if (!options.files) return {names};
+  std::vector<std::string> files = options.files(names);
+  if (files.empty()) throw DataError(names + ": names no file.");
+  for (const std::string& file : files) {
+    if (files.size() > 1 && is_binary(file)) {
+      throw DataError(file + ": is a click log, which is read alone; only texts may be several.");
+    }
+  }
+  return files;
+}
+
 }  // namespace
 
-OpenedLog open_log(const std::string& name, const LogOptions& options) {
+OpenedLog open_log(const std::string& names, const LogOptions& options) {
   OpenedLog opened;
+  const std::vector<std::string> files = files_of(names, options);
+  const std::string& name = files[0];
   if (name == "synthetic") {
     SyntheticOptions synthetic;
     synthetic.seed = options.seed;
@@ -48,9 +63,9 @@ OpenedLog open_log(const std::string& name, const LogOptions& options) {
     CriteoOptions criteo;
     criteo.features = equal_features(kCriteoFeatures, options.num_rows);
     criteo.unpack = options.unpack;
-    const auto text = std::make_shared<const CriteoLog>(name, criteo);
-    check_has_samples({name}, text->report());
-    opened.notes = notes_of(name, text->report());
+    const auto text = std::make_shared<const CriteoLog>(files, criteo);
+    check_has_samples(files, text->report());
+    opened.notes = notes_of(names, text->report());
     opened.log = text;
   }
   return opened;

@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "dlrm/click_log.h"
 #include "dlrm/synthetic.h"
@@ -20,6 +21,8 @@ struct LogOptions {
   std::uint64_t seed = 1;          // synthetic
   /// Of packed texts, as CriteoOptions has it.
   std::function<ReadText(const std::string& path)> unpack = nullptr;
+  /// The files that `names` stands for, in order; none: the one it is.
+  std::function<std::vector<std::string>(const std::string& names)> files = nullptr;
 };
 
 struct OpenedLog {
@@ -29,8 +32,8 @@ struct OpenedLog {
 };
 
 /// "synthetic", a file of `tessera data convert`, or a text in Criteo's format: which of the two a
-/// file is, its first bytes say. Bad lines of a text are left out, counted and named in `notes`.
-/// Throws DataError.
-OpenedLog open_log(const std::string& name, const LogOptions& options);
+/// file is, its first bytes say. `names` may stand for several texts, read one after the other. Bad
+/// lines of a text are left out, counted and named in `notes`. Throws DataError.
+OpenedLog open_log(const std::string& names, const LogOptions& options);
 
 }  // namespace tessera::workloads::dlrm

@@ -223,8 +223,8 @@ void Settings::check_ids() const {
     }
     if (data == "-" && schema.empty()) {
       refuse("--data - needs --schema", "standard input is read once, and nothing is guessed of it",
-             "tessera data schema FILE --out log.toml makes one; Criteo's text goes through "
-             "tessera data convert /dev/stdin");
+             "tessera data schema FILE --out log.toml makes one; Criteo's text: tessera data "
+             "convert - --out FILE");
     }
     return;
   }
@@ -254,10 +254,11 @@ void Settings::check() const {
   const auto check_data = [this](const std::string& flag, const std::string& name) {
     if (std::filesystem::exists(name)) return;
     const bool is_pattern = name.find_first_of("*?[,") != std::string::npos;
-    if (is_pattern && !schema.empty()) return;  // what fits no file is told when it is read
+    // What fits no file is told when it is read.
+    if (is_pattern && (!schema.empty() || !is_unlimited())) return;
     throw LaunchError(launch::kExitData, "train: there is no file " + name,
-                      is_pattern ? flag + " names it; patterns and several files are for tables, " +
-                                       "whose columns --schema explains"
+                      is_pattern ? flag + " names it; with --ids unlimited, patterns and several " +
+                                       "files are for tables, whose columns --schema explains"
                                  : flag + " names it",
                       is_pattern ? "tessera data schema FILE --out schema.toml makes a schema"
                                  : "name a file, or leave " + flag + " out");
