@@ -1,4 +1,5 @@
-// The C++ of the pages, compiled; test_pages.py looks for it here. The program is README's.
+// The C++ of the pages and of what headers say first, which are pages too, compiled; test_pages.py
+// looks for it here. The program is README's.
 
 #include <memory>
 #include <optional>
@@ -19,6 +20,7 @@
 #include "tessera/core/step_recorder.h"
 #include "tessera/data_parallel/distributed_data_parallel.h"
 #include "tessera/data_parallel/hooks.h"
+#include "tessera/data_parallel/join.h"
 #include "tessera/data_parallel/mixed_precision.h"
 #include "tessera/data_parallel/optimizer_in_backward.h"
 #include "tessera/data_parallel/powersgd.h"
@@ -176,6 +178,38 @@ void pipelined(torch::optim::Adam& optimizer,
   }
 }
 
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wunused-parameter"  // what is left out uses it
+void pipelined_in_short(const std::shared_ptr<sharding::ShardedEmbeddingBagCollection>& ebc,
+                        const at::Tensor& losses, const at::Tensor& logits) {
+  const auto features_of = [](const Batch& batch) { return batch.sparse; };
+  struct {
+    std::optional<Batch> next() { return std::nullopt; }
+  } source;
+  pipeline::Steps<Batch> steps;
+  steps.forward = [&](const Batch& batch, const pipeline::SparseInputs& inputs) {
+    auto rows = ebc->compute_and_output_dist(inputs.of(*ebc)).wait();
+    return pipeline::Result{losses, logits};
+  };
+  pipeline::TrainPipelineSparseDist<Batch> pipe(steps, {{"ebc", ebc, features_of}});
+  while (auto output = pipe.progress([&] { return source.next(); })) {
+  }
+  pipeline::ReadAhead<Batch> ahead([&] { return source.next(); });
+  while (auto output = pipe.progress([&] { return ahead.next(); })) {
+  }
+}
+#pragma GCC diagnostic pop
+
+void uneven_batches(const std::shared_ptr<Net>& net, const comm::Group& world,
+                    const std::vector<Sample>& mine) {
+  using namespace tessera::data_parallel;
+  DistributedDataParallel model(net, world);
+  const auto step = [&](const Sample& sample) { model(sample.x).sum().backward(); };
+  join({&model.replica()}, [&] {
+    for (auto& batch : mine) step(batch);
+  });
+}
+
 void forces_of(const at::Tensor& positions, const comm::Group& group) {
   auto my_part_of = [](const at::Tensor& x) { return x.sum(); };
   auto inside = regions::copy(positions, group);
@@ -254,6 +288,12 @@ void managed_collision(const embedding::EmbeddingBagConfig& user,
 
 void served(const serving::Request& request, std::span<float> logits) {
   tessera::serving::Model model("pkg");
+  auto lease = model.lease();
+  lease.predict(request, logits);
+}
+
+void served_from_a_folder(const serving::Request& request, std::span<float> logits) {
+  tessera::serving::Model model("pkg/");
   auto lease = model.lease();
   lease.predict(request, logits);
 }

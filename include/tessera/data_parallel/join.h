@@ -3,7 +3,7 @@
 // A rank that has run out of batches would leave the others waiting in their collectives. Inside
 // `join` it shadows them instead, contributing nothing, until all have run out:
 //
-//   join({&model}, [&] { for (auto& batch : mine) step(batch); });
+//   join({&model.replica()}, [&] { for (auto& batch : mine) step(batch); });
 
 #pragma once
 
