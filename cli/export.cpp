@@ -4,9 +4,12 @@
 
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <filesystem>
+#include <map>
 #include <memory>
 #include <optional>
+#include <system_error>
 
 #include <nlohmann/json.hpp>
 
@@ -15,6 +18,8 @@
 #include "dlrm/open_log.h"
 #include "flags.h"
 #include "newest_checkpoint.h"
+#include "report/run_folder.h"
+#include "settings/config_file.h"
 #include "tessera/checkpoint/error.h"
 #include "tessera/checkpoint/folder.h"
 #include "tessera/checkpoint/reader.h"
@@ -52,8 +57,9 @@ with rows in few bits, dense layers, names and sums. Says what rounding costs.
                             whole table (error)
   --unknown zero            also runs whose unknown ids began with numbers of their own
   --features A,B,C          their order, for checkpoints that do not say
-  --eval D                  judge on synthetic data, or on a file of samples
-  --eval-samples N          at the end of the file (65536)
+  --eval D                  judge on synthetic data, or on all samples of a file; of the log that
+                            the run was trained on, on those that it kept to be judged on
+  --eval-samples N          no more than so many, the last of them (65536 of synthetic data)
   --max-auc-drop X          fail with 65 if the AUC falls by more; what is there stays
   --json                    one JSON object
 
@@ -72,7 +78,7 @@ struct ExportWords {
   std::string unknown;
   std::string features;
   std::string eval;
-  std::int64_t eval_samples = 65536;
+  std::optional<std::int64_t> eval_samples;
   double max_auc_drop = -1;
   bool wants_json = false;
   bool wants_help = false;
@@ -186,24 +192,54 @@ workloads::dlrm::OpenedLog log_of(const Reader& reader, const serving::ModelInfo
   return log;
 }
 
-Figures judge(const std::string& package, const workloads::dlrm::ClickLog& log,
-              std::int64_t num_samples) {
+// How many samples at the end of the log `name` the run of a checkpoint kept to be judged on, at
+// most; nothing if that is another log than it was trained on, or it was trained on all of it.
+std::optional<std::int64_t> kept_of_run(const Reader& reader, const std::string& name) {
+  namespace fs = std::filesystem;
+  const fs::path root = fs::absolute(reader.folder()).lexically_normal().parent_path();
+  for (const fs::path& run : {root, root.parent_path()}) {
+    const std::string file = (run / workloads::report::kConfigFile).string();
+    if (!fs::is_regular_file(file)) continue;
+    std::map<std::string, std::string> told;
+    for (const auto& one :
+         settings::settings_in("export", file, workloads::report::read_text(file))) {
+      told[one.key] = one.value;
+    }
+    std::error_code is_gone;  // other than the log that is judged on
+    if (!told["eval-data"].empty() || !fs::equivalent(name, told["data"], is_gone)) break;
+    return std::atoll(told["eval-samples"].c_str());
+  }
+  return std::nullopt;
+}
+
+struct Part {
+  std::int64_t first = 0;
+  std::int64_t count = 0;
+};
+
+// As the trainer: what it judges on, and never trains on. Another log is judged whole.
+Part part_of(const workloads::dlrm::ClickLog& log, const std::string& name, const Reader& reader,
+             const std::optional<std::int64_t>& wanted) {
+  const std::int64_t size = log.num_samples();
+  if (size < 0) return {std::int64_t{1} << 40, wanted.value_or(65536)};
+  const auto kept = kept_of_run(reader, name);
+  const std::int64_t most = std::max<std::int64_t>(1, kept ? std::min(*kept, size / 10) : size);
+  const std::int64_t count = std::min(wanted.value_or(most), most);
+  return {size - count, count};
+}
+
+Figures judge(const std::string& package, const workloads::dlrm::ClickLog& log, const Part& part) {
   serving::Model model(package);
   auto lease = model.lease();
-  // As the trainer: what it judges on, and never trains on.
-  const std::int64_t size = log.num_samples();
-  const std::int64_t count =
-      size < 0 ? num_samples : std::min(num_samples, std::max<std::int64_t>(1, size / 10));
-  const std::int64_t first = size < 0 ? std::int64_t{1} << 40 : size - count;
   const auto num_features = log.schema().features.size();
   workloads::dlrm::SampleBlock block;
   workloads::dlrm::ClickSums sums;
   std::vector<float> scores;
   std::vector<float> labels;
   std::vector<float> logits;
-  for (std::int64_t begin = 0; begin < count; begin += 4096) {
-    const std::int64_t some = std::min<std::int64_t>(4096, count - begin);
-    log.read(first + begin, some, block);
+  for (std::int64_t begin = 0; begin < part.count; begin += 4096) {
+    const std::int64_t some = std::min<std::int64_t>(4096, part.count - begin);
+    log.read(part.first + begin, some, block);
     std::vector<serving::FeatureBags> features(num_features);
     std::size_t id = 0;
     for (std::size_t f = 0; f < num_features; ++f) {
@@ -221,7 +257,7 @@ Figures judge(const std::string& package, const workloads::dlrm::ClickLog& log,
     scores.insert(scores.end(), logits.begin(), logits.end());
     labels.insert(labels.end(), block.labels.begin(), block.labels.end());
   }
-  return {workloads::dlrm::exact_auc(scores, labels), sums.log_loss(), count};
+  return {workloads::dlrm::exact_auc(scores, labels), sums.log_loss(), part.count};
 }
 
 std::string bytes_text(std::int64_t num_bytes) {
@@ -304,7 +340,7 @@ void print_judgement(const Judgement& judged) {
 // which is nobody else's.
 Figures judge_unrounded(const Reader& reader, const serving::ExportOptions& options,
                         const std::string& scratch, const workloads::dlrm::ClickLog& log,
-                        std::int64_t num_samples) {
+                        const Part& part) {
   serving::ExportOptions plain = options;
   plain.type = RowType::kFp32;
   plain.tables.clear();
@@ -315,7 +351,7 @@ Figures judge_unrounded(const Reader& reader, const serving::ExportOptions& opti
   };
   serving::write_package(reader, folder, plain);
   const Removal removal{folder};
-  return judge(folder, log, num_samples);
+  return judge(folder, log, part);
 }
 
 int run_export(const std::string& path, const ExportWords& words) {
@@ -346,8 +382,9 @@ int run_export(const std::string& path, const ExportWords& words) {
   if (!words.eval.empty()) {
     judge_package = [&](const std::string& folder, const serving::ExportReport& report) {
       const auto log = log_of(*reader, report.model, words.eval);
-      judged = {judge_unrounded(*reader, options, folder, *log.log, words.eval_samples),
-                judge(folder, *log.log, words.eval_samples)};
+      const Part part = part_of(*log.log, words.eval, *reader, words.eval_samples);
+      judged = {judge_unrounded(*reader, options, folder, *log.log, part),
+                judge(folder, *log.log, part)};
       if (words.max_auc_drop < 0 || judged->drop() <= words.max_auc_drop) return;
       tell(report, false);
       char why[96];
@@ -385,7 +422,7 @@ int run(const std::vector<std::string>& words) {
   if (given.max_auc_drop >= 0 && given.eval.empty()) {
     throw UsageError("export: --max-auc-drop needs --eval");
   }
-  if (given.eval_samples < 1) throw UsageError("export: --eval-samples is 1 or more");
+  if (given.eval_samples.value_or(1) < 1) throw UsageError("export: --eval-samples is 1 or more");
   try {
     return run_export(names[0], given);
   } catch (const checkpoint::Error& error) {

@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import random
+import shutil
 import subprocess
 
 import numpy as np
@@ -150,6 +151,43 @@ def test_predictions_and_packages_are_the_trainers(fixed, tmp_path):
     assert exported["judged"]["log_loss_after"] == pytest.approx(answer["log_loss"], abs=1e-6)
     model = json.loads((tmp_path / "package/model.json").read_text())
     assert [feature["pooling"] for feature in model["features"]] == ["sum", "sum", "mean"]
+
+
+def test_another_log_is_judged_whole_and_the_runs_own_where_it_was_not_trained(fixed, tmp_path):
+    """A package is judged on the samples that `tessera eval` takes, whichever log is named."""
+
+    def judged_on(log, *words):
+        out = ["--out", tmp_path / "package", "--dtype", "fp32", "--eval", log, "--json", *words]
+        return json.loads(run("export", fixed / "run", *out))["judged"]
+
+    other = tmp_path / "other.click"
+    shutil.copy(fixed / "log.click", other)  # the same samples, as far as anybody knows of others
+    whole = json.loads(run("eval", fixed / "run", "--data", other, "--json"))
+    judged = judged_on(other)
+    assert judged["samples"] == whole["samples"] == NUM_SAMPLES
+    assert judged["auc_after"] == pytest.approx(whole["auc"], abs=2e-6)
+    assert judged["log_loss_after"] == pytest.approx(whole["log_loss"], abs=1e-6)
+    assert judged_on(other, "--eval-samples", 5000)["samples"] == 5000
+    own = json.loads(run("eval", fixed / "run", "--json"))
+    (tmp_path / "link.click").symlink_to(fixed / "log.click")
+    for name in (fixed / "log.click", tmp_path / "link.click"):
+        judged = judged_on(name)
+        assert judged["samples"] == own["samples"] == NUM_SAMPLES // 10
+        assert judged["auc_after"] == pytest.approx(own["auc"], abs=2e-6)
+    assert judged_on(fixed / "log.click", "--eval-samples", 100)["samples"] == 100
+
+
+def test_a_log_that_was_trained_on_whole_is_judged_whole(fixed, tmp_path):
+    """And of one whose end was kept, no more than was kept."""
+    for words, samples in (
+        (["--eval-data", fixed / "log.click"], NUM_SAMPLES),
+        (["--eval-samples", 300], 300),
+    ):
+        folder = tmp_path / f"run-{samples}"
+        run("train", "dlrm", "--data", fixed / "log.click", *SMALL, "--steps", 2, "--epochs", 0, *words,
+            "--save", folder)  # fmt: skip
+        told = run("export", folder, tmp_path / "package", "--eval", fixed / "log.click", "--json")
+        assert json.loads(told)["judged"]["samples"] == samples
 
 
 def test_the_plan_knows_the_widths(fixed):
