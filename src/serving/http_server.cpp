@@ -230,7 +230,8 @@ class Session : public AnySession, public std::enable_shared_from_this<Session<S
     if (!kIsTls && !is_admin_ && parser_->content_length() && head.method() == http::verb::post &&
         head.target().ends_with("/infer")) {
       skipped_ = *parser_->content_length();
-      refusal_ = shared_.service.refusal(skipped_, text_of(head["Request-Timeout-Ms"]), room_);
+      refusal_ = shared_.service.refusal(skipped_, text_of(head[http::field::authorization]),
+                                         text_of(head["Request-Timeout-Ms"]), room_);
       if (refusal_ && !beast::iequals(head[http::field::expect], "100-continue")) {
         allow(limits().request_time);
         return skip();

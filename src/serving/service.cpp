@@ -128,13 +128,13 @@ void Service::check_ready() const {
   }
 }
 
-void Service::check_token(const HttpRequest& request) const {
+void Service::check_token(const std::string& authorization) const {
   if (options_.token.empty()) return;
-  if (request.authorization.empty()) {
+  if (authorization.empty()) {
     throw HttpError(401, "a token is needed: Authorization: Bearer TOKEN", "Authorization");
   }
   constexpr std::string_view kScheme = "Bearer ";
-  const std::string_view given = request.authorization;
+  const std::string_view given = authorization;
   if (!given.starts_with(kScheme) ||
       !is_same_secret(given.substr(kScheme.size()), options_.token)) {
     throw HttpError(403, "the token is not the right one", "Authorization");
@@ -200,7 +200,7 @@ std::optional<HttpAnswer> Service::answer_admin(const HttpRequest& request,
 }
 
 void Service::answer_reload(const HttpRequest& request, std::function<void(HttpAnswer)> done) {
-  check_token(request);
+  check_token(request.authorization);
   check_method(request, "POST");
   if (reload_) {
     reload_();
@@ -258,7 +258,7 @@ HttpAnswer Service::answer(const HttpRequest& request) {
               "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
               "connect-src 'self'"}}};
   }
-  check_token(request);
+  check_token(request.authorization);
   if (request.is_admin) {
     if (auto answer = answer_admin(request, path)) return std::move(*answer);
   }
@@ -310,16 +310,19 @@ Clock::time_point Service::deadline_of(const std::string& timeout,
                          : options_.latency_budget);
 }
 
-std::optional<HttpAnswer> Service::refusal(std::uint64_t num_bytes, const std::string& timeout,
+std::optional<HttpAnswer> Service::refusal(std::uint64_t num_bytes,
+                                           const std::string& authorization,
+                                           const std::string& timeout,
                                            std::shared_ptr<Room>& room) {
-  // Who is not let in, or came too early, is told that first.
-  if (!options_.token.empty() || !is_ready_ || is_draining_) return std::nullopt;
   const auto arrived = Clock::now();
   try {
+    check_token(authorization);  // who is not let in learns nothing of the queue
+    if (!is_ready_ || is_draining_) return std::nullopt;
     room = batcher_.keep_room(num_bytes, deadline_of(timeout, arrived));
     return std::nullopt;
   } catch (const HttpError& error) {
-    if (error.code() != 429) return std::nullopt;  // it is told with the rest of what is wrong
+    const bool is_told = error.code() == 401 || error.code() == 403 || error.code() == 429;
+    if (!is_told) return std::nullopt;  // later, with the rest of what is wrong
     ++metrics_.received;
     return counted(failure(error.code(), error.what(), error.where()), arrived);
   }
@@ -327,7 +330,7 @@ std::optional<HttpAnswer> Service::refusal(std::uint64_t num_bytes, const std::s
 
 void Service::infer(HttpRequest request, std::function<void(HttpAnswer)> done) {
   const auto arrived = Clock::now();
-  check_token(request);
+  check_token(request.authorization);
   const std::string path = path_of(request.target);
   const std::string address = path.substr(0, path.size() - std::string_view("/infer").size());
   const std::string base = "/v2/models/" + info_.name;

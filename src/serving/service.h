@@ -49,11 +49,12 @@ class Service {
   /// Calls `done` once, here or later from another thread.
   void handle(HttpRequest request, std::function<void(HttpAnswer)> done);
 
-  /// The answer to a request for predictions that would be refused for want of room or time
-  /// whatever its body says; nothing otherwise, and `room` is kept for it, which belongs with the
-  /// request when it is handled. `timeout` is its Request-Timeout-Ms.
-  std::optional<HttpAnswer> refusal(std::uint64_t num_bytes, const std::string& timeout,
-                                    std::shared_ptr<Room>& room);
+  /// The answer to a request for predictions that would be refused for its token or for want of
+  /// room or time whatever its body says; nothing otherwise, and `room` is kept for it, which
+  /// belongs with the request when it is handled. `authorization` and `timeout` are its headers
+  /// Authorization and Request-Timeout-Ms.
+  std::optional<HttpAnswer> refusal(std::uint64_t num_bytes, const std::string& authorization,
+                                    const std::string& timeout, std::shared_ptr<Room>& room);
 
   /// An answer to what could not even be read.
   HttpAnswer failure(int code, const std::string& what, const std::string& where = {});
@@ -87,7 +88,7 @@ class Service {
   void answer_reload(const HttpRequest& request, std::function<void(HttpAnswer)> done);
   std::optional<HttpAnswer> answer_admin(const HttpRequest& request, const std::string& path);
   HttpAnswer answer_model(const HttpRequest& request, const std::string& path);
-  void check_token(const HttpRequest& request) const;
+  void check_token(const std::string& authorization) const;
   Clock::time_point deadline_of(const std::string& timeout, Clock::time_point arrived) const;
   void infer(HttpRequest request, std::function<void(HttpAnswer)> done);
   /// The step in an address ".../versions/STEP"; throws HttpError 404 if there is none like it.

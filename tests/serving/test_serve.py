@@ -434,6 +434,49 @@ def test_the_token_is_asked_for(package, serve, tmp_path):
     assert server.ask("/metrics")[0] == 401
 
 
+def test_with_a_token_a_body_that_is_refused_is_not_read_either(package, serve, tmp_path):
+    """Who shows none is told that first, who shows the right one whether there is room."""
+    file = tmp_path / "token"
+    file.write_text("correct-horse-battery\n")
+    file.chmod(0o600)
+    server = serve(package, "--token-file", file, "--queue", "4")
+    body = json.dumps(request_of(some_samples(3))).encode()
+    right, wrong = ({"Authorization": f"Bearer correct-horse-batter{end}"} for end in "yz")
+    assert server.infer(body, right)[0] == 200  # so that it knows how many bytes a sample has
+
+    def head(headers, *more) -> bytes:
+        lines = [f"POST {INFER} HTTP/1.1", f"Content-Length: {len(body)}", *more]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        return "\r\n".join([*lines, "\r\n"]).encode()
+
+    def connect():
+        return contextlib.closing(socket.create_connection(("127.0.0.1", server.port), 20))
+
+    def told(headers) -> bytes:
+        """What is said before the body is sent."""
+        with connect() as raw:
+            raw.sendall(head(headers, "Expect: 100-continue"))
+            return raw.recv(1 << 16)
+
+    with connect() as raw:
+        raw.sendall(head(right, "Expect: 100-continue"))
+        assert raw.recv(1 << 16).startswith(b"HTTP/1.1 100 ")  # its room is kept now
+        assert told(right).startswith(b"HTTP/1.1 429 Too Many Requests\r\n")
+        assert told({}).startswith(b"HTTP/1.1 401 Unauthorized\r\n")
+        assert told(wrong).startswith(b"HTTP/1.1 403 Forbidden\r\n")
+        raw.sendall(body)
+        assert raw.recv(1 << 16).startswith(b"HTTP/1.1 200 OK\r\n")
+    with connect() as raw:  # its body passes, and what follows is answered
+        raw.sendall(head({}) + body[:100])
+        raw.sendall(body[100:] + b"GET /v2/health/live HTTP/1.1\r\nConnection: close\r\n\r\n")
+        answers = b""
+        while piece := raw.recv(1 << 16):
+            answers += piece
+    assert answers.startswith(b"HTTP/1.1 401 Unauthorized\r\n"), answers
+    assert answers.endswith(b'{"live":true}\n')
+    assert server.stop() == 0
+
+
 def test_it_listens_to_this_machine_unless_told(package):
     result = tessera("serve", package, "--listen", "0.0.0.0", check=False)
     assert result.returncode == 78
