@@ -44,8 +44,10 @@ std::int64_t Model::warm_up(std::int64_t most_bytes, std::int64_t most_samples,
     }
     num_bytes += std::max<std::int64_t>(bytes, 0);
   }
-  // A few ids a sample, spread over the rows; ids of tables that grow need not be there.
+  // A few ids a sample, spread over the rows; ids of tables that grow need not be there. Small
+  // sizes several times; larger ones are computed in blocks, each of which does the same again.
   constexpr std::int64_t kIds = 4;
+  constexpr std::int64_t kSamples = 64;  // of a size
   for (std::int64_t samples = 1; !is_over(); samples = std::min(2 * samples, most_samples)) {
     const auto count = static_cast<std::size_t>(samples);
     const std::vector<float> dense(count * static_cast<std::size_t>(info.num_dense));
@@ -61,7 +63,10 @@ std::int64_t Model::warm_up(std::int64_t most_bytes, std::int64_t most_samples,
       bags.push_back({ids[f], num_rows > 0 ? lengths : none, {}});
     }
     std::vector<float> logits(count);
-    for (int turn = 0; turn < 10; ++turn) lease.predict({samples, dense, bags}, logits);
+    const std::int64_t turns = std::clamp<std::int64_t>(kSamples / samples, 1, 10);
+    for (std::int64_t turn = 0; turn < turns; ++turn) {
+      lease.predict({samples, dense, bags}, logits);
+    }
     if (samples >= most_samples) break;
   }
   return num_bytes;

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdint>
 #include <span>
 #include <vector>
 
@@ -36,6 +37,25 @@ TEST(ServingAllocations, AWarmModelAsksForNone) {
     const long warm = num_allocations();
     for (int i = 0; i < 100; ++i) predict();
     EXPECT_EQ(num_allocations(), warm);
+  }
+}
+
+// What a warm-up is for: the first request of a size finds everything in place.
+TEST(ServingAllocations, AModelThatWasWarmedUpAsksForNoneFromTheFirstRequestOn) {
+  for (const bool is_cross : {false, true}) {
+    const Folder folder;
+    const SmallModel small(is_cross);
+    export_model(small, folder);
+    Model model(folder / "pkg");
+    model.warm_up(std::int64_t{1} << 30, 200);
+    for (const std::int64_t count : {200, 150, 64, 3, 1}) {
+      const Samples samples(small, count);
+      const auto bags = samples.bags(false);
+      std::vector<float> logits(static_cast<std::size_t>(count));
+      const long before = num_allocations();
+      model.lease().predict({count, samples.dense, bags}, logits);
+      EXPECT_EQ(num_allocations(), before) << count;
+    }
   }
 }
 
