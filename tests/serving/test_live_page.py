@@ -9,7 +9,9 @@ import time
 
 import pytest
 from browser import needs_browser
-from conftest import request_of, some_samples
+from conftest import NUM_TABLES, request_of, some_samples
+from publications import export, link, steps_in, wait_for
+from test_updates import published  # noqa: F401  a fixture
 
 LOOKS = [(width, dark) for width in (390, 1280) for dark in (False, True)]
 
@@ -68,6 +70,33 @@ class TestInChromium:
         assert page.complaints == []
         assert page.overflow() == []
         assert all(request.startswith(address) for request in page.requests), page.requests
+
+    def test_an_update_is_seen_on_the_page(self, browser, published, serve, tmp_path):  # noqa: F811
+        """A page that is open when a delta comes shows its rows, and how soon they were served."""
+        first, second = steps_in(published)[:2]
+        watched = tmp_path / "watched"
+        link(published, first, watched)
+        server = serve(export(published, first, tmp_path / "pkg"), "--watch", watched)
+        page = browser.open(f"http://127.0.0.1:{server.admin_port}/")
+        wait_until(page, "document.getElementById('updates-top').textContent === 'highest 1'")
+        assert (shown(page, "rows"), shown(page, "lag")) == ("0", "-")
+        assert "0 updates taken, 0 refused" in shown(page, "state")
+        link(published, second, watched)
+        lag = wait_for(server, second)["updates"]["lag_seconds"]
+        wait_until(page, "document.getElementById('rows').textContent !== '0'")
+        assert number(page, "rows") == 20 * NUM_TABLES
+        text, unit = shown(page, "lag").split()
+        assert float(text) * {"µs": 1e-6, "ms": 1e-3, "s": 1}[unit] == pytest.approx(lag, rel=0.02)
+        assert "1 updates taken, 0 refused" in shown(page, "state")
+        assert shown(page, "version") == str(second)
+        assert int(re.sub(r"\D", "", shown(page, "updates-top"))) > 1  # the curve has risen
+        rows = page.evaluate(
+            "[...document.querySelectorAll('#versions tbody tr')]"
+            ".map(r => [...r.cells].map(c => c.textContent))"
+        )
+        told = {row[0]: (row[1], row[3]) for row in rows}
+        assert told == {str(first): ("0", "kept"), str(second): (str(20 * NUM_TABLES), "answers")}
+        assert page.complaints == []
 
     def test_with_a_token_the_page_asks_for_it(self, browser, package, serve, tmp_path):
         token = tmp_path / "token"
