@@ -167,7 +167,7 @@ class Session : public AnySession, public std::enable_shared_from_this<Session<S
   // Idle until a byte comes; from then on the headers have their time.
   void wait() {
     if (buffer_.size() > 0) return read_header();
-    if (shared_.service.is_draining()) return close();
+    if (shared_.service.is_draining() && !is_admin_) return close();
     is_idle_ = true;
     lowest().expires_after(limits().idle_time);
     stream_.async_read_some(buffer_.prepare(4096),

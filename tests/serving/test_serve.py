@@ -654,6 +654,28 @@ def test_a_stop_finishes_what_was_accepted(package, serve):
     assert f"answered {len(outcomes)} of " in log or "clients that were gone" in log
 
 
+def test_a_stop_that_takes_too_long_is_cut_off(package, serve):
+    """A client that does not take its answers holds a stop up for --drain-timeout, and no longer."""
+    server = serve(package, "--drain-timeout", "3000")
+    with contextlib.closing(socket.socket()) as raw:
+        raw.settimeout(20)
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.connect(("127.0.0.1", server.port))
+        raw.sendall(b"GET /v2/models/dlrm HTTP/1.1\r\n\r\n" * 8000)  # 15 MB of answers
+        deadline = time.monotonic() + 20
+        before = now = 0
+        while now <= 1000 or now > before + 1:  # until nobody but this look is answered
+            assert time.monotonic() < deadline
+            before, now = now, int(figures_of(server)["tessera_received_total"])
+        server.process.send_signal(signal.SIGTERM)
+        while (told := server.ask("/v2/health/ready", port=server.admin_port))[0] == 200:
+            assert time.monotonic() < deadline
+        assert (told[0], told[1]["Retry-After"]) == (503, "1")
+        assert json.loads(told[2]) == {"error": "the server is draining"}
+        assert server.ask("/v2/health/live", port=server.admin_port)[0] == 200
+        assert server.process.wait(timeout=30) == 75
+
+
 def test_a_new_package_is_taken_over_without_a_stop(run, package, serve, tmp_path):
     pkg = tmp_path / "pkg"
     tessera("export", run, "--out", pkg, "--dtype", "int8")
