@@ -5,8 +5,10 @@
 #include <cstring>
 #include <limits>
 #include <thread>
+#include <utility>
 
 #include "samples.h"
+#include "tessera/checkpoint/error.h"
 
 namespace tessera::serving {
 namespace {
@@ -100,11 +102,46 @@ TEST(ServingModel, AReloadIsSeenByLaterLeasesAlone) {
   }
   EXPECT_EQ(predict(model, samples), after);
 
-  // One with other inputs is refused, and the old one goes on.
+  // One that is not whole is refused, and the old one goes on.
   export_model(SmallModel(), folder, {}, "c");
   std::filesystem::remove(folder / "c/model.json");
   EXPECT_THROW(model.reload(folder / "c"), std::exception);
   EXPECT_EQ(predict(model, samples), after);
+}
+
+TEST(ServingModel, AReloadOfOtherInputsIsRefusedAndTheOldOneGoesOn) {
+  const Folder folder;
+  const SmallModel small;
+  export_model(small, folder);
+  Model model(folder / "pkg");
+  const Samples samples(small, 5);
+  const auto before = predict(model, samples);
+  SmallModel more;  // a dense number more
+  ++more.bottom[0];
+  more.add_layers("model.bottom", more.bottom);
+  export_model(more, folder, {}, "dense");
+  SmallModel renamed;  // another feature
+  auto table = renamed.tensors.extract("tables.embedding_bags.t_2.weight");
+  table.key() = "tables.embedding_bags.t_3.weight";
+  renamed.tensors.insert(std::move(table));
+  export_model(renamed, folder, {}, "feature");
+  ExportOptions halves;  // the same inputs, and other outputs
+  halves.has_half_outputs = true;
+  export_model(small, folder, halves, "halves");
+  for (const char* name : {"dense", "feature", "halves"}) {
+    try {
+      model.reload(folder / name);
+      ADD_FAILURE() << name << " was opened";
+    } catch (const checkpoint::Error& error) {
+      EXPECT_EQ(error.kind(), checkpoint::ErrorKind::kInvalid);
+      EXPECT_EQ(error.what(), folder / name +
+                                  ": its inputs and outputs are not those of the model "
+                                  "that is served.");
+    }
+    EXPECT_EQ(predict(model, samples), before);
+  }
+  export_model(small, folder, {}, "same");
+  EXPECT_NO_THROW(model.reload(folder / "same"));
 }
 
 TEST(ServingModel, WhatMakesNoSenseIsNamed) {

@@ -7,6 +7,10 @@
 #include <chrono>
 #include <future>
 #include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "published.h"
 
@@ -20,12 +24,12 @@ struct Served {
   Metrics metrics;
   std::unique_ptr<Service> service;
 
-  Served() {
+  explicit Served(bool is_ready = true, Service::Log log = [](const std::string&) {}) {
     options.package = published.folder / "pkg";
     options.latency_budget = std::chrono::hours(1);
-    service = std::make_unique<Service>(model, options, metrics, metrics.processes[0],
-                                        [](const std::string&) {});
-    service->be_ready();
+    service =
+        std::make_unique<Service>(model, options, metrics, metrics.processes[0], std::move(log));
+    if (is_ready) service->be_ready();
   }
   std::future<HttpAnswer> ask(const std::string& method, const std::string& target,
                               const std::string& body = {}) {
@@ -96,6 +100,44 @@ TEST(ServingService, WhoAsksForTheSameReloadIsToldWithTheOthers) {
   EXPECT_EQ(served.ask("POST", "/admin/reload").get().code, 500);
   EXPECT_EQ(served.metrics.reloads_refused, 1U);
   EXPECT_EQ(served.ask("GET", "/admin/reload").get().code, 405);
+  EXPECT_EQ(served.infer().get().code, 200);
+}
+
+TEST(ServingService, WhoComesTooEarlyOrTooLateIsToldToComeBack) {
+  Served served(/*is_ready=*/false);
+  const auto expect = [&](int code, const std::string& why) {
+    for (const char* path : {"/v2/health/ready", "/v2/models/dlrm/ready", "infer"}) {
+      const bool infers = std::string(path) == "infer";
+      const HttpAnswer answer = infers ? served.infer().get() : served.ask("GET", path).get();
+      EXPECT_EQ(answer.code, code) << path;
+      if (code == 200) continue;
+      EXPECT_EQ(answer.body, "{\"error\":\"" + why + "\"}\n") << path;
+      const std::pair<std::string, std::string> wanted("Retry-After", "1");
+      ASSERT_EQ(answer.headers.size(), 1U) << path;
+      EXPECT_EQ(answer.headers[0], wanted) << path;
+    }
+    EXPECT_EQ(served.ask("GET", "/v2/health/live").get().code, 200);  // all the while
+  };
+  expect(503, "the server is warming up");
+  served.service->be_ready();
+  expect(200, "");
+  served.service->start_draining();
+  expect(503, "the server is draining");
+  EXPECT_EQ(served.metrics.num_lost(), 0U);
+}
+
+TEST(ServingService, AnIncidentHasANumberAndItsCauseIsInTheLogAlone) {
+  std::vector<std::string> log;
+  Served served(true, [&](const std::string& line) { log.push_back(line); });
+  served.service->on_drain([] { throw std::runtime_error("the secret of /etc"); });
+  for (const char* number : {"1", "2"}) {
+    const HttpAnswer answer = served.ask("POST", "/admin/drain").get();
+    EXPECT_EQ(answer.code, 500);
+    EXPECT_EQ(answer.body,
+              std::string("{\"error\":\"incident ") + number + "; the log says more\"}\n");
+    ASSERT_FALSE(log.empty());
+    EXPECT_EQ(log.back(), std::string("incident ") + number + ": the secret of /etc");
+  }
   EXPECT_EQ(served.infer().get().code, 200);
 }
 

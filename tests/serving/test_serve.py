@@ -676,6 +676,26 @@ def test_a_stop_that_takes_too_long_is_cut_off(package, serve):
         assert server.process.wait(timeout=30) == 75
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_package_of_other_outputs_is_refused_and_the_old_one_goes_on(run, serve, tmp_path, processes):
+    package = tmp_path / "pkg"
+    tessera("export", run, package)
+    server = serve(package, "--processes", processes)
+    request = request_of(some_samples(5))
+    before = probabilities(server.infer(request)[1])
+    tessera("export", run, package, "--output-dtype", "fp16")
+    code = server.ask("/admin/reload", b"", port=server.admin_port)[0]
+    assert code == (500 if processes == 1 else 202)  # of several nobody waits
+    deadline = time.monotonic() + 30
+    while figures_of(server)["tessera_reloads_refused_total"] != "1":
+        assert time.monotonic() < deadline, server.errors.read_text()
+        time.sleep(0.02)
+    wanted = f"{package}: its inputs and outputs are not those of the model that is served"
+    assert wanted in server.errors.read_text()
+    assert probabilities(server.infer(request)[1]) == before
+    assert server.stop() == 0
+
+
 def test_a_new_package_is_taken_over_without_a_stop(run, package, serve, tmp_path):
     pkg = tmp_path / "pkg"
     tessera("export", run, "--out", pkg, "--dtype", "int8")

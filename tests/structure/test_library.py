@@ -60,3 +60,11 @@ def test_nothing_is_read_that_may_hold_code():
 def test_the_program_links_no_libtorch():
     libraries = run("ldd", str(BUILD / "bin" / "tessera"))
     assert "libtorch" not in libraries and "libc10" not in libraries
+
+
+@pytest.mark.skipif(not (BUILD / "lib" / "libtessera_serving.so").exists(), reason="it was not built")
+def test_the_serving_library_links_neither_libtorch_nor_python():
+    libraries = run("ldd", str(BUILD / "lib" / "libtessera_serving.so"))
+    assert "libc.so" in libraries  # that it was read
+    for name in ("libtorch", "libc10", "libpython", "libtessera.so", "libgomp", "not found"):
+        assert name not in libraries, libraries
