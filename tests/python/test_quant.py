@@ -314,6 +314,35 @@ def test_steps_of_a_sharded_module():
     assert_same(copied(batch()), module(batch()), rtol=1e-5, atol=1e-5)
 
 
+def test_a_copy_is_on_the_same_devices_or_refused(monkeypatch):
+    sharded = sharded_of(quantised(), "mixed")
+    assert sharded.copy(torch.device("cpu", 0)) is not sharded
+    with pytest.raises(ValueError, match="the tables lie on cpu; shard the module on cuda:1"):
+        sharded.copy(torch.device("cuda:1"))
+    # GPUs that are not there: the rows stay where they are, and only what is said of them changes.
+    for own, results, others in [
+        ("cuda", "cuda:0", ["cuda:1", "cpu"]),  # shard i on cuda:i, results on the first
+        ("cuda:1", "cuda:1", ["cuda:0", "cuda", "cpu"]),
+    ]:
+        monkeypatch.setattr(sharded, "_device", torch.device(own))
+        assert_same(sharded.copy(torch.device(results))(batch()), quantised()(batch()), rtol=1e-5, atol=1e-5)
+        for other in others:
+            text = f"the tables lie on {own}; shard the module on {other}\\."
+            with pytest.raises(ValueError, match=text):
+                sharded.copy(torch.device(other))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("split", [False, True])
+def test_the_storage_of_a_table_is_the_bytes_of_its_rows(dtype, split):
+    """Scale and bias are counted once, wherever the state has them."""
+    module = quantised(dtype, split=split)
+    sharder = QuantEmbeddingBagCollectionSharder()
+    for name, table in sharder.shardable_parameters(module).items():
+        tbe, place = module._whole_rows(name)
+        assert sharder.storage_usage(table, "cpu", "quant") == {"ddr": tbe.rows(place).numel()}
+
+
 def test_plans_that_cannot_be():
     env = ShardingEnv.from_local(2, 0)
     sharder = QuantEmbeddingBagCollectionSharder()

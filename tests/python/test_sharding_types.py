@@ -12,6 +12,7 @@ from tessera.distributed import embedding, embeddingbag
 from tessera.distributed.comm import get_num_groups
 from tessera.distributed.embedding_sharding import EmbeddingShardingContext, KJTListSplitsAwaitable
 from tessera.distributed.embedding_types import BaseQuantEmbeddingSharder
+from tessera.distributed.planner.types import SharderData
 from tessera.distributed.sharding.sequence_sharding import SequenceShardingContext
 from tessera.distributed.sharding_plan import (
     column_wise,
@@ -330,9 +331,14 @@ def test_sharders_of_quantised_tables():
     with pytest.raises(ValueError, match=r"tables \['b', 'c'\] of the module are not named"):
         QuantSharder(shardable_params=["a"]).shardable_parameters(module)
     table = torch.zeros(10, 8, dtype=torch.uint8)
-    assert sharder.storage_usage(table, "cpu", "quant") == {"ddr": 10 * 8 + 10 * 4}
-    assert sharder.storage_usage(table, "cuda", "quant") == {"hbm": 120}
-    assert sharder.storage_usage(table, "cuda", "quant_uvm") == {"ddr": 120}
+    assert sharder.storage_usage(table, "cpu", "quant") == {"ddr": 10 * 8}
+    assert sharder.storage_usage(table, "cuda", "quant") == {"hbm": 80}
+    assert sharder.storage_usage(table, "cuda", "quant_uvm") == {"ddr": 80}
+    # As one that is known by its type alone.
+    data = SharderData({}, {}, "BaseQuantEmbeddingSharder")
+    assert data.usage(table, "cpu", "quant") == {"ddr": 80}
+    assert data.usage(table[:, 4:], "cuda", "quant") == {"hbm": 80}
+    assert SharderData({}, {}).usage(table[:, 4:], "cpu", "fused") == {"ddr": 40}
 
 
 def test_no_group_yet():

@@ -25,6 +25,7 @@ from tessera.distributed.types import (
     QuantizedCommCodecs,
     ShardedModule,
     ShardingType,
+    _quantised_size_bytes,
     _storage,
     get_tensor_size_bytes,
 )
@@ -301,7 +302,6 @@ class _TableSharder(ModuleSharder[M]):
     """What the sharders of tables share: how rows are stepped, and what tables take."""
 
     _fused_params: dict[str, Any] | None = None
-    _bytes_per_row = 0  # besides the values
     _id_bytes_per_row = 0  # of what maps ids to rows
 
     @property
@@ -314,7 +314,7 @@ class _TableSharder(ModuleSharder[M]):
     ) -> dict[str, int]:
         """Return the bytes of a table; tables in managed memory lie in DDR."""
         kind = _storage(compute_device_type, compute_kernel)
-        more = self._bytes_per_row + self._id_bytes_per_row
+        more = self._id_bytes_per_row
         rows = tensor.size(0) if more else 0
         return {kind.value: get_tensor_size_bytes(tensor) + more * rows}
 
@@ -361,8 +361,6 @@ class BaseQuantEmbeddingSharder(_TableSharder[M]):
     cannot be sharded.
     """
 
-    _bytes_per_row = 4  # scale and bias, two bytes each
-
     def __init__(
         self, fused_params: dict[str, Any] | None = None, shardable_params: list[str] | None = None
     ) -> None:
@@ -383,6 +381,12 @@ class BaseQuantEmbeddingSharder(_TableSharder[M]):
                 EmbeddingComputeKernel.QUANT_UVM_CACHING.value,
             ]
         return kernels
+
+    def storage_usage(
+        self, tensor: torch.Tensor, compute_device_type: str, compute_kernel: str
+    ) -> dict[str, int]:
+        """Return the bytes of whole rows, with their scales and biases; `tensor` may be the codes alone."""
+        return {_storage(compute_device_type, compute_kernel).value: _quantised_size_bytes(tensor)}
 
     def shardable_parameters(self, module: M) -> dict[str, nn.Parameter]:
         """Return the tables by name: what the state calls `<path>.<table>.weight`.

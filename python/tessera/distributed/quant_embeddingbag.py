@@ -533,8 +533,9 @@ class ShardedQuantEmbeddingBagCollection(nn.Module):
         return self.compute_and_output_dist(ctx, self.input_dist(ctx, features))
 
     def copy(self, device: torch.device) -> ShardedQuantEmbeddingBagCollection:
-        """Return a copy whose results are on `device`."""
-        if _check_device(device).type == self._device.type:
+        """Return a copy on the same devices. ValueError unless `device` is where their results are."""
+        wanted, own = device_of_rank(device, 0), device_of_rank(self._device, 0)
+        if wanted == own or wanted.type == own.type == "cpu":
             return copy.deepcopy(self)
         raise ValueError(f"sharding.quant: the tables lie on {self._device}; shard the module on {device}.")
 

@@ -362,6 +362,18 @@ def get_tensor_size_bytes(t: torch.Tensor) -> int:
     return t.element_size() * t.nelement()
 
 
+def _quantised_size_bytes(rows: torch.Tensor) -> int:
+    """Return the bytes of rows with few bits; codes that are a part of whole rows count as these.
+
+    >>> rows = torch.empty(3, 12, dtype=torch.uint8)  # four bytes of scale and bias, then codes
+    >>> _quantised_size_bytes(rows), _quantised_size_bytes(rows[:, 4:])
+    (36, 36)
+    """
+    if rows.is_contiguous():
+        return get_tensor_size_bytes(rows)
+    return rows.size(0) * max(rows.size(1), rows.stride(0)) * rows.element_size()
+
+
 class ModuleSharder(abc.ABC, Generic[M]):
     """Know how one type of module is cut over ranks."""
 

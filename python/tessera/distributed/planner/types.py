@@ -34,7 +34,12 @@ from tessera.distributed.planner._topology_factory import (
     TopologyFactory,
     TrainerConfig,
 )
-from tessera.distributed.types import ModuleSharder, ShardingPlan, get_tensor_size_bytes
+from tessera.distributed.types import (
+    ModuleSharder,
+    ShardingPlan,
+    _quantised_size_bytes,
+    get_tensor_size_bytes,
+)
 
 __all__ = [
     "BasicCommsBandwidths",
@@ -202,9 +207,9 @@ class SharderData:
 
     def usage(self, tensor: torch.Tensor, compute_device: str, compute_kernel: str) -> dict[str, int]:
         """Return the bytes that a table takes, by kind of memory."""
-        extra = 4 * tensor.shape[0] if "Quant" in str(self.storage_usage_type) else 0
+        is_quantised = "Quant" in str(self.storage_usage_type)
         kind = "ddr" if compute_device == "cpu" or "uvm" in compute_kernel else "hbm"
-        return {kind: get_tensor_size_bytes(tensor) + extra}
+        return {kind: (_quantised_size_bytes if is_quantised else get_tensor_size_bytes)(tensor)}
 
 
 @dataclass
