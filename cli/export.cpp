@@ -192,6 +192,8 @@ workloads::dlrm::OpenedLog log_of(const Reader& reader, const serving::ModelInfo
   return log;
 }
 
+constexpr std::int64_t kJudgedSamples = 65536;  // as the trainer, unless it is told
+
 // How many samples at the end of the log `name` the run of a checkpoint kept to be judged on, at
 // most; nothing if that is another log than it was trained on, or it was trained on all of it.
 std::optional<std::int64_t> kept_of_run(const Reader& reader, const std::string& name) {
@@ -207,7 +209,8 @@ std::optional<std::int64_t> kept_of_run(const Reader& reader, const std::string&
     }
     std::error_code is_gone;  // other than the log that is judged on
     if (!told["eval-data"].empty() || !fs::equivalent(name, told["data"], is_gone)) break;
-    return std::atoll(told["eval-samples"].c_str());
+    const auto kept = told.find("eval-samples");
+    return kept == told.end() ? kJudgedSamples : std::atoll(kept->second.c_str());
   }
   return std::nullopt;
 }
@@ -221,7 +224,7 @@ struct Part {
 Part part_of(const workloads::dlrm::ClickLog& log, const std::string& name, const Reader& reader,
              const std::optional<std::int64_t>& wanted) {
   const std::int64_t size = log.num_samples();
-  if (size < 0) return {std::int64_t{1} << 40, wanted.value_or(65536)};
+  if (size < 0) return {std::int64_t{1} << 40, wanted.value_or(kJudgedSamples)};
   const auto kept = kept_of_run(reader, name);
   const std::int64_t most = std::max<std::int64_t>(1, kept ? std::min(*kept, size / 10) : size);
   const std::int64_t count = std::min(wanted.value_or(most), most);
