@@ -1,9 +1,12 @@
 """A rank forks: its child owns nothing, and whatever becomes of it is no business of the group."""
 
+import json
+import os
 import re
+import subprocess
 
 import pytest
-from fleet import Fleet
+from fleet import WORKER, Fleet
 
 
 @pytest.mark.parametrize("end", ["exit", "return", "destroy", "throw"])
@@ -27,3 +30,25 @@ def test_a_child_that_uses_the_group(engine, end):
         assert {event["last"] for event in sums.values()} == {3.0 * 2.0**99}
         assert (ended["status"] == 0) == (end != "throw")
         fleet.assert_nothing_left()
+
+
+def fork_at_any_moment(engine, *words):
+    """Two ranks fork while they work; the worker's exit code, and what it says of them."""
+    env = {**os.environ, "TESSERA_ENGINE": engine, "OMP_NUM_THREADS": "1"}
+    command = [WORKER, "fork-places", *words]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    (line,) = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return done.returncode, line
+
+
+@pytest.mark.parametrize("engine", ["shm", "gloo"])
+def test_forks_at_any_moment_change_nothing(engine):
+    code, line = fork_at_any_moment(engine, "count=10")
+    assert (code, line["forks"], line["statuses"]) == (0, 20, [0, 0]), line
+
+
+def test_a_rank_that_does_not_end_after_forks_is_told():
+    # What the count of forks is judged by: the other rank ends well, this one is killed at last.
+    code, line = fork_at_any_moment("shm", "count=1", "hangs=1", "end_limit=3")
+    assert code == 1
+    assert (line["unheard"], line["wrong_ends"], line["statuses"]) == (0, 1, [0, 9]), line

@@ -122,6 +122,8 @@ int work(const Group& world, const std::atomic<bool>& is_over) {
 int run_fork_places(const Options& options) {
   const long count = options.number("count", 20);
   const auto seed = static_cast<std::uint64_t>(options.number("seed", 1));
+  const long hangs = options.number("hangs", -1);  // a rank that does not end: that this is seen
+  const std::chrono::seconds end_limit(options.number("end_limit", 20));
   ShortJobs jobs;
   ShortJob job = jobs.start(2, [&] {
     const Group world = comm::init();
@@ -147,9 +149,11 @@ int run_fork_places(const Options& options) {
                    {"wrong_children", outcome.num_wrong_children},
                    {"wrong_results", num_wrong}});
     comm::barrier(world);
+    while (world.rank() == hangs) ::pause();
     return 0;
   });
-  Json line{{"forks", 0}, {"wrong_children", 0}, {"wrong_results", 0}, {"unheard", 0}};
+  Json line{
+      {"forks", 0}, {"wrong_children", 0}, {"wrong_results", 0}, {"unheard", 0}, {"wrong_ends", 0}};
   for (const Json& said : job.await("forks", {0, 1}, std::chrono::seconds(30 + count))) {
     if (said.is_null()) {
       line["unheard"] = line["unheard"].get<int>() + 1;
@@ -163,9 +167,15 @@ int run_fork_places(const Options& options) {
     if (!child.is_null())
       line["wrong"].push_back({{"way", child["way"]}, {"status", child["status"]}});
   }
-  for (const int status : job.wait(std::chrono::seconds(20))) line["statuses"].push_back(status);
+  // One that has not ended by then was killed, and has SIGKILL's.
+  for (const int status : job.wait(end_limit)) {
+    line["statuses"].push_back(status);
+    if (status != 0) line["wrong_ends"] = line["wrong_ends"].get<int>() + 1;
+  }
   std::printf("%s\n", line.dump().c_str());
-  return line["wrong_children"] == 0 && line["wrong_results"] == 0 && line["unheard"] == 0 ? 0 : 1;
+  const bool is_good = line["wrong_children"] == 0 && line["wrong_results"] == 0 &&
+                       line["unheard"] == 0 && line["wrong_ends"] == 0;
+  return is_good ? 0 : 1;
 }
 
 }  // namespace tessera::faults
