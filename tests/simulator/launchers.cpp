@@ -143,11 +143,23 @@ class Launchers {
             "attempts of a host go forward");
     require(attempt <= max_restarts, "there are no more attempts than were allowed");
     host.attempts.push_back(attempt);
+    if (node == 0 && attempt == 0) check_addresses(*host.course);
     last_attempt_ = std::max(last_attempt_, attempt);
     for (const auto& other : hosts) {
       if (other->has_died || network.is_lost(other->node) || other->ranks == nullptr) continue;
       require(other->ranks->attempt() == attempt || !other->ranks->has_living(),
               "no rank of one attempt meets one of another");
+    }
+  }
+  // By these node 0 knows who may ask for torch's store.
+  void check_addresses(const launch::Course& leader) const {
+    require(!leader.has_host("10.0.0.0"), "a stranger's address is not a host's");
+    for (std::size_t node = 1; node < hosts.size(); ++node) {
+      std::vector<std::string> addresses = SimNetwork::hosts_of(static_cast<int>(node));
+      addresses.push_back("10.0.0." + std::to_string(node + 1));  // where it calls from
+      for (const std::string& address : addresses) {
+        require(leader.has_host(address), "node 0 knows all addresses of the hosts it starts with");
+      }
     }
   }
   void on_rank_failed(int attempt, int rank, int exit_code, int signal_number) {

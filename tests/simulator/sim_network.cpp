@@ -147,6 +147,16 @@ void SimNetwork::stall(int host, Duration duration) {
 
 void SimNetwork::lose(int host) { lost_.insert(host); }
 
+std::vector<std::string> SimNetwork::hosts_of(int host) {
+  constexpr int kCounts[] = {0, 3, 32};
+  std::vector<std::string> hosts;
+  for (int i = 0; i < kCounts[host % 3]; ++i) {
+    hosts.push_back("2001:db8:aaaa:bbbb:cccc:dddd:" + std::to_string(1000 + host) + ":" +
+                    std::to_string(1000 + i));
+  }
+  return hosts;
+}
+
 launch::Listener SimWire::listen(const launch::SocketAddress& address) {
   launch::Listener listener;
   listener.fd = FileDescriptor(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK | EFD_SEMAPHORE));

@@ -49,6 +49,9 @@ class SimNetwork {
   /// listens.
   launch::FileDescriptor connect_stranger();
 
+  /// What a host says its addresses are: none, some, or as many as it may say.
+  static std::vector<std::string> hosts_of(int host);
+
   /// The host that listens at the one place there is has ended.
   void close_listener() { listener_.reset(); }
 
@@ -104,7 +107,7 @@ class SimWire final : public launch::Wire {
   launch::FileDescriptor accept(int listener, std::string& host) override;
   launch::FileDescriptor connect(const launch::SocketAddress& address) override;
   int outcome(int) override { return 0; }
-  std::vector<std::string> hosts() override { return {}; }
+  std::vector<std::string> hosts() override { return SimNetwork::hosts_of(host_); }
 
  private:
   SimNetwork& network_;
