@@ -14,7 +14,7 @@ import subprocess
 import time
 
 import pytest
-from jobs import SECRET, Job, command_of, listening_addresses, run
+from jobs import SECRET, Job, listening_addresses, run
 from waiting import free_port, wait_until
 
 MAGIC = b"tessera\x01"
@@ -55,19 +55,19 @@ def key_of(text):
     return hashlib.sha256(text.encode()).digest()
 
 
-def knock(port, key, numbers=None):
-    """A connection that says what the launcher's own would, with `key`; what came back at last."""
+def knock(port, key, purpose=b"launchers"):
+    """A connection that says what the job's own would, with `key`; what came back at last."""
     connection = socket.create_connection(("127.0.0.1", port), timeout=10)
     greeting = connection.recv(40, socket.MSG_WAITALL)
     assert greeting[:8] == MAGIC and len(greeting) == 40
-    number = numbers or os.urandom(32)
-    signed = b"caller of launchers: " + greeting[8:] + number
+    number = os.urandom(32)
+    signed = b"caller of " + purpose + b": " + greeting[8:] + number
     connection.sendall(MAGIC + number + hmac.new(key, signed, hashlib.sha256).digest())
     return connection, greeting[8:] + number, connection.recv(32, socket.MSG_WAITALL)
 
 
-def frame(key, numbers, payload, count=0):
-    own = hmac.new(key, b"derive frames of the caller, launchers: " + numbers, hashlib.sha256)
+def frame(key, numbers, payload, count=0, purpose=b"launchers"):
+    own = hmac.new(key, b"derive frames of the caller, " + purpose + b": " + numbers, hashlib.sha256)
     seal = hmac.new(own.digest(), struct.pack("<Q", count) + payload, hashlib.sha256).digest()
     return struct.pack("<I", len(payload)) + seal[:16] + payload
 
@@ -183,6 +183,51 @@ def test_strangers_are_dropped_after_their_time(leader):
     finish(job, port)
 
 
+class StoreClient:
+    """Asks the job's store as its ranks do, with their secret."""
+
+    SET, GET, ADD, PUSH, LENGTH, LIST = 1, 2, 5, 10, 12, 13
+
+    def __init__(self, port, key):
+        self.key, self.count = key, 0
+        self.connection, self.numbers, verdict = knock(port, key, b"store")
+        proof = hmac.new(key, b"listener of store: " + self.numbers, hashlib.sha256).digest()
+        assert verdict == proof
+
+    def ask(self, operation, *parts):
+        payload = bytes([operation]) + b"".join(struct.pack("<I", len(part)) + part for part in parts)
+        self.connection.sendall(frame(self.key, self.numbers, payload, self.count, b"store"))
+        self.count += 1
+        size = struct.unpack("<I", self.connection.recv(20, socket.MSG_WAITALL)[:4])[0]
+        answer = self.connection.recv(size, socket.MSG_WAITALL)
+        assert len(answer) == size and answer[0] == 1, answer  # done
+        found, at = [], 1
+        while at < size:
+            end = at + 4 + struct.unpack_from("<I", answer, at)[0]
+            found.append(answer[at + 4 : end])
+            at = end
+        return found
+
+
+def fill_store(port, key):
+    """Something of each kind that the store keeps."""
+    store = StoreClient(port, key)
+    store.ask(StoreClient.SET, b"kept", b"as it was", b"empty", b"")
+    store.ask(StoreClient.ADD, b"counter", b"41")
+    store.ask(StoreClient.PUSH, b"queue", b"first")
+    store.connection.close()
+
+
+def look_into_store(port, key):
+    """Its keys, the values of those that are no queue, and how long the queue is."""
+    store = StoreClient(port, key)
+    keys = sorted(store.ask(StoreClient.LIST))
+    values = store.ask(StoreClient.GET, *(name for name in keys if name != b"queue"))
+    length = store.ask(StoreClient.LENGTH, b"queue")
+    store.connection.close()
+    return keys, values, length
+
+
 def attack(port, count, seed, at_once=1):
     """Requests of one stranger; how many were made, how many of them dropped unheard, and what came back
     that must not."""
@@ -226,42 +271,61 @@ def become_another_user():
     os.setuid(65534)
 
 
+# Who asks for torch's store waits for the launcher to read the table of all connections, and that to rest.
+MOST_TO_TORCHS = 10_000
+
+
 def test_random_requests_while_the_job_runs_change_nothing():
     port = free_port()
     count = int(os.environ.get("TESSERA_FUZZ_REQUESTS", "2000"))  # a million in a longer run
-    program = ("sh", "-c", "echo $MASTER_PORT $TESSERA_STORE; exec sleep 3600")
+    show = "echo $(cat $TESSERA_JOB_SECRET_FILE) $MASTER_PORT $TESSERA_STORE; exec sleep 3600"
     # At MASTER_PORT a stranger is who has another user.
     can_be_another = os.geteuid() == 0
-    jobs = [Job(*node_words(port, node=node, program=program)) for node in (0, 1)]
+    jobs = [Job(*node_words(port, node=node, program=("sh", "-c", show))) for node in (0, 1)]
     try:
         lines = [job.process.stdout.readline().decode() for job in jobs]
+        key = bytes.fromhex(lines[0].split()[-3].removeprefix("key:"))
         # Of the launchers, of the store, and of torch's store.
         ports = [port, int(lines[0].rpartition(":")[2])]
+        of_port = [count - count // 2, count // 2]
         if can_be_another:
+            to_torchs = min(count // 3, MOST_TO_TORCHS)
             ports.append(int(lines[0].split()[-2]))
+            of_port = [count - to_torchs - (count - to_torchs) // 2, (count - to_torchs) // 2, to_torchs]
         num_ports = len(ports)
-        parallel = min(len(os.sched_getaffinity(0)) - 2, 12)
-        num_strangers = max(num_ports, parallel // num_ports * num_ports)
-        shares = [count // num_strangers + (i < count % num_strangers) for i in range(num_strangers)]
+        # How many strangers are at each.
+        per_port = [max(1, (min(len(os.sched_getaffinity(0)) - 2, 12) - 1) // 2)] * 2 + [1]
+        strangers = [
+            (which, of_port[which] // n + (i < of_port[which] % n))
+            for which, n in enumerate(per_port[:num_ports])
+            for i in range(n)
+        ]
         initializer = become_another_user if can_be_another else None
+        fill_store(ports[1], key)
+        before = look_into_store(ports[1], key)
+        assert before[0] == [b"counter", b"empty", b"kept", b"queue"]
+        assert before[1:] == ([b"41", b"", b"as it was"], [b"1"])
         processes = [sorted(job.processes()) for job in jobs]
-        with concurrent.futures.ProcessPoolExecutor(num_strangers, initializer=initializer) as pool:
-            targets = [ports[i % num_ports] for i in range(num_strangers)]
+        with concurrent.futures.ProcessPoolExecutor(len(strangers), initializer=initializer) as pool:
+            targets = [ports[which] for which, _ in strangers]
+            shares = [share for _, share in strangers]
             # Torch's store resets whoever waits, all at once, and rests between.
-            at_once = [200 if i % num_ports == 2 else 1 for i in range(num_strangers)]
-            told = list(pool.map(attack, targets, shares, range(num_strangers), at_once))
-        made = [sum(t[0] for t in told[which::num_ports]) for which in range(num_ports)]
-        dropped = sum(t[1] for i, t in enumerate(told) if i % num_ports < 2)
+            at_once = [200 if which == 2 else 1 for which, _ in strangers]
+            told = list(pool.map(attack, targets, shares, range(len(strangers)), at_once))
+        made = [0] * num_ports
+        for (which, _), (number, _, _) in zip(strangers, told, strict=True):
+            made[which] += number
+        dropped = sum(t[1] for (which, _), t in zip(strangers, told, strict=True) if which < 2)
         print(
             f"{made[0]} requests to the launcher, {made[1]} to the store, {sum(made[2:])} to torch's, "
-            f"{dropped} dropped unheard by the first two"
+            f"{dropped} dropped unheard by the first two; the store's {len(before[0])} keys are as before"
         )
-        assert sum(made) == count
+        assert made == of_port and sum(made) == count
         assert dropped < sum(made[:2]) / 2
         assert [answer for t in told for answer in t[2]] == []
-        # The job's own store may have been started: it asks whoever comes for the secret.
-        more = [set(job.processes()) - set(before) for job, before in zip(jobs, processes, strict=True)]
-        assert not any("tessera-worker" in command_of(pid) for found in more for pid in found)
+        assert look_into_store(ports[1], key) == before
+        # Torch's store among them: it was not started.
+        assert [sorted(job.processes()) for job in jobs] == processes
         for job in jobs:
             assert job.process.poll() is None
         jobs[0].send(signal.SIGTERM)
