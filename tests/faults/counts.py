@@ -4,9 +4,13 @@
     counts.py kills --count 1000   one of them
     counts.py 'seeds channels' --seeds 1000000 --limit 300   as many of a million as five minutes allow
     counts.py --count 50           everything, fewer times
+    counts.py launchers forks=12000 'seeds launchers=100000' --limit 1800 --to FILE
+                                   these, in this order, so many of each; what each came to goes to FILE
 
 A line says how many there were, how many failed, and how long they took; what failed is told below it.
-The exit code is 1 if anything failed. The programs are those of TESSERA_BIN's folder.
+The exit code is 1 if anything failed or was cut short. The programs are those of TESSERA_BIN's folder.
+A count that is cut short, by its limit or because this program is told to end, says how far it came. FILE
+is added to after each count, with the time and the load, so what was counted before a sudden end is there.
 """
 
 from __future__ import annotations
@@ -14,8 +18,11 @@ from __future__ import annotations
 import argparse
 import collections
 import concurrent.futures
+import contextlib
+import copy
 import itertools
 import json
+import multiprocessing
 import os
 import pathlib
 import random
@@ -26,11 +33,14 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BIN = pathlib.Path(os.environ.get("TESSERA_BIN", ROOT / "build/release/bin/tessera")).parent
 PROMPT_MS = 1000.0
 CORES = len(os.sched_getaffinity(0))
+# On few cores jobs run one after the other, so a count takes as many times longer.
+LIMIT_SECONDS = 240 if CORES >= 8 else 3600
 
 # What is killed when: a name, and the words for fault_worker.
 PHASES = {
@@ -51,17 +61,27 @@ PHASES = {
 }
 
 
-def say(name, count, failures, milliseconds=(), more=""):
-    """Print the line of one count; returns whether nothing failed."""
+def say(name, count, failures, milliseconds=(), more="", wanted=0):
+    """Print the line of one count; returns whether nothing failed and all that was wanted was done."""
+    if count < wanted:
+        more += f"{', ' if more else ''}cut short: {wanted - count:,d} not run"
     line = f"{name:28s} {count:9,d}  failed {len(failures)}"
     if milliseconds:
         ordered = sorted(milliseconds)
         place = lambda share: ordered[min(len(ordered) - 1, int(share * len(ordered)))]  # noqa: E731
         line += f"  p50 {place(0.5):.1f} ms  p99 {place(0.99):.1f} ms  max {ordered[-1]:.1f} ms"
-    print(line + (f"  {more}" if more else ""), flush=True)
+    tell(line + (f"  {more}" if more else ""))
     for text, times in collections.Counter(failures).most_common(5):
-        print(f"    {times} x {text[:400]}", flush=True)
-    return not failures
+        tell(f"    {times} x {text[:400]}")
+    return not failures and count >= wanted
+
+
+told = []  # the lines of the count that runs
+
+
+def tell(line):
+    told.append(line)
+    print(line, flush=True)
 
 
 def shares(count, parts):
@@ -77,11 +97,28 @@ def environment(**more):
     return {**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **more}
 
 
+running = set()
+is_told_to_end = False
+
+
+def end_early(*_):
+    """What runs has told of what it did, and that is counted."""
+    global is_told_to_end
+    is_told_to_end = True
+    for process in list(running):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    for child in multiprocessing.active_children():
+        child.terminate()  # has this handler too
+
+
 def run_all(commands, limit):
-    """Run the commands beside each other; (exit code or None if it took too long, output) of each."""
+    """Run the commands beside each other; (exit code or None if it was cut short, output) of each."""
 
     def run(command):
         words, env = command
+        if is_told_to_end:
+            return None, ""
         with tempfile.TemporaryFile() as out:
             process = subprocess.Popen(
                 [str(w) for w in words],
@@ -90,11 +127,15 @@ def run_all(commands, limit):
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+            running.add(process)
             try:
                 code = process.wait(timeout=limit)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+                code = None
+            running.discard(process)
+            if is_told_to_end and code == -signal.SIGKILL:
                 code = None
             out.seek(0)
             return code, out.read().decode(errors="replace")
@@ -123,7 +164,7 @@ def count_kills(name, options):
     failures, delays, texts, count = [], [], collections.Counter(), 0
     for code, out in run_all(commands, options.limit):
         for line in out.splitlines():
-            if not line.startswith("{"):
+            if not (line.startswith("{") and line.endswith("}")):  # one that was being written
                 continue
             kill = json.loads(line)
             count += 1
@@ -137,12 +178,13 @@ def count_kills(name, options):
                 failures.append("texts differ: " + " | ".join(sorted(set(map(bare, kill["texts"])))))
             elif kill["ms"] > PROMPT_MS:
                 failures.append("named later than 1 s")
-        if code != 0:
+        if code not in (0, None):
             failures.append(f"the driver ended with {code}: {out.strip()[-300:]}")
-    return say(f"kills: {name}", count, failures, delays, f"{len(texts)} texts")
+    return say(f"kills: {name}", count, failures, delays, f"{len(texts)} texts", options.count)
 
 
 def count_forks(options):
+    end = time.monotonic() + options.limit
     failures, count = [], 0
     per_job = 50
     commands = []
@@ -161,24 +203,34 @@ def count_forks(options):
             )
     jobs = max(1, CORES // 3)
     for first in range(0, len(commands), jobs):
-        for code, out in run_all(commands[first : first + jobs], options.limit):
+        if is_told_to_end or time.monotonic() > end:
+            break
+        # The worker's own limits are shorter.
+        for code, out in run_all(commands[first : first + jobs], 240):
             lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
             count += sum(line["forks"] for line in lines)
-            if code != 0:
+            if code != 0 and not is_told_to_end:
                 failures.append(f"exit code {code}: {out.strip()[-300:]}")
-    return say("forks at any moment", count, failures)
+    return say("forks at any moment", count, failures, wanted=2 * per_job * len(commands))
+
+
+def run_shares(commands, parts, limit):
+    """How many of `parts`, one a command, were done, and how those failed that did."""
+    results = run_all(commands, limit)
+    done = sum(n for n, (code, _) in zip(parts, results, strict=True) if code is not None)
+    return done, [out.strip()[-400:] for code, out in results if code not in (0, None)]
 
 
 def count_races(options):
-    jobs = max(1, CORES // 2)
+    parts = shares(options.count, max(1, CORES // 2))
     commands = [
-        ([BIN / "checkpoint_format_test", "--gtest_filter=Races.*"], {"TESSERA_RACES": str(n)})
-        for n in shares(options.count, jobs)
+        ([BIN / "checkpoint_format_test", "--gtest_filter=Races.*"], {"TESSERA_RACES": str(n)}) for n in parts
     ]
-    failures = [out.strip()[-400:] for code, out in run_all(commands, options.limit) if code != 0]
-    good = say("loads beside saves", 2 * options.count, failures, more="C++: of one step, and beside keep")
+    done, failures = run_shares(commands, parts, options.limit)
+    what = "C++: of one step, and beside keep"
+    good = say("loads beside saves", 2 * done, failures, more=what, wanted=2 * options.count)
     # Two ranks and a saver each.
-    jobs = max(1, CORES // 3)
+    parts = shares(options.count, max(1, CORES // 3))
     python = os.environ.get("TESSERA_TEST_PYTHON", sys.executable)
     paths = f"{ROOT}/python:{ROOT}/tests/python:{ROOT}/tests/support"
     commands = [
@@ -186,10 +238,11 @@ def count_races(options):
             [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", ROOT / "tests/checkpoint/test_races.py"],
             {"TESSERA_RACES": str(n), "PYTHONPATH": paths},
         )
-        for n in shares(options.count, jobs)
+        for n in parts
     ]
-    failures = [out.strip()[-400:] for code, out in run_all(commands, options.limit) if code != 0]
-    return say("loads beside saves, Python", options.count, failures, more="two ranks") and good
+    done, failures = run_shares(commands, parts, options.limit)
+    name = "loads beside saves, Python"
+    return say(name, done, failures, more="two ranks", wanted=options.count) and good
 
 
 def living(mark):
@@ -206,13 +259,16 @@ def living(mark):
     return found
 
 
-def kill_launchers(seed, count):
+def kill_launchers(seed, count, limit):
+    """How many were killed, and what some of them left."""
+    last = time.monotonic() + limit
     dice = random.Random(seed)
     folder = tempfile.mkdtemp(prefix="tessera-counts-")
     mark = f"TESSERA_COUNTS_MARK={folder}"
     env = environment(TMPDIR=folder, TESSERA_COUNTS_MARK=folder)
-    failures = []
-    for _ in range(count):
+    failures, done = [], 0
+    while done < count and time.monotonic() < last and not is_told_to_end:
+        done += 1
         process = subprocess.Popen(
             [BIN / "tessera", "run", "-n", "2", "--", "sh", "-c", "sleep 300 & sleep 300 & wait"],
             env=env,
@@ -237,15 +293,17 @@ def kill_launchers(seed, count):
                 break
             time.sleep(0.005)
     shutil.rmtree(folder, ignore_errors=True)
-    return failures
+    return done, failures
 
 
 def count_launchers(options):
     parts = shares(options.count, max(1, CORES // 2))
     seeds = range(options.first_seed, options.first_seed + len(parts))
     with concurrent.futures.ProcessPoolExecutor(len(parts)) as pool:
-        failures = [f for found in pool.map(kill_launchers, seeds, parts) for f in found]
-    return say("launchers killed at start", options.count, failures)
+        found = list(pool.map(kill_launchers, seeds, parts, itertools.repeat(options.limit)))
+    failures = [failure for _, left in found for failure in left]
+    done = sum(number for number, _ in found)
+    return say("launchers killed at start", done, failures, wanted=options.count)
 
 
 def time_start(program, words):
@@ -284,9 +342,10 @@ def count_requests(options):
         "PYTHONPATH": f"{ROOT}/tests/support",
     }
     ((code, out),) = run_all([(command, env)], options.limit)
-    told = re.search(r"^.*requests to the launcher.*$", out, re.M)
-    failures = [] if code == 0 else [out.strip()[-600:]]
-    return say("requests without the secret", count, failures, more=told[0] if told else "")
+    split = re.search(r"^.*requests to the launcher.*$", out, re.M)
+    failures = [] if code in (0, None) else [out.strip()[-600:]]
+    done = 0 if code is None else count
+    return say("requests without the secret", done, failures, more=split[0] if split else "", wanted=count)
 
 
 WORLDS = ("checkpoints", "channels", "agreement", "launchers", "meetings")
@@ -308,22 +367,20 @@ def count_seeds(world, options):
         return subprocess.run(words, capture_output=True, text=True)
 
     with concurrent.futures.ThreadPoolExecutor(CORES) as pool:
-        running = {pool.submit(run, first) for first in itertools.islice(firsts, CORES)}
-        while running:
-            ready, running = concurrent.futures.wait(running, return_when="FIRST_COMPLETED")
+        open_futures = {pool.submit(run, first) for first in itertools.islice(firsts, CORES)}
+        while open_futures:
+            ready, open_futures = concurrent.futures.wait(open_futures, return_when="FIRST_COMPLETED")
             for outcome in (future.result() for future in ready):
                 done += sum(int(n) for n in re.findall(r": (\d+) seeds from", outcome.stdout))
                 found = [line for line in outcome.stdout.splitlines() if line.startswith("FAILED")]
                 if outcome.returncode != 0 and not found:
                     found = [f"the simulator ended with {outcome.returncode}: {outcome.stderr[-300:]}"]
                 failures += found
-            if time.monotonic() < end and len(failures) < 10:
-                running |= {pool.submit(run, first) for first in itertools.islice(firsts, len(ready))}
+            if time.monotonic() < end and len(failures) < 10 and not is_told_to_end:
+                open_futures |= {pool.submit(run, first) for first in itertools.islice(firsts, len(ready))}
     seconds = time.monotonic() - begin
     more = f"from {options.first_seed}, {seconds:.0f} s on {CORES} cores"
-    if done < count:
-        more += f", {count - done:,d} not run"
-    return say(f"seeds: {world}", done, failures, more=more)
+    return say(f"seeds: {world}", done, failures, more=more, wanted=count)
 
 
 COUNTS = {
@@ -337,27 +394,69 @@ COUNTS = {
 }
 
 
+def chosen(words, options):
+    """The counts that the words name, in the words' order, each with its options."""
+    names = []
+    for word in words or ["="]:
+        start, _, number = word.partition("=")
+        own = copy.copy(options)
+        if number:
+            own.count = own.requests = own.seeds = int(number)
+        for name in COUNTS:
+            if name.startswith(start) and name not in names:
+                names.append(name)
+                yield name, own
+
+
+def add_to_file(file, began, load_before):
+    """The lines of the count that has ended, with when, of which state, for how long and beside what."""
+    describe = ["git", "-C", ROOT, "describe", "--always", "--dirty"]
+    state = subprocess.run(describe, capture_output=True, text=True).stdout.strip() or "unknown state"
+    stamp = time.strftime("%Y-%m-%dT%H:%MZ", time.gmtime()) + f" {state} {time.time() - began:.0f} s"
+    stamp += f" load {load_before:.1f} to {os.getloadavg()[0]:.1f}  "
+    with open(file, "a") as out:
+        out.writelines(f"{line if line.startswith(' ') else stamp + line}\n" for line in told)
+        out.flush()
+        os.fsync(out.fileno())
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "which",
         nargs="*",
-        help="kills, forks, launchers, starts, races, requests, seeds, or a part as 'seeds channels'",
+        help="kills, forks, launchers, starts, races, requests, seeds, or a part as 'seeds channels', in the "
+        "order to run them in; 'forks=12000' for another number of one",
     )
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--requests", type=int, help="a thousand times --count by default")
     parser.add_argument("--seeds", type=int, help="a thousand times --count by default")
     parser.add_argument("--first-seed", type=int, default=1, help="another one makes other places and worlds")
-    parser.add_argument("--limit", type=float, default=240, help="seconds for one of them")
+    parser.add_argument(
+        "--limit", type=float, default=LIMIT_SECONDS, help="seconds for one of them (here %(default)s)"
+    )
+    parser.add_argument("--to", metavar="FILE", help="add the line of each to this file once it has ended")
     options = parser.parse_args()
-    unknown = [w for w in options.which if not any(name.startswith(w) for name in COUNTS)]
-    if unknown:
-        parser.error(f"no count {unknown[0]}")
+    for word in options.which:
+        start, _, number = word.partition("=")
+        if not any(name.startswith(start) for name in COUNTS) or ("=" in word and not number.isdigit()):
+            parser.error(f"no count {word}")
+    signal.signal(signal.SIGTERM, end_early)
+    signal.signal(signal.SIGINT, end_early)
     good = True
-    for name, count in COUNTS.items():
-        if options.which and not any(name.startswith(word) for word in options.which):
-            continue
-        good &= count(options)
+    for name, own in chosen(options.which, options):
+        if is_told_to_end:
+            return 1
+        told.clear()
+        began, load_before = time.time(), os.getloadavg()[0]
+        try:
+            good &= COUNTS[name](own)
+        except Exception:  # the others are worth having
+            traceback.print_exc()
+            tell(f"{name:28s} ended: {traceback.format_exc().splitlines()[-1]}")
+            good = False
+        if options.to:
+            add_to_file(options.to, began, load_before)
     return 0 if good else 1
 
 
