@@ -42,6 +42,9 @@ CORES = len(os.sched_getaffinity(0))
 # On few cores jobs run one after the other, so a count takes as many times longer.
 LIMIT_SECONDS = 240 if CORES >= 8 else 3600
 
+# One test makes a whole count, so its usual limit does not hold.
+PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "timeout=0")
+
 # What is killed when: a name, and the words for fault_worker.
 PHASES = {
     "collective, shm": ("shm", "phase=collective"),
@@ -72,7 +75,7 @@ def say(name, count, failures, milliseconds=(), more="", wanted=0):
         line += f"  p50 {place(0.5):.1f} ms  p99 {place(0.99):.1f} ms  max {ordered[-1]:.1f} ms"
     tell(line + (f"  {more}" if more else ""))
     for text, times in collections.Counter(failures).most_common(5):
-        tell(f"    {times} x {text[:400]}")
+        tell(f"    {times} x " + text[:400].replace("\n", "\n        "))
     return not failures and count >= wanted
 
 
@@ -235,7 +238,7 @@ def count_races(options):
     paths = f"{ROOT}/python:{ROOT}/tests/python:{ROOT}/tests/support"
     commands = [
         (
-            [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", ROOT / "tests/checkpoint/test_races.py"],
+            [python, *PYTEST, ROOT / "tests/checkpoint/test_races.py"],
             {"TESSERA_RACES": str(n), "PYTHONPATH": paths},
         )
         for n in parts
@@ -334,7 +337,7 @@ def count_starts(options):
 
 def count_requests(options):
     count = options.requests or options.count * 1000
-    command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider"]
+    command = [sys.executable, *PYTEST, "-s"]
     command += [ROOT / "tests/launch/test_strangers.py", "-k", "random_requests"]
     env = {
         "TESSERA_FUZZ_REQUESTS": str(count),

@@ -74,6 +74,19 @@ def test_a_death_that_is_not_named_fails(begin, tmp_path):
     assert (tmp_path / "told").read_text().endswith("\n    2 x the dead is not named: a\n")
 
 
+def test_a_count_by_a_test_has_not_its_limit(begin, tmp_path):
+    # A stand-in for pytest: its words.
+    (tmp_path / "python").write_text('#!/bin/sh\necho "$@" > ' + str(tmp_path / "words"))
+    (tmp_path / "python").chmod(0o755)
+    (tmp_path / "checkpoint_format_test").symlink_to("/bin/true")
+    code, lines = end(begin("races=1000", TESSERA_TEST_PYTHON=str(tmp_path / "python")))
+    assert code == 0 and [line.split(" failed")[0] for line in lines] == [
+        "loads beside saves 2,000",
+        "loads beside saves, Python 1,000",
+    ]
+    assert "-o timeout=0 " in (tmp_path / "words").read_text()
+
+
 def test_a_count_cut_short_by_its_limit_says_how_far_it_came(begin):
     words = ("kills collective, shm=5", "seeds agreement=10", "--limit", "2")
     code, lines = end(begin(*words, STOPS_AFTER="0"))
