@@ -310,7 +310,7 @@ def test_random_requests_while_the_job_runs_change_nothing():
             targets = [ports[which] for which, _ in strangers]
             shares = [share for _, share in strangers]
             # Torch's store resets whoever waits, all at once, and rests between.
-            at_once = [200 if which == 2 else 1 for which, _ in strangers]
+            at_once = [500 if which == 2 else 1 for which, _ in strangers]
             told = list(pool.map(attack, targets, shares, range(len(strangers)), at_once))
         made = [0] * num_ports
         for (which, _), (number, _, _) in zip(strangers, told, strict=True):
