@@ -10,6 +10,7 @@ import pytest
 from fleet import WORKER
 
 LIMIT = 2  # of the ranks' waits, in seconds: some never come
+STEP = int(os.environ.get("TESSERA_DESCRIPTOR_STEP", "7"))  # 1: five to twelve minutes
 
 REFUSED = {
     "threads": r"comm\.\w+.*: process PID on host .* is given no further thread: Resource temporarily",
@@ -26,7 +27,7 @@ def jobs(engine, what, store, step):
         "CUDA_VISIBLE_DEVICES": "",
     }
     command = [WORKER, "scarcity", f"what={what}", f"store={store}", f"step={step}"]
-    limit = 250 * 7 / step if what == "descriptors" else 250  # every seventh of them, as a rule
+    limit = 250 * 7 / STEP if what == "descriptors" else 250
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=limit)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -74,7 +75,7 @@ def test_every_thread_of_a_rank_may_be_refused(engine):
     check_all(jobs_on_every_store(engine, "threads"), "threads")
 
 
+@pytest.mark.timeout(120 * 7 / STEP)
 @pytest.mark.parametrize("engine", ["shm", "gloo"])
 def test_every_lack_of_descriptors_of_a_rank_is_told(engine):
-    step = int(os.environ.get("TESSERA_DESCRIPTOR_STEP", "7"))  # 1: twelve minutes
-    check_all(jobs_on_every_store(engine, "descriptors", step), "descriptors")
+    check_all(jobs_on_every_store(engine, "descriptors", STEP), "descriptors")
