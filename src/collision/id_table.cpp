@@ -45,6 +45,12 @@ void check_options(const IdTableOptions& options) {
   check(eviction.kind == EvictionKind::kDistanceLfu || eviction.decay_exponent == 1.0, options.name,
         "a decay exponent of " + std::to_string(eviction.decay_exponent) +
             " is for distance-lfu alone; others do not weigh distances. Leave it out.");
+  check(
+      options.capacity > 0 || eviction.kind == EvictionKind::kNone ||
+          eviction.kind == EvictionKind::kTimeToLive,
+      options.name,
+      "lfu, lru and distance-lfu evict when a bucket is full, and without a capacity none ever is. "
+      "Give a capacity, a time to live, or no eviction.");
   check(eviction.share >= 0 && eviction.share <= 1 && std::isfinite(eviction.decay_exponent),
         options.name, "the share of rows to evict must be 0 to 1, the decay exponent finite.");
   check(0 <= options.first_bucket && options.first_bucket <= options.end_bucket &&

@@ -704,9 +704,9 @@ TEST(IdTable, OptionsThatCannotBeAreErrors) {
   EXPECT_THROW(IdTable({.eviction = {.kind = EvictionKind::kTimeToLive}}), std::invalid_argument);
   EXPECT_THROW(IdTable({.first_bucket = 3, .end_bucket = 2}), std::invalid_argument);
   // What would have no effect.
-  const auto text_of = [](const Eviction& eviction) -> std::string {
+  const auto text_of = [](const Eviction& eviction, std::int64_t capacity = 1024) -> std::string {
     try {
-      const IdTable made({.name = "user", .eviction = eviction});
+      const IdTable made({.name = "user", .capacity = capacity, .eviction = eviction});
     } catch (const std::invalid_argument& error) {
       return error.what();
     }
@@ -724,6 +724,15 @@ TEST(IdTable, OptionsThatCannotBeAreErrors) {
                           "alone; others do not weigh distances. Leave it out.");
   }
   EXPECT_EQ(text_of({.kind = EvictionKind::kTimeToLive, .time_to_live = 3, .interval = 4}), "");
+  for (const auto kind : {EvictionKind::kLfu, EvictionKind::kLru, EvictionKind::kDistanceLfu}) {
+    EXPECT_EQ(text_of({.kind = kind}), "");
+    EXPECT_EQ(
+        text_of({.kind = kind}, 0),
+        "id table 'user': lfu, lru and distance-lfu evict when a bucket is full, and without a "
+        "capacity none ever is. Give a capacity, a time to live, or no eviction.");
+  }
+  EXPECT_EQ(text_of({}, 0), "");
+  EXPECT_EQ(text_of({.kind = EvictionKind::kTimeToLive, .time_to_live = 3}, 0), "");
   IdTable table;
   EXPECT_THROW(admit(table, {1}, 0, {0}), std::invalid_argument);
   EXPECT_THROW(admit(table, {1}, -1), std::invalid_argument);

@@ -295,6 +295,9 @@ def test_tables_and_seeds_begin_differently():
         ({"eviction": "lfu", "eviction_interval": 2}, "interval of 2 is for a time to live alone"),
         ({"eviction_interval": 2}, "interval of 2 is for a time to live alone"),
         ({"eviction": "lru", "decay_exponent": 0.5}, "exponent of 0.500000 is for distance-lfu alone"),
+        ({"eviction": "lfu"}, "without a capacity none ever is. Give a capacity"),
+        ({"eviction": "lru"}, "without a capacity none ever is. Give a capacity"),
+        ({"eviction": "distance-lfu"}, "without a capacity none ever is. Give a capacity"),
     ],
 )
 def test_settings_that_cannot_be(options, text):

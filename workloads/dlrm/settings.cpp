@@ -210,6 +210,13 @@ void Settings::check_tables(const ClickSchema& schema) const {
 }
 
 void Settings::check_ids() const {
+  const auto eviction = collision::eviction_of(id_eviction).kind;
+  if (id_capacity == 0 && eviction != collision::EvictionKind::kNone &&
+      eviction != collision::EvictionKind::kTimeToLive) {
+    refuse("--id-eviction " + id_eviction + " needs --id-capacity",
+           "ids go when a table is full, and without a capacity none ever is",
+           "add --id-capacity N, or say --id-eviction ttl:N, which goes by age alone");
+  }
   if (!is_unlimited()) {
     if (checks_texts()) {
       refuse("--strings check is for --ids unlimited",
