@@ -22,8 +22,11 @@ int FrequencySketch::add(std::uint64_t hash, std::int64_t count) {
   Undo undo{.bucket = number, .is_first = !bucket.counters, .sightings = bucket.sightings};
   auto fresh = undo.is_first ? std::make_unique<Counters>() : nullptr;
   const std::uint64_t bits = kernels::hash_id(static_cast<std::int64_t>(hash + kOther));
-  const std::int64_t sightings = bucket.sightings + count;
-  if (sightings >= kHalvedEvery) {
+  // Unsigned: a bucket's sightings and the largest count are more than a signed number holds.
+  const std::uint64_t sightings =
+      static_cast<std::uint64_t>(bucket.sightings) + static_cast<std::uint64_t>(count);
+  constexpr auto kEvery = static_cast<std::uint64_t>(kHalvedEvery);
+  if (sightings >= kEvery) {
     undo.halved = std::make_unique<Counters>(undo.is_first ? *fresh : *bucket.counters);
   }
   if (undo.is_first) bucket.counters = std::move(fresh);
@@ -33,14 +36,16 @@ int FrequencySketch::add(std::uint64_t hash, std::int64_t count) {
     const auto place = static_cast<std::uint16_t>(row * kColumns + (bits >> (12 * row) & 4095U));
     undo.places[row] = place;
     undo.values[row] = counters[place];
-    const auto sum =
-        static_cast<std::uint8_t>(std::min<std::int64_t>(255, counters[place] + count));
+    const auto sum = static_cast<std::uint8_t>(
+        std::min<std::int64_t>(255, counters[place] + std::min<std::int64_t>(255, count)));
     counters[place] = sum;
     least = std::min<int>(least, sum);
   }
-  bucket.sightings = sightings;
-  for (; bucket.sightings >= kHalvedEvery; bucket.sightings -= kHalvedEvery) {
-    for (std::uint8_t& counter : counters) counter = static_cast<std::uint8_t>(counter / 2);
+  bucket.sightings = static_cast<std::int64_t>(sightings % kEvery);
+  // Eight halvings leave nothing of a counter, so that a large count takes no longer.
+  const std::uint64_t halvings = std::min<std::uint64_t>(8, sightings / kEvery);
+  if (halvings > 0) {
+    for (std::uint8_t& counter : counters) counter = static_cast<std::uint8_t>(counter >> halvings);
   }
   log_.push_back(std::move(undo));
   return least;

@@ -66,6 +66,17 @@ std::shared_ptr<const sharding::TableLayout> layout_of(
   return layout;
 }
 
+/// One number for the ids, in whatever order they are given.
+std::uint64_t hash_of(std::vector<std::int64_t> ids) {
+  std::sort(ids.begin(), ids.end());
+  ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
+  std::uint64_t hash = ids.size();
+  for (const std::int64_t id : ids) {
+    hash = id_hash(static_cast<std::int64_t>(hash + id_hash(id) + 1));
+  }
+  return hash;
+}
+
 /// What must be the same on all ranks besides configs and plan.
 std::string words_of(const std::vector<GrowingTable>& tables) {
   std::ostringstream text;
@@ -77,7 +88,9 @@ std::string words_of(const std::vector<GrowingTable>& tables) {
          << static_cast<int>(ids.eviction.kind) << " " << ids.eviction.decay_exponent << " "
          << ids.eviction.time_to_live << " " << ids.eviction.interval << " " << ids.eviction.share
          << ", refuses " << ids.refuse_when_full << ", protects " << ids.protect.size()
-         << ", unknown ids " << static_cast<int>(table.unknown) << ", seed " << table.seed << "; ";
+         << " ids of hash " << hash_of(ids.protect) << ", unknown ids "
+         << static_cast<int>(table.unknown) << ", seed " << table.seed << ", texts by '"
+         << table.text_hash << "'; ";
   }
   return text.str();
 }

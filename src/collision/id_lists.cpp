@@ -111,6 +111,13 @@ void IdTable::load_sketch(const IdSketch& sketch) {
                                    ", which this part has not."));
     }
   }
+  for (std::size_t i = 0; i < sketch.sightings.size(); ++i) {
+    if (sketch.sightings[i] < 0 || sketch.sightings[i] >= FrequencySketch::kHalvedEvery) {
+      throw IdListError(state.text("the sketch has " + std::to_string(sketch.sightings[i]) +
+                                   " sightings in bucket " + std::to_string(sketch.buckets[i]) +
+                                   "; it halves its counts before there are 16384."));
+    }
+  }
   state_->sketch.load(sketch);
 }
 

@@ -9,6 +9,7 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <stdexcept>
 #include <string>
 #include <unordered_set>
@@ -59,7 +60,8 @@ class Misses {
       }
       Entry& entry = entries_[places_[at] - 1];
       if (entry.id == id) {
-        entry.count += count;
+        // Counts are kept up to far less; sums stay within the number.
+        entry.count += std::min(count, std::numeric_limits<std::int64_t>::max() - entry.count);
         return;
       }
     }

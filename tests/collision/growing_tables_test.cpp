@@ -493,12 +493,30 @@ TEST(GrowingTables, WhatCannotBeIsAnError) {
         growing.gather_tables();
       }),
       "fixed number of rows");
-  const auto errors = run_ranks_collecting(2, [](const comm::Group& group) {
-    auto tables = two_tables();
-    tables[0].ids.capacity = group.rank() == 0 ? 0 : 5;
-    GrowingEmbeddingBagCollection growing(tables, group);
-  });
-  for (const auto& error : errors) has(text_of(error), "same tables, plan and options");
+  const auto texts_of = [](const std::function<void(GrowingTable&, int)>& change) {
+    std::vector<std::string> texts;
+    for (const auto& error : run_ranks_collecting(2, [&](const comm::Group& group) {
+           auto tables = two_tables();
+           change(tables[0], group.rank());
+           GrowingEmbeddingBagCollection growing(tables, group);
+         })) {
+      texts.push_back(text_of(error));
+    }
+    return texts;
+  };
+  const std::function<void(GrowingTable&, int)> differ[] = {
+      [](GrowingTable& table, int rank) { table.ids.capacity = rank == 0 ? 0 : 5; },
+      [](GrowingTable& table, int rank) { table.ids.protect = {7, 8 + rank}; },
+      [](GrowingTable& table, int rank) { table.text_hash = rank == 0 ? "xxh3" : "md5"; }};
+  for (const auto& change : differ) {
+    for (const std::string& told : texts_of(change)) has(told, "same tables, plan and options");
+  }
+  // The order in which ids are protected says nothing.
+  const auto protects_the_same = [](GrowingTable& table, int rank) {
+    table.ids.protect =
+        rank == 0 ? std::vector<std::int64_t>{7, 8, -1} : std::vector<std::int64_t>{-1, 8, 7};
+  };
+  for (const std::string& told : texts_of(protects_the_same)) EXPECT_EQ(told, "");
 }
 
 TEST(GrowingTables, TellHowTheyGrow) {

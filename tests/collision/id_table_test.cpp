@@ -465,6 +465,39 @@ TEST(IdTable, TheSketchForgetsHalfAtTimes) {
   EXPECT_EQ(admit(table, {id}, 2, {40}).rows, Ids{-1});  // 30 + 40
 }
 
+/// A count far above what a loop could halve its way through.
+TEST(IdTable, TheSketchTakesCountsOfAnySize) {
+  for (const std::int64_t count : {std::int64_t{1} << 14, std::int64_t{5} << 14,
+                                   (std::int64_t{1} << 40) + 77, kHigh - 1, kHigh}) {
+    FrequencySketch sketch;
+    EXPECT_EQ(sketch.add(id_hash(id_in(0, 1)), 16), 16);
+    sketch.keep();
+    EXPECT_EQ(sketch.add(id_hash(id_in(0, 2)), count), 255) << count;
+    const std::int64_t rest = static_cast<std::int64_t>(
+        (std::uint64_t{16} + static_cast<std::uint64_t>(count)) % (std::uint64_t{1} << 14));
+    EXPECT_EQ(sketch.export_state().sightings, Ids{rest}) << count;
+    // 255 and 16, halved once for every 2^14 sightings.
+    const auto counters = sketch.export_state().counters;
+    const std::int64_t halvings = std::min<std::int64_t>(8, count >> 14);
+    EXPECT_EQ(*std::max_element(counters.begin(), counters.end()), 255 >> halvings) << count;
+    EXPECT_GT(std::count(counters.begin(), counters.end(), 16 >> halvings), 0) << count;
+    sketch.undo();
+    EXPECT_EQ(sketch.add(id_hash(id_in(0, 1)), 1), 17) << count;
+  }
+}
+
+/// Counts of one id are summed over a batch.
+TEST(IdTable, SumsOfCountsStopAtTheirLargestValue) {
+  for (const AdmissionKind kind :
+       {AdmissionKind::kAlways, AdmissionKind::kFrequency, AdmissionKind::kProbability}) {
+    IdTable table({.admission = {.kind = kind, .sightings = 200}});
+    EXPECT_EQ(admit(table, {7, 8, 7, 7}, 0, {kHigh, 1, kHigh, 3}).rows[0], 0);
+    EXPECT_EQ(table.count_of(0), 0xffffffff);
+    admit(table, {7, 7}, 1, {kHigh, kHigh});
+    EXPECT_EQ(table.count_of(0), 0xffffffff);
+  }
+}
+
 TEST(IdTable, AdmitsByChanceTheSameWayEveryTime) {
   const Admission admission = {.kind = AdmissionKind::kProbability, .probability = 0.1, .seed = 4};
   Ids ids(20000);
@@ -693,6 +726,20 @@ TEST(IdTable, RefusesListsThatNoTableWrote) {
   EXPECT_THROW(table.load(Ids{a}, Ids{1}, Ids{0}), std::invalid_argument);
   IdSketch sketch{.buckets = {3}, .counters = {1}, .sightings = {1}};
   EXPECT_THROW(table.load_sketch(sketch), IdListError);
+  sketch.counters.resize(FrequencySketch::kCounters);
+  table.load_sketch(sketch);
+  for (const std::int64_t sightings : {std::int64_t{-1}, std::int64_t{1} << 14, kHigh}) {
+    sketch.sightings = {sightings};
+    try {
+      table.load_sketch(sketch);
+      FAIL() << "no error";
+    } catch (const IdListError& error) {
+      EXPECT_EQ(std::string(error.what()), "id table 'user': the sketch has " +
+                                               std::to_string(sightings) +
+                                               " sightings in bucket 3; it halves its counts "
+                                               "before there are 16384.");
+    }
+  }
 }
 
 TEST(IdTable, OptionsThatCannotBeAreErrors) {
