@@ -230,7 +230,7 @@ struct InferParser::Parse {
         return fill(one, from, request.dense, count, static_cast<std::size_t>(owner.num_dense_));
       case Kind::kValues:
         return is_text ? fill_texts(one, from, bags.ids, count)
-                       : fill(one, from, bags.ids, count, 0);
+                       : fill(one, from, bags.ids, count, 0, owner.takes_any_id_[feature]);
       case Kind::kLengths:
         return fill(one, from, bags.lengths, count, 0);
       case Kind::kWeights:
@@ -278,7 +278,7 @@ struct InferParser::Parse {
 
   template <typename Number>
   void fill(const Input& one, JsonReader& from, std::vector<Number>& to, std::size_t count,
-            std::size_t inner) {
+            std::size_t inner, bool takes_any_id = false) {
     const std::string where = one.where + ".data";
     if (one.binary) {
       if (one.data) throw HttpError(400, "an input has data in JSON and behind it", where);
@@ -296,7 +296,11 @@ struct InferParser::Parse {
     }
     if (!one.data) throw HttpError(422, "input '" + one.name + "' has no data", where);
     try {
-      from.numbers(to, count, inner);
+      if constexpr (std::is_same_v<Number, std::int64_t>) {
+        takes_any_id ? from.ids(to, count) : from.numbers(to, count, inner);
+      } else {
+        from.numbers(to, count, inner);
+      }
     } catch (const NumberError& error) {
       throw HttpError(422, error.what(), where + "[" + std::to_string(error.index()) + "]");
     }
@@ -401,7 +405,8 @@ InferParser::InferParser(const ModelInfo& model, const ServerLimits& limits)
     : num_dense_(model.num_dense), has_half_outputs_(model.has_half_outputs), limits_(limits) {
   for (const FeatureInfo& feature : model.features) {
     names_.push_back(feature.name);
-    takes_texts_.push_back(model.tables[feature.table].is_growing && has_text_ids());
+    takes_any_id_.push_back(model.tables[feature.table].is_growing);
+    takes_texts_.push_back(takes_any_id_.back() && has_text_ids());
   }
   inputs_["dense"] = {Kind::kDense, names_.size()};
   for (std::size_t f = 0; f < names_.size(); ++f) {

@@ -80,6 +80,7 @@ class InferParser {
   struct Parse;
 
   std::vector<std::string> names_;  // of features
+  std::vector<bool> takes_any_id_;  // of 64 bits, by feature
   std::vector<bool> takes_texts_;   // instead of ids, by feature
   std::int64_t num_dense_;
   bool has_half_outputs_;

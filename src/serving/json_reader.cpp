@@ -149,7 +149,7 @@ std::string_view JsonReader::number_text() {
   return text_.substr(begin, place_ - begin);
 }
 
-template <typename Number>
+template <typename Number, bool kUnsignedToo>
 Number JsonReader::number(std::size_t index) {
   const std::string_view text = number_text();
   Number value{};
@@ -163,6 +163,11 @@ Number JsonReader::number(std::size_t index) {
       if (again.ec == std::errc() && std::abs(wide) < 1) return static_cast<Number>(wide);
       const std::size_t exponent = text.find_first_of("eE");
       if (exponent != std::string_view::npos && text.substr(exponent + 1, 1) == "-") return 0;
+    }
+    if constexpr (kUnsignedToo) {
+      std::uint64_t bits = 0;
+      const auto again = std::from_chars(text.data(), end, bits);
+      if (again.ec == std::errc() && again.ptr == end) return static_cast<Number>(bits);
     }
     throw NumberError("number " + std::string(text.substr(0, 40)) + " is too large", index);
   }
@@ -210,13 +215,13 @@ void JsonReader::finish() {
   if (place_ != text_.size()) fail("something follows the end");
 }
 
-template <typename Number>
+template <bool kUnsignedToo, typename Number>
 void JsonReader::read_flat(std::vector<Number>& to, std::size_t most) {
   array([&](std::size_t) {
     if (to.size() == most) {
       throw NumberError("there are more numbers than the shape says", to.size());
     }
-    to.push_back(number<Number>(to.size()));
+    to.push_back(number<Number, kUnsignedToo>(to.size()));
   });
 }
 
@@ -249,6 +254,11 @@ void JsonReader::numbers(std::vector<std::int64_t>& to, std::size_t most, std::s
 }
 void JsonReader::numbers(std::vector<std::int32_t>& to, std::size_t most, std::size_t inner) {
   read_numbers(to, most, inner);
+}
+
+void JsonReader::ids(std::vector<std::int64_t>& to, std::size_t most) {
+  to.reserve(to.size() + std::min(most, (text_.size() - place_) / 2 + 1));
+  read_flat<true>(to, most);
 }
 
 }  // namespace tessera::serving

@@ -78,13 +78,15 @@ class JsonReader {
   void numbers(std::vector<float>& to, std::size_t most, std::size_t inner);
   void numbers(std::vector<std::int64_t>& to, std::size_t most, std::size_t inner);
   void numbers(std::vector<std::int32_t>& to, std::size_t most, std::size_t inner);
+  /// Ids of 64 bits: a number from 2^63 on is the id with the same bits, as training takes it.
+  void ids(std::vector<std::int64_t>& to, std::size_t most);
 
  private:
   template <typename Number>
   void read_numbers(std::vector<Number>& to, std::size_t most, std::size_t inner);
-  template <typename Number>
+  template <bool kUnsignedToo = false, typename Number>
   void read_flat(std::vector<Number>& to, std::size_t most);
-  template <typename Number>
+  template <typename Number, bool kUnsignedToo = false>
   Number number(std::size_t index);
   std::string_view number_text();
   void skip(int levels);

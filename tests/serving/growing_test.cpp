@@ -267,6 +267,46 @@ TEST(ServingGrowing, WhatDoesNotFitChangesNothing) {
   EXPECT_THROW(Model(other / "pkg"), checkpoint::Error);
 }
 
+TEST(ServingGrowing, UnsignedIdsAreThoseOfTheSameBits) {
+  const Folder folder;
+  GrowingModel grown(10);
+  export_growing(grown, folder, RowType::kFp32);
+  const Package package(folder / "pkg");
+  const InferParser parser(package.model(), ServerLimits{});
+  const auto body_of = [](const std::string& fixed, const std::string& any) {
+    return R"({"inputs":[{"name":"dense","shape":[1,5],"datatype":"FP32","data":[0,0,0,0,0]},)"
+           R"({"name":"t_0.values","shape":[1],"datatype":"INT64","data":[)" +
+           fixed +
+           R"(]},)"
+           R"({"name":"t_0.lengths","shape":[1],"datatype":"INT32","data":[1]},)"
+           R"({"name":"t_1.values","shape":[0],"datatype":"INT64","data":[]},)"
+           R"({"name":"t_1.lengths","shape":[1],"datatype":"INT32","data":[0]},)"
+           R"({"name":"t_2.lengths","shape":[1],"datatype":"INT32","data":[3]},)"
+           R"({"name":"t_2.values","shape":[3],"datatype":"INT64","data":[)" +
+           any + R"(]}]})";
+  };
+  using Limits = std::numeric_limits<std::int64_t>;
+  const auto request =
+      parser.parse(body_of("0", "9223372036854775808,-5,18446744073709551615"), std::nullopt);
+  EXPECT_EQ(request.features[2].ids, (std::vector<std::int64_t>{Limits::min(), -5, -1}));
+  const auto text_of = [&](const std::string& body) -> std::string {
+    try {
+      parser.parse(body, std::nullopt);
+    } catch (const HttpError& error) {
+      return std::to_string(error.code()) + " " + error.what();
+    }
+    return "";
+  };
+  for (const std::string large : {"18446744073709551616", "-9223372036854775809"}) {
+    EXPECT_EQ(text_of(body_of("0", "1,2," + large)), "422 number " + large + " is too large");
+  }
+  EXPECT_EQ(text_of(body_of("0", "1,2,0.5")), "422 number 0.5 is not whole");
+  EXPECT_EQ(text_of(body_of("0", "1,2,3,4")), "422 there are more numbers than the shape says");
+  // Rows of a fixed table are no bits.
+  EXPECT_EQ(text_of(body_of("9223372036854775808", "1,2,3")),
+            "422 number 9223372036854775808 is too large");
+}
+
 TEST(ServingGrowing, TextsAreTheIdsThatTrainingMadeOfThem) {
   if (!has_text_ids()) GTEST_SKIP() << "built without xxHash";
   EXPECT_EQ(static_cast<std::uint64_t>(text_id("abc")), 0x78AF5F94892F3950U);

@@ -158,13 +158,16 @@ class Importer {
     }
   }
 
-  // Numbers from 2^63 on, such as hashes, are texts of their digits.
+  // Numbers from 2^63 on, such as hashes, are texts of their digits, of which those who want bits
+  // make bits.
   void take_unsigned() {
     const auto* from = values<std::uint64_t>(1);
     constexpr auto kMost = static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max());
     bool fits = true;
-    for (std::size_t i = 0; i < size(); ++i)
-      fits = fits && (from[i] <= kMost || !column_.has(static_cast<std::int64_t>(i)));
+    for (std::size_t i = 0; i < size(); ++i) {
+      const bool is_there = column_.is_null.empty() || column_.is_null[i] == 0;
+      fits = fits && (from[i] <= kMost || !is_there);
+    }
     if (fits) {
       column_.kind = Kind::kWhole;
       column_.wholes = reinterpret_cast<const std::int64_t*>(from);

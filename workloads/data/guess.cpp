@@ -63,7 +63,7 @@ struct Seen {
     const bool is_real = has_value && std::isfinite(real);
     num_real += is_real ? 1 : 0;
     num_endless += has_value && !is_real ? 1 : 0;
-    num_whole += is_real && parse_whole(cell, whole) ? 1 : 0;
+    num_whole += is_real && parse_id(cell, whole) ? 1 : 0;
     if (is_real) {
       lowest = num_real == 1 ? real : std::min(lowest, real);
       highest = num_real == 1 ? real : std::max(highest, real);

@@ -86,6 +86,18 @@ inline bool parse_real(std::string_view text, double& value) {
   return error == std::errc() && stop == end && at != end;
 }
 
+template <typename Number>
+bool parse_digits_of(std::string_view text, Number& value) {
+  text = trimmed(text);
+  if (const std::size_t point = text.find('.'); point != std::string_view::npos) {
+    if (text.find_first_not_of('0', point + 1) != std::string_view::npos) return false;
+    text = text.substr(0, point);
+  }
+  const char* end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, value);
+  return error == std::errc() && stop == end && !text.empty();
+}
+
 /// A whole number; "3.0", as programs write that keep ids as floating point, counts as 3.
 inline bool parse_whole(std::string_view text, std::int64_t& value) {
   if (!text.empty() && text.size() <= 18) {
@@ -101,14 +113,17 @@ inline bool parse_whole(std::string_view text, std::int64_t& value) {
       return true;
     }
   }
-  text = trimmed(text);
-  if (const std::size_t point = text.find('.'); point != std::string_view::npos) {
-    if (text.find_first_not_of('0', point + 1) != std::string_view::npos) return false;
-    text = text.substr(0, point);
-  }
-  const char* end = text.data() + text.size();
-  const auto [stop, error] = std::from_chars(text.data(), end, value);
-  return error == std::errc() && stop == end && !text.empty();
+  return parse_digits_of(text, value);
+}
+
+/// A whole number of 64 bits, signed or not: one from 2^63 on, as hashes may be, is the id with the
+/// same bits.
+inline bool parse_id(std::string_view text, std::int64_t& id) {
+  if (parse_whole(text, id)) return true;
+  std::uint64_t bits = 0;
+  if (!parse_digits_of(text, bits)) return false;
+  id = static_cast<std::int64_t>(bits);
+  return true;
 }
 
 // The same of texts in a buffer with 8 bytes before and behind them that can be read: eight bytes

@@ -113,6 +113,8 @@ bool Samples::add_value(std::size_t feature, std::string_view value) {
   } else if (column.kind == IdKind::kVocabulary) {
     const auto found = bags.rows.find(value);
     row = found == bags.rows.end() ? column.rows - 1 : found->second;
+  } else if (is_raw(column)) {
+    if (!parse_id(value, row)) return fail(shown(value) + " is not a whole number of 64 bits");
   } else {
     if (!parse_whole(value, row)) return fail(shown(value) + " is not a whole number");
     return add_id(feature, row);

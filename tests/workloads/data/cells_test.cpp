@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <limits>
+#include <optional>
 #include <random>
 
 #include "data/delimited.h"
@@ -29,6 +31,26 @@ class Nearby {
   std::string memory_;
   std::string_view text_;
 };
+
+TEST(CellNumbers, IdsAreOf64BitsSignedOrNot) {
+  const auto id_of = [](std::string_view text) -> std::optional<std::int64_t> {
+    std::int64_t id = 7;
+    return data::parse_id(text, id) ? std::optional(id) : std::nullopt;
+  };
+  using Limits = std::numeric_limits<std::int64_t>;
+  EXPECT_EQ(id_of("9223372036854775807"), Limits::max());
+  EXPECT_EQ(id_of("9223372036854775808"), Limits::min());
+  EXPECT_EQ(id_of("-9223372036854775808"), Limits::min());
+  EXPECT_EQ(id_of(" 18446744073709551615.0 "), -1);
+  EXPECT_EQ(id_of("3.0"), 3);
+  for (const char* none : {"18446744073709551616", "-9223372036854775809", "99999999999999999999",
+                           "", "1e19", "9223372036854775808.5", "-", "x"}) {
+    EXPECT_EQ(id_of(none), std::nullopt) << none;
+  }
+  // Rows of a table are signed numbers as they were.
+  std::int64_t row = 0;
+  EXPECT_FALSE(data::parse_whole("9223372036854775808", row));
+}
 
 TEST(CellNumbers, AreTheSameFromABuffer) {
   std::mt19937 random(11);

@@ -54,9 +54,10 @@ TEST(RawId, IsXxh3OfTheBytes) {
 TEST_F(RawLogs, NumbersStayAndTextsBecomeHashes) {
   const RawLog log({file(std::string(kHead) + "1,0.5,-9223372036854775808,red blue\n"
                                               "0,x,1,red\n"
-                                              "0,1,9223372036854775807,\n")},
+                                              "0,1,9223372036854775807,\n"
+                                              "0,1,18446744073709551614,\n")},
                    schema_);
-  ASSERT_EQ(log.num_samples(), 2);
+  ASSERT_EQ(log.num_samples(), 3);
   EXPECT_EQ(log.report().num_bad, 1);
   EXPECT_NE(notes_of("log", log.report()).find("'x' is not a number"), std::string::npos);
   SampleBlock block;
@@ -68,7 +69,9 @@ TEST_F(RawLogs, NumbersStayAndTextsBecomeHashes) {
   log.read(1, 1, block);
   EXPECT_EQ(block.ids, (std::vector<std::int64_t>{Limits::max()}));
   EXPECT_EQ(block.labels, (std::vector<float>{0}));
-  EXPECT_THROW(log.read(1, 2, block), DataError);
+  log.read(2, 1, block);
+  EXPECT_EQ(block.ids, (std::vector<std::int64_t>{-2}));  // the bits of an unsigned hash
+  EXPECT_THROW(log.read(1, 3, block), DataError);
 }
 
 TEST_F(RawLogs, WithoutAGoodRecordIsAnError) {
@@ -112,6 +115,19 @@ TEST_F(RawLogs, WhatCannotBeReadIsToldWhereItIsMet) {
   RawStream stream(folder_ + "/none.csv", schema_, {});
   SampleBlock block;
   EXPECT_THROW(stream.next(block, milliseconds(10'000)), DataError);
+}
+
+TEST_F(RawLogs, UnsignedHashesAreGuessedToBeIds) {
+  std::string text = kHead;
+  for (int i = 0; i < 40; ++i) {
+    text += std::to_string(i % 2) + ",0.5" + std::to_string(i % 7) + "," +
+            std::to_string((std::uint64_t{1} << 63) - 20 + static_cast<std::uint64_t>(i)) +
+            ",a b\n";
+  }
+  const Schema guessed = schema_or_guess("", file(text));
+  ASSERT_FALSE(guessed.features.empty());
+  EXPECT_EQ(guessed.features.front().column, "user");
+  for (const DenseColumn& dense : guessed.dense) EXPECT_EQ(dense.column, "price");
 }
 
 TEST_F(RawLogs, WithoutASchemaOneIsGuessed) {
