@@ -181,10 +181,15 @@ def _split_like(mapped, parts):
     return [{k: pieces[k][rank] for k in pieces} for rank in range(len(parts))]
 
 
-def _resets(rank, wish):
-    """A row that changes hands begins anew on its owner, state of the optimizer included."""
+def _resets(rank, wish, fused):
+    """A row that changes hands begins anew on its owner, state of a fused optimizer included."""
     module = whole(sizes={"a": 6}, policy=LRU_EvictionPolicy)
-    sharded = shard(module, {"a": wish}, {**FUSED, "learning_rate": 0.5})
+    sharded = shard(module, {"a": wish}, fused)
+    parameters = list(sharded.parameters())
+    # The dense kernel leaves gradients to an optimizer outside.
+    assert bool(sharded.fused_optimizer.params) == (fused is not None)
+    optimizer = torch.optim.SGD(parameters, lr=0.5) if fused is None and parameters else None
+    kept = []
     for step in range(8):
         ids = torch.arange(3) + 10 * step  # new ids in every step
         features = KeyedJaggedTensor.from_lengths_sync(["f", "g"], ids, torch.tensor([3, 0]))
@@ -195,7 +200,13 @@ def _resets(rank, wish):
         if known.all():
             assert torch.equal(pooled.detach(), torch.full((1, 4), 3.0)), step
         pooled.sum().backward()
-    assert int(known.sum()) > 0
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+        stepped = sharded.gather_tables()["a"][rows[known]]
+        assert bool((stepped < 1).all()), step  # what the next one must not see
+        kept.append(int(known.sum()))
+    assert kept[-1] > 0 and 3 in kept
 
 
 def _columns_as_whole_rows(rank):
@@ -442,7 +453,8 @@ def _refused(rank):
 def _two_ranks(rank):
     _as_in_one_process(rank)
     for wish in (row_wise(), column_wise([0, 1]), column_wise([1, 1, 0, 0], [1, 1, 1, 1])):
-        _resets(rank, wish)
+        for fused in ({**FUSED, "learning_rate": 0.5}, None):
+            _resets(rank, wish, fused)
     _columns_as_whole_rows(rank)
     _planned_by_columns(rank)
     _refused(rank)
