@@ -283,6 +283,24 @@ def test_a_stream_trains_to_its_end(tmp_path, log):
     assert piped["steps"] == 12  # 1,200 samples, 100 a step
     line = train(tmp_path, "--data", "-", *flags, text=text).stdout
     assert "ids " in line and "/12" not in line
+    # Checkpoints on the way, and one at the end; each holds the ids seen until then.
+    folder = tmp_path / "run"
+    flags += ["--checkpoint-every", "5", "--keep", "9", "--save", str(folder)]
+    saved = answer(tmp_path, "--data", "-", *flags, text=text)
+    assert saved["steps"] == 12 and saved["ids"] == piped["ids"]
+    assert checkpoints_of(folder) == [12, 10, 5]
+    counts = []
+    for step in (5, 10, 12):
+        words = [TESSERA, "ckpt", "ids", str(folder), "--table", "user", "--step", str(step)]
+        listed = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT, check=True).stdout
+        counts.append(len(listed.splitlines()) - 1)
+    users = [int(one.split(",")[2]) for one in text.splitlines()[1:]]
+    assert counts == [len(set(users[: 100 * step])) for step in (5, 10, 12)]
+    # A pipe goes on as it comes: what it brings now is new.
+    resumed = answer(
+        tmp_path, "--resume", str(folder), text=text.splitlines()[0] + "\n" + "".join(lines_of(300, seed=6))
+    )
+    assert resumed["first_step"] == 12 and resumed["steps"] == 15
 
 
 def checkpoints_of(folder):
