@@ -430,6 +430,75 @@ def test_rows_without_a_state_of_their_optimizer_begin_with_one():
     assert all(not kept[f"{table}.momentum1"].any() for table in "ab")
 
 
+def test_results_of_earlier_calls_may_be_held_while_tables_grow():
+    """As a training loop holds the last loss."""
+    module = make(None)
+    held = []
+    for features in (batch([[5]], [[6]]), batch([list(range(2000))], [[6]]), batch([[5]], [[6]])):
+        held.append(loss_of(module(features)[0]))
+        held[-1].backward()
+    weight = module._tables()["a"].weight
+    assert weight.grad.shape == weight.shape and weight.size(0) > 2000
+
+
+def _without_memory(patch, failing):
+    """Let the n-th piece of memory be one that is not there: of weights and gradients, of optimizers."""
+    left = [failing]
+    empty_rows, optimizer_of = _C.embedding.empty_rows, EmbeddingBagCollection.fused_optimizer
+
+    def take():
+        left[0] -= 1
+        if left[0] == 0:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    def new_rows(*args):
+        take()
+        return empty_rows(*args)
+
+    def new_optimizer(module):
+        if module._weights()[0].size(0) > 1024:  # of tables that have grown
+            take()
+        return optimizer_of(module)
+
+    patch.setattr(_C.embedding, "empty_rows", new_rows)
+    patch.setattr(EmbeddingBagCollection, "fused_optimizer", new_optimizer)
+
+
+@pytest.mark.parametrize("default", ["row", "init"])
+@pytest.mark.parametrize(("kind", "pieces"), [("ADAM", 3), ("SGD", 3), (None, 4)])
+def test_without_memory_for_rows_nothing_changes(monkeypatch, kind, pieces, default):
+    straight, module = make(kind, default=default), make(kind, default=default)
+    first, many = batch([[5]], [[6]]), batch([list(range(100, 2000))], [list(range(4000, 6000))])
+    for one in (straight, module):
+        loss_of(one(first)[0]).backward()
+    before = module.state_dict()
+    gradients = [weight.grad for weight in module._embedding_module._weights()]
+    # In evaluation, unknown ids need rows to read what theirs would begin with.
+    for is_training in (True, False) if default == "init" else (True,):
+        module.train(is_training)
+        for failing in range(1, pieces + 1):
+            with monkeypatch.context() as patch:
+                _without_memory(patch, failing)
+                with pytest.raises(
+                    MemoryError, match=r"no memory for \d+ rows of table 'a', .* Set a capacity"
+                ):
+                    module(many)
+            assert_same(before, module.state_dict())
+            assert [len(ids) for _, ids in module._growing()] == [1, 2]
+            assert [int(ids._current_iter_tensor) for _, ids in module._growing()] == [1, 1]
+            assert [w.size(0) for w in module._embedding_module._weights()] == [1024, 1024]
+            weights = zip(gradients, module._embedding_module._weights(), strict=True)
+            assert all(gradient is weight.grad for gradient, weight in weights)
+    # It goes on as one that never was without.
+    module.train()
+    for features in (first, many, first):
+        results = [one(features)[0] for one in (straight, module)]
+        assert torch.equal(results[0].values(), results[1].values())
+        for result in results:
+            loss_of(result).backward()
+    assert_same(straight.state_dict(), module.state_dict())
+
+
 def test_errors_leave_all_as_it_was():
     with pytest.raises(AssertionError, match="has 5 rows, but its ids grow"):
         ManagedCollisionCollection({"t": GrowingManagedCollisionModule()}, [EmbeddingBagConfig(5, 2, "t")])

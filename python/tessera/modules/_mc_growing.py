@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -63,6 +63,17 @@ def _together(features: Features) -> torch.Tensor:
     return given[0] if len(given) == 1 else torch.cat(given)
 
 
+def _scratch_rows(values: torch.Tensor, rows: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Let unknown ids read rows from `first` on, which hold what their own would begin with.
+
+    Returns these ids and their rows.
+    """
+    is_unknown = rows == 0
+    unknown, places = torch.unique(values[is_unknown], return_inverse=True)
+    rows[is_unknown] = places + first
+    return unknown, torch.arange(unknown.numel()) + first
+
+
 def undo_plans(modules: Iterable[nn.Module]) -> None:
     """Take back what growing tables among the modules have planned."""
     for module in modules:
@@ -84,6 +95,15 @@ def prepare_states(
         for _, module in growing:
             module.forget_prepared()
         raise
+
+
+class _Plan(NamedTuple):
+    """What the next batch reads and changes."""
+
+    rows: torch.Tensor
+    changes: tuple | None  # None in eval mode
+    scratch: tuple[torch.Tensor, torch.Tensor]  # ids that read what their row would begin with, and where
+    num_rows: int  # of ids
 
 
 class GrowingManagedCollisionModule(ManagedCollisionModule):
@@ -166,6 +186,7 @@ class GrowingManagedCollisionModule(ManagedCollisionModule):
     def _forget_changes(self) -> None:
         nothing = torch.empty(0, dtype=torch.int64)
         self._fresh = (nothing, nothing)  # ids, and the rows to fill for them
+        self._scratch = (nothing, nothing)  # the same, of this batch alone
         self._gone: list[torch.Tensor] = []
         self._num_scratch = 0
 
@@ -190,19 +211,14 @@ class GrowingManagedCollisionModule(ManagedCollisionModule):
         write_weights: torch.Tensor | None = None,
     ) -> Features:
         """Return the rows in place of the ids; in train mode unknown ids may get one."""
-        values = _together(features)
-        if self.training and self._planned is None:
-            self.plan(features)
         if self._planned is None:
-            rows = self._ids.find(values, _FIRST_ROW)
-        else:
-            (rows, changes), self._planned = self._planned, None
+            self.plan(features)
+        (rows, changes, self._scratch, _), self._planned = self._planned, None
+        if changes is not None:
             self._ids.keep_admitted()
             self._current_iter_tensor += 1
             self._take_changes(*changes)
-        self._num_scratch = 0
-        if self._default == "init":
-            self._add_scratch(values.cpu().to(torch.int64), rows)
+        self._num_scratch = self._scratch[0].numel()
         if self._device.type != "cpu":
             rows = rows.to(self._device)
         parts = rows.split([feature.values().numel() for feature in features.values()])
@@ -210,12 +226,28 @@ class GrowingManagedCollisionModule(ManagedCollisionModule):
         return {name: with_values(feature, part) for (name, feature), part in pairs}
 
     def plan(self, features: Features) -> None:
-        """Admit the ids of the next `remap`, which must be of the same features; `undo_plan` takes it back.
+        """Find the ids of the next `remap`, which must be of the same features, and in train mode admit them.
 
-        In train mode. On an error nothing has changed.
+        `num_table_rows` counts what it needs; `undo_plan` takes it back. On an error nothing has changed.
         """
-        step = int(self._current_iter_tensor) + 1
-        self._planned = self._ids.plan_admit(_together(features), None, step, _FIRST_ROW)
+        values = _together(features)
+        try:
+            changes = None
+            num_rows = self._ids.num_rows()
+            if self.training:
+                step = int(self._current_iter_tensor) + 1
+                rows, changes = self._ids.plan_admit(values, None, step, _FIRST_ROW)
+                num_rows = max(num_rows, int(changes[1].max()) + 1 if changes[1].numel() > 0 else 0)
+            else:
+                rows = self._ids.find(values, _FIRST_ROW)
+            nothing = torch.empty(0, dtype=torch.int64)
+            scratch = (nothing, nothing)
+            if self._default == "init":
+                scratch = _scratch_rows(values.cpu().to(torch.int64), rows, num_rows + 1)
+            self._planned = _Plan(rows, changes, scratch, num_rows)
+        except BaseException:
+            self.undo_plan()
+            raise
 
     def undo_plan(self) -> None:
         """Take back what was planned, if anything was."""
@@ -229,26 +261,20 @@ class GrowingManagedCollisionModule(ManagedCollisionModule):
         if evicted_ids.numel() > 0 and self._track_removed:
             self._gone.append(evicted_ids)
         ids, rows = self._fresh
+        if ids.numel() > 0:  # some were not filled, and may belong to others by now
+            stays = ~torch.isin(rows, new_rows + 1)
+            ids, rows = ids[stays], rows[stays]
         self._fresh = (torch.cat([ids, new_ids]), torch.cat([rows, new_rows + 1]))
 
-    def _add_scratch(self, values: torch.Tensor, rows: torch.Tensor) -> None:
-        """Let unknown ids read rows behind all others, which hold what their own would begin with."""
-        is_unknown = rows == 0
-        if not bool(is_unknown.any()):
-            return
-        unknown, places = torch.unique(values[is_unknown], return_inverse=True)
-        first = self._ids.num_rows() + 1
-        rows[is_unknown] = places + first
-        self._num_scratch = unknown.numel()
-        ids, fresh = self._fresh
-        self._fresh = (torch.cat([ids, unknown]), torch.cat([fresh, torch.arange(unknown.numel()) + first]))
+    def fresh_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ids and rows that must be filled before the next lookup, until `forget_fresh_rows`."""
+        (ids, rows), (unknown, scratch) = self._fresh, self._scratch
+        return torch.cat([ids, unknown]), torch.cat([rows, scratch])
 
-    def take_fresh_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ids and rows that must be filled before the next lookup, once."""
-        fresh = self._fresh
+    def forget_fresh_rows(self) -> None:
+        """Note that rows were filled."""
         nothing = torch.empty(0, dtype=torch.int64)
-        self._fresh = (nothing, nothing)
-        return fresh
+        self._fresh = self._scratch = (nothing, nothing)
 
     def take_removed_ids(self) -> torch.Tensor:
         """Return the ids that lost their row since the last call, for those who keep copies."""
@@ -270,7 +296,7 @@ class GrowingManagedCollisionModule(ManagedCollisionModule):
 
     def evict(self) -> torch.Tensor | None:
         """Return the rows that got an id since they were last filled; None if none did."""
-        rows = self._fresh[1]
+        rows = self.fresh_rows()[1]
         return rows.to(self._device) if rows.numel() > 0 else None
 
     # ---- what others ask ----
@@ -278,7 +304,7 @@ class GrowingManagedCollisionModule(ManagedCollisionModule):
     num_admitted = 0
     num_refused = 0
     num_evicted = 0
-    _planned: tuple[torch.Tensor, tuple] | None = None  # rows and changes of the next batch
+    _planned: _Plan | None = None
     _prepared: tuple[torch.Tensor, _C.collision.IdTable] | None = None  # of a load, by its ids
 
     def __len__(self) -> int:
@@ -288,7 +314,9 @@ class GrowingManagedCollisionModule(ManagedCollisionModule):
         return True
 
     def num_table_rows(self) -> int:
-        """Return how many rows the table must have for the next lookup."""
+        """Return how many rows the table must have for the next lookup, of what is planned if anything is."""
+        if self._planned is not None:
+            return 1 + self._planned.num_rows + self._planned.scratch[0].numel()
         return 1 + self._ids.num_rows() + self._num_scratch
 
     def output_size(self) -> int | None:

@@ -17,8 +17,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -75,6 +76,36 @@ def _resized(values: torch.Tensor, rows: int, filling: float) -> torch.Tensor:
     new[:kept] = values[:kept]
     new[kept:] = filling
     return new
+
+
+def _put_rows(tables: nn.ModuleDict, rows: dict[str, tuple[int, torch.Tensor, torch.Tensor | None]]) -> None:
+    """Give tables these numbers of rows, weights and gradients."""
+    for name, (count, values, gradient) in rows.items():
+        weight = tables[name].weight
+        tables[name].num_embeddings = count
+        weight.grad = None  # of another shape
+        # A result of an earlier call that somebody still holds keeps the node that adds gradients up, which
+        # knows the old shape; torch makes a new one only for another type.
+        weight.data = torch.empty(0, dtype=torch.float64, device=weight.device)
+        weight.data = values
+        weight.grad = gradient
+
+
+@contextlib.contextmanager
+def _clear_errors_of_memory(weights: dict[str, torch.Tensor], sizes: dict[str, int]) -> Iterator[None]:
+    """Turn the allocator's error into one that says of what, and what to do."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not isinstance(error, MemoryError) and "memory" not in str(error):
+            raise
+        wanted = {name: rows * weights[name].size(1) for name, rows in sizes.items()}
+        named = ", ".join(f"{rows} rows of table '{name}'" for name, rows in sizes.items())
+        size = sum(numbers * weights[name].element_size() for name, numbers in wanted.items())
+        raise MemoryError(
+            f"collision.growing: no memory for {named}, {size} bytes and the state of their optimizer beside "
+            "them; nothing has changed. Set a capacity with an eviction, or use more ranks."
+        ) from error
 
 
 _OPTIMIZER = "_tessera_optimizer."
@@ -175,8 +206,13 @@ def _make_room(module, state, prefix, *_) -> None:
         config.name: state.get(_weight_key(module, prefix, config.name)) for config, _ in module._growing()
     }
     sizes = {name: weight.size(0) for name, weight in weights.items() if weight is not None}
-    if sizes:
-        module._resize(sizes)
+    try:
+        if sizes:
+            module._resize(sizes)
+    except BaseException:
+        for _, ids in module._growing():
+            ids.forget_prepared()
+        raise
 
 
 def _take_optimizer_state(module, _) -> None:
@@ -264,16 +300,21 @@ class BaseManagedCollisionEmbeddingCollection(nn.Module):
                 reset_state(state, config.name, rows, optimizer.options.initial_accumulator)
         return evicted
 
-    def _fill_growing(self) -> None:
-        """Make room for the rows of growing tables, and give new rows their first values."""
-        growing, tables = self._growing(), self._tables()
-        sizes = {config.name: ids.num_table_rows() for config, ids in growing}
+    def _make_room(self) -> None:
+        """Give growing tables the rows that their ids, or those of a batch that is planned, need."""
+        tables = self._tables()
+        sizes = {config.name: ids.num_table_rows() for config, ids in self._growing()}
         too_small = {name: rows for name, rows in sizes.items() if rows > tables[name].weight.size(0)}
         if too_small:
             # Half as much again, so that all the copying together is in proportion to the table.
             self._resize({name: max(rows, 1024, rows + rows // 2) for name, rows in too_small.items()})
-        for config, ids in growing:
-            new_ids, rows = ids.take_fresh_rows()
+
+    def _fill_growing(self) -> None:
+        """Make room for the rows of growing tables, and give new rows their first values."""
+        self._make_room()
+        tables = self._tables()
+        for config, ids in self._growing():
+            new_ids, rows = ids.fresh_rows()
             weight = tables[config.name].weight
             is_zero = ids._default == "zero"
             if new_ids.numel() == 0 and not is_zero:
@@ -287,28 +328,41 @@ class BaseManagedCollisionEmbeddingCollection(nn.Module):
             if optimizer is not None:
                 start = optimizer.options.initial_accumulator
                 reset_state(optimizer.state_dict(), config.name, rows, start)
+            ids.forget_fresh_rows()
 
     def _resize(self, sizes: dict[str, int]) -> None:
-        """Give tables another number of rows; those there are keep weights, gradients and state."""
+        """Give tables another number of rows; those there are keep weights, gradients and state.
+
+        All tables of `sizes` or, where there is no memory for one, none.
+        """
         module, tables = self._embedding_module, self._tables()
         old = module.fused_optimizer()
-        state = {} if old is None else dict(old.state_dict())
-        for name, rows in sizes.items():
-            weight = tables[name].weight
-            tables[name].num_embeddings = rows
-            gradient = weight.grad
-            weight.grad = None
-            weight.data = _resized(weight.data, rows, 0.0)
-            if gradient is not None:
-                weight.grad = _resized(gradient, rows, 0.0)
-        if old is None:
+        weights = {name: tables[name].weight for name in sizes}
+        before = {n: (tables[n].num_embeddings, w.data, w.grad) for n, w in weights.items()}
+        with _clear_errors_of_memory(weights, sizes):
+            after = {
+                name: (
+                    sizes[name],
+                    _resized(weight.data, sizes[name], 0.0),
+                    None if weight.grad is None else _resized(weight.grad, sizes[name], 0.0),
+                )
+                for name, weight in weights.items()
+            }
+            try:
+                _put_rows(tables, after)
+                # Of the new tables, with a state that begins; the old one is of no use any more.
+                optimizer = module.fused_optimizer()
+            except BaseException:
+                _put_rows(tables, before)
+                raise
+        if optimizer is None:
             return
-        optimizer = module.fused_optimizer()  # of the new tables; the old one is of no use any more
-        start = old.options.initial_accumulator
-        for name, value in state.items():
-            table = name.rpartition(".")[0]
-            if table in sizes:
-                state[name] = _resized(value, sizes[table], start)
+        state, new = dict(old.state_dict()), optimizer.state_dict()
+        for name, value in new.items():
+            if name.rpartition(".")[0] in sizes:
+                kept = min(value.size(0), state[name].size(0))
+                value[:kept] = state[name][:kept]
+                state[name] = value
         optimizer.load_state_dict(state)
         optimizer.set_learning_rate(old.options.learning_rate)
 
@@ -344,7 +398,9 @@ class BaseManagedCollisionEmbeddingCollection(nn.Module):
         self, features: KeyedJaggedTensor, mutate_miss_lengths: bool = True
     ) -> tuple[KeyedTensor | dict[str, JaggedTensor], KeyedJaggedTensor | None]:
         """Return the rows of the ids, and the row numbers if they were asked for."""
-        mapped = self._managed_collision_collection(features, mutate_miss_lengths)
+        mapped = self._managed_collision_collection(
+            features, mutate_miss_lengths, make_room=self._make_room if self._growing() else None
+        )
         self.reset_evicted()
         found = self._embedding_module(mapped)
         return found, mapped if self._return_remapped_features else None

@@ -444,8 +444,18 @@ class ManagedCollisionCollection(nn.Module):
                 wanted.append((table, feature, name))
         return wanted
 
-    def forward(self, features: KeyedJaggedTensor, mutate_miss_lengths: bool = True) -> KeyedJaggedTensor:
-        """Return the same bags with rows in place of ids, in the order of the tables."""
+    def forward(
+        self,
+        features: KeyedJaggedTensor,
+        mutate_miss_lengths: bool = True,
+        *,
+        make_room: Callable[[], None] | None = None,
+    ) -> KeyedJaggedTensor:
+        """Return the same bags with rows in place of ids, in the order of the tables.
+
+        `make_room` is called when it is known how many rows tables that grow will have, before any id is
+        kept; if it raises, nothing has changed.
+        """
         wanted = self._inputs(features)
         keys = features.keys()
         arranged = features.permute([keys.index(feature) for _, feature, _ in wanted])
@@ -459,22 +469,25 @@ class ManagedCollisionCollection(nn.Module):
                     torch.cat([part.values() for part in own]),
                     lengths=torch.cat([part.lengths() for part in own]),
                 )
-        for table, rows in self._rows_of(together, mutate_miss_lengths).items():
+        for table, rows in self._rows_of(together, mutate_miss_lengths, make_room).items():
             names = self.features_of(table)
             sizes = [parts[name].values().numel() for name in names]
             parts.update(zip(names, rows.split(sizes), strict=True))
         values = [parts[name] for _, _, name in wanted]
         return _renamed(arranged, [name for _, _, name in wanted], torch.cat(values), features)
 
-    def _rows_of(self, together: Features, mutate_miss_lengths: bool) -> dict[str, torch.Tensor]:
+    def _rows_of(
+        self, together: Features, mutate_miss_lengths: bool, make_room: Callable[[], None] | None
+    ) -> dict[str, torch.Tensor]:
         """Return the rows of every table's ids; tables that grow admit all of them, or none."""
         modules = {table: self._managed_collision_modules[table] for table in together}
         growing = {t: m for t, m in modules.items() if isinstance(m, GrowingManagedCollisionModule)}
         rows = {}
         try:
             for table, module in growing.items():
-                if module.training:
-                    module.plan({table: together[table]})
+                module.plan({table: together[table]})
+            if make_room is not None:
+                make_room()
             for table in sorted(modules, key=lambda table: table in growing):  # what may fail yet first
                 features = {table: together[table]}
                 rows[table] = modules[table](features, mutate_miss_lengths)[table].values()
