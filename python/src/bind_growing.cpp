@@ -154,6 +154,16 @@ void bind_growing(py::module_& parent) {
            })
       .def("load_rows", [](GrowingTables& self, const std::string& table,
                            const py::dict& rows) { self.load_rows(table, rows_from_dict(rows)); })
+      .def("prepare_rows",
+           [](GrowingTables& self, const py::dict& tables) {
+             std::map<std::string, GrowingRows> rows;
+             for (const auto& [table, given] : tables) {
+               rows.emplace(table.cast<std::string>(), rows_from_dict(given.cast<py::dict>()));
+             }
+             self.prepare_rows(rows);
+           })
+      .def("take_prepared_rows", &GrowingTables::take_prepared_rows)
+      .def("forget_prepared_rows", &GrowingTables::forget_prepared_rows)
       .def("num_steps",
            [](const GrowingTables& self) {
              const GrowingSteps steps = self.num_steps();

@@ -63,6 +63,14 @@ struct GrowingPart {
   Growth growth;
 };
 
+/// What takes the place of a part's ids and rows, whose memory is there already.
+struct PreparedRows {
+  GrowingPart* part;
+  IdTable ids;
+  at::Tensor weight;
+  std::map<std::string, at::Tensor> states;
+};
+
 struct GrowingState : sharding::TablesState {
   GrowingState(std::vector<GrowingTable> tables, const std::map<std::string, sharding::Placement>&,
                const comm::Group& group, const GrowingOptions& options, bool is_pooled);
@@ -94,6 +102,7 @@ struct GrowingState : sharding::TablesState {
   std::vector<GrowingTable> tables;
   GrowingOptions options;
   std::vector<std::unique_ptr<GrowingPart>> parts;  // on this rank, in order of the tables
+  std::vector<PreparedRows> prepared;               // of a load that is to come
   std::shared_ptr<UnknownRows> unknown_rows;        // null if no table trains one
   std::unique_ptr<embedding::TableBatch> batch;     // null without parts
   /// Where every bag lies on one rank, its sum is made there: the same bits as at home.

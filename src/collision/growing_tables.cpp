@@ -167,9 +167,12 @@ GrowingRows GrowingTables::export_rows(const std::string& table) const {
   return rows;
 }
 
-void GrowingTables::load_rows(const std::string& table, const GrowingRows& rows) {
-  GrowingPart* part = state_->part_of(table);
-  if (part == nullptr) return;
+namespace {
+
+// Those of a part's buckets, checked.
+PreparedRows prepared(GrowingPart& of, const GrowingRows& rows) {
+  GrowingPart* const part = &of;
+  const std::string& table = part->config->config.name;
   const auto count = static_cast<std::int64_t>(rows.ids.ids.size());
   const auto fits = [&](const at::Tensor& given, const at::Tensor& own) {
     return given.defined() && given.dim() == own.dim() && given.size(0) == count &&
@@ -218,10 +221,38 @@ void GrowingTables::load_rows(const std::string& table, const GrowingRows& rows)
   for (const auto& [name, tensor] : part->state) {
     states[name] = rows.state.at(name).index_select(0, places);
   }
+  TESSERA_CHECK_VALUE(part->reserve(ids.num_rows()), "collision.growing_tables: no memory for ",
+                      own.ids.size(), " rows of table '", table,
+                      "'; nothing has changed. Set a capacity with eviction, or use more ranks.");
+  return {part, std::move(ids), rows.weight.index_select(0, places), std::move(states)};
+}
+
+}  // namespace
+
+void GrowingTables::prepare_rows(const std::map<std::string, GrowingRows>& tables) {
+  state_->prepared.clear();
+  std::vector<PreparedRows> all;
+  for (const auto& [table, rows] : tables) {
+    GrowingPart* const part = state_->part_of(table);
+    if (part != nullptr) all.push_back(prepared(*part, rows));
+  }
+  state_->prepared = std::move(all);
+}
+
+void GrowingTables::take_prepared_rows() {
   state_->read_unread();
-  TESSERA_CHECK_VALUE(part->take(std::move(ids), rows.weight.index_select(0, places), states),
-                      "collision.growing_tables: no memory for ", own.ids.size(),
-                      " rows of table '", table, "'.");
+  for (PreparedRows& one : state_->prepared) {
+    const bool has_memory = one.part->take(std::move(one.ids), one.weight, one.states);
+    TESSERA_INTERNAL_ASSERT(has_memory, "rows were prepared without their memory");
+  }
+  state_->prepared.clear();
+}
+
+void GrowingTables::forget_prepared_rows() noexcept { state_->prepared.clear(); }
+
+void GrowingTables::load_rows(const std::string& table, const GrowingRows& rows) {
+  prepare_rows({{table, rows}});
+  take_prepared_rows();
 }
 
 std::map<std::string, at::Tensor> GrowingTables::unknown_state(const std::string& table) const {

@@ -458,6 +458,49 @@ TEST(GrowingTables, MemoryThatOneRankHasNotIsTheSameErrorOnAllAndChangesNothing)
   }
 }
 
+TEST(GrowingTables, WithoutMemoryForOneTableNoRowsAreLoaded) {
+  run_ranks(1, [](const comm::Group& group) {
+    auto tables = two_tables();
+    GrowingEmbeddingBagCollection saved(tables, group, adagrad());
+    Samples samples = samples_of(0, 8000);
+    for (std::size_t i = 0; i < samples.g.size(); ++i) {
+      samples.f[i] = {-static_cast<std::int64_t>(i)};
+      samples.g[i] = samples.h[i] = static_cast<std::int64_t>(i) + 1000;
+    }
+    saved.forward(features_of(samples, 0, samples.g.size())).values().sum().backward();
+    tables[1].ids.most_bytes = 3 << 16;  // for some thousand ids
+    GrowingEmbeddingBagCollection growing(tables, group, adagrad());
+    for (std::int64_t step = 1; step < 4; ++step) train(growing, step);
+    Remains before;
+    Remains after;
+    Remains last;
+    add_remains(growing, before);
+    const std::map<std::string, collision::GrowingRows> rows = {{"a", saved.export_rows("a")},
+                                                                {"b", saved.export_rows("b")}};
+    try {
+      growing.prepare_rows(rows);
+      FAIL() << "no error";
+    } catch (const c10::Error& error) {
+      const std::string told = error.what_without_backtrace();
+      for (const char* part : {"table 'b'", "no memory for "}) {
+        EXPECT_NE(told.find(part), std::string::npos) << told;
+      }
+    }
+    growing.take_prepared_rows();  // nothing is
+    add_remains(growing, after);
+    EXPECT_EQ(before, after);
+    train(growing, 4);  // it goes on
+    growing.prepare_rows({{"a", rows.at("a")}});
+    growing.forget_prepared_rows();
+    growing.take_prepared_rows();
+    EXPECT_LT(growing.growth()[0].ids, 8000);
+    growing.load_rows("a", rows.at("a"));
+    EXPECT_EQ(growing.growth()[0].ids, 8000);
+    EXPECT_EQ(growing.export_rows("a").weight.sizes(), rows.at("a").weight.sizes());
+    EXPECT_TRUE(at::equal(growing.export_rows("a").weight, rows.at("a").weight));
+  });
+}
+
 TEST(GrowingTables, WhatCannotBeIsAnError) {
   const auto text = [](const std::function<void(const comm::Group&)>& body) {
     return text_of(run_ranks_collecting(1, body).front());

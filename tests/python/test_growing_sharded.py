@@ -266,5 +266,42 @@ def test_a_state_that_is_refused_changes_no_table(world):
         assert first[1].endswith("(on rank 1)") and first[0].endswith("(on rank 0)")
 
 
+def _without_memory(rank):
+    """The last rank has room for some thousand ids of the second table; the others for all."""
+    set_gradient_division(False)
+    world = dist.get_world_size()
+    saved = shard(whole())
+    ids = torch.arange(20000)
+    lengths = torch.tensor([20000, 0, 20000])
+    saved(KeyedJaggedTensor.from_lengths_sync(["f", "g", "h"], ids.repeat(2), lengths))[0].wait()
+    module = whole()
+    second = module._managed_collision_collection._managed_collision_modules["b"]
+    options_of = second._table_options
+
+    def limited(seed=None):
+        options = options_of(seed)
+        if seed is None and rank == world - 1:  # of the rows, not of a state that is looked through
+            options.most_bytes = 3 << 16
+        return options
+
+    second._table_options = limited
+    sharded = shard(module)
+    train(sharded, range(3), rank, world)
+    good, before = saved.state_dict(), sharded.state_dict()
+    with pytest.raises(ValueError, match=r"table 'b': no memory for .* bytes") as caught:
+        sharded.load_state_dict(dict(good))
+    after = sharded.state_dict()
+    for name, value in before.items():
+        assert value == after[name] if isinstance(value, dict) else torch.equal(value, after[name]), name
+    train(sharded, range(3, 5), rank, world)  # it goes on
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_without_memory_for_one_table_none_is_loaded(world):
+    told = run_ranks(world, _without_memory)
+    assert len(set(told)) == 1 and told[0].endswith("(on rank 1)") == (world > 1)
+
+
 def test_what_cannot_be_is_an_error():
     run_ranks(1, _refused)

@@ -147,6 +147,12 @@ class TESSERA_API GrowingTables : public torch::nn::Module, public sharding::Sha
   /// Replaces this rank's rows by those of its buckets among the rows given. Throws ValueError for
   /// lists that no table has written, and changes nothing.
   void load_rows(const std::string& table, const GrowingRows& rows);
+  /// The same of several tables, in two steps, so that all ranks load or none does: checks all and
+  /// gets the memory for all of them; throws, and no table has changed; ...
+  void prepare_rows(const std::map<std::string, GrowingRows>& tables);
+  /// ... then puts what was prepared in its place, or gives it up. Before any other call.
+  void take_prepared_rows();
+  void forget_prepared_rows() noexcept;
   /// State of the optimizer of `unknown_row`, itself.
   std::map<std::string, at::Tensor> unknown_state(const std::string& table) const;
   GrowingSteps num_steps() const;

@@ -182,22 +182,22 @@ class GrowingEngine:
     def take_state(self, state: dict[str, Any], prefix: str) -> None:
         """Take the rows of this rank's buckets out of whole tables; what was taken is removed. Collective.
 
-        What one rank's state lacks is the same ValueError on all, and no table has changed.
+        What one rank's state or memory lacks is the same ValueError on all, and no table has changed.
         """
         self._raise_together(self._problem_of(state, prefix))
+        self._raise_together(self._prepare_rows(state, prefix))
+        self.engine.take_prepared_rows()
         calls, steps = 0, state.pop(f"{prefix}_tessera_optimizer.steps", None)
         one = state.pop(f"{prefix}_tessera_optimizer.step", None)  # of a collection on one rank
         for config in self._configs:
             extra = state.pop(self._ids_key(prefix, config.name, "_extra_state"))
             self._modules[config.name].set_extra_state(extra)
-            rows = {name: state.pop(self._ids_key(prefix, config.name, f"_{name}")) for name in _LISTS}
+            for name in _LISTS:
+                state.pop(self._ids_key(prefix, config.name, f"_{name}"))
             calls = int(state.pop(self._ids_key(prefix, config.name, "_current_iter_tensor")))
             weight = state.pop(self._weight_key(prefix, config.name))
-            rows["weight"] = weight[1:].to(torch.float32)
             start = f"{prefix}_tessera_optimizer.{config.name}."
             held = {key: state.pop(key) for key in list(state) if key.startswith(start)}
-            rows["state"] = {key.removeprefix(start): value[1:] for key, value in held.items()}
-            self.engine.load_rows(config.name, rows)
             unknown = self.engine.unknown_row(config.name)
             if unknown is not None:
                 unknown.copy_(weight[0])
@@ -207,6 +207,22 @@ class GrowingEngine:
         if one is not None:
             of_rows = of_unknown = int(one)
         self.engine.set_progress(calls, of_rows, of_unknown)
+
+    def _prepare_rows(self, state: dict[str, Any], prefix: str) -> str:
+        """Get memory for this rank's rows of all tables; return what is wrong, and nothing has changed."""
+        tables = {}
+        try:
+            for config in self._configs:
+                rows = {name: state[self._ids_key(prefix, config.name, f"_{name}")] for name in _LISTS}
+                rows["weight"] = state[self._weight_key(prefix, config.name)][1:].to(torch.float32)
+                start = f"{prefix}_tessera_optimizer.{config.name}."
+                held = {key: value for key, value in state.items() if key.startswith(start)}
+                rows["state"] = {key.removeprefix(start): value[1:] for key, value in held.items()}
+                tables[config.name] = rows
+            self.engine.prepare_rows(tables)
+        except (ValueError, MemoryError, RuntimeError) as error:
+            return str(error)
+        return ""
 
     def _problem_of(self, state: dict[str, Any], prefix: str) -> str:
         """Return what is wrong with a state; nothing has changed."""
@@ -256,4 +272,5 @@ class GrowingEngine:
                 text = _C.broadcast_bytes(problem.encode(), wrong[0], group).decode()
                 problem = f"{text} (on rank {wrong[0]})"
         if problem:
+            self.engine.forget_prepared_rows()
             raise ValueError(problem)
