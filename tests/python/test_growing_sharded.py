@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks, run_ranks_collecting
-from tessera import _C
+from tessera import _C, checkpoint
 from tessera.distributed.comm_ops import set_gradient_division
 from tessera.distributed.embedding import EmbeddingCollectionSharder
 from tessera.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -163,6 +163,35 @@ def test_a_state_goes_on_with_any_number_of_ranks(options):
     state = run_ranks(1, _resumed, options, state, range(6, 9))[0]
     for table in "ab":
         assert by_id(state, table) == by_id(straight, table)
+
+
+def _through_a_checkpoint(rank, options, root, steps):
+    """Go on from what was saved last, if anything was, and save."""
+    set_gradient_division(False)
+    sharded = shard(whole(**options))
+    if checkpoint.steps(root):
+        sharded.load_state_dict(checkpoint.read(root)["model"])
+    train(sharded, steps, rank, dist.get_world_size())
+    checkpoint.save(root, steps[-1] + 1, {"model": sharded.state_dict()}, dist.group.WORLD)
+
+
+def _loads_lists_as_long_alone(rank, options, root):
+    """Into tables with another number of ids, `load` is refused, and says what has another shape."""
+    sharded = shard(whole(**options))
+    with pytest.raises(checkpoint.CheckpointError, match=r"_ids' is I64 .*, the state wants"):
+        checkpoint.load(root, {"model": sharded.state_dict()}, dist.group.WORLD)
+
+
+@pytest.mark.parametrize("options", OPTIONS[1:])
+def test_a_checkpoint_goes_on_with_any_number_of_ranks(options, tmp_path):
+    straight = run_ranks(2, _resumed, options, None, range(9))[0]
+    root = str(tmp_path)
+    for world, steps in ((2, range(3)), (3, range(3, 6)), (1, range(6, 9))):
+        run_ranks(world, _through_a_checkpoint, options, root, steps)
+    state = checkpoint.read(root)["model"]
+    for table in "ab":
+        assert by_id(state, table) == by_id(straight, table)
+    run_ranks(2, _loads_lists_as_long_alone, options, root)
 
 
 def _sequences(rank):
