@@ -1,6 +1,8 @@
 """What of the peers' own tests and programs holds on tessera, written down as docs/compatibility.md.
 
-    make compat        # runs everything below, about half an hour, and writes the page
+    make compat        # runs everything below, an hour or more on two cores, and writes the page
+    python tests/peers/compatibility.py --only tessera_gloo 'test_torchrec_[a-f]*'    # parts of it, no page
+    python tests/peers/compatibility.py --page-only    # the page, from what parts have left in build/compat
 
 torch's suite runs with tessera's wrapper on Gloo and on "shm", and what fails there with torch's own wrapper
 on Gloo, which says what can be held on a machine without GPUs at all. A test that torch's wrapper holds and
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import fnmatch
 import importlib.metadata
 import json
 import os
@@ -65,20 +68,63 @@ NOT_RUN = (
 )
 
 
-def run_suites(folder: pathlib.Path, python: str) -> None:
+def comparisons() -> list[str]:
+    """The comparisons of this folder, each file a part of its own."""
+    return sorted(file.stem for file in HERE.glob("test_*.py"))
+
+
+def groups() -> dict[str, list[str]]:
+    """Return the parts of a whole run, in their order, by what they are called together."""
+    return {"suites": list(RUNS), "torchrec": list(torchrec_page.RUNS), "comparisons": comparisons()}
+
+
+def parts_of(words: list[str]) -> list[str]:
+    """Return the parts that the words name: a part, a group of them, or a pattern of parts."""
+    parts = [part for group in groups().values() for part in group]
+    asked: set[str] = set()
+    for word in words:
+        found = groups().get(word) or fnmatch.filter(parts, word)
+        if not found:
+            raise SystemExit(f"no part is called {word!r}; there are {', '.join([*groups(), *parts])}")
+        asked.update(found)
+    return [part for part in parts if part in asked]
+
+
+def run_parts(folder: pathlib.Path, parts: list[str]) -> None:
+    """Run these parts; what others have left in the folder stays."""
     folder.mkdir(parents=True, exist_ok=True)
-    results: dict[str, dict[str, dict]] = {}
-    for name, (wrapper, backend) in RUNS.items():
-        file = folder / f"{name}.json"
-        words = failed_tests(results) if wrapper == "torch" else ["test_"]
-        ended = run_at_ranks(file, python, wrapper, backend, words)
-        if backend == CALLED[0]:
-            # Tests that only another backend's name keeps from running run again, and are told that name.
-            asked = skipped_by_name(ended, results[CALLED[1]])
-            again = run_at_ranks(file, python, wrapper, backend, sorted(asked), RUNS[CALLED[1]][1])
-            ended |= {test: again[test] for test in asked}
-        file.write_text(json.dumps(ended, indent=1))
-        results[name] = ended
+    python = str(ROOT / ".venv-peers/bin/python")
+    for name in RUNS:
+        if name in parts:
+            run_suite_of(name, folder, sys.executable)
+    torchrec_page.run(folder, python, [part for part in parts if part in torchrec_page.RUNS])
+    run_comparisons(folder, python, [part for part in parts if part in comparisons()])
+
+
+def results_of(folder: pathlib.Path, part: str) -> dict:
+    """Return what a part has left."""
+    file = folder / f"{part}.json"
+    if not file.exists():
+        raise SystemExit(f"{file} is not there: run compatibility.py --only {part}")
+    return json.loads(file.read_text())
+
+
+def run_suite_of(name: str, folder: pathlib.Path, python: str) -> None:
+    """Run torch's tests with a wrapper on an engine; only at the end are its results those of this run."""
+    wrapper, backend = RUNS[name]
+    file = folder / f"{name}.running"
+    words = ["test_"]
+    if wrapper == "torch":
+        words = failed_tests({other: results_of(folder, other) for other in RUNS if other != name})
+    theirs = results_of(folder, CALLED[1]) if backend == CALLED[0] else {}
+    ended = run_at_ranks(file, python, wrapper, backend, words)
+    if backend == CALLED[0]:
+        # Tests that only another backend's name keeps from running run again, and are told that name.
+        asked = skipped_by_name(ended, theirs)
+        again = run_at_ranks(file, python, wrapper, backend, sorted(asked), RUNS[CALLED[1]][1])
+        ended |= {test: again[test] for test in asked}
+    file.write_text(json.dumps(ended, indent=1))
+    file.replace(folder / f"{name}.json")
 
 
 def failed_tests(results: dict[str, dict[str, dict]]) -> list[str]:
@@ -142,11 +188,31 @@ def asks_for_ranks(how: dict) -> bool:
     return how["outcome"] == "skipped" and "world size" in how["why"]
 
 
-def run_comparisons(folder: pathlib.Path) -> None:
-    python = ROOT / ".venv-peers/bin/python"
-    print("comparisons with torchrec and others", flush=True)
-    command = [str(python), "-W", "ignore", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    subprocess.run([*command, f"--junitxml={folder}/comparisons.xml", str(HERE)], check=False)
+def run_comparisons(folder: pathlib.Path, python: str, names: list[str]) -> None:
+    """Run these files of this folder, and put how their tests ended beside what is kept of the others."""
+    if not names:
+        return
+    print(f"comparisons with torchrec and others, {len(names)} files", flush=True)
+    written = folder / "comparisons.xml"
+    written.unlink(missing_ok=True)
+    command = [python, "-W", "ignore", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    subprocess.run([*command, f"--junitxml={written}", *(f"{HERE / name}.py" for name in names)], check=False)
+    if not written.exists():
+        raise SystemExit("the comparisons did not end; what they had left before is kept")
+    file = folder / "comparisons.json"
+    kept = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(kept | read_comparisons(written, names), indent=1))
+
+
+def read_comparisons(written: pathlib.Path, names: list[str]) -> dict[str, dict[str, dict[str, str]]]:
+    """Return how the tests of these files ended, by file."""
+    ended: dict[str, dict[str, dict[str, str]]] = {name: {} for name in names}
+    for case in xml.etree.ElementTree.parse(written).iter("testcase"):
+        # A file that is skipped as a whole, or cannot be read, has its name in the place of a test's.
+        place, name = case.get("classname") or case.get("name") or "", case.get("name") or ""
+        said = "".join(found.text or "" for found in case if found.tag in ("failure", "error", "skipped"))
+        ended[place.split(".")[-1]][name] = {"outcome": outcome_of(case), "why": said[-6000:]}
+    return ended
 
 
 def row_of(name: str, rows: set[str]) -> str | None:
@@ -166,6 +232,8 @@ def judge(ours: dict, theirs: dict, rows: set[str]) -> dict[str, dict[str, str]]
             kinds["not applicable"][name] = test["why"]
         elif row := row_of(name, rows):
             kinds["deviates"][name] = row
+        elif name not in theirs:
+            raise SystemExit(f"{name} fails, and torch's own wrapper was not asked: run --only torch_gloo")
         elif theirs[name]["outcome"] == "failed":
             kinds["not applicable"][name] = "torch's own wrapper does not hold it without a GPU either"
         else:
@@ -213,14 +281,24 @@ def suite_lines(judged: dict[str, dict]) -> list[str]:
     return lines
 
 
+def comparison_results(folder: pathlib.Path) -> dict[str, dict[str, dict[str, str]]]:
+    """Return how the tests of every file of this folder ended."""
+    results = results_of(folder, "comparisons")
+    if left := [name for name in comparisons() if name not in results]:
+        raise SystemExit(f"not run yet: {', '.join(left)}. Run compatibility.py --only {' '.join(left)}")
+    return {name: results[name] for name in comparisons()}
+
+
 def failed_comparisons(folder: pathlib.Path) -> set[str]:
-    """Return the comparisons that did not agree, or the one sentence that says that none ran."""
-    tree = xml.etree.ElementTree.parse(folder / "comparisons.xml")
-    cases = list(tree.iter("testcase"))
-    if not cases:
-        return {"no comparison ran"}
-    bad = (case for case in cases if case.find("failure") is not None or case.find("error") is not None)
-    return {f"{case.get('classname')}::{case.get('name')}" for case in bad}
+    """Return the comparisons that did not agree, and the files without one."""
+    results = comparison_results(folder)
+    failed = {
+        f"{name}::{test}"
+        for name, ended in results.items()
+        for test, how in ended.items()
+        if how["outcome"] == "differs"
+    }
+    return failed | {f"{name}: no comparison ran" for name, ended in results.items() if not ended}
 
 
 def peer_of(file: str) -> str:
@@ -235,11 +313,10 @@ def outcome_of(case: xml.etree.ElementTree.Element) -> str:
 
 
 def comparison_lines(folder: pathlib.Path) -> list[str]:
-    files: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-    for case in xml.etree.ElementTree.parse(folder / "comparisons.xml").iter("testcase"):
-        # A file that is skipped as a whole has its name in the place of a test's.
-        place = case.get("classname") or case.get("name") or ""
-        files[place.split(".")[-1]][outcome_of(case)] += 1
+    files = {
+        name: collections.Counter(how["outcome"] for how in ended.values())
+        for name, ended in comparison_results(folder).items()
+    }
     peers: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for file, counts in files.items():
         peers[peer_of(file)].update(counts)
@@ -296,14 +373,22 @@ def main() -> int:
     parser.add_argument(
         "--results", type=pathlib.Path, default=ROOT / "build/compat", help="where results are kept"
     )
-    parser.add_argument("--page-only", action="store_true", help="write the page from results that are there")
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument(
+        "--only",
+        nargs="+",
+        metavar="PART",
+        help="run these and write no page: suites, torchrec, comparisons, or parts of them, * allowed: "
+        f"{', '.join([*RUNS, *torchrec_page.RUNS])}, or a test_* file of this folder without .py",
+    )
+    either.add_argument("--page-only", action="store_true", help="write the page from results that are there")
     arguments = parser.parse_args()
     folder = arguments.results
     if not arguments.page_only:
-        run_suites(folder, sys.executable)
-        torchrec_page.run(folder, str(ROOT / ".venv-peers/bin/python"))
-        run_comparisons(folder)
-    results = {name: json.loads((folder / f"{name}.json").read_text()) for name in RUNS}
+        run_parts(folder, parts_of(arguments.only or list(groups())))
+    if arguments.only:
+        return 0
+    results = {name: results_of(folder, name) for name in (*RUNS, *torchrec_page.RUNS)}
     rows = set(re.findall(r"^\| (.*?) \| ", (ROOT / "docs/deviations.md").read_text(), re.MULTILINE))
     ours = [name for name in RUNS if name != "torch_gloo"]
     judged = {name: judge(results[name], results["torch_gloo"], rows) for name in ours}

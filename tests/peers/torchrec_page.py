@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import subprocess
+from collections.abc import Sequence
 
 HERE = pathlib.Path(__file__).resolve().parent
 RUNS = {  # file of results: (what the tests import, engine)
@@ -30,9 +31,10 @@ def explanation_of(name: str) -> str | None:
     return next((row for part, row in EXPLAINED.items() if part in name), None)
 
 
-def run(folder: pathlib.Path, python: str) -> None:
-    """Run every test on both engines, and with torchrec itself."""
-    for name, (root, engine) in RUNS.items():
+def run(folder: pathlib.Path, python: str, names: Sequence[str]) -> None:
+    """Run every test as these of RUNS say: on an engine, or with torchrec itself."""
+    for name in names:
+        root, engine = RUNS[name]
         print(f"torchrec's own tests, imports of {root}, on {engine}", flush=True)
         suite = [python, "-W", "ignore", str(HERE / "torchrec_suite.py"), "--root", root, "--engine", engine]
         environment = {"TESSERA_SUITE_LIMIT": "180", **os.environ}
