@@ -527,13 +527,14 @@ def linear_log_probabilities_at(
     vocab_size: int | None = None,
     ignore_index: int = -100,
     temperature: float = 1.0,
+    check_labels: bool | None = None,
     workspace_bytes: int | None = None,
     local_bias: Tensor | None = None,
 ) -> Tensor:
     """Return log p at several ids per token ([..., k]) from hidden states, without holding all logits.
 
     Tensors as in linear_cross_entropy. Beside its workspace it holds the k rows of the weight of every
-    token. 0 at `ignore_index`. Differentiable.
+    token. 0 at `ignore_index`; ids are looked at as in log_probabilities_at. Differentiable.
 
     >>> import torch
     >>> ids = torch.tensor([[1, 5]])
@@ -546,6 +547,8 @@ def linear_log_probabilities_at(
     if columns is None:
         first = weight.shape[0] * (0 if group is None else group.rank())
         columns = (first, first + weight.shape[0])
+    if not hidden.is_cuda if check_labels is None else check_labels:
+        _check_ids(name, hidden, weight, ids, group, columns, vocab_size, ignore_index)
     end = columns[1] if vocab_size is None else min(columns[1], vocab_size)
     labels = torch.zeros(hidden.shape[:-1], dtype=torch.long, device=hidden.device)
     log_sum_exp = linear_cross_entropy_with_scores(
@@ -573,6 +576,28 @@ def linear_log_probabilities_at(
         own = torch.where(is_own, own, 0.0)
     at_ids = own if group is None else regions.reduce(own, group)
     return torch.where(ids == ignore_index, 0.0, at_ids / temperature - log_sum_exp.unsqueeze(-1))
+
+
+def _check_ids(
+    name: str,
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    group: ProcessGroup | None,
+    columns: Columns,
+    vocab_size: int | None,
+    ignore_index: int,
+) -> None:
+    """Raise what logits_at says of these ids, in the name of this function."""
+    # Logits of this shape that are one number in memory: only what does not fit is of interest.
+    logits = hidden.new_zeros(()).expand(*hidden.shape[:-1], weight.shape[0])
+    options = _C.TokenOptions(
+        columns=columns, vocab_size=vocab_size, ignore_index=ignore_index, check_labels=True
+    )
+    try:
+        _C.vocab_logits_at(logits, ids, group, options)
+    except (IndexError, TypeError, ValueError) as error:
+        raise type(error)(str(error).replace("vocab.logits_at", f"vocab.{name}", 1)) from None
 
 
 def jensen_shannon_divergence(

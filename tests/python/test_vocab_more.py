@@ -161,6 +161,59 @@ def test_hidden_states_at_ids(size, backend):
     run_ranks(size, hidden_rank, backend=backend)
 
 
+def wrong_ids_rank(rank):
+    group = dist.group.WORLD
+    columns = vocab_parallel.columns_of(VOCAB, group)
+    hidden, weight = torch.ones(2, 5, 8), torch.ones(columns[1] - columns[0], 8)
+    right = torch.zeros(2, 5, 3, dtype=torch.long)
+    right[0, 1, 2] = -100
+
+    def scored(ids, **options):
+        return vocab_parallel.linear_log_probabilities_at(
+            hidden, weight, ids, group, columns=columns, **options
+        )
+
+    name = r"vocab\.linear_log_probabilities_at: "
+    outside = name + r"id {} at position \[1, 3, 0\] is outside the vocabulary of {} ids\. Use -100 where"
+    for wrong in (VOCAB, -1, 1000):
+        ids = right.clone()
+        ids[1, 3, 0] = wrong
+        for vocab_size in (None, VOCAB):
+            with pytest.raises(IndexError, match=outside.format(wrong, VOCAB)):
+                scored(ids, vocab_size=vocab_size)
+        assert scored(ids, ignore_index=wrong, check_labels=False)[1, 3, 0] == 0.0
+    ids = right.clone()
+    ids[1, 3, 0] = 90
+    assert scored(ids)[1, 3, 0] < 0.0
+    with pytest.raises(IndexError, match=outside.format(90, 90)):  # padding
+        scored(ids, vocab_size=90)
+    with pytest.raises(IndexError, match=r"id -100 at position \[0, 1, 2\] .* Use -7 where there is no id"):
+        scored(right, ignore_index=-7)
+    with pytest.raises(ValueError, match=name + r"the ids have shape \[2, 4, 3\]"):
+        scored(right[:, 1:])
+    with pytest.raises(TypeError, match=name + r"the ids must be int64 or int32\."):
+        scored(right.float())
+    scored(right)  # the group goes on
+
+
+@pytest.mark.parametrize(("size", "backend"), WORLDS)
+def test_ids_outside_the_vocabulary(size, backend):
+    run_ranks(size, wrong_ids_rank, backend=backend)
+
+
+def other_ids_rank(rank):
+    ids = torch.zeros(1, 2, 1, dtype=torch.long)
+    ids[0, 1, 0] = rank
+    with pytest.raises(ValueError, match=r"the labels of rank 1 are not those of rank 0\."):
+        vocab_parallel.linear_log_probabilities_at(
+            torch.ones(1, 2, 4), torch.ones(4, 4), ids, dist.group.WORLD
+        )
+
+
+def test_ids_that_differ_between_ranks():
+    run_ranks(2, other_ids_rank)
+
+
 def hidden_divergence_rank(rank):
     group = dist.group.WORLD
     generator = torch.Generator().manual_seed(11)
