@@ -7,6 +7,7 @@ the operator of the gradient runs the engine's forward again, for nothing but te
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,11 +20,11 @@ from tessera import _C
 from tessera._recording import recording
 
 _LIBRARY = torch.library.Library("tessera", "FRAGMENT")
-_COLUMNS = "int[]? columns, int? vocab_size"
+COLUMNS = "int[]? columns, int? vocab_size"
 
 
-class _Operator:
-    """One function of the engine and its operator.
+class Operator:
+    """One function of the engine, or one in Python that is called as those are, and its operator.
 
     `inputs` are the schema's arguments up to the options, `fields` those of the options, by the names they
     have in the engine's class `options`. `differentiable` are the tensors that get a gradient, `shapes`
@@ -43,7 +44,7 @@ class _Operator:
     ):
         self.engine = engine
         self.options = options
-        name, arguments = engine.__name__, f"{inputs}, {fields}"
+        name, arguments = "vocab" + engine.__name__.removeprefix("vocab"), f"{inputs}, {fields}"
         names = [word.split()[-1] for word in arguments.split(", ")]
         self.num_inputs = len(inputs.split(", "))
         self.fields = names[self.num_inputs :]
@@ -153,11 +154,27 @@ class _Operator:
         return self.operator(*words)
 
 
-def _of_tokens(logits: Tensor, *inputs: Any, **fields: Any) -> Tensor:
+@dataclasses.dataclass
+class Options:
+    """Those of functions in Python; each has some of them."""
+
+    columns: Sequence[int] | None = None
+    vocab_size: int | None = None
+    ignore_index: int = -100
+    temperature: float = 1.0
+    check_labels: bool | None = None
+    beta: float = 0.5
+    workspace_bytes: int | None = None
+    local_bias: Tensor | None = None
+    local_target_bias: Tensor | None = None
+    overwrite: str = "never"
+
+
+def of_tokens(logits: Tensor, *inputs: Any, **fields: Any) -> Tensor:
     return logits.new_empty(logits.shape[:-1], dtype=torch.float32)
 
 
-def _of_ids(logits: Tensor, ids: Tensor, *inputs: Any, **fields: Any) -> Tensor:
+def of_ids(logits: Tensor, ids: Tensor, *inputs: Any, **fields: Any) -> Tensor:
     return logits.new_empty(ids.shape, dtype=torch.float32)
 
 
@@ -195,10 +212,10 @@ def _linear_shapes(
     return _scores(hidden, labels.shape, wanted, reduction)
 
 
-_LABELS = f"{_COLUMNS}, int ignore_index, float temperature, bool? check_labels"
-_TOKENS = _LABELS.replace("bool?", "int reproducible_tile, bool?") + ", str overwrite"
+LABELS = f"{COLUMNS}, int ignore_index, float temperature, bool? check_labels"
+_TOKENS = LABELS.replace("bool?", "int reproducible_tile, bool?") + ", str overwrite"
 _LOSS = "str reduction, float label_smoothing, float z_loss"
-token_scores = _Operator(
+token_scores = Operator(
     _C.vocab_token_scores,
     "Tensor logits, Tensor? labels, str? group, bool[] wanted",
     _C.TokenOptions,
@@ -207,7 +224,7 @@ token_scores = _Operator(
     _token_shapes,
     constants=(0, 4),
 )
-cross_entropy = _Operator(
+cross_entropy = Operator(
     _C.vocab_cross_entropy,
     "Tensor logits, Tensor labels, str? group, bool[] wanted",
     _C.CrossEntropyOptions,
@@ -216,42 +233,42 @@ cross_entropy = _Operator(
     _token_shapes,
     constants=(4,),
 )
-linear_cross_entropy = _Operator(
+linear_cross_entropy = Operator(
     _C.vocab_linear_cross_entropy,
     "Tensor hidden, Tensor weight, Tensor labels, str? group, bool[] wanted",
     _C.LinearOptions,
-    f"{_LABELS}, {_LOSS}, int? workspace_bytes, Tensor? local_bias, float softcap",
+    f"{LABELS}, {_LOSS}, int? workspace_bytes, Tensor? local_bias, float softcap",
     5,
     _linear_shapes,
     differentiable=("hidden", "weight", "local_bias"),
     constants=(4,),
 )
 _AT_IDS = "Tensor logits, Tensor ids, str? group"
-log_probabilities_at = _Operator(_C.vocab_log_probabilities_at, _AT_IDS, _C.TokenOptions, _LABELS, 1, _of_ids)
-logits_at = _Operator(_C.vocab_logits_at, _AT_IDS, _C.TokenOptions, _LABELS, 1, _of_ids)
-log_softmax = _Operator(
+log_probabilities_at = Operator(_C.vocab_log_probabilities_at, _AT_IDS, _C.TokenOptions, LABELS, 1, of_ids)
+logits_at = Operator(_C.vocab_logits_at, _AT_IDS, _C.TokenOptions, LABELS, 1, of_ids)
+log_softmax = Operator(
     _C.vocab_log_softmax,
     "Tensor logits, str? group",
     _C.TokenOptions,
-    f"{_COLUMNS}, float temperature",
+    f"{COLUMNS}, float temperature",
     1,
     lambda logits, *inputs, **fields: logits.new_empty(logits.shape),
 )
-soft_cross_entropy = _Operator(
+soft_cross_entropy = Operator(
     _C.vocab_soft_cross_entropy,
     "Tensor logits, Tensor target_logits, str? group",
     _C.TokenOptions,
-    f"{_COLUMNS}, float temperature",
+    f"{COLUMNS}, float temperature",
     1,
-    _of_tokens,
+    of_tokens,
 )
-sampled_log_probabilities = _Operator(
+sampled_log_probabilities = Operator(
     _C.vocab_sampled_log_probabilities,
     "Tensor logits, Tensor labels, str? group",
     _C.SamplingOptions,
-    f"int top_k, float top_p, {_LABELS}",
+    f"int top_k, float top_p, {LABELS}",
     1,
-    _of_tokens,
+    of_tokens,
 )
 
 

@@ -9,6 +9,7 @@ placement which ids they are, and over which group. Everything here but columns_
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -541,14 +542,23 @@ def linear_log_probabilities_at(
     >>> round(float(linear_log_probabilities_at(torch.zeros(1, 4), torch.zeros(8, 4), ids)[0, 0]), 4)
     -2.0794
     """
-    name = "linear_log_probabilities_at"
-    weight, group, columns = vocab_part(name, local_weight, group, columns, dim=0)
-    hidden, ids, bias = whole_on_group(hidden), local_part(ids), local_part(local_bias)
+    weight, group, columns = vocab_part("linear_log_probabilities_at", local_weight, group, columns, dim=0)
+    return _LOG_PROBABILITIES_AT(
+        whole_on_group(hidden), weight, local_part(ids), group, columns=columns, vocab_size=vocab_size,
+        ignore_index=ignore_index, temperature=temperature, check_labels=check_labels,
+        workspace_bytes=workspace_bytes, local_bias=local_part(local_bias),
+    )  # fmt: skip
+
+
+def _linear_log_probabilities_at(
+    hidden: Tensor, weight: Tensor, ids: Tensor, group: ProcessGroup | None, options: _vocab_ops.Options
+) -> Tensor:
+    columns, vocab_size, bias = options.columns, options.vocab_size, options.local_bias
     if columns is None:
         first = weight.shape[0] * (0 if group is None else group.rank())
         columns = (first, first + weight.shape[0])
-    if not hidden.is_cuda if check_labels is None else check_labels:
-        _check_ids(name, hidden, weight, ids, group, columns, vocab_size, ignore_index)
+    if not hidden.is_cuda if options.check_labels is None else options.check_labels:
+        _check_ids(hidden, weight, ids, group, columns, options)
     end = columns[1] if vocab_size is None else min(columns[1], vocab_size)
     labels = torch.zeros(hidden.shape[:-1], dtype=torch.long, device=hidden.device)
     log_sum_exp = linear_cross_entropy_with_scores(
@@ -560,8 +570,8 @@ def linear_log_probabilities_at(
         reduction="none",
         columns=columns,
         vocab_size=vocab_size,
-        temperature=temperature,
-        workspace_bytes=workspace_bytes,
+        temperature=options.temperature,
+        workspace_bytes=options.workspace_bytes,
         local_bias=bias,
     ).tokens.log_sum_exp
     is_own = (ids >= columns[0]) & (ids < end)
@@ -575,29 +585,40 @@ def linear_log_probabilities_at(
             own = own + bias[places].float()
         own = torch.where(is_own, own, 0.0)
     at_ids = own if group is None else regions.reduce(own, group)
-    return torch.where(ids == ignore_index, 0.0, at_ids / temperature - log_sum_exp.unsqueeze(-1))
+    value = at_ids / options.temperature - log_sum_exp.unsqueeze(-1)
+    return torch.where(ids == options.ignore_index, 0.0, value)
 
 
 def _check_ids(
-    name: str,
     hidden: Tensor,
     weight: Tensor,
     ids: Tensor,
     group: ProcessGroup | None,
-    columns: Columns,
-    vocab_size: int | None,
-    ignore_index: int,
+    columns: Sequence[int],
+    options: _vocab_ops.Options,
 ) -> None:
     """Raise what logits_at says of these ids, in the name of this function."""
     # Logits of this shape that are one number in memory: only what does not fit is of interest.
     logits = hidden.new_zeros(()).expand(*hidden.shape[:-1], weight.shape[0])
-    options = _C.TokenOptions(
-        columns=columns, vocab_size=vocab_size, ignore_index=ignore_index, check_labels=True
+    asked = _C.TokenOptions(
+        columns=columns, vocab_size=options.vocab_size, ignore_index=options.ignore_index, check_labels=True
     )
     try:
-        _C.vocab_logits_at(logits, ids, group, options)
+        _C.vocab_logits_at(logits, ids, group, asked)
     except (IndexError, TypeError, ValueError) as error:
-        raise type(error)(str(error).replace("vocab.logits_at", f"vocab.{name}", 1)) from None
+        text = str(error).replace("vocab.logits_at", "vocab.linear_log_probabilities_at", 1)
+        raise type(error)(text) from None
+
+
+_LOG_PROBABILITIES_AT = _vocab_ops.Operator(
+    _linear_log_probabilities_at,
+    "Tensor hidden, Tensor weight, Tensor ids, str? group",
+    _vocab_ops.Options,
+    f"{_vocab_ops.LABELS}, int? workspace_bytes, Tensor? local_bias",
+    1,
+    lambda hidden, weight, *inputs, **fields: _vocab_ops.of_ids(hidden, *inputs, **fields),
+    differentiable=("hidden", "weight", "local_bias"),
+)
 
 
 def jensen_shannon_divergence(
@@ -623,10 +644,20 @@ def jensen_shannon_divergence(
     if not 0.0 <= beta <= 1.0:
         raise ValueError(f"vocab.jensen_shannon_divergence: a beta of {beta} is not between 0 and 1.")
     logits, group, columns = vocab_part("jensen_shannon_divergence", local_logits, group, columns)
-    options = {"columns": columns, "vocab_size": vocab_size, "temperature": temperature}
-    own = log_softmax(logits.float(), group, **options)
+    return _DIVERGENCE(
+        logits, local_part(local_target_logits), group, columns=columns, vocab_size=vocab_size,
+        temperature=temperature, beta=beta,
+    )  # fmt: skip
+
+
+def _jensen_shannon_divergence(
+    logits: Tensor, target_logits: Tensor, group: ProcessGroup | None, options: _vocab_ops.Options
+) -> Tensor:
+    columns, vocab_size, beta = options.columns, options.vocab_size, options.beta
+    shared = {"columns": columns, "vocab_size": vocab_size, "temperature": options.temperature}
+    own = log_softmax(logits.float(), group, **shared)
     with torch.no_grad():
-        target = log_softmax(local_part(local_target_logits).float(), group, **options)
+        target = log_softmax(target_logits.float(), group, **shared)
     if vocab_size is not None and columns is not None:
         valid = max(min(columns[1], vocab_size) - columns[0], 0)
         own, target = own[..., :valid], target[..., :valid]
@@ -648,6 +679,16 @@ def jensen_shannon_divergence(
         mixed = torch.logaddexp(target + math.log(beta), own + math.log1p(-beta))
         part = beta * divergence(target, mixed) + (1.0 - beta) * divergence(own, mixed)
     return part if group is None else regions.reduce(part, group)
+
+
+_DIVERGENCE = _vocab_ops.Operator(
+    _jensen_shannon_divergence,
+    "Tensor logits, Tensor target_logits, str? group",
+    _vocab_ops.Options,
+    f"{_vocab_ops.COLUMNS}, float temperature, float beta",
+    1,
+    _vocab_ops.of_tokens,
+)
 
 
 class _LinearDivergence(torch.autograd.Function):
@@ -779,9 +820,24 @@ def linear_jensen_shannon_divergence(
             f"beside a teacher's of {list(target[0].shape)} and {list(target[1].shape)}. Tokens and ids have "
             "to match."
         )
+    return _LINEAR_DIVERGENCE(
+        hidden, weight, *target[:2], group, columns=columns, vocab_size=vocab_size, temperature=temperature,
+        beta=beta, workspace_bytes=workspace_bytes, local_bias=bias, local_target_bias=target[2],
+    )  # fmt: skip
+
+
+def _linear_jensen_shannon_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    target_hidden: Tensor,
+    target_weight: Tensor,
+    group: ProcessGroup | None,
+    options: _vocab_ops.Options,
+) -> Tensor:
+    columns, vocab_size, bias = options.columns, options.vocab_size, options.local_bias
     first = (weight.shape[0] * (0 if group is None else group.rank())) if columns is None else columns[0]
     valid = weight.shape[0] if vocab_size is None else min(max(vocab_size - first, 0), weight.shape[0])
-    workspace = 256 * 2**20 if workspace_bytes is None else workspace_bytes
+    workspace = 256 * 2**20 if options.workspace_bytes is None else options.workspace_bytes
     shape = hidden.shape[:-1]
 
     def model(states: Tensor, rows: Tensor, addend: Tensor | None) -> tuple[Any, ...]:
@@ -789,18 +845,31 @@ def linear_jensen_shannon_divergence(
         labels = torch.zeros(flat.shape[0], dtype=torch.long, device=flat.device)
         scores = linear_cross_entropy_with_scores(
             flat, rows.detach(), labels, group, ("log_sum_exp",), reduction="none", columns=columns,
-            vocab_size=vocab_size, temperature=temperature, workspace_bytes=workspace,
+            vocab_size=vocab_size, temperature=options.temperature, workspace_bytes=workspace,
             local_bias=None if addend is None else addend.detach(),
         )  # fmt: skip
         kept = None if addend is None else addend.detach()[:valid]
         return flat, rows.detach()[:valid], kept, scores.tokens.log_sum_exp.float()
 
     with torch.no_grad():
-        own_model, target_model = model(hidden, weight, bias), model(*target)
+        own_model = model(hidden, weight, bias)
+        target_model = model(target_hidden, target_weight, options.local_target_bias)
     rows = max(1, workspace // (6 * 4 * max(valid, 1)))  # six float32 copies of a part's logits
     leaves = (hidden if group is None else regions.copy(hidden, group)).reshape(-1, hidden.shape[-1])
     value = _LinearDivergence.apply(
-        own_model, target_model, group, beta, temperature, rows,
+        own_model, target_model, group, options.beta, options.temperature, rows,
         leaves, weight[:valid], None if bias is None else bias[:valid],
     )  # fmt: skip
     return value.reshape(shape)
+
+
+_LINEAR_DIVERGENCE = _vocab_ops.Operator(
+    _linear_jensen_shannon_divergence,
+    "Tensor hidden, Tensor weight, Tensor target_hidden, Tensor target_weight, str? group",
+    _vocab_ops.Options,
+    f"{_vocab_ops.COLUMNS}, float temperature, float beta, int? workspace_bytes, Tensor? local_bias, "
+    "Tensor? local_target_bias",
+    1,
+    _vocab_ops.of_tokens,
+    differentiable=("hidden", "weight", "local_bias"),
+)
