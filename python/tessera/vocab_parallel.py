@@ -576,10 +576,10 @@ def _linear_log_probabilities_at(
     ).tokens.log_sum_exp
     is_own = (ids >= columns[0]) & (ids < end)
     places = torch.where(is_own, ids - columns[0], 0)
+    states = hidden if group is None else regions.copy(hidden, group)  # also where there are no ids
     if weight.shape[0] == 0:
-        own = hidden.new_zeros(ids.shape, dtype=torch.float32) + 0.0 * hidden.sum()
+        own = states[..., :0].float().sum(-1, keepdim=True).expand(ids.shape)
     else:
-        states = hidden if group is None else regions.copy(hidden, group)
         own = (weight[places].float() @ states.unsqueeze(-1).float()).squeeze(-1)
         if bias is not None:
             own = own + bias[places].float()
