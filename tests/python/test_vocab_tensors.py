@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from ranks import run_ranks
 from tessera import _C, comm, regions, vocab_parallel
 from tessera.distributed import model_utils
+from tessera.integrations import megatron, trl, verl
 from tessera.loss import te_parallel_ce
 from torch._subclasses.fake_tensor import FakeTensorMode
 from vocab_sample import reference_logprob
@@ -115,6 +116,53 @@ ON_LOGITS = {
         lambda x, y, v: te_parallel_ce.TEParallelCrossEntropy(reduction="none")(x, y),
         lambda x, y: -reference_logprob(x, y),
     ),
+    "given log-sum-exp": (
+        lambda x, y, v: vocab_parallel.log_probabilities_at(
+            x,
+            y.unsqueeze(-1),
+            log_sum_exp=vocab_parallel.token_scores(x, None, None, ("log_sum_exp",)).log_sum_exp,
+        ).squeeze(-1),
+        reference_logprob,
+    ),
+    "class weights": (
+        lambda x, y, v: vocab_parallel.cross_entropy(
+            x, y, reduction="none", class_weights=torch.arange(1.0, v + 1)
+        ),
+        lambda x, y: -reference_logprob(x, y) * (y + 1),
+    ),
+    "sum_of_squared_probabilities": (
+        lambda x, y, v: vocab_parallel.sum_of_squared_probabilities(x),
+        lambda x, y: torch.softmax(x, -1).square().sum(-1),
+    ),
+    "kept_log_probabilities": (
+        lambda x, y, v: vocab_parallel.kept_log_probabilities(x, y, torch.arange(v).expand(2, 6, v)),
+        reference_logprob,
+    ),
+    "megatron": (
+        lambda x, y, v: megatron.vocab_parallel_cross_entropy(x, y),
+        lambda x, y: -reference_logprob(x, y),
+    ),
+    "megatron, fused": (
+        lambda x, y, v: megatron.fused_vocab_parallel_cross_entropy(x, y),
+        lambda x, y: -reference_logprob(x, y),
+    ),
+    "verl, entropy": (
+        lambda x, y, v: verl.vocab_parallel_entropy(x),
+        lambda x, y: torch.distributions.Categorical(logits=x).entropy(),
+    ),
+    "verl, log-probabilities": (
+        lambda x, y, v: verl.vocab_parallel_log_probs_from_logits(x, y),
+        reference_logprob,
+    ),
+    "verl, squares": (
+        lambda x, y, v: verl.vocab_parallel_sum_pi_squared(x),
+        lambda x, y: torch.softmax(x, -1).square().sum(-1),
+    ),
+    "trl": (lambda x, y, v: trl.selective_log_softmax(x, y), reference_logprob),
+    "trl, entropy": (
+        lambda x, y, v: trl.entropy_from_logits(x),
+        lambda x, y: torch.distributions.Categorical(logits=x).entropy(),
+    ),
 }
 
 
@@ -188,6 +236,70 @@ def linear_rank(mesh, vocab):
         loss.backward()
         torch.testing.assert_close(rows.grad.full_tensor(), w.grad, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(states.grad.full_tensor(), h.grad, rtol=1e-4, atol=1e-5)
+        values_rank(mesh, placement, hidden, weight, labels)
+
+
+def mixed_divergence(p, q):
+    """The Jensen-Shannon divergence of logits, half of each."""
+    p, q = torch.softmax(p, -1), torch.softmax(q, -1)
+    mixed = (p + q) / 2
+    return 0.5 * (p * (p / mixed).log() + q * (q / mixed).log()).sum(-1)
+
+
+def values_rank(mesh, placement, hidden, weight, labels):
+    """Values of several tokens: from a last layer whose parts are all of the mesh, and from its logits."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    def laid_out(tensor, where):
+        return distribute_tensor(tensor, mesh, [where]).requires_grad_(True)
+
+    generator = torch.Generator().manual_seed(2)
+    bias = torch.randn(weight.shape[0], generator=generator)
+    teacher = torch.randn(5, 3, generator=generator), torch.randn(weight.shape[0], 3, generator=generator)
+    ids = torch.stack([labels, (labels + 1) % weight.shape[0]], -1)
+    of_teacher = [
+        distribute_tensor(t, mesh, [at]) for t, at in zip(teacher, (placement, Shard(0)), strict=True)
+    ]
+    target = (teacher[0] @ teacher[1].t()).double()
+    for taken, function, expected_of in (
+        (
+            3,
+            lambda h, w, b: vocab_parallel.linear_log_probabilities_at(
+                h, w, distribute_tensor(ids, mesh, [Replicate()]), local_bias=b
+            ),
+            lambda x: torch.log_softmax(x, -1).gather(-1, ids),
+        ),
+        (
+            3,
+            lambda h, w, b: vocab_parallel.linear_jensen_shannon_divergence(h, w, *of_teacher, local_bias=b),
+            lambda x: mixed_divergence(target, x),
+        ),
+        (
+            2,
+            lambda h, w, b: verl.linear_cross_entropy(h, w, labels)[0],
+            lambda x: reference_logprob(x - bias, labels),
+        ),
+    ):
+        leaves = [laid_out(hidden, placement), laid_out(weight, Shard(0)), laid_out(bias, Shard(0))]
+        value = function(*leaves)
+        h, w, b = (t.double().requires_grad_(True) for t in (hidden, weight, bias))
+        expected = expected_of(h @ w.t() + b)
+        torch.testing.assert_close(value.double(), expected.detach(), rtol=1e-5, atol=1e-5)
+        factors = torch.arange(1.0, value.numel() + 1).view(value.shape)
+        (value * factors).sum().backward()
+        (expected * factors).sum().backward()
+        for leaf, plain in zip(leaves[:taken], (h, w, b), strict=False):
+            torch.testing.assert_close(leaf.grad.full_tensor().double(), plain.grad, rtol=1e-4, atol=1e-4)
+    logits = laid_out(hidden @ weight.t(), Shard(1))
+    value = vocab_parallel.jensen_shannon_divergence(
+        logits, distribute_tensor(target.float(), mesh, [Shard(1)])
+    )
+    x = (hidden @ weight.t()).double().requires_grad_(True)
+    expected = mixed_divergence(target, x)
+    torch.testing.assert_close(value.double(), expected.detach(), rtol=1e-5, atol=1e-5)
+    (value * factors).sum().backward()
+    (expected * factors).sum().backward()
+    torch.testing.assert_close(logits.grad.full_tensor().double(), x.grad, rtol=1e-4, atol=1e-4)
 
 
 # 7 ids on 2 ranks are 4 and 3, 41 on 4 are 11, 11, 11 and 8, and 5 on 4 leave the last rank none.
