@@ -38,8 +38,8 @@ EXPLAINED = {
     "test_ddp_multiple_nested_unused_params_err": "parameters without a gradient",
     "test_ddp_unused_params_rebuild_buckets_exception": "parameters without a gradient",
     "test_invalid_static_graph": "a hook that throws, or any exception in backward, on all ranks",
-    "test_monitored_barrier_failure_order": "a monitored barrier that some ranks do not reach, on the others "
-    "than rank 0",
+    "test_monitored_barrier_failure_order": "a monitored barrier that some ranks do not reach, on ranks "
+    "other than 0",
 }
 # torch's own wrapper does not hold these without a GPU either.
 NEEDS_A_GPU = {

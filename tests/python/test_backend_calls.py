@@ -260,6 +260,24 @@ def test_a_monitored_barrier_says_who_is_late_in_torchs_words():
     assert outcomes[0].value, outcomes[0].error
 
 
+def wait_for_the_last_at_a_monitored_barrier(rank):
+    dist.monitored_barrier(timeout=datetime.timedelta(seconds=20))
+    if rank == 2:
+        time.sleep(4)
+        return ""
+    with pytest.raises(RuntimeError) as error:
+        dist.monitored_barrier(timeout=datetime.timedelta(seconds=1))
+    return str(error.value)
+
+
+def test_every_rank_at_a_monitored_barrier_is_told_who_is_late():
+    # torch tells the others that rank 0 is gone.
+    outcomes = run_ranks_collecting(3, wait_for_the_last_at_a_monitored_barrier)
+    for outcome in outcomes[:2]:
+        assert "no answer from rank 2 in 1 s" in outcome.value, outcome
+        assert "Rank 2 failed to pass monitoredBarrier." in outcome.value, outcome
+
+
 def sharded_on_rank_0(rank):
     from torch.distributed._shard import sharded_tensor
     from torch.distributed._shard.metadata import ShardMetadata
