@@ -1,4 +1,4 @@
-"""Runs the comparisons of this folder, or one program of it, with the Python given, if it is there."""
+"""Runs the comparisons of this folder, or what of it is named, with the Python given, if it is there."""
 
 import pathlib
 import subprocess
@@ -12,5 +12,6 @@ if __name__ == "__main__":
         print(f"skipped: {python} is not there. `make peers` installs the projects to compare with.")
         sys.exit(SKIPPED)
     if not (arguments and arguments[0].endswith("_suite.py")):
-        arguments = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, "."]
+        folder = [] if any(".py" in word for word in arguments) else ["."]
+        arguments = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, *folder]
     sys.exit(subprocess.run([str(python), "-W", "ignore", *arguments], check=False).returncode)
