@@ -557,7 +557,8 @@ def _linear_log_probabilities_at(
     if columns is None:
         first = weight.shape[0] * (0 if group is None else group.rank())
         columns = (first, first + weight.shape[0])
-    if not hidden.is_cuda if options.check_labels is None else options.check_labels:
+    is_checked = not hidden.is_cuda if options.check_labels is None else options.check_labels
+    if is_checked:
         _check_ids(hidden, weight, ids, group, columns, options)
     end = columns[1] if vocab_size is None else min(columns[1], vocab_size)
     labels = torch.zeros(hidden.shape[:-1], dtype=torch.long, device=hidden.device)
@@ -586,6 +587,11 @@ def _linear_log_probabilities_at(
         own = torch.where(is_own, own, 0.0)
     at_ids = own if group is None else regions.reduce(own, group)
     value = at_ids / options.temperature - log_sum_exp.unsqueeze(-1)
+    if not is_checked:
+        with torch.no_grad():
+            held = is_own.float()
+            is_held = (held if group is None else regions.reduce(held, group)) > 0.0
+        value = torch.where(is_held, value, torch.nan)
     return torch.where(ids == options.ignore_index, 0.0, value)
 
 

@@ -181,6 +181,8 @@ def wrong_ids_rank(rank):
         for vocab_size in (None, VOCAB):
             with pytest.raises(IndexError, match=outside.format(wrong, VOCAB)):
                 scored(ids, vocab_size=vocab_size)
+        unchecked = scored(ids, check_labels=False)
+        assert unchecked[1, 3, 0].isnan() and unchecked.isnan().sum() == 1 and unchecked[0, 1, 2] == 0.0
         assert scored(ids, ignore_index=wrong, check_labels=False)[1, 3, 0] == 0.0
     ids = right.clone()
     ids[1, 3, 0] = 90
