@@ -1,6 +1,7 @@
 #include "tessera/vocab_parallel/log_probabilities.h"
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include <ATen/Functions.h>
@@ -108,8 +109,11 @@ class LogProbabilitiesAt : public torch::autograd::Function<LogProbabilitiesAt> 
     detail::check_labels_after(ids, result.vocab, settings, kId);
     const at::Tensor distance =
         picked(rows, flat_ids, group, settings) - result.maximum.unsqueeze(1);
-    const at::Tensor log_p = (distance * settings.shape.scale - result.sum.log().unsqueeze(1))
-                                 .masked_fill(flat_ids == settings.shape.ignored, 0.0);
+    at::Tensor log_p = distance * settings.shape.scale - result.sum.log().unsqueeze(1);
+    if (!settings.check_labels) {  // no rank has such an id, and its logit was taken for 0
+      log_p.masked_fill_((flat_ids < 0).logical_or(flat_ids >= result.vocab), NAN);
+    }
+    log_p.masked_fill_(flat_ids == settings.shape.ignored, 0.0);
     context->save_for_backward({logits, flat_ids, result.maximum, result.sum, result.vocab, log_p});
     detail::save_settings(context, settings);
     return log_p.view(ids.sizes());

@@ -1,3 +1,4 @@
+#include <cmath>
 #include <functional>
 #include <string>
 #include <vector>
@@ -65,6 +66,27 @@ TEST(LinearErrors, IdsOutsideTheVocabularyAreNamed) {
     EXPECT_EQ(error_text([&] { soft_cross_entropy(logits, at::zeros({3, 7}), group); }),
               "vocab.soft_cross_entropy: the logits have shape [2, 7], the target logits [3, 7]. "
               "They must be equal.");
+  });
+}
+
+TEST(LinearErrors, IdsThatAreNotLookedAtGiveNan) {
+  run_ranks(2, [](const comm::Group& group) {
+    const at::Tensor logits = at::zeros({2, 4}).requires_grad_(true);
+    const at::Tensor ids = at::tensor({7, 8, -100, -1}, at::kLong).view({2, 2});
+    TokenOptions options;
+    options.check_labels = false;
+    const at::Tensor value = log_probabilities_at(logits, ids, group, options);
+    EXPECT_NEAR(value[0][0].item<double>(), -std::log(8.0), 1e-6);
+    EXPECT_TRUE(std::isnan(value[0][1].item<double>()));
+    EXPECT_EQ(value[1][0].item<double>(), 0.0);
+    EXPECT_TRUE(std::isnan(value[1][1].item<double>()));
+    value[0][0].backward();
+    const double own = group.rank() == 1 ? 1.0 : 0.0;  // id 7 is the last one of rank 1
+    EXPECT_NEAR(logits.grad()[0][3].item<double>(), own - 0.125, 1e-6);
+    EXPECT_EQ(logits.grad()[1].abs().max().item<double>(), 0.0);
+
+    options.vocab_size = 7;  // an id of padding
+    EXPECT_TRUE(std::isnan(log_probabilities_at(logits, ids, group, options)[0][0].item<double>()));
   });
 }
 
