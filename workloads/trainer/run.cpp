@@ -532,6 +532,10 @@ int run(Settings& settings, const Maker& make, const MetricsCallback& watch) {
     return fail(error.what(), launch::kExitData);
   } catch (const collision::IdTableError& error) {
     return fail("train: " + std::string(error.what()), launch::kExitConfiguration);
+  } catch (const launch::LaunchError& error) {
+    return fail(
+        std::string(error.what()) + "\n  why: " + error.why() + "\n  try: " + error.try_next(),
+        error.exit_code());
   } catch (const c10::ValueError& error) {
     return fail(error.what_without_backtrace(), launch::kExitConfiguration);
   }
