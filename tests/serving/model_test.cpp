@@ -124,7 +124,9 @@ TEST(ServingModel, AReloadOfOtherInputsIsRefusedAndTheOldOneGoesOn) {
   auto table = renamed.tensors.extract("tables.embedding_bags.t_2.weight");
   table.key() = "tables.embedding_bags.t_3.weight";
   renamed.tensors.insert(std::move(table));
-  export_model(renamed, folder, {}, "feature");
+  ExportOptions named;
+  named.features = {"t_0", "t_1", "t_3"};
+  export_model(renamed, folder, named, "feature");
   ExportOptions halves;  // the same inputs, and other outputs
   halves.has_half_outputs = true;
   export_model(small, folder, halves, "halves");
