@@ -174,10 +174,12 @@ class Fleet:
 
     def await_events(self, name: str, count: int, limit: float = LIMIT) -> dict[int, dict]:
         def ready():
+            # Asked before the events are read: who ends in between has left them all.
+            have_ended = all(process.poll() is not None for process in self.processes)
             found = self.by_rank(name)
             if len(found) >= count:
                 return found
-            if all(process.poll() is not None for process in self.processes):
+            if have_ended:
                 raise AssertionError(f"all processes ended before '{name}':\n{self.err()}")
             return None
 
