@@ -14,8 +14,9 @@
 namespace tessera::workloads::data {
 namespace {
 
-// Arrow makes the dictionary of a column anew for every batch: not too small.
-constexpr std::int64_t kBatchRows = 131072;
+// Arrow makes the dictionary of a column anew for every batch: not too small. Nor too large: fresh
+// memory costs more than what is read into it.
+constexpr std::int64_t kBatchRows = 65536;
 constexpr const char* kLibrary = "libtessera_parquet.so";
 constexpr const char* kVariable = "TESSERA_PARQUET";
 

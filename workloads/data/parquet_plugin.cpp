@@ -82,8 +82,13 @@ arrow::Status read(const char* path, const int* columns, int num_columns, std::i
   parquet::ArrowReaderProperties properties;
   properties.set_use_threads(false);  // a core per program, as for texts
   properties.set_batch_size(batch_rows);
+  // Columns are read piece by piece into the same memory, not as a whole before the first row.
+  properties.set_pre_buffer(false);
+  parquet::ReaderProperties pieces = parquet::default_reader_properties();
+  pieces.enable_buffered_stream();
+  pieces.set_buffer_size(std::int64_t{256} << 10);
   parquet::arrow::FileReaderBuilder builder;
-  ARROW_RETURN_NOT_OK(builder.Open(std::move(input)));
+  ARROW_RETURN_NOT_OK(builder.Open(std::move(input), pieces));
   const auto facts = builder.raw_reader()->metadata();
   for (int leaf = 0; leaf < facts->num_columns(); ++leaf) {
     if (is_all_dictionary(*facts, leaf)) properties.set_read_dictionary(leaf, true);
