@@ -228,7 +228,7 @@ class GrowingEngine:
         """Return what is wrong with a state; nothing has changed."""
         try:
             self._check_state(state, prefix)
-        except (ValueError, MemoryError) as error:
+        except (ValueError, MemoryError, RuntimeError) as error:  # as in _prepare_rows
             return str(error)
         finally:
             for ids in self._modules.values():

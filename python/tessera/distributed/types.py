@@ -366,11 +366,12 @@ def _quantised_size_bytes(rows: torch.Tensor) -> int:
     """Return the bytes of rows with few bits; codes that are a part of whole rows count as these.
 
     >>> rows = torch.empty(3, 12, dtype=torch.uint8)  # four bytes of scale and bias, then codes
-    >>> _quantised_size_bytes(rows), _quantised_size_bytes(rows[:, 4:])
-    (36, 36)
+    >>> _quantised_size_bytes(rows), _quantised_size_bytes(rows[:, 4:]), _quantised_size_bytes(rows[:1, 4:])
+    (36, 36, 12)
     """
-    if rows.is_contiguous():
+    if rows.dim() != 2:
         return get_tensor_size_bytes(rows)
+    # Not by whether it is contiguous: of one row every part is.
     return rows.size(0) * max(rows.size(1), rows.stride(0)) * rows.element_size()
 
 

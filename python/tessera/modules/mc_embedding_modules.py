@@ -398,9 +398,9 @@ class BaseManagedCollisionEmbeddingCollection(nn.Module):
         self, features: KeyedJaggedTensor, mutate_miss_lengths: bool = True
     ) -> tuple[KeyedTensor | dict[str, JaggedTensor], KeyedJaggedTensor | None]:
         """Return the rows of the ids, and the row numbers if they were asked for."""
-        mapped = self._managed_collision_collection(
-            features, mutate_miss_lengths, make_room=self._make_room if self._growing() else None
-        )
+        # Users' own collections have torchrec's two arguments.
+        more = {"make_room": self._make_room} if self._growing() else {}
+        mapped = self._managed_collision_collection(features, mutate_miss_lengths, **more)
         self.reset_evicted()
         found = self._embedding_module(mapped)
         return found, mapped if self._return_remapped_features else None
