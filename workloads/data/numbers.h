@@ -36,6 +36,7 @@ inline double beyond_doubles(std::string_view text) {
     if (std::from_chars(digits.data(), end, place).ec != std::errc()) {
       place = digits.starts_with('-') ? -kEndlessPlace : kEndlessPlace;
     }
+    place = std::clamp(place, -kEndlessPlace, kEndlessPlace);
     text = text.substr(0, mark);
   }
   place += static_cast<std::int64_t>(std::min(text.find('.'), text.size()));
