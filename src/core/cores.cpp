@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <fstream>
+#include <numeric>
 #include <sstream>
 
 namespace tessera::core {
@@ -22,13 +23,23 @@ std::string first_line_of(const fs::path& path) {
 
 }  // namespace
 
-int cores_in_mask() {
+std::vector<int> mask() {
   cpu_set_t set;
   CPU_ZERO(&set);
+  std::vector<int> cores;
   // Fails on machines with more cores than the set has room for; they are not short of cores.
-  if (::sched_getaffinity(0, sizeof(set), &set) == 0) return CPU_COUNT(&set);
-  return static_cast<int>(::sysconf(_SC_NPROCESSORS_ONLN));
+  if (::sched_getaffinity(0, sizeof(set), &set) == 0) {
+    for (int core = 0; core < CPU_SETSIZE; ++core) {
+      if (CPU_ISSET(core, &set) != 0) cores.push_back(core);
+    }
+  } else {
+    cores.resize(static_cast<std::size_t>(::sysconf(_SC_NPROCESSORS_ONLN)));
+    std::iota(cores.begin(), cores.end(), 0);
+  }
+  return cores;
 }
+
+int cores_in_mask() { return static_cast<int>(mask().size()); }
 
 std::vector<fs::path> control_groups(const std::string& controller) {
   std::ifstream file("/proc/self/cgroup");
@@ -73,6 +84,18 @@ int cores_left() {
   const int in_mask = cores_in_mask();
   const auto allowed = static_cast<int>(cores_of_control_group().value_or(in_mask));
   return std::max(1, std::min(in_mask, allowed));
+}
+
+int share_of_cores(const std::vector<std::vector<int>>& masks, std::size_t self,
+                   std::optional<double> of_group) {
+  const std::vector<int>& own = masks[self];
+  const auto overlaps = [&](const std::vector<int>& other) {
+    return std::find_first_of(own.begin(), own.end(), other.begin(), other.end()) != own.end();
+  };
+  const auto sharing = std::max<std::ptrdiff_t>(1, std::ranges::count_if(masks, overlaps));
+  auto share = static_cast<double>(own.size()) / static_cast<double>(sharing);
+  if (of_group) share = std::min(share, *of_group / static_cast<double>(masks.size()));
+  return std::max(1, static_cast<int>(share));
 }
 
 }  // namespace tessera::core

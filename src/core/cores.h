@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <cstddef>
 #include <filesystem>
 #include <optional>
 #include <string>
@@ -9,7 +10,10 @@
 
 namespace tessera::core {
 
-/// Cores that the affinity mask of the calling thread leaves.
+/// Numbers of the cores that the affinity mask of the calling thread leaves, in order.
+std::vector<int> mask();
+
+/// How many these are.
 int cores_in_mask();
 
 /// The folders of this process's control group and of all above it, innermost first.
@@ -21,5 +25,10 @@ std::optional<double> cores_of_control_group();
 /// How many threads may compute at once: what mask and control groups leave, at least one. Reads
 /// small files, so not in every step.
 int cores_left();
+
+/// The same for one of several processes of a host, at least one: the cores of its mask are shared
+/// with those whose masks overlap it, what the control groups leave (`of_group`) with all.
+int share_of_cores(const std::vector<std::vector<int>>& masks, std::size_t self,
+                   std::optional<double> of_group);
 
 }  // namespace tessera::core

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <thread>
+#include <vector>
 
 #include <gtest/gtest.h>
 
@@ -35,6 +36,20 @@ TEST(Cores, AreNoMoreThanTheControlGroupGives) {
   const int in_mask = cores_in_mask();
   const double of_group = cores_of_control_group().value_or(in_mask);
   EXPECT_EQ(cores_left(), std::max(1, std::min(in_mask, static_cast<int>(of_group))));
+}
+
+TEST(Cores, AreSharedWithThoseWhoMayUseThem) {
+  const std::vector<int> low = {0, 1, 2, 3};
+  const std::vector<int> high = {4, 5, 6, 7, 8};
+  EXPECT_EQ(share_of_cores({low}, 0, {}), 4);
+  EXPECT_EQ(share_of_cores({low, low}, 1, {}), 2);
+  // Ranks that a scheduler has bound to cores of their own share none.
+  EXPECT_EQ(share_of_cores({low, high}, 0, {}), 4);
+  EXPECT_EQ(share_of_cores({low, high}, 1, {}), 5);
+  EXPECT_EQ(share_of_cores({low, high, {3, 4}}, 0, {}), 2);
+  EXPECT_EQ(share_of_cores({low, high}, 1, 4.0), 2);
+  EXPECT_EQ(share_of_cores({low, low, low, low, low}, 2, {}), 1);
+  EXPECT_EQ(share_of_cores({low}, 0, 0.5), 1);
 }
 
 TEST(ControlGroups, EndWithTheRoot) {

@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cmath>
@@ -10,7 +11,12 @@
 #include <cstdlib>
 #include <ctime>
 #include <filesystem>
+#include <iterator>
+#include <sstream>
+#include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include <ATen/Parallel.h>
 #include <nlohmann/json.hpp>
@@ -417,13 +423,29 @@ std::string run_folder(Settings& settings, const comm::Group& world) {
   return report::gather_texts(mine, world)[0];
 }
 
+// What the ranks of this one's host may use, and which of them this is. Collective.
+std::pair<std::vector<std::vector<int>>, std::size_t> masks_of_host(const comm::Group& world) {
+  std::string own;
+  for (const int core : core::mask()) own += std::to_string(core) + ' ';
+  const std::vector<std::string> all = report::gather_texts(own, world);
+  const int local_size = comm::get_local_size(world.size());
+  const int first = world.rank() / local_size * local_size;
+  std::vector<std::vector<int>> masks;
+  for (int rank = first; rank < std::min(first + local_size, world.size()); ++rank) {
+    std::istringstream cores(all[static_cast<std::size_t>(rank)]);
+    masks.emplace_back(std::istream_iterator<int>(cores), std::istream_iterator<int>());
+  }
+  return {std::move(masks), static_cast<std::size_t>(world.rank() - first)};
+}
+
 // MKL makes LibTorch take no more threads than cores, whatever OMP_NUM_THREADS says: it is obeyed
-// here. Without it ranks of one host share the cores.
+// here. Without it ranks of one host share the cores that they may use.
 void use_threads(const Settings& settings, const comm::Group& world) {
+  const auto [masks, self] = masks_of_host(world);
   const char* wanted = std::getenv("OMP_NUM_THREADS");
   int threads = settings.threads > 0 ? settings.threads : wanted != nullptr ? std::atoi(wanted) : 0;
   if (threads <= 0) {
-    threads = core::cores_left() / comm::get_local_size(world.size());
+    threads = core::share_of_cores(masks, self, core::cores_of_control_group());
   }
   at::set_num_threads(std::max(1, threads));
 }
