@@ -13,6 +13,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "data/converted.h"
 #include "data/input.h"
 #include "dlrm/metrics.h"
 #include "dlrm/open_log.h"
@@ -173,6 +174,7 @@ workloads::dlrm::OpenedLog log_of(const Reader& reader, const serving::ModelInfo
   options.num_tables = static_cast<std::int64_t>(model.features.size());
   options.num_rows = model.tables.front().num_rows;
   options.unpack = workloads::data::unpacking;
+  options.files = workloads::data::files_of;
   const auto seed = reader.manifest().values.find("seed");
   if (seed != reader.manifest().values.end()) {
     options.seed = static_cast<std::uint64_t>(std::get<std::int64_t>(seed->second));
@@ -194,6 +196,26 @@ workloads::dlrm::OpenedLog log_of(const Reader& reader, const serving::ModelInfo
 
 constexpr std::int64_t kJudgedSamples = 65536;  // as the trainer, unless it is told
 
+// Whether `name` may be a log that a run was trained on: one of its files, or what they were
+// converted into. One that cannot be looked at, such as by a path from another folder, may be.
+bool may_be_trained_on(const std::string& name, const std::string& data,
+                       const std::string& schema) {
+  namespace fs = std::filesystem;
+  if (data.empty() || data == "synthetic" || data == "-") return false;
+  try {
+    for (const std::string& file : workloads::data::files_of(data)) {
+      if (fs::equivalent(name, file)) return true;
+    }
+    if (schema.empty()) return false;
+    const std::string log = workloads::data::converted_path(data, schema);
+    return fs::exists(log) && fs::equivalent(name, log);
+  } catch (const fs::filesystem_error&) {
+    return true;
+  } catch (const workloads::data::DataError&) {
+    return true;
+  }
+}
+
 // How many samples at the end of the log `name` the run of a checkpoint kept to be judged on, at
 // most; nothing if that is another log than it was trained on, or it was trained on all of it.
 std::optional<std::int64_t> kept_of_run(const Reader& reader, const std::string& name) {
@@ -207,8 +229,8 @@ std::optional<std::int64_t> kept_of_run(const Reader& reader, const std::string&
          settings::settings_in("export", file, workloads::report::read_text(file))) {
       told[one.key] = one.value;
     }
-    std::error_code is_gone;  // other than the log that is judged on
-    if (!told["eval-data"].empty() || !fs::equivalent(name, told["data"], is_gone)) break;
+    if (!told["eval-data"].empty()) break;
+    if (!may_be_trained_on(name, told["data"], told["schema"])) break;
     const auto kept = told.find("eval-samples");
     return kept == told.end() ? kJudgedSamples : std::atoll(kept->second.c_str());
   }

@@ -177,6 +177,25 @@ def test_another_log_is_judged_whole_and_the_runs_own_where_it_was_not_trained(f
     assert judged_on(fixed / "log.click", "--eval-samples", 100)["samples"] == 100
 
 
+@pytest.mark.parametrize("way", ["file of several", "converted", "cannot be looked at"])
+def test_the_runs_own_log_is_known_by_other_names(fixed, tmp_path, way, monkeypatch):
+    """What was trained on is not judged on, however it was named then."""
+    monkeypatch.setenv("TESSERA_CACHE", str(tmp_path / "cache"))
+    table, schema = fixed / "log.csv", fixed / "log.toml"
+    name = tmp_path / "own.csv"
+    shutil.copy(table, name)
+    told = ["--data", name, "--schema", schema]
+    if way == "file of several":
+        told[1] = f"{name},{table}"
+    run("train", "dlrm", *told, *SMALL, "--steps", 2, "--epochs", 0, "--save", tmp_path / "run")
+    (log,) = (tmp_path / "cache").rglob("*.click")
+    if way == "cannot be looked at":
+        name.unlink()
+    out = ["--out", tmp_path / "package", "--dtype", "fp32", "--json", "--eval", log]
+    judged = json.loads(run("export", tmp_path / "run", *out))["judged"]
+    assert judged["samples"] == NUM_SAMPLES * (2 if way == "file of several" else 1) // 10
+
+
 def test_a_log_that_was_trained_on_whole_is_judged_whole(fixed, tmp_path):
     """And of one whose end was kept, no more than was kept."""
     for words, samples in (
