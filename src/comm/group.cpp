@@ -34,7 +34,7 @@ void add_cuda_engine(c10d::ProcessGroup& group, EngineBackend& engine,
                      std::optional<TorchEngine>& nccl) {
   const CudaWay way = choose_cuda_way(engine.monitor().members());
   if (!way.is_nccl) {
-    // Once a job: the groups of some ranks are made like that of all.
+    // Once a job: groups of some ranks choose for themselves, and say nothing.
     if (way.teller == group.getRank() && options.world_ranks.empty()) {
       std::fprintf(stderr,
                    "[tessera] group '%s' carries CUDA tensors through host memory instead of over "

@@ -158,7 +158,8 @@ CudaWay choose_cuda_way(const std::vector<Member>& members) {
           .reason = lacking->describe() + " has " + std::to_string(gpus) +
                     (gpus == 1 ? " GPU" : " GPUs") + " for NCCL, and its host " +
                     std::to_string(ranks) + (ranks == 1 ? " rank" : " ranks") +
-                    ". Let every rank see all GPUs of its host (CUDA_VISIBLE_DEVICES)."};
+                    ". Let every rank see all GPUs of its host (CUDA_VISIBLE_DEVICES)" +
+                    (gpus == 0 ? ", with the same TESSERA_ENGINE and a LibTorch with NCCL." : ".")};
 }
 
 std::uint64_t process_start_time(pid_t pid) {

@@ -141,7 +141,8 @@ TEST(Member, RanksThatSeeDifferentGpusTakeOneWay) {
   EXPECT_EQ(without.teller, 0);
   EXPECT_EQ(without.reason,
             "rank 1 (pid 41, host b) has 0 GPUs for NCCL, and its host 1 rank. Let every rank see "
-            "all GPUs of its host (CUDA_VISIBLE_DEVICES).");
+            "all GPUs of its host (CUDA_VISIBLE_DEVICES), with the same TESSERA_ENGINE and a "
+            "LibTorch with NCCL.");
 }
 
 TEST(Member, StartTimeAndStateComeFromTheSystem) {
