@@ -131,6 +131,8 @@ def run_all(commands, limit):
                 start_new_session=True,
             )
             running.add(process)
+            if is_told_to_end:  # between the two, when nobody else saw it
+                os.killpg(process.pid, signal.SIGKILL)
             try:
                 code = process.wait(timeout=limit)
             except subprocess.TimeoutExpired:

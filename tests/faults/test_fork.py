@@ -49,6 +49,6 @@ def test_forks_at_any_moment_change_nothing(engine):
 
 def test_a_rank_that_does_not_end_after_forks_is_told():
     # What the count of forks is judged by: the other rank ends well, this one is killed at last.
-    code, line = fork_at_any_moment("shm", "count=1", "hangs=1", "end_limit=3")
+    code, line = fork_at_any_moment("shm", "count=1", "hangs=1", "end_limit=10")
     assert code == 1
     assert (line["unheard"], line["wrong_ends"], line["statuses"]) == (0, 1, [0, 9]), line

@@ -261,12 +261,14 @@ def test_a_monitored_barrier_says_who_is_late_in_torchs_words():
 
 
 def wait_for_the_last_at_a_monitored_barrier(rank):
+    store = dist.distributed_c10d._get_default_store()
     dist.monitored_barrier(timeout=datetime.timedelta(seconds=20))
     if rank == 2:
-        time.sleep(4)
+        store.wait(["told_0", "told_1"], datetime.timedelta(seconds=60))
         return ""
     with pytest.raises(RuntimeError) as error:
-        dist.monitored_barrier(timeout=datetime.timedelta(seconds=1))
+        dist.monitored_barrier(timeout=datetime.timedelta(seconds=5))
+    store.set(f"told_{rank}", "")
     return str(error.value)
 
 
@@ -274,7 +276,7 @@ def test_every_rank_at_a_monitored_barrier_is_told_who_is_late():
     # torch tells the others that rank 0 is gone.
     outcomes = run_ranks_collecting(3, wait_for_the_last_at_a_monitored_barrier)
     for outcome in outcomes[:2]:
-        assert "no answer from rank 2 in 1 s" in outcome.value, outcome
+        assert "no answer from rank 2 in 5 s" in outcome.value, outcome
         assert "Rank 2 failed to pass monitoredBarrier." in outcome.value, outcome
 
 

@@ -136,6 +136,7 @@ def compiled_rank(rank, backend, functions):
         )
 
 
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("of", [functions, made_of_others])
 @pytest.mark.parametrize(("size", "engine"), [(1, "gloo"), (2, "shm"), (3, "gloo")])
 def test_full_graphs(size, engine, of):
