@@ -286,7 +286,8 @@ def log_probabilities_at(
     """Return log p at several ids per token ([..., k]), float32; 0 at `ignore_index`. Differentiable.
 
     With `log_sum_exp` ([...], of the logits over the temperature, as token_scores gives it) the logits
-    are read at these ids alone, and its gradient is returned to it.
+    are read at these ids alone, and its gradient is returned to it. Unless `check_labels`, the logit of an
+    id outside the vocabulary is then taken for 0; without `log_sum_exp` its value is NaN.
 
     >>> import torch
     >>> log_probabilities_at(torch.zeros(1, 8), torch.tensor([[1, 5]])).shape
