@@ -9,6 +9,8 @@
 #include <atomic>
 #include <filesystem>
 #include <fstream>
+#include <functional>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -219,6 +221,69 @@ void check_death_in_creation(int victim) {
 
 TEST(PeerDeath, WhileTheGroupIsMadeIsNamedByAll) { check_death_in_creation(1); }
 TEST(PeerDeath, OfRankZeroWhileTheGroupIsMadeIsNamedByAll) { check_death_in_creation(0); }
+
+/// Rank 0 gives up, says why and ends, all between two looks of rank 1.
+class GoesAtOnce final : public WaitMonitor {
+ public:
+  explicit GoesAtOnce(std::function<void()> tell) : tell_(std::move(tell)) {}
+  void check(const Call&, std::span<const int>, Clock::duration) override {}
+  void check_creation(std::span<const int>) override {
+    tell_();
+    throw Failure(FailureKind::kPeerLost, {0}, "comm.init: rank 0 ended.");
+  }
+
+ private:
+  std::function<void()> tell_;
+};
+
+std::string text_of_rank_1(Bootstrap& bootstrap, std::function<void()> tell) {
+  GoesAtOnce monitor(std::move(tell));
+  ShmOptions options;
+  options.deadline = Clock::now() + std::chrono::seconds(20);
+  try {
+    ShmTransport::create(1, 3, bootstrap, monitor, options);
+  } catch (const Failure& failure) {
+    return failure.what();
+  }
+  return "";
+}
+
+TEST(Creation, WhatRankZeroSaidBeforeItEndedIsTheReason) {
+  const std::string verdict = "failed " + std::to_string(static_cast<int>(FailureKind::kPeerLost)) +
+                              " 4 comm.init: rank 2 ended.";
+  {
+    const TemporaryDirectory keys;  // before there was a segment
+    FileBootstrap bootstrap(keys.path());
+    EXPECT_EQ(text_of_rank_1(bootstrap, [&] { bootstrap.set("shm/segment", verdict); }),
+              "comm.init: rank 2 ended.");
+  }
+  {
+    const TemporaryDirectory keys;  // to all who had come
+    FileBootstrap bootstrap(keys.path());
+    Listener listener;
+    bootstrap.set("shm/segment", "ok " + listener.name());
+    std::optional<Line> line;
+    EXPECT_EQ(text_of_rank_1(bootstrap,
+                             [&] {
+                               line = listener.accept();
+                               line->send(verdict);
+                             }),
+              "comm.init: rank 2 ended.");
+  }
+  {
+    const TemporaryDirectory keys;  // to those it did not know yet
+    FileBootstrap bootstrap(keys.path());
+    Listener listener;
+    bootstrap.set("shm/segment", "ok " + listener.name());
+    EXPECT_EQ(text_of_rank_1(bootstrap, [&] { bootstrap.set("shm/verdict", verdict); }),
+              "comm.init: rank 2 ended.");
+  }
+  {
+    const TemporaryDirectory keys;  // it said nothing
+    FileBootstrap bootstrap(keys.path());
+    EXPECT_EQ(text_of_rank_1(bootstrap, [] {}), "comm.init: rank 0 ended.");
+  }
+}
 
 TEST(Creation, ARankThatDoesNotComeIsATimeoutForAll) {
   const TemporaryDirectory keys;
