@@ -25,11 +25,12 @@ def published(tmp_path_factory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("published")
     keeper = Keeper(folder / "live", folder / "kept")
     keeper.start()
-    tessera(*TRAINING, "--steps", 40, "--publish", folder / "live", "--publish-every", 0, "--runs", folder)
+    # Enough for four versions where a machine writes slowly beside the steps.
+    tessera(*TRAINING, "--steps", 120, "--publish", folder / "live", "--publish-every", 0, "--runs", folder)
     keeper.is_over.set()
     keeper.join()
     assert len(steps_in(folder / "kept")) >= 4
-    assert steps_in(folder / "kept")[-1] == 40
+    assert steps_in(folder / "kept")[-1] == 120
     return folder / "kept"
 
 
