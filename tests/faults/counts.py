@@ -146,7 +146,12 @@ def run_all(commands, limit):
             return code, out.read().decode(errors="replace")
 
     with concurrent.futures.ThreadPoolExecutor(len(commands)) as pool:
-        return list(pool.map(run, commands))
+        ended = [pool.submit(run, command) for command in commands]
+        # Awake now and then: a signal that reached another thread is handled by this one alone.
+        while concurrent.futures.wait(ended, timeout=0.2).not_done:
+            if is_told_to_end:
+                end_early()
+        return [each.result() for each in ended]
 
 
 def bare(text):
